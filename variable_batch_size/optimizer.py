@@ -1,0 +1,301 @@
+"""CustomOptimizer: accumulates, or all-reduces and updates, as the schedule says; a subclass for each rule."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from variable_batch_size.buffers import Buffers
+from variable_batch_size.communication import communicator_for
+from variable_batch_size.gradients import gradients_for
+from variable_batch_size.rules import ConstantRule, LinearMomentumRule, LinearRule, RootRule, Rule, Step
+from variable_batch_size.sampler import CustomSampler
+from variable_batch_size.schedule import is_integer
+
+logger = logging.getLogger(__name__)
+
+STATE_KEY = "variable_batch_size"
+
+
+class CustomOptimizer(Optimizer):
+    """Makes one update of every step of the schedule, with the inner optimizer and the settings the rule gives it.
+
+    Call :meth:`step` after the backward pass of each minibatch. It accumulates until this core has run its share of the
+    step; then all cores sum their gradients, and each makes the same update with the mean over the step's samples.
+    Parameters start out as they are on core 0.
+
+    Args:
+        inner: any optimizer of torch, with the settings that are right at `ref_batchsize`.
+        sampler: the sampler that deals the minibatches.
+        rule: what the batch size of a step makes of the settings.
+        ref_batchsize: the batch size at which the settings of `inner` are right.
+        log_steps: log every so many steps on core 0; 0 for never.
+        clip_grad_norm: the largest norm of a step's mean gradient over all parameters; None for no bound.
+        model: whose buffers (BatchNorm's statistics) an idle core's stand-in minibatch must not change.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        sampler: CustomSampler,
+        *,
+        rule: Rule,
+        ref_batchsize: int,
+        log_steps: int = 0,
+        clip_grad_norm: float | None = None,
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        if not isinstance(inner, Optimizer) or isinstance(inner, CustomOptimizer):
+            raise ValueError(f"`inner` must be an optimizer of torch, got {type(inner).__name__}")
+        if isinstance(inner, torch.optim.LBFGS):
+            raise ValueError(
+                "`inner` must update from one gradient, got LBFGS, which evaluates the loss again and again"
+            )
+        if not isinstance(sampler, CustomSampler):
+            raise ValueError(f"`sampler` must be a CustomSampler, got {type(sampler).__name__}")
+        if not isinstance(rule, Rule):
+            raise ValueError(f"`rule` must be a Rule, got {rule!r}")
+        if not is_integer(ref_batchsize) or ref_batchsize <= 0:
+            raise ValueError(f"`ref_batchsize` must be a positive integer, got {ref_batchsize!r}")
+        if not is_integer(log_steps) or log_steps < 0:
+            raise ValueError(f"`log_steps` must be a non-negative integer, got {log_steps!r}")
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}")
+        self.inner = inner
+        self.sampler = sampler
+        self.rule = rule
+        self.ref_batchsize = int(ref_batchsize)
+        self.log_steps = int(log_steps)
+        self.clip_grad_norm = clip_grad_norm
+        # sets up hooks and profiling as Optimizer.__init__ does, without a second set of param_groups and state
+        super().__setstate__({})
+
+        self._communicator = communicator_for(p for group in inner.param_groups for p in group["params"])
+        if (sampler.rank, sampler.num_replicas) != (self._communicator.rank, self._communicator.num_replicas):
+            raise ValueError(
+                f"the sampler is for core {sampler.rank} of {sampler.num_replicas}, "
+                f"but this is core {self._communicator.rank} of {self._communicator.num_replicas}"
+            )
+        self._gradients = gradients_for(lambda: self.inner.param_groups, self._communicator)
+        self._buffers = Buffers(model, self._communicator)
+        self._communicator.broadcast([p for group in inner.param_groups for p in group["params"]])
+        self.steps_done = 0
+        self.samples_done = 0
+        self._step = self._minibatches_left = 0
+        self.set_epoch(0)
+
+    # ---------------------------------------------------------------------------------------- a torch.optim.Optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.inner.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: gradients are zeroed after each update and must stay while they accumulate."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state and the position; in the middle of a step, the position before that step."""
+        own = {
+            "epoch": self.epoch,
+            "epoch_step": self.epoch_step,
+            "steps_done": self.steps_done,
+            "samples_done": self.samples_done,
+        }
+        return {**self.inner.state_dict(), STATE_KEY: own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state that was saved on any number of cores.
+
+        Training goes on where it stopped after ``set_epoch(optimizer.epoch, optimizer.epoch_step)`` on the sampler.
+        """
+        if STATE_KEY not in state_dict:
+            raise ValueError(f"the state has no {STATE_KEY!r}: it is that of another kind of optimizer")
+        own = state_dict[STATE_KEY]
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
+        self.set_epoch(own["epoch"], own["epoch_step"])
+        self.steps_done = own["steps_done"]
+        self.samples_done = own["samples_done"]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r}, ref_batchsize={self.ref_batchsize})"
+
+    # --------------------------------------------------------------------------------------------------------- position
+
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Go to an epoch. Call it before each pass over the loader, and on the sampler too.
+
+        Args:
+            epoch: its number, from 0.
+            first_step: how many of the epoch's steps to leave out, for a run that was stopped after them.
+        """
+        steps = self.sampler.schedule.steps(epoch)
+        if not is_integer(first_step) or not 0 <= first_step <= len(steps):
+            raise ValueError(f"`first_step` must be an integer from 0 to {len(steps)}, got {first_step!r}")
+        self._discard_unfinished()
+        self.epoch = epoch
+        self._steps = steps
+        self._first_step = first_step
+        self._step = steps[min(first_step, len(steps) - 1)]
+        self._minibatches_left = self._share(self._step) if first_step < len(steps) else 0
+        self._buffers.save(self.is_idle)
+        self._communicator.end_minibatch()  # else what was noted down would make the first minibatch another program
+
+    def _share(self, step: int) -> int:
+        """How many minibatches this core runs in a step: at least a stand-in."""
+        return max(1, len(self.sampler.schedule.minibatches(step, self.sampler.rank)))
+
+    def _discard_unfinished(self) -> None:
+        if self._minibatches_left not in (0, self._share(self._step)):
+            logger.warning(
+                "core %d left step %d of epoch %d unfinished: its gradients are discarded",
+                self.sampler.rank,
+                self._steps.index(self._step),
+                self.epoch,
+            )
+            self._gradients.clear()
+
+    @property
+    def epoch_step(self) -> int:
+        """How many steps of the epoch are done."""
+        return self._steps.index(self._step) + (self._minibatches_left == 0)
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size of the step that the latest minibatch belongs to; at first, of the epoch's first step."""
+        return self.sampler.schedule.batch_size(self._step)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the latest minibatch was a stand-in, because this core has none in that step."""
+        return self.sampler.schedule.is_idle(self._step, self.sampler.rank)
+
+    def current_lr(self, group: int = 0) -> float:
+        """The learning rate, scaled by the rule, of a parameter group in the step of the latest minibatch."""
+        return float(self.rule.settings(self.param_groups[group], self._rule_step())["lr"])
+
+    def _rule_step(self) -> Step:
+        return Step(self.batch_size, self.sampler.minibatch_size, self.ref_batchsize)
+
+    # ------------------------------------------------------------------------------------------------------------- step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
+        """Take in the gradients of one minibatch, and update if that completes the step.
+
+        Returns:
+            True exactly when the weights changed.
+        """
+        if closure is not None:
+            raise ValueError("`closure` must be None: run the backward pass, then call step()")
+        self._advance()
+        self._gradients.collect()
+        if self._minibatches_left:
+            self._communicator.end_minibatch()
+            return False
+        self._update()
+        return True
+
+    def _advance(self) -> None:
+        """Note one more minibatch, which begins the next step if the latest is complete."""
+        position = (self.sampler.epoch, self.sampler.first_step)
+        if position != (self.epoch, self._first_step):
+            raise RuntimeError(
+                f"the sampler is in epoch {self.sampler.epoch} (from its step {self.sampler.first_step} on) but the "
+                f"optimizer in epoch {self.epoch} (from {self._first_step} on): call set_epoch on both, alike"
+            )
+        if not self._minibatches_left:
+            if self._step == self._steps[-1]:
+                raise RuntimeError(
+                    f"epoch {self.epoch} has {len(self._steps)} steps and all are done: call set_epoch on the sampler "
+                    "and the optimizer before the next pass over the loader"
+                )
+            self._step += 1
+            self._minibatches_left = self._share(self._step)
+        self._minibatches_left -= 1
+
+    def _update(self) -> None:
+        schedule = self.sampler.schedule
+        step = self._rule_step()
+        mean = 1.0 if self.rule.sums_gradients else 1 / step.num_minibatches
+        self._gradients.reduce(0.0 if self.is_idle else mean)
+        if self.clip_grad_norm is not None:
+            largest = self.clip_grad_norm * (step.num_minibatches if self.rule.sums_gradients else 1)
+            torch.nn.utils.clip_grad_norm_(self._gradients.parameters(), self._communicator.as_data(largest))
+        with self._settings_of(step):
+            self.inner.step()
+        self._gradients.clear()
+        self._buffers.restore(self.is_idle)
+        self._buffers.save(self._step < self._steps[-1] and schedule.is_idle(self._step + 1, self.sampler.rank))
+        self._communicator.end_minibatch()
+        self.steps_done += 1
+        self.samples_done += step.batch_size
+        if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
+            self._log()
+
+    @contextmanager
+    def _settings_of(self, step: Step) -> Iterator[None]:
+        """Within, the parameter groups have the settings that the rule gives this step."""
+        found: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for group in self.param_groups:
+                for name, value in self.rule.settings(group, step).items():
+                    found.append((group, name, group[name]))
+                    group[name] = self._communicator.as_data(value) if isinstance(value, float) else value
+            yield
+        finally:
+            for group, name, value in found:
+                group[name] = value
+
+    def _log(self) -> None:
+        logger.info(
+            "epoch %d, step %d/%d: batch size %d, learning rate %g, %d samples in all",
+            self.epoch,
+            self.epoch_step,
+            len(self._steps),
+            self.batch_size,
+            self.current_lr(),
+            self.samples_done,
+        )
+
+
+class LinearRuleOptimizer(CustomOptimizer):
+    """:class:`CustomOptimizer` with lr = lr0 · S, S = batch size / `ref_batchsize` (:class:`LinearRule`)."""
+
+    def __init__(self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int, **options: Any) -> None:
+        super().__init__(inner, sampler, rule=LinearRule(), ref_batchsize=ref_batchsize, **options)
+
+
+class RootRuleOptimizer(CustomOptimizer):
+    """:class:`CustomOptimizer` with lr = lr0 · √S, S = batch size / `ref_batchsize` (:class:`RootRule`)."""
+
+    def __init__(self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int, **options: Any) -> None:
+        super().__init__(inner, sampler, rule=RootRule(), ref_batchsize=ref_batchsize, **options)
+
+
+class ConstantOptimizer(CustomOptimizer):
+    """:class:`CustomOptimizer` with lr = lr0 for every batch size, so that `ref_batchsize` is of no effect."""
+
+    def __init__(self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int = 1, **options: Any) -> None:
+        super().__init__(inner, sampler, rule=ConstantRule(), ref_batchsize=ref_batchsize, **options)
+
+
+class LinearRuleMomentumOptimizer(CustomOptimizer):
+    """:class:`CustomOptimizer` with the linear rule in the form that suits momentum (:class:`LinearMomentumRule`)."""
+
+    def __init__(self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int, **options: Any) -> None:
+        super().__init__(inner, sampler, rule=LinearMomentumRule(), ref_batchsize=ref_batchsize, **options)

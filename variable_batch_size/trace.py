@@ -1,0 +1,259 @@
+"""Trace: the batch size of every step, read from a file or made from numbers."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, overload
+
+import numpy as np
+import numpy.typing as npt
+
+COLUMNS = ("step", "batchsize")
+
+_INTEGER = re.compile(r"[ \t]*[+-]?[0-9]+[ \t]*")
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n|\Z)")
+_LARGEST = int(np.iinfo(np.int64).max)
+
+
+class Trace:
+    """The global batch size of every optimizer step, in order.
+
+    A trace is finite, or it is constant and endless. It is immutable, 8 bytes a step, and remembers where each number
+    came from, so that whoever finds it wrong can name the file and the line.
+
+    >>> trace = Trace.from_sequence([64, 96, 32])
+    >>> len(trace), trace[1], list(trace)
+    (3, 96, [64, 96, 32])
+    >>> Trace.constant(128)[10**12]
+    128
+    """
+
+    def __init__(self, sizes: npt.NDArray[np.int64], *, is_endless: bool = False, source: str | None = None) -> None:
+        self.sizes = sizes
+        self.sizes.flags.writeable = False
+        self.is_endless = is_endless
+        self._source = source
+
+    @classmethod
+    def of(cls, source: Any) -> Trace:
+        """Make a trace of whatever a user may pass as one: path, sequence, array, column, int or trace."""
+        if isinstance(source, Trace):
+            return source
+        if isinstance(source, (str, os.PathLike)):
+            return cls.read(source)
+        if isinstance(source, (int, np.integer)) and not isinstance(source, bool):
+            return cls.constant(int(source))
+        if hasattr(source, "__len__") and not isinstance(source, (bytes, dict, set)):
+            return cls.from_sequence(source)
+        raise ValueError(f"`trace` must be a path, a sequence of batch sizes or an integer, got {source!r}")
+
+    @classmethod
+    def constant(cls, size: int) -> Trace:
+        """The same batch size for ever."""
+        return cls(np.array([_checked(size, "trace")], dtype=np.int64), is_endless=True)
+
+    @classmethod
+    def from_sequence(cls, sizes: Sequence[int] | npt.NDArray[Any]) -> Trace:
+        """A trace of the given batch sizes: a list, a tuple, an array or a pandas column."""
+        array = np.asarray(sizes)
+        if array.ndim != 1:
+            raise ValueError(f"`trace` must be one-dimensional, got the shape {array.shape}")
+        if not len(array):
+            raise ValueError("`trace` must hold at least one batch size, got an empty sequence")
+        if array.dtype.kind not in "iu" or array.min() <= 0 or array.max() > _LARGEST:
+            values = list(sizes)
+            array = np.array([_checked(value, f"trace[{row}]") for row, value in enumerate(values)], dtype=np.int64)
+        return cls(np.array(array, dtype=np.int64))
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Trace:
+        """Read a CSV file with the columns ``step`` and ``batchsize``.
+
+        Rows in file order are the steps; ``step`` counts 0, 1, 2 … and may start again at 0 (several recordings after
+        one another). Blanks around numbers, any line ends, blank lines, ``#`` comments and further columns are fine.
+
+        Raises:
+            ValueError: with file, line and value of the first row that breaks a rule.
+        """
+        source = os.fspath(path)
+        text = Path(source).read_bytes()
+        header, header_line = _header(source, text)
+        columns = [header.index(column) for column in COLUMNS]
+        table = _Table(source, header_line, num_columns=len(header), has_comments=b"#" in text)
+        steps, sizes = table.columns(columns)
+        if not _is_valid(steps, sizes):
+            steps, sizes = table.columns_by_row(columns)
+        return cls(np.ascontiguousarray(sizes), source=source)
+
+    def write(self, path: str | os.PathLike[str], *, comment: str | None = None) -> None:
+        """Write the trace as a CSV file that :meth:`read` reads back, the lines of `comment` on top behind ``#``."""
+        if self.is_endless:
+            raise ValueError("a constant trace is endless and cannot be written to a file")
+        import pandas as pd
+
+        with open(path, "w", newline="") as file:
+            for line in (comment or "").splitlines():
+                file.write(f"# {line}\n")
+            frame = pd.DataFrame({"step": np.arange(len(self.sizes)), "batchsize": self.sizes})
+            frame.to_csv(file, index=False, lineterminator="\n")
+
+    def place(self, row: int) -> str:
+        """Where the batch size of a row was given: ``spot.csv:17`` or ``trace[3]``."""
+        if self._source is None:
+            return "trace" if self.is_endless else f"trace[{row}]"
+        return f"{self._source}:{_lines_of_rows(Path(self._source).read_bytes())[row]}"
+
+    @property
+    def name(self) -> str:
+        """The file the trace was read from, or ``trace``."""
+        return self._source or "trace"
+
+    def __len__(self) -> int:
+        if self.is_endless:
+            raise TypeError("a constant trace is endless and has no length")
+        return len(self.sizes)
+
+    @overload
+    def __getitem__(self, row: int) -> int: ...
+    @overload
+    def __getitem__(self, row: slice) -> Trace: ...
+    def __getitem__(self, row: int | slice) -> int | Trace:
+        if isinstance(row, slice):
+            if self.is_endless:
+                raise ValueError("a constant trace is endless and has no slices")
+            return Trace.from_sequence(self.sizes[row])
+        if self.is_endless and row >= 0:
+            return int(self.sizes[0])
+        if self.is_endless or not -len(self.sizes) <= row < len(self.sizes):
+            raise IndexError(f"the trace has no step {row}")
+        return int(self.sizes[row])
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from self.sizes.tolist()
+            if not self.is_endless:
+                return
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Trace):
+            return NotImplemented
+        return self.is_endless == other.is_endless and np.array_equal(self.sizes, other.sizes)
+
+    def __hash__(self) -> int:
+        return hash((self.is_endless, self.sizes.tobytes()))
+
+    def __repr__(self) -> str:
+        if self.is_endless:
+            return f"Trace.constant({self[0]})"
+        shown = ", ".join(map(str, self.sizes[:6].tolist())) + (", …" if len(self.sizes) > 6 else "")
+        return f"<Trace of {len(self.sizes)} steps: {shown}>"
+
+
+class _Table:
+    """The rows below the header of a trace file."""
+
+    def __init__(self, source: str, header_line: int, *, num_columns: int, has_comments: bool) -> None:
+        self.source = source
+        self.header_line = header_line
+        self.num_columns = num_columns
+        self.has_comments = has_comments
+
+    def columns(self, columns: list[int]) -> list[npt.NDArray[Any]]:
+        """The columns as pandas understands them: of integers if all is well."""
+        frame = self._parse(None)
+        if not len(frame):
+            raise ValueError(f"{self.source}:{self.header_line + 1}: expected a row below the header, got nothing")
+        return [np.asarray(frame[column]) for column in columns]
+
+    def columns_by_row(self, columns: list[int]) -> list[npt.NDArray[np.int64]]:
+        """The columns value by value: raises at the first row that breaks a rule, whichever rule it is."""
+        texts = self._parse(str)
+        lines = _lines_of_rows(Path(self.source).read_bytes())
+        assert len(lines) == len(texts), "pandas and the line count disagree about what a row is"
+        rows: list[tuple[int, int]] = []
+        for line, *pair in zip(lines.tolist(), *(texts[column] for column in columns), strict=True):
+            place = f"{self.source}:{line}"
+            for name, value in zip(COLUMNS, pair, strict=True):
+                if not _INTEGER.fullmatch(value) or not -_LARGEST <= int(value) <= _LARGEST:
+                    _refuse(place, f"{name} must be an integer", value.strip() or "nothing")
+            step, size = int(pair[0]), int(pair[1])
+            expected = rows[-1][0] + 1 if rows else 0
+            if step not in (0, expected):
+                _refuse(place, f"step must be {expected}" + (" (or 0, to start again)" if rows else ""), step)
+            _checked(size, place)
+            rows.append((step, size))
+        return list(np.array(rows, dtype=np.int64).T)
+
+    def _parse(self, dtype: Any) -> Any:
+        import csv
+        import warnings
+
+        import pandas as pd
+
+        try:
+            with warnings.catch_warnings():
+                # pandas raises if a row is too long, but for the first row only warns; mixed types are ours to see
+                warnings.simplefilter("error", pd.errors.ParserWarning)
+                warnings.simplefilter("ignore", pd.errors.DtypeWarning)
+                return pd.read_csv(
+                    self.source,
+                    header=None,
+                    names=range(self.num_columns),
+                    index_col=False,
+                    skiprows=self.header_line,
+                    dtype=dtype,
+                    comment="#" if self.has_comments else None,  # looking for comments doubles the time
+                    quoting=csv.QUOTE_NONE,
+                    na_filter=False,
+                    encoding_errors="replace",
+                )
+        except (pd.errors.ParserError, pd.errors.ParserWarning) as error:
+            found = re.search(r"line (\d+)", str(error))
+            line = found[1] if found else _lines_of_rows(Path(self.source).read_bytes())[0]
+            raise ValueError(f"{self.source}:{line}: a row must have {self.num_columns} values, got more") from None
+
+
+def _header(source: str, text: bytes) -> tuple[list[str], int]:
+    """The column names and the number of their line."""
+    for line, content in enumerate(_contents(text), start=1):
+        if content:
+            names = [name.strip().strip('"') for name in content.decode(errors="replace").split(",")]
+            for column in COLUMNS:
+                if names.count(column) != 1:
+                    _refuse(f"{source}:{line}", f"the header must name the column {column!r} once", repr(names)[:80])
+            return names, line
+    raise ValueError(f"{source}:1: the file is empty, expected the columns {','.join(COLUMNS)}")
+
+
+def _lines_of_rows(text: bytes) -> npt.NDArray[np.int64]:
+    """The line number of every row below the header."""
+    lines = [line for line, content in enumerate(_contents(text), start=1) if content]
+    return np.array(lines[1:], dtype=np.int64)
+
+
+def _contents(text: bytes) -> Iterator[bytes]:
+    """The lines of a file without blanks around them, comments and byte order mark; lazily, for the header is short."""
+    start = 3 if text.startswith(b"\xef\xbb\xbf") else 0
+    for line in _LINE.finditer(text, start):
+        yield line[0].split(b"#")[0].strip(b" \t\r\n")
+
+
+def _is_valid(steps: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> bool:
+    if steps.dtype != np.int64 or sizes.dtype != np.int64:
+        return False
+    follows = (steps[1:] == 0) | (steps[1:] == steps[:-1] + 1)
+    return bool(steps[0] == 0 and follows.all() and sizes.min() > 0)
+
+
+def _checked(size: Any, place: str) -> int:
+    is_integer = isinstance(size, (int, np.integer)) and not isinstance(size, (bool, np.bool_))
+    if not is_integer or not 0 < size <= _LARGEST:
+        _refuse(place, "batchsize must be a positive integer", size)
+    return int(size)
+
+
+def _refuse(place: str, rule: str, value: Any) -> NoReturn:
+    raise ValueError(f"{place}: {rule}, got {value}")
