@@ -27,17 +27,18 @@ def launch(
     """Run ``fn(*args)`` once on every core and return what each returned, in the order of their ranks.
 
     Each core gets a copy of `args` of its own. `fn`, `args` and what `fn` returns are pickled on their way, so `fn` is
-    a function at the top level of a module, and a script calls ``launch`` under ``if __name__ == "__main__":``. The first
-    exception on any core ends the others and is raised here, with that core's traceback. Under ``torchrun``, which has
-    started the processes already, ``launch`` joins the process group and just runs `fn` in this one.
+    a function at the top level of a module, and a script calls ``launch`` under ``if __name__ == "__main__":``.
+
+    The first exception on any core ends the others and is raised here, with that core's traceback. Under ``torchrun``,
+    which has started the processes already, ``launch`` joins the process group and just runs `fn` in this one.
 
     Args:
         fn: what to run.
         args: its arguments.
         cores: how many cores; all TPU cores, all GPUs, or one core for each CPU if None.
         backend: ``"xla"`` for TPU cores where there is a TPU and virtual XLA cores on the CPU otherwise, or a backend
-            of torch.distributed such as ``"gloo"`` or ``"nccl"``. By default XLA where torch_xla is installed, else gloo;
-            under ``torchrun`` nccl where there is a GPU, else gloo.
+            of torch.distributed such as ``"gloo"`` or ``"nccl"``. By default XLA where torch_xla is installed, else
+            gloo; under ``torchrun`` nccl where there is a GPU, else gloo.
     """
     if cores is not None and (not is_integer(cores) or cores <= 0):
         raise ValueError(f"`cores` must be a positive integer, got {cores!r}")

@@ -1,0 +1,94 @@
+"""Replay a trace on four virtual XLA cores: digits, a small convolutional network, and a table of what happened."""
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+
+import variable_batch_size as vbs
+
+TRACE = "traces/demo.csv"
+CORES = 4
+MINIBATCH = 16
+
+
+def digits() -> tuple[TensorDataset, TensorDataset]:
+    x, y = load_digits(return_X_y=True)
+    images = torch.tensor(x, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    images, labels = images[order], torch.tensor(y)[order]
+    return TensorDataset(images[:1437], labels[:1437]), TensorDataset(images[1437:], labels[1437:])
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * 16, 10),
+    )
+
+
+def train(model: nn.Module) -> dict[str, float]:
+    """What one core does."""
+    import torch_xla
+    import torch_xla.debug.metrics as metrics
+
+    device = torch_xla.device()
+    model = model.to(device)
+    train_data, test_data = digits()
+    sampler = vbs.CustomSampler(train_data, trace=TRACE, minibatch_size=MINIBATCH)
+    loader = DataLoader(train_data, batch_sampler=sampler)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=128, model=model)
+    schedule = sampler.schedule
+
+    idle = 0
+    with tqdm(total=len(schedule.trace), desc="steps", disable=sampler.rank != 0) as bar:
+        for epoch in range(schedule.num_epochs):
+            sampler.set_epoch(epoch)
+            optimizer.set_epoch(epoch)
+            for images, labels in loader:
+                nn.functional.cross_entropy(model(images.to(device)), labels.to(device)).backward()
+                if optimizer.step():
+                    idle += optimizer.is_idle
+                    bar.update()
+                    bar.set_postfix(batch=optimizer.batch_size, lr=f"{optimizer.current_lr():.4f}")
+
+    graphs = metrics.counter_value("UncachedCompile")
+    model = model.cpu().eval()
+    images, labels = test_data.tensors
+    accuracy = (model(images).argmax(1) == labels).float().mean().item()
+    return {
+        "steps": optimizer.steps_done,
+        "samples": optimizer.samples_done,
+        "idle": idle,
+        "graphs": graphs,
+        "accuracy": accuracy,
+    }
+
+
+def main() -> None:
+    trace = vbs.Trace.read(TRACE)
+    print(f"Replaying {TRACE} on {CORES} virtual XLA cores; starting them takes about 10 seconds.")
+    results = vbs.launch(train, (network(),), cores=CORES, backend="xla")
+    first = results[0]
+    rows = [
+        ("steps", f"{first['steps']}"),
+        ("samples", f"{first['samples']:,}"),
+        ("distinct batch sizes", f"{len(set(trace))}, from {min(trace)} to {max(trace)}"),
+        ("XLA graphs compiled", f"{first['graphs']}"),
+        ("idle share", f"{sum(result['idle'] for result in results) / (CORES * first['steps']):.1%} of cores × steps"),
+        ("test accuracy", f"{first['accuracy']:.1%}"),
+    ]
+    print()
+    for name, value in rows:
+        print(f"{name:22} {value}")
+
+
+if __name__ == "__main__":
+    main()

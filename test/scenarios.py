@@ -1,0 +1,204 @@
+"""Training runs that must give the same result on every kind and number of cores; all of them in one launch."""
+
+import copy
+
+import torch
+from torch import nn
+
+import variable_batch_size as vbs
+
+MINIBATCH = 32
+NUM_SAMPLES = 1200
+REF_BATCHSIZE = 128
+# 15 distinct sizes, 1 to 17 minibatches: uneven shares and idle cores, and a first step that some cores accumulate in
+SIZES = [MINIBATCH * n for n in (9, 1, 3, 2, 8, 5, 17, 4, 16, 1, 7, 6, 10, 11, 2, 12, 13, 1, 9, 14)] * 3
+NUM_EPOCHS = 14
+
+
+class Net(nn.Module):
+    """Convolution, BatchNorm, a scalar parameter and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 6, 3, bias=False)
+        self.norm = nn.BatchNorm2d(6)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(6 * 16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.norm(self.conv(x))).flatten(1)) * self.temperature
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(NUM_SAMPLES, 1, 6, 6, generator=generator), torch.randint(
+        0, 10, (NUM_SAMPLES,), generator=generator
+    )
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+
+
+INNER = {"sgd": sgd, "adamw": adamw}
+
+
+def models() -> dict[str, nn.Module]:
+    """One model for each run, all with the same weights; made before the launch, where nothing else draws numbers."""
+    made = {}
+    for name in ("sgd", "adamw", "clipped", "momentum rule", "idle", "resumed"):
+        torch.manual_seed(0)
+        made[name] = Net()
+    return made
+
+
+def device_of(backend: str) -> torch.device:
+    if backend == "xla":
+        import torch_xla
+
+        return torch_xla.device()
+    return torch.device("cpu")
+
+
+def num_graphs(backend: str) -> int:
+    if backend == "xla":
+        import torch_xla.debug.metrics as metrics
+
+        return metrics.counter_value("UncachedCompile") or 0
+    return 0
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.cpu().clone() for name, value in model.state_dict().items()}
+
+
+def train_epoch(model, sampler, optimizer, device, log=None, backend="cpu"):
+    x, y = data()
+    for indices in sampler:
+        loss = nn.functional.cross_entropy(model(x[indices].to(device)), y[indices].to(device))
+        loss.backward()
+        has_updated = optimizer.step()
+        if log is not None:
+            log.append((has_updated, optimizer.batch_size, optimizer.is_idle, num_graphs(backend)))
+
+
+def train(model, inner, backend, kind=vbs.LinearRuleOptimizer, **options):
+    device = device_of(backend)
+    model = model.to(device)
+    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=SIZES, minibatch_size=MINIBATCH)
+    graphs_before = num_graphs(backend)
+    optimizer = kind(inner(model), sampler, ref_batchsize=REF_BATCHSIZE, model=model, **options)
+    log = []
+    for epoch in range(NUM_EPOCHS):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        train_epoch(model, sampler, optimizer, device, log, backend)
+    return {"state": state_of(model), "log": log, "graphs": num_graphs(backend) - graphs_before}
+
+
+def train_plainly(model, inner, *, sums_gradients=False, clip=None):
+    """The same updates by plain PyTorch: every step as one accumulation of all its minibatches, without the library."""
+    x, y = data()
+    optimizer = inner(model)
+    ref_lr, ref_weight_decay = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]
+    for minibatches in steps_of_samples():
+        n = len(minibatches)
+        optimizer.zero_grad()
+        for indices in minibatches:
+            loss = nn.functional.cross_entropy(model(x[indices]), y[indices])
+            (loss if sums_gradients else loss / n).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        group = optimizer.param_groups[0]
+        if sums_gradients:
+            group["lr"], group["weight_decay"] = ref_lr * MINIBATCH / REF_BATCHSIZE, ref_weight_decay * n
+        else:
+            group["lr"] = ref_lr * n * MINIBATCH / REF_BATCHSIZE
+        optimizer.step()
+    return state_of(model)
+
+
+def steps_of_samples() -> list[list[list[int]]]:
+    """The minibatches of every step of all epochs, as one core sees them."""
+    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=SIZES, minibatch_size=MINIBATCH, num_replicas=1, rank=0)
+    steps = []
+    for epoch in range(NUM_EPOCHS):
+        sampler.set_epoch(epoch)
+        minibatches = iter(sampler)
+        for step in sampler.schedule.steps(epoch):
+            steps.append([next(minibatches) for _ in range(sampler.schedule.num_minibatches(step))])
+    return steps
+
+
+def idle_cores_leave_no_mark(model, backend):
+    """A run in which every core but the first only gets stand-ins, which give NaN; returns buffers before and after."""
+    device = device_of(backend)
+    model = nn.Sequential(model, nn.Dropout(0.5)).to(device)
+    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=MINIBATCH, minibatch_size=MINIBATCH)
+    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=REF_BATCHSIZE, model=model)
+    before = {name: buffer.cpu().clone() for name, buffer in model.named_buffers()}
+    x, y = data()
+    poison = torch.tensor([float("nan") if sampler.rank else 1.0]).to(device)
+    for step, indices in enumerate(sampler):
+        if step == 4:
+            break
+        (nn.functional.cross_entropy(model(x[indices].to(device)), y[indices].to(device)) * poison).backward()
+        optimizer.step()
+    after = {name: buffer.cpu().clone() for name, buffer in model.named_buffers()}
+    return {"before": before, "after": after, "state": state_of(model)}
+
+
+def stop_in_the_middle(model, backend):
+    """Half of epoch 1, and the state as it is then, in the middle of an accumulation where there is one."""
+    device = device_of(backend)
+    model = model.to(device)
+    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=SIZES, minibatch_size=MINIBATCH)
+    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=REF_BATCHSIZE, model=model)
+    train_epoch(model, sampler, optimizer, device)
+    sampler.set_epoch(1)
+    optimizer.set_epoch(1)
+    x, y = data()
+    num_updates = 0
+    for indices in sampler:
+        nn.functional.cross_entropy(model(x[indices].to(device)), y[indices].to(device)).backward()
+        num_updates += optimizer.step()
+        if num_updates == 2:
+            break
+    to_cpu = torch.utils._pytree.tree_map_only
+    return {
+        "model": state_of(model),
+        "optimizer": to_cpu(torch.Tensor, lambda t: t.cpu().clone(), optimizer.state_dict()),
+    }
+
+
+def go_on(model, saved, backend):
+    """The rest of the run from a state that was saved anywhere."""
+    device = device_of(backend)
+    model.load_state_dict(saved["model"])
+    model = model.to(device)
+    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=SIZES, minibatch_size=MINIBATCH)
+    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=REF_BATCHSIZE, model=model)
+    optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))  # torch takes over the tensors themselves
+    first_epoch, first_step = optimizer.epoch, optimizer.epoch_step
+    for epoch in range(first_epoch, NUM_EPOCHS):
+        sampler.set_epoch(epoch, first_step if epoch == first_epoch else 0)
+        optimizer.set_epoch(epoch, first_step if epoch == first_epoch else 0)
+        train_epoch(model, sampler, optimizer, device)
+    return {"state": state_of(model), "steps_done": optimizer.steps_done, "samples_done": optimizer.samples_done}
+
+
+def run_all(models, backend):
+    torch.manual_seed(7)  # for dropout
+    return {
+        "sgd": train(models["sgd"], sgd, backend),
+        "adamw": train(models["adamw"], adamw, backend),
+        "clipped": train(models["clipped"], sgd, backend, clip_grad_norm=0.5),
+        "momentum rule": train(models["momentum rule"], sgd, backend, vbs.LinearRuleMomentumOptimizer),
+        "idle": idle_cores_leave_no_mark(models["idle"], backend),
+        "stopped": stop_in_the_middle(models["resumed"], backend),
+    }

@@ -1,0 +1,88 @@
+"""The architecture: which module may import which. Changing this table is a decision made in the open."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import variable_batch_size
+
+PACKAGE = Path(variable_batch_size.__file__).parent
+
+LAYERS = {
+    "version": set(),
+    "trace": set(),
+    "permutation": set(),
+    "schedule": {"trace"},
+    "rules": set(),
+    "communication": set(),
+    "gradients": {"communication"},
+    "buffers": {"communication"},
+    "sampler": {"trace", "schedule", "permutation", "communication"},
+    "optimizer": {"rules", "communication", "gradients", "buffers", "sampler", "schedule"},
+    "launcher": {"schedule"},
+}
+
+WITHOUT_TORCH = {"version", "trace", "permutation", "schedule", "rules"}
+
+
+def imports_of(module):
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+
+
+def test_the_table_names_every_module():
+    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+    assert modules == set(LAYERS)
+
+
+@pytest.mark.parametrize("module", LAYERS)
+def test_imports_point_down_only(module):
+    own = {name.removeprefix("variable_batch_size.") for name in imports_of(module) if "variable_batch_size" in name}
+    assert own == LAYERS[module]
+
+
+def test_the_table_has_no_circle():
+    done = set()
+    while done != set(LAYERS):
+        ready = {module for module, below in LAYERS.items() if module not in done and below <= done}
+        assert ready, f"a circle among {set(LAYERS) - done}"
+        done |= ready
+
+
+@pytest.mark.parametrize("module", sorted(WITHOUT_TORCH))
+def test_pure_modules_do_not_know_torch(module):
+    assert not {name for name in imports_of(module) if name.split(".")[0] in ("torch", "torch_xla")}
+
+
+def loaded_by(statement):
+    code = f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_importing_the_package_loads_nothing_heavy_and_prints_nothing():
+    loaded = loaded_by("import variable_batch_size")
+    assert not {"torch", "torch_xla", "pandas", "numpy", "tqdm"} & set(loaded)
+
+
+def test_using_every_public_name_loads_neither_torch_xla_nor_pandas():
+    loaded = loaded_by("from variable_batch_size import *")
+    assert "torch" in loaded
+    assert not {"torch_xla", "pandas", "tensorboardX", "matplotlib"} & set(loaded)
+
+
+def test_every_public_name_has_a_docstring_and_is_listed():
+    for name in variable_batch_size.__all__:
+        value = getattr(variable_batch_size, name)
+        assert name == "__version__" or value.__doc__
+    assert set(dir(variable_batch_size)) == set(variable_batch_size.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        variable_batch_size.nothing  # noqa: B018
