@@ -10,26 +10,72 @@ from typing import TYPE_CHECKING, Any
 from variable_batch_size.version import __version__
 
 if TYPE_CHECKING:
+    from variable_batch_size.convert import Conversion, convert_recording, step_seconds
+    from variable_batch_size.generate import (
+        constant_trace,
+        doubling_ramp,
+        growth_for_decay,
+        linear_ramp,
+        seesaw,
+        spot_market,
+    )
     from variable_batch_size.launcher import launch
+    from variable_batch_size.noise import Noise, NoiseAverage
     from variable_batch_size.optimizer import (
+        AdamRuleOptimizer,
+        AdamScaleOptimizer,
+        AdaScaleOptimizer,
         ConstantOptimizer,
         CustomOptimizer,
         LinearRuleMomentumOptimizer,
         LinearRuleOptimizer,
         RootRuleOptimizer,
     )
+    from variable_batch_size.plan import Plan
+    from variable_batch_size.plot import plot_plan
+    from variable_batch_size.recording import Recording
+    from variable_batch_size.report import conversion_report, plan_report, trace_report
     from variable_batch_size.rules import ConstantRule, LinearMomentumRule, LinearRule, RootRule, Rule, Step
     from variable_batch_size.sampler import CustomSampler
     from variable_batch_size.schedule import Schedule
+    from variable_batch_size.stages import Stages
     from variable_batch_size.trace import Trace
 
 _HOME = {
+    "Conversion": "convert",
+    "convert_recording": "convert",
+    "step_seconds": "convert",
+    "constant_trace": "generate",
+    "doubling_ramp": "generate",
+    "growth_for_decay": "generate",
+    "linear_ramp": "generate",
+    "seesaw": "generate",
+    "spot_market": "generate",
     "launch": "launcher",
+    "AdaScaleOptimizer": "optimizer",
+    "AdamRuleOptimizer": "optimizer",
+    "AdamScaleOptimizer": "optimizer",
+    "LEGWRuleOptimizer": "optimizer",
+    "AdaScaleRule": "rules",
+    "AdamRule": "rules",
+    "AdamScaleRule": "rules",
+    "LEGWRule": "rules",
+    "Transition": "rules",
+    "ema_decay": "rules",
+    "Noise": "noise",
+    "NoiseAverage": "noise",
+    "follow_progress": "progress",
     "ConstantOptimizer": "optimizer",
     "CustomOptimizer": "optimizer",
     "LinearRuleMomentumOptimizer": "optimizer",
     "LinearRuleOptimizer": "optimizer",
     "RootRuleOptimizer": "optimizer",
+    "Plan": "plan",
+    "plot_plan": "plot",
+    "Recording": "recording",
+    "conversion_report": "report",
+    "plan_report": "report",
+    "trace_report": "report",
     "ConstantRule": "rules",
     "LinearMomentumRule": "rules",
     "LinearRule": "rules",
@@ -38,26 +84,56 @@ _HOME = {
     "Step": "rules",
     "CustomSampler": "sampler",
     "Schedule": "schedule",
+    "Stages": "stages",
     "Trace": "trace",
 }
 
 __all__ = [
+    "AdaScaleOptimizer",
+    "AdaScaleRule",
+    "AdamRule",
+    "AdamRuleOptimizer",
+    "AdamScaleOptimizer",
+    "AdamScaleRule",
     "ConstantOptimizer",
     "ConstantRule",
+    "Conversion",
     "CustomOptimizer",
     "CustomSampler",
+    "LEGWRule",
+    "LEGWRuleOptimizer",
     "LinearMomentumRule",
     "LinearRule",
     "LinearRuleMomentumOptimizer",
     "LinearRuleOptimizer",
+    "Noise",
+    "NoiseAverage",
+    "Plan",
+    "Recording",
     "RootRule",
     "RootRuleOptimizer",
     "Rule",
     "Schedule",
+    "Stages",
     "Step",
     "Trace",
+    "Transition",
     "__version__",
+    "constant_trace",
+    "conversion_report",
+    "convert_recording",
+    "doubling_ramp",
+    "ema_decay",
+    "follow_progress",
+    "growth_for_decay",
     "launch",
+    "linear_ramp",
+    "plan_report",
+    "plot_plan",
+    "seesaw",
+    "spot_market",
+    "step_seconds",
+    "trace_report",
 ]
 
 

@@ -163,6 +163,44 @@ class Schedule:
         """Whether a core has no minibatch in a step, and so runs a stand-in."""
         return rank >= self.num_minibatches(step)
 
+    # --------------------------------------------------------------------------------- all cores through many steps
+
+    def size_counts(self, steps: range) -> tuple[Integers, Integers]:
+        """The distinct batch sizes of successive steps, ascending, and how many of the steps have each."""
+        if not steps:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        self.batch_size(steps[-1])  # refuses what is beyond the end
+        num_rows = len(self.trace.sizes)
+        parts = [(1, steps)]  # how often, and which steps
+        if len(steps) > num_rows and self.on_end == "cycle":
+            cycles, rest = divmod(len(steps), num_rows)
+            parts = [(cycles, range(num_rows)), (1, steps[:rest])]
+        elif steps.stop > num_rows and self.on_end == "hold":
+            held = min(len(steps), steps.stop - num_rows)
+            parts = [(1, steps[: len(steps) - held]), (held, range(num_rows - 1, num_rows))]
+        found = [(times, *np.unique(self._sizes(part), return_counts=True)) for times, part in parts]
+        sizes, where = np.unique(np.concatenate([sizes for _, sizes, _ in found]), return_inverse=True)
+        counts = np.zeros(len(sizes), dtype=np.int64)
+        np.add.at(counts, where, np.concatenate([times * counts for times, _, counts in found]))
+        return sizes, counts
+
+    def core_minibatches(self, steps: range) -> Integers:
+        """How many minibatches each core runs in successive steps, without stand-ins."""
+        sizes, counts = self.size_counts(steps)
+        for_all, for_some = np.divmod(sizes // self.minibatch_size, self.num_replicas)
+        return int(for_all @ counts) + self._num_steps_above(for_some, counts)
+
+    def core_idle_steps(self, steps: range) -> Integers:
+        """In how many of successive steps each core is idle."""
+        sizes, counts = self.size_counts(steps)
+        return len(steps) - self._num_steps_above(np.minimum(sizes // self.minibatch_size, self.num_replicas), counts)
+
+    def _num_steps_above(self, cores: Integers, counts: Integers) -> Integers:
+        """For each rank, how many steps have work for more cores than that."""
+        by_cores = np.zeros(self.num_replicas + 1, dtype=np.int64)
+        np.add.at(by_cores, cores, counts)
+        return by_cores[::-1].cumsum()[-2::-1]
+
     # ---------------------------------------------------------------------------------------- a core through an epoch
 
     def num_yielded(self, epoch: int, rank: int, first_step: int = 0) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -110,6 +111,15 @@ class Trace:
     def name(self) -> str:
         """The file the trace was read from, or ``trace``."""
         return self._source or "trace"
+
+    @property
+    def comment(self) -> str:
+        """The comment on top of the file the trace was read from, as :meth:`write` takes it: where it comes from."""
+        if self._source is None:
+            return ""
+        with open(self._source, encoding="utf-8-sig", errors="replace") as file:
+            lines = itertools.takewhile(lambda line: line.startswith("#"), file)
+            return "\n".join(line[1:].strip() for line in lines)
 
     def __len__(self) -> int:
         if self.is_endless:
