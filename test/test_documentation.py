@@ -3,6 +3,8 @@
 import doctest
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,11 +27,10 @@ def blocks(language):
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_the_python_blocks_of_the_readme_run(number, tmp_path, monkeypatch):
-    (tmp_path / "traces").symlink_to(ROOT / "traces")
-    monkeypatch.chdir(tmp_path)
-    code = blocks("python")[number]
-    exec(compile(code, f"README block {number}", "exec"), {"__name__": "__main__"})
+def test_the_python_blocks_of_the_readme_run_as_scripts(number, tmp_path):
+    script = tmp_path / f"block_{number}.py"
+    script.write_text(blocks("python")[number])
+    subprocess.run([sys.executable, "-W", "error", str(script)], check=True, cwd=ROOT)
 
 
 def test_the_readme_has_the_two_commands_and_the_loop():

@@ -1,4 +1,4 @@
-"""Keeps a stand-in minibatch from leaving a mark on a model's buffers, such as BatchNorm's running statistics."""
+"""Keeps minibatches that do not count from leaving a mark on a model's buffers, such as BatchNorm's statistics."""
 
 from __future__ import annotations
 
@@ -8,29 +8,37 @@ from variable_batch_size.communication import Communicator, Xla
 
 
 class Buffers:
-    """Remembers a model's buffers before a step and puts them back if the core was idle in it.
+    """Remembers a model's buffers before a step and puts them back if the core's minibatches in it do not count.
 
     Args:
         model: whose buffers; None for none.
         communicator: tells whether idleness may be a branch or must be data (XLA: one program for all cores).
+        may_skip: whether the step of a core that was not idle may be taken back, too.
     """
 
-    def __init__(self, model: torch.nn.Module | None, communicator: Communicator) -> None:
-        self._model = model if communicator.num_replicas > 1 else None
+    def __init__(self, model: torch.nn.Module | None, communicator: Communicator, *, may_skip: bool = False) -> None:
+        self._model = model if communicator.num_replicas > 1 or may_skip else None
         self._is_xla = isinstance(communicator, Xla)
+        self._is_always_saved = self._is_xla or may_skip
         self._saved: list[torch.Tensor] = []
+        self._versions: list[int] = []
 
     @torch.no_grad()
     def save(self, is_idle: bool) -> None:
-        """Remember the buffers if a stand-in is next."""
-        if self._model is not None and (is_idle or self._is_xla):
-            self._saved = [buffer.clone() for buffer in self._model.buffers()]
+        """Remember the buffers if what is next may have to be taken back; `is_idle` if it is a stand-in."""
+        if self._model is None or not (is_idle or self._is_always_saved):
+            return
+        buffers = list(self._model.buffers())
+        versions = [buffer._version for buffer in buffers]
+        if versions != self._versions:  # else nothing has changed them since, and on XLA a program is spared
+            self._saved = [buffer.clone() for buffer in buffers]
+            self._versions = versions
 
     @torch.no_grad()
-    def restore(self, is_idle: bool) -> None:
-        """Put the buffers back if the step's minibatch was a stand-in."""
-        if self._model is None or not (is_idle or self._is_xla) or not self._saved:
+    def settle(self, is_taken_back: bool) -> None:
+        """After the minibatches of a step: put the buffers back if they are not to count."""
+        if self._model is None or not (is_taken_back or self._is_xla) or not self._saved:
             return
-        was_idle = torch.tensor([is_idle]).to(self._saved[0].device)
+        must_go = torch.tensor([is_taken_back]).to(self._saved[0].device)
         for buffer, saved in zip(self._model.buffers(), self._saved, strict=True):
-            buffer.copy_(torch.where(was_idle, saved, buffer).view_as(buffer) if self._is_xla else saved)
+            buffer.copy_(torch.where(must_go, saved, buffer).view_as(buffer) if self._is_xla else saved)

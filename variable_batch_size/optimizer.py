@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,20 @@ from torch.optim import Optimizer
 from variable_batch_size.buffers import Buffers
 from variable_batch_size.communication import communicator_for
 from variable_batch_size.gradients import gradients_for
-from variable_batch_size.rules import ConstantRule, LinearMomentumRule, LinearRule, RootRule, Rule, Step
+from variable_batch_size.noise import Noise
+from variable_batch_size.rules import (
+    AdamRule,
+    AdamScaleRule,
+    AdaScaleRule,
+    ConstantRule,
+    LEGWRule,
+    LinearMomentumRule,
+    LinearRule,
+    RootRule,
+    Rule,
+    Step,
+    Transition,
+)
 from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.schedule import is_integer
 
@@ -37,6 +52,11 @@ class CustomOptimizer(Optimizer):
         log_steps: log every so many steps on core 0; 0 for never.
         clip_grad_norm: the largest norm of a step's mean gradient over all parameters; None for no bound.
         model: whose buffers (BatchNorm's statistics) an idle core's stand-in minibatch must not change.
+        smooth_steps: spread a jump of the factor over so many steps (:class:`Transition`).
+        max_factor: the largest factor; None for no bound.
+        skip_nonfinite: make no update where the gradient is not finite, on all cores together; costs a wait for the
+            device in every step. None for False, and True for rules that measure gradients anyway.
+        loss_scale: what the user multiplies the loss by, to be divided out of the gradient; may be set between steps.
     """
 
     def __init__(
@@ -49,6 +69,10 @@ class CustomOptimizer(Optimizer):
         log_steps: int = 0,
         clip_grad_norm: float | None = None,
         model: torch.nn.Module | None = None,
+        smooth_steps: int = 0,
+        max_factor: float | None = None,
+        skip_nonfinite: bool | None = None,
+        loss_scale: float = 1.0,
     ) -> None:
         if not isinstance(inner, Optimizer) or isinstance(inner, CustomOptimizer):
             raise ValueError(f"`inner` must be an optimizer of torch, got {type(inner).__name__}")
@@ -72,6 +96,8 @@ class CustomOptimizer(Optimizer):
         self.ref_batchsize = int(ref_batchsize)
         self.log_steps = int(log_steps)
         self.clip_grad_norm = clip_grad_norm
+        self.skip_nonfinite = rule.measures_noise if skip_nonfinite is None else skip_nonfinite
+        self.loss_scale = loss_scale
         # sets up hooks and profiling as Optimizer.__init__ does, without a second set of param_groups and state
         super().__setstate__({})
 
@@ -81,11 +107,20 @@ class CustomOptimizer(Optimizer):
                 f"the sampler is for core {sampler.rank} of {sampler.num_replicas}, "
                 f"but this is core {self._communicator.rank} of {self._communicator.num_replicas}"
             )
-        self._gradients = gradients_for(lambda: self.inner.param_groups, self._communicator)
-        self._buffers = Buffers(model, self._communicator)
+        self._gradients = gradients_for(
+            lambda: self.inner.param_groups,
+            self._communicator,
+            measures=rule.measures_noise,
+            is_preconditioned=rule.preconditions,
+        )
+        self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
+        self._new_transition = partial(Transition, smooth_steps=smooth_steps, max_factor=max_factor)
+        self._transitions = [self._new_transition() for _ in inner.param_groups]
+        self._factors: list[float] | None = None  # of the latest step, once it is complete
         self._communicator.broadcast([p for group in inner.param_groups for p in group["params"]])
         self.steps_done = 0
         self.samples_done = 0
+        self.steps_skipped = 0
         self._step = self._minibatches_left = 0
         self.set_epoch(0)
 
@@ -105,6 +140,7 @@ class CustomOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.inner.add_param_group(param_group)
+        self._transitions.append(self._new_transition())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: gradients are zeroed after each update and must stay while they accumulate."""
@@ -116,6 +152,9 @@ class CustomOptimizer(Optimizer):
             "epoch_step": self.epoch_step,
             "steps_done": self.steps_done,
             "samples_done": self.samples_done,
+            "steps_skipped": self.steps_skipped,
+            "rule": self.rule.state_dict(),
+            "transitions": [transition.state_dict() for transition in self._transitions],
         }
         return {**self.inner.state_dict(), STATE_KEY: own}
 
@@ -131,6 +170,10 @@ class CustomOptimizer(Optimizer):
         self.set_epoch(own["epoch"], own["epoch_step"])
         self.steps_done = own["steps_done"]
         self.samples_done = own["samples_done"]
+        self.steps_skipped = own["steps_skipped"]
+        self.rule.load_state_dict(own["rule"])
+        for transition, saved in zip(self._transitions, own["transitions"], strict=True):
+            transition.load_state_dict(saved)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r}, ref_batchsize={self.ref_batchsize})"
@@ -153,6 +196,7 @@ class CustomOptimizer(Optimizer):
         self._first_step = first_step
         self._step = steps[min(first_step, len(steps) - 1)]
         self._minibatches_left = self._share(self._step) if first_step < len(steps) else 0
+        self._factors = None
         self._buffers.save(self.is_idle)
         self._communicator.end_minibatch()  # else what was noted down would make the first minibatch another program
 
@@ -187,10 +231,17 @@ class CustomOptimizer(Optimizer):
 
     def current_lr(self, group: int = 0) -> float:
         """The learning rate, scaled by the rule, of a parameter group in the step of the latest minibatch."""
-        return float(self.rule.settings(self.param_groups[group], self._rule_step())["lr"])
+        return float(self.rule.settings(self.param_groups[group], self._rule_step(), self.factor(group))["lr"])
+
+    def factor(self, group: int = 0) -> float:
+        """What the learning rate is multiplied by in that step."""
+        if self._factors is not None:
+            return self._factors[group]
+        goal = self.rule.factor_of_group(self._rule_step(), group)
+        return self._transitions[group].preview(goal, self.batch_size)
 
     def _rule_step(self) -> Step:
-        return Step(self.batch_size, self.sampler.minibatch_size, self.ref_batchsize)
+        return Step(self.batch_size, self.sampler.minibatch_size, self.ref_batchsize, self.steps_done)
 
     # ------------------------------------------------------------------------------------------------------------- step
 
@@ -198,17 +249,16 @@ class CustomOptimizer(Optimizer):
         """Take in the gradients of one minibatch, and update if that completes the step.
 
         Returns:
-            True exactly when the weights changed.
+            True exactly when the weights changed: neither while accumulating nor if the update was skipped.
         """
         if closure is not None:
             raise ValueError("`closure` must be None: run the backward pass, then call step()")
         self._advance()
-        self._gradients.collect()
+        self._gradients.collect(is_last=not self._minibatches_left)
         if self._minibatches_left:
             self._communicator.end_minibatch()
             return False
-        self._update()
-        return True
+        return self._complete_step()
 
     def _advance(self) -> None:
         """Note one more minibatch, which begins the next step if the latest is complete."""
@@ -226,34 +276,66 @@ class CustomOptimizer(Optimizer):
                 )
             self._step += 1
             self._minibatches_left = self._share(self._step)
+            self._factors = None
         self._minibatches_left -= 1
 
-    def _update(self) -> None:
-        schedule = self.sampler.schedule
+    def _complete_step(self) -> bool:
+        """Reduce, update, and leave everything ready for the next step; False if the update was skipped."""
         step = self._rule_step()
-        mean = 1.0 if self.rule.sums_gradients else 1 / step.num_minibatches
-        self._gradients.reduce(0.0 if self.is_idle else mean)
-        if self.clip_grad_norm is not None:
-            largest = self.clip_grad_norm * (step.num_minibatches if self.rule.sums_gradients else 1)
-            torch.nn.utils.clip_grad_norm_(self._gradients.parameters(), self._communicator.as_data(largest))
-        with self._settings_of(step):
-            self.inner.step()
+        weight = (1 if self.rule.sums_gradients else 1 / step.num_minibatches) / self.loss_scale
+        self._gradients.reduce(0.0 if self.is_idle else weight)
+        is_skipped = False
+        if self.skip_nonfinite or self.rule.measures_noise:
+            # the squares of scaled gradients have been divided by the loss scale once
+            norms = [(squares / self.loss_scale, square) for squares, square in self._gradients.norms()]
+            is_skipped = self.skip_nonfinite and not all(math.isfinite(norm) for pair in norms for norm in pair)
+            if not is_skipped:
+                self.rule.observe(step, norms)
+        if is_skipped:
+            self._say_skipped()
+        else:
+            self._update(step)
         self._gradients.clear()
-        self._buffers.restore(self.is_idle)
-        self._buffers.save(self._step < self._steps[-1] and schedule.is_idle(self._step + 1, self.sampler.rank))
+        self._buffers.settle(is_taken_back=self.is_idle or is_skipped)
+        is_idle_next = self._step < self._steps[-1] and self.sampler.schedule.is_idle(self._step + 1, self.sampler.rank)
+        self._buffers.save(is_idle_next)
         self._communicator.end_minibatch()
         self.steps_done += 1
         self.samples_done += step.batch_size
         if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
             self._log()
+        return not is_skipped
+
+    def _update(self, step: Step) -> None:
+        """Let the inner optimizer make its step, with the settings that the rule gives it."""
+        if self.clip_grad_norm is not None:
+            largest = self.clip_grad_norm * (step.num_minibatches if self.rule.sums_gradients else 1)
+            torch.nn.utils.clip_grad_norm_(self._gradients.parameters, self._communicator.as_data(largest))
+        goals = [self.rule.factor_of_group(step, group) for group in range(len(self.param_groups))]
+        self._factors = [
+            transition.move(goal, step.batch_size) for transition, goal in zip(self._transitions, goals, strict=True)
+        ]
+        with self._settings_of(step, self._factors):
+            self.inner.step()
+
+    def _say_skipped(self) -> None:
+        self.steps_skipped += 1
+        if self.sampler.rank == 0:
+            logger.warning(
+                "epoch %d, step %d/%d: the gradient is not finite, the update is skipped (%d so far)",
+                self.epoch,
+                self.epoch_step,
+                len(self._steps),
+                self.steps_skipped,
+            )
 
     @contextmanager
-    def _settings_of(self, step: Step) -> Iterator[None]:
+    def _settings_of(self, step: Step, factors: list[float]) -> Iterator[None]:
         """Within, the parameter groups have the settings that the rule gives this step."""
         found: list[tuple[dict[str, Any], str, Any]] = []
         try:
-            for group in self.param_groups:
-                for name, value in self.rule.settings(group, step).items():
+            for group, factor in zip(self.param_groups, factors, strict=True):
+                for name, value in self.rule.settings(group, step, factor).items():
                     found.append((group, name, group[name]))
                     group[name] = self._communicator.as_data(value) if isinstance(value, float) else value
             yield
@@ -299,3 +381,97 @@ class LinearRuleMomentumOptimizer(CustomOptimizer):
 
     def __init__(self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int, **options: Any) -> None:
         super().__init__(inner, sampler, rule=LinearMomentumRule(), ref_batchsize=ref_batchsize, **options)
+
+
+class LEGWRuleOptimizer(CustomOptimizer):
+    """:class:`CustomOptimizer` with lr = lr0 · √S behind a warm-up of S · `warmup_samples` (:class:`LEGWRule`)."""
+
+    def __init__(
+        self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int, warmup_samples: int, **options: Any
+    ) -> None:
+        rule = LEGWRule(warmup_samples=warmup_samples)
+        super().__init__(inner, sampler, rule=rule, ref_batchsize=ref_batchsize, **options)
+
+
+class AdamRuleOptimizer(CustomOptimizer):
+    """:class:`CustomOptimizer` with the square root rule for Adam's lr, betas and eps (:class:`AdamRule`)."""
+
+    def __init__(self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int, **options: Any) -> None:
+        _check_adam(inner)
+        super().__init__(inner, sampler, rule=AdamRule(), ref_batchsize=ref_batchsize, **options)
+
+
+class AdaScaleOptimizer(CustomOptimizer):
+    """:class:`CustomOptimizer` with lr = lr0 · gain, the gain measured from the gradients (:class:`AdaScaleRule`).
+
+    The statistics travel with the gradients in the same reduction, and are read once for each update.
+
+    Args:
+        starts_with_mean: average the noise of the first steps as the paper does, instead of debiased.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        sampler: CustomSampler,
+        *,
+        ref_batchsize: int,
+        starts_with_mean: bool = False,
+        **options: Any,
+    ) -> None:
+        self._noise_rule = self._make_rule(starts_with_mean)
+        super().__init__(inner, sampler, rule=self._noise_rule, ref_batchsize=ref_batchsize, **options)
+
+    def _make_rule(self, starts_with_mean: bool) -> AdaScaleRule:
+        return AdaScaleRule(starts_with_mean=starts_with_mean)
+
+    def gain(self, batch_size: int | None = None, group: int | None = None) -> float:
+        """How many steps at `ref_batchsize` a step is worth, from the noise as it is known now.
+
+        Args:
+            batch_size: of any step; of the step of the latest minibatch if None.
+            group: a parameter group; all together if None.
+        """
+        size = self.batch_size if batch_size is None else batch_size
+        return self._noise_rule.gain(size, self.ref_batchsize, group)
+
+    @property
+    def noise(self) -> Noise | None:
+        """Variance and squared norm of per-sample gradients, averaged over steps; None before the first estimate."""
+        return self._noise_rule.noise()
+
+    @property
+    def noise_scale(self) -> float:
+        """The simple noise scale V/G², in samples; NaN before the first estimate."""
+        return self.noise.scale if self.noise else math.nan
+
+    @property
+    def progress(self) -> float:
+        """The sum of the gains of all steps: how many steps at `ref_batchsize` the run is worth so far."""
+        return self._noise_rule.progress
+
+
+class AdamScaleOptimizer(AdaScaleOptimizer):
+    """:class:`CustomOptimizer` with lr = lr0 · √gain, for Adam and AdamW (:class:`AdamScaleRule`)."""
+
+    def __init__(self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int, **options: Any) -> None:
+        _check_adam(inner)
+        super().__init__(inner, sampler, ref_batchsize=ref_batchsize, **options)
+
+    def _make_rule(self, starts_with_mean: bool) -> AdaScaleRule:
+        return AdamScaleRule(starts_with_mean=starts_with_mean)
+
+    @torch.no_grad()
+    def _update(self, step: Step) -> None:
+        super()._update(step)
+        settings = {id(p): (group["betas"][1], group["eps"]) for group in self.param_groups for p in group["params"]}
+        for p, divisor in zip(self._gradients.parameters, self._gradients.preconditioners, strict=True):
+            if "exp_avg_sq" in self.state[p]:
+                beta, eps = settings[id(p)]
+                correction = 1 - beta ** float(self.state[p]["step"])
+                divisor.copy_((self.state[p]["exp_avg_sq"] / correction).sqrt_().add_(eps))
+
+
+def _check_adam(inner: Optimizer) -> None:
+    if not all("betas" in group and "eps" in group for group in inner.param_groups):
+        raise ValueError(f"`inner` must be Adam or of its kind, with betas and eps, got {type(inner).__name__}")

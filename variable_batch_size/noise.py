@@ -1,0 +1,153 @@
+"""Gradient noise: how much gradients of single samples vary, estimated from the norms of minibatch gradients.
+
+Let a sample's gradient have mean G and covariance Σ, V = tr Σ, and G² = ‖G‖². The gradient g_i of a minibatch of b_i
+samples then has mean G and covariance Σ/b_i, so that
+
+    E‖g_i‖² = G² + V/b_i
+
+and for weights w_i with Σw_i = 1 the mean ḡ = Σ w_i g_i has E‖ḡ‖² = G² + V · Σ w_i²/b_i. With the two numbers that can
+be measured, L = Σ w_i ‖g_i‖² and T = ‖ḡ‖², that is two equations,
+
+    E L = G² + V · Σ w_i/b_i        E T = G² + V · Σ w_i²/b_i
+
+whose solution is unbiased:
+
+    V  = (L − T) / (Σ w_i/b_i − Σ w_i²/b_i)        G² = T − V · Σ w_i²/b_i
+
+For n equal minibatches of a batch of B samples: V = (L − T) · B/(n − 1) and G² = T − V/B. Both are *per sample*: they
+are the same numbers at any batch size, minibatch size and number of cores, and are never rescaled when one of these
+changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+_TINY = 1e-30
+"""Keeps V/B above 0, so that a gradient of exactly 0 has gain S and not 0/0."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Trace V of the covariance of per-sample gradients, and squared norm G² of their mean."""
+
+    variance: float
+    square_norm: float
+
+    @classmethod
+    def from_norms(
+        cls, mean_of_squares: float, square_of_mean: float, *, batch_size: int, num_minibatches: int
+    ) -> Noise:
+        """Estimate from n equal minibatches.
+
+        Args:
+            mean_of_squares: L, the mean of ‖g_i‖².
+            square_of_mean: T = ‖ḡ‖².
+            batch_size: B, samples in all minibatches together.
+            num_minibatches: n, at least 2.
+
+        >>> Noise.from_norms(2.0, 1.0, batch_size=2, num_minibatches=2)
+        Noise(variance=2.0, square_norm=0.0)
+        """
+        variance = (mean_of_squares - square_of_mean) * batch_size / (num_minibatches - 1)
+        return cls(variance, square_of_mean - variance / batch_size)
+
+    @classmethod
+    def from_weighted_norms(
+        cls, squares: Sequence[float], square_of_mean: float, *, weights: Sequence[float], sizes: Sequence[int]
+    ) -> Noise:
+        """Estimate from minibatches of any sizes b_i that were averaged with any weights w_i.
+
+        Args:
+            squares: ‖g_i‖² of each minibatch, at least 2 of them.
+            square_of_mean: T = ‖Σ w_i g_i‖².
+            weights: w_i, which sum to 1.
+            sizes: b_i, samples in each minibatch.
+
+        >>> Noise.from_weighted_norms([1.0, 3.0], 1.0, weights=[0.5, 0.5], sizes=[1, 1])
+        Noise(variance=2.0, square_norm=0.0)
+        """
+        mean_of_squares = sum(w * square for w, square in zip(weights, squares, strict=True))
+        of_one = sum(w / b for w, b in zip(weights, sizes, strict=True))
+        of_mean = sum(w * w / b for w, b in zip(weights, sizes, strict=True))
+        variance = (mean_of_squares - square_of_mean) / (of_one - of_mean)
+        return cls(variance, square_of_mean - variance * of_mean)
+
+    def gain(self, batch_size: float, ref_batchsize: float) -> float:
+        """How many steps at the reference batch size B0 one step at batch size B is worth (AdaScale's r).
+
+            gain(B) = (V/B0 + G²) / (V/B + G²)
+
+        1 at B = B0; near 1 where the signal dominates; near S = B/B0 where the noise does.
+
+        >>> Noise(variance=100.0, square_norm=1.0).gain(400, 100)
+        1.6
+        """
+        variance, square_norm = max(self.variance, _TINY), max(self.square_norm, 0.0)
+        return (variance / ref_batchsize + square_norm) / (variance / batch_size + square_norm)
+
+    def efficiency(self, batch_size: float, ref_batchsize: float) -> float:
+        """Progress per sample, against that at the reference batch size: gain/S.
+
+        >>> Noise(variance=100.0, square_norm=1.0).efficiency(400, 100)
+        0.4
+        """
+        return self.gain(batch_size, ref_batchsize) * ref_batchsize / batch_size
+
+    @property
+    def scale(self) -> float:
+        """The simple noise scale V/G²: the batch size at which noise and signal are equal (McCandlish et al. 2018)."""
+        return max(self.variance, 0.0) / self.square_norm if self.square_norm > 0 else float("inf")
+
+    def __add__(self, other: Noise) -> Noise:
+        """The noise of two sets of parameters together."""
+        return Noise(self.variance + other.variance, self.square_norm + other.square_norm)
+
+    def __mul__(self, factor: float) -> Noise:
+        return Noise(self.variance * factor, self.square_norm * factor)
+
+
+class NoiseAverage:
+    """The average of estimates over steps, with weights that fade at the rate θ = max(0, 1 − S/1000).
+
+    A step at a large scale S tells more and makes more progress, so that the past fades faster. The start is debiased:
+    the sum of all weights so far divides the weighted sum. With ``starts_with_mean`` it is the plain mean instead for
+    the first 1/(1 − θ) steps, as in the AdaScale paper (Johnson et al. 2020).
+
+    >>> average = NoiseAverage()
+    >>> average.noise is None
+    True
+    >>> average.add(Noise(2.0, 1.0), scale=2.0)
+    >>> average.noise
+    Noise(variance=2.0, square_norm=1.0)
+    """
+
+    def __init__(self, *, starts_with_mean: bool = False) -> None:
+        self.starts_with_mean = starts_with_mean
+        self._sum = Noise(0.0, 0.0)
+        self._weight = 0.0
+        self._count = 0
+
+    def add(self, noise: Noise, scale: float) -> None:
+        """Take in the estimate of one step at scale S."""
+        self._count += 1
+        decay = max(0.0, 1.0 - scale / 1000)
+        if self.starts_with_mean:
+            decay = min(decay, 1 - 1 / self._count)
+        self._sum = self._sum * decay + noise * (1 - decay)
+        self._weight = decay * self._weight + (1 - decay)
+
+    @property
+    def noise(self) -> Noise | None:
+        """The average, or None before the first estimate."""
+        return self._sum * (1 / self._weight) if self._count else None
+
+    def state_dict(self) -> dict[str, float]:
+        """Four numbers."""
+        return {**asdict(self._sum), "weight": self._weight, "count": self._count}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self._sum = Noise(state["variance"], state["square_norm"])
+        self._weight = state["weight"]
+        self._count = int(state["count"])
