@@ -27,11 +27,16 @@ LAYERS = {
     "generate": {"trace", "stages"},
     "recording": set(),
     "convert": {"trace", "stages", "recording"},
-    "plan": {"schedule", "rules", "stages"},
+    "plan": {"schedule", "rules", "noise", "stages"},
     "sparkline": set(),
     "report": {"trace", "convert", "plan", "sparkline"},
     "plot": {"schedule", "plan"},
-    "cli": {"version", "trace", "schedule", "stages", "generate", "recording", "convert", "plan", "report", "plot"},
+    "cli": {"version"},
+    "cli_options": {"trace", "stages", "report"},
+    "cli_plan": {"cli_options", "trace", "schedule", "plan", "report", "plot"},
+    "cli_show": {"cli_options", "trace"},
+    "cli_make": {"cli_options", "trace", "stages", "generate"},
+    "cli_convert": {"cli_options", "trace", "stages", "recording", "convert", "report"},
     "__main__": {"cli"},
 }
 

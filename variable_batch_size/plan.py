@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from variable_batch_size.noise import Noise
 from variable_batch_size.rules import ConstantRule, LinearRule, RootRule, Rule, Step
 from variable_batch_size.schedule import Schedule
 from variable_batch_size.stages import check_positive
@@ -19,8 +21,26 @@ RULES: Mapping[str, Rule] = {"linear": LinearRule(), "root": RootRule(), "consta
 _NUM_MOMENTS = 11
 
 
-@dataclass(frozen=True)
-class PlannedSize:
+@final
+class SteadyAdaScaleRule(Rule):
+    """AdaScale's factor in a run whose noise scale V/G² stays the same; a real one measures it all along.
+
+    gain(B) = (V/B0 + G²) / (V/B + G²), at V/G² = `noise_scale`
+
+    >>> SteadyAdaScaleRule(noise_scale=100).factor(Step(batch_size=400, minibatch_size=50, ref_batchsize=100))
+    1.6
+    """
+
+    def __init__(self, *, noise_scale: float) -> None:
+        if not 0 < noise_scale < math.inf:
+            raise ValueError(f"`noise_scale` must be a positive number, got {noise_scale!r}")
+        self.noise = Noise(variance=noise_scale, square_norm=1.0)
+
+    def factor(self, step: Step) -> float:
+        return self.noise.gain(step.batch_size, step.ref_batchsize)
+
+
+class PlannedSize(NamedTuple):
     """A batch size of the run.
 
     Args:
@@ -40,8 +60,7 @@ class PlannedSize:
     factors: dict[str, float]
 
 
-@dataclass(frozen=True)
-class PlannedEpoch:
+class PlannedEpoch(NamedTuple):
     """An epoch of the run.
 
     Args:
@@ -61,8 +80,7 @@ class PlannedEpoch:
     ends_with_trace: bool
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """A step of the run, and how far the run has come before it."""
 
     step: int
@@ -74,8 +92,7 @@ class Moment:
     factors: dict[str, float]
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """Where a run stands after some steps, as a checkpoint holds it."""
 
     epoch: int
@@ -219,8 +236,11 @@ class Plan:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as a dictionary of plain numbers, texts and lists, ready for JSON."""
-        return asdict(self)
+        """The plan as a dictionary of plain numbers, texts, lists and dictionaries, ready for JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("sizes", "epochs", "moments", "checkpoints"):
+            values[name] = [row._asdict() for row in values[name]]
+        return values
 
 
 def _epoch(schedule: Schedule, epoch: int) -> PlannedEpoch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ _STYLES: list[dict[str, Any]] = [
 ]
 _MOST_BINS = 1000
 _MOST_EPOCH_LINES = 40
+_LONGEST_NAME = 120
 
 Curve = npt.NDArray[np.float64]
 """Of each bin of steps, the least, the mean and the most: three rows."""
@@ -74,33 +76,30 @@ def check_suffix(path: str | os.PathLike[str]) -> None:
 
 
 def _title(plan: Plan) -> str:
+    name = plan.trace if len(plan.trace) <= _LONGEST_NAME else "…" + plan.trace[-_LONGEST_NAME:]
     cores = f"{plan.num_cores:,} core" + ("s" if plan.num_cores > 1 else "")
     return (
-        f"{plan.trace}: {plan.num_steps:,} steps, {plan.num_samples:,} samples, {plan.num_epochs:,} epochs of "
+        f"{name}\n{plan.num_steps:,} steps, {plan.num_samples:,} samples, {plan.num_epochs:,} epochs of "
         f"{plan.dataset_size:,}; {cores}, minibatches of {plan.minibatch_size:,}"
     )
 
 
 def _curves(plan: Plan, schedule: Schedule, edges: list[int]) -> dict[str, dict[str, Curve]]:
     """What each panel shows: its label, and the curve of each name."""
-    of_size = {size.batch_size: size for size in plan.sizes}
+    all_sizes = np.array([size.batch_size for size in plan.sizes])
     bins = []
     for begin, end in itertools.pairwise(edges):
         sizes, counts = schedule.size_counts(range(begin, end))
-        bins.append(([of_size[size] for size in sizes.tolist()], counts))
+        bins.append((np.searchsorted(all_sizes, sizes), counts / counts.sum()))
 
-    def curve(quantity: Any) -> Curve:
-        found = []
-        for sizes, counts in bins:
-            values = np.array([quantity(size) for size in sizes], dtype=np.float64)
-            found.append((values.min(), values @ counts / counts.sum(), values.max()))
-        return np.array(found).T
+    def curve(quantity: Callable[[PlannedSize], float]) -> Curve:
+        of_size = np.array([quantity(size) for size in plan.sizes], dtype=np.float64)
+        values = [of_size[which] for which, _ in bins]
+        means = [value @ share for value, (_, share) in zip(values, bins, strict=True)]
+        return np.array([[value.min() for value in values], means, [value.max() for value in values]])
 
     def factor(rule: str) -> Curve:
         return curve(lambda size: size.factors[rule])
-
-    def least_busy(size: PlannedSize) -> int:
-        return size.num_minibatches // plan.num_cores
 
     rows = {"batch size (samples)": {"batch size": curve(lambda size: size.batch_size)}}
     if plan.rules:
@@ -109,7 +108,7 @@ def _curves(plan: Plan, schedule: Schedule, edges: list[int]) -> dict[str, dict[
     load = {"core 0": curve(lambda size: size.depth)}
     if plan.num_cores > 1:
         load["mean of cores"] = curve(lambda size: size.num_minibatches / plan.num_cores)
-        load[f"core {plan.num_cores - 1}"] = curve(least_busy)
+        load[f"core {plan.num_cores - 1}"] = curve(lambda size: size.num_minibatches // plan.num_cores)
     rows["minibatches of a core in a step"] = load
     return rows
 
@@ -117,9 +116,12 @@ def _curves(plan: Plan, schedule: Schedule, edges: list[int]) -> dict[str, dict[
 def _draw(panel: Any, positions: list[int], curves: dict[str, Curve]) -> None:
     for number, (name, (least, mean, most)) in enumerate(curves.items()):
         style = _STYLES[number % len(_STYLES)]
-        if (least < most).any():
-            panel.stairs(most, positions, baseline=least, fill=True, color=style["color"], alpha=0.15, linewidth=0)
         panel.stairs(mean, positions, baseline=None, label=name, linewidth=1.5, **style)
+        if (least < most).any():
+            band = panel.stairs(
+                most, positions, baseline=least, fill=True, color=style["color"], alpha=0.15, linewidth=0
+            )
+            band.set_label("least to most of neighbours" if len(curves) == 1 else None)
     panel.grid(axis="y", color="0.92")
     panel.set_axisbelow(True)
     panel.tick_params(labelsize=10)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from variable_batch_size.convert import Conversion
-from variable_batch_size.plan import Plan
+from variable_batch_size.plan import Moment, Plan, PlannedEpoch, PlannedSize, Position
 from variable_batch_size.sparkline import sparkline
 from variable_batch_size.trace import Trace
 
 _MOST_ROWS = 14
+
+_Row = TypeVar("_Row")
 
 
 def trace_report(trace: Trace, *, width: int, is_ascii: bool = False) -> str:
@@ -31,7 +34,7 @@ def trace_report(trace: Trace, *, width: int, is_ascii: bool = False) -> str:
     return "\n".join(
         [
             f"{_counted(len(trace), 'step')}, {_counted(int(sizes.sum()), 'sample')}",
-            f"batch sizes   {sizes.min():,} to {sizes.max():,}, mean {_number(float(sizes.mean()))}, "
+            f"batch sizes   {_span(int(sizes.min()), int(sizes.max()))}, mean {_number(float(sizes.mean()))}, "
             f"{len(np.unique(sizes)):,} distinct, {_counted(int(np.count_nonzero(np.diff(sizes))), 'change')}",
             f"over steps    {steps}",
             f"over samples  {samples}",
@@ -65,36 +68,30 @@ def plan_report(plan: Plan) -> str:
 
 
 def _summary(plan: Plan) -> str:
-    sizes = plan.sizes
+    least, most = plan.sizes[0], plan.sizes[-1]
+    load = _span(min(plan.core_minibatches), max(plan.core_minibatches))
+    idle = _span(min(plan.core_idle_steps), max(plan.core_idle_steps))
     lines = [
         ("steps", f"{plan.num_steps:,}"),
         ("samples", f"{plan.num_samples:,} in {_counted(plan.num_epochs, 'epoch')} of {plan.dataset_size:,}"),
         ("left over", f"{_counted(plan.num_left_over, 'sample')} that did not fit into their epoch"),
         (
             "batch size",
-            f"{sizes[0].batch_size:,} to {sizes[-1].batch_size:,}, mean {_number(plan.mean_batch_size)}, "
-            f"{len(sizes):,} distinct",
+            f"{_span(least.batch_size, most.batch_size)}, mean {_number(plan.mean_batch_size)}, "
+            f"{len(plan.sizes):,} distinct",
         ),
         (
             "minibatches",
-            f"{plan.num_minibatches:,} of {plan.minibatch_size:,} samples; {sizes[0].num_minibatches:,} to "
-            f"{sizes[-1].num_minibatches:,} in a step",
+            f"{plan.num_minibatches:,} of {plan.minibatch_size:,} samples, "
+            f"{_span(least.num_minibatches, most.num_minibatches)} in a step",
         ),
         (
             "load",
-            f"{min(plan.core_minibatches):,} to {max(plan.core_minibatches):,} minibatches on each of "
-            f"{_counted(plan.num_cores, 'core')}; cores are busy {100 * plan.busy_share:.1f} % of the time",
+            f"{load} minibatches on each of {_counted(plan.num_cores, 'core')}, which work "
+            f"{100 * plan.busy_share:.1f} % of the time if all minibatches take as long",
         ),
-        (
-            "idle",
-            f"{100 * plan.idle_share:.1f} % of all cores in all steps; {min(plan.core_idle_steps):,} to "
-            f"{_counted(max(plan.core_idle_steps), 'step')} on a core",
-        ),
-        (
-            "accumulation",
-            f"{sizes[0].depth:,} to {_counted(sizes[-1].depth, 'minibatch', 'minibatches')} deep, "
-            f"mean {_number(plan.mean_depth)}",
-        ),
+        ("idle", f"{100 * plan.idle_share:.1f} % of all cores in all steps, {idle} steps on a core"),
+        ("accumulation", f"{_span(least.depth, most.depth)} minibatches deep, mean {_number(plan.mean_depth)}"),
     ]
     last = plan.epochs[-1]
     if last.ends_with_trace:
@@ -107,50 +104,39 @@ def _summary(plan: Plan) -> str:
 
 
 def _sizes(plan: Plan) -> str:
-    rows = [
-        [f"{s.batch_size:,}", f"{s.num_steps:,}", f"{s.num_minibatches:,}", f"{s.depth:,}", f"{s.num_idle_cores:,}"]
-        + [f"{factor:.4g}" for factor in s.factors.values()]
-        for s in plan.sizes
-    ]
+    def cells(size: PlannedSize) -> list[str]:
+        counts = (size.batch_size, size.num_steps, size.num_minibatches, size.depth, size.num_idle_cores)
+        return [*map(_count, counts), *map(_factor, size.factors.values())]
+
     head = ["batch size", "steps", "minibatches", "deep", "idle cores", *plan.rules]
-    return f"{_rules_title('batch sizes', plan)}\n{_table(head, rows)}"
+    return f"{_rules_title('batch sizes', plan)}\n{_table(head, plan.sizes, cells)}"
 
 
 def _epochs(plan: Plan) -> str:
-    rows = [
-        [
-            f"{e.epoch:,}",
-            f"{e.first_step:,}",
-            f"{e.num_steps:,}",
-            f"{e.num_samples:,}",
-            f"{e.num_left_over:,}" + ("*" if e.ends_with_trace else " "),
-        ]
-        for e in plan.epochs
-    ]
+    def cells(epoch: PlannedEpoch) -> list[str]:
+        counts = (epoch.epoch, epoch.first_step, epoch.num_steps, epoch.num_samples)
+        return [*map(_count, counts), _count(epoch.num_left_over) + ("*" if epoch.ends_with_trace else " ")]
+
     note = "\n* ends with the trace" if plan.epochs[-1].ends_with_trace else ""
-    return "epochs\n" + _table(["epoch", "first step", "steps", "samples", "left over "], rows) + note
+    return "epochs\n" + _table(["epoch", "first step", "steps", "samples", "left over "], plan.epochs, cells) + note
 
 
 def _over_time(plan: Plan) -> str:
-    rows = [
-        [
-            f"{m.step:,}",
-            f"{m.samples_before:,}",
-            f"{m.epoch:,}",
-            f"{m.batch_size:,}",
-            f"{m.depth:,}",
-            f"{m.num_idle_cores:,}",
-            *(f"{factor:.4g}" for factor in m.factors.values()),
-        ]
-        for m in plan.moments
-    ]
+    def cells(moment: Moment) -> list[str]:
+        counts = (moment.step, moment.samples_before, moment.epoch, moment.batch_size, moment.depth)
+        return [*map(_count, (*counts, moment.num_idle_cores)), *map(_factor, moment.factors.values())]
+
     head = ["step", "samples before", "epoch", "batch size", "deep", "idle cores", *plan.rules]
-    return f"{_rules_title('over time', plan)}\n{_table(head, rows)}"
+    return f"{_rules_title('over time', plan)}\n{_table(head, plan.moments, cells)}"
 
 
 def _checkpoints(plan: Plan) -> str:
-    rows = [[f"{p.steps_done:,}", f"{p.samples_done:,}", f"{p.epoch:,}", f"{p.epoch_step:,}"] for p in plan.checkpoints]
-    return "checkpoints\n" + _table(["steps done", "samples done", "epoch", "steps done in it"], rows)
+    def cells(position: Position) -> list[str]:
+        return [*map(_count, (position.steps_done, position.samples_done, position.epoch, position.epoch_step))]
+
+    return "checkpoints\n" + _table(
+        ["steps done", "samples done", "epoch", "steps done in it"], plan.checkpoints, cells
+    )
 
 
 def _rules_title(title: str, plan: Plan) -> str:
@@ -161,17 +147,29 @@ def _rules_title(title: str, plan: Plan) -> str:
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(head: Sequence[str], rows: Sequence[_Row], cells: Callable[[_Row], list[str]]) -> str:
     """Columns aligned to the right; of many rows, the first and the last."""
-    shown = [list(row) for row in rows]
-    if len(rows) > _MOST_ROWS:
-        half = _MOST_ROWS // 2
-        shown = [*map(list, rows[:half]), ["…"] * len(head), *map(list, rows[-half:])]
+    half = _MOST_ROWS // 2
+    if len(rows) <= _MOST_ROWS:
+        shown, note = [cells(row) for row in rows], []
+    else:
+        shown = [*map(cells, rows[:half]), ["…"] * len(head), *map(cells, rows[-half:])]
+        note = [f"({len(rows) - 2 * half:,} rows more: --json has them all)"]
     widths = [max(map(len, column)) for column in zip(head, *shown, strict=True)]
     lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in (head, *shown)]
-    if len(rows) > _MOST_ROWS:
-        lines.append(f"({len(rows) - _MOST_ROWS:,} rows more: --json has them all)")
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(line.rstrip() for line in (*lines, *note))
+
+
+def _count(number: int) -> str:
+    return f"{number:,}"
+
+
+def _factor(factor: float) -> str:
+    return f"{factor:.4g}"
+
+
+def _span(least: int, most: int) -> str:
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def _counted(number: int, one: str, many: str | None = None) -> str:
@@ -180,5 +178,4 @@ def _counted(number: int, one: str, many: str | None = None) -> str:
 
 def _number(value: float, sign: str = "") -> str:
     """Up to two decimals, none where they would be 0."""
-    text = f"{value:{sign},.2f}"
-    return text.rstrip("0").rstrip(".")
+    return f"{value:{sign},.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,68 @@
+"""Options and output that several commands of ``vbs`` share."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from typing import Any
+
+from variable_batch_size.report import trace_report
+from variable_batch_size.stages import parse_count
+from variable_batch_size.trace import Trace
+
+_NARROWEST = 24
+
+
+def count(text: str) -> int:
+    """The type of an option that is a count, such as 96 or 250K."""
+    try:
+        return parse_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_minibatch_size(parser: Any, *, is_required: bool = True) -> None:
+    parser.add_argument(
+        "--minibatch-size", type=count, required=is_required, metavar="M", help="samples that a core runs at once"
+    )
+
+
+def add_samples_per_device(parser: Any, *, is_required: bool = True) -> None:
+    parser.add_argument(
+        "--samples-per-device", type=count, required=is_required, metavar="N", help="what each adds to the batch size"
+    )
+
+
+def add_out(parser: Any) -> None:
+    parser.add_argument(
+        "--out", metavar="FILE", help="the trace file to write (default: none, the trace is only shown)"
+    )
+    add_width(parser)
+
+
+def add_width(parser: Any) -> None:
+    parser.add_argument("--width", type=count, metavar="W", help="characters in a line (default: the terminal's)")
+
+
+def write_trace(trace: Trace, options: argparse.Namespace) -> None:
+    """Write a trace to where the options say, with the command that made it on top."""
+    if options.out is not None:
+        trace.write(options.out, comment=f"made by: {options.command}")
+
+
+def print_trace(trace: Trace, width: int | None) -> None:
+    """Print a trace as sparklines, which need not be Unicode's where the terminal has none."""
+    width = width or shutil.get_terminal_size().columns
+    try:
+        "█".encode(sys.stdout.encoding)
+        is_ascii = False
+    except UnicodeEncodeError:
+        is_ascii = True
+    print_text(trace_report(trace, width=max(width, _NARROWEST), is_ascii=is_ascii))
+
+
+def print_text(text: str) -> None:
+    """Print a text; characters that the terminal does not have become question marks."""
+    encoding = sys.stdout.encoding
+    sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
