@@ -1,0 +1,157 @@
+"""Linear rule and AdaScale on a GPU: time and memory of an update against a plain accumulation loop and FairScale."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import importlib.util
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torchvision
+from measure import in_turn, print_comparison, print_machine
+from torch import nn
+
+import variable_batch_size as vbs
+
+SHAPES = {"resnet18": (128, 32), "resnet50": (64, 224)}
+UPDATES = 8
+
+
+def fairscale_adascale(path: str | None) -> Any:
+    """FairScale's AdaScale, from the installed package or from that one file of it."""
+    if path is None:
+        from fairscale.optim import AdaScale
+
+        return AdaScale
+    spec = importlib.util.spec_from_file_location("fairscale_adascale", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.AdaScale
+
+
+class Workload:
+    """A model on a fixed minibatch of random images, in bf16 autocast and channels-last."""
+
+    def __init__(self, name: str) -> None:
+        self.minibatch, size = SHAPES[name]
+        self.model = getattr(torchvision.models, name)(num_classes=1000).cuda().to(memory_format=torch.channels_last)
+        x = torch.randn(self.minibatch, 3, size, size, device="cuda")
+        self.x = x.to(memory_format=torch.channels_last)
+        self.y = torch.randint(0, 1000, (self.minibatch,), device="cuda")
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+    def loss(self, model: nn.Module) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return nn.functional.cross_entropy(model(self.x), self.y)
+
+    def plain(self, accumulate: int) -> Callable[[], None]:
+        model = copy.deepcopy(self.model)
+        optimizer = self.optimizer(model)
+
+        def update() -> None:
+            for _ in range(accumulate):
+                (self.loss(model) / accumulate).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return update
+
+    def ours(self, kind: Any, accumulate: int) -> Callable[[], None]:
+        model = copy.deepcopy(self.model)
+        size = self.minibatch * accumulate
+        sampler = vbs.CustomSampler(dataset_size=10**9, trace=size, minibatch_size=self.minibatch)
+        optimizer = kind(self.optimizer(model), sampler, ref_batchsize=size)
+
+        def update() -> None:
+            for _ in range(accumulate):
+                self.loss(model).backward()
+                optimizer.step()
+
+        return update
+
+    def fairscale(self, kind: Any, accumulate: int) -> Callable[[], None]:
+        model = copy.deepcopy(self.model)
+        optimizer = kind(self.optimizer(model), world_size=1, scale=1.0, num_gradients_to_accumulate=accumulate)
+
+        def update() -> None:
+            for _ in range(accumulate):
+                self.loss(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return update
+
+
+def seconds_of(update: Callable[[], None]) -> Callable[[], float]:
+    def run() -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(UPDATES):
+            update()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / UPDATES
+
+    return run
+
+
+def peak_memory(make: Callable[[], Callable[[], None]]) -> float:
+    """The most memory that an update takes, in MiB, model and state included."""
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    update = make()
+    for _ in range(3):
+        update()
+    torch.cuda.reset_peak_memory_stats()
+    update()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def compare(name: str, accumulate: int, peer: Any, repeats: int) -> None:
+    workload = Workload(name)
+    makers = {
+        "plain loop": partial(workload.plain, accumulate),
+        "plain loop again": partial(workload.plain, accumulate),
+        "LinearRuleOptimizer": partial(workload.ours, vbs.LinearRuleOptimizer, accumulate),
+        "AdaScaleOptimizer": partial(workload.ours, vbs.AdaScaleOptimizer, accumulate),
+    }
+    if accumulate > 1:  # FairScale's needs two gradients
+        makers["FairScale AdaScale"] = partial(workload.fairscale, peer, accumulate)
+    gradient = sum(p.numel() * p.element_size() for p in workload.model.parameters()) / 2**20
+    print(f"\n{name}, {workload.minibatch} images, accumulation {accumulate}, gradient {gradient:.0f} MiB")
+    peak_memory(makers["plain loop"])  # the first run also tries algorithms, which takes memory of its own
+    memory = {side: peak_memory(make) for side, make in makers.items()}
+    updates = {side: seconds_of(make()) for side, make in makers.items()}
+    print_comparison(in_turn(updates, repeats=repeats, warmup=2), peer="plain loop")
+    for side, peak in memory.items():
+        extra = (peak - memory["plain loop"]) / gradient
+        print(f"{side:28}{peak:8.0f} MiB at the peak, plain {extra:+.2f} gradients")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--accumulate", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--fairscale", metavar="FILE", help="adascale.py of FairScale, where it is not installed")
+    options = parser.parse_args()
+    print_machine()
+    print(torch.cuda.get_device_name(), flush=True)
+    torch.backends.cudnn.benchmark = True
+    peer = fairscale_adascale(options.fairscale)
+    for name in options.models:
+        for accumulate in options.accumulate:
+            compare(name, accumulate, peer, options.repeats)
+
+
+if __name__ == "__main__":
+    main()
