@@ -24,7 +24,7 @@ LAYERS = {
     "optimizer": {"rules", "communication", "gradients", "buffers", "sampler", "schedule"},
     "launcher": {"schedule"},
     "stages": {"trace", "schedule"},
-    "generate": {"trace", "stages"},
+    "generate": {"trace", "schedule", "stages"},
     "recording": set(),
     "convert": {"trace", "stages", "recording"},
     "plan": {"schedule", "rules", "noise", "stages"},

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from variable_batch_size.schedule import is_integer
 from variable_batch_size.stages import MOST_STEPS, Stages, check_positive
 from variable_batch_size.trace import Trace
 
@@ -22,6 +23,7 @@ def constant_trace(batch_size: int, *, num_steps: int) -> Trace:
     >>> list(constant_trace(128, num_steps=3))
     [128, 128, 128]
     """
+    check_positive(batch_size=batch_size)
     return linear_ramp(batch_size, batch_size, num_steps=num_steps, minibatch_size=1)
 
 
@@ -146,7 +148,7 @@ def seesaw(
         return _seesaw_limit(start, whole, minibatch_size, largest)
     starts, sizes = [0], [start]
     for change in range(1, 1 + math.ceil(math.log(largest / start, factor))):
-        begin = round(_QUARTER * math.acos(factor**-change) * whole)
+        begin = max(starts[-1] + 1, round(_QUARTER * math.acos(factor**-change) * whole))
         size = int(_whole_minibatches(np.array(min(start * factor**change, largest)), minibatch_size))
         if whole - begin < size:
             break
@@ -211,6 +213,8 @@ def spot_market(
     for name, value in (("arrive", arrive), ("leave", leave)):
         if not 0 <= value <= 1:
             raise ValueError(f"`{name}` must be a probability from 0 to 1, got {value!r}")
+    if not is_integer(seed) or not 0 <= seed < 2**32:
+        raise ValueError(f"`seed` must be an integer from 0 to {2**32 - 1}, got {seed!r}")
     draws = np.random.RandomState(seed)  # unlike the newer generators it promises never to change its numbers
     is_there = np.ones(num_devices - at_least, dtype=bool)
     counts = np.empty(num_steps, dtype=np.int64)

@@ -99,7 +99,9 @@ def _summary(plan: Plan) -> str:
         text = f"the trace ends in epoch {last.epoch}, after {last.num_samples:,} of {plan.dataset_size:,} samples"
         lines.append(("note", f"{text} ({share:.1f} %)"))
     if plan.num_rows_unused:
-        lines.append(("note", f"the last {_counted(plan.num_rows_unused, 'row')} of the trace are not reached"))
+        is_are = "is" if plan.num_rows_unused == 1 else "are"
+        rows = _counted(plan.num_rows_unused, "row")
+        lines.append(("note", f"{rows} at the end of the trace {is_are} not reached"))
     return "\n".join(f"{name:<14}{text}" for name, text in lines)
 
 

@@ -12,7 +12,7 @@ from variable_batch_size.schedule import is_integer
 from variable_batch_size.trace import Trace
 
 UNITS = ("steps", "samples")
-MOST_STEPS = 100_000_000  # what still fits into memory; more is a slip of the pen
+MOST_STEPS = 20_000_000  # what can be made in the memory of a small machine; more is a slip of the pen
 
 _SUFFIXES = {"B": 10**9, "M": 10**6, "K": 10**3, "": 1}
 _COUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMB]?)", re.IGNORECASE)

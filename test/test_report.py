@@ -1,0 +1,102 @@
+import numpy as np
+
+import variable_batch_size as vbs
+
+
+def test_a_trace_is_told_over_steps_and_over_samples():
+    trace = vbs.Trace.from_sequence([32] * 20 + [128] * 10)
+    assert vbs.trace_report(trace, width=24, is_ascii=True).splitlines() == [
+        "30 steps, 1,920 samples",
+        "batch sizes   32 to 128, mean 64, 2 distinct, 1 change",
+        "over steps    ......=###",  # the seventh has 32, 32 and 128
+        "over samples  ...*######",  # the fourth has a third of 32 and two thirds of 128
+    ]
+
+
+def test_an_endless_trace_is_told_in_a_line():
+    assert vbs.trace_report(vbs.Trace.constant(1024), width=80) == "batch size 1,024 for ever"
+
+
+def test_a_conversion_is_told_with_the_effect_of_rounding():
+    conversion = vbs.convert_recording(
+        vbs.Recording.from_counts([0, 10, 20, 30, 43], [1, 0, 2, 5]),
+        samples_per_device=48,
+        minibatch_size=32,
+        seconds_per_step=10,
+        when_empty="skip",
+        rounding="down",
+    )
+    # devices and seconds: 1·10 + 2·10 + 5·13 = 95, 95 · 48 / 10 / 43 = 10.6 a second; 48, 96 and 240 samples, rounded
+    assert vbs.conversion_report(conversion).splitlines() == [
+        "recording      43 s, of which 10 s without a device; 10.6 samples per second",
+        "trace          3 steps of 10 s, 352 samples; 8.8 samples per second",
+        "rounding       changed 2 of 3 steps, -32 samples (-8.33 %)",
+        "left at end    3 s, less than a step",
+    ]
+
+
+def test_a_plan_is_told_with_all_its_tables():
+    schedule = vbs.Schedule(
+        vbs.Trace.from_sequence([64, 96, 32, 256, 128]), dataset_size=310, minibatch_size=32, num_replicas=4
+    )
+    plan = vbs.Plan.of(schedule, rules={"root": vbs.RootRule()}, ref_batchsize=128, checkpoint_every=3)
+    assert vbs.plan_report(plan) == PLAN
+
+
+PLAN = """\
+steps         5
+samples       576 in 3 epochs of 310
+left over     172 samples that did not fit into their epoch
+batch size    32 to 256, mean 115.2, 5 distinct
+minibatches   18 of 32 samples, 1 to 8 in a step
+load          3 to 6 minibatches on each of 4 cores, which work 75.0 % of the time if all minibatches take as long
+idle          30.0 % of all cores in all steps, 0 to 3 steps on a core
+accumulation  1 to 2 minibatches deep, mean 1.2
+note          the trace ends in epoch 2, after 128 of 310 samples (41.3 %)
+
+batch sizes; learning-rate factor of root at the reference batch size 128
+batch size  steps  minibatches  deep  idle cores    root
+        32      1            1     1           3     0.5
+        64      1            2     1           2  0.7071
+        96      1            3     1           1   0.866
+       128      1            4     1           0       1
+       256      1            8     2           0   1.414
+
+epochs
+epoch  first step  steps  samples  left over
+    0           0      3      192        118
+    1           3      1      256         54
+    2           4      1      128        182*
+* ends with the trace
+
+over time; learning-rate factor of root at the reference batch size 128
+step  samples before  epoch  batch size  deep  idle cores    root
+   0               0      0          64     1           2  0.7071
+   1              64      0          96     1           1   0.866
+   2             160      0          32     1           3     0.5
+   3             192      1         256     2           0   1.414
+   4             448      2         128     1           0       1
+
+checkpoints
+steps done  samples done  epoch  steps done in it
+         3           192      0                 3
+         5           576      2                 1"""
+
+
+def test_of_many_rows_the_first_and_the_last_are_told():
+    sizes = 32 * np.arange(1, 101)
+    schedule = vbs.Schedule(vbs.Trace.from_sequence(sizes), dataset_size=10_000, minibatch_size=32)
+    report = vbs.plan_report(vbs.Plan.of(schedule, rules={}))
+    assert "(86 rows more: --json has them all)" in report
+    table = report.split("batch sizes\n")[1].split("\n\n")[0].splitlines()
+    assert [row.split()[0] for row in table[1:-1]] == [
+        *("32", "64", "96", "128", "160", "192", "224"),
+        "…",
+        *("3,008", "3,040", "3,072", "3,104", "3,136", "3,168", "3,200"),
+    ]
+
+
+def test_rows_that_are_not_reached_are_told():
+    schedule = vbs.Schedule(vbs.Trace.from_sequence([64, 96, 32, 256]), dataset_size=310, minibatch_size=32)
+    report = vbs.plan_report(vbs.Plan.of(schedule, num_epochs=1))
+    assert "note          1 row at the end of the trace is not reached" in report
