@@ -16,12 +16,14 @@ LAYERS = {
     "trace": set(),
     "permutation": set(),
     "schedule": {"trace"},
-    "rules": set(),
+    "noise": set(),
+    "rules": {"noise"},
     "communication": set(),
     "gradients": {"communication"},
     "buffers": {"communication"},
     "sampler": {"trace", "schedule", "permutation", "communication"},
-    "optimizer": {"rules", "communication", "gradients", "buffers", "sampler", "schedule"},
+    "optimizer": {"noise", "rules", "communication", "gradients", "buffers", "sampler", "schedule"},
+    "progress": {"optimizer"},
     "launcher": {"schedule"},
     "stages": {"trace", "schedule"},
     "generate": {"trace", "schedule", "stages"},
@@ -40,7 +42,7 @@ LAYERS = {
     "__main__": {"cli"},
 }
 
-WITH_TORCH = {"communication", "gradients", "buffers", "sampler", "optimizer", "launcher"}
+WITH_TORCH = {"communication", "gradients", "buffers", "sampler", "optimizer", "progress", "launcher"}
 
 
 def imports_of(module):

@@ -187,7 +187,7 @@ class Plan:
         if num_epochs is None:
             num_epochs = schedule.num_epochs
             if num_epochs is None:
-                raise ValueError(f"{schedule.trace.name} goes on for ever: `num_epochs` must say how long the run is")
+                raise ValueError(f"{schedule.trace.name} goes on for ever: the number of epochs must be given")
         check_positive(num_epochs=num_epochs)
         schedule.steps(num_epochs - 1)  # refuses an epoch beyond the end, before the work of all others
         ref_batchsize = schedule.batch_size(0) if ref_batchsize is None else ref_batchsize
