@@ -12,7 +12,20 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
-WITH_EXAMPLES = ["trace", "permutation", "schedule", "rules", "sampler"]
+WITH_EXAMPLES = [
+    "trace",
+    "permutation",
+    "schedule",
+    "rules",
+    "sampler",
+    "stages",
+    "generate",
+    "recording",
+    "convert",
+    "plan",
+    "sparkline",
+    "report",
+]
 
 
 @pytest.mark.parametrize("module", WITH_EXAMPLES)
