@@ -15,6 +15,7 @@ Integers = npt.NDArray[np.int64]
 ON_END = ("stop", "hold", "cycle")
 
 _STEPS_AT_ONCE = 4096
+_ROWS_PER_MARK = 64
 
 
 class Schedule:
@@ -61,18 +62,26 @@ class Schedule:
         self.num_replicas = int(num_replicas)
         self.on_end = "hold" if trace.is_endless else on_end
         self.capacity = self.dataset_size // self.minibatch_size * self.minibatch_size
-        self._refuse_first(trace.sizes % minibatch_size != 0, f"a multiple of {minibatch_size} (the minibatch size)")
         self._refuse_first(
-            trace.sizes > self.capacity, f"at most {self.capacity} (the whole minibatches of {dataset_size} samples)"
+            lambda sizes: sizes % minibatch_size != 0, f"a multiple of {minibatch_size} (the minibatch size)"
         )
-        self._samples = np.concatenate(([0], np.cumsum(trace.sizes)))  # before each row, and in all
+        self._refuse_first(
+            lambda sizes: sizes > self.capacity,
+            f"at most {self.capacity} (the whole minibatches of {dataset_size} samples)",
+        )
+        # samples before every so many rows: before each one would take as much memory as the trace
+        of_blocks = np.add.reduceat(trace.sizes, np.arange(0, len(trace.sizes), _ROWS_PER_MARK))
+        self._marks = np.cumsum(of_blocks) - of_blocks
+        self._total = int(of_blocks.sum())
         self._starts = [0]  # first step of each epoch found so far
         self._epoch_of_row: dict[int, int] = {0: 0}  # which of them starts at a row, to find the period of a cycle
 
-    def _refuse_first(self, is_wrong: npt.NDArray[np.bool_], rule: str) -> None:
-        if is_wrong.any():
-            row = int(is_wrong.argmax())
-            raise ValueError(f"{self.trace.place(row)}: batchsize must be {rule}, got {self.trace.sizes[row]}")
+    def _refuse_first(self, is_wrong: Callable[[Integers], npt.NDArray[np.bool_]], rule: str) -> None:
+        for start in range(0, len(self.trace.sizes), _STEPS_AT_ONCE):
+            found = is_wrong(self.trace.sizes[start : start + _STEPS_AT_ONCE])
+            if found.any():
+                row = start + int(found.argmax())
+                raise ValueError(f"{self.trace.place(row)}: batchsize must be {rule}, got {self.trace.sizes[row]}")
 
     # ------------------------------------------------------------------------------------------------------- epochs
 
@@ -126,21 +135,31 @@ class Schedule:
         """The samples used by all steps before this one."""
         num_rows = len(self.trace.sizes)
         if step <= num_rows:
-            return int(self._samples[step])
+            return self._samples_before_row(step)
         if self.on_end == "hold":
-            return int(self._samples[-1]) + (step - num_rows) * int(self.trace.sizes[-1])
+            return self._total + (step - num_rows) * int(self.trace.sizes[-1])
         cycles, row = divmod(step, num_rows)
-        return cycles * int(self._samples[-1]) + int(self._samples[row])
+        return cycles * self._total + self._samples_before_row(row)
 
     def _step_at(self, samples: int) -> int:
         """The last step that has at most so many samples before it."""
-        total = int(self._samples[-1])
-        if samples < total or self.on_end == "stop":
-            return int(np.searchsorted(self._samples, samples, side="right")) - 1
+        if samples < self._total or self.on_end == "stop":
+            return self._row_at(samples)
         if self.on_end == "hold":
-            return len(self.trace.sizes) + (samples - total) // int(self.trace.sizes[-1])
-        cycles, rest = divmod(samples, total)
-        return cycles * len(self.trace.sizes) + int(np.searchsorted(self._samples, rest, side="right")) - 1
+            return len(self.trace.sizes) + (samples - self._total) // int(self.trace.sizes[-1])
+        cycles, rest = divmod(samples, self._total)
+        return cycles * len(self.trace.sizes) + self._row_at(rest)
+
+    def _samples_before_row(self, row: int) -> int:
+        mark = min(row // _ROWS_PER_MARK, len(self._marks) - 1)
+        return int(self._marks[mark] + self.trace.sizes[mark * _ROWS_PER_MARK : row].sum())
+
+    def _row_at(self, samples: int) -> int:
+        """The last row that has at most so many samples before it; the number of rows if all have."""
+        mark = int(self._marks.searchsorted(samples, side="right")) - 1
+        start = mark * _ROWS_PER_MARK
+        used = self.trace.sizes[start : start + _ROWS_PER_MARK].cumsum()
+        return start + int(used.searchsorted(samples - self._marks[mark], side="right"))
 
     # -------------------------------------------------------------------------------------------------------- steps
 
