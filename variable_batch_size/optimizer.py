@@ -57,6 +57,11 @@ class CustomOptimizer(Optimizer):
         skip_nonfinite: make no update where the gradient is not finite, on all cores together; costs a wait for the
             device in every step. None for False, and True for rules that measure gradients anyway.
         loss_scale: what the user multiplies the loss by, to be divided out of the gradient; may be set between steps.
+
+    Attributes:
+        keeps_gradient_norm: whether steps from now on leave the norm of their mean gradient, before clipping, in
+            `gradient_norm`, on the device; may be set between steps.
+        gradient_norm: of the latest step that kept it.
     """
 
     def __init__(
@@ -121,6 +126,8 @@ class CustomOptimizer(Optimizer):
         self.steps_done = 0
         self.samples_done = 0
         self.steps_skipped = 0
+        self.keeps_gradient_norm = False
+        self.gradient_norm: torch.Tensor | None = None
         self._step = self._minibatches_left = 0
         self.set_epoch(0)
 
@@ -155,6 +162,7 @@ class CustomOptimizer(Optimizer):
             "steps_skipped": self.steps_skipped,
             "rule": self.rule.state_dict(),
             "transitions": [transition.state_dict() for transition in self._transitions],
+            "without_gradient": self._gradients.waiting,
         }
         return {**self.inner.state_dict(), STATE_KEY: own}
 
@@ -174,6 +182,7 @@ class CustomOptimizer(Optimizer):
         self.rule.load_state_dict(own["rule"])
         for transition, saved in zip(self._transitions, own["transitions"], strict=True):
             transition.load_state_dict(saved)
+        self._gradients.waiting = own["without_gradient"]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r}, ref_batchsize={self.ref_batchsize})"
@@ -205,7 +214,7 @@ class CustomOptimizer(Optimizer):
         return max(1, len(self.sampler.schedule.minibatches(step, self.sampler.rank)))
 
     def _discard_unfinished(self) -> None:
-        if self._minibatches_left not in (0, self._share(self._step)):
+        if self.is_accumulating:
             logger.warning(
                 "core %d left step %d of epoch %d unfinished: its gradients are discarded",
                 self.sampler.rank,
@@ -218,6 +227,11 @@ class CustomOptimizer(Optimizer):
     def epoch_step(self) -> int:
         """How many steps of the epoch are done."""
         return self._steps.index(self._step) + (self._minibatches_left == 0)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether this core has run some of its minibatches of a step, and not all."""
+        return self._minibatches_left not in (0, self._share(self._step))
 
     @property
     def batch_size(self) -> int:
@@ -253,6 +267,17 @@ class CustomOptimizer(Optimizer):
         """
         if closure is not None:
             raise ValueError("`closure` must be None: run the backward pass, then call step()")
+        for before in self._optimizer_step_pre_hooks.values():
+            before(self, (), {})
+        has_updated = self._take_in_minibatch()
+        for after in self._optimizer_step_post_hooks.values():
+            after(self, (), {})
+        return has_updated
+
+    # torch would wrap step() for hooks and profiling, which takes longer than the accumulating; the inner step has it
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _take_in_minibatch(self) -> bool:
         self._advance()
         self._gradients.collect(is_last=not self._minibatches_left)
         if self._minibatches_left:
@@ -284,6 +309,9 @@ class CustomOptimizer(Optimizer):
         step = self._rule_step()
         weight = (1 if self.rule.sums_gradients else 1 / step.num_minibatches) / self.loss_scale
         self._gradients.reduce(0.0 if self.is_idle else weight)
+        if self.keeps_gradient_norm:
+            size = step.num_minibatches if self.rule.sums_gradients else 1
+            self.gradient_norm = self._gradients.norm() / self._communicator.as_data(size)
         is_skipped = False
         if self.skip_nonfinite or self.rule.measures_noise:
             # the squares of scaled gradients have been divided by the loss scale once
@@ -461,9 +489,17 @@ class AdamScaleOptimizer(AdaScaleOptimizer):
     def _make_rule(self, starts_with_mean: bool) -> AdaScaleRule:
         return AdamScaleRule(starts_with_mean=starts_with_mean)
 
-    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._precondition()
+
     def _update(self, step: Step) -> None:
         super()._update(step)
+        self._precondition()
+
+    @torch.no_grad()
+    def _precondition(self) -> None:
+        """Let the next step's gradients be divided by the root of Adam's second moment, as far as there is one."""
         settings = {id(p): (group["betas"][1], group["eps"]) for group in self.param_groups for p in group["params"]}
         for p, divisor in zip(self._gradients.parameters, self._gradients.preconditioners, strict=True):
             if "exp_avg_sq" in self.state[p]:
