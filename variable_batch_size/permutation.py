@@ -37,7 +37,8 @@ class Permutation:
         bits = max(_SMALLEST_BITS, (size - 1).bit_length())
         self._right_bits = bits // 2
         self._left_bits = bits - bits // 2
-        entropy = [number % 2**64 for number in key]
+        # numpy takes as many words as a number needs, which would make one key of (2**32, 0) and (0, 1)
+        entropy = [word for number in key for word in (number % 2**32, number // 2**32 % 2**32)]
         self._keys = np.random.SeedSequence(entropy).generate_state(ROUNDS, np.uint32)
 
     def __call__(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

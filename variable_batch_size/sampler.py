@@ -99,8 +99,8 @@ class CustomSampler(Sampler[list[int]]):
         steps = self.schedule.steps(epoch)
         if not is_integer(first_step) or not 0 <= first_step <= len(steps):
             raise ValueError(f"`first_step` must be an integer from 0 to {len(steps)}, got {first_step!r}")
-        self.epoch = epoch
-        self.first_step = first_step
+        self.epoch = int(epoch)
+        self.first_step = int(first_step)
         self._has_started = False
 
     def _tell_if_cut_short(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import re
@@ -14,8 +15,9 @@ import numpy.typing as npt
 
 COLUMNS = ("step", "batchsize")
 
-_INTEGER = re.compile(r"[ \t]*[+-]?[0-9]+[ \t]*")
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n|\Z)")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,99}")
+_LINE = re.compile(rb"[^\n]*\n?")
+_COMMENT = re.compile(rb"#[^\n]*")
 _LARGEST = int(np.iinfo(np.int64).max)
 
 
@@ -59,7 +61,8 @@ class Trace:
     @classmethod
     def from_sequence(cls, sizes: Sequence[int] | npt.NDArray[Any]) -> Trace:
         """A trace of the given batch sizes: a list, a tuple, an array or a pandas column."""
-        array = np.asarray(sizes)
+        # numpy would make 1 of a True among integers, so what has no type yet is looked at value by value
+        array = np.asarray(sizes, dtype=None if hasattr(sizes, "dtype") else object)
         if array.ndim != 1:
             raise ValueError(f"`trace` must be one-dimensional, got the shape {array.shape}")
         if not len(array):
@@ -74,20 +77,20 @@ class Trace:
         """Read a CSV file with the columns ``step`` and ``batchsize``.
 
         Rows in file order are the steps; ``step`` counts 0, 1, 2 … and may start again at 0 (several recordings after
-        one another). Blanks around numbers, any line ends, blank lines, ``#`` comments and further columns are fine.
+        one another). Blanks around numbers, commas behind them, any line ends, blank lines, ``#`` comments and further
+        columns are fine.
 
         Raises:
             ValueError: with file, line and value of the first row that breaks a rule.
         """
         source = os.fspath(path)
-        text = Path(source).read_bytes()
-        header, header_line = _header(source, text)
-        columns = [header.index(column) for column in COLUMNS]
-        table = _Table(source, header_line, num_columns=len(header), has_comments=b"#" in text)
-        steps, sizes = table.columns(columns)
-        if not _is_valid(steps, sizes):
-            steps, sizes = table.columns_by_row(columns)
-        return cls(np.ascontiguousarray(sizes), source=source)
+        text = _plain(Path(source).read_bytes())
+        names, header_line = _header(source, text)
+        columns = [names.index(column) for column in COLUMNS]
+        sizes = _sizes_at_once(text, header_line, len(names), columns)
+        if sizes is None:
+            sizes = _sizes_by_row(source, text, len(names), columns)
+        return cls(sizes, source=source)
 
     def write(self, path: str | os.PathLike[str], *, comment: str | None = None) -> None:
         """Write the trace as a CSV file that :meth:`read` reads back, the lines of `comment` on top behind ``#``."""
@@ -95,7 +98,7 @@ class Trace:
             raise ValueError("a constant trace is endless and cannot be written to a file")
         import pandas as pd
 
-        with open(path, "w", newline="") as file:
+        with open(path, "w", encoding="utf-8", newline="") as file:
             for line in (comment or "").splitlines():
                 file.write(f"# {line}\n")
             frame = pd.DataFrame({"step": np.arange(len(self.sizes)), "batchsize": self.sizes})
@@ -105,7 +108,8 @@ class Trace:
         """Where the batch size of a row was given: ``spot.csv:17`` or ``trace[3]``."""
         if self._source is None:
             return "trace" if self.is_endless else f"trace[{row}]"
-        return f"{self._source}:{_lines_of_rows(Path(self._source).read_bytes())[row]}"
+        lines = [line for line, _ in _rows(_plain(Path(self._source).read_bytes()))]
+        return f"{self._source}:{lines[row + 1]}"
 
     @property
     def name(self) -> str:
@@ -162,100 +166,90 @@ class Trace:
         return f"<Trace of {len(self.sizes)} steps: {shown}>"
 
 
-class _Table:
-    """The rows below the header of a trace file."""
+def _plain(text: bytes) -> bytes:
+    """The text without byte order mark and comments, every line on its old number and ended by a line feed."""
+    text = text.removeprefix(b"\xef\xbb\xbf")
+    if b"\r" in text:
+        text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    return _COMMENT.sub(b"", text) if b"#" in text else text
 
-    def __init__(self, source: str, header_line: int, *, num_columns: int, has_comments: bool) -> None:
-        self.source = source
-        self.header_line = header_line
-        self.num_columns = num_columns
-        self.has_comments = has_comments
 
-    def columns(self, columns: list[int]) -> list[npt.NDArray[Any]]:
-        """The columns as pandas understands them: of integers if all is well."""
-        frame = self._parse(None)
-        if not len(frame):
-            raise ValueError(f"{self.source}:{self.header_line + 1}: expected a row below the header, got nothing")
-        return [np.asarray(frame[column]) for column in columns]
-
-    def columns_by_row(self, columns: list[int]) -> list[npt.NDArray[np.int64]]:
-        """The columns value by value: raises at the first row that breaks a rule, whichever rule it is."""
-        texts = self._parse(str)
-        lines = _lines_of_rows(Path(self.source).read_bytes())
-        assert len(lines) == len(texts), "pandas and the line count disagree about what a row is"
-        rows: list[tuple[int, int]] = []
-        for line, *pair in zip(lines.tolist(), *(texts[column] for column in columns), strict=True):
-            place = f"{self.source}:{line}"
-            for name, value in zip(COLUMNS, pair, strict=True):
-                if not _INTEGER.fullmatch(value) or not -_LARGEST <= int(value) <= _LARGEST:
-                    _refuse(place, f"{name} must be an integer", value.strip() or "nothing")
-            step, size = int(pair[0]), int(pair[1])
-            expected = rows[-1][0] + 1 if rows else 0
-            if step not in (0, expected):
-                _refuse(place, f"step must be {expected}" + (" (or 0, to start again)" if rows else ""), step)
-            _checked(size, place)
-            rows.append((step, size))
-        return list(np.array(rows, dtype=np.int64).T)
-
-    def _parse(self, dtype: Any) -> Any:
-        import csv
-        import warnings
-
-        import pandas as pd
-
-        try:
-            with warnings.catch_warnings():
-                # pandas raises if a row is too long, but for the first row only warns; mixed types are ours to see
-                warnings.simplefilter("error", pd.errors.ParserWarning)
-                warnings.simplefilter("ignore", pd.errors.DtypeWarning)
-                return pd.read_csv(
-                    self.source,
-                    header=None,
-                    names=range(self.num_columns),
-                    index_col=False,
-                    skiprows=self.header_line,
-                    dtype=dtype,
-                    comment="#" if self.has_comments else None,  # looking for comments doubles the time
-                    quoting=csv.QUOTE_NONE,
-                    na_filter=False,
-                    encoding_errors="replace",
-                )
-        except (pd.errors.ParserError, pd.errors.ParserWarning) as error:
-            found = re.search(r"line (\d+)", str(error))
-            line = found[1] if found else _lines_of_rows(Path(self.source).read_bytes())[0]
-            raise ValueError(f"{self.source}:{line}: a row must have {self.num_columns} values, got more") from None
+def _rows(text: bytes) -> Iterator[tuple[int, str]]:
+    """Number and content of every line that is not blank, the header first; lazily, for that one is short."""
+    for line, found in enumerate(_LINE.finditer(text), start=1):
+        content = found[0].strip(b" \t\n")
+        if content:
+            yield line, content.decode(errors="replace")
 
 
 def _header(source: str, text: bytes) -> tuple[list[str], int]:
     """The column names and the number of their line."""
-    for line, content in enumerate(_contents(text), start=1):
-        if content:
-            names = [name.strip().strip('"') for name in content.decode(errors="replace").split(",")]
-            for column in COLUMNS:
-                if names.count(column) != 1:
-                    _refuse(f"{source}:{line}", f"the header must name the column {column!r} once", repr(names)[:80])
-            return names, line
+    for line, content in _rows(text):
+        names = [name.strip().strip('"') for name in content.split(",")]
+        for column in COLUMNS:
+            if names.count(column) != 1:
+                _refuse(f"{source}:{line}", f"the header must name the column {column!r} once", repr(names)[:80])
+        return names, line
     raise ValueError(f"{source}:1: the file is empty, expected the columns {','.join(COLUMNS)}")
 
 
-def _lines_of_rows(text: bytes) -> npt.NDArray[np.int64]:
-    """The line number of every row below the header."""
-    lines = [line for line, content in enumerate(_contents(text), start=1) if content]
-    return np.array(lines[1:], dtype=np.int64)
+def _sizes_at_once(text: bytes, header_line: int, num_columns: int, columns: list[int]) -> npt.NDArray[np.int64] | None:
+    """The batch sizes below the header, read fast, if every row keeps every rule; else None."""
+    import csv
+    import warnings
 
+    import pandas as pd
 
-def _contents(text: bytes) -> Iterator[bytes]:
-    """The lines of a file without blanks around them, comments and byte order mark; lazily, for the header is short."""
-    start = 3 if text.startswith(b"\xef\xbb\xbf") else 0
-    for line in _LINE.finditer(text, start):
-        yield line[0].split(b"#")[0].strip(b" \t\r\n")
-
-
-def _is_valid(steps: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> bool:
-    if steps.dtype != np.int64 or sizes.dtype != np.int64:
-        return False
+    try:
+        with warnings.catch_warnings():
+            # pandas raises if a row is too long, but for the first row only warns; mixed types are ours to see
+            warnings.simplefilter("error", pd.errors.ParserWarning)
+            warnings.simplefilter("ignore", pd.errors.DtypeWarning)
+            frame = pd.read_csv(
+                io.BytesIO(text),
+                header=None,
+                names=range(num_columns),
+                index_col=False,
+                skiprows=header_line,
+                quoting=csv.QUOTE_NONE,
+                na_filter=False,
+                encoding_errors="replace",
+            )
+    except (pd.errors.EmptyDataError, pd.errors.ParserError, pd.errors.ParserWarning):
+        return None
+    steps, sizes = (np.asarray(frame[column]) for column in columns)
+    if not len(frame) or steps.dtype != np.int64 or sizes.dtype != np.int64:
+        return None
     follows = (steps[1:] == 0) | (steps[1:] == steps[:-1] + 1)
-    return bool(steps[0] == 0 and follows.all() and sizes.min() > 0)
+    return np.ascontiguousarray(sizes) if steps[0] == 0 and follows.all() and sizes.min() > 0 else None
+
+
+def _sizes_by_row(source: str, text: bytes, num_columns: int, columns: list[int]) -> npt.NDArray[np.int64]:
+    """The batch sizes below the header, row by row: raises at the first row that breaks a rule, whichever it is."""
+    (header_line, _), *rows = _rows(text)
+    if not rows:
+        _refuse(f"{source}:{header_line + 1}", "expected a row below the header", "nothing")
+    sizes: list[int] = []
+    expected = 0
+    for line, content in rows:
+        place = f"{source}:{line}"
+        values = content.rstrip(", \t").split(",")
+        if len(values) > num_columns:
+            _refuse(place, f"a row must have {num_columns} values", len(values))
+        pair: list[int] = []
+        for name, column in zip(COLUMNS, columns, strict=True):
+            value = values[column].strip() if column < len(values) else ""
+            if not _INTEGER.fullmatch(value):
+                _refuse(place, f"{name} must be an integer", value or "nothing")
+            if int(value) > _LARGEST:
+                _refuse(place, f"{name} must be below 2**63", value)
+            pair.append(int(value))
+        step, size = pair
+        if step not in (0, expected):
+            _refuse(place, f"step must be {expected}" + (" (or 0, to start again)" if expected else ""), step)
+        sizes.append(_checked(size, place))
+        expected = step + 1
+    return np.array(sizes, dtype=np.int64)
 
 
 def _checked(size: Any, place: str) -> int:

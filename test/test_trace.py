@@ -1,0 +1,522 @@
+import re
+import tracemalloc
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from variable_batch_size import Trace
+
+BATCH_SIZES = st.lists(st.integers(1, 2**63 - 1), min_size=1, max_size=30)
+NOISE = st.sampled_from(["", " ", "\t ", "#", "# 0,64", "  # indented", "# step,batchsize", '# a "quote', "# ünïcode"])
+BLANKS = st.sampled_from(["", "", " ", "  ", "\t"])
+LINE_ENDS = st.sampled_from(["\n", "\r\n", "\r"])
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory):
+    """Writes a trace file, always the same one, and gives its path."""
+    path = tmp_path_factory.mktemp("traces") / "spot.csv"
+
+    def save(text):
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return save
+
+
+def refuses(path, line, message):
+    return pytest.raises(ValueError, match=rf"^{re.escape(f'{path}:{line}: {message}')}$")
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 10**6), BLANKS, BLANKS, BLANKS, st.lists(NOISE, max_size=2)), min_size=1),
+    above=st.lists(NOISE, max_size=3),
+    end=LINE_ENDS,
+    has_mark=st.booleans(),
+    ends_last_line=st.booleans(),
+)
+def test_blanks_comments_and_line_ends_do_not_change_what_is_read(save, rows, above, end, has_mark, ends_last_line):
+    lines = [*above, "step,batchsize"]
+    for step, (size, before, between, behind, noise) in enumerate(rows):
+        lines += [f"{before}{step},{between}{size}{behind}", *noise]
+    text = "\ufeff" * has_mark + end.join(lines) + end * ends_last_line
+    assert list(Trace.read(save(text))) == [size for size, *_ in rows]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    sizes=st.lists(st.integers(1, 10**6), min_size=1, max_size=10),
+    where=st.integers(0, 9),
+    bad=st.sampled_from(["x,64", "{step},-1", "{step},0", "{step},", "{step}", "7777,64", "{step},6.5", "{step},64,1"]),
+    noise=st.lists(st.lists(NOISE, max_size=3), min_size=12, max_size=12),
+    end=LINE_ENDS,
+)
+def test_the_first_bad_row_is_named_by_its_line_whatever_stands_above_it(save, sizes, where, bad, noise, end):
+    where %= len(sizes)
+    lines = [*noise[0], "step,batchsize"]
+    for step, size in enumerate(sizes):
+        lines += noise[step + 1]
+        if step == where:
+            bad_line = len(lines) + 1
+            lines.append(bad.format(step=step))
+        else:
+            lines.append(f"{step},{size}")
+    lines.append("and, a, worse, one")
+    path = save(end.join(lines))
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}:{bad_line}: "):
+        Trace.read(path)
+
+
+VALID_FILES = [
+    b"step,batchsize\n0,64\n1,96\n2,32\n3,128\n",
+    b"# made by hand\n\nstep,batchsize\r\n0, 64\r\n1, 96\r\n# middle\r\n\r\n2, 32\r\n3, 256",
+    b"\xef\xbb\xbfstep,batchsize\r0,64\r1,96\r0,32\r1,64\r",
+    b',"step",batchsize,time\n0,0,64,1.5\n1,1,96,2.5\n2,2,32,now # fast\n',
+]
+PIECES = st.one_of(
+    st.binary(max_size=3),
+    st.text(max_size=3).map(str.encode),
+    st.sampled_from([b",", b"\n", b"\r", b"#", b" #\n", b'"', b"-", b".", b"\x00", b"\xff", b"nan", b"9" * 25]),
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(data=st.data(), text=st.sampled_from(VALID_FILES))
+def test_a_damaged_file_is_read_or_refused_with_the_line(save, data, text):
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(text)))
+        stop = data.draw(st.integers(start, min(start + 3, len(text))))
+        text = text[:start] + data.draw(PIECES) + text[stop:]
+    assert_is_read_or_refused_with_the_line(save(text))
+
+
+@settings(deadline=None, max_examples=200)
+@given(text=st.one_of(st.text(), st.text(alphabet="0123456789,#\r\n \"'-+.\x00e").map("step,batchsize\n".__add__)))
+def test_any_text_is_read_or_refused_with_the_line(save, text):
+    assert_is_read_or_refused_with_the_line(save(text))
+
+
+def assert_is_read_or_refused_with_the_line(path):
+    num_lines = len(re.split(rb"\r\n|\r|\n", path.read_bytes()))
+    try:
+        trace = Trace.read(path)
+    except ValueError as error:
+        named = re.match(rf"{re.escape(str(path))}:([0-9]+): ", str(error))
+        assert named, error
+        assert 1 <= int(named[1]) <= num_lines + 1
+    else:
+        assert 1 <= len(trace) < num_lines
+        assert trace.sizes.min() > 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step,batchsize\n0,64\n1,96\n2,32\n",
+        "step,batchsize\n0, 64\n1,  96\n2,\t32\n",
+        " step , batchsize \n 0 , 64 \n 1 , 96 \n 2 , 32 \n",
+        "step,batchsize\r\n0,64\r\n1,96\r\n2,32\r\n",
+        "step,batchsize\r0,64\r1,96\r2,32\r",
+        "\rstep,batchsize\n0,64\n1,96\n2,32\n",
+        "step,batchsize\n0,64\n1,96\n2,32",
+        "\ufeffstep,batchsize\n0,64\n1,96\n2,32\n",
+        "\ufeff# recorded on Monday\nstep,batchsize\n0,64\n1,96\n2,32\n",
+        "# recorded on Monday\n\n# again\nstep,batchsize\n0,64\n# 1,128\n1,96 # big\n\n  # last\n2,32\n",
+        "\n\nstep,batchsize\n\n0,64\n \n1,96\n\t\n2,32\n\n\n",
+        "batchsize,step\n64,0\n96,1\n32,2\n",
+        "time,step,loss,batchsize,note\n1.5,0,nan,64,a\n2.5,1,0.3,96,\n3.5,2,0.2,32,b c\n",
+        "step,batchsize,note\n0,64\n1,96\n2,32\n",
+        ",step,batchsize\n0,0,64\n1,1,96\n2,2,32\n",
+        '"step","batchsize"\n0,64\n1,96\n2,32\n',
+        "step,batchsize\n0,64,\n1,96,\n2,32,\n",
+        "step,batchsize\n0,64\n1,96,,\n2,32\n",
+        "step,batchsize\n+0,064\n1,+96\n2,32\n",
+    ],
+)
+def test_every_usual_way_to_write_a_file_is_read(save, text):
+    assert list(Trace.read(save(text))) == [64, 96, 32]
+
+
+def test_bytes_that_are_no_text_are_fine_outside_the_numbers(save):
+    assert list(Trace.read(save(b"# \xff\xfe\nstep,batchsize,note\n0,64,\xe9t\xe9\n1,96,\x00\n"))) == [64, 96]
+
+
+def test_the_step_may_start_again_at_zero(save):
+    assert list(Trace.read(save("step,batchsize\n0,64\n1,96\n0,32\n0,64\n1,128\n2,32\n"))) == [64, 96, 32, 64, 128, 32]
+
+
+def test_after_starting_again_the_step_counts_on_from_zero(save):
+    path = save("step,batchsize\n0,64\n1,96\n0,32\n1,64\n2,32\n4,96\n")
+    with refuses(path, 7, "step must be 3 (or 0, to start again), got 4"):
+        Trace.read(path)
+
+
+def test_a_row_that_looks_like_the_first_one_again_is_not_lost(save):
+    assert list(Trace.read(save("\rstep,batchsize\n0,64\n0,96\n"))) == [64, 96]
+
+
+def test_the_largest_integer_is_read(save):
+    assert Trace.read(save(f"step,batchsize\n0,{2**63 - 1}\n"))[0] == 2**63 - 1
+
+
+def test_a_name_that_ends_like_an_archive_does_not_matter(tmp_path):
+    path = tmp_path / "trace.gz"
+    path.write_text("step,batchsize\n0,64\n")
+    assert list(Trace.read(path)) == [64]
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "no.csv"))):
+        Trace.read(tmp_path / "no.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("", 1, "the file is empty, expected the columns step,batchsize"),
+        ("\ufeff", 1, "the file is empty, expected the columns step,batchsize"),
+        ("\n# nothing here\n \n", 1, "the file is empty, expected the columns step,batchsize"),
+        ("step,size\n0,64\n", 1, "the header must name the column 'batchsize' once, got ['step', 'size']"),
+        ("\n\nbatchsize\n64\n", 3, "the header must name the column 'step' once, got ['batchsize']"),
+        (
+            "# one\nstep,batchsize,step\n0,64,0\n",
+            2,
+            "the header must name the column 'step' once, got ['step', 'batchsize', 'step']",
+        ),
+        (
+            "step,batchsize,batchsize\n0,64,64\n",
+            1,
+            "the header must name the column 'batchsize' once, got ['step', 'batchsize', 'batchsize']",
+        ),
+        ("0,64\n1,96\n", 1, "the header must name the column 'step' once, got ['0', '64']"),
+        ("step,batchsize", 2, "expected a row below the header, got nothing"),
+        ("\n# one\nstep,batchsize\n\n# two\n", 4, "expected a row below the header, got nothing"),
+    ],
+)
+def test_a_file_without_header_or_rows_is_refused(save, text, line, message):
+    path = save(text)
+    with refuses(path, line, message):
+        Trace.read(path)
+
+
+def test_a_long_wrong_header_is_shown_in_part(save):
+    path = save(",".join(f"column_{i}" for i in range(100)))
+    with pytest.raises(ValueError, match="got ") as caught:
+        Trace.read(path)
+    assert len(str(caught.value)) < len(str(path)) + 150
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("1,many", "batchsize must be an integer, got many"),
+        ("one,64", "step must be an integer, got one"),
+        ("1,64.0", "batchsize must be an integer, got 64.0"),
+        ("1.5,64", "step must be an integer, got 1.5"),
+        ("1,1e3", "batchsize must be an integer, got 1e3"),
+        ("1,NaN", "batchsize must be an integer, got NaN"),
+        ("nan,64", "step must be an integer, got nan"),
+        ("1,", "batchsize must be an integer, got nothing"),
+        ("1, ", "batchsize must be an integer, got nothing"),
+        ("1", "batchsize must be an integer, got nothing"),
+        (",64", "step must be an integer, got nothing"),
+        (",", "step must be an integer, got nothing"),
+        ("1,True", "batchsize must be an integer, got True"),
+        ('1,"64"', 'batchsize must be an integer, got "64"'),
+        ("1;64", "step must be an integer, got 1;64"),
+        ("1,0x40", "batchsize must be an integer, got 0x40"),
+        ("1,6_4", "batchsize must be an integer, got 6_4"),
+        ("1,64 96", "batchsize must be an integer, got 64 96"),
+        ("1,٣", "batchsize must be an integer, got ٣"),
+        ("1,0", "batchsize must be a positive integer, got 0"),
+        ("1,-64", "batchsize must be a positive integer, got -64"),
+        (f"1,{-(2**63)}", f"batchsize must be a positive integer, got {-(2**63)}"),
+        (f"1,{2**63}", f"batchsize must be below 2**63, got {2**63}"),
+        (f"1,{2**64}", f"batchsize must be below 2**63, got {2**64}"),
+        (f"{10**30},64", f"step must be below 2**63, got {10**30}"),
+        ("1," + "9" * 5000, "batchsize must be an integer, got " + "9" * 5000),
+        ("1,64,7", "a row must have 2 values, got 3"),
+        ("1,64,,7", "a row must have 2 values, got 4"),
+        ("2,64", "step must be 1 (or 0, to start again), got 2"),
+        ("-1,64", "step must be 1 (or 0, to start again), got -1"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("above", "below"),
+    [
+        ("step,batchsize\n0,64\n", "\n2,32\n"),
+        ("step,batchsize\r\n0,64\r\n", ""),
+        ("# one\n\nstep,batchsize\n\n# two\n  # three\n0,64\n\n", "\nworse,still\n"),
+        ("\rstep,batchsize\r0,64\r", "\r2,32"),
+    ],
+)
+def test_a_row_that_breaks_a_rule_is_refused_with_its_line(save, above, below, row, message):
+    path = save(above + row + below)
+    line = len(re.split(r"\r\n|\r|\n", above))
+    with refuses(path, line, message):
+        Trace.read(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("0,64,7", "a row must have 2 values, got 3"),
+        ("0,64,7,8", "a row must have 2 values, got 4"),
+        ("1,64", "step must be 0, got 1"),
+        ("0,0", "batchsize must be a positive integer, got 0"),
+        ("0,few", "batchsize must be an integer, got few"),
+    ],
+)
+@pytest.mark.parametrize("above", ["step,batchsize\n", "# one\n\nstep,batchsize\n\n  # two\n"])
+def test_a_first_row_that_breaks_a_rule_is_refused_with_its_line(save, above, row, message):
+    path = save(f"{above}{row}\n2,64\n3,64\n")
+    with refuses(path, above.count("\n") + 1, message):
+        Trace.read(path)
+
+
+def test_a_bad_row_after_very_many_good_ones_is_refused_with_its_line(save):
+    rows = "".join(f"{step},{64 + 32 * (step % 3)}\n" for step in range(300_000))
+    path = save(f"step,batchsize\n{rows}300000,sixty\n300001,64\n")
+    with refuses(path, 300_002, "batchsize must be an integer, got sixty"):
+        Trace.read(path)
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+@settings(deadline=None, max_examples=100)
+@given(sizes=BATCH_SIZES, comment=st.one_of(st.none(), st.text()))
+def test_what_is_written_is_read_back(tmp_path_factory, sizes, comment):
+    path = tmp_path_factory.getbasetemp() / "written.csv"
+    trace = Trace.from_sequence(sizes)
+    trace.write(path, comment=comment)
+    assert Trace.read(path) == trace
+
+
+def test_a_written_file_has_the_comment_on_top_and_plain_line_ends(tmp_path):
+    Trace.from_sequence([64, 96]).write(tmp_path / "trace.csv", comment="recorded on Monday\nin Zürich")
+    expected = "# recorded on Monday\n# in Zürich\nstep,batchsize\n0,64\n1,96\n"
+    assert (tmp_path / "trace.csv").read_bytes().decode() == expected
+
+
+def test_a_written_file_without_comment_starts_with_the_header(tmp_path):
+    Trace.from_sequence([64]).write(str(tmp_path / "trace.csv"))
+    assert (tmp_path / "trace.csv").read_bytes() == b"step,batchsize\n0,64\n"
+
+
+def test_a_constant_trace_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match=r"^a constant trace is endless and cannot be written to a file$"):
+        Trace.constant(64).write(tmp_path / "trace.csv")
+    assert not (tmp_path / "trace.csv").exists()
+
+
+# ------------------------------------------------------------------------------------------------------- from sequences
+
+
+@settings(deadline=None, max_examples=100)
+@given(sizes=BATCH_SIZES)
+def test_a_trace_is_its_numbers_whatever_holds_them(sizes):
+    for holder in (list, tuple, np.array, pd.Series, pd.Index):
+        trace = Trace.from_sequence(holder(sizes))
+        assert list(trace) == sizes
+        assert trace.sizes.dtype == np.int64
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint16, np.uint64])
+def test_integers_of_every_width_are_fine(dtype):
+    assert list(Trace.from_sequence(np.array([64, 96], dtype=dtype))) == [64, 96]
+    assert list(Trace.from_sequence([dtype(64), dtype(96)])) == [64, 96]
+
+
+def test_a_column_of_a_filtered_frame_is_fine():
+    frame = pd.DataFrame({"batchsize": [64, 1, 96]})
+    assert list(Trace.from_sequence(frame[frame.batchsize > 1].batchsize)) == [64, 96]
+    assert list(Trace.from_sequence(pd.Series([64, 96], dtype="Int64"))) == [64, 96]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([64, 96.0], "trace[1]: batchsize must be a positive integer, got 96.0"),
+        (np.array([64.0, 96.0]), "trace[0]: batchsize must be a positive integer, got 64.0"),
+        ([64, float("nan")], "trace[1]: batchsize must be a positive integer, got nan"),
+        (pd.Series([64, None]), "trace[0]: batchsize must be a positive integer, got 64.0"),
+        (pd.Series([64, None], dtype="Int64"), "trace[1]: batchsize must be a positive integer, got <NA>"),
+        ([64, None], "trace[1]: batchsize must be a positive integer, got None"),
+        ([64, True], "trace[1]: batchsize must be a positive integer, got True"),
+        (np.array([True, False]), "trace[0]: batchsize must be a positive integer, got True"),
+        ([64, "96"], "trace[1]: batchsize must be a positive integer, got 96"),
+        ([64, [96]], "trace[1]: batchsize must be a positive integer, got [96]"),
+        ([64, 0], "trace[1]: batchsize must be a positive integer, got 0"),
+        ((64, 32, -32), "trace[2]: batchsize must be a positive integer, got -32"),
+        (np.array([64, -32]), "trace[1]: batchsize must be a positive integer, got -32"),
+        ([64, 2**63], f"trace[1]: batchsize must be a positive integer, got {2**63}"),
+        (np.array([64, 2**63], np.uint64), f"trace[1]: batchsize must be a positive integer, got {2**63}"),
+        ([2**70], f"trace[0]: batchsize must be a positive integer, got {2**70}"),
+        ([[64, 96], [32, 64]], "`trace` must be one-dimensional, got the shape (2, 2)"),
+        (np.ones((3, 1), int), "`trace` must be one-dimensional, got the shape (3, 1)"),
+        (np.array(64), "`trace` must be one-dimensional, got the shape ()"),
+        ([], "`trace` must hold at least one batch size, got an empty sequence"),
+        (np.array([], dtype=int), "`trace` must hold at least one batch size, got an empty sequence"),
+    ],
+)
+def test_a_sequence_that_breaks_a_rule_is_refused(sizes, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Trace.from_sequence(sizes)
+
+
+# ------------------------------------------------------------------------------------------------------------ constant
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 2**63 - 1), row=st.integers(0, 10**30))
+def test_a_constant_trace_is_the_same_everywhere(size, row):
+    assert Trace.constant(size)[row] == size
+
+
+def test_a_constant_trace_is_endless():
+    trace = Trace.constant(64)
+    assert trace.is_endless
+    assert trace.sizes.nbytes == 8
+    assert [size for size, _ in zip(trace, range(5), strict=False)] == [64] * 5
+    with pytest.raises(TypeError, match=r"^a constant trace is endless and has no length$"):
+        len(trace)
+    with pytest.raises(ValueError, match=r"^a constant trace is endless and has no slices$"):
+        trace[:3]
+    with pytest.raises(IndexError, match=r"^the trace has no step -1$"):
+        trace[-1]
+
+
+def test_constant_traces_are_equal_if_their_sizes_are():
+    assert Trace.constant(64) == Trace.constant(64)
+    assert hash(Trace.constant(64)) == hash(Trace.constant(64))
+    assert Trace.constant(64) != Trace.constant(96)
+    assert Trace.constant(64) != Trace.from_sequence([64])
+
+
+@pytest.mark.parametrize("size", [0, -64, 64.0, True, 2**63, "64", None])
+def test_a_constant_size_that_is_no_positive_integer_is_refused(size):
+    with pytest.raises(ValueError, match=f"^trace: batchsize must be a positive integer, got {size}$"):
+        Trace.constant(size)
+
+
+# ------------------------------------------------------------------------------------------------------ like a sequence
+
+
+@settings(deadline=None, max_examples=100)
+@given(sizes=BATCH_SIZES, data=st.data())
+def test_a_trace_is_indexed_like_a_list(sizes, data):
+    trace = Trace.from_sequence(sizes)
+    row = data.draw(st.integers(-len(sizes), len(sizes) - 1))
+    assert len(trace) == len(sizes)
+    assert trace[row] == sizes[row]
+    assert type(trace[row]) is int
+    part = data.draw(st.slices(len(sizes)))
+    if sizes[part]:
+        assert trace[part] == Trace.from_sequence(sizes[part])
+
+
+@pytest.mark.parametrize("row", [3, -4, 10**12])
+def test_a_step_outside_the_trace_is_refused(row):
+    with pytest.raises(IndexError, match=f"^the trace has no step {row}$"):
+        Trace.from_sequence([64, 96, 32])[row]
+
+
+def test_an_empty_slice_is_refused():
+    with pytest.raises(ValueError, match=r"^`trace` must hold at least one batch size, got an empty sequence$"):
+        Trace.from_sequence([64, 96])[2:]
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 2), min_size=1, max_size=3), others=st.lists(st.integers(1, 2), min_size=1))
+def test_traces_are_equal_if_their_sizes_are(sizes, others):
+    trace, other = Trace.from_sequence(sizes), Trace.from_sequence(others)
+    assert (trace == other) == (sizes == others)
+    assert trace == Trace.from_sequence(np.array(sizes))
+    assert hash(trace) == hash(Trace.from_sequence(np.array(sizes)))
+    assert len({trace, other}) == (1 if sizes == others else 2)
+
+
+def test_a_trace_is_not_equal_to_what_is_no_trace():
+    assert Trace.from_sequence([64]) != [64]
+
+
+def test_a_trace_shows_its_first_steps():
+    assert repr(Trace.from_sequence([64, 96])) == "<Trace of 2 steps: 64, 96>"
+    assert repr(Trace.from_sequence(range(1, 9))) == "<Trace of 8 steps: 1, 2, 3, 4, 5, 6, …>"
+    assert repr(Trace.constant(64)) == "Trace.constant(64)"
+
+
+def test_a_trace_cannot_be_changed(save):
+    read = Trace.read(save("step,batchsize\n0,64\n1,96\n"))
+    for trace in (Trace.from_sequence(np.array([64, 96])), read, read[:1], Trace.constant(64)):
+        with pytest.raises(ValueError, match="read-only"):
+            trace.sizes[0] = 32
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            trace[0] = 32
+
+
+def test_a_trace_does_not_follow_what_it_was_made_of():
+    sizes = np.array([64, 96])
+    trace = Trace.from_sequence(sizes)
+    sizes[0] = 32
+    assert list(trace) == [64, 96]
+
+
+def test_two_million_steps_are_held_in_sixteen_megabytes(tmp_path):
+    Trace.from_sequence(np.arange(1, 2_000_001)).write(tmp_path / "long.csv")
+    tracemalloc.start()
+    try:
+        trace = Trace.read(tmp_path / "long.csv")
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert trace.sizes.nbytes == 16_000_000
+    assert held < 17_000_000
+    assert trace == Trace.from_sequence(np.arange(1, 2_000_001))
+
+
+# ----------------------------------------------------------------------------------------------- whatever a user passes
+
+
+def test_a_trace_is_made_of_whatever_a_user_passes(save):
+    path = save("step,batchsize\n0,64\n1,96\n")
+    expected = Trace.from_sequence([64, 96])
+    for source in (path, str(path), [64, 96], (64, 96), np.array([64, 96]), pd.Series([64, 96]), range(64, 97, 32)):
+        assert Trace.of(source) == expected
+    assert Trace.of(expected) is expected
+    for source in (64, np.int32(64)):
+        assert Trace.of(source) == Trace.constant(64)
+
+
+@pytest.mark.parametrize("source", [None, True, 64.0, b"trace.csv", {0: 64}, {64}, iter([64, 96])])
+def test_what_is_no_trace_is_refused(source):
+    message = f"`trace` must be a path, a sequence of batch sizes or an integer, got {source!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Trace.of(source)
+
+
+def test_what_looks_like_a_trace_is_checked_like_one(tmp_path):
+    with pytest.raises(ValueError, match=r"^trace: batchsize must be a positive integer, got -64$"):
+        Trace.of(-64)
+    with pytest.raises(ValueError, match=re.escape("`trace` must be one-dimensional, got the shape (1, 2)")):
+        Trace.of(pd.DataFrame({"step": [0], "batchsize": [64]}))
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "no.csv"))):
+        Trace.of(str(tmp_path / "no.csv"))
+
+
+def test_a_trace_knows_where_its_numbers_were_given(save):
+    path = save("# one\nstep,batchsize\n0,64\n\n# two\n1,96\n")
+    trace = Trace.read(path)
+    assert (trace.name, trace.place(0), trace.place(1)) == (str(path), f"{path}:3", f"{path}:6")
+    trace = Trace.from_sequence([64, 96])
+    assert (trace.name, trace.place(1)) == ("trace", "trace[1]")
+    trace = Trace.constant(64)
+    assert (trace.name, trace.place(0)) == ("trace", "trace")
