@@ -24,7 +24,24 @@ LAYERS = {
     "sampler": {"trace", "schedule", "permutation", "communication"},
     "optimizer": {"noise", "rules", "communication", "gradients", "buffers", "sampler", "schedule"},
     "progress": {"optimizer"},
-    "launcher": {"schedule"},
+    "stopping": set(),
+    "launcher": {"schedule", "stopping"},
+    "metrics": {"communication"},
+    "sinks": set(),
+    "logs": {"schedule", "communication", "optimizer"},
+    "storage": set(),
+    "randomness": set(),
+    "executed": {"trace", "schedule", "storage"},
+    "checkpoint": {
+        "schedule",
+        "communication",
+        "sampler",
+        "optimizer",
+        "stopping",
+        "randomness",
+        "storage",
+        "executed",
+    },
     "stages": {"trace", "schedule"},
     "generate": {"trace", "schedule", "stages"},
     "recording": set(),
@@ -42,7 +59,13 @@ LAYERS = {
     "__main__": {"cli"},
 }
 
-WITH_TORCH = {"communication", "gradients", "buffers", "sampler", "optimizer", "progress", "launcher"}
+WITH_TORCH = {"communication", "gradients", "buffers", "sampler", "optimizer", "progress", "launcher"} | {
+    "metrics",
+    "logs",
+    "storage",
+    "randomness",
+    "checkpoint",
+}
 
 
 def imports_of(module):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from variable_batch_size.version import __version__
 
 if TYPE_CHECKING:
+    from variable_batch_size.buffers import share_buffers
+    from variable_batch_size.checkpoint import Checkpoint
     from variable_batch_size.convert import Conversion, convert_recording, step_seconds
     from variable_batch_size.generate import (
         constant_trace,
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
         spot_market,
     )
     from variable_batch_size.launcher import launch
+    from variable_batch_size.logs import Log
+    from variable_batch_size.metrics import Metrics
     from variable_batch_size.noise import Noise, NoiseAverage
     from variable_batch_size.optimizer import (
         AdamRuleOptimizer,
@@ -38,10 +42,20 @@ if TYPE_CHECKING:
     from variable_batch_size.rules import ConstantRule, LinearMomentumRule, LinearRule, RootRule, Rule, Step
     from variable_batch_size.sampler import CustomSampler
     from variable_batch_size.schedule import Schedule
+    from variable_batch_size.sinks import JsonLines, ProgressBar, TensorBoard
     from variable_batch_size.stages import Stages
+    from variable_batch_size.stopping import EXIT_STOPPED
     from variable_batch_size.trace import Trace
 
 _HOME = {
+    "Checkpoint": "checkpoint",
+    "EXIT_STOPPED": "stopping",
+    "JsonLines": "sinks",
+    "Log": "logs",
+    "Metrics": "metrics",
+    "ProgressBar": "sinks",
+    "TensorBoard": "sinks",
+    "share_buffers": "buffers",
     "Conversion": "convert",
     "convert_recording": "convert",
     "step_seconds": "convert",
@@ -89,26 +103,32 @@ _HOME = {
 }
 
 __all__ = [
+    "EXIT_STOPPED",
     "AdaScaleOptimizer",
     "AdaScaleRule",
     "AdamRule",
     "AdamRuleOptimizer",
     "AdamScaleOptimizer",
     "AdamScaleRule",
+    "Checkpoint",
     "ConstantOptimizer",
     "ConstantRule",
     "Conversion",
     "CustomOptimizer",
     "CustomSampler",
+    "JsonLines",
     "LEGWRule",
     "LEGWRuleOptimizer",
     "LinearMomentumRule",
     "LinearRule",
     "LinearRuleMomentumOptimizer",
     "LinearRuleOptimizer",
+    "Log",
+    "Metrics",
     "Noise",
     "NoiseAverage",
     "Plan",
+    "ProgressBar",
     "Recording",
     "RootRule",
     "RootRuleOptimizer",
@@ -116,6 +136,7 @@ __all__ = [
     "Schedule",
     "Stages",
     "Step",
+    "TensorBoard",
     "Trace",
     "Transition",
     "__version__",
@@ -131,6 +152,7 @@ __all__ = [
     "plan_report",
     "plot_plan",
     "seesaw",
+    "share_buffers",
     "spot_market",
     "step_seconds",
     "trace_report",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from variable_batch_size.communication import Communicator, Xla
+from variable_batch_size.communication import Communicator, Xla, communicator_for
 
 
 class Buffers:
@@ -42,3 +42,15 @@ class Buffers:
         must_go = torch.tensor([is_taken_back]).to(self._saved[0].device)
         for buffer, saved in zip(self._model.buffers(), self._saved, strict=True):
             buffer.copy_(torch.where(must_go, saved, buffer).view_as(buffer) if self._is_xla else saved)
+
+
+def share_buffers(model: torch.nn.Module) -> None:
+    """Replace the buffers of a model on all cores by those of core 0, which is never idle; call it before evaluating.
+
+    Every core must call it. BatchNorm's statistics are each core's own while training.
+    """
+    buffers = list(model.buffers())
+    communicator = communicator_for(buffers)
+    with torch.no_grad():
+        communicator.broadcast(buffers)
+    communicator.end_minibatch()

@@ -35,6 +35,13 @@ class Communicator(ABC):
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace each tensor, in place, by that of core 0."""
 
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over all cores, on the host, after a wait for the device. Every core must call it."""
+        total = tensor.detach().clone()
+        self.sum([total])
+        self.end_minibatch()
+        return total.cpu()
+
 
 @final
 class Alone(Communicator):

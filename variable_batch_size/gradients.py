@@ -87,10 +87,27 @@ class Gradients(ABC):
     def clear(self) -> None:
         """Start the next step from zero."""
 
+    def norm(self) -> torch.Tensor:
+        """After :meth:`reduce`: the norm of the result over all parameters, on the device."""
+        norms = [torch.linalg.vector_norm(p.grad) for p in self._parameters if p.grad is not None]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
     @property
     def parameters(self) -> Parameters:
         """The trainable parameters."""
         return self._parameters
+
+    @property
+    def waiting(self) -> list[int]:
+        """Which parameters have never had a gradient, by their number among all; part of the state of a run."""
+        waiting = {id(self._parameters[i]) for i in self._waiting}
+        return [number for number, p in enumerate(self._all()) if id(p) in waiting]
+
+    @waiting.setter
+    def waiting(self, numbers: Iterable[int]) -> None:
+        waiting = {id(p) for number, p in enumerate(self._all()) if number in set(numbers)}
+        for i in [i for i in self._waiting if id(self._parameters[i]) not in waiting]:
+            self._waiting.pop(i).remove()
 
     @abstractmethod
     def _allocate(self, parameters: Parameters) -> list[torch.Tensor]:
@@ -106,6 +123,9 @@ class Gradients(ABC):
     @abstractmethod
     def _arrived_anywhere(self) -> Iterable[int]:
         """Which of the waiting parameters got a gradient on any core."""
+
+    def _all(self) -> Parameters:
+        return [p for group in self._param_groups() for p in group["params"]]
 
     def _trainable(self) -> Iterator[tuple[torch.nn.Parameter, int]]:
         for number, group in enumerate(self._param_groups()):

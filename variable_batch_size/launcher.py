@@ -6,6 +6,8 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
+import sys
 import tempfile
 import threading
 import traceback
@@ -16,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import variable_batch_size.stopping as stopping
 from variable_batch_size.schedule import is_integer
 
 _GOOGLE_PCI_VENDOR = "0x1ae0"
@@ -29,8 +32,10 @@ def launch(
     Each core gets a copy of `args` of its own. `fn`, `args` and what `fn` returns are pickled on their way, so `fn` is
     a function at the top level of a module, and a script calls ``launch`` under ``if __name__ == "__main__":``.
 
-    The first exception on any core ends the others and is raised here, with that core's traceback. Under ``torchrun``,
-    which has started the processes already, ``launch`` joins the process group and just runs `fn` in this one.
+    The first exception on any core ends the others and is raised here, with that core's traceback; a core that calls
+    ``sys.exit`` ends them and the launch with that code. SIGTERM is passed on to the cores: without a
+    :class:`Checkpoint` that listens for it, it ends them and then this process. Under ``torchrun``, which has started
+    the processes already, ``launch`` joins the process group and just runs `fn` in this one.
 
     Args:
         fn: what to run.
@@ -77,38 +82,86 @@ class _Process:
 
 def _run_processes(processes: list[_Process], work: bytes) -> list[Any]:
     """Start the processes, wait for what their cores send, and leave none behind."""
-    context = multiprocessing.get_context("spawn")
-    started = []
+    started: list[tuple[Any, Any]] = []
     results: dict[int, Any] = {}
-    try:
-        for process in processes:
-            receiver, sender = context.Pipe(duplex=False)
-            child = context.Process(target=process.main, args=(*process.args, work, sender))
-            with _environment(process.environment):
-                child.start()
-            sender.close()  # the child holds the other end: a pipe at its end now means that the child is gone
-            started.append((receiver, child))
-        running: dict[Any, Any] = dict(started)
-        while running:
-            for pipe in multiprocessing.connection.wait(list(running)):
-                try:
-                    rank, has_succeeded, payload = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-                except EOFError:
-                    child = running.pop(pipe)
-                    child.join()
-                    if child.exitcode != 0:
-                        raise RuntimeError(f"a process of the launch died with exit code {child.exitcode}") from None
-                    continue
-                if not has_succeeded:
-                    raise RuntimeError(f"core {rank} failed:\n{payload}")
-                results[rank] = payload
-    finally:
-        for receiver, child in started:
-            if child.is_alive():
-                child.kill()
-            child.join()
-            receiver.close()
+    with _passing_on_sigterm(started) as was_told:
+        try:
+            _start(processes, work, started)
+            if was_told.is_set():  # perhaps while one was being started, which does not know of it yet
+                _terminate(started)
+            _receive(dict(started), results)
+        finally:
+            for receiver, child in started:
+                if child.is_alive():
+                    child.kill()
+                child.join()
+                receiver.close()
     return [results[rank] for rank in sorted(results)]
+
+
+def _start(processes: list[_Process], work: bytes, started: list[tuple[Any, Any]]) -> None:
+    """Start the processes, noting each with the end of its pipe as soon as it runs."""
+    context = multiprocessing.get_context("spawn")
+    for process in processes:
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=process.main, args=(*process.args, work, sender))
+        with _environment(process.environment):
+            child.start()
+        sender.close()  # the child holds the other end: a pipe at its end now means that the child is gone
+        started.append((receiver, child))
+
+
+def _receive(running: dict[Any, Any], results: dict[int, Any]) -> None:
+    """Take in what the cores send until all processes have ended, or the first of them did not end well."""
+    while running:
+        for pipe in multiprocessing.connection.wait(list(running)):
+            try:
+                rank, outcome, payload = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                child = running.pop(pipe)
+                child.join()
+                if child.exitcode != 0:
+                    raise RuntimeError(f"a process of the launch died with exit code {child.exitcode}") from None
+                continue
+            if outcome == _EXIT:
+                sys.exit(payload)
+            if outcome == _FAILURE:
+                raise RuntimeError(f"core {rank} failed:\n{payload}")
+            results[rank] = payload
+
+
+@contextmanager
+def _passing_on_sigterm(started: list[tuple[Any, Any]]) -> Iterator[threading.Event]:
+    """Within, SIGTERM goes on to the started processes, and the event that this yields is set.
+
+    When they have ended, the signal ends this process, too, unless they end the launch with an exit code of their own.
+    A handler that the user has set is left alone.
+    """
+    was_told = threading.Event()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield was_told
+        return
+
+    def pass_on(number: int, frame: Any) -> None:
+        was_told.set()
+        _terminate(started)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield was_told
+    except SystemExit:
+        was_told.clear()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if was_told.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _terminate(started: list[tuple[Any, Any]]) -> None:
+    for _, child in started:
+        child.terminate()
 
 
 @contextmanager
@@ -169,6 +222,7 @@ def _num_gpus(backend: str) -> int:
 def _xla_main(local_rank: int, num_processes: int, work: bytes, pipe: Any) -> None:
     """Run the work in a thread for each XLA device of this process."""
     _end_with_parent()
+    stopping.note_sigterm()  # in the main thread, which this is; the cores are others
     from torch_xla import runtime as xr
     from torch_xla._internal import pjrt
 
@@ -193,13 +247,17 @@ def _distributed_main(backend: str, meeting_point: str, rank: int, num_cores: in
 
 _send_one_at_a_time = threading.Lock()
 
+_RESULT, _FAILURE, _EXIT = "result", "failure", "exit"
+
 
 def _run_and_send(work: bytes, pipe: Any, rank: int) -> None:
     try:
         fn, args = pickle.loads(work)  # each core its own copy, also where cores are threads of one process
-        message = pickle.dumps((rank, True, fn(*args)))
+        message = pickle.dumps((rank, _RESULT, fn(*args)))
+    except SystemExit as exit:
+        message = pickle.dumps((rank, _EXIT, exit.code))
     except BaseException:
-        message = pickle.dumps((rank, False, traceback.format_exc()))
+        message = pickle.dumps((rank, _FAILURE, traceback.format_exc()))
     with _send_one_at_a_time:
         pipe.send_bytes(message)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,7 @@ class CustomSampler(Sampler[list[int]]):
         self.epoch = 0
         self.first_step = 0
         self._has_started = False
+        self._when_read: Callable[[], None] | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -102,6 +103,12 @@ class CustomSampler(Sampler[list[int]]):
         self.epoch = int(epoch)
         self.first_step = int(first_step)
         self._has_started = False
+        self._when_read = None
+
+    def call_when_read(self, callback: Callable[[], None]) -> None:
+        """Call something once, when the first minibatch of this pass is asked for: after the loader has set itself up,
+        which draws a random number, and before anything is done with a sample."""
+        self._when_read = callback
 
     def _tell_if_cut_short(self) -> None:
         schedule = self.schedule
@@ -126,6 +133,8 @@ class CustomSampler(Sampler[list[int]]):
                 "before each pass over the loader"
             )
         self._has_started = True
+        if self._when_read is not None:
+            self._when_read()
         self._tell_if_cut_short()
         within = np.arange(self.minibatch_size)
         order = Permutation(self.schedule.dataset_size, key=(self.seed, self.epoch)) if self.shuffle else None

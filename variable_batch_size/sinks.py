@@ -1,0 +1,128 @@
+"""Where the records of a run go: JSON lines, TensorBoard, a progress bar."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+_AXES = ("step", "samples")
+"""What a record is drawn against; with the epoch, its position."""
+
+
+class JsonLines:
+    """Appends each record to a file as one line of JSON; a number that is not finite becomes null.
+
+    A run that goes on from a checkpoint does some steps again: when the first record comes, lines of the same file that
+    it and later ones replace are dropped, and so is what a crash has left of a line.
+
+    Args:
+        path: of the file; its directory is made if need be.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file: IO[str] | None = None
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._drop_what_is_done_again(record)
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write(json.dumps({name: _finite_or_none(value) for name, value in record.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _drop_what_is_done_again(self, first: Mapping[str, Any]) -> None:
+        if not self.path.exists():
+            return
+        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _stays(line, first)]
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, self.path)
+
+
+def _stays(line: str, first: Mapping[str, Any]) -> bool:
+    """Whether a line was written before the first record of a run that goes on."""
+    try:
+        old = json.loads(line)
+    except ValueError:
+        return False
+    return (old["step"], old.keys() == first.keys()) < (first["step"], True)
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class TensorBoard:
+    """Writes every number of a record for TensorBoard twice: as ``steps/loss`` and as ``samples/loss``, against each.
+
+    Where a run goes on from a checkpoint, TensorBoard is told which points are void, because they are made again.
+
+    Args:
+        directory: for the event files, made if need be.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self._writers: list[Any] = []
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        if not self._writers:
+            self._open(record)
+        for axis, writer in zip(_AXES, self._writers, strict=True):
+            for name, value in record.items():
+                if name not in _AXES:
+                    writer.add_scalar(f"{_folder(axis)}/{name}", value, record[axis])
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+        self._writers = []
+
+    def _open(self, first: Mapping[str, Any]) -> None:
+        from tensorboardX import SummaryWriter
+
+        for axis in _AXES:
+            directory = self.directory / _folder(axis)
+            goes_on = directory.exists() and any(directory.iterdir())
+            # each axis has files of its own, for what is void is said by one number
+            self._writers.append(SummaryWriter(str(directory), purge_step=first[axis] + 1 if goes_on else None))
+
+
+def _folder(axis: str) -> str:
+    return {"step": "steps", "samples": "samples"}[axis]
+
+
+class ProgressBar:
+    """Shows how far a run is, with the numbers of the latest record behind.
+
+    Args:
+        num_steps: steps in the whole run, those of earlier sessions included.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self._bar: Any = None
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self.num_steps, unit="step", dynamic_ncols=True)
+        self._bar.n = record["step"]
+        shown = {name: value for name, value in record.items() if name not in ("step", "samples", "graphs")}
+        self._bar.set_postfix(**{name: f"{value:.4g}" for name, value in shown.items()})
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

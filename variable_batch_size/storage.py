@@ -1,0 +1,130 @@
+"""Checkpoint files: written so that a crash at any instant leaves the last good one, and read without running code."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_NAME = re.compile(r"step-([0-9]{9,})\.pt")
+_TEMPORARY = ".tmp"
+_MARK = "variable_batch_size checkpoint"
+_VERSION = 1
+
+
+def path_of(directory: Path, steps_done: int) -> Path:
+    """The file of the checkpoint after so many steps."""
+    return directory / f"step-{steps_done:09d}.pt"
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints in a directory, the newest last."""
+    if not directory.exists():
+        return []
+    found = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
+    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+
+
+def prepare(directory: Path) -> None:
+    """Make the directory, see that it can be written to, and clean up what a crash has left of an unfinished file."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in directory.glob(f"*{_TEMPORARY}"):
+            path.unlink()
+        write(directory / "writable", Path.touch)
+        (directory / "writable").unlink()
+    except OSError as error:
+        raise ValueError(f"`directory` must be one that can be written to, got {directory}: {error}") from error
+
+
+def write(path: Path, fill: Callable[[Path], Any]) -> None:
+    """Let `fill` write a file under a temporary name, and give it its name when it is safely on the disk.
+
+    Whatever happens, there is the old file of that name, or none, or the whole new one.
+    """
+    temporary = path.with_name(path.name + _TEMPORARY)
+    try:
+        fill(temporary)
+        _sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)  # the name, too
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write a state of tensors and primitives, the tensors from whatever device they are on."""
+    marked = {"format": _MARK, "version": _VERSION, **state}
+    plain = _plain(marked, "")
+
+    def fill(temporary: Path) -> None:
+        with open(temporary, "wb") as file:
+            torch.save(plain, file)
+
+    try:
+        write(path, fill)
+    except RuntimeError as error:  # torch's own, where the file could not be written to the end
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise OSError(f"{path} could not be written: {cause}") from error
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read what :func:`save` wrote; tensors on the CPU. Nothing is unpickled but tensors and primitives."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{path} does not load, it is cut short or no checkpoint: {reason}") from error
+    if not isinstance(state, dict) or state.get("format") != _MARK:
+        raise ValueError(f"{path} is no checkpoint of variable_batch_size")
+    if state["version"] != _VERSION:
+        raise ValueError(f"{path} has version {state['version']} of the format, expected {_VERSION}")
+    return state
+
+
+def keep_only(directory: Path, number: int) -> None:
+    """Remove all checkpoints but the newest so many."""
+    for path in checkpoints(directory)[:-number]:
+        path.unlink()
+
+
+def _plain(value: Any, place: str) -> Any:
+    """A copy of nested containers with all tensors on the CPU; refuses what ``weights_only`` would not load again."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or type(value) in (bool, int, float, str, bytes, complex):
+        return value
+    if isinstance(value, dict):
+        items: Iterable[tuple[Any, Any]] = ((_plain(k, place), _plain(v, f"{place}[{k!r}]")) for k, v in value.items())
+        if not isinstance(value, OrderedDict):
+            return dict(items)
+        ordered = OrderedDict(items)
+        if hasattr(value, "_metadata"):  # the versions of a model's modules, which load_state_dict goes by
+            ordered._metadata = _plain(value._metadata, place)  # type: ignore[attr-defined]
+        return ordered
+    if isinstance(value, (list, tuple)):
+        parts = [_plain(part, f"{place}[{i}]") for i, part in enumerate(value)]
+        return parts if isinstance(value, list) else tuple(parts)
+    if isinstance(value, (torch.dtype, torch.device)):
+        return value
+    raise ValueError(f"a checkpoint holds tensors and primitives only, got {type(value).__name__} at state{place}")
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
