@@ -125,6 +125,13 @@ def test_numbers_written_out_by_hand():
     assert [tuple(position) for position in plan.checkpoints] == [(0, 2, 2, 160), (1, 1, 4, 448), (2, 2, 6, 704)]
 
 
+def test_a_last_epoch_that_is_full_does_not_end_with_the_trace():
+    schedule = vbs.Schedule(vbs.Trace.from_sequence([64, 32, 96]), dataset_size=100, minibatch_size=32)
+    plan = vbs.Plan.of(schedule)
+    assert [epoch.ends_with_trace for epoch in plan.epochs] == [False, False]
+    assert plan.num_left_over == 4 + 4
+
+
 def test_the_report_says_what_the_constant_run_of_smith_et_al_drops():
     trace = vbs.constant_trace(128, num_steps=78_125)
     plan = vbs.Plan.of(vbs.Schedule(trace, dataset_size=50_000, minibatch_size=128, num_replicas=8))
