@@ -1,5 +1,7 @@
 """The command vbs, run in this process through its main function and, for what concerns processes, in its own."""
 
+import contextlib
+import io
 import json
 import os
 import shlex
@@ -304,6 +306,20 @@ def test_no_command_loads_torch_and_none_loads_matplotlib_but_to_draw():
         ["convert", "traces/spot.csv", "--to", "stages"],
     ):
         assert not {"torch", "torch_xla", "matplotlib"} & loaded_by(*arguments)
+
+
+def test_a_plot_without_matplotlib_says_what_to_install():
+    code = "import sys; sys.modules['matplotlib'] = None; from variable_batch_size.cli import main; sys.exit(main())"
+    options = ["--dataset-size", "1K", "--minibatch-size", "32", "--cores", "4", "--plot", "nothing.png"]
+    done = in_a_process("-c", code, "plan", "traces/spot.csv", *options, text=True)
+    message = "vbs: a plot needs matplotlib: pip install 'variable_batch_size[report]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
+
+
+def test_output_may_go_to_a_string():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["show", str(ROOT / "traces" / "shrink.csv"), "--width", "40"]) == 0
+    assert "█" in out.getvalue()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -178,6 +178,10 @@ SPOT_OF_SEED_7 = [128, 96, 96, 64, 64, 96, 96, 64, 96, 64, 64, 96]
             "`cap` must be at least the first batch size of 256, got 128",
         ),
         (
+            lambda: vbs.seesaw(128, num_samples=10**6, minibatch_size=128, factor=1 + 1e-9),
+            r"`factor` must be at least 1\.001, or None for the limit of small ones, got 1\.000000001",
+        ),
+        (
             lambda: vbs.seesaw(256, num_samples=200, minibatch_size=128),
             "`num_samples` must be at least one step of 256, got 200",
         ),

@@ -49,7 +49,7 @@ samples       576 in 3 epochs of 310
 left over     172 samples that did not fit into their epoch
 batch size    32 to 256, mean 115.2, 5 distinct
 minibatches   18 of 32 samples, 1 to 8 in a step
-load          3 to 6 minibatches on each of 4 cores, which work 75.0 % of the time if all minibatches take as long
+load          3 to 6 minibatches on each of 4 cores, busy 75.0 % of the time if all minibatches take equally long
 idle          30.0 % of all cores in all steps, 0 to 3 steps on a core
 accumulation  1 to 2 minibatches deep, mean 1.2
 note          the trace ends in epoch 2, after 128 of 310 samples (41.3 %)

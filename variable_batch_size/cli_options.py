@@ -55,7 +55,7 @@ def print_trace(trace: Trace, width: int | None) -> None:
     """Print a trace as sparklines, which need not be Unicode's where the terminal has none."""
     width = width or shutil.get_terminal_size().columns
     try:
-        "█".encode(sys.stdout.encoding)
+        "█".encode(_encoding())
         is_ascii = False
     except UnicodeEncodeError:
         is_ascii = True
@@ -64,5 +64,8 @@ def print_trace(trace: Trace, width: int | None) -> None:
 
 def print_text(text: str) -> None:
     """Print a text; characters that the terminal does not have become question marks."""
-    encoding = sys.stdout.encoding
-    sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
+    sys.stdout.write(text.encode(_encoding(), errors="replace").decode(_encoding()) + "\n")
+
+
+def _encoding() -> str:
+    return sys.stdout.encoding or "utf-8"  # a StringIO in its place has none

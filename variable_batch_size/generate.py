@@ -14,6 +14,7 @@ from variable_batch_size.schedule import is_integer
 from variable_batch_size.stages import MOST_STEPS, Stages, check_positive
 from variable_batch_size.trace import Trace
 
+_LEAST_FACTOR = 1.001
 _QUARTER = 2 / math.pi  # radians to quarters of a turn
 
 
@@ -130,7 +131,7 @@ def seesaw(
         num_samples: S, the samples of the whole training.
         minibatch_size: sizes are whole minibatches. In the limit the *sum* of sizes is rounded, so that neither
             updates nor samples drift away: sizes may go back and forth between two neighbours.
-        factor: what each change multiplies by; None for the limit.
+        factor: what each change multiplies by, at least 1.001; None for the limit.
         cap: the largest batch size; None for no bound.
 
     >>> len(seesaw(256, num_samples=10_000_000, minibatch_size=32)), round(2 / math.pi * 10_000_000 / 256)
@@ -140,6 +141,10 @@ def seesaw(
     """
     check_positive(start=start, num_samples=num_samples, minibatch_size=minibatch_size)
     _check_growth(start, cap, minibatch_size, factor)
+    if factor is not None and factor < _LEAST_FACTOR:
+        raise ValueError(
+            f"`factor` must be at least {_LEAST_FACTOR}, or None for the limit of small ones, got {factor}"
+        )
     if num_samples < start:
         raise ValueError(f"`num_samples` must be at least one step of {start}, got {num_samples}")
     whole = num_samples // minibatch_size * minibatch_size

@@ -122,7 +122,7 @@ class Plan:
         core_minibatches: how many minibatches each core runs, without stand-ins.
         core_idle_steps: in how many steps each core is idle.
         idle_share: of all cores in all steps, how many are idle.
-        busy_share: of the time of all cores, how much they work, if all minibatches take as long and nothing else does.
+        busy_share: of the time of all cores, how much they work, if all minibatches take equally long.
         ref_batchsize: the batch size at which each rule's factor is that of an unscaled learning rate.
         rules: the names of the rules.
         sizes: the distinct batch sizes, ascending.

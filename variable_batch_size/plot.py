@@ -39,7 +39,10 @@ def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> N
     Of more than 1000 steps, a line shows the mean over neighbours and a band from their least to their most.
     """
     check_suffix(path)
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("a plot needs matplotlib: pip install 'variable_batch_size[report]'") from None
 
     edges = np.linspace(0, plan.num_steps, min(plan.num_steps, _MOST_BINS) + 1).round().astype(np.int64).tolist()
     rows = _curves(plan, schedule, edges)

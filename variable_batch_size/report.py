@@ -87,8 +87,8 @@ def _summary(plan: Plan) -> str:
         ),
         (
             "load",
-            f"{load} minibatches on each of {_counted(plan.num_cores, 'core')}, which work "
-            f"{100 * plan.busy_share:.1f} % of the time if all minibatches take as long",
+            f"{load} minibatches on each of {_counted(plan.num_cores, 'core')}, "
+            f"busy {100 * plan.busy_share:.1f} % of the time if all minibatches take equally long",
         ),
         ("idle", f"{100 * plan.idle_share:.1f} % of all cores in all steps, {idle} steps on a core"),
         ("accumulation", f"{_span(least.depth, most.depth)} minibatches deep, mean {_number(plan.mean_depth)}"),
