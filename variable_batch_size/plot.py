@@ -117,12 +117,13 @@ def _curves(plan: Plan, schedule: Schedule, edges: list[int]) -> dict[str, dict[
 
 
 def _draw(panel: Any, positions: list[int], curves: dict[str, Curve]) -> None:
-    for number, (name, (least, mean, most)) in enumerate(curves.items()):
+    for number, (name, curve) in enumerate(curves.items()):
         style = _STYLES[number % len(_STYLES)]
-        panel.stairs(mean, positions, baseline=None, label=name, linewidth=1.5, **style)
+        least, mean, most = np.append(curve, curve[:, -1:], axis=1)  # a step is drawn to the beginning of the next
+        panel.plot(positions, mean, drawstyle="steps-post", label=name, linewidth=1.5, **style)
         if (least < most).any():
-            band = panel.stairs(
-                most, positions, baseline=least, fill=True, color=style["color"], alpha=0.15, linewidth=0
+            band = panel.fill_between(
+                positions, least, most, step="post", color=style["color"], alpha=0.15, linewidth=0
             )
             band.set_label("least to most of neighbours" if len(curves) == 1 else None)
     panel.grid(axis="y", color="0.92")
