@@ -17,11 +17,36 @@ def results_on():
 
     def run(backend, cores):
         if (backend, cores) not in found:
+            names = scenarios.names_on(backend, cores)
             if backend == "alone":
-                found[backend, cores] = [scenarios.run_all(scenarios.models(), "cpu")]
+                found[backend, cores] = [scenarios.run_all(scenarios.models(), "cpu", names)]
             else:
-                args = (scenarios.models(), backend)
+                args = (scenarios.models(), backend, names)
                 found[backend, cores] = vbs.launch(scenarios.run_all, args, cores=cores, backend=backend)
         return found[backend, cores]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def long_runs_on(tmp_path_factory):
+    """Runs `run_all` of `runs.py` on two cores, once for each backend; returns the results and where the files are."""
+    import contextlib
+
+    import runs
+
+    import variable_batch_size as vbs
+
+    found = {}
+
+    def run(backend):
+        if backend not in found:
+            directory = tmp_path_factory.mktemp(backend)
+            stopped_alone = directory / "alone"
+            with contextlib.suppress(runs.Stopped):
+                runs.run(stopped_alone, stop_at=(13, 2))
+            args = (backend, directory, stopped_alone)
+            found[backend] = vbs.launch(runs.run_all, args, cores=2, backend=backend), directory
+        return found[backend]
 
     return run

@@ -15,6 +15,11 @@ SIZES = [MINIBATCH * n for n in (9, 1, 3, 2, 8, 5, 17, 4, 16, 1, 7, 6, 10, 11, 2
 NUM_EPOCHS = 14
 
 
+def names_on(backend: str, cores: int) -> list[str]:
+    """The runs to make on some cores: on a few XLA cores, which are slow, those that tell most."""
+    return ["sgd", "adamw", "adascale"] if backend == "xla" and cores in (2, 4) else list(RUNS)
+
+
 class Net(nn.Module):
     """Convolution, BatchNorm, a scalar parameter and one that is never used."""
 
@@ -45,13 +50,28 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
 
 
-INNER = {"sgd": sgd, "adamw": adamw}
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """The head learns faster, and has a gain of its own."""
+    head = list(model.head.parameters())
+    rest = [p for name, p in model.named_parameters() if not name.startswith("head")]
+    return torch.optim.SGD([{"params": rest}, {"params": head, "lr": 0.04}], lr=0.02, momentum=0.9)
+
+
+# name of the run: (optimizer, inner optimizer, options)
+RUNS = {
+    "sgd": (vbs.LinearRuleOptimizer, sgd, {}),
+    "adamw": (vbs.LinearRuleOptimizer, adamw, {}),
+    "clipped": (vbs.LinearRuleOptimizer, sgd, {"clip_grad_norm": 0.5}),
+    "momentum rule": (vbs.LinearRuleMomentumOptimizer, sgd, {}),
+    "adascale": (vbs.AdaScaleOptimizer, two_groups, {}),
+    "adamscale": (vbs.AdamScaleOptimizer, adamw, {}),
+}
 
 
 def models() -> dict[str, nn.Module]:
     """One model for each run, all with the same weights; made before the launch, where nothing else draws numbers."""
     made = {}
-    for name in ("sgd", "adamw", "clipped", "momentum rule", "idle", "resumed"):
+    for name in (*RUNS, "idle", "nan", "resumed"):
         torch.manual_seed(0)
         made[name] = Net()
     return made
@@ -77,17 +97,35 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.cpu().clone() for name, value in model.state_dict().items()}
 
 
+def num_transfers(backend: str) -> int:
+    if backend == "xla":
+        import torch_xla.debug.metrics as metrics
+
+        return (metrics.metric_data("TransferFromDeviceTime") or (0,))[0]
+    return 0
+
+
 def train_epoch(model, sampler, optimizer, device, log=None, backend="cpu"):
     x, y = data()
     for indices in sampler:
         loss = nn.functional.cross_entropy(model(x[indices].to(device)), y[indices].to(device))
         loss.backward()
+        transfers = num_transfers(backend)
         has_updated = optimizer.step()
         if log is not None:
-            log.append((has_updated, optimizer.batch_size, optimizer.is_idle, num_graphs(backend)))
+            log.append(
+                {
+                    "has_updated": has_updated,
+                    "batch_size": optimizer.batch_size,
+                    "is_idle": optimizer.is_idle,
+                    "graphs": num_graphs(backend),
+                    "transfers": num_transfers(backend) - transfers,
+                    "factors": [optimizer.factor(group) for group in range(len(optimizer.param_groups))],
+                }
+            )
 
 
-def train(model, inner, backend, kind=vbs.LinearRuleOptimizer, **options):
+def train(model, backend, kind, inner, options):
     device = device_of(backend)
     model = model.to(device)
     sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=SIZES, minibatch_size=MINIBATCH)
@@ -98,7 +136,15 @@ def train(model, inner, backend, kind=vbs.LinearRuleOptimizer, **options):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
         train_epoch(model, sampler, optimizer, device, log, backend)
-    return {"state": state_of(model), "log": log, "graphs": num_graphs(backend) - graphs_before}
+    measured = range(len(optimizer.param_groups)) if optimizer.rule.measures_noise else ()
+    noise = [vars(optimizer.rule.noise(group)) for group in measured]
+    return {
+        "state": state_of(model),
+        "log": log,
+        "graphs_before": graphs_before,
+        "noise": noise,
+        "progress": getattr(optimizer, "progress", None),
+    }
 
 
 def train_plainly(model, inner, *, sums_gradients=False, clip=None):
@@ -121,6 +167,61 @@ def train_plainly(model, inner, *, sums_gradients=False, clip=None):
             group["lr"] = ref_lr * n * MINIBATCH / REF_BATCHSIZE
         optimizer.step()
     return state_of(model)
+
+
+def adascale_plainly(model, *, is_adam=False):
+    """AdaScale by plain PyTorch and the formulas written out: all minibatch gradients held, averages as sums."""
+    x, y = data()
+    optimizer = adamw(model) if is_adam else two_groups(model)
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    ref_lrs = [group["lr"] for group in optimizer.param_groups]
+    weights, history, gains = [], [[] for _ in groups], []
+    for minibatches in steps_of_samples():
+        n, batch_size = len(minibatches), len(minibatches) * MINIBATCH
+        gradients = []
+        for indices in minibatches:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[indices]), y[indices]).backward()
+            gradients.append([[p.grad for p in group if p.grad is not None] for group in groups])
+        decay = max(0.0, 1 - batch_size / REF_BATCHSIZE / 1000)
+        if n > 1:
+            weights = [weight * decay for weight in weights] + [1 - decay]
+        for number, group in enumerate(groups):
+            used = [p for p in group if p.grad is not None]
+            scales = [divisor(optimizer, p) if is_adam else torch.ones(()) for p in used]
+            mean = [torch.stack([g[number][i] for g in gradients]).mean(0) for i in range(len(used))]
+            if n > 1:
+                mean_of_squares = sum(square(g[number], scales) for g in gradients) / n
+                square_of_mean = square(mean, scales)
+                variance = (mean_of_squares - square_of_mean) * batch_size / (n - 1)
+                history[number].append((variance, square_of_mean - variance / batch_size))
+            for p, g in zip(used, mean, strict=True):
+                p.grad = g
+        gains.append([])
+        for number, estimates in enumerate(history):
+            if not estimates:
+                gain = min(1.0, batch_size / REF_BATCHSIZE)
+            else:
+                weighted = [(w * v, w * g) for w, (v, g) in zip(weights, estimates, strict=True)]
+                variance, square_norm = (sum(column) / sum(weights) for column in zip(*weighted, strict=True))
+                square_norm = max(square_norm, 0.0)
+                gain = (variance / REF_BATCHSIZE + square_norm) / (variance / batch_size + square_norm)
+            gains[-1].append(gain**0.5 if is_adam else gain)
+            optimizer.param_groups[number]["lr"] = ref_lrs[number] * gains[-1][-1]
+        optimizer.step()
+    return state_of(model), gains
+
+
+def square(gradients, scales):
+    return sum(((g / s).double() ** 2).sum().item() for g, s in zip(gradients, scales, strict=True))
+
+
+def divisor(optimizer, p):
+    state = optimizer.state[p]
+    if not state:
+        return torch.ones(())
+    group = optimizer.param_groups[0]
+    return (state["exp_avg_sq"] / (1 - group["betas"][1] ** state["step"])).sqrt() + group["eps"]
 
 
 def steps_of_samples() -> list[list[list[int]]]:
@@ -153,12 +254,54 @@ def idle_cores_leave_no_mark(model, backend):
     return {"before": before, "after": after, "state": state_of(model)}
 
 
+def one_nan_minibatch(model, backend):
+    """AdaScale over a trace of six steps, in whose step 3 the last core gives NaN; and what came of it."""
+    device = device_of(backend)
+    model = model.to(device)
+    trace = [MINIBATCH * n for n in (4, 8, 3, 8, 5, 4)]
+    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=trace, minibatch_size=MINIBATCH)
+    optimizer = vbs.AdaScaleOptimizer(sgd(model), sampler, ref_batchsize=REF_BATCHSIZE, model=model)
+    x, y = data()
+    updates, progress = [], []
+    for indices in sampler:
+        is_poisoned = optimizer.steps_done == 3 and sampler.rank == sampler.num_replicas - 1
+        poison = torch.tensor([float("nan") if is_poisoned else 1.0]).to(device)
+        nn.functional.cross_entropy(model(x[indices].to(device) * poison), y[indices].to(device)).backward()
+        before = optimizer.steps_done
+        has_updated = optimizer.step()
+        if optimizer.steps_done > before:
+            updates.append(has_updated)
+            progress.append(optimizer.progress)
+    return {
+        "updates": updates,
+        "progress": progress,
+        "state": state_of(model),
+        "steps_skipped": optimizer.steps_skipped,
+    }
+
+
+def one_step_left_out(model):
+    """What that must equal: the same steps by AdaScale in one process, as if step 3 had never been."""
+    trace = [MINIBATCH * n for n in (4, 8, 3, 8, 5, 4)]
+    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=trace, minibatch_size=MINIBATCH, num_replicas=1, rank=0)
+    minibatches = list(sampler)
+    del minibatches[4 + 8 + 3 : 4 + 8 + 3 + 8]
+    del trace[3]
+    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=trace, minibatch_size=MINIBATCH)
+    optimizer = vbs.AdaScaleOptimizer(sgd(model), sampler, ref_batchsize=REF_BATCHSIZE)
+    x, y = data()
+    for indices in minibatches:
+        nn.functional.cross_entropy(model(x[indices]), y[indices]).backward()
+        optimizer.step()
+    return state_of(model), optimizer.progress
+
+
 def stop_in_the_middle(model, backend):
     """Half of epoch 1, and the state as it is then, in the middle of an accumulation where there is one."""
     device = device_of(backend)
     model = model.to(device)
     sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=SIZES, minibatch_size=MINIBATCH)
-    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=REF_BATCHSIZE, model=model)
+    optimizer = vbs.AdaScaleOptimizer(two_groups(model), sampler, ref_batchsize=REF_BATCHSIZE, model=model)
     train_epoch(model, sampler, optimizer, device)
     sampler.set_epoch(1)
     optimizer.set_epoch(1)
@@ -182,7 +325,7 @@ def go_on(model, saved, backend):
     model.load_state_dict(saved["model"])
     model = model.to(device)
     sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=SIZES, minibatch_size=MINIBATCH)
-    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=REF_BATCHSIZE, model=model)
+    optimizer = vbs.AdaScaleOptimizer(two_groups(model), sampler, ref_batchsize=REF_BATCHSIZE, model=model)
     optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))  # torch takes over the tensors themselves
     first_epoch, first_step = optimizer.epoch, optimizer.epoch_step
     for epoch in range(first_epoch, NUM_EPOCHS):
@@ -192,13 +335,10 @@ def go_on(model, saved, backend):
     return {"state": state_of(model), "steps_done": optimizer.steps_done, "samples_done": optimizer.samples_done}
 
 
-def run_all(models, backend):
+def run_all(models, backend, names):
     torch.manual_seed(7)  # for dropout
-    return {
-        "sgd": train(models["sgd"], sgd, backend),
-        "adamw": train(models["adamw"], adamw, backend),
-        "clipped": train(models["clipped"], sgd, backend, clip_grad_norm=0.5),
-        "momentum rule": train(models["momentum rule"], sgd, backend, vbs.LinearRuleMomentumOptimizer),
-        "idle": idle_cores_leave_no_mark(models["idle"], backend),
-        "stopped": stop_in_the_middle(models["resumed"], backend),
-    }
+    results = {name: train(models[name], backend, *RUNS[name]) for name in names}
+    results["idle"] = idle_cores_leave_no_mark(models["idle"], backend)
+    results["nan"] = one_nan_minibatch(models["nan"], backend)
+    results["stopped"] = stop_in_the_middle(models["resumed"], backend)
+    return results

@@ -95,6 +95,8 @@ class CustomOptimizer(Optimizer):
             raise ValueError(f"`log_steps` must be a non-negative integer, got {log_steps!r}")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}")
+        if not 0 < loss_scale < math.inf:
+            raise ValueError(f"`loss_scale` must be positive and finite, got {loss_scale!r}")
         self.inner = inner
         self.sampler = sampler
         self.rule = rule
