@@ -1,8 +1,8 @@
 """Train MNIST with a variable batch size: on TPU cores, virtual XLA cores, under torchrun, or in one process.
 
-    python test/variable_train_mnist.py --datadir DIR                       # 8 XLA cores, virtual ones without a TPU
-    torchrun --nproc-per-node=2 test/variable_train_mnist.py --datadir DIR  # processes of torch.distributed
-    python test/variable_train_mnist.py --datadir DIR --backend none        # one process
+python test/variable_train_mnist.py --datadir DIR                       # 8 XLA cores, virtual ones without a TPU
+torchrun --nproc-per-node=2 test/variable_train_mnist.py --datadir DIR  # processes of torch.distributed
+python test/variable_train_mnist.py --datadir DIR --backend none        # one process
 """
 
 import argparse
@@ -100,16 +100,14 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
-        self.norm1 = nn.BatchNorm2d(10)
         self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
-        self.norm2 = nn.BatchNorm2d(20)
         self.linear1 = nn.Linear(320, 50)
         self.linear2 = nn.Linear(50, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         x = (images.float() / 255 - 0.1307) / 0.3081
-        x = self.norm1(torch.relu(torch.max_pool2d(self.conv1(x), 2)))
-        x = self.norm2(torch.relu(torch.max_pool2d(self.conv2(x), 2)))
+        x = torch.relu(torch.max_pool2d(self.conv1(x), 2))
+        x = torch.relu(torch.max_pool2d(self.conv2(x), 2))
         return self.linear2(torch.relu(self.linear1(x.flatten(1))))
 
 
@@ -170,7 +168,6 @@ def train(flags: argparse.Namespace, model: nn.Module) -> float:
 def test(model: nn.Module, loader: DataLoader, device: torch.device) -> float:
     """The accuracy over the parts of all cores, in per cent."""
     model.eval()
-    vbs.share_buffers(model)
     metrics = vbs.Metrics("correct", "seen", device=device)
     for images, labels in loader:
         is_right = model(images.to(device)).argmax(1) == labels.to(device)

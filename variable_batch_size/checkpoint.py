@@ -137,6 +137,7 @@ class Checkpoint:
                     self._stop()
                 elif is_late:
                     self.save()
+            self._restore_random()  # if the run had ended before
 
     def step(self) -> None:
         """Call it at the end of the loop body, behind schedulers: saves if it is time, and stops if that was told."""
@@ -172,14 +173,19 @@ class Checkpoint:
 
     def _begin_epoch(self) -> None:
         # what was saved between two epochs is restored there; what was saved within one, when its loader is set up
-        random, self._random = self._random, None
-        if random is not None and not self._first_step:
-            randomness.restore(random, self._device)
+        if not self._first_step:
+            self._restore_random()
         self._sampler.set_epoch(self._epoch, self._first_step)
         self._optimizer.set_epoch(self._epoch, self._first_step)
-        if random is not None and self._first_step:
-            self._sampler.call_when_read(lambda: randomness.restore(random, self._device))
+        if self._first_step:
+            self._sampler.call_when_read(self._restore_random)
         self._is_inside = True
+
+    def _restore_random(self) -> None:
+        """Once, after a checkpoint was loaded."""
+        if self._random is not None:
+            randomness.restore(self._random, self._device)
+            self._random = None
 
     def _end_epoch(self) -> None:
         self._steps_of_epochs.append(self._optimizer.epoch_step)
@@ -269,6 +275,9 @@ class Checkpoint:
         except RuntimeError as error:
             raise ValueError(f"{paths[-1]} does not fit the model: {error}") from error
         self._optimizer.load_state_dict(state["optimizer"])
+        for optimizer in (self._optimizer, self._optimizer.inner):
+            # else torch would warn of a scheduler that comes before the optimizer, where an epoch has no steps left
+            optimizer._opt_called = self._optimizer.steps_done > 0  # type: ignore[attr-defined]
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         self._epoch, self._first_step = state["epoch"], state["epoch_step"]

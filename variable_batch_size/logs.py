@@ -15,6 +15,8 @@ from variable_batch_size.schedule import is_integer
 
 Record = dict[str, Any]
 
+_LOSSES_AT_ONCE = 32
+
 
 class Log:
     """Gives a record of the run to every sink on core 0: a dictionary, every so many steps.
@@ -53,9 +55,11 @@ class Log:
         self._communicator = communicator_for(parameters)
         self._device = parameters[0].device
         self._steps_seen = optimizer.steps_done
+        # made on the host, as what is made on an XLA device is a program of its own; and several, as is one used twice
+        self._zeros = [torch.zeros(()).to(self._device) for _ in range(_LOSSES_AT_ONCE + 1)]
         # of the steps since the latest record
-        self._loss: torch.Tensor
-        self._unread: torch.Tensor
+        self._losses: list[torch.Tensor]  # those of single minibatches
+        self._loss: torch.Tensor  # the sum of those before
         self._num_samples: int
         self._num_steps: int
         self._num_idle: int
@@ -65,13 +69,13 @@ class Log:
 
     def step(self, loss: torch.Tensor) -> None:
         """Take in the loss of a minibatch, a mean over its samples; call it after every ``optimizer.step()``."""
+        if loss.dim():
+            raise ValueError(f"`loss` must be the mean over a minibatch, got the shape {tuple(loss.shape)}")
         optimizer = self._optimizer
-        # the program is the same for a stand-in, whose loss goes where nobody reads it
-        total = (self._unread if optimizer.is_idle else self._loss) + loss.detach()
-        if optimizer.is_idle:
-            self._unread = total
-        else:
-            self._loss = total
+        if not optimizer.is_idle:
+            self._losses.append(loss.detach())
+            if len(self._losses) == _LOSSES_AT_ONCE:
+                self._add_losses()
         if optimizer.steps_done == self._steps_seen:
             return
         self._steps_seen = optimizer.steps_done
@@ -99,13 +103,24 @@ class Log:
         self.close()
 
     def _restart(self) -> None:
-        # made on the host: zeros made on an XLA device would be a program of their own
-        self._loss = torch.zeros(()).to(self._device)
-        self._unread = torch.zeros(()).to(self._device)
+        self._losses = []
+        self._loss = self._zeros[-1]
         self._num_samples = 0
         self._num_steps = 0
         self._num_idle = 0
         self._started_at = time.monotonic()
+
+    @torch.no_grad()
+    def _add_losses(self) -> None:
+        """Add the losses of single minibatches to their sum; always as many, for it to be one program on XLA.
+
+        And a program of its own, because cores have different numbers of minibatches, while all of them must run the
+        same one where they come together.
+        """
+        losses = [*self._losses, *self._zeros[len(self._losses) : _LOSSES_AT_ONCE]]
+        self._loss = self._loss + torch.stack([loss.float() for loss in losses]).sum()
+        self._losses = []
+        self._communicator.end_minibatch()
 
     def _keep_norm_if_due_next(self) -> None:
         self._optimizer.keeps_gradient_norm = (self._optimizer.steps_done + 1) % self.every == 0
@@ -114,7 +129,8 @@ class Log:
         optimizer, cores = self._optimizer, self._schedule.num_replicas
         assert optimizer.gradient_norm is not None
         # the norm is the same on all cores: summed beside the loss, it travels with it
-        both = torch.stack([self._loss.float(), optimizer.gradient_norm.float().to(self._device)])
+        self._add_losses()
+        both = torch.stack([self._loss, optimizer.gradient_norm.float().to(self._device)])
         loss, norm = self._communicator.total(both).tolist()
         seconds = time.monotonic() - self._started_at
         record = {
