@@ -15,6 +15,12 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+bench: $(VENV)/.installed
+	$(BIN)/python bench/sampler.py
+	$(BIN)/python bench/trace.py
+	$(BIN)/python bench/optimizer.py
+	$(BIN)/python bench/reduction.py
+
 # everything else needs the environment; it is made once, and again when the requirements change
 $(VENV)/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)

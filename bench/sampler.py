@@ -5,16 +5,19 @@ without the tensor that is shuffled, 8 bytes a sample, as only Python and numpy 
 cutting minibatches out of a permutation that is ready, which has no first-minibatch time and cannot be faster.
 
 The time to the first minibatch is that of a new sampler, as when a run resumes: where its epoch starts is not known
-yet. Averages are over a whole later pass, its first minibatch included, but over no more than 20 000 minibatches.
+yet. Averages are over a whole later pass, its first minibatch included, but over no more than 20 000 minibatches. All
+in CPU time, of which the time that other programs take from this one is no part.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from itertools import chain, islice, product
+from itertools import islice, product
+from typing import NamedTuple
 
 import numpy as np
 from measure import Numbers, print_machine, print_row, spread
@@ -28,13 +31,13 @@ REPEATS = 5
 MOST_MINIBATCHES = 20_000
 WIDTHS = (16, 11, 7, 7, 21, 18, 21, 9, 9, 22, 25, 8)
 
-Passes = Callable[[], Iterator[list[int]]]
+Pass = Callable[[], Iterator[list[int]]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-at-100m", action="store_true", help="run the peer at 100 M samples too: minutes, 5 GB")
-    largest_peer = 100_000_000 if parser.parse_args().peer_at_100m else 1_280_000
+    parser.add_argument("--peer-at-100m", action="store_true", help="the peer once at 100 M samples: a minute, 5 GB")
+    options = parser.parse_args()
     print_machine()
     print("median (quartiles)")
     header = "samples,steps,cores,epoch,build ms,first ms,µs each,x floor,peak MB,peer first ms,peer µs each,peer MB"
@@ -44,17 +47,16 @@ def main() -> None:
     for num_samples, trace, cores, epoch in product(
         (60_000, 1_280_000, 100_000_000, 10_000_000_000), traces, (8, 256), (0, 50)
     ):
-        print_case(num_samples, trace, cores, epoch, ready[:num_samples], has_peer=num_samples <= largest_peer)
+        print_case(num_samples, trace, cores, epoch, ready[:num_samples], has_peer=num_samples <= len(ready))
+    if options.peer_at_100m:
+        print_peer_at_100m()
 
 
 def print_case(
     num_samples: int, trace: vbs.Trace, cores: int, epoch: int, ready: np.ndarray, *, has_peer: bool
 ) -> None:
-    sampler: vbs.CustomSampler
-
-    def build() -> Iterator[list[int]]:
-        nonlocal sampler
-        sampler = vbs.CustomSampler(
+    def new() -> vbs.CustomSampler:
+        return vbs.CustomSampler(
             dataset_size=num_samples,
             trace=trace,
             num_replicas=cores,
@@ -62,77 +64,90 @@ def print_case(
             minibatch_size=MINIBATCH,
             on_end="cycle",
         )
-        return iter(())
 
-    def ours() -> Iterator[list[int]]:
+    def ours(sampler: vbs.CustomSampler) -> Iterator[list[int]]:
         sampler.set_epoch(epoch)
         return iter(sampler)
 
-    def floor() -> Iterator[list[int]]:
-        start = 0
-        while True:
-            yield ready[start : start + MINIBATCH].tolist()
-            start = (start + cores * MINIBATCH) % (len(ready) - MINIBATCH)
-
-    def peer() -> Iterator[list[int]]:
-        distributed = DistributedSampler(range(num_samples), num_replicas=cores, rank=RANK)
-        distributed.set_epoch(epoch)
-        return iter(BatchSampler(distributed, MINIBATCH, drop_last=True))
-
-    build_s, new_s, ours_s, floor_s, peer_s = [], [], [], [], []
+    builds, firsts, passes, floors, peers = [], [], [], [], []
     for _ in range(1 + REPEATS):
-        build_s.append(seconds(build)[0])
-        new_s.append(seconds(ours, most=1))
-        ours_s.append(seconds(ours))
-        num_minibatches = int(ours_s[-1][2])
-        floor_s.append(seconds(floor, most=num_minibatches))
+        start = time.process_time()
+        sampler = new()
+        builds.append(time.process_time() - start)
+        firsts.append(timed(lambda sampler=sampler: ours(sampler), most=1))
+        passes.append(timed(lambda sampler=sampler: ours(sampler)))
+        floors.append(timed(lambda: floor(ready, cores), most=passes[-1].num_minibatches))
         if has_peer:
-            peer_s.append(seconds(peer))
-    memory = peak_megabytes(lambda: chain(build(), ours()))
+            peers.append(timed(lambda: peer(num_samples, cores, epoch)))
+    of_peer = ["-", "-", "-"]
+    if has_peer:
+        of_peer = [
+            spread(to_first(peers), scale=1e3, digits=1),
+            spread(each(peers), scale=1e6, digits=1),
+            f"{peak_megabytes(lambda: peer(num_samples, cores, epoch)):.1f}",
+        ]
     print_row(
         f"{num_samples:_}",
         f"{len(trace):_}",
         str(cores),
         str(epoch),
-        spread(np.array(build_s[1:]), scale=1e3),
-        spread(first(new_s), scale=1e3),
-        spread(each(ours_s), scale=1e6),
-        f"{np.median(each(ours_s) / each(floor_s)):.1f}",
-        f"{memory:.1f}",
-        *(
-            (
-                spread(first(peer_s), scale=1e3, digits=1),
-                spread(each(peer_s), scale=1e6, digits=1),
-                f"{peak_megabytes(peer):.1f}",
-            )
-            if has_peer
-            else "---"
-        ),
+        spread(np.array(builds[1:]), scale=1e3),
+        spread(to_first(firsts), scale=1e3),
+        spread(each(passes), scale=1e6),
+        f"{np.median(each(passes) / each(floors)):.1f}",
+        f"{peak_megabytes(lambda: ours(new())):.1f}",
+        *of_peer,
         widths=WIDTHS,
     )
 
 
-def seconds(passes: Passes, *, most: int = MOST_MINIBATCHES) -> tuple[float, float, float]:
-    """The seconds to the first minibatch and to the last one, and how many there were."""
-    start = time.perf_counter()
-    minibatches = passes()
-    num_minibatches = sum(1 for _ in islice(minibatches, 1))
-    first = time.perf_counter()
-    num_minibatches += sum(1 for _ in islice(minibatches, most - 1))
-    return first - start, time.perf_counter() - start, num_minibatches
+def floor(ready: np.ndarray, cores: int) -> Iterator[list[int]]:
+    start = 0
+    while True:
+        yield ready[start : start + MINIBATCH].tolist()
+        start = (start + cores * MINIBATCH) % (len(ready) - MINIBATCH)
 
 
-def first(runs: list[tuple[float, float, float]]) -> Numbers:
-    return np.array([to_first for to_first, _, _ in runs[1:]])
+def peer(num_samples: int, cores: int, epoch: int) -> Iterator[list[int]]:
+    sampler = DistributedSampler(range(num_samples), num_replicas=cores, rank=RANK)
+    sampler.set_epoch(epoch)
+    return iter(BatchSampler(sampler, MINIBATCH, drop_last=True))
 
 
-def each(runs: list[tuple[float, float, float]]) -> Numbers:
-    return np.array([to_last / count for _, to_last, count in runs[1:]])
+def print_peer_at_100m() -> None:
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run = timed(lambda: peer(100_000_000, 8, 0))
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - kilobytes
+    print(f"\npeer at 100 M samples: {run.to_first:.1f} s to the first minibatch, {kilobytes / 1e3:.0f} MB")
 
 
-def peak_megabytes(passes: Passes) -> float:
+class Run(NamedTuple):
+    to_first: float
+    to_last: float
+    num_minibatches: int
+
+
+def timed(start_pass: Pass, *, most: int = MOST_MINIBATCHES) -> Run:
+    """The seconds to the first minibatch of a pass and to the last one, and how many there were."""
+    start = time.process_time()
+    minibatches = start_pass()
+    next(minibatches)
+    first = time.process_time()
+    num_minibatches = 1 + sum(1 for _ in islice(minibatches, most - 1))
+    return Run(first - start, time.process_time() - start, num_minibatches)
+
+
+def to_first(runs: list[Run]) -> Numbers:
+    return np.array([run.to_first for run in runs[1:]])
+
+
+def each(runs: list[Run]) -> Numbers:
+    return np.array([run.to_last / run.num_minibatches for run in runs[1:]])
+
+
+def peak_megabytes(start_pass: Pass) -> float:
     tracemalloc.start()
-    for _ in islice(passes(), 1_000):
+    for _ in islice(start_pass(), 1_000):
         pass
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
