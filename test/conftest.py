@@ -1,6 +1,9 @@
 """Fixtures that several test files share."""
 
 import pytest
+import torch
+
+torch.set_num_threads(1)  # the tests' networks are tiny: a second thread would only be waited for
 
 
 @pytest.fixture(scope="session")

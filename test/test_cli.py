@@ -15,7 +15,7 @@ import variable_batch_size as vbs
 from variable_batch_size.cli import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
-TRACES = ["ramp", "stages", "spot", "shrink", "mnist"]
+TRACES = ["demo", "ramp", "stages", "spot", "shrink", "mnist"]
 
 
 @pytest.fixture
