@@ -258,7 +258,8 @@ def test_gradients_from_before_are_not_counted():
     assert torch.equal(model.weight, fresh.weight)
 
 
-def test_a_parameter_group_can_be_added():
+@pytest.mark.parametrize("to_inner", [False, True])
+def test_a_parameter_group_can_be_added(to_inner):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     inner = Counting(model[0].parameters(), lr=0.1)
     sampler = vbs.CustomSampler(dataset_size=1000, trace=[64, 64], minibatch_size=32)
@@ -269,7 +270,8 @@ def test_a_parameter_group_can_be_added():
             assert not torch.equal(model[0].weight, first[0])
             assert torch.equal(model[1].weight, first[2])
             model.zero_grad()
-            optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.01})
+            adding = optimizer.inner if to_inner else optimizer
+            adding.add_param_group({"params": list(model[1].parameters()), "lr": 0.01})
         backward(model, indices)
         optimizer.step()
     assert not torch.equal(model[1].weight, first[2])

@@ -122,7 +122,7 @@ class CustomOptimizer(Optimizer):
         )
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
         self._new_transition = partial(Transition, smooth_steps=smooth_steps, max_factor=max_factor)
-        self._transitions = [self._new_transition() for _ in inner.param_groups]
+        self._transitions: list[Transition] = []  # one for each parameter group, also those added later
         self._factors: list[float] | None = None  # of the latest step, once it is complete
         self._communicator.broadcast([p for group in inner.param_groups for p in group["params"]])
         self.steps_done = 0
@@ -149,7 +149,6 @@ class CustomOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.inner.add_param_group(param_group)
-        self._transitions.append(self._new_transition())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: gradients are zeroed after each update and must stay while they accumulate."""
@@ -182,8 +181,8 @@ class CustomOptimizer(Optimizer):
         self.samples_done = own["samples_done"]
         self.steps_skipped = own["steps_skipped"]
         self.rule.load_state_dict(own["rule"])
-        for transition, saved in zip(self._transitions, own["transitions"], strict=True):
-            transition.load_state_dict(saved)
+        for group, saved in enumerate(own["transitions"]):
+            self._transition_of(group).load_state_dict(saved)
         self._gradients.waiting = own["without_gradient"]
 
     def __repr__(self) -> str:
@@ -254,7 +253,12 @@ class CustomOptimizer(Optimizer):
         if self._factors is not None:
             return self._factors[group]
         goal = self.rule.factor_of_group(self._rule_step(), group)
-        return self._transitions[group].preview(goal, self.batch_size)
+        return self._transition_of(group).preview(goal, self.batch_size)
+
+    def _transition_of(self, group: int) -> Transition:
+        while len(self._transitions) <= group:
+            self._transitions.append(self._new_transition())
+        return self._transitions[group]
 
     def _rule_step(self) -> Step:
         return Step(self.batch_size, self.sampler.minibatch_size, self.ref_batchsize, self.steps_done)
@@ -341,9 +345,9 @@ class CustomOptimizer(Optimizer):
         if self.clip_grad_norm is not None:
             largest = self.clip_grad_norm * (step.num_minibatches if self.rule.sums_gradients else 1)
             torch.nn.utils.clip_grad_norm_(self._gradients.parameters, self._communicator.as_data(largest))
-        goals = [self.rule.factor_of_group(step, group) for group in range(len(self.param_groups))]
         self._factors = [
-            transition.move(goal, step.batch_size) for transition, goal in zip(self._transitions, goals, strict=True)
+            self._transition_of(group).move(self.rule.factor_of_group(step, group), step.batch_size)
+            for group in range(len(self.param_groups))
         ]
         with self._settings_of(step, self._factors):
             self.inner.step()
