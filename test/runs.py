@@ -250,6 +250,7 @@ def main_of_a_core(flags):
         seconds_per_minibatch=flags.seconds_per_minibatch,
         on_step=tell,
         unused=flags.unused,
+        every_steps=flags.every_steps,
     )
     if rank == 0:
         torch.save(result["model"], flags.result)
@@ -263,6 +264,7 @@ def main():
     parser.add_argument("--result", required=True)
     parser.add_argument("--seconds_per_minibatch", type=float, default=0.0)
     parser.add_argument("--unused", type=int, default=1)
+    parser.add_argument("--every_steps", type=int, default=1)
     flags = parser.parse_args()
     vbs.launch(main_of_a_core, (flags,), cores=flags.cores, backend=flags.backend)
 

@@ -124,6 +124,7 @@ class CustomOptimizer(Optimizer):
         self._new_transition = partial(Transition, smooth_steps=smooth_steps, max_factor=max_factor)
         self._transitions: list[Transition] = []  # one for each parameter group, also those added later
         self._factors: list[float] | None = None  # of the latest step, once it is complete
+        self._lrs: list[float] = []  # likewise
         self._communicator.broadcast([p for group in inner.param_groups for p in group["params"]])
         self.steps_done = 0
         self.samples_done = 0
@@ -246,6 +247,8 @@ class CustomOptimizer(Optimizer):
 
     def current_lr(self, group: int = 0) -> float:
         """The learning rate, scaled by the rule, of a parameter group in the step of the latest minibatch."""
+        if self._factors is not None:
+            return self._lrs[group]  # as it was then: a scheduler may have gone on
         return float(self.rule.settings(self.param_groups[group], self._rule_step(), self.factor(group))["lr"])
 
     def factor(self, group: int = 0) -> float:
@@ -350,6 +353,7 @@ class CustomOptimizer(Optimizer):
             for group in range(len(self.param_groups))
         ]
         with self._settings_of(step, self._factors):
+            self._lrs = [float(group["lr"]) for group in self.param_groups]
             self.inner.step()
 
     def _say_skipped(self) -> None:

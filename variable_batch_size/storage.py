@@ -70,20 +70,19 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
     try:
         write(path, fill)
-    except RuntimeError as error:  # torch's own, where the file could not be written to the end
+    except (OSError, RuntimeError) as error:  # the latter is torch's, where a file cannot be written to its end
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise OSError(f"{path} could not be written: {cause}") from error
 
 
 def load(path: Path) -> dict[str, Any]:
     """Read what :func:`save` wrote; tensors on the CPU. Nothing is unpickled but tensors and primitives."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{path} does not load, it is cut short or no checkpoint: {reason}") from error
+    with open(path, "rb") as file:
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # of many kinds, depending on where the file ends
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise ValueError(f"{path} does not load, it is cut short or no checkpoint: {reason}") from error
     if not isinstance(state, dict) or state.get("format") != _MARK:
         raise ValueError(f"{path} is no checkpoint of variable_batch_size")
     if state["version"] != _VERSION:

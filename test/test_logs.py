@@ -1,0 +1,210 @@
+"""Log and its sinks: the right numbers, on any number of cores, readable by those who read them."""
+
+import json
+import math
+import struct
+from itertools import pairwise
+
+import pytest
+import runs
+import torch
+
+import variable_batch_size as vbs
+
+BACKENDS = ["gloo", pytest.param("xla", marks=pytest.mark.xla)]
+
+
+def losses_by_hand(sizes, losses, every):
+    """The mean loss over every so many steps, from the loss of each minibatch."""
+    counts = [size // runs.MINIBATCH for size in sizes]
+    ends = [sum(counts[: step + 1]) for step in range(len(counts))]
+    marks = [0, *(ends[step] for step in range(every - 1, len(counts), every))]
+    return [sum(losses[a:b]) / (b - a) for a, b in pairwise(marks)]
+
+
+@pytest.fixture
+def logged(tmp_path, monkeypatch):
+    """The records of a run alone, and the loss of each of its minibatches."""
+    losses = []
+    original = vbs.Log.step
+
+    def step(log, loss):
+        losses.append(loss.item())
+        original(log, loss)
+
+    monkeypatch.setattr(vbs.Log, "step", step)
+    records = []
+    runs.run(tmp_path, log_to=records.append, rule="adascale")
+    return records, losses
+
+
+def test_a_record_every_so_many_steps_with_everything_in_it(logged):
+    records, losses = logged
+    assert [record["step"] for record in records] == [4, 8, 12, 16, 20, 24]
+    expected = losses_by_hand(runs.SIZES[: runs.NUM_STEPS], losses, runs.LOG_STEPS)
+    assert [record["loss"] for record in records] == pytest.approx(expected, rel=1e-5)
+    assert [record["epoch"] for record in records] == [0, 0, 1, 1, 2, 2]
+    assert records[1]["samples"] == sum(runs.SIZES[:8])
+    assert records[1]["batch_size"] == runs.SIZES[7]
+    for record in records:
+        assert record["samples_per_second"] > 0
+        assert record["idle_share"] == 0
+        assert record["factor"] == pytest.approx(record["gain"])
+        assert record["noise_scale"] > 0
+        assert record["lr"] == pytest.approx(
+            0.02 * 0.98 ** (record["step"] - 1) * 0.9 ** record["epoch"] * record["gain"]
+        )
+    assert records[-1]["progress"] > records[0]["progress"] > 0
+    assert "graphs" not in records[0]
+
+
+def test_the_gradient_norm_is_that_of_the_mean_gradient_before_clipping():
+    for kind in (vbs.LinearRuleOptimizer, vbs.LinearRuleMomentumOptimizer):
+        model = torch.nn.Linear(2, 1, bias=False)
+        sampler = vbs.CustomSampler(dataset_size=4, trace=[4], minibatch_size=2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = kind(inner, sampler, ref_batchsize=4, clip_grad_norm=0.5)
+        records = []
+        log = vbs.Log(optimizer, every=1, to=[records.append])
+        for x in ([[3.0, 4.0], [3.0, 4.0]], [[3.0, 0.0], [3.0, 0.0]]):
+            loss = model(torch.tensor(x)).mean()
+            loss.backward()
+            optimizer.step()
+            log.step(loss)
+        assert records[0]["gradient_norm"] == pytest.approx(math.hypot(3.0, 2.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_records_are_the_same_on_two_cores(long_runs_on, tmp_path, backend):
+    results, _ = long_runs_on(backend)
+    expected = []
+    runs.run(tmp_path, log_to=expected.append)
+    assert results[1]["records"] == []
+    assert len(results[0]["records"]) == len(expected)
+    for record, alone in zip(results[0]["records"], expected, strict=True):
+        for name in ("epoch", "step", "samples", "batch_size", "lr", "factor", "loss", "gradient_norm"):
+            assert record[name] == pytest.approx(alone[name], rel=1e-4), name
+    # of the first four steps, of 3, 1, 5 and 2 minibatches, one leaves one of two cores without work
+    assert results[0]["records"][0]["idle_share"] == 1 / 8
+    if backend == "xla":
+        graphs = [record["graphs"] for record in results[0]["records"]]
+        assert graphs[-1] == graphs[2]
+
+
+# --------------------------------------------------------------------------------------------------------------- sinks
+
+
+def record(step, **values):
+    return {"epoch": 0, "step": step, "samples": 10 * step, **values}
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_json_lines_are_lines_of_json_as_soon_as_they_are_written(tmp_path):
+    path = tmp_path / "new" / "log.jsonl"
+    sink = vbs.JsonLines(path)
+    sink(record(1, loss=0.5, noise_scale=math.inf, gain=math.nan))
+    assert lines(path) == [record(1, loss=0.5, noise_scale=None, gain=None)]
+    sink(record(2, loss=0.25))
+    assert len(lines(path)) == 2
+    sink.close()
+
+
+def test_a_run_that_goes_on_replaces_the_lines_it_does_again(tmp_path):
+    path = tmp_path / "log.jsonl"
+    sink = vbs.JsonLines(path)
+    for entry in [record(2, loss=1), record(4, loss=2), record(4, accuracy=7), record(6, loss=3), record(8, loss=4)]:
+        sink(entry)
+    sink.close()
+    with path.open("a") as file:
+        file.write('{"epoch": 0, "st')
+    sink = vbs.JsonLines(path)
+    sink(record(4, accuracy=8))  # a run that goes on at the end of an epoch
+    sink(record(6, loss=5))
+    sink.close()
+    expected = [record(2, loss=1), record(4, loss=2), record(4, accuracy=8), record(6, loss=5)]
+    assert lines(path) == expected
+
+
+def masked_crc(data):
+    """The checksum of a record in an event file (CRC-32C, rotated), bit by bit as its definition says."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def events(directory):
+    """What TensorBoard reads: length, its checksum, an Event, its checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    for path in sorted(directory.glob("events.out.tfevents.*")):
+        content = path.read_bytes()
+        while content:
+            (length,) = struct.unpack("<Q", content[:8])
+            data = content[12 : 12 + length]
+            assert struct.unpack("<I", content[8:12])[0] == masked_crc(content[:8])
+            assert struct.unpack("<I", content[12 + length : 16 + length])[0] == masked_crc(data)
+            yield Event.FromString(data)
+            content = content[16 + length :]
+
+
+def scalars(directory):
+    return [(value.tag, event.step, value.simple_value) for event in events(directory) for value in event.summary.value]
+
+
+def test_tensorboard_files_hold_every_number_against_steps_and_samples(tmp_path):
+    sink = vbs.TensorBoard(tmp_path)
+    sink(record(1, loss=0.5))
+    sink(record(2, loss=0.25, accuracy=50.0))
+    sink.close()
+    for axis, first, second in (("steps", 1, 2), ("samples", 10, 20)):
+        assert scalars(tmp_path / axis) == [
+            (f"{axis}/epoch", first, 0.0),
+            (f"{axis}/loss", first, 0.5),
+            (f"{axis}/epoch", second, 0.0),
+            (f"{axis}/loss", second, 0.25),
+            (f"{axis}/accuracy", second, 50.0),
+        ]
+        assert next(event.file_version for event in events(tmp_path / axis)) == "brain.Event:2"
+
+
+def test_tensorboard_is_told_which_points_are_void_when_a_run_goes_on(tmp_path):
+    for steps in ((1, 2, 3), (2, 3)):
+        sink = vbs.TensorBoard(tmp_path)
+        for step in steps:
+            sink(record(step, loss=step))
+        sink.close()
+    for axis, after in (("steps", 3), ("samples", 21)):
+        restarts = [event.step for event in events(tmp_path / axis) if event.session_log.status]
+        assert restarts == [after]
+
+
+def test_the_bar_knows_its_length(capsys):
+    bar = vbs.ProgressBar(40)
+    bar(record(30, loss=0.123456))
+    bar(record(40, loss=0.1))
+    bar.close()
+    shown = capsys.readouterr().err
+    assert "30/40" in shown
+    assert "40/40" in shown
+    assert "loss=0.1235" in shown
+
+
+def test_any_callable_is_a_sink_and_log_closes_those_that_can_be(tmp_path):
+    sampler = vbs.CustomSampler(dataset_size=4, trace=[4], minibatch_size=2)
+    model = torch.nn.Linear(2, 1)
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler)
+    records = []
+    with vbs.Log(optimizer, every=1, to=[records.append, vbs.JsonLines(tmp_path / "log.jsonl")]) as log:
+        log.write(accuracy=12.5)
+    assert records == lines(tmp_path / "log.jsonl") == [record(0, accuracy=12.5)]
+    with pytest.raises(ValueError, match=r"`loss` must be the mean over a minibatch, got the shape \(2,\)"):
+        log.step(torch.ones(2))
+    with pytest.raises(ValueError, match="`every` must be a positive integer, got 0"):
+        vbs.Log(optimizer, every=0, to=[])
