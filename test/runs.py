@@ -89,6 +89,7 @@ def run(
     num_workers=0,
     every_steps=1,
     trace=tuple(SIZES),
+    num_epochs=NUM_EPOCHS,
     seconds_per_minibatch=0.0,
     on_step=None,
     samples=None,
@@ -118,7 +119,7 @@ def run(
     log = None if log_to is None else vbs.Log(optimizer, every=LOG_STEPS, to=[log_to])
     samples = {} if samples is None else samples
     minibatches = []
-    for epoch in checkpoint.epochs(NUM_EPOCHS):
+    for epoch in checkpoint.epochs(num_epochs):
         for x, y, numbers in loader:
             time.sleep(seconds_per_minibatch)
             if stop_at is not None and (optimizer.steps_done, len(minibatches)) >= stop_at:
@@ -251,6 +252,8 @@ def main_of_a_core(flags):
         on_step=tell,
         unused=flags.unused,
         every_steps=flags.every_steps,
+        trace=SIZES * flags.times,
+        num_epochs=NUM_EPOCHS * flags.times,
     )
     if rank == 0:
         torch.save(result["model"], flags.result)
@@ -265,6 +268,7 @@ def main():
     parser.add_argument("--seconds_per_minibatch", type=float, default=0.0)
     parser.add_argument("--unused", type=int, default=1)
     parser.add_argument("--every_steps", type=int, default=1)
+    parser.add_argument("--times", type=int, default=1, help="how many times as long")
     flags = parser.parse_args()
     vbs.launch(main_of_a_core, (flags,), cores=flags.cores, backend=flags.backend)
 
