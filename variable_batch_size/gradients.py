@@ -60,7 +60,7 @@ class Gradients(ABC):
                 if p.grad is not None:
                     buffer.add_(p.grad)
                 p.grad = buffer
-        trainable = [p for p, _ in self._trainable()]
+        trainable = [p for group in self._param_groups() for p in group["params"] if p.requires_grad]
         if len(trainable) != len(self._parameters) or not all(map(is_, trainable, self._parameters)):
             self._fit()
         if self._measures:
