@@ -21,7 +21,10 @@ def names_on(backend: str, cores: int) -> list[str]:
 
 
 class Net(nn.Module):
-    """Convolution, BatchNorm, a scalar parameter and one that is never used."""
+    """Convolution, BatchNorm, a scalar parameter and one that is never used.
+
+    Smooth, as rounding that moves one sample over the kink of a ReLU makes a difference of 1e-4 in the end.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +35,7 @@ class Net(nn.Module):
         self.head = nn.Linear(6 * 16, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.relu(self.norm(self.conv(x))).flatten(1)) * self.temperature
+        return self.head(torch.tanh(self.norm(self.conv(x))).flatten(1)) * self.temperature
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:

@@ -157,7 +157,9 @@ def test_the_number_of_xla_graphs_does_not_grow_with_the_trace(results_on, cores
     # a core may be ahead of another, in the next run: the first to read the count has read it before that
     first = min(result[name]["graphs_before"] for result in results_on("xla", cores))
     last = min(log[-1]["graphs"] for log in logs)
-    assert 1 <= last - first <= 5
+    assert last - first <= 5
+    if name == "sgd":
+        assert last - first >= 3  # the count does count; later runs may find their programs compiled
     log = min(logs, key=lambda log: log[-1]["graphs"])
     num_updates = [sum(entry["has_updated"] for entry in log[: i + 1]) for i in range(len(log))]
     settled = max(num_updates.index(2), next(i for i, entry in enumerate(log) if not entry["has_updated"]) + 2)
