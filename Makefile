@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -20,6 +20,10 @@ bench: $(VENV)/.installed
 	$(BIN)/python bench/trace.py
 	$(BIN)/python bench/optimizer.py
 	$(BIN)/python bench/reduction.py
+	$(BIN)/python bench/logs.py
+
+soak: $(VENV)/.installed
+	$(BIN)/python test/soak.py
 
 # everything else needs the environment; it is made once, and again when the requirements change
 $(VENV)/.installed: setup.cfg pyproject.toml
