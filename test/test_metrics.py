@@ -14,8 +14,8 @@ def test_sums_of_tensors_and_numbers_alone():
     metrics = vbs.Metrics("loss", "seen", device="cpu")
     metrics.add(loss=torch.tensor(0.5), seen=3)
     metrics.add(loss=torch.tensor([1.25], requires_grad=True))
-    metrics.add(loss=2)
-    assert metrics.read() == {"loss": 3.75, "seen": 3.0}
+    metrics.add(loss=2, seen=4)
+    assert metrics.read() == {"loss": 3.75, "seen": 7.0}
 
 
 def test_counts_beyond_float32_are_exact():
