@@ -27,7 +27,9 @@ def start(directory, *options, launcher=()):
     directory.mkdir(exist_ok=True)
     (directory / "started").mkdir(exist_ok=True)
     command = [sys.executable, *launcher, SCRIPT, str(directory), "--result", str(directory / "weights.pt"), *options]
-    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # into a file: a pipe that nobody reads would be full after some tracebacks, and whoever writes to it would wait
+    with open(directory / "output.txt", "w") as output:
+        return subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT)
 
 
 def torchrun(workers, restarts):
@@ -36,14 +38,17 @@ def torchrun(workers, restarts):
 
 def wait_until(is_so, process):
     while not is_so():
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, output_of(process)
         time.sleep(0.0005)
 
 
 def finish(process):
     """Wait for the end; returns the exit code and what was printed."""
-    output = process.communicate()[0]
-    return process.returncode, output
+    return process.wait(), output_of(process)
+
+
+def output_of(process):
+    return (Path(process.args[process.args.index(SCRIPT) + 1]) / "output.txt").read_text()
 
 
 def undisturbed(directory, **how):
