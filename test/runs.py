@@ -62,8 +62,12 @@ class Stopped(Exception):
 
 
 def network(dropout: float = 0.0, unused: int = 1) -> nn.Module:
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
+    # from a generator of its own: XLA cores are threads that share the global one
+    generator = torch.Generator().manual_seed(0)
+    for layer in (net[0], net[4]):
+        for parameter in layer.parameters():
+            nn.init.uniform_(parameter, -0.4, 0.4, generator=generator)
     net.register_parameter("unused", nn.Parameter(torch.ones(unused)))  # also something to make the file longer
     return net
 
