@@ -122,7 +122,7 @@ class CustomOptimizer(Optimizer):
         )
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
         self._new_transition = partial(Transition, smooth_steps=smooth_steps, max_factor=max_factor)
-        self._transitions: list[Transition] = []  # one for each parameter group, also those added later
+        self._transitions = [self._new_transition() for _ in inner.param_groups]  # more as groups are added
         self._factors: list[float] | None = None  # of the latest step, once it is complete
         self._lrs: list[float] = []  # likewise
         self._communicator.broadcast([p for group in inner.param_groups for p in group["params"]])
