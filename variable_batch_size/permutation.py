@@ -20,8 +20,9 @@ class Permutation:
 
         left ^= hash(right ^ key_1),  right ^= hash(left ^ key_2),  …
 
-    That permutes the smallest power of two that holds `size`. Where the result lies beyond `size`, it is put through
-    again until it does not (cycle walking; fewer than two passes on average), which permutes ``range(size)`` itself.
+    That permutes the smallest power of two, from 256 on, that holds `size`. Where the result lies beyond `size`, it is
+    put through again until it does not (cycle walking; from 128 elements on, fewer than two passes on average), which
+    permutes ``range(size)`` itself.
 
     Args:
         size: how many elements are permuted.
