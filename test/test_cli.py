@@ -81,7 +81,6 @@ def test_plan_shows_where_a_trace_comes_from(run):
 
 
 def test_plan_draws_a_picture(run):
-    pytest.importorskip("matplotlib")
     write("trace.csv", "step,batchsize\n0,64\n1,96\n")
     assert run(f"{PLAN} --plot plan.png")[0] == 0
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")

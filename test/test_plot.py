@@ -2,8 +2,6 @@ import pytest
 
 import variable_batch_size as vbs
 
-pytest.importorskip("matplotlib")
-
 
 def planned(sizes, cores=4, **options):
     schedule = vbs.Schedule(vbs.Trace.of(sizes), dataset_size=1000, minibatch_size=32, num_replicas=cores)

@@ -51,7 +51,6 @@ def test_the_python_blocks_run(block, folder):
 
 
 def test_the_picture_is_made_by_the_command_below_it(folder):
-    pytest.importorskip("matplotlib")
     (command,) = [line for block in blocks("sh") for line in block.splitlines()]
     (folder / "docs").mkdir()
     output_of(command, folder)
