@@ -50,13 +50,13 @@ LAYERS = {
     "sparkline": set(),
     "report": {"trace", "convert", "plan", "sparkline"},
     "plot": {"schedule", "plan"},
-    "cli": {"version"},
-    "cli_options": {"trace", "stages", "report"},
-    "cli_plan": {"cli_options", "trace", "schedule", "plan", "report", "plot"},
-    "cli_show": {"cli_options", "trace"},
-    "cli_make": {"cli_options", "trace", "stages", "generate"},
-    "cli_convert": {"cli_options", "trace", "stages", "recording", "convert", "report"},
-    "__main__": {"cli"},
+    "command.main": {"version"},
+    "command.options": {"trace", "stages", "report"},
+    "command.plan": {"command.options", "trace", "schedule", "plan", "report", "plot"},
+    "command.show": {"command.options", "trace"},
+    "command.make": {"command.options", "trace", "stages", "generate"},
+    "command.convert": {"command.options", "trace", "stages", "recording", "convert", "report"},
+    "__main__": {"command.main"},
 }
 
 WITH_TORCH = {"communication", "gradients", "buffers", "sampler", "optimizer", "progress", "launcher"} | {
@@ -69,7 +69,7 @@ WITH_TORCH = {"communication", "gradients", "buffers", "sampler", "optimizer", "
 
 
 def imports_of(module):
-    tree = ast.parse((PACKAGE / f"{module}.py").read_text())
+    tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -78,8 +78,8 @@ def imports_of(module):
 
 
 def test_the_table_names_every_module():
-    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
-    assert modules == set(LAYERS)
+    paths = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.stem != "__init__"}
+    assert {".".join(path.with_suffix("").parts) for path in paths} == set(LAYERS)
 
 
 @pytest.mark.parametrize("module", LAYERS)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from variable_batch_size.cli_options import (
+from variable_batch_size.command.options import (
     add_minibatch_size,
     add_out,
     add_samples_per_device,

@@ -17,7 +17,7 @@ COMMANDS = {
     "make": "make a trace: constant, a ramp, stages, growth in place of a learning-rate decay, a spot market",
     "convert": "make a trace of recorded devices, or stages of a trace",
 }
-"""What each command does. The module ``cli_<command>`` has its ``add_options(parser)`` and ``run(options)``."""
+"""What each command does. The file of that name beside this has its ``add_options(parser)`` and ``run(options)``."""
 
 NOTES = """\
 Counts may end in K, M or B (thousand, million, billion).
@@ -62,7 +62,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name in arguments[:1]:
-            module = import_module(f"variable_batch_size.cli_{name}")
+            module = import_module(f"variable_batch_size.command.{name}")
             module.add_options(command)
             command.set_defaults(run=module.run)
     return parser

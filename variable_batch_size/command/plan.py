@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from variable_batch_size.cli_options import add_minibatch_size, count, print_text
+from variable_batch_size.command.options import add_minibatch_size, count, print_text
 from variable_batch_size.plan import RULES, Plan, SteadyAdaScaleRule
 from variable_batch_size.plot import check_suffix, plot_plan
 from variable_batch_size.report import plan_report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from variable_batch_size.cli_options import (
+from variable_batch_size.command.options import (
     add_minibatch_size,
     add_out,
     add_samples_per_device,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from variable_batch_size.cli_options import add_width, print_text, print_trace
+from variable_batch_size.command.options import add_width, print_text, print_trace
 from variable_batch_size.trace import Trace
 
 

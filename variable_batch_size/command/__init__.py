@@ -1,0 +1,1 @@
+"""The command ``vbs``: a file for each of its commands."""
