@@ -308,7 +308,7 @@ def test_no_command_loads_torch_and_none_loads_matplotlib_but_to_draw():
 
 
 def test_a_plot_without_matplotlib_says_what_to_install():
-    code = "import sys; sys.modules['matplotlib'] = None; import variable_batch_size.command.main as vbs; sys.exit(vbs.main())"
+    code = "import sys, variable_batch_size.command.main as m; sys.modules['matplotlib'] = None; sys.exit(m.main())"
     options = ["--dataset-size", "1K", "--minibatch-size", "32", "--cores", "4", "--plot", "nothing.png"]
     done = in_a_process("-c", code, "plan", "traces/spot.csv", *options, text=True)
     message = "vbs: a plot needs matplotlib: pip install 'variable_batch_size[report]'\n"
