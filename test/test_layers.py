@@ -29,9 +29,10 @@ LAYERS = {
     "metrics": {"communication"},
     "sinks": set(),
     "logs": {"schedule", "communication", "optimizer"},
-    "storage": set(),
+    "files": set(),
+    "storage": {"files"},
     "randomness": set(),
-    "executed": {"trace", "schedule", "storage"},
+    "executed": {"trace", "schedule", "files"},
     "checkpoint": {
         "schedule",
         "communication",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import variable_batch_size.storage as storage
+from variable_batch_size.files import write
 from variable_batch_size.schedule import Schedule
 from variable_batch_size.trace import Trace
 
@@ -31,4 +31,4 @@ def write_executed(path: Path, schedule: Schedule, steps_of_epochs: Sequence[int
                 "replayed, the epochs begin elsewhere"
             )
     trace = Trace.from_sequence(sizes)
-    storage.write(path, lambda temporary: trace.write(temporary, comment="\n".join(comment)))
+    write(path, lambda temporary: trace.write(temporary, comment="\n".join(comment)))

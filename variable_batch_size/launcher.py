@@ -221,7 +221,7 @@ def _num_gpus(backend: str) -> int:
 
 def _xla_main(local_rank: int, num_processes: int, work: bytes, pipe: Any) -> None:
     """Run the work in a thread for each XLA device of this process."""
-    _end_with_parent()
+    end_with_parent()
     stopping.note_sigterm()  # in the main thread, which this is; the cores are others
     from torch_xla import runtime as xr
     from torch_xla._internal import pjrt
@@ -234,7 +234,7 @@ def _xla_main(local_rank: int, num_processes: int, work: bytes, pipe: Any) -> No
 
 
 def _distributed_main(backend: str, meeting_point: str, rank: int, num_cores: int, work: bytes, pipe: Any) -> None:
-    _end_with_parent()
+    end_with_parent()
     import torch
     import torch.distributed as dist
 
@@ -262,7 +262,8 @@ def _run_and_send(work: bytes, pipe: Any, rank: int) -> None:
         pipe.send_bytes(message)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """End this process, at once, when the process that started it has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

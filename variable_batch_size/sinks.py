@@ -65,6 +65,7 @@ def _finite_or_none(value: Any) -> Any:
 class TensorBoard:
     """Writes every number of a record for TensorBoard twice: as ``steps/loss`` and as ``samples/loss``, against each.
 
+    A number that is not finite is left out.
     Where a run goes on from a checkpoint, TensorBoard is told which points are void, because they are made again.
 
     Args:
@@ -80,7 +81,7 @@ class TensorBoard:
             self._open(record)
         for axis, writer in zip(_AXES, self._writers, strict=True):
             for name, value in record.items():
-                if name not in _AXES:
+                if name not in _AXES and _finite_or_none(value) is not None:
                     writer.add_scalar(f"{_folder(axis)}/{name}", value, record[axis])
 
     def close(self) -> None:

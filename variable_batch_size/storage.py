@@ -1,19 +1,19 @@
-"""Checkpoint files: written so that a crash at any instant leaves the last good one, and read without running code."""
+"""Checkpoint files: named, kept, and read without running code."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from variable_batch_size.files import TEMPORARY, write
+
 _NAME = re.compile(r"step-([0-9]{9,})\.pt")
-_TEMPORARY = ".tmp"
 _MARK = "variable_batch_size checkpoint"
 _VERSION = 1
 
@@ -35,28 +35,12 @@ def prepare(directory: Path) -> None:
     """Make the directory, see that it can be written to, and clean up what a crash has left of an unfinished file."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for path in directory.glob(f"*{_TEMPORARY}"):
+        for path in directory.glob(f"*{TEMPORARY}"):
             path.unlink()
         write(directory / "writable", Path.touch)
         (directory / "writable").unlink()
     except OSError as error:
         raise ValueError(f"`directory` must be one that can be written to, got {directory}: {error}") from error
-
-
-def write(path: Path, fill: Callable[[Path], Any]) -> None:
-    """Let `fill` write a file under a temporary name, and give it its name when it is safely on the disk.
-
-    Whatever happens, there is the old file of that name, or none, or the whole new one.
-    """
-    temporary = path.with_name(path.name + _TEMPORARY)
-    try:
-        fill(temporary)
-        _sync(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)  # the name, too
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -118,12 +102,3 @@ def _plain(value: Any, place: str) -> Any:
     if isinstance(value, (torch.dtype, torch.device)):
         return value
     raise ValueError(f"a checkpoint holds tensors and primitives only, got {type(value).__name__} at state{place}")
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

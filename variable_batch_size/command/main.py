@@ -16,6 +16,8 @@ COMMANDS = {
     "show": "draw a trace in the terminal",
     "make": "make a trace: constant, a ramp, stages, growth in place of a learning-rate decay, a spot market",
     "convert": "make a trace of recorded devices, or stages of a trace",
+    "compare": "train with several learning-rate rules on several traces, and make a page of what came out",
+    "report": "make that page anew, of results that are there",
 }
 """What each command does. The file of that name beside this has its ``add_options(parser)`` and ``run(options)``."""
 

@@ -1,0 +1,178 @@
+"""``vbs compare``: trains with every rule on every trace from every seed, and makes a page of what came out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from variable_batch_size.command.options import add_minibatch_size, count, print_text
+from variable_batch_size.comparison.experiment import (
+    MEASURING_RULES,
+    REFERENCE,
+    UNTIL,
+    Results,
+    Settings,
+    default_traces,
+)
+from variable_batch_size.comparison.verdict import verdicts
+from variable_batch_size.schedule import ON_END, Schedule
+from variable_batch_size.trace import Trace
+
+EXIT_INTERRUPTED = 130
+
+_RULES = "linear,root,adascale,constant"
+_DEVICES = ("cpu", "cuda", "xla")
+_PACKAGES = ("variable_batch_size", "torch", "torch_xla", "numpy")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rules", default=_RULES, help=f"with commas between them (default: {_RULES})")
+    parser.add_argument("--traces", nargs="+", metavar="FILE", help="trace files (default: a ramp and a spot market)")
+    parser.add_argument("--seeds", type=count, default=3, metavar="N", help="how many (default: 3)")
+    parser.add_argument(
+        "--workload",
+        default="digits",
+        metavar="NAME",
+        help="digits, mnist, cifar10, or module:function of your own (default: digits)",
+    )
+    parser.add_argument("--datadir", metavar="DIR", help="where mnist or cifar10 is: torchvision's files, or NAME.npz")
+    parser.add_argument("--out", default="results", metavar="DIR", help="for the results (default: results)")
+    parser.add_argument("--jobs", type=count, metavar="N", help="runs at once (default: on a CPU as many as it can)")
+    parser.add_argument("--until", choices=UNTIL, default="samples", help="when runs end (default: samples)")
+    parser.add_argument("--samples", type=count, metavar="N", help="to train on (default: the workload's)")
+    parser.add_argument(
+        "--on-end", choices=ON_END, help="what follows the last row of a trace (default: stop; cycle --until progress)"
+    )
+    parser.add_argument("--lr", type=float, help="at the reference batch size (default: the workload's)")
+    parser.add_argument("--ref-batchsize", type=count, metavar="B0", help="(default: the workload's)")
+    add_minibatch_size(parser, is_required=False)
+    parser.add_argument("--device", choices=_DEVICES, default="cpu", help="(default: cpu)")
+    parser.add_argument("--cores", type=count, default=1, metavar="C", help="that share each run (default: 1)")
+    parser.add_argument("--threads", type=count, default=1, metavar="N", help="of the CPU for each run (default: 1)")
+    parser.add_argument(
+        "--tests", type=count, default=20, metavar="N", help="tests of the model in a run (default: 20)"
+    )
+    parser.add_argument(
+        "--log-steps", type=count, metavar="N", help="steps from one record to the next (default: ~500 records)"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    # torch comes with these, which takes seconds: after the options have been understood
+    from variable_batch_size.comparison.compare import compare
+    from variable_batch_size.comparison.train import OPTIMIZERS
+    from variable_batch_size.comparison.workload import load_workload
+
+    rules = _rules(options.rules, list(OPTIMIZERS), options.until)
+    workload = load_workload(options.workload, options.datadir)
+    dataset_size = len(workload.train)  # type: ignore[arg-type]
+    ref_batchsize = options.ref_batchsize or workload.ref_batchsize
+    minibatch_size = options.minibatch_size or workload.minibatch_size
+    on_end = options.on_end or ("cycle" if options.until == "progress" else "stop")
+    num_samples = options.samples or workload.num_samples
+    traces = (
+        _read_traces(options.traces) if options.traces else default_traces(ref_batchsize, num_samples, dataset_size)
+    )
+    for trace in [Trace.constant(ref_batchsize), *traces.values()]:
+        Schedule(trace, dataset_size=dataset_size, minibatch_size=minibatch_size)  # refuses what does not fit
+    if on_end == "stop":
+        num_samples = _num_samples(traces, num_samples, is_asked_for=options.samples is not None)
+    settings = Settings(
+        workload=options.workload,
+        metric_name=workload.metric_name,
+        unit=workload.unit,
+        is_higher_better=workload.is_higher_better,
+        device=options.device,
+        cores=options.cores,
+        threads=options.threads,
+        minibatch_size=minibatch_size,
+        ref_batchsize=ref_batchsize,
+        lr=options.lr,
+        num_samples=num_samples,
+        until=options.until,
+        on_end=on_end,
+        num_tests=options.tests,
+        log_steps=options.log_steps,
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interruption, too: workers must not be left behind
+    try:
+        compare(
+            settings,
+            traces=traces,
+            rules=rules,
+            num_seeds=options.seeds,
+            directory=Path(options.out),
+            jobs=options.jobs or _jobs(options),
+            datadir=options.datadir,
+            origin={"command": options.command, "versions": _versions(), "commit": _commit()},
+        )
+    except KeyboardInterrupt:
+        sys.stderr.write(f"vbs: interrupted; the same command goes on with what {options.out} does not hold yet\n")
+        sys.exit(EXIT_INTERRUPTED)
+    results = Results(Path(options.out))
+    for name, text in verdicts(results).items():
+        print_text(f"{name}: {text}")
+    print_text(f"{results.page_file}")
+
+
+def _rules(text: str, known: Sequence[str], until: str) -> list[str]:
+    rules = text.split(",")
+    for rule in rules:
+        if rule not in known or rules.count(rule) > 1:
+            raise ValueError(f"`rules` must be some of {', '.join(known)}, each once, got {text!r}")
+    if until == "progress" and not set(rules) & set(MEASURING_RULES):
+        raise ValueError(f"--until progress needs {' or '.join(MEASURING_RULES)} among the rules, got {text!r}")
+    return rules
+
+
+def _read_traces(paths: Sequence[str]) -> dict[str, Trace]:
+    """The traces by the names of their files."""
+    traces: dict[str, Trace] = {}
+    for path in paths:
+        name = Path(path).stem
+        if name in traces or name == REFERENCE:
+            raise ValueError(f"each trace needs a name of its own, other than {REFERENCE!r}, got {name!r} in {path}")
+        traces[name] = Trace.read(path)
+    return traces
+
+
+def _num_samples(traces: Mapping[str, Trace], num_samples: int, *, is_asked_for: bool) -> int:
+    """How many samples to train on: no more than every trace holds."""
+    for trace in traces.values():
+        held = int(trace.sizes.sum())
+        if is_asked_for and held < num_samples:
+            raise ValueError(
+                f"{trace.name} holds {held} samples, got --samples {num_samples}; --on-end hold or cycle goes on beyond"
+            )
+        num_samples = min(num_samples, held)
+    return num_samples
+
+
+def _jobs(options: argparse.Namespace) -> int:
+    """As many as there are processors for, where each run has its own."""
+    return max(1, (os.cpu_count() or 1) // (options.cores * options.threads)) if options.device == "cpu" else 1
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def _commit() -> str | None:
+    """Of the repository in the working directory, if it is one."""
+    try:
+        done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

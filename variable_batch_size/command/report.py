@@ -1,0 +1,26 @@
+"""``vbs report``: makes the page of a comparison anew, of the results that are there."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from variable_batch_size.command.options import print_text
+from variable_batch_size.comparison.experiment import Results
+from variable_batch_size.comparison.page import write_page
+from variable_batch_size.comparison.results import write_tables
+from variable_batch_size.comparison.verdict import verdicts
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("results", metavar="DIR", help="where vbs compare has put its results")
+
+
+def run(options: argparse.Namespace) -> None:
+    results = Results(Path(options.results))
+    results.settings()  # refuses a directory that holds none
+    write_tables(results)
+    write_page(results)
+    for name, text in verdicts(results).items():
+        print_text(f"{name}: {text}")
+    print_text(f"{results.page_file}")

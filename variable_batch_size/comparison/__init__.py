@@ -1,0 +1,1 @@
+"""``vbs compare``: which learning-rate rule survives a changing batch size, as one experiment and one page."""

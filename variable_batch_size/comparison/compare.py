@@ -1,0 +1,119 @@
+"""compare: makes all runs of an experiment that have not been made, and the tables and the page of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from variable_batch_size.comparison.experiment import (
+    DIVERGED,
+    DONE,
+    FAILED,
+    MEASURING_RULES,
+    REFERENCE,
+    Outcome,
+    Results,
+    Run,
+    Settings,
+    runs_of,
+)
+from variable_batch_size.comparison.page import write_page
+from variable_batch_size.comparison.results import write_tables
+from variable_batch_size.comparison.train import train
+from variable_batch_size.comparison.workers import Workers
+from variable_batch_size.trace import Trace
+
+
+def compare(
+    settings: Settings,
+    *,
+    traces: Mapping[str, Trace],
+    rules: Sequence[str],
+    num_seeds: int,
+    directory: Path,
+    jobs: int,
+    datadir: str | None = None,
+    origin: Mapping[str, Any],
+) -> None:
+    """Make every combination of traces, rules and seeds, and the yardstick of each seed, and write what they gave.
+
+    Runs that have ended, well or diverged, are not made again; those that failed are. Results are written also when
+    this is interrupted.
+
+    Args:
+        settings: that all runs have in common.
+        traces: by name.
+        rules: their names.
+        num_seeds: seeds from 0 on.
+        directory: for the results.
+        jobs: how many runs at once.
+        datadir: where the workload finds its data.
+        origin: what else belongs into experiment.json, to reproduce it.
+    """
+    results = Results(directory)
+    results.write_experiment(settings, origin, traces)
+    runs = runs_of(list(traces), rules, num_seeds)
+    plan = {run: _leader(run, settings, rules) for run in runs if not _has_ended(results.read(run))}
+    with tqdm(total=len(runs), initial=len(runs) - len(plan), unit="run", dynamic_ncols=True) as bar:
+        try:
+            with Workers(jobs) as workers:
+                for run, outcome in _outcomes(workers, plan, results, settings, datadir):
+                    results.write(run, outcome)
+                    bar.update()
+                    bar.write(f"{run}: {_in_words(settings, outcome)}", file=sys.stderr)
+        finally:
+            write_tables(results)
+            write_page(results)
+
+
+def _has_ended(outcome: Outcome | None) -> bool:
+    return outcome is not None and outcome.status in (DONE, DIVERGED)
+
+
+def _outcomes(
+    workers: Workers, plan: Mapping[Run, Run | None], results: Results, settings: Settings, datadir: str | None
+) -> Iterator[tuple[Run, Outcome]]:
+    """Make runs, each after the one it waits for, and give each as it ends."""
+    to_do, unfinished = list(plan), set(plan)
+    while unfinished:
+        run = next((run for run in to_do if plan[run] not in unfinished), None)
+        if run is None or workers.is_full:
+            run, outcome = workers.next_outcome()
+            unfinished.remove(run)
+            yield run, outcome
+            continue
+        to_do.remove(run)
+        leader = plan[run]
+        updates = None
+        if leader is not None:
+            found = results.read(leader)
+            if found is None or found.status != DONE:
+                unfinished.remove(run)
+                yield (
+                    run,
+                    Outcome(status=FAILED, reason=f"as many updates as ({leader}) makes, but that did not end well"),
+                )
+                continue
+            updates = found.updates
+        options = {"datadir": datadir, "updates": updates}
+        workers.start(run, (train, (settings, run, results.directory), options))
+
+
+def _leader(run: Run, settings: Settings, rules: Sequence[str]) -> Run | None:
+    """The run whose number of updates another makes, too: that of AdaScale, where runs end by its progress."""
+    if settings.until != "progress" or run.trace == REFERENCE or run.rule in MEASURING_RULES:
+        return None
+    return Run(run.trace, next(rule for rule in rules if rule in MEASURING_RULES), run.seed)
+
+
+def _in_words(settings: Settings, outcome: Outcome) -> str:
+    if outcome.status != DONE:
+        return f"{outcome.status}, {outcome.reason}"
+    return (
+        f"{settings.metric_name} {outcome.final_metric:.2f}{settings.unit} after {outcome.updates:,} updates, "
+        f"{outcome.samples:,} samples, {outcome.seconds:.1f} s"
+    )

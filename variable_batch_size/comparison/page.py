@@ -1,0 +1,195 @@
+"""report.html: the results of a comparison as one page that needs nothing else."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from variable_batch_size.comparison.curves import curves
+from variable_batch_size.comparison.experiment import DIVERGED, DONE, REFERENCE, Outcome, Results, Settings
+from variable_batch_size.comparison.results import Group, Spread, groups, ranking
+from variable_batch_size.comparison.verdict import are_level, shown, verdicts
+from variable_batch_size.files import write_text
+
+_COLUMNS = ("rule", "final", "against the yardstick", "best", "updates", "samples", "seconds", "runs")
+
+
+def write_page(results: Results) -> None:
+    """Make ``report.html`` of what is in a directory."""
+    experiment = results.read_experiment()
+    settings = results.settings()
+    found = groups(results)
+    reference = next((group for group in found if group.is_reference), None)
+    said = verdicts(results)
+    traces = [name for name in experiment["traces"] if any(group.trace == name for group in found)]
+    of_trace = {name: [group for group in found if group.trace == name] for name in traces}
+    parts = {
+        "title": f"Learning-rate rules on {html.escape(settings.workload)}",
+        "summary": _summary(settings, traces),
+        "verdicts": "".join(f"<p><b>{html.escape(name)}.</b> {html.escape(said[name])}</p>" for name in traces)
+        or "<p>No run has ended yet.</p>",
+        "traces": "".join(_section(settings, name, of_trace[name], reference) for name in traces),
+        "runs": _runs_table(found),
+        "reproduce": _reproduce(experiment),
+        "data": _json(_data(results, settings, of_trace, reference)),
+        "style": _resource("page.css"),
+        "script": _resource("page.js"),
+        "library": _plotly(),
+    }
+    write_text(results.page_file, Template(_resource("page.html")).substitute(parts))
+
+
+def _resource(name: str) -> str:
+    return (files("variable_batch_size.comparison") / name).read_text(encoding="utf-8")
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise ImportError("the page needs plotly: pip install 'variable_batch_size[compare]'") from None
+    return str(get_plotlyjs())
+
+
+# ------------------------------------------------------------------------------------------------------------- charts
+
+
+def _data(
+    results: Results, settings: Settings, of_trace: dict[str, list[Group]], reference: Group | None
+) -> dict[str, Any]:
+    def of(group: Group) -> dict[str, Any]:
+        ended = [run for run, outcome in group.outcomes if outcome.status in (DONE, DIVERGED)]
+        return {"rule": group.rule, **curves([results.run_directory(run) / "steps.jsonl" for run in ended])}
+
+    return {
+        "metric": settings.metric_name + settings.unit,
+        "reference": {**of(reference), "rule": REFERENCE} if reference is not None else None,
+        "traces": {name: [of(group) for group in members] for name, members in of_trace.items()},
+    }
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, separators=(",", ":")).replace("</", "<\\/")  # which would end the script
+
+
+# --------------------------------------------------------------------------------------------------------------- text
+
+
+def _summary(settings: Settings, traces: Sequence[str]) -> str:
+    end = {
+        "samples": f"Every run trains on {settings.num_samples:,} samples.",
+        "progress": f"AdaScale trains to a progress of {settings.progress_goal:,.0f}, and the other rules make as many "
+        "updates as it does, with their schedules stretched.",
+    }[settings.until]
+    return html.escape(
+        f"{len(traces)} trace{'s' * (len(traces) != 1)}, on {settings.cores} × {settings.device}. {end} The yardstick "
+        f"is always a batch of {settings.ref_batchsize}, for {settings.num_samples:,} samples. "
+        "Runs of the same seed see the same data from the same weights. ± is the standard deviation over seeds."
+    )
+
+
+def _section(settings: Settings, name: str, members: Sequence[Group], reference: Group | None) -> str:
+    ranked = ranking(members, is_higher_better=settings.is_higher_better)
+    rows = [_row(settings, group, reference) for group in ranked]
+    if reference is not None:
+        rows.append(_row(settings, reference, None))
+    title = html.escape(name)
+    return f"""
+<section id="trace-{title}">
+<h2>{title}</h2>
+{_table(_COLUMNS, rows, name="results")}
+<p class="ranking">Ranking: {html.escape(_ranking_in_words(ranked))}</p>
+<div class="axes" role="group" aria-label="horizontal axis">
+<button data-axis="step">steps</button><button data-axis="samples">samples</button>
+<button data-axis="progress">progress</button>
+</div>
+<div class="chart" data-trace="{title}"></div>
+</section>"""
+
+
+def _row(settings: Settings, group: Group, reference: Group | None) -> list[str]:
+    def mean(spread: Spread | None) -> str:
+        return "–" if spread is None else f"{spread.mean:,.0f}"
+
+    final, best = group.final, group.spread(lambda outcome: outcome.best_metric)
+    against = "–"
+    if final is not None and reference is not None and reference.final is not None:
+        against = f"{final.mean - reference.final.mean:+.2f}".replace("-", "−")
+    seconds = group.spread(lambda outcome: outcome.seconds)
+    return [
+        f"always {settings.ref_batchsize} (yardstick)" if group.is_reference else group.rule,
+        "–" if final is None else shown(settings, final),
+        against,
+        "–" if best is None else shown(settings, best),
+        mean(group.spread(lambda outcome: outcome.updates)),
+        mean(group.spread(lambda outcome: outcome.samples)),
+        "–" if seconds is None else f"{seconds.mean:.1f}",
+        group.failures or f"{len(group.outcomes)} done",
+    ]
+
+
+def _ranking_in_words(ranked: Sequence[Group]) -> str:
+    """Rules from the best to the worst: ≈ between those within one deviation of their neighbour, > between others."""
+    words: list[str] = []
+    for before, group in zip([None, *ranked], ranked, strict=False):
+        if before is not None:
+            is_level = before.final and group.final and are_level(before.final, group.final)
+            words.append("≈" if is_level else ">")
+        words.append(group.rule if group.final else f"{group.rule} ({group.failures})")
+    return " ".join(words)
+
+
+def _runs_table(found: Iterable[Group]) -> str:
+    columns = ("trace", "rule", "seed", "status", "updates", "samples", "progress", "final", "best", "reason")
+
+    def number(value: float | None, format: str) -> str:
+        return "–" if value is None else format.format(value)
+
+    def row(outcome: Outcome) -> list[str]:
+        return [
+            outcome.status,
+            number(outcome.updates, "{:,}"),
+            number(outcome.samples, "{:,}"),
+            number(outcome.progress, "{:,.1f}"),
+            number(outcome.final_metric, "{:.2f}"),
+            number(outcome.best_metric, "{:.2f}"),
+            outcome.reason,
+        ]
+
+    rows = [[run.trace, run.rule, str(run.seed), *row(outcome)] for group in found for run, outcome in group.outcomes]
+    return _table(columns, rows, name="runs")
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, name: str) -> str:
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    body = "".join(
+        f'<tr class="{_kind(row)}">' + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide"><table class="{name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _kind(row: Sequence[str]) -> str:
+    text = " ".join(row)
+    return next((kind for kind in ("failed", "diverged", "yardstick") if kind in text), "done")
+
+
+def _reproduce(experiment: dict[str, Any]) -> str:
+    def lines(values: dict[str, Any]) -> str:
+        return "".join(
+            f"<tr><td>{html.escape(str(name))}</td><td>{html.escape(str(value))}</td></tr>"
+            for name, value in values.items()
+            if value is not None
+        )
+
+    return f"""
+<pre>{html.escape(experiment["command"])}</pre>
+<div class="wide"><table class="plain">
+{lines({**experiment["versions"], "commit": experiment["commit"]})}
+{lines({f"SHA-256 of {name}": value for name, value in experiment["traces"].items()})}
+{lines(experiment["settings"])}
+</table></div>"""

@@ -1,0 +1,247 @@
+"""One run of an experiment: a rule on a trace from a seed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from variable_batch_size.buffers import share_buffers
+from variable_batch_size.comparison.experiment import DIVERGED, DONE, REFERENCE, Outcome, Results, Run, Settings
+from variable_batch_size.comparison.workload import Workload, load_workload
+from variable_batch_size.launcher import launch
+from variable_batch_size.logs import Log
+from variable_batch_size.metrics import Metrics
+from variable_batch_size.optimizer import (
+    AdamRuleOptimizer,
+    AdamScaleOptimizer,
+    AdaScaleOptimizer,
+    ConstantOptimizer,
+    CustomOptimizer,
+    LinearRuleMomentumOptimizer,
+    LinearRuleOptimizer,
+    RootRuleOptimizer,
+)
+from variable_batch_size.sampler import CustomSampler
+from variable_batch_size.sinks import JsonLines, TensorBoard
+from variable_batch_size.trace import Trace
+
+OPTIMIZERS: dict[str, Callable[..., CustomOptimizer]] = {
+    "linear": LinearRuleOptimizer,
+    "root": RootRuleOptimizer,
+    "constant": ConstantOptimizer,
+    "linear_momentum": LinearRuleMomentumOptimizer,
+    "adascale": AdaScaleOptimizer,
+    "adam": AdamRuleOptimizer,
+    "adamscale": AdamScaleOptimizer,
+}
+
+_NUM_RECORDS = 500
+_SAMPLES_PER_TEST = 256
+
+_one_model_at_a_time = threading.Lock()
+
+
+def train(
+    settings: Settings, run: Run, directory: Path, *, datadir: str | None = None, updates: int | None = None
+) -> Outcome:
+    """Make a run, on as many cores as the settings say, and return how it ended.
+
+    Args:
+        settings: of the experiment.
+        run: which of its runs.
+        directory: of the experiment; what an unfinished run has left there is made anew.
+        datadir: where the workload finds its data.
+        updates: how many to make; None to end as the settings say.
+    """
+    shutil.rmtree(Results(directory).run_directory(run), ignore_errors=True)
+    torch.set_num_threads(settings.threads)
+    started_at = time.monotonic()
+    args = (settings, run, directory, datadir, updates)
+    if settings.device == "xla":
+        outcome = launch(_train_on_this_core, args, cores=settings.cores, backend="xla")[0]
+    elif settings.cores > 1:
+        backend = "nccl" if settings.device == "cuda" else "gloo"
+        outcome = launch(_train_on_this_core, args, cores=settings.cores, backend=backend)[0]
+    else:
+        outcome = _train_on_this_core(*args)
+    return Outcome(**{**outcome, "seconds": time.monotonic() - started_at})
+
+
+def _train_on_this_core(
+    settings: Settings, run: Run, directory: Path, datadir: str | None, updates: int | None
+) -> dict[str, Any]:
+    workload = load_workload(settings.workload, datadir)
+    device = _device(settings.device)
+    with _one_model_at_a_time:  # virtual XLA cores are threads and share one random generator
+        torch.manual_seed(run.seed)
+        model = workload.model().to(device)
+    sampler = CustomSampler(
+        workload.train,  # type: ignore[arg-type]
+        trace=Trace.constant(settings.ref_batchsize)
+        if run.trace == REFERENCE
+        else Results(directory).trace_file(run.trace),
+        minibatch_size=settings.minibatch_size,
+        seed=run.seed,
+        on_end=settings.on_end,
+    )
+    inner = workload.optimizer(model.parameters())
+    if settings.lr is not None:
+        for group in inner.param_groups:
+            group["lr"] = settings.lr
+    optimizer = OPTIMIZERS[run.rule](inner, sampler, ref_batchsize=settings.ref_batchsize, model=model)
+    training = _Training(settings, workload, model, optimizer, _goal(settings, run, updates))
+    return training.run(Results(directory).run_directory(run))
+
+
+def _device(name: str) -> torch.device:
+    if name == "xla":
+        import torch_xla
+
+        return torch.device(torch_xla.device())
+    return torch.device(name)
+
+
+Goal = Callable[[CustomOptimizer, float], float]
+
+
+def _goal(settings: Settings, run: Run, updates: int | None) -> Goal:
+    """What tells from the optimizer and the progress which fraction of the training is done."""
+    if updates is not None:
+        return lambda optimizer, progress: optimizer.steps_done / updates
+    if settings.until == "progress" and run.trace != REFERENCE:
+        return lambda optimizer, progress: progress / settings.progress_goal
+    return lambda optimizer, progress: optimizer.samples_done / settings.num_samples
+
+
+class _Training:
+    """A run on this core."""
+
+    def __init__(
+        self, settings: Settings, workload: Workload, model: torch.nn.Module, optimizer: CustomOptimizer, goal: Goal
+    ) -> None:
+        self._settings = settings
+        self._workload = workload
+        self._model = model
+        self._optimizer = optimizer
+        self._goal = goal
+        self._device = next(model.parameters()).device
+        self._lrs = [group["lr"] for group in optimizer.param_groups]
+        self.progress = 0.0
+        self._fraction = 0.0
+        self._tests: list[tuple[float, float]] = []  # losses and metrics
+
+    def run(self, directory: Path) -> dict[str, Any]:
+        """Train to the end with a log in the directory, and return how it was."""
+        optimizer = self._optimizer
+        samples_per_test = self._settings.num_samples / self._settings.num_tests
+        samples_before = 0
+        progress_at_test = 0.0
+        self._set_lr()
+        sink = _WithProgress(self, [JsonLines(directory / "steps.jsonl"), TensorBoard(directory / "tensorboard")])
+        with Log(optimizer, every=self._log_steps(), to=[sink]) as log:
+            for inputs, targets in self._minibatches():
+                loss = self._workload.loss(self._model(inputs), targets)
+                loss.backward()  # type: ignore[no-untyped-call]
+                if optimizer.step():
+                    self.progress += optimizer.factor()
+                log.step(loss)
+                if optimizer.is_accumulating:
+                    continue
+                self._fraction = self._goal(optimizer, self.progress)
+                self._set_lr()
+                is_due = optimizer.samples_done // samples_per_test > samples_before // samples_per_test
+                samples_before = optimizer.samples_done
+                if not is_due and self._fraction < 1:
+                    continue
+                self._tests.append(self._test())
+                log.write(test_loss=self._tests[-1][0], metric=self._tests[-1][1])
+                if self.progress == progress_at_test or not math.isfinite(self._tests[-1][0]):
+                    return self._outcome(DIVERGED)
+                if self._fraction >= 1:
+                    return self._outcome(DONE)
+                progress_at_test = self.progress
+        raise AssertionError("minibatches never end")
+
+    def _minibatches(self) -> Iterator[tuple[Any, Any]]:
+        """The minibatches of all epochs, one after the other."""
+        sampler, dataset = self._optimizer.sampler, self._workload.train
+        loader = DataLoader(dataset, batch_sampler=sampler)
+        for epoch in itertools.count():
+            sampler.set_epoch(epoch)
+            self._optimizer.set_epoch(epoch)
+            # tensors are cut at once, which is much faster than sample by sample
+            pairs = (dataset[indices] for indices in sampler) if isinstance(dataset, TensorDataset) else loader
+            for inputs, targets in pairs:
+                yield inputs.to(self._device), targets.to(self._device)
+
+    def _set_lr(self) -> None:
+        if self._workload.schedule is not None:
+            factor = self._workload.schedule(min(1.0, self._fraction))
+            for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
+                group["lr"] = lr * factor
+
+    @torch.no_grad()
+    def _test(self) -> tuple[float, float]:
+        """The mean loss and metric over the test data, of which each core takes a part."""
+        sampler = self._optimizer.sampler
+        num_samples = len(self._workload.test)  # type: ignore[arg-type]
+        part = Subset(self._workload.test, range(sampler.rank, num_samples, sampler.num_replicas))
+        sums = Metrics("loss", "metric", "samples", device=self._device)
+        share_buffers(self._model)
+        self._model.eval()
+        for inputs, targets in DataLoader(part, batch_size=_SAMPLES_PER_TEST):
+            outputs, targets = self._model(inputs.to(self._device)), targets.to(self._device)
+            loss, metric = self._workload.loss(outputs, targets), self._workload.metric(outputs, targets)
+            sums.add(loss=loss * len(inputs), metric=metric * len(inputs), samples=len(inputs))
+        self._model.train()
+        found = sums.read()
+        return found["loss"] / found["samples"], found["metric"] / found["samples"]
+
+    def _outcome(self, status: str) -> dict[str, Any]:
+        optimizer = self._optimizer
+        losses, metrics = zip(*self._tests, strict=True)
+        reason = f"the test loss is {losses[-1]} after {optimizer.steps_done} updates"
+        if math.isfinite(losses[-1]):
+            reason = f"no gradient was finite before update {optimizer.steps_done}"
+        best = max if self._settings.is_higher_better else min
+        return {
+            "status": status,
+            "reason": "" if status == DONE else reason,
+            "updates": optimizer.steps_done,
+            "samples": optimizer.samples_done,
+            "progress": self.progress,
+            "final_loss": losses[-1] if math.isfinite(losses[-1]) else None,
+            "final_metric": metrics[-1] if math.isfinite(metrics[-1]) else None,
+            "best_metric": best((metric for metric in metrics if math.isfinite(metric)), default=None),
+        }
+
+    def _log_steps(self) -> int:
+        if self._settings.log_steps is not None:
+            return self._settings.log_steps
+        num_steps = self._settings.num_samples / float(self._optimizer.sampler.schedule.trace.sizes.mean())
+        return max(1, round(num_steps / _NUM_RECORDS))
+
+
+class _WithProgress:
+    """A sink that adds the progress to each record, which a log knows with AdaScale only, and hands it to others."""
+
+    def __init__(self, training: _Training, sinks: list[JsonLines | TensorBoard]) -> None:
+        self._training = training
+        self._sinks = sinks
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            sink({**record, "progress": self._training.progress})
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()

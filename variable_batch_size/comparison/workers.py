@@ -1,0 +1,107 @@
+"""Makes runs in processes of their own, several at once, so that one that fails does not end the others."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.connection
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from variable_batch_size.comparison.experiment import FAILED, Outcome, Run
+from variable_batch_size.launcher import end_with_parent
+
+Work = tuple[Callable[..., Outcome], tuple[Any, ...], dict[str, Any]]
+"""A function, which is pickled and so at the top level of a module, and its arguments."""
+
+
+class Workers:
+    """Processes that each make one run after another.
+
+        with Workers(2) as workers:
+            workers.start(run, (function, args, options))
+            run, outcome = workers.next_outcome()
+
+    Args:
+        number: of processes.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._context = multiprocessing.get_context("spawn")
+        self._waiting: list[tuple[Any, Any]] = []  # pipes and processes
+        self._busy: dict[Any, tuple[Any, Run]] = {}  # by pipe
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._busy) == self.number
+
+    @property
+    def running(self) -> list[Run]:
+        return [run for _, run in self._busy.values()]
+
+    def start(self, run: Run, work: Work) -> None:
+        """Give a run to a process that has none, which may be a new one."""
+        assert not self.is_full
+        pipe, process = self._waiting.pop() if self._waiting else self._new_process()
+        pipe.send(work)
+        self._busy[pipe] = (process, run)
+
+    def next_outcome(self) -> tuple[Run, Outcome]:
+        """Wait for the next run to end."""
+        pipe: Any = multiprocessing.connection.wait(list(self._busy))[0]
+        process, run = self._busy.pop(pipe)
+        try:
+            outcome = pipe.recv()
+        except EOFError:  # killed, by the system that is out of memory perhaps
+            process.join()
+            pipe.close()
+            return run, Outcome(status=FAILED, reason=f"its process died with exit code {process.exitcode}")
+        self._waiting.append((pipe, process))
+        return run, outcome
+
+    def _new_process(self) -> tuple[Any, Any]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,))
+        process.start()
+        theirs.close()
+        return ours, process
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pipe, process in [*self._waiting, *((pipe, process) for pipe, (process, _) in self._busy.items())]:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._waiting, self._busy = [], {}
+
+
+def _serve(pipe: Any) -> None:
+    """Do the work that comes through the pipe until it is closed."""
+    end_with_parent()
+    logging.getLogger("variable_batch_size").setLevel(logging.ERROR)  # what a run has to say is in its outcome
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the one that started us decides
+    for function, args, options in _received(pipe):
+        try:
+            outcome = function(*args, **options)
+        except Exception as error:
+            traceback.print_exc()
+            outcome = Outcome(status=FAILED, reason=_in_one_line(error))
+        pipe.send(outcome)
+
+
+def _received(pipe: Any) -> Iterator[Work]:
+    with suppress(EOFError):
+        while True:
+            yield pipe.recv()
+
+
+def _in_one_line(error: Exception) -> str:
+    """The kind and the last line of an error, which with a traceback inside is the one that says why."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
