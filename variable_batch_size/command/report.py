@@ -8,12 +8,14 @@ from pathlib import Path
 from variable_batch_size.command.options import print_text
 from variable_batch_size.comparison.experiment import Results
 from variable_batch_size.comparison.page import write_page
+from variable_batch_size.comparison.picture import draw_picture
 from variable_batch_size.comparison.results import write_tables
 from variable_batch_size.comparison.verdict import verdicts
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", metavar="DIR", help="where vbs compare has put its results")
+    parser.add_argument("--plot", metavar="FILE", help="also draw the curves, as a .png or .svg file")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -21,6 +23,8 @@ def run(options: argparse.Namespace) -> None:
     results.settings()  # refuses a directory that holds none
     write_tables(results)
     write_page(results)
+    if options.plot is not None:
+        draw_picture(results, options.plot)
     for name, text in verdicts(results).items():
         print_text(f"{name}: {text}")
     print_text(f"{results.page_file}")

@@ -32,7 +32,7 @@ def digits(datadir: Path | None) -> dict[str, Any]:
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
         "minibatch_size": 16,
         "ref_batchsize": 16,
-        "num_samples": 20 * 1440,
+        "num_samples": 10 * 1440,
     }
 
 
@@ -68,8 +68,8 @@ class _MnistNetwork(nn.Module):
         x = (images.float() / 255 - 0.1307) / 0.3081
         x = torch.relu(torch.max_pool2d(self.conv1(x), 2))
         x = torch.relu(torch.max_pool2d(self.conv2(x), 2))
-        x = self.linear2(torch.relu(self.linear1(x.flatten(1))))
-        return x
+        outputs: torch.Tensor = self.linear2(torch.relu(self.linear1(x.flatten(1))))
+        return outputs
 
 
 def cifar10(datadir: Path | None) -> dict[str, Any]:
@@ -102,8 +102,8 @@ class _CifarNetwork(nn.Module):
         x = self.start((images.float() / 255 - 0.47) / 0.25)
         x = self.middle(x + self.residual1(x))
         x = x + self.residual2(x)
-        x = self.linear(x.amax(dim=(2, 3)))
-        return x
+        outputs: torch.Tensor = self.linear(x.amax(dim=(2, 3)))
+        return outputs
 
 
 def _convolution(num_in: int, num_out: int) -> nn.Module:

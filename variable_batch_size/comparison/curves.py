@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+
+from variable_batch_size.comparison.experiment import DIVERGED, DONE, Results
+from variable_batch_size.comparison.results import Group
 
 AXES = ("step", "samples", "progress")
 
@@ -15,22 +19,30 @@ TRAINING = ("batch_size", "lr", "loss", "gain", "noise_scale")
 TESTS = ("test_loss", "metric")
 """What is recorded while training, and what when the model is tested."""
 
+LOGARITHMIC = ("loss", "test_loss", "noise_scale")
+"""What is drawn on a logarithmic axis."""
+
 _MOST_POINTS = 500
-_DIGITS = 6
+_WINDOWS = 50
+_TINY = 1e-30
 
+Values = npt.NDArray[np.float64]
 Curves = dict[str, Any]
-"""By the name of an axis its values; by that of a quantity its means, and beside them their deviations, if any."""
+"""The values of each axis by its name, and by that of each quantity its ``mean``, with ``low`` and ``high`` if seeds
+differ. What is not finite is NaN."""
 
 
-def curves(paths: Sequence[Path]) -> dict[str, Curves]:
-    """The curves of several seeds, from their ``steps.jsonl``: those of the training and those of the tests.
+def curves(results: Results, group: Group) -> dict[str, Curves]:
+    """The curves of a group, from the ``steps.jsonl`` of its runs: those of the training and those of the tests.
 
     Records are put together by their number, as far as all seeds have them. An axis, too, is the mean over the seeds:
-    their progress may differ.
+    their progress may differ. The loss of each record becomes the mean over the latest 2 % of the run, as that of a few
+    small batches says little.
     """
-    seeds = [_read(path) for path in paths if path.exists()]
+    ended = [run for run, outcome in group.outcomes if outcome.status in (DONE, DIVERGED)]
+    seeds = [_read(results.run_directory(run) / "steps.jsonl") for run in ended]
     return {
-        "training": _together([[r for r in records if "loss" in r] for records in seeds], TRAINING),
+        "training": _together([_smooth([r for r in records if "loss" in r]) for records in seeds], TRAINING),
         "tests": _together([[r for r in records if "metric" in r] for records in seeds], TESTS),
     }
 
@@ -40,25 +52,41 @@ def _read(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
+def _smooth(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records with the mean of the losses of the latest records instead of their own."""
+    window = max(1, len(records) // _WINDOWS)
+    losses = np.array([record["loss"] for record in records], dtype=np.float64)
+    means = [losses[max(0, end - window) : end].mean() for end in range(1, len(losses) + 1)]
+    return [{**record, "loss": mean} for record, mean in zip(records, means, strict=True)]
+
+
 def _together(seeds: Sequence[Sequence[dict[str, Any]]], quantities: Iterable[str]) -> Curves:
     length = min(map(len, seeds), default=0)
+    if not length:
+        return {}
     every = -(-length // _MOST_POINTS)
-    kept = sorted({*range(0, length, max(1, every)), *([length - 1] if length else [])})
-    found: Curves = {axis: _rounded(_values(seeds, kept, axis).mean(axis=0)) for axis in AXES if kept}
+    kept = sorted({*range(0, length, every), length - 1})
+    found: Curves = {axis: _values(seeds, kept, axis).mean(axis=0) for axis in AXES}
     for quantity in quantities:
-        if kept and all(quantity in records[0] for records in seeds):
+        if all(quantity in records[0] for records in seeds):
             values = _values(seeds, kept, quantity)
-            found[quantity] = {"mean": _rounded(values.mean(axis=0))}
-            if len(seeds) > 1 and values.std(axis=0).any():
-                found[quantity]["deviation"] = _rounded(values.std(axis=0, ddof=1))
+            found[quantity] = {"mean": values.mean(axis=0)}
+            if len(seeds) > 1 and np.ptp(values, axis=0).any():
+                low, high = _band(values, is_logarithmic=quantity in LOGARITHMIC)
+                found[quantity] |= {"low": low, "high": high}
     return found
 
 
-def _values(seeds: Sequence[Sequence[dict[str, Any]]], kept: Sequence[int], name: str) -> np.ndarray[Any, Any]:
-    """A row for each seed; null, which stands for what is not finite, becomes NaN."""
+def _values(seeds: Sequence[Sequence[dict[str, Any]]], kept: Sequence[int], name: str) -> Values:
+    """A row for each seed."""
     return np.array([[records[number][name] for number in kept] for records in seeds], dtype=np.float64)
 
 
-def _rounded(values: np.ndarray[Any, Any]) -> list[float | None]:
-    """With fewer digits, which a picture does not need; what is not finite becomes null, a gap in the curve."""
-    return [float(f"{value:.{_DIGITS}g}") if np.isfinite(value) else None for value in values.tolist()]
+def _band(values: Values, *, is_logarithmic: bool) -> tuple[Values, Values]:
+    """One deviation below and above the mean; by a factor where the axis is logarithmic, so that both are positive."""
+    mean = values.mean(axis=0)
+    if is_logarithmic:
+        factor = np.exp(np.log(np.maximum(values, _TINY)).std(axis=0, ddof=1))
+        return mean / factor, mean * factor
+    deviation = values.std(axis=0, ddof=1)
+    return mean - deviation, mean + deviation

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from string import Template
 from typing import Any
 
 from variable_batch_size.comparison.curves import curves
-from variable_batch_size.comparison.experiment import DIVERGED, DONE, REFERENCE, Outcome, Results, Settings
+from variable_batch_size.comparison.experiment import REFERENCE, Outcome, Results, Settings
 from variable_batch_size.comparison.results import Group, Spread, groups, ranking
-from variable_batch_size.comparison.verdict import are_level, shown, verdicts
+from variable_batch_size.comparison.verdict import one_deviation, shown, verdicts
 from variable_batch_size.files import write_text
 
 _COLUMNS = ("rule", "final", "against the yardstick", "best", "updates", "samples", "seconds", "runs")
@@ -30,7 +31,7 @@ def write_page(results: Results) -> None:
     parts = {
         "title": f"Learning-rate rules on {html.escape(settings.workload)}",
         "summary": _summary(settings, traces),
-        "verdicts": "".join(f"<p><b>{html.escape(name)}.</b> {html.escape(said[name])}</p>" for name in traces)
+        "verdicts": "".join(f"<p><b>{html.escape(name)}</b>: {html.escape(said[name])}</p>" for name in traces)
         or "<p>No run has ended yet.</p>",
         "traces": "".join(_section(settings, name, of_trace[name], reference) for name in traces),
         "runs": _runs_table(found),
@@ -62,14 +63,20 @@ def _data(
     results: Results, settings: Settings, of_trace: dict[str, list[Group]], reference: Group | None
 ) -> dict[str, Any]:
     def of(group: Group) -> dict[str, Any]:
-        ended = [run for run, outcome in group.outcomes if outcome.status in (DONE, DIVERGED)]
-        return {"rule": group.rule, **curves([results.run_directory(run) / "steps.jsonl" for run in ended])}
+        return {"rule": group.rule, **_plain(curves(results, group))}
 
     return {
         "metric": settings.metric_name + settings.unit,
         "reference": {**of(reference), "rule": REFERENCE} if reference is not None else None,
         "traces": {name: [of(group) for group in members] for name, members in of_trace.items()},
     }
+
+
+def _plain(found: Any) -> Any:
+    """Curves as JSON knows them, with as many digits as a picture needs; NaN becomes null, a gap."""
+    if isinstance(found, dict):
+        return {name: _plain(part) for name, part in found.items()}
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in found.tolist()]
 
 
 def _json(data: Any) -> str:
@@ -97,12 +104,13 @@ def _section(settings: Settings, name: str, members: Sequence[Group], reference:
     rows = [_row(settings, group, reference) for group in ranked]
     if reference is not None:
         rows.append(_row(settings, reference, None))
+    one = one_deviation(members if reference is None else [*members, reference])
     title = html.escape(name)
     return f"""
 <section id="trace-{title}">
 <h2>{title}</h2>
 {_table(_COLUMNS, rows, name="results")}
-<p class="ranking">Ranking: {html.escape(_ranking_in_words(ranked))}</p>
+<p class="ranking">Ranking: {html.escape(_ranking_in_words(ranked, one))}</p>
 <div class="axes" role="group" aria-label="horizontal axis">
 <button data-axis="step">steps</button><button data-axis="samples">samples</button>
 <button data-axis="progress">progress</button>
@@ -132,14 +140,16 @@ def _row(settings: Settings, group: Group, reference: Group | None) -> list[str]
     ]
 
 
-def _ranking_in_words(ranked: Sequence[Group]) -> str:
-    """Rules from the best to the worst: ≈ between those within one deviation of their neighbour, > between others."""
+def _ranking_in_words(ranked: Sequence[Group], one: float) -> str:
+    """Rules from the best to the worst: ≈ between neighbours within one deviation, > between others."""
     words: list[str] = []
-    for before, group in zip([None, *ranked], ranked, strict=False):
-        if before is not None:
-            is_level = before.final and group.final and are_level(before.final, group.final)
+    before: Spread | None = None
+    for group in ranked:
+        if words:
+            is_level = before is not None and group.final is not None and abs(before.mean - group.final.mean) <= one
             words.append("≈" if is_level else ">")
         words.append(group.rule if group.final else f"{group.rule} ({group.failures})")
+        before = group.final
     return " ".join(words)
 
 

@@ -64,21 +64,17 @@ def train(
     """
     shutil.rmtree(Results(directory).run_directory(run), ignore_errors=True)
     torch.set_num_threads(settings.threads)
-    started_at = time.monotonic()
     args = (settings, run, directory, datadir, updates)
-    if settings.device == "xla":
-        outcome = launch(_train_on_this_core, args, cores=settings.cores, backend="xla")[0]
-    elif settings.cores > 1:
-        backend = "nccl" if settings.device == "cuda" else "gloo"
-        outcome = launch(_train_on_this_core, args, cores=settings.cores, backend=backend)[0]
-    else:
-        outcome = _train_on_this_core(*args)
-    return Outcome(**{**outcome, "seconds": time.monotonic() - started_at})
+    if settings.device != "xla" and settings.cores == 1:
+        return _train_on_this_core(*args)
+    backend = {"cpu": "gloo", "cuda": "nccl", "xla": "xla"}[settings.device]
+    outcome: Outcome = launch(_train_on_this_core, args, cores=settings.cores, backend=backend)[0]
+    return outcome
 
 
 def _train_on_this_core(
     settings: Settings, run: Run, directory: Path, datadir: str | None, updates: int | None
-) -> dict[str, Any]:
+) -> Outcome:
     workload = load_workload(settings.workload, datadir)
     device = _device(settings.device)
     with _one_model_at_a_time:  # virtual XLA cores are threads and share one random generator
@@ -139,10 +135,11 @@ class _Training:
         self._fraction = 0.0
         self._tests: list[tuple[float, float]] = []  # losses and metrics
 
-    def run(self, directory: Path) -> dict[str, Any]:
+    def run(self, directory: Path) -> Outcome:
         """Train to the end with a log in the directory, and return how it was."""
         optimizer = self._optimizer
         samples_per_test = self._settings.num_samples / self._settings.num_tests
+        started_at = time.monotonic()
         samples_before = 0
         progress_at_test = 0.0
         self._set_lr()
@@ -165,9 +162,9 @@ class _Training:
                 self._tests.append(self._test())
                 log.write(test_loss=self._tests[-1][0], metric=self._tests[-1][1])
                 if self.progress == progress_at_test or not math.isfinite(self._tests[-1][0]):
-                    return self._outcome(DIVERGED)
+                    return self._outcome(DIVERGED, time.monotonic() - started_at)
                 if self._fraction >= 1:
-                    return self._outcome(DONE)
+                    return self._outcome(DONE, time.monotonic() - started_at)
                 progress_at_test = self.progress
         raise AssertionError("minibatches never end")
 
@@ -206,23 +203,24 @@ class _Training:
         found = sums.read()
         return found["loss"] / found["samples"], found["metric"] / found["samples"]
 
-    def _outcome(self, status: str) -> dict[str, Any]:
+    def _outcome(self, status: str, seconds: float) -> Outcome:
         optimizer = self._optimizer
         losses, metrics = zip(*self._tests, strict=True)
         reason = f"the test loss is {losses[-1]} after {optimizer.steps_done} updates"
         if math.isfinite(losses[-1]):
             reason = f"no gradient was finite before update {optimizer.steps_done}"
         best = max if self._settings.is_higher_better else min
-        return {
-            "status": status,
-            "reason": "" if status == DONE else reason,
-            "updates": optimizer.steps_done,
-            "samples": optimizer.samples_done,
-            "progress": self.progress,
-            "final_loss": losses[-1] if math.isfinite(losses[-1]) else None,
-            "final_metric": metrics[-1] if math.isfinite(metrics[-1]) else None,
-            "best_metric": best((metric for metric in metrics if math.isfinite(metric)), default=None),
-        }
+        return Outcome(
+            status=status,
+            reason="" if status == DONE else reason,
+            updates=optimizer.steps_done,
+            samples=optimizer.samples_done,
+            progress=self.progress,
+            final_loss=losses[-1] if math.isfinite(losses[-1]) else None,
+            final_metric=metrics[-1] if math.isfinite(metrics[-1]) else None,
+            best_metric=best((metric for metric in metrics if math.isfinite(metric)), default=None),
+            seconds=seconds,
+        )
 
     def _log_steps(self) -> int:
         if self._settings.log_steps is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 
-from variable_batch_size.comparison.experiment import DONE, Results, Settings
+from variable_batch_size.comparison.experiment import Results, Settings
 from variable_batch_size.comparison.results import Group, Spread, groups, ranking
 
 
@@ -21,37 +22,39 @@ def verdicts(results: Results) -> dict[str, str]:
 
 
 def verdict(settings: Settings, groups: Sequence[Group], reference: Group | None) -> str:
-    """How the rules did on a trace: which are level with the best, how far behind the others are, and the yardstick.
-
-    Two groups are level if their means differ by no more than the larger of their standard deviations.
-    """
+    """How the rules did on a trace: which are level with the best, how far behind the others are, and the yardstick."""
     in_order = ranking(groups, is_higher_better=settings.is_higher_better)
-    ranked = [(group, group.final) for group in in_order if group.final is not None]
+    ranked = [(group.rule, group.final) for group in in_order if group.final is not None]
+    one = one_deviation(groups if reference is None else [*groups, reference])
     sentences = []
     if ranked:
-        best, best_spread = ranked[0]
-        level = [group.rule for group, spread in ranked if are_level(best_spread, spread)]
+        best_rule, best = ranked[0]
+        level = [rule for rule, spread in ranked if abs(spread.mean - best.mean) <= one]
         behind = [
-            f"{group.rule} {difference(settings, spread, best_spread)}"
-            for group, spread in ranked
-            if not are_level(best_spread, spread)
+            f"{rule} {difference(settings, spread, best)} ({shown(settings, spread)})"
+            for rule, spread in ranked[len(level) :]
         ]
-        sentences.append("; ".join([_about_the_best(settings, level, best_spread), *behind]) + ".")
+        sentences.append("; ".join([_about_the_best(settings, level, best), *behind]) + ".")
         if reference is not None and reference.final is not None:
-            sentences.append(_about_the_reference(settings, best.rule, best_spread, reference.final))
+            yardstick = reference.final
+            is_level = abs(best.mean - yardstick.mean) <= one
+            sentences.append(
+                f"Against always a batch of {settings.ref_batchsize} ({shown(settings, yardstick)}), {best_rule} is "
+                f"{'within one deviation' if is_level else difference(settings, best, yardstick)}."
+            )
     sentences += [f"{group.rule}: {group.failures}." for group in in_order if group.failures]
-    if any(group.num(DONE) == 1 for group, _ in ranked):
+    if any(spread.deviation is None for _, spread in ranked):
         sentences.append("A single seed cannot tell a difference from chance.")
     return " ".join(sentences)
 
 
-def are_level(one: Spread, other: Spread) -> bool:
-    """Whether two means differ by no more than one deviation, the larger; for single seeds, whether they are equal.
+def one_deviation(groups: Iterable[Group]) -> float:
+    """By how much means may differ and still be level: the median of the standard deviations over seeds.
 
-    >>> are_level(Spread(98.0, 0.3), Spread(97.8, 0.1)), are_level(Spread(98.0, 0.3), Spread(97.6, 0.1))
-    (True, False)
+    The median, because a rule whose seeds differ wildly is not level with the others for that.
     """
-    return abs(one.mean - other.mean) <= max(one.deviation or 0.0, other.deviation or 0.0)
+    deviations = [group.final.deviation for group in groups if group.final is not None]
+    return statistics.median([deviation for deviation in deviations if deviation is not None] or [0.0])
 
 
 def shown(settings: Settings, spread: Spread) -> str:
@@ -72,9 +75,3 @@ def _about_the_best(settings: Settings, rules: Sequence[str], best: Spread) -> s
         return f"best is {rules[0]} with {shown(settings, best)}"
     together = f"{', '.join(rules[:-1])} and {rules[-1]}"
     return f"{together} within one deviation, at best {shown(settings, best)}"
-
-
-def _about_the_reference(settings: Settings, rule: str, spread: Spread, reference: Spread) -> str:
-    against = f"always a batch of {settings.ref_batchsize} ({shown(settings, reference)})"
-    how = "within one deviation" if are_level(spread, reference) else difference(settings, spread, reference)
-    return f"Against {against}, {rule} is {how}."
