@@ -236,23 +236,22 @@ class Schedule:
         In an idle step that is a minibatch of another core, the stand-in.
         """
         steps = self.steps(epoch)
+        stride = self.num_replicas * self.minibatch_size
         epoch_start = self.samples_before(steps.start)
         for start in range(steps.start + first_step, steps.stop, _STEPS_AT_ONCE):
             sizes = self._sizes(range(start, min(start + _STEPS_AT_ONCE, steps.stop)))
-            begins = self.samples_before(start) - epoch_start + np.cumsum(sizes) - sizes
-            counts = sizes // self.minibatch_size
+            begins = sizes.cumsum() - sizes + (self.samples_before(start) - epoch_start)
+            first_ones = begins + rank % (sizes // self.minibatch_size) * self.minibatch_size
             yielded = self._num_yielded(sizes, rank)
-            ends = np.cumsum(yielded)
+            ends = yielded.cumsum()
+            origins = first_ones - (ends - yielded) * stride  # so that all of a step lie on one line
             for first in range(0, int(ends[-1]), at_once):
                 number = np.arange(first, min(first + at_once, int(ends[-1])))
-                row = np.searchsorted(ends, number, side="right")
-                minibatch = rank + self.num_replicas * (number - ends[row] + yielded[row])
-                minibatch = np.where(minibatch < counts[row], minibatch, rank % counts[row])
-                yield begins[row] + minibatch * self.minibatch_size
+                yield origins[ends.searchsorted(number, side="right")] + number * stride
 
     def _num_yielded(self, sizes: Integers, rank: int) -> Integers:
-        share = (sizes // self.minibatch_size - rank + self.num_replicas - 1) // self.num_replicas
-        return np.maximum(share, 1)
+        rounded_down = (rank - sizes // self.minibatch_size) // self.num_replicas
+        return np.maximum(-rounded_down, 1)
 
     def _sizes(self, steps: range) -> Integers:
         num_rows = len(self.trace.sizes)
