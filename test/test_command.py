@@ -111,7 +111,7 @@ def test_plan_draws_a_picture(run):
         (
             "step,batchsize\n0,64\n",
             "--epochs 2",
-            "trace.csv holds 1 epochs of 300 samples, got epoch 1 (counting from 0); "
+            "trace.csv holds 1 epoch of 300 samples, got epoch 1 (counting from 0); "
             'on_end="hold" or "cycle" goes on beyond its end',
         ),
         (

@@ -178,7 +178,7 @@ def test_a_plan_is_ready_for_json():
 @pytest.mark.parametrize(
     ("trace", "options", "message"),
     [
-        ([32], {"num_epochs": 2}, "trace holds 1 epochs of 300 samples, got epoch 1"),
+        ([32], {"num_epochs": 2}, "trace holds 1 epoch of 300 samples, got epoch 1"),
         ([32], {"num_epochs": 0}, "`num_epochs` must be a positive integer, got 0"),
         (32, {}, "trace goes on for ever: the number of epochs must be given"),
         ([32], {"ref_batchsize": 0}, "`ref_batchsize` must be a positive integer, got 0"),

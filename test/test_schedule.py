@@ -98,7 +98,7 @@ def test_a_trace_that_stops_holds_as_many_epochs_as_the_definition_says(kwargs):
     assert schedule.num_epochs == num_epochs
     assert schedule.steps(num_epochs - 1).stop == len(schedule.trace)
     for epoch in (num_epochs, num_epochs + 1, 10**12):
-        with pytest.raises(ValueError, match=rf"^trace holds {num_epochs} epochs of .*, got epoch {epoch} "):
+        with pytest.raises(ValueError, match=rf"^trace holds {num_epochs} epochs? of .*, got epoch {epoch} "):
             schedule.steps(epoch)
 
 
@@ -346,9 +346,20 @@ def test_an_epoch_beyond_a_file_says_how_many_epochs_it_holds(tmp_path):
             question(2)
 
 
+@pytest.mark.parametrize("trace", [[64, 96], 64])
+@pytest.mark.parametrize("on_end", ["stop", "hold", "cycle"])
+def test_a_step_before_the_first_is_refused(trace, on_end):
+    schedule = Schedule(Trace.of(trace), dataset_size=1000, minibatch_size=32, on_end=on_end)
+    for question in (schedule.batch_size, schedule.num_minibatches, lambda step: schedule.is_idle(step, rank=0)):
+        with pytest.raises(ValueError, match=r"^`step` must be a non-negative integer, got -1$"):
+            question(-1)
+
+
 def test_a_step_beyond_the_trace_is_refused():
     schedule = Schedule(Trace.of([64, 96]), dataset_size=1000, minibatch_size=32)
     with pytest.raises(ValueError, match=r"^trace holds 2 steps, got step 2 \(counting from 0\)$"):
         schedule.batch_size(2)
+    with pytest.raises(ValueError, match=r"^trace holds 1 step, got step 1 \(counting from 0\)$"):
+        Schedule(Trace.of([64]), dataset_size=1000, minibatch_size=32).batch_size(1)
     with pytest.raises(ValueError, match=r"^trace holds 2 steps, got step 4 \(counting from 0\)$"):
         schedule.size_counts(range(5))

@@ -94,8 +94,8 @@ class Schedule:
         if start == stop:
             assert self.num_epochs is not None
             raise ValueError(
-                f"{self.trace.name} holds {self.num_epochs} epochs of {self.dataset_size} samples, got epoch {epoch} "
-                '(counting from 0); on_end="hold" or "cycle" goes on beyond its end'
+                f"{self.trace.name} holds {_counted(self.num_epochs, 'epoch')} of {self.dataset_size} samples, "
+                f'got epoch {epoch} (counting from 0); on_end="hold" or "cycle" goes on beyond its end'
             )
         return range(start, stop)
 
@@ -166,8 +166,10 @@ class Schedule:
     def batch_size(self, step: int) -> int:
         """The samples of a step, over all cores."""
         num_rows = len(self.trace.sizes)
+        if step < 0:
+            raise ValueError(f"`step` must be a non-negative integer, got {step}")
         if step >= num_rows and self.on_end == "stop":
-            raise ValueError(f"{self.trace.name} holds {num_rows} steps, got step {step} (counting from 0)")
+            raise ValueError(f"{self.trace.name} holds {_counted(num_rows, 'step')}, got step {step} (counting from 0)")
         return int(self.trace.sizes[min(step, num_rows - 1) if self.on_end == "hold" else step % num_rows])
 
     def num_minibatches(self, step: int) -> int:
@@ -278,3 +280,7 @@ class Schedule:
 def is_integer(value: Any) -> bool:
     """Whether a value is a whole number that one may count with: an int or a numpy integer, no bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number != 1 else "")
