@@ -1,4 +1,6 @@
+import os
 import re
+import threading
 import tracemalloc
 
 import numpy as np
@@ -170,6 +172,23 @@ def test_a_name_that_ends_like_an_archive_does_not_matter(tmp_path):
     path = tmp_path / "trace.gz"
     path.write_text("step,batchsize\n0,64\n")
     assert list(Trace.read(path)) == [64]
+
+
+def test_a_name_that_looks_like_an_address_does_not_matter(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("~", "https:", "s3:"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trace.csv").write_text("step,batchsize\n0,64\n")
+        assert list(Trace.read(f"{name}/trace.csv")) == list(Trace.read(f"{name}//trace.csv")) == [64]
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=["step,batchsize\n0,64\n1,96\n"])
+    writer.start()
+    assert list(Trace.read(path)) == [64, 96]
+    writer.join()
 
 
 def test_a_missing_file_is_named(tmp_path):

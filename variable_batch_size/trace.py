@@ -84,10 +84,14 @@ class Trace:
             ValueError: with file, line and value of the first row that breaks a rule.
         """
         source = os.fspath(path)
-        text = _plain(Path(source).read_bytes())
+        content = Path(source).read_bytes()
+        text = _plain(content)
         names, header_line = _header(source, text)
         columns = [names.index(column) for column in COLUMNS]
-        sizes = _sizes_at_once(text, header_line, len(names), columns)
+        # pandas takes nearly twice as long for bytes as for a file; but what is a pipe cannot be read again
+        is_plain_file = text == content and os.path.isfile(source)
+        file = os.path.abspath(source) if is_plain_file else io.BytesIO(text)
+        sizes = _sizes_at_once(file, header_line, len(names), columns)
         if sizes is None:
             sizes = _sizes_by_row(source, text, len(names), columns)
         return cls(sizes, source=source)
@@ -193,7 +197,9 @@ def _header(source: str, text: bytes) -> tuple[list[str], int]:
     raise ValueError(f"{source}:1: the file is empty, expected the columns {','.join(COLUMNS)}")
 
 
-def _sizes_at_once(text: bytes, header_line: int, num_columns: int, columns: list[int]) -> npt.NDArray[np.int64] | None:
+def _sizes_at_once(
+    file: str | io.BytesIO, header_line: int, num_columns: int, columns: list[int]
+) -> npt.NDArray[np.int64] | None:
     """The batch sizes below the header, read fast, if every row keeps every rule; else None."""
     import csv
     import warnings
@@ -206,7 +212,8 @@ def _sizes_at_once(text: bytes, header_line: int, num_columns: int, columns: lis
             warnings.simplefilter("error", pd.errors.ParserWarning)
             warnings.simplefilter("ignore", pd.errors.DtypeWarning)
             frame = pd.read_csv(
-                io.BytesIO(text),
+                file,
+                compression=None,
                 header=None,
                 names=range(num_columns),
                 index_col=False,
@@ -221,7 +228,8 @@ def _sizes_at_once(text: bytes, header_line: int, num_columns: int, columns: lis
     if not len(frame) or steps.dtype != np.int64 or sizes.dtype != np.int64:
         return None
     follows = (steps[1:] == 0) | (steps[1:] == steps[:-1] + 1)
-    return np.ascontiguousarray(sizes) if steps[0] == 0 and follows.all() and sizes.min() > 0 else None
+    # a copy, as a column may be part of an array that holds them all
+    return np.array(sizes) if steps[0] == 0 and follows.all() and sizes.min() > 0 else None
 
 
 def _sizes_by_row(source: str, text: bytes, num_columns: int, columns: list[int]) -> npt.NDArray[np.int64]:
