@@ -12,6 +12,7 @@ from variable_batch_size.version import __version__
 if TYPE_CHECKING:
     from variable_batch_size.buffers import share_buffers
     from variable_batch_size.checkpoint import Checkpoint
+    from variable_batch_size.comparison.workload import Workload
     from variable_batch_size.convert import Conversion, convert_recording, step_seconds
     from variable_batch_size.generate import (
         constant_trace,
@@ -56,6 +57,7 @@ _HOME = {
     "ProgressBar": "sinks",
     "TensorBoard": "sinks",
     "share_buffers": "buffers",
+    "Workload": "comparison.workload",
     "Conversion": "convert",
     "convert_recording": "convert",
     "step_seconds": "convert",
@@ -139,6 +141,7 @@ __all__ = [
     "TensorBoard",
     "Trace",
     "Transition",
+    "Workload",
     "__version__",
     "constant_trace",
     "conversion_report",

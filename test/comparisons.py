@@ -1,0 +1,86 @@
+"""Workloads for the tests of vbs compare, found as ``comparisons:NAME``; and how the command is run there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import l1_loss, mse_loss
+from torch.utils.data import Dataset, TensorDataset
+
+import variable_batch_size as vbs
+
+HERE = Path(__file__).parent
+
+
+def vbs_compare(*options, check=True):
+    """Run ``vbs compare`` with these options in this folder."""
+    done = subprocess.run(command(*options), cwd=HERE, env=environment(), capture_output=True, text=True)
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def command(*options):
+    return [sys.executable, "-W", "error", "-m", "variable_batch_size", "compare", *map(str, options)]
+
+
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+
+
+def line():
+    """A straight line through points with noise, as a data set that is no TensorDataset, and a schedule."""
+    return vbs.Workload(
+        model=lambda: nn.Linear(4, 1),
+        train=Points(240, seed=0),
+        test=Points(60, seed=1),
+        loss=mse_loss,
+        metric=l1_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.5, weight_decay=0.01),
+        minibatch_size=8,
+        ref_batchsize=8,
+        num_samples=480,
+        schedule=lambda fraction: 1 - 0.9 * fraction,
+        metric_name="error",
+        unit="",
+        is_higher_better=False,
+    )
+
+
+class Points(Dataset):
+    def __init__(self, number, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.inputs = torch.randn(number, 4, generator=generator)
+        self.targets = self.inputs.sum(1, keepdim=True) + 0.1 * torch.randn(number, 1, generator=generator)
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index], self.targets[index]
+
+
+def troubled():
+    """Diverges with the linear rule, at scales above 1, and fails for seed 1."""
+    points = Points(256, seed=0)
+
+    def model():
+        if torch.initial_seed() == 1:
+            raise RuntimeError("seed 1\nis not to my taste")
+        return nn.Linear(4, 1)
+
+    return vbs.Workload(
+        model=model,
+        train=TensorDataset(points.inputs, points.targets),
+        test=TensorDataset(points.inputs, points.targets),
+        loss=mse_loss,
+        metric=lambda outputs, targets: -mse_loss(outputs, targets),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.2),
+        minibatch_size=8,
+        ref_batchsize=8,
+        num_samples=8192,
+        metric_name="minus error",
+        unit=" u",
+    )
