@@ -153,11 +153,11 @@ def test_a_cycled_trace_none_of_whose_later_epochs_starts_with_the_first_row_is_
 
 
 @pytest.mark.parametrize("on_end", ["stop", "hold", "cycle"])
-@pytest.mark.parametrize("num_rows", [63, 64, 65, 128, 5000])
+@pytest.mark.parametrize("num_rows", [63, 64, 65, 128, 511, 512, 513, 5000])
 def test_a_long_trace_has_the_epochs_of_the_definition(on_end, num_rows):
     sizes = np.random.default_rng(num_rows).integers(1, 20, num_rows)
     schedule = Schedule(Trace.of(sizes), dataset_size=300, minibatch_size=1, on_end=on_end)
-    epochs = model(schedule, num_epochs=200)
+    epochs = model(schedule, num_epochs=1000)
     starts = np.cumsum([0, *map(len, epochs)]).tolist()
     assert [schedule.steps(epoch) for epoch in range(len(epochs))] == list(map(range, starts, starts[1:]))
     samples = np.cumsum([0, *chain(*epochs)]).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ ON_END = ("stop", "hold", "cycle")
 
 _STEPS_AT_ONCE = 4096
 _ROWS_PER_MARK = 64
+_ROWS_PER_SEARCH = 512
 
 
 class Schedule:
@@ -105,7 +107,7 @@ class Schedule:
         if self.on_end != "stop":
             return None
         while self._starts[-1] < len(self.trace):
-            self._append_start()
+            self._append_starts()
         return len(self._starts) - 1
 
     def _start(self, epoch: int) -> int:
@@ -125,11 +127,19 @@ class Schedule:
                 if period:
                     cycles, rest = divmod(epoch - first, period)
                     return cycles * (last - self._starts[first]) + self._starts[first + rest]
-            self._append_start()
+            self._append_starts()
         return self._starts[epoch]
 
-    def _append_start(self) -> None:
-        self._starts.append(self._step_at(self.samples_before(self._starts[-1]) + self.capacity))
+    def _append_starts(self) -> None:
+        """Find the next epochs: those that start in the next rows of the trace, or if none does, the next one."""
+        last = self._starts[-1]
+        ends = self.trace.sizes[last : last + _ROWS_PER_SEARCH].cumsum().tolist()
+        used = row = 0
+        while (row := bisect_right(ends, used + self.capacity, row)) < len(ends):
+            self._starts.append(last + row)
+            used = ends[row - 1]
+        if self._starts[-1] == last:
+            self._starts.append(self._step_at(self.samples_before(last) + self.capacity))
 
     def samples_before(self, step: int) -> int:
         """The samples used by all steps before this one."""
