@@ -2,18 +2,24 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint bench soak clean
+.PHONY: demo test lint browser bench soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
-test: lint
+test: lint browser
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# for the tests of the page that vbs compare makes
+browser:
+	@command -v chromium chromedriver > /dev/null \
+		|| (apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium chromium-driver > /dev/null) \
+		|| echo "chromium and chromedriver are missing: tests marked browser will fail"
 
 bench: $(VENV)/.installed
 	$(BIN)/python bench/sampler.py

@@ -25,6 +25,8 @@ WITH_EXAMPLES = [
     "plan",
     "sparkline",
     "report",
+    "comparison.results",
+    "comparison.verdict",
 ]
 
 

@@ -52,7 +52,7 @@ def mnist(datadir: Path | None) -> dict[str, Any]:
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.5),
         "minibatch_size": 32,
         "ref_batchsize": 128,
-        "num_samples": 12 * 60_000,
+        "num_samples": 10 * 60_000,
     }
 
 

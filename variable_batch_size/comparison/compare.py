@@ -24,6 +24,7 @@ from variable_batch_size.comparison.experiment import (
 from variable_batch_size.comparison.page import write_page
 from variable_batch_size.comparison.results import write_tables
 from variable_batch_size.comparison.train import train
+from variable_batch_size.comparison.verdict import number
 from variable_batch_size.comparison.workers import Workers
 from variable_batch_size.trace import Trace
 
@@ -111,9 +112,9 @@ def _leader(run: Run, settings: Settings, rules: Sequence[str]) -> Run | None:
 
 
 def _in_words(settings: Settings, outcome: Outcome) -> str:
-    if outcome.status != DONE:
+    if outcome.status != DONE or outcome.final_metric is None:
         return f"{outcome.status}, {outcome.reason}"
     return (
-        f"{settings.metric_name} {outcome.final_metric:.2f}{settings.unit} after {outcome.updates:,} updates, "
+        f"{settings.metric_name} {number(outcome.final_metric)}{settings.unit} after {outcome.updates:,} updates, "
         f"{outcome.samples:,} samples, {outcome.seconds:.1f} s"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from string import Template
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from variable_batch_size.comparison.curves import curves
 from variable_batch_size.comparison.experiment import REFERENCE, Outcome, Results, Settings
 from variable_batch_size.comparison.results import Group, Spread, groups, ranking
-from variable_batch_size.comparison.verdict import one_deviation, shown, verdicts
+from variable_batch_size.comparison.verdict import number, one_deviation, shown, verdicts
 from variable_batch_size.files import write_text
 
 _COLUMNS = ("rule", "final", "against the yardstick", "best", "updates", "samples", "seconds", "runs")
@@ -126,7 +126,8 @@ def _row(settings: Settings, group: Group, reference: Group | None) -> list[str]
     final, best = group.final, group.spread(lambda outcome: outcome.best_metric)
     against = "–"
     if final is not None and reference is not None and reference.final is not None:
-        against = f"{final.mean - reference.final.mean:+.2f}".replace("-", "−")
+        gap = final.mean - reference.final.mean
+        against = ("+" if gap >= 0 else "−") + number(abs(gap))
     seconds = group.spread(lambda outcome: outcome.seconds)
     return [
         f"always {settings.ref_batchsize} (yardstick)" if group.is_reference else group.rule,
@@ -156,17 +157,17 @@ def _ranking_in_words(ranked: Sequence[Group], one: float) -> str:
 def _runs_table(found: Iterable[Group]) -> str:
     columns = ("trace", "rule", "seed", "status", "updates", "samples", "progress", "final", "best", "reason")
 
-    def number(value: float | None, format: str) -> str:
-        return "–" if value is None else format.format(value)
+    def cell(value: float | None, text: Callable[[float], str]) -> str:
+        return "–" if value is None else text(value)
 
     def row(outcome: Outcome) -> list[str]:
         return [
             outcome.status,
-            number(outcome.updates, "{:,}"),
-            number(outcome.samples, "{:,}"),
-            number(outcome.progress, "{:,.1f}"),
-            number(outcome.final_metric, "{:.2f}"),
-            number(outcome.best_metric, "{:.2f}"),
+            cell(outcome.updates, "{:,}".format),
+            cell(outcome.samples, "{:,}".format),
+            cell(outcome.progress, "{:,.1f}".format),
+            cell(outcome.final_metric, number),
+            cell(outcome.best_metric, number),
             outcome.reason,
         ]
 

@@ -57,17 +57,26 @@ def one_deviation(groups: Iterable[Group]) -> float:
     return statistics.median([deviation for deviation in deviations if deviation is not None] or [0.0])
 
 
+def number(value: float) -> str:
+    """With two decimals, unless it is so large that they would mean nothing.
+
+    >>> number(97.8125), number(-3.2e20)
+    ('97.81', '-3.2e+20')
+    """
+    return f"{value:.2f}" if abs(value) < 1e6 else f"{value:.3g}"
+
+
 def shown(settings: Settings, spread: Spread) -> str:
     """A mean and its deviation, such as ``97.81 ± 0.32 %``."""
-    deviation = "" if spread.deviation is None else f" ± {spread.deviation:.2f}"
-    return f"{spread.mean:.2f}{deviation}{settings.unit}"
+    deviation = "" if spread.deviation is None else f" ± {number(spread.deviation)}"
+    return f"{number(spread.mean)}{deviation}{settings.unit}"
 
 
 def difference(settings: Settings, spread: Spread, other: Spread) -> str:
     """How much lower or higher a mean is than another, such as ``2.10 points lower``."""
     gap = spread.mean - other.mean
     unit = " points" if settings.unit.strip() == "%" else settings.unit
-    return f"{abs(gap):.2f}{unit} {'lower' if gap < 0 else 'higher'}"
+    return f"{number(abs(gap))}{unit} {'lower' if gap < 0 else 'higher'}"
 
 
 def _about_the_best(settings: Settings, rules: Sequence[str], best: Spread) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from variable_batch_size.comparison import builtin_workloads as builtin
+import variable_batch_size.comparison.builtin_workloads as builtin
 from variable_batch_size.schedule import is_integer
 
 
