@@ -24,6 +24,7 @@ browser:
 bench: $(VENV)/.installed
 	$(BIN)/python bench/sampler.py
 	$(BIN)/python bench/trace.py
+	$(BIN)/python bench/scaling.py
 	$(BIN)/python bench/optimizer.py
 	$(BIN)/python bench/reduction.py
 	$(BIN)/python bench/logs.py
