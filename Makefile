@@ -25,6 +25,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python bench/sampler.py
 	$(BIN)/python bench/trace.py
 	$(BIN)/python bench/scaling.py
+	$(BIN)/python bench/command.py
 	$(BIN)/python bench/optimizer.py
 	$(BIN)/python bench/reduction.py
 	$(BIN)/python bench/logs.py
