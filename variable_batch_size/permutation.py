@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +56,7 @@ class Permutation:
     def __call__(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The elements at the given positions."""
         elements = self._pass(positions.astype(np.uint64).ravel())
-        beyond = np.flatnonzero(elements >= self.size)
+        beyond = (elements >= self.size).nonzero()[0]
         while len(beyond):
             walked = self._pass(elements[beyond])
             elements[beyond] = walked
@@ -73,6 +74,7 @@ class Permutation:
         return left
 
 
+@lru_cache  # the same in every epoch
 def _bases(size: int) -> tuple[int, int]:
     """Two bases near √size, those of 16 pairs whose product exceeds `size` least; the first even.
 

@@ -249,11 +249,12 @@ class Schedule:
         """
         steps = self.steps(epoch)
         stride = self.num_replicas * self.minibatch_size
-        epoch_start = self.samples_before(steps.start)
+        begin = self._sum(steps[:first_step], lambda sizes: sizes)
         for start in range(steps.start + first_step, steps.stop, _STEPS_AT_ONCE):
             sizes = self._sizes(range(start, min(start + _STEPS_AT_ONCE, steps.stop)))
-            begins = sizes.cumsum() - sizes + (self.samples_before(start) - epoch_start)
-            first_ones = begins + rank % (sizes // self.minibatch_size) * self.minibatch_size
+            step_ends = begin + sizes.cumsum()
+            begin = int(step_ends[-1])
+            first_ones = step_ends - sizes + rank % (sizes // self.minibatch_size) * self.minibatch_size
             yielded = self._num_yielded(sizes, rank)
             ends = yielded.cumsum()
             origins = first_ones - (ends - yielded) * stride  # so that all of a step lie on one line
