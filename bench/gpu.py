@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import gpt
 import torch
 import torchvision
 from measure import in_turn, print_comparison, print_machine
@@ -18,6 +19,7 @@ from torch import nn
 
 import variable_batch_size as vbs
 
+MODELS = ("resnet18", "resnet50", "gpt")
 SHAPES = {"resnet18": (128, 32), "resnet50": (64, 224)}
 UPDATES = 8
 
@@ -36,19 +38,27 @@ def fairscale_adascale(path: str | None) -> Any:
 
 
 class Workload:
-    """A model on a fixed minibatch of random images, in bf16 autocast and channels-last."""
+    """A model on a fixed minibatch of random data, in bf16 autocast: images channels-last, or text of 1024 tokens."""
 
     def __init__(self, name: str) -> None:
+        self.rules = {"LinearRuleOptimizer": vbs.LinearRuleOptimizer, "AdaScaleOptimizer": vbs.AdaScaleOptimizer}
+        if name == "gpt":
+            self.minibatch = 8
+            self.model: nn.Module = gpt.GPT().cuda()
+            self.x = torch.randint(0, gpt.VOCABULARY, (self.minibatch, gpt.CONTEXT + 1), device="cuda")
+            self.loss = lambda model: gpt.loss(model, self.x)
+            self.optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-5)
+            self.rules["AdamScaleOptimizer"] = vbs.AdamScaleOptimizer
+            return
         self.minibatch, size = SHAPES[name]
         self.model = getattr(torchvision.models, name)(num_classes=1000).cuda().to(memory_format=torch.channels_last)
         x = torch.randn(self.minibatch, 3, size, size, device="cuda")
         self.x = x.to(memory_format=torch.channels_last)
         self.y = torch.randint(0, 1000, (self.minibatch,), device="cuda")
+        self.loss = self.loss_of_images
+        self.optimizer = lambda model: torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-
-    def loss(self, model: nn.Module) -> torch.Tensor:
+    def loss_of_images(self, model: nn.Module) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):
             return nn.functional.cross_entropy(model(self.x), self.y)
 
@@ -121,13 +131,12 @@ def compare(name: str, accumulate: int, peer: Any, repeats: int) -> None:
     makers = {
         "plain loop": partial(workload.plain, accumulate),
         "plain loop again": partial(workload.plain, accumulate),
-        "LinearRuleOptimizer": partial(workload.ours, vbs.LinearRuleOptimizer, accumulate),
-        "AdaScaleOptimizer": partial(workload.ours, vbs.AdaScaleOptimizer, accumulate),
+        **{rule: partial(workload.ours, kind, accumulate) for rule, kind in workload.rules.items()},
     }
-    if accumulate > 1:  # FairScale's needs two gradients
+    if accumulate > 1 and peer is not None and name != "gpt":  # FairScale's needs two gradients, and is for SGD
         makers["FairScale AdaScale"] = partial(workload.fairscale, peer, accumulate)
     gradient = sum(p.numel() * p.element_size() for p in workload.model.parameters()) / 2**20
-    print(f"\n{name}, {workload.minibatch} images, accumulation {accumulate}, gradient {gradient:.0f} MiB")
+    print(f"\n{name}, {workload.minibatch} samples, accumulation {accumulate}, gradient {gradient:.0f} MiB")
     peak_memory(makers["plain loop"])  # the first run also tries algorithms, which takes memory of its own
     memory = {side: peak_memory(make) for side, make in makers.items()}
     updates = {side: seconds_of(make()) for side, make in makers.items()}
@@ -140,7 +149,7 @@ def compare(name: str, accumulate: int, peer: Any, repeats: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--fairscale", metavar="FILE", help="adascale.py of FairScale, where it is not installed")
     options = parser.parse_args()
