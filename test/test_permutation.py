@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import sparse, stats
 
-from variable_batch_size.permutation import ROUNDS, Permutation, _bases
+from variable_batch_size.permutation import Permutation, _bases
 
 KEYS = st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**63 - 1))
 
@@ -73,10 +73,10 @@ def test_another_key_gives_another_order(key, other):
 def test_the_order_is_the_one_written_here():
     assert Permutation(10, key=(0, 0))(np.arange(10)).tolist() == [5, 6, 7, 9, 2, 3, 8, 0, 1, 4]
     assert Permutation(10**12, key=(42, 7))(np.arange(4)).tolist() == [
-        349407861215,
-        834299216719,
-        643080359658,
-        830667374552,
+        226730358963,
+        214837300837,
+        695037605688,
+        418655386195,
     ]
 
 
@@ -97,10 +97,11 @@ def keys(request):
     return [(number, 3) if request.param == "seeds" else (3, number) for number in range(2000)]
 
 
-@pytest.fixture(scope="module", params=[100, 256, 300, 17 * 19, 1000])
+@pytest.fixture(scope="module", params=[100, 256, 300, 17 * 19, 1000, 4096])
 def shuffles(request, keys):
     """The orders of keys that follow each other, one in a row."""
-    return np.stack([Permutation(request.param, key)(np.arange(request.param)) for key in keys])
+    size = request.param
+    return np.stack([Permutation(size, key)(np.arange(size)) for key in keys[: 4_000_000 // size]])
 
 
 def bins_of(elements, size, num_bins):
@@ -218,8 +219,8 @@ def test_large_numbers_do_not_overflow(size):
 
 def element_at(position, size, key):
     """The permutation once more, in integers of any length."""
-    digest = hashlib.blake2b(key.encode(), digest_size=8 * ROUNDS).digest()
-    keys = [int.from_bytes(digest[start : start + 8], "little") for start in range(0, len(digest), 8)]
+    digest = hashlib.blake2b(key.encode()).digest()
+    keys = [int.from_bytes(digest[start : start + 8], "little") for start in range(0, 8 * 6, 8)]
     digit, other = divmod(position, _bases(size)[1])
     base, other_base = _bases(size)
     for key_of_round in keys:
