@@ -58,7 +58,7 @@ def captured(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[],
 
 def plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], float]:
     """The loop by hand: eager, loss / n, lr × n."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
 
     def replay() -> float:
         torch.cuda.synchronize()
@@ -69,7 +69,7 @@ def plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], fl
                 with torch.autocast("cuda", torch.bfloat16):
                     loss = nn.functional.cross_entropy(model(x), y)
                 (loss / number).backward()
-            optimizer.param_groups[0]["lr"] = 1e-4 * number
+            optimizer.param_groups[0]["lr"] = 1e-5 * number
             optimizer.step()
             optimizer.zero_grad()
         torch.cuda.synchronize()
@@ -80,7 +80,7 @@ def plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], fl
 
 def ours(kind: Any, capture: Any, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], float]:
     sampler = vbs.CustomSampler(dataset_size=10**9, trace=SIZES, minibatch_size=MINIBATCH, on_end="cycle")
-    inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
     optimizer = kind(inner, sampler, ref_batchsize=MINIBATCH)
     minibatch = capture(model, x, y)
 
@@ -111,7 +111,7 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     print_machine()
     print(
@@ -130,7 +130,7 @@ def main() -> None:
         replay()
     print_differences(model, models)
     graphs = counters["stats"]["unique_graphs"]
-    seconds = in_turn(sides, repeats=options.repeats)
+    seconds = in_turn(sides, repeats=options.repeats, warmup=0)  # each has had one replay
     print_comparison(seconds, peer="plain loop, eager")
     print(
         f"graphs that torch.compile made: {graphs} in the first replay, {counters['stats']['unique_graphs']} after all"
