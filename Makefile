@@ -21,7 +21,7 @@ browser:
 		|| (apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium chromium-driver > /dev/null) \
 		|| echo "chromium and chromedriver are missing: tests marked browser will fail"
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.installed .peers
 	$(BIN)/python bench/sampler.py
 	$(BIN)/python bench/trace.py
 	$(BIN)/python bench/scaling.py
@@ -39,5 +39,10 @@ $(VENV)/.installed: setup.cfg pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[xla,test]'
 	touch $@
 
+# what benchmarks compare with, apart from the environment; without it they say so and go on
+.peers: | $(VENV)/.installed
+	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ fairscale==0.4.13 adaptdl==0.2.11 \
+		autograd portpicker psutil redis requests certifi charset_normalizer idna urllib3 semver 'setuptools<81'
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

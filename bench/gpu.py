@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import importlib.util
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ import gpt
 import torch
 import torchvision
 from measure import in_turn, print_comparison, print_machine
+from peers import fairscale_adascale
 from torch import nn
 
 import variable_batch_size as vbs
@@ -22,19 +22,6 @@ import variable_batch_size as vbs
 MODELS = ("resnet18", "resnet50", "gpt")
 SHAPES = {"resnet18": (128, 32), "resnet50": (64, 224)}
 UPDATES = 8
-
-
-def fairscale_adascale(path: str | None) -> Any:
-    """FairScale's AdaScale, from the installed package or from that one file of it."""
-    if path is None:
-        from fairscale.optim import AdaScale
-
-        return AdaScale
-    spec = importlib.util.spec_from_file_location("fairscale_adascale", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.AdaScale
 
 
 class Workload:

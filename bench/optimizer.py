@@ -1,14 +1,20 @@
-"""What an update of 4 accumulated minibatches costs with LinearRuleOptimizer, against the loop one writes by hand.
+"""What an update of 4 accumulated minibatches costs in one process, against the loop by hand and other AdaScales.
 
 In CPU time of one thread, of which the time that other programs take from this one is no part.
 """
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import time
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
+from typing import Any
 
+import peers
 import torch
 from measure import in_turn, print_comparison, print_machine
 from resnet import resnet50
@@ -19,60 +25,108 @@ import variable_batch_size as vbs
 
 NUM_MINIBATCHES = 4
 
+Losses = list[Callable[[nn.Module], torch.Tensor]]
+
 
 def main() -> None:
     print_machine()
-    torch.set_num_threads(1)
+    for compare in (compare_mlp, compare_resnet):
+        # a process for each: AdaptDL makes its process one of a group, which there can be only one of
+        process = multiprocessing.get_context("spawn").Process(target=compare)
+        process.start()
+        process.join()
+
+
+def compare_mlp() -> None:
     mlp = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
-    compare("MLP", mlp, torch.randn(NUM_MINIBATCHES, 32, 256), updates=2, repeats=1500)
-    compare("ResNet-50", resnet50(), torch.randn(NUM_MINIBATCHES, 8, 3, 64, 64), updates=1, repeats=15)
+    compare("MLP", mlp, torch.randn(NUM_MINIBATCHES, 32, 256), updates=2, repeats=1000)
+
+
+def compare_resnet() -> None:
+    compare("ResNet-50", resnet50(), torch.randn(NUM_MINIBATCHES, 8, 3, 64, 64), updates=1, repeats=12)
 
 
 def compare(name: str, model: nn.Module, inputs: torch.Tensor, *, updates: int, repeats: int) -> None:
     """Let each side train a model of its own, `updates` steps at a time."""
+    torch.set_num_threads(1)
     tensors = list(model.parameters())
     print(f"{name}: {sum(p.numel() for p in tensors):_} parameters in {len(tensors)} tensors, ", end="")
     print(f"{NUM_MINIBATCHES} minibatches of {' x '.join(map(str, inputs.shape[1:]))}, {updates} updates at a time")
-    targets = torch.zeros(inputs.shape[:2], dtype=torch.int64)
-    sides = {
-        "by hand": by_hand(model, inputs, targets, updates),
-        "vbs.LinearRuleOptimizer": with_vbs(deepcopy(model), inputs, targets, updates),
+    losses: Losses = [partial(loss_of, x, torch.zeros(len(x), dtype=torch.int64)) for x in inputs]
+    updaters = {
+        "by hand": by_hand(deepcopy(model), losses),
+        "by hand again": by_hand(deepcopy(model), losses),
+        "vbs.LinearRuleOptimizer": with_vbs(vbs.LinearRuleOptimizer, deepcopy(model), losses, len(inputs[0])),
+        "vbs.AdaScaleOptimizer": with_vbs(vbs.AdaScaleOptimizer, deepcopy(model), losses, len(inputs[0])),
     }
+    fairscale = peers.fairscale_adascale()
+    if fairscale is not None:
+        updaters["FairScale AdaScale"] = with_fairscale(fairscale, deepcopy(model), losses)
+    if peers.has_adaptdl():  # last, as the other sides must not find its process group
+        updaters["AdaptDL AdaScale"] = with_adaptdl(deepcopy(model), losses, len(inputs[0]))
+    sides = {side: partial(seconds_of, update, updates) for side, update in updaters.items()}
     print_comparison(in_turn(sides, repeats=repeats, warmup=3), peer="by hand")
+    for side in {"FairScale AdaScale", "AdaptDL AdaScale"} - set(sides):
+        print(f"{side}: not installed")
 
 
-def by_hand(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, updates: int) -> Callable[[], float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+def loss_of(x: torch.Tensor, target: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    return cross_entropy(model(x), target)
 
-    def run() -> float:
-        start = time.process_time()
-        for _ in range(updates):
-            for x, target in zip(inputs, targets, strict=True):
-                (cross_entropy(model(x), target) / NUM_MINIBATCHES).backward()
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+
+
+def seconds_of(update: Callable[[], None], updates: int) -> float:
+    start = time.process_time()
+    for _ in range(updates):
+        update()
+    return time.process_time() - start
+
+
+def by_hand(model: nn.Module, losses: Losses) -> Callable[[], None]:
+    optimizer = sgd(model)
+
+    def update() -> None:
+        for loss in losses:
+            (loss(model) / NUM_MINIBATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def with_vbs(kind: Any, model: nn.Module, losses: Losses, minibatch_size: int) -> Callable[[], None]:
+    batch_size = NUM_MINIBATCHES * minibatch_size
+    sampler = vbs.CustomSampler(dataset_size=10**9, trace=batch_size, minibatch_size=minibatch_size)
+    optimizer = kind(sgd(model), sampler, ref_batchsize=batch_size)
+
+    def update() -> None:
+        for loss in losses:
+            loss(model).backward()
             optimizer.step()
-            optimizer.zero_grad()
-        return time.process_time() - start
 
-    return run
+    return update
 
 
-def with_vbs(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, updates: int) -> Callable[[], float]:
-    minibatch = inputs.shape[1]
-    batch = NUM_MINIBATCHES * minibatch
-    sampler = vbs.CustomSampler(dataset_size=updates * batch, trace=batch, minibatch_size=minibatch)
-    inner = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=batch)
+def with_fairscale(kind: Any, model: nn.Module, losses: Losses) -> Callable[[], None]:
+    optimizer = kind(sgd(model), world_size=1, scale=1.0, num_gradients_to_accumulate=NUM_MINIBATCHES)
 
-    def run() -> float:
-        optimizer.set_epoch(0)
-        start = time.process_time()
-        for _ in range(updates):
-            for x, target in zip(inputs, targets, strict=True):
-                cross_entropy(model(x), target).backward()
-                optimizer.step()
-        return time.process_time() - start
+    def update() -> None:
+        for loss in losses:
+            loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    return run
+    return update
+
+
+def with_adaptdl(model: nn.Module, losses: Losses, minibatch_size: int) -> Callable[[], None]:
+    logging.disable()
+    warnings.simplefilter("ignore")  # it warns of each minibatch that is not the first of a step
+    adaptdl = peers.AdaptDL(model, sgd(model), minibatch_size=minibatch_size, num_minibatches=NUM_MINIBATCHES)
+    return partial(adaptdl.run, losses)
 
 
 if __name__ == "__main__":
