@@ -23,7 +23,6 @@ class Buffers:
         self._saved: list[torch.Tensor] = []
         self._versions: list[int] = []
 
-    @torch.no_grad()
     def save(self, is_idle: bool) -> None:
         """Remember the buffers if what is next may have to be taken back; `is_idle` if it is a stand-in."""
         if self._model is None or not (is_idle or self._is_always_saved):
@@ -31,17 +30,17 @@ class Buffers:
         buffers = list(self._model.buffers())
         versions = [buffer._version for buffer in buffers]
         if versions != self._versions:  # else nothing has changed them since, and on XLA a program is spared
-            self._saved = [buffer.clone() for buffer in buffers]
+            self._saved = [buffer.detach().clone() for buffer in buffers]
             self._versions = versions
 
-    @torch.no_grad()
     def settle(self, is_taken_back: bool) -> None:
         """After the minibatches of a step: put the buffers back if they are not to count."""
         if self._model is None or not (is_taken_back or self._is_xla) or not self._saved:
             return
         must_go = torch.tensor([is_taken_back]).to(self._saved[0].device)
-        for buffer, saved in zip(self._model.buffers(), self._saved, strict=True):
-            buffer.copy_(torch.where(must_go, saved, buffer).view_as(buffer) if self._is_xla else saved)
+        with torch.no_grad():
+            for buffer, saved in zip(self._model.buffers(), self._saved, strict=True):
+                buffer.copy_(torch.where(must_go, saved, buffer).view_as(buffer) if self._is_xla else saved)
 
 
 def share_buffers(model: torch.nn.Module) -> None:

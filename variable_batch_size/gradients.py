@@ -55,14 +55,12 @@ class Gradients(ABC):
 
     def collect(self, is_last: bool) -> None:
         """Take in the latest minibatch's gradients, even where ``grad`` was replaced; `is_last` in the step, here."""
-        for p, buffer in zip(self._parameters, self._buffers, strict=True):
-            if p.grad is not buffer:
-                if p.grad is not None:
-                    buffer.add_(p.grad)
-                p.grad = buffer
-        trainable = [p for group in self._param_groups() for p in group["params"] if p.requires_grad]
-        if len(trainable) != len(self._parameters) or not all(map(is_, trainable, self._parameters)):
-            self._fit()
+        if not all(map(is_, [p.grad for p in self._parameters], self._buffers)):
+            self._take_back()
+        if is_last or self._measures:  # until then, a new parameter's gradients accumulate where autograd puts them
+            trainable = [p for group in self._param_groups() for p in group["params"] if p.requires_grad]
+            if len(trainable) != len(self._parameters) or not all(map(is_, trainable, self._parameters)):
+                self._fit()
         if self._measures:
             self._measure(is_last)
 
@@ -123,6 +121,14 @@ class Gradients(ABC):
     @abstractmethod
     def _arrived_anywhere(self) -> Iterable[int]:
         """Which of the waiting parameters got a gradient on any core."""
+
+    def _take_back(self) -> None:
+        """Add to the buffers what is in gradients that have taken their place, and put the buffers there again."""
+        for p, buffer in zip(self._parameters, self._buffers, strict=True):
+            if p.grad is not buffer:
+                if p.grad is not None:
+                    buffer.add_(p.grad)
+                p.grad = buffer
 
     def _all(self) -> Parameters:
         return [p for group in self._param_groups() for p in group["params"]]
@@ -188,18 +194,18 @@ class FlatGradients(Gradients):
         self._has_sums = False
         self._arrivals: dict[int, torch.Tensor] = {}
         self._segments: list[list[tuple[torch.Tensor, torch.Tensor | None]]] = [[] for _ in range(self._num_groups)]
-        self._squares: torch.Tensor | None = None
+        self._squares: list[torch.Tensor] = []
         views: dict[int, torch.Tensor] = {}
         divisors: dict[int, torch.Tensor] = {}
         for (device, dtype), numbers in kinds.items():
             *offsets, end = _aligned_offsets((parameters[i].numel() for i in numbers), dtype)
-            has_squares = self._measures and self._squares is None and dtype in (torch.float32, torch.float64)
+            has_squares = self._measures and not self._squares and dtype in (torch.float32, torch.float64)
             num_squares = self._num_groups if has_squares else 0
             flat = torch.zeros(end + len(numbers) + num_squares, dtype=dtype, device=device)
             divisor = torch.ones_like(flat) if self._is_preconditioned else None
             self._flats.append(flat)
             if has_squares:
-                self._squares = flat[end + len(numbers) :]
+                self._squares = list(flat[end + len(numbers) :])
             for place, (i, offset) in enumerate(zip(numbers, offsets, strict=True), start=end):
                 views[i] = _view(flat, parameters[i], offset)
                 self._arrivals[i] = flat[place]
@@ -210,21 +216,22 @@ class FlatGradients(Gradients):
                 if places:
                     part = slice(offsets[places[0]], [*offsets, end][places[-1] + 1])
                     self._segments[group].append((flat[part], None if divisor is None else divisor[part]))
-        if self._measures and self._squares is None and parameters:
-            self._squares = torch.zeros(self._num_groups, device=parameters[0].device)
-            self._flats.append(self._squares)
+        if self._measures and not self._squares and parameters:
+            self._flats.append(torch.zeros(self._num_groups, device=parameters[0].device))
+            self._squares = list(self._flats[-1])
         self.preconditioners = [divisors[i] for i in range(len(parameters))] if self._is_preconditioned else []
         return [views[i] for i in range(len(parameters))]
 
     def _measure(self, is_last: bool) -> None:
-        if self._squares is None:
+        if not self._squares:
             return
         squares = self._squares_now()
         if is_last and self._has_sums:
             for flat, held in zip(self._flats, self._sums, strict=True):
                 flat.add_(held)
             self._has_sums = False
-        self._squares.add_(squares)
+        for total, square in zip(self._squares, squares, strict=True):
+            total.add_(square)
         if not is_last:
             self._hold()
 
@@ -240,13 +247,13 @@ class FlatGradients(Gradients):
             flat.zero_()
         self._has_sums = True
 
-    def _squares_now(self) -> torch.Tensor:
+    def _squares_now(self) -> list[torch.Tensor]:
         """The squared norm of what the flat tensors hold, for each group."""
         squares = []
         for segments in self._segments:
             parts = [_square(gradients if divisor is None else gradients / divisor) for gradients, divisor in segments]
             squares.append(sum(parts[1:], start=parts[0]) if parts else torch.zeros((), device=self._flats[0].device))
-        return torch.stack(squares)
+        return squares
 
     def _reduce(self, weight: float) -> None:
         if weight == 0:
@@ -269,8 +276,8 @@ class FlatGradients(Gradients):
 
     def norms(self) -> list[tuple[float, float]]:
         of_result = self._squares_now()
-        of_minibatches = torch.zeros_like(of_result) if self._squares is None else self._squares
-        return list(zip(*torch.stack([of_minibatches, of_result]).tolist(), strict=True))
+        both = torch.stack([*(self._squares or map(torch.zeros_like, of_result)), *of_result]).tolist()
+        return list(zip(both[: len(of_result)], both[len(of_result) :], strict=True))
 
     def clear(self) -> None:
         self._has_sums = False

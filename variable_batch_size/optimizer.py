@@ -278,7 +278,11 @@ class CustomOptimizer(Optimizer):
             raise ValueError("`closure` must be None: run the backward pass, then call step()")
         for before in self._optimizer_step_pre_hooks.values():
             before(self, (), {})
-        has_updated = self._take_in_minibatch()
+        self._advance()
+        is_last = not self._minibatches_left
+        self._gradients.collect(is_last)
+        has_updated = is_last and self._complete_step()
+        self._communicator.end_minibatch()
         for after in self._optimizer_step_post_hooks.values():
             after(self, (), {})
         return has_updated
@@ -286,18 +290,9 @@ class CustomOptimizer(Optimizer):
     # torch would wrap step() for hooks and profiling, which takes longer than the accumulating; the inner step has it
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _take_in_minibatch(self) -> bool:
-        self._advance()
-        self._gradients.collect(is_last=not self._minibatches_left)
-        if self._minibatches_left:
-            self._communicator.end_minibatch()
-            return False
-        return self._complete_step()
-
     def _advance(self) -> None:
         """Note one more minibatch, which begins the next step if the latest is complete."""
-        position = (self.sampler.epoch, self.sampler.first_step)
-        if position != (self.epoch, self._first_step):
+        if self.sampler.epoch != self.epoch or self.sampler.first_step != self._first_step:
             raise RuntimeError(
                 f"the sampler is in epoch {self.sampler.epoch} (from its step {self.sampler.first_step} on) but the "
                 f"optimizer in epoch {self.epoch} (from {self._first_step} on): call set_epoch on both, alike"
@@ -315,9 +310,9 @@ class CustomOptimizer(Optimizer):
 
     def _complete_step(self) -> bool:
         """Reduce, update, and leave everything ready for the next step; False if the update was skipped."""
-        step = self._rule_step()
+        step, is_idle = self._rule_step(), self.is_idle
         weight = (1 if self.rule.sums_gradients else 1 / step.num_minibatches) / self.loss_scale
-        self._gradients.reduce(0.0 if self.is_idle else weight)
+        self._gradients.reduce(0.0 if is_idle else weight)
         if self.keeps_gradient_norm:
             size = step.num_minibatches if self.rule.sums_gradients else 1
             self.gradient_norm = self._gradients.norm() / self._communicator.as_data(size)
@@ -333,10 +328,9 @@ class CustomOptimizer(Optimizer):
         else:
             self._update(step)
         self._gradients.clear()
-        self._buffers.settle(is_taken_back=self.is_idle or is_skipped)
+        self._buffers.settle(is_taken_back=is_idle or is_skipped)
         is_idle_next = self._step < self._steps[-1] and self.sampler.schedule.is_idle(self._step + 1, self.sampler.rank)
         self._buffers.save(is_idle_next)
-        self._communicator.end_minibatch()
         self.steps_done += 1
         self.samples_done += step.batch_size
         if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:

@@ -226,7 +226,7 @@ class AdaScaleRule(Rule):
     def noise(self, group: int | None = None) -> Noise | None:
         """The averaged noise of a parameter group, or of all together; None before the first estimate."""
         chosen = self.averages if group is None else self.averages[group : group + 1]
-        known = [average.noise for average in chosen if average.noise is not None]
+        known = [noise for average in chosen if (noise := average.noise) is not None]
         return sum(known[1:], start=known[0]) if known else None
 
     def gain(self, batch_size: int, ref_batchsize: int, group: int | None = None) -> float:
