@@ -39,11 +39,11 @@ def main() -> None:
 
 def compare_mlp() -> None:
     mlp = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
-    compare("MLP", mlp, torch.randn(NUM_MINIBATCHES, 32, 256), updates=2, repeats=1000)
+    compare("MLP", mlp, torch.randn(NUM_MINIBATCHES, 32, 256), updates=10, repeats=150)
 
 
 def compare_resnet() -> None:
-    compare("ResNet-50", resnet50(), torch.randn(NUM_MINIBATCHES, 8, 3, 64, 64), updates=1, repeats=12)
+    compare("ResNet-50", resnet50(), torch.randn(NUM_MINIBATCHES, 8, 3, 64, 64), updates=1, repeats=8)
 
 
 def compare(name: str, model: nn.Module, inputs: torch.Tensor, *, updates: int, repeats: int) -> None:

@@ -1,4 +1,8 @@
-"""What reducing gradients between 2 processes costs: one flat call against one a tensor, a whole step against DDP."""
+"""What gradients cost between 2 processes: one flat all-reduce against one a tensor, and whole steps against DDP.
+
+DDP overlaps the reduction with the backward pass, in buckets. It needs as many minibatches on every core, so where a
+step has 3 of them, or 1, it runs 4, or 2. One thread for each process.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,21 +24,43 @@ from torch.nn.parallel import DistributedDataParallel
 import variable_batch_size as vbs
 
 CORES = 2
-NUM_MINIBATCHES = 4
-MINIBATCH = (8, 3, 32, 32)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def wide_mlp() -> nn.Module:
+    """As many parameters as ResNet-50, hardly any work: here communication is what a step costs."""
+    return nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000))
+
+
+# model, shape of a minibatch, minibatches of a step over both cores, updates at a time, repeats
+STEPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int, int]] = {
+    "MLP, 1 minibatch each": (mlp, (32, 256), 2, 10, 60),
+    "MLP, 4 minibatches each": (mlp, (32, 256), 8, 10, 40),
+    "MLP, 2 and 1 minibatches": (mlp, (32, 256), 3, 10, 40),
+    "MLP, 1 and none": (mlp, (32, 256), 1, 10, 40),
+    "wide MLP, 1 minibatch each": (wide_mlp, (32, 512), 2, 1, 20),
+    "ResNet-50, 1 minibatch each": (resnet50, (8, 3, 32, 32), 2, 1, 12),
+    "ResNet-50, 4 minibatches each": (resnet50, (8, 3, 32, 32), 8, 1, 6),
+    "ResNet-50, 2 and 1 minibatches": (resnet50, (8, 3, 32, 32), 3, 1, 8),
+    "ResNet-50, 1 and none": (resnet50, (8, 3, 32, 32), 1, 1, 12),
+}
 
 
 def main() -> None:
     print_machine()
     tensors = list(resnet50().parameters())
-    print(f"ResNet-50, {CORES} gloo processes: {sum(p.numel() for p in tensors):_} floats in {len(tensors)} tensors\n")
-    print("all-reduce of as many floats")
+    print(f"{CORES} gloo processes, {sum(p.numel() for p in tensors):_} floats in {len(tensors)} tensors")
     print_comparison(vbs.launch(time_reductions, cores=CORES, backend="gloo")[0], peer="a call for each tensor")
-    print(f"a step of {NUM_MINIBATCHES} minibatches of {' x '.join(map(str, MINIBATCH))} a process")
-    print_comparison(vbs.launch(time_steps, cores=CORES, backend="gloo")[0], peer="DDP, no_sync")
+    for name in STEPS:
+        print(f"a step, {name}")
+        print_comparison(vbs.launch(time_steps, (name,), cores=CORES, backend="gloo")[0], peer="DDP, no_sync")
 
 
 def time_reductions() -> dict[str, Numbers]:
+    torch.set_num_threads(1)
     tensors = [torch.zeros(p.shape) for p in resnet50().parameters()]
     flat = torch.zeros(sum(tensor.numel() for tensor in tensors))
     copy = torch.empty_like(flat)
@@ -41,64 +69,80 @@ def time_reductions() -> dict[str, Numbers]:
         for tensor in tensors:
             dist.all_reduce(tensor)
 
+    def reduce_parts(num_parts: int) -> None:
+        for work in [dist.all_reduce(part, async_op=True) for part in flat.chunk(num_parts)]:
+            work.wait()
+
     sides = {
         "a call for each tensor": together(reduce_each),
-        "one flat call": together(lambda: dist.all_reduce(flat)),
+        "one flat call": together(partial(reduce_parts, 1)),
+        "2 calls at once (vbs)": together(partial(reduce_parts, 2)),
+        "8 calls at once": together(partial(reduce_parts, 8)),
         "floor: one copy in memory": together(lambda: copy.copy_(flat)),
     }
-    return in_turn(sides, repeats=20, warmup=2)
+    return in_turn(sides, repeats=15, warmup=2)
 
 
-def time_steps() -> dict[str, Numbers]:
-    inputs = torch.randn(NUM_MINIBATCHES, *MINIBATCH)
-    targets = torch.zeros(inputs.shape[:2], dtype=torch.int64)
-    model = resnet50()
-    sides = {
-        "DDP, no_sync": together(step_with_ddp(deepcopy(model), inputs, targets, is_view=False)),
-        "DDP, no_sync, bucket views": together(step_with_ddp(deepcopy(model), inputs, targets, is_view=True)),
-        "vbs.LinearRuleOptimizer": together(step_with_vbs(model, inputs, targets)),
+def time_steps(name: str) -> dict[str, Numbers]:
+    torch.set_num_threads(1)
+    make, shape, num_minibatches, updates, repeats = STEPS[name]
+    model, x, target = make(), torch.randn(shape), torch.zeros(shape[0], dtype=torch.int64)
+
+    def loss_of(module: nn.Module) -> torch.Tensor:
+        return cross_entropy(module(x), target)
+
+    share = -(-num_minibatches // CORES)
+    steps = {
+        "DDP, no_sync": step_with_ddp(deepcopy(model), loss_of, share, is_view=False),
+        "DDP, no_sync, bucket views": step_with_ddp(deepcopy(model), loss_of, share, is_view=True),
+        "vbs.LinearRuleOptimizer": step_with_vbs(vbs.LinearRuleOptimizer, deepcopy(model), loss_of, num_minibatches),
+        "vbs.AdaScaleOptimizer": step_with_vbs(vbs.AdaScaleOptimizer, deepcopy(model), loss_of, num_minibatches),
     }
-    return in_turn(sides, repeats=12, warmup=2)
+    return in_turn({side: together(step, updates) for side, step in steps.items()}, repeats=repeats, warmup=2)
 
 
-def together(run: Callable[[], object]) -> Callable[[], float]:
+def together(run: Callable[[], object], updates: int = 1) -> Callable[[], float]:
     def timed() -> float:
         dist.barrier()
         start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
+        for _ in range(updates):
+            run()
+        return (time.perf_counter() - start) / updates
 
     return timed
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+
+
 def step_with_ddp(
-    module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, *, is_view: bool
+    module: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor], num_minibatches: int, *, is_view: bool
 ) -> Callable[[], None]:
     # without the broadcast of BatchNorm's buffers, which is no part of the other side
     model = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=is_view)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+    optimizer = sgd(model)
 
     def run() -> None:
-        for number, (x, target) in enumerate(zip(inputs, targets, strict=True), start=1):
-            with nullcontext() if number == NUM_MINIBATCHES else model.no_sync():
-                (cross_entropy(model(x), target) / NUM_MINIBATCHES).backward()
+        for number in range(1, num_minibatches + 1):
+            with nullcontext() if number == num_minibatches else model.no_sync():
+                (loss_of(model) / num_minibatches).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return run
 
 
-def step_with_vbs(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
-    minibatch = inputs.shape[1]
-    batch = CORES * NUM_MINIBATCHES * minibatch
-    sampler = vbs.CustomSampler(dataset_size=batch, trace=batch, minibatch_size=minibatch)
-    inner = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=batch)
+def step_with_vbs(
+    kind: Any, model: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor], num_minibatches: int
+) -> Callable[[], None]:
+    sampler = vbs.CustomSampler(dataset_size=10**9, trace=num_minibatches, minibatch_size=1)
+    optimizer = kind(sgd(model), sampler, ref_batchsize=num_minibatches)
 
     def run() -> None:
-        optimizer.set_epoch(0)
-        for x, target in zip(inputs, targets, strict=True):
-            cross_entropy(model(x), target).backward()
+        before = optimizer.steps_done
+        while optimizer.steps_done == before:
+            loss_of(model).backward()
             optimizer.step()
 
     return run
