@@ -29,6 +29,7 @@ bench: $(VENV)/.installed .peers
 	$(BIN)/python bench/optimizer.py
 	$(BIN)/python bench/reduction.py
 	$(BIN)/python bench/logs.py
+	$(BIN)/python bench/xla.py
 
 soak: $(VENV)/.installed
 	$(BIN)/python test/soak.py

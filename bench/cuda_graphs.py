@@ -97,18 +97,6 @@ def ours(kind: Any, capture: Any, model: nn.Module, x: torch.Tensor, y: torch.Te
     return replay
 
 
-def print_differences(start: nn.Module, models: dict[str, nn.Module]) -> None:
-    """How far the weights of the linear rule are from those of the plain loop, in parts of the way they have gone."""
-    plain, *others = [(name, flat(model) - flat(start)) for name, model in models.items() if "AdaScale" not in name]
-    for name, way in others:
-        print(f"weights of {name}: {float((way - plain[1]).norm() / plain[1].norm()):.1e} from the plain loop's")
-    print()
-
-
-def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
@@ -128,7 +116,6 @@ def main() -> None:
     sides = {name: make(models[name], x, y) for name, make in makers.items()}
     for replay in sides.values():
         replay()
-    print_differences(model, models)
     graphs = counters["stats"]["unique_graphs"]
     seconds = in_turn(sides, repeats=options.repeats, warmup=0)  # each has had one replay
     print_comparison(seconds, peer="plain loop, eager")

@@ -1,0 +1,161 @@
+"""Replaying a trace on XLA: graphs, compiling, executions, transfers, against a loop that accumulates in one graph."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from measure import print_machine, print_row
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import variable_batch_size as vbs
+
+MINIBATCH = 32
+CONSTANT = 4
+WIDTHS = (26, 9, 12, 14, 14, 14, 12, 10)
+RULES = {
+    "linear": vbs.LinearRuleOptimizer,
+    "root": vbs.RootRuleOptimizer,
+    "constant": vbs.ConstantOptimizer,
+    "linear momentum": vbs.LinearRuleMomentumOptimizer,
+    "AdaScale": vbs.AdaScaleOptimizer,
+    "Adam rule": vbs.AdamRuleOptimizer,
+    "AdamScale": vbs.AdamScaleOptimizer,
+}
+BY_HAND = "by hand, one graph a size"
+
+
+def trace_of(num_sizes: int) -> list[int]:
+    """So many sizes, from 1 minibatch on, in a mixed order."""
+    return [MINIBATCH * int(n) for n in np.random.RandomState(0).permutation(np.arange(1, num_sizes + 1))]
+
+
+def replay(side: str, sizes: list[int], passes: int) -> list[dict[str, float]]:
+    """Go through the sizes several times on this core, and say for each pass how long it took and what XLA did."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    device = torch_xla.device()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2304, 10)).to(device)
+    data = [(torch.randn(MINIBATCH, 1, 28, 28), torch.randint(0, 10, (MINIBATCH,))) for _ in range(8)]
+    minibatches = [(x.to(device), y.to(device)) for x, y in data]
+    step = by_hand(model) if side == BY_HAND else ours(side, model, sizes)
+    found = []
+    for _ in range(passes):
+        before = counted()
+        start = time.perf_counter()
+        for size in sizes:
+            step([minibatches[i % len(minibatches)] for i in range(size // MINIBATCH)])
+        xm.wait_device_ops()
+        seconds = time.perf_counter() - start
+        found.append({name: value - before[name] for name, value in counted().items()} | {"seconds": seconds})
+    return found
+
+
+def by_hand(model: nn.Module) -> Callable[[list[Any]], None]:
+    """What one writes first: accumulate, then `xm.optimizer_step`. Each number of minibatches is another program."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+
+    def step(minibatches: list[Any]) -> None:
+        optimizer.zero_grad()
+        for x, y in minibatches:
+            (cross_entropy(model(x), y) / len(minibatches)).backward()
+        optimizer.param_groups[0]["lr"] = 0.01 * len(minibatches) / CONSTANT + 1e-9
+        xm.optimizer_step(optimizer)
+        torch_xla.sync()
+
+    return step
+
+
+def ours(rule: str, model: nn.Module, sizes: list[int]) -> Callable[[list[Any]], None]:
+    sampler = vbs.CustomSampler(dataset_size=10**9, trace=sizes, minibatch_size=MINIBATCH, on_end="cycle")
+    is_adam = rule.startswith("Adam ") or rule == "AdamScale"
+    inner: Any = torch.optim.AdamW if is_adam else torch.optim.SGD
+    optimizer = RULES[rule](inner(model.parameters(), lr=0.01), sampler, ref_batchsize=CONSTANT * MINIBATCH)
+
+    def step(minibatches: list[Any]) -> None:
+        for x, y in minibatches:
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    return step
+
+
+def counted() -> dict[str, float]:
+    """What XLA has done so far in this process."""
+    import torch_xla.debug.metrics as metrics
+
+    def of(name: str) -> tuple[int, float]:
+        found = metrics.metric_data(name)
+        return (found[0], found[1] / 1e9) if found else (0, 0.0)
+
+    return {
+        "graphs": metrics.counter_value("UncachedCompile") or 0,
+        "compile": of("CompileTime")[1],
+        "executions": of("ExecuteTime")[0],
+        "transfers": of("TransferFromDeviceTime")[0],
+    }
+
+
+def print_side(side: str, passes: list[dict[str, float]], sizes: list[int], peer_seconds: float | None) -> None:
+    first, last = passes[0], passes[-1]
+    print_row(
+        side,
+        f"{sum(found['graphs'] for found in passes):.0f}",
+        f"{first['compile']:.1f}",
+        f"{last['executions'] / len(sizes):.2f}",
+        f"{last['transfers'] / len(sizes):.2f}",
+        f"{first['seconds']:.2f}",
+        "–" if peer_seconds is None else f"{first['seconds'] / peer_seconds:.3f}",
+        f"{last['seconds'] / len(sizes) * 1e3:.1f}",
+        widths=WIDTHS,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[12, 48])
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--by-hand", type=int, default=12, help="most sizes for the loop by hand: 48 take 10 minutes")
+    options = parser.parse_args()
+    print_machine()
+    for num_sizes in options.sizes:
+        sizes = trace_of(num_sizes)
+        print(f"{num_sizes} sizes, {sum(sizes) // MINIBATCH} minibatches, one virtual core\n")
+        print_row(
+            "side",
+            "graphs",
+            "compile s",
+            "executions",
+            "transfers",
+            "first replay",
+            "ratio",
+            "ms a step",
+            widths=WIDTHS,
+        )
+        print_row("", "", "", "an update", "an update", "s", "", "later", widths=WIDTHS)
+        peer_seconds = None
+        for side in [*([BY_HAND] if num_sizes <= options.by_hand else []), *options.rules]:
+            (found,) = vbs.launch(replay, (side, sizes, 3), cores=1, backend="xla")
+            peer_seconds = found[0]["seconds"] if side == BY_HAND else peer_seconds
+            print_side(side, found, sizes, peer_seconds)
+        print()
+    print(f"the same size of {CONSTANT} minibatches in every step, ms a step, best of 5 times 20 steps")
+    best = {}
+    for side in (BY_HAND, "linear", "AdaScale"):
+        (found,) = vbs.launch(replay, (side, [CONSTANT * MINIBATCH] * 20, 6), cores=1, backend="xla")
+        best[side] = min(one["seconds"] for one in found[1:]) / 20 * 1e3
+        print(f"{side:26}{best[side]:8.1f}   {best[side] / best[BY_HAND]:.3f} of by hand", flush=True)
+
+
+if __name__ == "__main__":
+    main()
