@@ -79,8 +79,9 @@ def by_hand(model: nn.Module) -> Callable[[list[Any]], None]:
 def ours(rule: str, model: nn.Module, sizes: list[int]) -> Callable[[list[Any]], None]:
     sampler = vbs.CustomSampler(dataset_size=10**9, trace=sizes, minibatch_size=MINIBATCH, on_end="cycle")
     is_adam = rule.startswith("Adam ") or rule == "AdamScale"
-    inner: Any = torch.optim.AdamW if is_adam else torch.optim.SGD
-    optimizer = RULES[rule](inner(model.parameters(), lr=0.01), sampler, ref_batchsize=CONSTANT * MINIBATCH)
+    parameters = model.parameters()
+    inner = torch.optim.AdamW(parameters) if is_adam else torch.optim.SGD(parameters, lr=0.01, momentum=0.5)
+    optimizer = RULES[rule](inner, sampler, ref_batchsize=CONSTANT * MINIBATCH)
 
     def step(minibatches: list[Any]) -> None:
         for x, y in minibatches:
