@@ -8,7 +8,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
 test: lint browser
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .

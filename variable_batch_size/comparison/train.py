@@ -149,7 +149,7 @@ class _Training:
                 loss = self._workload.loss(self._model(inputs), targets)
                 loss.backward()  # type: ignore[no-untyped-call]
                 if optimizer.step():
-                    self.progress += optimizer.factor()
+                    self.progress += _worth(optimizer)
                 log.step(loss)
                 if optimizer.is_accumulating:
                     continue
@@ -227,6 +227,11 @@ class _Training:
             return self._settings.log_steps
         num_steps = self._settings.num_samples / float(self._optimizer.sampler.schedule.trace.sizes.mean())
         return max(1, round(num_steps / _NUM_RECORDS))
+
+
+def _worth(optimizer: CustomOptimizer) -> float:
+    """How many steps of the yardstick the latest step counts for: its gain if that is measured, else its factor."""
+    return optimizer.gain() if isinstance(optimizer, AdaScaleOptimizer) else optimizer.factor()
 
 
 class _WithProgress:
