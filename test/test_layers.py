@@ -100,7 +100,6 @@ LAYERS = {
         "comparison.experiment",
         "comparison.verdict",
         "comparison.workload",
-        "comparison.train",
         "comparison.compare",
     },
     "command.report": {

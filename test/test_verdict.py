@@ -7,6 +7,7 @@ import pytest
 
 from variable_batch_size.comparison.curves import curves
 from variable_batch_size.comparison.experiment import (
+    RULES,
     Outcome,
     Results,
     Run,
@@ -16,6 +17,7 @@ from variable_batch_size.comparison.experiment import (
     trace_hash,
 )
 from variable_batch_size.comparison.results import Group, Spread, groups, ranking
+from variable_batch_size.comparison.train import OPTIMIZERS
 from variable_batch_size.comparison.verdict import one_deviation, verdict
 from variable_batch_size.trace import Trace
 
@@ -100,6 +102,10 @@ def test_runs_are_every_combination_after_the_yardstick():
         Run("b", "root", 0),
         Run("b", "root", 1),
     ]
+
+
+def test_every_rule_has_an_optimizer():
+    assert tuple(OPTIMIZERS) == RULES
 
 
 def test_default_traces_hold_the_samples_and_fit_the_data():

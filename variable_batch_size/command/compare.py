@@ -17,6 +17,7 @@ from variable_batch_size.command.options import add_minibatch_size, count, print
 from variable_batch_size.comparison.experiment import (
     MEASURING_RULES,
     REFERENCE,
+    RULES,
     UNTIL,
     Results,
     Settings,
@@ -28,50 +29,71 @@ from variable_batch_size.trace import Trace
 
 EXIT_INTERRUPTED = 130
 
-_RULES = "linear,root,adascale,constant"
+_DEFAULT_RULES = "linear,root,adascale,constant"
 _DEVICES = ("cpu", "cuda", "xla")
 _PACKAGES = ("variable_batch_size", "torch", "torch_xla", "numpy")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rules", default=_RULES, help=f"with commas between them (default: {_RULES})")
+    parser.add_argument(
+        "--rules",
+        default=_DEFAULT_RULES,
+        help=f"some of {', '.join(RULES)}, with commas and no blanks between them (default: {_DEFAULT_RULES})",
+    )
     parser.add_argument("--traces", nargs="+", metavar="FILE", help="trace files (default: a ramp and a spot market)")
-    parser.add_argument("--seeds", type=count, default=3, metavar="N", help="how many (default: 3)")
+    parser.add_argument(
+        "--seeds", type=count, default=3, metavar="N", help="how many runs of each rule on each trace (default: 3)"
+    )
     parser.add_argument(
         "--workload",
         default="digits",
         metavar="NAME",
-        help="digits, mnist, cifar10, or module:function of your own (default: digits)",
+        help="what to train: digits, mnist, cifar10, or module:function of your own, which returns a "
+        "variable_batch_size.Workload (default: digits)",
     )
-    parser.add_argument("--datadir", metavar="DIR", help="where mnist or cifar10 is: torchvision's files, or NAME.npz")
+    parser.add_argument("--datadir", metavar="DIR", help="where mnist or cifar10 is: torchvision's files or NAME.npz")
     parser.add_argument("--out", default="results", metavar="DIR", help="for the results (default: results)")
-    parser.add_argument("--jobs", type=count, metavar="N", help="runs at once (default: on a CPU as many as it can)")
-    parser.add_argument("--until", choices=UNTIL, default="samples", help="when runs end (default: samples)")
-    parser.add_argument("--samples", type=count, metavar="N", help="to train on (default: the workload's)")
+    parser.add_argument("--jobs", type=count, metavar="N", help="runs at once (default: one for each CPU; on others 1)")
     parser.add_argument(
-        "--on-end", choices=ON_END, help="what follows the last row of a trace (default: stop; cycle --until progress)"
+        "--until",
+        choices=UNTIL,
+        default="samples",
+        help="when runs end: after as many samples as the yardstick; or when AdaScale has made as much progress, and "
+        "the other rules as many updates as AdaScale (default: samples)",
     )
-    parser.add_argument("--lr", type=float, help="at the reference batch size (default: the workload's)")
-    parser.add_argument("--ref-batchsize", type=count, metavar="B0", help="(default: the workload's)")
+    parser.add_argument(
+        "--samples",
+        type=count,
+        metavar="N",
+        help="samples to train on (default: the workload's, or what the traces hold)",
+    )
+    parser.add_argument(
+        "--on-end",
+        choices=ON_END,
+        help="what follows the last row of a trace (default: stop, but cycle with --until progress)",
+    )
+    parser.add_argument("--lr", type=float, help="learning rate at the reference batch size (default: the workload's)")
+    parser.add_argument(
+        "--ref-batchsize", type=count, metavar="B0", help="batch size of the yardstick (default: the workload's)"
+    )
     add_minibatch_size(parser, is_required=False)
-    parser.add_argument("--device", choices=_DEVICES, default="cpu", help="(default: cpu)")
-    parser.add_argument("--cores", type=count, default=1, metavar="C", help="that share each run (default: 1)")
-    parser.add_argument("--threads", type=count, default=1, metavar="N", help="of the CPU for each run (default: 1)")
+    parser.add_argument("--device", choices=_DEVICES, default="cpu", help="what to train on (default: cpu)")
+    parser.add_argument("--cores", type=count, default=1, metavar="C", help="cores that share each run (default: 1)")
+    parser.add_argument("--threads", type=count, default=1, metavar="N", help="CPU threads of each core (default: 1)")
     parser.add_argument(
         "--tests", type=count, default=20, metavar="N", help="tests of the model in a run (default: 20)"
     )
     parser.add_argument(
-        "--log-steps", type=count, metavar="N", help="steps from one record to the next (default: ~500 records)"
+        "--log-steps", type=count, metavar="N", help="steps from one record to the next (default: about 500 records)"
     )
 
 
 def run(options: argparse.Namespace) -> None:
+    rules = _rules(options.rules, options.until)
     # torch comes with these, which takes seconds: after the options have been understood
     from variable_batch_size.comparison.compare import compare
-    from variable_batch_size.comparison.train import OPTIMIZERS
     from variable_batch_size.comparison.workload import load_workload
 
-    rules = _rules(options.rules, list(OPTIMIZERS), options.until)
     workload = load_workload(options.workload, options.datadir)
     dataset_size = len(workload.train)  # type: ignore[arg-type]
     ref_batchsize = options.ref_batchsize or workload.ref_batchsize
@@ -123,11 +145,11 @@ def run(options: argparse.Namespace) -> None:
     print_text(f"{results.page_file}")
 
 
-def _rules(text: str, known: Sequence[str], until: str) -> list[str]:
+def _rules(text: str, until: str) -> list[str]:
     rules = text.split(",")
     for rule in rules:
-        if rule not in known or rules.count(rule) > 1:
-            raise ValueError(f"`rules` must be some of {', '.join(known)}, each once, got {text!r}")
+        if rule not in RULES or rules.count(rule) > 1:
+            raise ValueError(f"`rules` must be some of {', '.join(RULES)}, each once, got {text!r}")
     if until == "progress" and not set(rules) & set(MEASURING_RULES):
         raise ValueError(f"--until progress needs {' or '.join(MEASURING_RULES)} among the rules, got {text!r}")
     return rules

@@ -23,6 +23,8 @@ UNTIL = ("samples", "progress")
 
 DONE, DIVERGED, FAILED = "done", "diverged", "failed"
 
+RULES = ("linear", "root", "constant", "linear_momentum", "adascale", "adam", "adamscale")
+
 MEASURING_RULES = ("adascale", "adamscale")
 """Rules whose progress can end a run."""
 
