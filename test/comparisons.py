@@ -1,10 +1,12 @@
 """Workloads for the tests of vbs compare, found as ``comparisons:NAME``; and how the command is run there."""
 
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import l1_loss, mse_loss
@@ -84,3 +86,17 @@ def troubled():
         metric_name="minus error",
         unit=" u",
     )
+
+
+def own_random_data():
+    """Noise on the inputs, from numpy's generator and one of its own: other runs in the same process must not matter."""
+    generator = torch.Generator().manual_seed(0)
+
+    class Noisy(Points):
+        def __getitem__(self, index):
+            noise = torch.randn(4, generator=generator) + torch.tensor(
+                np.random.standard_normal(4), dtype=torch.float32
+            )
+            return self.inputs[index] + noise, self.targets[index]
+
+    return dataclasses.replace(line(), train=Noisy(240, seed=0), num_samples=240)

@@ -1,6 +1,7 @@
 """vbs compare: every combination from the same start, stopped and started again, and what does not end well."""
 
 import csv
+import fcntl
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import torch
 from comparisons import command, environment, vbs_compare
 
 import variable_batch_size as vbs
+from variable_batch_size.command.main import main
 from variable_batch_size.comparison.experiment import Results, Run
 
 DIGITS = ["--workload", "digits", "--samples", 1440, "--seeds", 2, "--rules", "linear,adascale,constant"]
@@ -108,8 +110,44 @@ def test_results_of_other_settings_are_not_mixed(digits):
     done = vbs_compare(*DIGITS, "--lr", 0.3, "--out", digits, check=False)
     assert done.returncode == 1
     assert done.stderr == (
-        f"vbs: {digits} holds results with another lr, None there and 0.3 here: choose another --out\n"
+        f"vbs: {digits} holds results with another optimizer, SGD(lr=0.05, momentum=0.9) there and "
+        "SGD(lr=0.3, momentum=0.9) here: choose another --out\n"
     )
+
+
+def test_a_directory_with_another_trace_of_that_name_or_another_comparison_at_work_is_refused(tmp_path):
+    (tmp_path / "traces").mkdir()
+    vbs.Trace.from_sequence([16] * 100).write(tmp_path / "traces" / "ramp.csv")
+    done = vbs_compare(*DIGITS, "--out", tmp_path, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"vbs: {tmp_path / 'traces' / 'ramp.csv'} is another trace than trace: choose another --out\n",
+    )
+    with open(tmp_path / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        done = vbs_compare(*DIGITS, "--out", tmp_path, check=False)
+    assert done.stderr == f"vbs: another vbs compare is at work in {tmp_path}\n"
+
+
+def test_more_rules_and_a_broken_result_are_made_beside_what_is_there(tmp_path):
+    options = ["--workload", "comparisons:own_random_data", "--seeds", 1, "--out", tmp_path, "--jobs", 1]
+    vbs_compare(*options, "--rules", "linear")
+    before = rows(tmp_path)
+    broken = Results(tmp_path).run_directory(Run("ramp", "linear", 0)) / "run.json"
+    broken.write_text("")
+    page = (tmp_path / "report.html").read_text()
+    assert "runs have ended" not in page
+    vbs_compare(*options, "--rules", "linear,root")
+    assert [
+        row for row in rows(tmp_path) if row["rule"] != "root"
+    ] == before  # also in another process, in another order
+    assert len(rows(tmp_path)) == len(before) + 2
+    page = (tmp_path / "report.html").read_text()
+    assert "--rules linear<br>vbs compare" in page  # both commands made it
+
+    broken.write_text("")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "4 of 5 runs have ended: what follows is not complete." in (tmp_path / "report.html").read_text()
 
 
 # ------------------------------------------------------------------------------------------------ what the numbers are
@@ -228,7 +266,9 @@ def test_the_workload_of_the_readme_works_as_its_command_says(tmp_path):
 def troubled(tmp_path_factory):
     directory = tmp_path_factory.mktemp("troubled")
     options = ["--workload", "comparisons:troubled", "--seeds", 2, "--rules", "linear,constant"]
-    vbs_compare(*options, "--out", directory)
+    done = vbs_compare(*options, "--out", directory, check=False)
+    assert done.returncode == 1
+    assert "vbs: 5 runs failed: the page says why, and the same command tries them again" in done.stderr
     return directory
 
 
@@ -236,7 +276,7 @@ def test_divergence_is_a_result_and_a_failure_ends_no_other_run(troubled):
     found = {(row["trace"], row["rule"], row["seed"]): row for row in rows(troubled)}
     assert len(found) == 10
     assert {row["status"] for key, row in found.items() if key[2] == "1"} == {"failed"}
-    assert found["ramp", "linear", "1"]["reason"] == "RuntimeError: is not to my taste"
+    assert found["ramp", "linear", "1"]["reason"] == "RuntimeError: seed 1"
     assert found["ramp", "linear", "0"]["status"] == "diverged"
     assert found["ramp", "linear", "0"]["reason"].startswith("the test loss is ")
     assert found["ramp", "linear", "0"]["final_metric"] == ""
@@ -247,7 +287,8 @@ def test_failed_runs_are_made_again_and_diverged_ones_are_not(troubled):
     diverged = Results(troubled).run_directory(Run("ramp", "linear", 0)) / "run.json"
     failed = Results(troubled).run_directory(Run("ramp", "linear", 1)) / "run.json"
     made_at = diverged.stat().st_mtime_ns, failed.stat().st_mtime_ns
-    vbs_compare("--workload", "comparisons:troubled", "--seeds", 2, "--rules", "linear,constant", "--out", troubled)
+    options = ["--workload", "comparisons:troubled", "--seeds", 2, "--rules", "linear,constant"]
+    vbs_compare(*options, "--out", troubled, check=False)
     assert diverged.stat().st_mtime_ns == made_at[0]
     assert failed.stat().st_mtime_ns > made_at[1]
 
@@ -257,6 +298,8 @@ def test_failed_runs_are_made_again_and_diverged_ones_are_not(troubled):
     [
         (["--rules", "linear,magic"], "`rules` must be some of linear, root, constant,"),
         (["--rules", "linear,linear"], "each once, got 'linear,linear'"),
+        (["--until", "progress", "--on-end", "stop"], "--until progress needs --on-end hold or cycle: AdaScale takes"),
+        (["--rules", "adam"], "the rule adam does not go with this workload: `inner` must be Adam or of its kind"),
         (["--rules", "linear", "--until", "progress"], "--until progress needs adascale or adamscale among the rules"),
         (["--workload", "nothing"], "`workload` must be digits, mnist, cifar10 or module:function, got 'nothing'"),
         (["--workload", "comparisons:nothing"], "comparisons has no function 'nothing'"),
@@ -269,8 +312,6 @@ def test_failed_runs_are_made_again_and_diverged_ones_are_not(troubled):
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_run(tmp_path, capsys, monkeypatch, options, message):
-    from variable_batch_size.command.main import main
-
     monkeypatch.chdir(comparisons.HERE)
     assert main(["compare", *options, "--out", str(tmp_path / "out")]) == 1
     assert message in capsys.readouterr().err

@@ -100,6 +100,7 @@ LAYERS = {
         "comparison.experiment",
         "comparison.verdict",
         "comparison.workload",
+        "comparison.train",
         "comparison.compare",
     },
     "command.report": {

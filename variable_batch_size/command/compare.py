@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import signal
@@ -12,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-from variable_batch_size.command.options import add_minibatch_size, count, print_text
+from variable_batch_size.command.options import add_minibatch_size, positive, print_text
 from variable_batch_size.comparison.experiment import (
+    FAILED,
     MEASURING_RULES,
     REFERENCE,
     RULES,
@@ -31,6 +34,7 @@ EXIT_INTERRUPTED = 130
 
 _DEFAULT_RULES = "linear,root,adascale,constant"
 _DEVICES = ("cpu", "cuda", "xla")
+_OPTIMIZER_SETTINGS = ("lr", "momentum", "betas", "weight_decay", "nesterov")
 _PACKAGES = ("variable_batch_size", "torch", "torch_xla", "numpy")
 
 
@@ -42,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--traces", nargs="+", metavar="FILE", help="trace files (default: a ramp and a spot market)")
     parser.add_argument(
-        "--seeds", type=count, default=3, metavar="N", help="how many runs of each rule on each trace (default: 3)"
+        "--seeds", type=positive, default=3, metavar="N", help="how many runs of each rule on each trace (default: 3)"
     )
     parser.add_argument(
         "--workload",
@@ -53,7 +57,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--datadir", metavar="DIR", help="where mnist or cifar10 is: torchvision's files or NAME.npz")
     parser.add_argument("--out", default="results", metavar="DIR", help="for the results (default: results)")
-    parser.add_argument("--jobs", type=count, metavar="N", help="runs at once (default: one for each CPU; on others 1)")
+    parser.add_argument(
+        "--jobs", type=positive, metavar="N", help="runs at once (default: one for each CPU; on others 1)"
+    )
     parser.add_argument(
         "--until",
         choices=UNTIL,
@@ -63,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--samples",
-        type=count,
+        type=positive,
         metavar="N",
         help="samples to train on (default: the workload's, or what the traces hold)",
     )
@@ -72,43 +78,51 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=ON_END,
         help="what follows the last row of a trace (default: stop, but cycle with --until progress)",
     )
-    parser.add_argument("--lr", type=float, help="learning rate at the reference batch size (default: the workload's)")
     parser.add_argument(
-        "--ref-batchsize", type=count, metavar="B0", help="batch size of the yardstick (default: the workload's)"
+        "--lr", type=_learning_rate, help="learning rate at the reference batch size (default: the workload's)"
+    )
+    parser.add_argument(
+        "--ref-batchsize", type=positive, metavar="B0", help="batch size of the yardstick (default: the workload's)"
     )
     add_minibatch_size(parser, is_required=False)
     parser.add_argument("--device", choices=_DEVICES, default="cpu", help="what to train on (default: cpu)")
-    parser.add_argument("--cores", type=count, default=1, metavar="C", help="cores that share each run (default: 1)")
-    parser.add_argument("--threads", type=count, default=1, metavar="N", help="CPU threads of each core (default: 1)")
+    parser.add_argument("--cores", type=positive, default=1, metavar="C", help="cores that share each run (default: 1)")
     parser.add_argument(
-        "--tests", type=count, default=20, metavar="N", help="tests of the model in a run (default: 20)"
+        "--threads", type=positive, default=1, metavar="N", help="CPU threads of each core (default: 1)"
     )
     parser.add_argument(
-        "--log-steps", type=count, metavar="N", help="steps from one record to the next (default: about 500 records)"
+        "--tests", type=positive, default=20, metavar="N", help="tests of the model in a run (default: 20)"
+    )
+    parser.add_argument(
+        "--log-steps", type=positive, metavar="N", help="steps from one record to the next (default: about 500 records)"
     )
 
 
 def run(options: argparse.Namespace) -> None:
-    rules = _rules(options.rules, options.until)
+    rules = _rules(options.rules, options.until, options.on_end)
     # torch comes with these, which takes seconds: after the options have been understood
     from variable_batch_size.comparison.compare import compare
-    from variable_batch_size.comparison.workload import load_workload
+    from variable_batch_size.comparison.train import inner_optimizer, refuse_impossible
+    from variable_batch_size.comparison.workload import load_workload, source_of
 
     workload = load_workload(options.workload, options.datadir)
-    dataset_size = len(workload.train)  # type: ignore[arg-type]
+    refuse_impossible(workload, options.device, rules)
+    train_size, test_size = len(workload.train), len(workload.test)  # type: ignore[arg-type]
     ref_batchsize = options.ref_batchsize or workload.ref_batchsize
     minibatch_size = options.minibatch_size or workload.minibatch_size
     on_end = options.on_end or ("cycle" if options.until == "progress" else "stop")
     num_samples = options.samples or workload.num_samples
-    traces = (
-        _read_traces(options.traces) if options.traces else default_traces(ref_batchsize, num_samples, dataset_size)
-    )
+    traces = _read_traces(options.traces) if options.traces else default_traces(ref_batchsize, num_samples, train_size)
     for trace in [Trace.constant(ref_batchsize), *traces.values()]:
-        Schedule(trace, dataset_size=dataset_size, minibatch_size=minibatch_size)  # refuses what does not fit
+        Schedule(trace, dataset_size=train_size, minibatch_size=minibatch_size)  # refuses what does not fit
     if on_end == "stop":
         num_samples = _num_samples(traces, num_samples, is_asked_for=options.samples is not None)
     settings = Settings(
         workload=options.workload,
+        source=source_of(options.workload),
+        optimizer=_in_words(inner_optimizer(workload, workload.model(), options.lr)),
+        train_size=train_size,
+        test_size=test_size,
         metric_name=workload.metric_name,
         unit=workload.unit,
         is_higher_better=workload.is_higher_better,
@@ -143,13 +157,38 @@ def run(options: argparse.Namespace) -> None:
     for name, text in verdicts(results).items():
         print_text(f"{name}: {text}")
     print_text(f"{results.page_file}")
+    num_failed = sum(outcome.status == FAILED for _, outcome in results.runs())
+    if num_failed:
+        raise ValueError(f"{num_failed} runs failed: the page says why, and the same command tries them again")
 
 
-def _rules(text: str, until: str) -> list[str]:
+def _learning_rate(text: str) -> float:
+    """The type of an option that is a learning rate."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return value
+
+
+def _in_words(optimizer: Any) -> str:
+    """The kind of an optimizer and the settings that matter here."""
+    group = optimizer.param_groups[0]
+    settings = [f"{name}={group[name]}" for name in _OPTIMIZER_SETTINGS if group.get(name)]
+    return f"{type(optimizer).__name__}({', '.join(settings)})"
+
+
+def _rules(text: str, until: str, on_end: str | None) -> list[str]:
     rules = text.split(",")
     for rule in rules:
         if rule not in RULES or rules.count(rule) > 1:
             raise ValueError(f"`rules` must be some of {', '.join(RULES)}, each once, got {text!r}")
+    if until == "progress" and on_end == "stop":
+        raise ValueError(
+            "--until progress needs --on-end hold or cycle: AdaScale takes more samples than the yardstick"
+        )
     if until == "progress" and not set(rules) & set(MEASURING_RULES):
         raise ValueError(f"--until progress needs {' or '.join(MEASURING_RULES)} among the rules, got {text!r}")
     return rules
@@ -174,6 +213,8 @@ def _num_samples(traces: Mapping[str, Trace], num_samples: int, *, is_asked_for:
             raise ValueError(
                 f"{trace.name} holds {held} samples, got --samples {num_samples}; --on-end hold or cycle goes on beyond"
             )
+        if held < num_samples:
+            sys.stderr.write(f"all runs end after the {held:,} samples that {trace.name} holds\n")
         num_samples = min(num_samples, held)
     return num_samples
 

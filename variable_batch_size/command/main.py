@@ -23,8 +23,8 @@ COMMANDS = {
 
 NOTES = """\
 Counts may end in K, M or B (thousand, million, billion).
-Exit codes: 0 all is well; 1 a file or a number is refused, and standard error says where and why; 2 the command line
-is not understood.
+Exit codes: 0 all is well; 1 a file or a number is refused, or a run has failed, and standard error says where and why;
+2 the command line is not understood; 130 a comparison was interrupted.
 """
 
 

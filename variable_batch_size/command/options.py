@@ -22,6 +22,13 @@ def count(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def positive(text: str) -> int:
+    """The type of an option that is a count of at least 1."""
+    if not count(text):
+        raise argparse.ArgumentTypeError("expected at least 1, got 0")
+    return count(text)
+
+
 def add_minibatch_size(parser: Any, *, is_required: bool = True) -> None:
     parser.add_argument(
         "--minibatch-size", type=count, required=is_required, metavar="M", help="samples that a core runs at once"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +58,28 @@ def compare(
         origin: what else belongs into experiment.json, to reproduce it.
     """
     results = Results(directory)
-    results.write_experiment(settings, origin, traces)
     runs = runs_of(list(traces), rules, num_seeds)
+    with _alone_in(directory):
+        results.write_experiment(settings, origin, traces, runs)
+        _make(runs, results, settings, rules, jobs, datadir)
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Within, no other process compares into this directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another vbs compare is at work in {directory}") from None
+        yield
+
+
+def _make(
+    runs: Sequence[Run], results: Results, settings: Settings, rules: Sequence[str], jobs: int, datadir: str | None
+) -> None:
+    """Make the runs that have not ended, and then, or when interrupted, the tables and the page."""
     plan = {run: _leader(run, settings, rules) for run in runs if not _has_ended(results.read(run))}
     with tqdm(total=len(runs), initial=len(runs) - len(plan), unit="run", dynamic_ncols=True) as bar:
         try:
@@ -92,14 +114,12 @@ def _outcomes(
         updates = None
         if leader is not None:
             found = results.read(leader)
-            if found is None or found.status != DONE:
+            if found is None or found.status == FAILED:
                 unfinished.remove(run)
-                yield (
-                    run,
-                    Outcome(status=FAILED, reason=f"as many updates as ({leader}) makes, but that did not end well"),
-                )
+                yield run, Outcome(status=FAILED, reason=f"it was to make as many updates as ({leader}), which failed")
                 continue
-            updates = found.updates
+            # where that diverged, as many as the yardstick
+            updates = found.updates if found.status == DONE else settings.progress_goal
         options = {"datadir": datadir, "updates": updates}
         workers.start(run, (train, (settings, run, results.directory), options))
 
@@ -108,7 +128,7 @@ def _leader(run: Run, settings: Settings, rules: Sequence[str]) -> Run | None:
     """The run whose number of updates another makes, too: that of AdaScale, where runs end by its progress."""
     if settings.until != "progress" or run.trace == REFERENCE or run.rule in MEASURING_RULES:
         return None
-    return Run(run.trace, next(rule for rule in rules if rule in MEASURING_RULES), run.seed)
+    return Run(run.trace, next(rule for rule in MEASURING_RULES if rule in rules), run.seed)
 
 
 def _in_words(settings: Settings, outcome: Outcome) -> str:

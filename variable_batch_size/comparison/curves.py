@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,9 @@ differ. What is not finite is NaN."""
 def curves(results: Results, group: Group) -> dict[str, Curves]:
     """The curves of a group, from the ``steps.jsonl`` of its runs: those of the training and those of the tests.
 
-    Records are put together by their number, as far as all seeds have them. An axis, too, is the mean over the seeds:
-    their progress may differ. The loss of each record becomes the mean over the latest 2 % of the run, as that of a few
-    small batches says little.
+    Records are put together by their number; where some seeds have ended or diverged, the others go on. An axis is
+    the mean over the seeds, too: their progress may differ. The loss of each record becomes the mean over the latest
+    2 % of the run, as that of a few small batches says little.
     """
     ended = [run for run, outcome in group.outcomes if outcome.status in (DONE, DIVERGED)]
     seeds = [_read(results.run_directory(run) / "steps.jsonl") for run in ended]
@@ -48,8 +49,13 @@ def curves(results: Results, group: Group) -> dict[str, Curves]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            raise ValueError(f"{path}:{number}: expected a record of JSON, got {line[:40]!r}") from None
+    return records
 
 
 def _smooth(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -61,32 +67,35 @@ def _smooth(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _together(seeds: Sequence[Sequence[dict[str, Any]]], quantities: Iterable[str]) -> Curves:
-    length = min(map(len, seeds), default=0)
+    length = max(map(len, seeds), default=0)
     if not length:
         return {}
     every = -(-length // _MOST_POINTS)
     kept = sorted({*range(0, length, every), length - 1})
-    found: Curves = {axis: _values(seeds, kept, axis).mean(axis=0) for axis in AXES}
-    for quantity in quantities:
-        if all(quantity in records[0] for records in seeds):
-            values = _values(seeds, kept, quantity)
-            found[quantity] = {"mean": values.mean(axis=0)}
-            if len(seeds) > 1 and np.ptp(values, axis=0).any():
-                low, high = _band(values, is_logarithmic=quantity in LOGARITHMIC)
-                found[quantity] |= {"low": low, "high": high}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of numpy, where no seed, or one, has a number: that is NaN
+        found: Curves = {axis: np.nanmean(_values(seeds, kept, axis), axis=0) for axis in AXES}
+        for quantity in quantities:
+            if any(records and quantity in records[0] for records in seeds):
+                values = _values(seeds, kept, quantity)
+                found[quantity] = {"mean": np.nanmean(values, axis=0)}
+                if (np.nanmax(values, axis=0) > np.nanmin(values, axis=0)).any():
+                    low, high = _band(values, is_logarithmic=quantity in LOGARITHMIC)
+                    found[quantity] |= {"low": low, "high": high}
     return found
 
 
 def _values(seeds: Sequence[Sequence[dict[str, Any]]], kept: Sequence[int], name: str) -> Values:
-    """A row for each seed."""
-    return np.array([[records[number][name] for number in kept] for records in seeds], dtype=np.float64)
+    """A row for each seed, NaN where it has no record."""
+    rows = [[records[number][name] if number < len(records) else None for number in kept] for records in seeds]
+    return np.array(rows, dtype=np.float64)
 
 
 def _band(values: Values, *, is_logarithmic: bool) -> tuple[Values, Values]:
     """One deviation below and above the mean; by a factor where the axis is logarithmic, so that both are positive."""
-    mean = values.mean(axis=0)
+    mean = np.nanmean(values, axis=0)
     if is_logarithmic:
-        factor = np.exp(np.log(np.maximum(values, _TINY)).std(axis=0, ddof=1))
+        factor = np.exp(np.nanstd(np.log(np.maximum(values, _TINY)), axis=0, ddof=1))
         return mean / factor, mean * factor
-    deviation = values.std(axis=0, ddof=1)
+    deviation = np.nanstd(values, axis=0, ddof=1)
     return mean - deviation, mean + deviation

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from variable_batch_size.files import write_text
+from variable_batch_size.files import write, write_text
 from variable_batch_size.generate import spot_market
 from variable_batch_size.trace import Trace
 
@@ -35,6 +35,10 @@ class Settings:
 
     Args:
         workload: its name.
+        source: the SHA-256 of the file of a user's workload; None for others.
+        optimizer: of the workload, in words.
+        train_size: samples of the training data.
+        test_size: samples of the test data.
         metric_name: of the workload.
         unit: of the metric.
         is_higher_better: as to the metric.
@@ -52,6 +56,10 @@ class Settings:
     """
 
     workload: str
+    source: str | None
+    optimizer: str
+    train_size: int
+    test_size: int
     metric_name: str
     unit: str
     is_higher_better: bool
@@ -68,7 +76,7 @@ class Settings:
     log_steps: int | None
 
     @property
-    def progress_goal(self) -> float:
+    def progress_goal(self) -> int:
         """The updates of the yardstick."""
         return math.ceil(self.num_samples / self.ref_batchsize)
 
@@ -148,22 +156,49 @@ class Results:
         found = self.read_experiment()["settings"]
         return Settings(**{field.name: found[field.name] for field in fields(Settings)})
 
-    def write_experiment(self, settings: Settings, origin: Mapping[str, Any], traces: Mapping[str, Trace]) -> None:
-        """Set down the settings and traces; refuse to if there are results of others already."""
-        old_traces = {}
+    def write_experiment(
+        self, settings: Settings, origin: Mapping[str, Any], traces: Mapping[str, Trace], runs: Iterable[Run]
+    ) -> None:
+        """Set down settings, traces and planned runs beside those that are there; refuse what does not go with them.
+
+        Args:
+            settings: of all runs.
+            origin: what else is needed to reproduce them: the command, versions, the commit.
+            traces: by name.
+            runs: that are planned.
+        """
+        old: dict[str, Any] = {"traces": {}, "origins": [], "runs": []}
         if self.experiment_file.exists():
             self._refuse_other_settings(settings)
-            old_traces = self.read_experiment()["traces"]
+            old = self.read_experiment()
         hashes = {name: trace_hash(trace) for name, trace in traces.items()}
-        for name, known in hashes.items():
-            if old_traces.get(name, known) != known:
-                raise ValueError(f"{self.directory} holds results of another trace {name}: choose another --out")
         for name, trace in traces.items():
-            self.trace_file(name).parent.mkdir(parents=True, exist_ok=True)
-            if not self.trace_file(name).exists():
-                trace.write(self.trace_file(name), comment=trace.comment or None)
-        experiment = {"settings": asdict(settings), "traces": {**old_traces, **hashes}, **origin}
+            self._write_trace(name, trace)
+        planned = sorted({*self._planned(old), *runs}, key=_order)
+        experiment = {
+            "settings": asdict(settings),
+            "traces": {**old["traces"], **hashes},
+            "origins": [*old["origins"], *([origin] if origin not in old["origins"] else [])],
+            "runs": [[run.trace, run.rule, run.seed] for run in planned],
+        }
+        self.directory.mkdir(parents=True, exist_ok=True)
         write_text(self.experiment_file, json.dumps(experiment, indent=2) + "\n")
+
+    def _write_trace(self, name: str, trace: Trace) -> None:
+        path = self.trace_file(name)
+        if path.exists():
+            if Trace.read(path) != trace:
+                raise ValueError(f"{path} is another trace than {trace.name}: choose another --out")
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, lambda temporary: trace.write(temporary, comment=trace.comment or None))
+
+    def _planned(self, experiment: Mapping[str, Any]) -> list[Run]:
+        return [Run(*run) for run in experiment["runs"]]
+
+    def planned(self) -> list[Run]:
+        """All runs of the experiment, whether they have ended or not."""
+        return self._planned(self.read_experiment())
 
     def _refuse_other_settings(self, settings: Settings) -> None:
         old = self.settings()
@@ -176,9 +211,12 @@ class Results:
                 )
 
     def read(self, run: Run) -> Outcome | None:
-        """How a run ended; None if it has not."""
+        """How a run ended; None if it has not, or if what says so cannot be read."""
         path = self.run_directory(run) / "run.json"
-        return Outcome(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+        try:
+            return Outcome(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
 
     def write(self, run: Run, outcome: Outcome) -> None:
         """Set down how a run ended."""
@@ -186,15 +224,16 @@ class Results:
         write_text(self.run_directory(run) / "run.json", json.dumps(asdict(outcome)) + "\n")
 
     def runs(self) -> Iterator[tuple[Run, Outcome]]:
-        """All runs that have ended, in order: the yardstick first, then by trace, rule and seed."""
-        found = []
-        for path in self.directory.glob("runs/*/*/seed-*/run.json"):
-            trace, rule, seed = path.parts[-4:-1]
-            found.append(Run(trace, rule, int(seed.removeprefix("seed-"))))
-        for run in sorted(found, key=lambda run: (run.trace != REFERENCE, run)):
+        """All runs that have ended, in order."""
+        for run in self.planned():
             outcome = self.read(run)
-            assert outcome is not None
-            yield run, outcome
+            if outcome is not None:
+                yield run, outcome
+
+
+def _order(run: Run) -> tuple[bool, Run]:
+    """The yardstick first, then by trace, rule and seed."""
+    return run.trace != REFERENCE, run
 
 
 def runs_of(traces: Sequence[str], rules: Sequence[str], num_seeds: int) -> list[Run]:

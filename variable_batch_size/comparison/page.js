@@ -4,8 +4,8 @@ const data = JSON.parse(document.getElementById("data").textContent);
 
 // what is drawn, from the top: a part of the curves, a quantity, a title, and how
 const ROWS = [
-  { part: "training", name: "batch_size", title: "batch size", shape: "hv", height: 0.6, isCommon: true },
-  { part: "training", name: "lr", title: "learning rate", shape: "hv", height: 0.8 },
+  { part: "training", name: "batch_size", title: "batch size", shape: "vh", height: 0.6, isCommon: true },
+  { part: "training", name: "lr", title: "learning rate", shape: "vh", height: 0.8 },
   { part: "training", name: "loss", title: "training loss, mean of the latest 2 % of the run", log: true, height: 1.2 },
   { part: "tests", name: "metric", title: "test " + data.metric + ", after the first quarter", marks: true, isLate: true, height: 1.4 },
   { part: "training", name: "gain", title: "gain", height: 0.8 },
@@ -100,7 +100,7 @@ function draw(chart, axis) {
     });
     members.forEach((group) => {
       const colour = row.isCommon && !group.dash ? ink : group.colour;
-      lines.push(...linesOf({ ...group, colour }, row, axis, "y" + id, row.name === "loss"));
+      lines.push(...linesOf({ ...group, colour }, row, axis, "y" + id, row === rows.find((other) => !other.isCommon)));
     });
     top = bottom - GAP;
   });

@@ -11,9 +11,9 @@ from string import Template
 from typing import Any
 
 from variable_batch_size.comparison.curves import curves
-from variable_batch_size.comparison.experiment import REFERENCE, Outcome, Results, Settings
+from variable_batch_size.comparison.experiment import DIVERGED, REFERENCE, Outcome, Results, Settings
 from variable_batch_size.comparison.results import Group, Spread, groups, ranking
-from variable_batch_size.comparison.verdict import number, one_deviation, shown, verdicts
+from variable_batch_size.comparison.verdict import number, ranking_in_words, shown, verdicts
 from variable_batch_size.files import write_text
 
 _COLUMNS = ("rule", "final", "against the yardstick", "best", "updates", "samples", "seconds", "runs")
@@ -31,8 +31,9 @@ def write_page(results: Results) -> None:
     parts = {
         "title": f"Learning-rate rules on {html.escape(settings.workload)}",
         "summary": _summary(settings, traces),
+        "missing": _missing(len(list(results.planned())), sum(len(group.outcomes) for group in found)),
         "verdicts": "".join(f"<p><b>{html.escape(name)}</b>: {html.escape(said[name])}</p>" for name in traces)
-        or "<p>No run has ended yet.</p>",
+        or "<p>No run on a trace has ended yet.</p>",
         "traces": "".join(_section(settings, name, of_trace[name], reference) for name in traces),
         "runs": _runs_table(found),
         "reproduce": _reproduce(experiment),
@@ -80,7 +81,7 @@ def _plain(found: Any) -> Any:
 
 
 def _json(data: Any) -> str:
-    return json.dumps(data, separators=(",", ":")).replace("</", "<\\/")  # which would end the script
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # else a name might end the script
 
 
 # --------------------------------------------------------------------------------------------------------------- text
@@ -88,29 +89,40 @@ def _json(data: Any) -> str:
 
 def _summary(settings: Settings, traces: Sequence[str]) -> str:
     end = {
-        "samples": f"Every run trains on {settings.num_samples:,} samples.",
-        "progress": f"AdaScale trains to a progress of {settings.progress_goal:,.0f}, and the other rules make as many "
+        "samples": f"A run ends with the step that reaches {settings.num_samples:,} samples.",
+        "progress": f"AdaScale trains to a progress of {settings.progress_goal:,}, and the other rules make as many "
         "updates as it does, with their schedules stretched.",
     }[settings.until]
     return html.escape(
-        f"{len(traces)} trace{'s' * (len(traces) != 1)}, on {settings.cores} × {settings.device}. {end} The yardstick "
-        f"is always a batch of {settings.ref_batchsize}, for {settings.num_samples:,} samples. "
-        "Runs of the same seed see the same data from the same weights. ± is the standard deviation over seeds."
+        f"{settings.optimizer}, {len(traces)} trace{'s' * (len(traces) != 1)}, {settings.cores} × {settings.device}. "
+        f"{end} The yardstick is always a batch of {settings.ref_batchsize}, to {settings.num_samples:,} samples. Runs "
+        "of the same seed see the same data from the same weights. Behind a metric, ± is the standard deviation over "
+        "seeds; behind a difference, the 95 % interval over pairs of runs of the same seed. Progress counts steps by "
+        "what they are worth at the reference batch size: the gain with AdaScale, with other rules the factor of the "
+        "learning rate."
     )
+
+
+def _missing(num_planned: int, num_ended: int) -> str:
+    if num_ended == num_planned:
+        return ""
+    return f'<p class="missing">{num_ended} of {num_planned} runs have ended: what follows is not complete.</p>'
 
 
 def _section(settings: Settings, name: str, members: Sequence[Group], reference: Group | None) -> str:
     ranked = ranking(members, is_higher_better=settings.is_higher_better)
+    ranked += [group for group in members if group not in ranked]
     rows = [_row(settings, group, reference) for group in ranked]
+    kinds = ["done" if group.final else "diverged" if group.num(DIVERGED) else "failed" for group in ranked]
     if reference is not None:
         rows.append(_row(settings, reference, None))
-    one = one_deviation(members if reference is None else [*members, reference])
+        kinds.append("yardstick")
     title = html.escape(name)
     return f"""
 <section id="trace-{title}">
 <h2>{title}</h2>
-{_table(_COLUMNS, rows, name="results")}
-<p class="ranking">Ranking: {html.escape(_ranking_in_words(ranked, one))}</p>
+{_table(_COLUMNS, rows, kinds, name="results")}
+<p class="ranking">Ranking: {html.escape(ranking_in_words(settings, members))}</p>
 <div class="axes" role="group" aria-label="horizontal axis">
 <button data-axis="step">steps</button><button data-axis="samples">samples</button>
 <button data-axis="progress">progress</button>
@@ -127,7 +139,7 @@ def _row(settings: Settings, group: Group, reference: Group | None) -> list[str]
     against = "–"
     if final is not None and reference is not None and reference.final is not None:
         gap = final.mean - reference.final.mean
-        against = ("+" if gap >= 0 else "−") + number(abs(gap))
+        against = ("+" if gap >= 0 else "−") + number(abs(gap), like=reference.final.mean)
     seconds = group.spread(lambda outcome: outcome.seconds)
     return [
         f"always {settings.ref_batchsize} (yardstick)" if group.is_reference else group.rule,
@@ -139,19 +151,6 @@ def _row(settings: Settings, group: Group, reference: Group | None) -> list[str]
         "–" if seconds is None else f"{seconds.mean:.1f}",
         group.failures or f"{len(group.outcomes)} done",
     ]
-
-
-def _ranking_in_words(ranked: Sequence[Group], one: float) -> str:
-    """Rules from the best to the worst: ≈ between neighbours within one deviation, > between others."""
-    words: list[str] = []
-    before: Spread | None = None
-    for group in ranked:
-        if words:
-            is_level = before is not None and group.final is not None and abs(before.mean - group.final.mean) <= one
-            words.append("≈" if is_level else ">")
-        words.append(group.rule if group.final else f"{group.rule} ({group.failures})")
-        before = group.final
-    return " ".join(words)
 
 
 def _runs_table(found: Iterable[Group]) -> str:
@@ -171,22 +170,18 @@ def _runs_table(found: Iterable[Group]) -> str:
             outcome.reason,
         ]
 
-    rows = [[run.trace, run.rule, str(run.seed), *row(outcome)] for group in found for run, outcome in group.outcomes]
-    return _table(columns, rows, name="runs")
+    runs = [pair for group in found for pair in group.outcomes]
+    rows = [[run.trace, run.rule, str(run.seed), *row(outcome)] for run, outcome in runs]
+    return _table(columns, rows, [outcome.status for _, outcome in runs], name="runs")
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, name: str) -> str:
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], kinds: Sequence[str], *, name: str) -> str:
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
     body = "".join(
-        f'<tr class="{_kind(row)}">' + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in rows
+        f'<tr class="{kind}">' + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row, kind in zip(rows, kinds, strict=True)
     )
     return f'<div class="wide"><table class="{name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _kind(row: Sequence[str]) -> str:
-    text = " ".join(row)
-    return next((kind for kind in ("failed", "diverged", "yardstick") if kind in text), "done")
 
 
 def _reproduce(experiment: dict[str, Any]) -> str:
@@ -197,10 +192,12 @@ def _reproduce(experiment: dict[str, Any]) -> str:
             if value is not None
         )
 
+    commands = [html.escape(origin["command"]) for origin in experiment["origins"]]
+    latest = experiment["origins"][-1]
     return f"""
-<pre>{html.escape(experiment["command"])}</pre>
+<pre>{"<br>".join(dict.fromkeys(commands))}</pre>
 <div class="wide"><table class="plain">
-{lines({**experiment["versions"], "commit": experiment["commit"]})}
+{lines({**latest["versions"], "commit": latest["commit"]})}
 {lines({f"SHA-256 of {name}": value for name, value in experiment["traces"].items()})}
 {lines(experiment["settings"])}
 </table></div>"""

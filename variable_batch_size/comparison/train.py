@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -47,7 +50,7 @@ OPTIMIZERS: dict[str, Callable[..., CustomOptimizer]] = {
 _NUM_RECORDS = 500
 _SAMPLES_PER_TEST = 256
 
-_one_model_at_a_time = threading.Lock()
+_one_at_a_time = threading.Lock()
 
 
 def train(
@@ -63,7 +66,6 @@ def train(
         updates: how many to make; None to end as the settings say.
     """
     shutil.rmtree(Results(directory).run_directory(run), ignore_errors=True)
-    torch.set_num_threads(settings.threads)
     args = (settings, run, directory, datadir, updates)
     if settings.device != "xla" and settings.cores == 1:
         return _train_on_this_core(*args)
@@ -75,10 +77,12 @@ def train(
 def _train_on_this_core(
     settings: Settings, run: Run, directory: Path, datadir: str | None, updates: int | None
 ) -> Outcome:
-    workload = load_workload(settings.workload, datadir)
+    torch.set_num_threads(settings.threads)
     device = _device(settings.device)
-    with _one_model_at_a_time:  # virtual XLA cores are threads and share one random generator
-        torch.manual_seed(run.seed)
+    with _one_at_a_time:  # virtual XLA cores are threads and share the random generators
+        _seed(run.seed)  # a workload may draw its data
+        workload = load_workload(settings.workload, datadir)
+        _seed(run.seed)
         model = workload.model().to(device)
     sampler = CustomSampler(
         workload.train,  # type: ignore[arg-type]
@@ -89,13 +93,39 @@ def _train_on_this_core(
         seed=run.seed,
         on_end=settings.on_end,
     )
-    inner = workload.optimizer(model.parameters())
-    if settings.lr is not None:
-        for group in inner.param_groups:
-            group["lr"] = settings.lr
+    inner = inner_optimizer(workload, model, settings.lr)
     optimizer = OPTIMIZERS[run.rule](inner, sampler, ref_batchsize=settings.ref_batchsize, model=model)
     training = _Training(settings, workload, model, optimizer, _goal(settings, run, updates))
     return training.run(Results(directory).run_directory(run))
+
+
+def inner_optimizer(workload: Workload, model: torch.nn.Module, lr: float | None) -> torch.optim.Optimizer:
+    """The optimizer of a workload, with another learning rate if one is given."""
+    inner = workload.optimizer(model.parameters())
+    for group in inner.param_groups:
+        group["lr"] = group["lr"] if lr is None else lr
+    return inner
+
+
+def refuse_impossible(workload: Workload, device: str, rules: Sequence[str]) -> None:
+    """Say at once what every run would fail by: a device that is not there, a rule for another kind of optimizer."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a GPU that torch can use, and there is none")
+    if device == "xla" and find_spec("torch_xla") is None:
+        raise ValueError("--device xla needs torch_xla: pip install 'variable_batch_size[xla]'")
+    sampler = CustomSampler(dataset_size=1, trace=1, minibatch_size=1, num_replicas=1, rank=0)
+    for rule in rules:
+        try:
+            OPTIMIZERS[rule](inner_optimizer(workload, workload.model(), None), sampler, ref_batchsize=1)
+        except ValueError as error:
+            raise ValueError(f"the rule {rule} does not go with this workload: {error}") from None
+
+
+def _seed(seed: int) -> None:
+    """Give all random generators a seed, those of data sets included."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def _device(name: str) -> torch.device:
@@ -161,7 +191,7 @@ class _Training:
                     continue
                 self._tests.append(self._test())
                 log.write(test_loss=self._tests[-1][0], metric=self._tests[-1][1])
-                if self.progress == progress_at_test or not math.isfinite(self._tests[-1][0]):
+                if self.progress == progress_at_test or not all(map(math.isfinite, self._tests[-1])):
                     return self._outcome(DIVERGED, time.monotonic() - started_at)
                 if self._fraction >= 1:
                     return self._outcome(DONE, time.monotonic() - started_at)
@@ -176,7 +206,7 @@ class _Training:
             sampler.set_epoch(epoch)
             self._optimizer.set_epoch(epoch)
             # tensors are cut at once, which is much faster than sample by sample
-            pairs = (dataset[indices] for indices in sampler) if isinstance(dataset, TensorDataset) else loader
+            pairs = (dataset[indices] for indices in sampler) if type(dataset) is TensorDataset else loader
             for inputs, targets in pairs:
                 yield inputs.to(self._device), targets.to(self._device)
 
@@ -206,8 +236,11 @@ class _Training:
     def _outcome(self, status: str, seconds: float) -> Outcome:
         optimizer = self._optimizer
         losses, metrics = zip(*self._tests, strict=True)
-        reason = f"the test loss is {losses[-1]} after {optimizer.steps_done} updates"
-        if math.isfinite(losses[-1]):
+        if not math.isfinite(losses[-1]):
+            reason = f"the test loss is {losses[-1]} after {optimizer.steps_done} updates"
+        elif not math.isfinite(metrics[-1]):
+            reason = f"the metric is {metrics[-1]} after {optimizer.steps_done} updates"
+        else:
             reason = f"no gradient was finite before update {optimizer.steps_done}"
         best = max if self._settings.is_higher_better else min
         return Outcome(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 
-from variable_batch_size.comparison.experiment import Results, Settings
-from variable_batch_size.comparison.results import Group, Spread, groups, ranking
+from variable_batch_size.comparison.experiment import DIVERGED, Results, Settings
+from variable_batch_size.comparison.results import Difference, Group, Spread, groups, ranking
 
 
 def verdicts(results: Results) -> dict[str, str]:
@@ -22,65 +22,82 @@ def verdicts(results: Results) -> dict[str, str]:
 
 
 def verdict(settings: Settings, groups: Sequence[Group], reference: Group | None) -> str:
-    """How the rules did on a trace: which are level with the best, how far behind the others are, and the yardstick."""
-    in_order = ranking(groups, is_higher_better=settings.is_higher_better)
-    ranked = [(group.rule, group.final) for group in in_order if group.final is not None]
-    one = one_deviation(groups if reference is None else [*groups, reference])
+    """How the rules did on a trace: which is best, how far behind the others are, and the yardstick.
+
+    A difference is told with its 95 % interval over the seeds (:class:`Difference`); where that does not leave out 0,
+    the rules are not told apart.
+    """
+    ranked = ranking(groups, is_higher_better=settings.is_higher_better)
     sentences = []
     if ranked:
-        best_rule, best = ranked[0]
-        level = [rule for rule, spread in ranked if abs(spread.mean - best.mean) <= one]
-        behind = [
-            f"{rule} {difference(settings, spread, best)} ({shown(settings, spread)})"
-            for rule, spread in ranked[len(level) :]
+        best, others = ranked[0], [(group, group.above(ranked[0])) for group in ranked[1:]]
+        assert best.final is not None
+        parts = [f"best is {best.rule} with {shown(settings, best.final)}"]
+        level = [_behind(settings, group, gap, best.final) for group, gap in others if gap is None or not gap.is_clear]
+        if level:
+            parts.append(f"not told apart from it: {', '.join(level)}")
+        parts += [
+            _behind(settings, group, gap, best.final) for group, gap in others if gap is not None and gap.is_clear
         ]
-        sentences.append("; ".join([_about_the_best(settings, level, best), *behind]) + ".")
+        sentences.append("; ".join(parts) + ".")
         if reference is not None and reference.final is not None:
-            yardstick = reference.final
-            is_level = abs(best.mean - yardstick.mean) <= one
-            sentences.append(
-                f"Against always a batch of {settings.ref_batchsize} ({shown(settings, yardstick)}), {best_rule} is "
-                f"{'within one deviation' if is_level else difference(settings, best, yardstick)}."
-            )
-    sentences += [f"{group.rule}: {group.failures}." for group in in_order if group.failures]
-    if any(spread.deviation is None for _, spread in ranked):
+            sentences.append(_about_the_reference(settings, best, reference, reference.final))
+    sentences += [f"{group.rule}: {group.failures}." for group in groups if group.failures]
+    if any(group.final is not None and group.final.deviation is None for group in ranked):
         sentences.append("A single seed cannot tell a difference from chance.")
     return " ".join(sentences)
 
 
-def one_deviation(groups: Iterable[Group]) -> float:
-    """By how much means may differ and still be level: the median of the standard deviations over seeds.
+def ranking_in_words(settings: Settings, groups: Sequence[Group]) -> str:
+    """Rules from the best to the worst: > where neighbours are told apart, ≈ where they are not; then those without."""
+    ranked = ranking(groups, is_higher_better=settings.is_higher_better)
+    words = ""
+    for before, group in zip([None, *ranked], ranked, strict=False):
+        if before is not None:
+            gap = group.above(before)
+            is_worse = group.num(DIVERGED) > before.num(DIVERGED) or (gap is not None and gap.is_clear)
+            words += " > " if is_worse else " ≈ "
+        words += group.rule + (f" ({group.failures})" if group.failures else "")
+    without = [f"{group.rule} ({group.failures})" for group in groups if group not in ranked]
+    return "; without a result: ".join(part for part in (words, ", ".join(without)) if part)
 
-    The median, because a rule whose seeds differ wildly is not level with the others for that.
+
+def number(value: float, like: float | None = None) -> str:
+    """With two decimals, and more if it is, or is to be compared with what is, below 1; huge ones in short.
+
+    >>> number(97.8125), number(0.97812), number(0.3, like=97.8), number(-3.2e20)
+    ('97.81', '0.9781', '0.30', '-3.2e+20')
     """
-    deviations = [group.final.deviation for group in groups if group.final is not None]
-    return statistics.median([deviation for deviation in deviations if deviation is not None] or [0.0])
-
-
-def number(value: float) -> str:
-    """With two decimals, unless it is so large that they would mean nothing.
-
-    >>> number(97.8125), number(-3.2e20)
-    ('97.81', '-3.2e+20')
-    """
-    return f"{value:.2f}" if abs(value) < 1e6 else f"{value:.3g}"
+    size = abs(value if like is None else like)
+    if abs(value) >= 1e6:
+        return f"{value:.3g}"
+    decimals = 2 if size >= 1 or size == 0 or not math.isfinite(size) else 3 - math.floor(math.log10(size))
+    return f"{value:.{decimals}f}"
 
 
 def shown(settings: Settings, spread: Spread) -> str:
     """A mean and its deviation, such as ``97.81 ± 0.32 %``."""
-    deviation = "" if spread.deviation is None else f" ± {number(spread.deviation)}"
+    deviation = "" if spread.deviation is None else f" ± {number(spread.deviation, like=spread.mean)}"
     return f"{number(spread.mean)}{deviation}{settings.unit}"
 
 
-def difference(settings: Settings, spread: Spread, other: Spread) -> str:
-    """How much lower or higher a mean is than another, such as ``2.10 points lower``."""
-    gap = spread.mean - other.mean
+def _gap(settings: Settings, gap: Difference, like: Spread) -> str:
+    """A difference and its interval, such as ``2.10 ± 0.30 points lower``."""
+    width = "" if gap.half_width is None else f" ± {number(gap.half_width, like=like.mean)}"
     unit = " points" if settings.unit.strip() == "%" else settings.unit
-    return f"{number(abs(gap))}{unit} {'lower' if gap < 0 else 'higher'}"
+    return f"{number(abs(gap.mean), like=like.mean)}{width}{unit} {'lower' if gap.mean < 0 else 'higher'}"
 
 
-def _about_the_best(settings: Settings, rules: Sequence[str], best: Spread) -> str:
-    if len(rules) == 1:
-        return f"best is {rules[0]} with {shown(settings, best)}"
-    together = f"{', '.join(rules[:-1])} and {rules[-1]}"
-    return f"{together} within one deviation, at best {shown(settings, best)}"
+def _behind(settings: Settings, group: Group, gap: Difference | None, best: Spread) -> str:
+    return group.rule if gap is None else f"{group.rule} {_gap(settings, gap, best)}"
+
+
+def _about_the_reference(settings: Settings, best: Group, reference: Group, yardstick: Spread) -> str:
+    gap = best.above(reference)
+    if gap is None:
+        return ""
+    doubt = "" if gap.is_clear else ", which may be chance"
+    return (
+        f"Against always a batch of {settings.ref_batchsize} ({shown(settings, yardstick)}), {best.rule} is "
+        f"{_gap(settings, gap, yardstick)}{doubt}."
+    )

@@ -39,10 +39,6 @@ class Workers:
     def is_full(self) -> bool:
         return len(self._busy) == self.number
 
-    @property
-    def running(self) -> list[Run]:
-        return [run for _, run in self._busy.values()]
-
     def start(self, run: Run, work: Work) -> None:
         """Give a run to a process that has none, which may be a new one."""
         assert not self.is_full
@@ -102,6 +98,7 @@ def _received(pipe: Any) -> Iterator[Work]:
 
 
 def _in_one_line(error: Exception) -> str:
-    """The kind and the last line of an error, which with a traceback inside is the one that says why."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
+    """The kind of an error and what it says: its first line, or the last where that of another core is inside."""
+    lines = str(error).strip().splitlines() or [""]
+    line = lines[-1] if "Traceback (most recent call last):" in lines else lines[0]
+    return f"{type(error).__name__}: {line.strip()}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,6 @@ BUILT_IN: dict[str, Callable[[Path | None], dict[str, Any]]] = {
 }
 
 
-@cache
 def load_workload(name: str, datadir: str | None) -> Workload:
     """A workload by its name: ``digits``, ``mnist``, ``cifar10``, ``module:function`` or ``file.py:function``.
 
@@ -88,6 +87,14 @@ def load_workload(name: str, datadir: str | None) -> Workload:
     if not isinstance(workload, Workload):
         raise ValueError(f"{name} must return a Workload, got {type(workload).__name__}")
     return workload
+
+
+def source_of(name: str) -> str | None:
+    """The SHA-256 of the file that a user's workload is in; None for those of the library."""
+    if name in BUILT_IN:
+        return None
+    path = _module(name.rpartition(":")[0]).__file__
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _module(name: str) -> Any:
