@@ -78,25 +78,23 @@ def troubled():
         train=TensorDataset(points.inputs, points.targets),
         test=TensorDataset(points.inputs, points.targets),
         loss=mse_loss,
-        metric=lambda outputs, targets: -mse_loss(outputs, targets),
+        metric=lambda outputs, targets: 100 - mse_loss(outputs, targets),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.2),
         minibatch_size=8,
         ref_batchsize=8,
         num_samples=8192,
-        metric_name="minus error",
+        metric_name="100 minus error",
         unit=" u",
     )
 
 
 def own_random_data():
-    """Noise on the inputs, from numpy's generator and one of its own: other runs in the same process must not matter."""
+    """Noise on the inputs from numpy's generator and one of its own: other runs in the process must not matter."""
     generator = torch.Generator().manual_seed(0)
 
     class Noisy(Points):
         def __getitem__(self, index):
-            noise = torch.randn(4, generator=generator) + torch.tensor(
-                np.random.standard_normal(4), dtype=torch.float32
-            )
+            noise = torch.randn(4, generator=generator) + np.random.standard_normal()
             return self.inputs[index] + noise, self.targets[index]
 
     return dataclasses.replace(line(), train=Noisy(240, seed=0), num_samples=240)

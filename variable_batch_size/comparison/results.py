@@ -81,8 +81,7 @@ class Difference:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Difference | None:
-        """
-        Of no values it is None.
+        """From the differences of all seeds; None if there are none.
 
         >>> gap = Difference.of([0.68, 0.74, 0.73])
         >>> print(f"{gap.mean:.4f} ± {gap.half_width:.4f}")
