@@ -17,8 +17,9 @@ lint: $(VENV)/.installed
 
 # for the tests of the page that vbs compare makes
 browser:
-	@command -v chromium chromedriver > /dev/null \
-		|| (apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium chromium-driver > /dev/null) \
+	@(command -v chromium && command -v chromedriver) > /dev/null \
+		|| (apt-get -qq -o Acquire::Retries=3 update && DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=3 \
+			install --yes --no-install-recommends chromium chromium-driver > /dev/null) \
 		|| echo "chromium and chromedriver are missing: tests marked browser will fail"
 
 bench: $(VENV)/.installed .peers
