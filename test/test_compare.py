@@ -17,7 +17,8 @@ from comparisons import command, environment, vbs_compare
 
 import variable_batch_size as vbs
 from variable_batch_size.command.main import main
-from variable_batch_size.comparison.experiment import Results, Run
+from variable_batch_size.comparison.directory import Results
+from variable_batch_size.comparison.experiment import Run
 
 DIGITS = ["--workload", "digits", "--samples", 1440, "--seeds", 2, "--rules", "linear,adascale,constant"]
 
@@ -101,7 +102,7 @@ def test_no_process_is_left_behind_by_sigterm(tmp_path):
     running.terminate()
     assert running.wait() == 130
     with pytest.raises(ProcessLookupError):
-        while True:  # multiprocessing has a helper of its own that ends a moment later
+        for _ in range(600):  # multiprocessing has a helper of its own that ends a moment later
             os.killpg(running.pid, 0)
             time.sleep(0.05)
 

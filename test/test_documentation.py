@@ -25,7 +25,7 @@ WITH_EXAMPLES = [
     "plan",
     "sparkline",
     "report",
-    "comparison.results",
+    "comparison.groups",
     "comparison.verdict",
 ]
 

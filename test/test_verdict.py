@@ -8,17 +8,9 @@ import numpy as np
 import pytest
 
 from variable_batch_size.comparison.curves import curves
-from variable_batch_size.comparison.experiment import (
-    RULES,
-    Outcome,
-    Results,
-    Run,
-    Settings,
-    default_traces,
-    runs_of,
-    trace_hash,
-)
-from variable_batch_size.comparison.results import Difference, Group, Spread, groups, ranking
+from variable_batch_size.comparison.directory import Results, trace_hash
+from variable_batch_size.comparison.experiment import RULES, Outcome, Run, Settings, default_traces, runs_of
+from variable_batch_size.comparison.groups import Difference, Group, Spread, groups, ranking
 from variable_batch_size.comparison.train import OPTIMIZERS
 from variable_batch_size.comparison.verdict import ranking_in_words, verdict
 from variable_batch_size.trace import Trace

@@ -15,18 +15,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from variable_batch_size.command.options import add_minibatch_size, positive, print_text
+from variable_batch_size.command.options import add_minibatch_size, positive
+from variable_batch_size.command.report import print_verdicts
+from variable_batch_size.comparison.directory import Results
 from variable_batch_size.comparison.experiment import (
     FAILED,
     MEASURING_RULES,
     REFERENCE,
     RULES,
     UNTIL,
-    Results,
     Settings,
     default_traces,
 )
-from variable_batch_size.comparison.verdict import verdicts
 from variable_batch_size.schedule import ON_END, Schedule
 from variable_batch_size.trace import Trace
 
@@ -154,9 +154,7 @@ def run(options: argparse.Namespace) -> None:
         sys.stderr.write(f"vbs: interrupted; the same command goes on with what {options.out} does not hold yet\n")
         sys.exit(EXIT_INTERRUPTED)
     results = Results(Path(options.out))
-    for name, text in verdicts(results).items():
-        print_text(f"{name}: {text}")
-    print_text(f"{results.page_file}")
+    print_verdicts(results)
     num_failed = sum(outcome.status == FAILED for _, outcome in results.runs())
     if num_failed:
         raise ValueError(f"{num_failed} runs failed: the page says why, and the same command tries them again")

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 
 from variable_batch_size.command.options import print_text
-from variable_batch_size.comparison.experiment import Results
+from variable_batch_size.comparison.directory import Results
 from variable_batch_size.comparison.page import write_page
 from variable_batch_size.comparison.picture import draw_picture
-from variable_batch_size.comparison.results import write_tables
+from variable_batch_size.comparison.tables import write_tables
 from variable_batch_size.comparison.verdict import verdicts
 
 
@@ -25,6 +25,11 @@ def run(options: argparse.Namespace) -> None:
     write_page(results)
     if options.plot is not None:
         draw_picture(results, options.plot)
+    print_verdicts(results)
+
+
+def print_verdicts(results: Results) -> None:
+    """Print the verdict on each trace, and where the page is."""
     for name, text in verdicts(results).items():
         print_text(f"{name}: {text}")
     print_text(f"{results.page_file}")

@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from variable_batch_size.comparison.directory import Results
 from variable_batch_size.comparison.experiment import (
     DIVERGED,
     DONE,
@@ -18,13 +19,12 @@ from variable_batch_size.comparison.experiment import (
     MEASURING_RULES,
     REFERENCE,
     Outcome,
-    Results,
     Run,
     Settings,
     runs_of,
 )
 from variable_batch_size.comparison.page import write_page
-from variable_batch_size.comparison.results import write_tables
+from variable_batch_size.comparison.tables import write_tables
 from variable_batch_size.comparison.train import train
 from variable_batch_size.comparison.verdict import number
 from variable_batch_size.comparison.workers import Workers

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size.comparison.experiment import DIVERGED, DONE, Results
-from variable_batch_size.comparison.results import Group
+from variable_batch_size.comparison.directory import Results
+from variable_batch_size.comparison.experiment import DIVERGED, DONE
+from variable_batch_size.comparison.groups import Group
 
 AXES = ("step", "samples", "progress")
 

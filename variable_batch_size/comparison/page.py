@@ -11,8 +11,9 @@ from string import Template
 from typing import Any
 
 from variable_batch_size.comparison.curves import curves
-from variable_batch_size.comparison.experiment import DIVERGED, REFERENCE, Outcome, Results, Settings
-from variable_batch_size.comparison.results import Group, Spread, groups, ranking
+from variable_batch_size.comparison.directory import Results
+from variable_batch_size.comparison.experiment import DIVERGED, REFERENCE, Outcome, Settings
+from variable_batch_size.comparison.groups import Group, Spread, groups, ranking
 from variable_batch_size.comparison.verdict import number, ranking_in_words, shown, verdicts
 from variable_batch_size.files import write_text
 
@@ -31,7 +32,7 @@ def write_page(results: Results) -> None:
     parts = {
         "title": f"Learning-rate rules on {html.escape(settings.workload)}",
         "summary": _summary(settings, traces),
-        "missing": _missing(len(list(results.planned())), sum(len(group.outcomes) for group in found)),
+        "missing": _missing(len(results.planned()), sum(len(group.outcomes) for group in found)),
         "verdicts": "".join(f"<p><b>{html.escape(name)}</b>: {html.escape(said[name])}</p>" for name in traces)
         or "<p>No run on a trace has ended yet.</p>",
         "traces": "".join(_section(settings, name, of_trace[name], reference) for name in traces),

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from variable_batch_size.comparison.curves import Curves, Values, curves
-from variable_batch_size.comparison.experiment import Results, Settings
-from variable_batch_size.comparison.results import Group, groups
+from variable_batch_size.comparison.directory import Results
+from variable_batch_size.comparison.experiment import Settings
+from variable_batch_size.comparison.groups import Group, groups
 from variable_batch_size.plot import check_suffix
 
 # told apart by people of any colour vision

@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from variable_batch_size.buffers import share_buffers
-from variable_batch_size.comparison.experiment import DIVERGED, DONE, REFERENCE, Outcome, Results, Run, Settings
+from variable_batch_size.comparison.directory import Results
+from variable_batch_size.comparison.experiment import DIVERGED, DONE, REFERENCE, Outcome, Run, Settings
 from variable_batch_size.comparison.workload import Workload, load_workload
 from variable_batch_size.launcher import launch
 from variable_batch_size.logs import Log

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from variable_batch_size.comparison.experiment import DIVERGED, Results, Settings
-from variable_batch_size.comparison.results import Difference, Group, Spread, groups, ranking
+from variable_batch_size.comparison.directory import Results
+from variable_batch_size.comparison.experiment import DIVERGED, Settings
+from variable_batch_size.comparison.groups import Difference, Group, Spread, groups, ranking
 
 
 def verdicts(results: Results) -> dict[str, str]:
