@@ -2,6 +2,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
+# torch_xla has wheels for Linux on x86-64 alone; elsewhere all but XLA is set up, with the same torch
+comma := ,
+XLA := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),xla$(comma))
+
 .PHONY: demo test lint browser bench soak clean
 
 demo: $(VENV)/.installed
@@ -33,12 +37,12 @@ bench: $(VENV)/.installed .peers
 	$(BIN)/python bench/xla.py
 
 soak: $(VENV)/.installed
-	$(BIN)/python test/soak.py
+	PYTHONPATH=test/promises $(BIN)/python test/soak.py
 
 # everything else needs the environment; it is made once, and again when the requirements change
 $(VENV)/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[xla,test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$(XLA)test]' 'torch==2.9.*'
 	touch $@
 
 # what benchmarks compare with, apart from the environment; without it they say so and go on

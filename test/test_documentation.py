@@ -13,20 +13,20 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 WITH_EXAMPLES = [
-    "trace",
-    "permutation",
-    "schedule",
-    "rules",
-    "sampler",
-    "stages",
-    "generate",
-    "recording",
-    "convert",
-    "plan",
-    "sparkline",
-    "report",
-    "comparison.groups",
-    "comparison.verdict",
+    "traces.trace",
+    "schedules.permutation",
+    "schedules.schedule",
+    "rules.rule",
+    "training.sampler",
+    "traces.stages",
+    "traces.generate",
+    "traces.recording",
+    "traces.convert",
+    "planning.plan",
+    "planning.sparkline",
+    "planning.reports",
+    "comparison.report.groups",
+    "comparison.report.verdict",
 ]
 
 

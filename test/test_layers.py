@@ -1,4 +1,4 @@
-"""The architecture: which module may import which. Changing this table is a decision made in the open."""
+"""The architecture: which folder may import which. Changing this table is a decision made in the open."""
 
 import ast
 import subprocess
@@ -11,164 +11,89 @@ import variable_batch_size
 
 PACKAGE = Path(variable_batch_size.__file__).parent
 
+# what each folder imports of the others; the files beside the folders (FOR_ALL) may be used by all
+FOR_ALL = {"checks", "files", "version"}
 LAYERS = {
-    "version": set(),
-    "trace": set(),
-    "permutation": set(),
-    "schedule": {"trace"},
-    "noise": set(),
-    "rules": {"noise"},
-    "communication": set(),
-    "gradients": {"communication"},
-    "buffers": {"communication"},
-    "sampler": {"trace", "schedule", "permutation", "communication"},
-    "optimizer": {"noise", "rules", "communication", "gradients", "buffers", "sampler", "schedule"},
-    "progress": {"optimizer"},
-    "stopping": set(),
-    "launcher": {"schedule", "stopping"},
-    "metrics": {"communication"},
-    "sinks": set(),
-    "logs": {"schedule", "communication", "optimizer"},
-    "files": set(),
-    "storage": {"files"},
-    "randomness": set(),
-    "executed": {"trace", "schedule", "files"},
-    "checkpoint": {
-        "schedule",
-        "communication",
-        "sampler",
-        "optimizer",
-        "stopping",
-        "randomness",
-        "storage",
-        "executed",
-    },
-    "stages": {"trace", "schedule"},
-    "generate": {"trace", "schedule", "stages"},
-    "recording": set(),
-    "convert": {"trace", "stages", "recording"},
-    "plan": {"schedule", "rules", "noise", "stages"},
-    "sparkline": set(),
-    "report": {"trace", "convert", "plan", "sparkline"},
-    "plot": {"schedule", "plan"},
-    "comparison.experiment": {"trace", "generate"},
-    "comparison.directory": {"trace", "files", "comparison.experiment"},
-    "comparison.tables": {"files", "comparison.directory"},
-    "comparison.groups": {"comparison.directory", "comparison.experiment"},
-    "comparison.verdict": {"comparison.directory", "comparison.experiment", "comparison.groups"},
-    "comparison.curves": {"comparison.directory", "comparison.experiment", "comparison.groups"},
-    "comparison.picture": {
-        "plot",
-        "comparison.curves",
-        "comparison.directory",
-        "comparison.experiment",
-        "comparison.groups",
-    },
-    "comparison.page": {
-        "files",
-        "comparison.curves",
-        "comparison.directory",
-        "comparison.experiment",
-        "comparison.groups",
-        "comparison.verdict",
-    },
-    "comparison.builtin_workloads": set(),
-    "comparison.workload": {"schedule", "comparison.builtin_workloads"},
-    "comparison.train": {
-        "trace",
-        "sampler",
-        "buffers",
-        "optimizer",
-        "launcher",
-        "metrics",
-        "logs",
-        "sinks",
-        "comparison.directory",
-        "comparison.experiment",
-        "comparison.workload",
-    },
-    "comparison.workers": {"launcher", "comparison.experiment"},
-    "comparison.compare": {
-        "trace",
-        "comparison.directory",
-        "comparison.experiment",
-        "comparison.page",
-        "comparison.tables",
-        "comparison.train",
-        "comparison.verdict",
-        "comparison.workers",
-    },
-    "command.main": {"version"},
-    "command.options": {"trace", "stages", "report"},
-    "command.plan": {"command.options", "trace", "schedule", "plan", "report", "plot"},
-    "command.show": {"command.options", "trace"},
-    "command.make": {"command.options", "trace", "stages", "generate"},
-    "command.convert": {"command.options", "trace", "stages", "recording", "convert", "report"},
-    "command.report": {
-        "command.options",
-        "comparison.directory",
-        "comparison.page",
-        "comparison.picture",
-        "comparison.tables",
-        "comparison.verdict",
-    },
-    "command.compare": {
-        "trace",
-        "schedule",
-        "command.options",
-        "command.report",
-        "comparison.directory",
-        "comparison.experiment",
-        "comparison.workload",
-        "comparison.train",
-        "comparison.compare",
-    },
-    "__main__": {"command.main"},
+    "rules": set(),
+    "traces": set(),
+    "schedules": {"traces"},
+    "planning": {"rules", "traces", "schedules"},
+    "cores": set(),
+    "training": {"cores", "rules", "traces", "schedules"},
+    "runs": {"cores", "traces", "schedules", "training"},
+    "comparison": {"cores", "traces", "planning", "training", "runs"},
+    "command": {"traces", "schedules", "planning", "comparison"},
 }
+WITHOUT_TORCH = {"rules", "traces", "schedules", "planning", "command", *FOR_ALL}
 
-WITH_TORCH = {"communication", "gradients", "buffers", "sampler", "optimizer", "progress", "launcher"} | {
-    "metrics",
-    "logs",
-    "storage",
-    "randomness",
-    "checkpoint",
-    "comparison.builtin_workloads",
-    "comparison.workload",
-    "comparison.train",
-}
+MODULES = sorted(
+    path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.stem not in ("__init__", "__main__")
+)
+by_module = pytest.mark.parametrize("module", MODULES, ids=str)
+
+
+def room_of(module):
+    return module.parts[0].removesuffix(".py")
 
 
 def imports_of(module):
-    tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text())
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module
 
 
-def test_the_table_names_every_module():
-    paths = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.stem != "__init__"}
-    assert {".".join(path.with_suffix("").parts) for path in paths} == set(LAYERS)
+def own_imports_of(module):
+    return [name.split(".")[1:] for name in imports_of(module) if name.startswith("variable_batch_size.")]
 
 
-@pytest.mark.parametrize("module", LAYERS)
-def test_imports_point_down_only(module):
-    own = {name.removeprefix("variable_batch_size.") for name in imports_of(module) if "variable_batch_size" in name}
-    assert own == LAYERS[module]
+def test_the_table_names_every_folder():
+    assert {room_of(module) for module in MODULES} <= LAYERS.keys() | FOR_ALL
+
+
+@pytest.mark.parametrize("folder", LAYERS)
+def test_a_folder_imports_what_the_table_says(folder):
+    found = {parts[0] for module in MODULES if room_of(module) == folder for parts in own_imports_of(module)}
+    assert found - FOR_ALL - {folder} == LAYERS[folder]
 
 
 def test_the_table_has_no_circle():
+    _order_of(LAYERS)
+
+
+@pytest.mark.parametrize("folder", LAYERS)
+def test_the_files_of_a_folder_have_no_circle(folder):
+    modules = [module for module in MODULES if room_of(module) == folder]
+    names = {".".join(module.with_suffix("").parts) for module in modules}
+    below = {}
+    for module in modules:
+        found = {".".join(parts) for parts in own_imports_of(module)}
+        below[".".join(module.with_suffix("").parts)] = found & names
+    _order_of(below)
+
+
+def _order_of(below):
     done = set()
-    while done != set(LAYERS):
-        ready = {module for module, below in LAYERS.items() if module not in done and below <= done}
-        assert ready, f"a circle among {set(LAYERS) - done}"
+    while done != set(below):
+        ready = {name for name, others in below.items() if name not in done and others <= done}
+        assert ready, f"a circle among {set(below) - done}"
         done |= ready
 
 
-@pytest.mark.parametrize("module", sorted(set(LAYERS) - WITH_TORCH))
-def test_pure_modules_do_not_know_torch(module):
-    assert not {name for name in imports_of(module) if name.split(".")[0] in ("torch", "torch_xla")}
+@by_module
+def test_files_for_all_and_pure_folders_do_not_know_torch(module):
+    if room_of(module) in WITHOUT_TORCH:
+        assert not {name for name in imports_of(module) if name.split(".")[0] in ("torch", "torch_xla")}
+    if room_of(module) in FOR_ALL:
+        assert {parts[0] for parts in own_imports_of(module)} <= FOR_ALL
+
+
+@by_module
+def test_every_file_says_in_its_first_line_what_it_is_for_and_stays_short(module):
+    text = (PACKAGE / module).read_text()
+    assert ast.get_docstring(ast.parse(text))
+    assert text.count("\n") <= 520
 
 
 def loaded_by(statement):

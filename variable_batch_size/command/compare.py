@@ -17,7 +17,6 @@ from typing import Any
 
 from variable_batch_size.command.options import add_minibatch_size, positive
 from variable_batch_size.command.report import print_verdicts
-from variable_batch_size.comparison.directory import Results
 from variable_batch_size.comparison.experiment import (
     FAILED,
     MEASURING_RULES,
@@ -27,8 +26,9 @@ from variable_batch_size.comparison.experiment import (
     Settings,
     default_traces,
 )
-from variable_batch_size.schedule import ON_END, Schedule
-from variable_batch_size.trace import Trace
+from variable_batch_size.comparison.results import Results
+from variable_batch_size.schedules.schedule import ON_END, Schedule
+from variable_batch_size.traces.trace import Trace
 
 EXIT_INTERRUPTED = 130
 

@@ -13,11 +13,11 @@ from variable_batch_size.command.options import (
     print_trace,
     write_trace,
 )
-from variable_batch_size.convert import ROUNDING, WHEN_EMPTY, convert_recording, step_seconds
-from variable_batch_size.recording import FORMATS, TIME_UNITS, Recording
-from variable_batch_size.report import conversion_report
-from variable_batch_size.stages import UNITS, Stages
-from variable_batch_size.trace import Trace
+from variable_batch_size.planning.reports import conversion_report
+from variable_batch_size.traces.convert import ROUNDING, WHEN_EMPTY, convert_recording, step_seconds
+from variable_batch_size.traces.recording import FORMATS, TIME_UNITS, Recording
+from variable_batch_size.traces.stages import UNITS, Stages
+from variable_batch_size.traces.trace import Trace
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from variable_batch_size.command.options import (
     print_trace,
     write_trace,
 )
-from variable_batch_size.generate import (
+from variable_batch_size.traces.generate import (
     constant_trace,
     doubling_ramp,
     growth_for_decay,
@@ -22,8 +22,8 @@ from variable_batch_size.generate import (
     seesaw,
     spot_market,
 )
-from variable_batch_size.stages import UNITS, Stages
-from variable_batch_size.trace import Trace
+from variable_batch_size.traces.stages import UNITS, Stages
+from variable_batch_size.traces.trace import Trace
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

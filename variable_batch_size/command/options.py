@@ -7,9 +7,9 @@ import shutil
 import sys
 from typing import Any
 
-from variable_batch_size.report import trace_report
-from variable_batch_size.stages import parse_count
-from variable_batch_size.trace import Trace
+from variable_batch_size.planning.reports import trace_report
+from variable_batch_size.traces.stages import parse_count
+from variable_batch_size.traces.trace import Trace
 
 _NARROWEST = 24
 

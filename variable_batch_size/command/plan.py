@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 from variable_batch_size.command.options import add_minibatch_size, count, print_text
-from variable_batch_size.plan import RULES, Plan, SteadyAdaScaleRule
-from variable_batch_size.plot import check_suffix, plot_plan
-from variable_batch_size.report import plan_report
-from variable_batch_size.schedule import ON_END, Schedule
-from variable_batch_size.trace import Trace
+from variable_batch_size.planning.picture import check_suffix, plot_plan
+from variable_batch_size.planning.plan import RULES, Plan, SteadyAdaScaleRule
+from variable_batch_size.planning.reports import plan_report
+from variable_batch_size.schedules.schedule import ON_END, Schedule
+from variable_batch_size.traces.trace import Trace
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

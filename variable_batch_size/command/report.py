@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 
 from variable_batch_size.command.options import print_text
-from variable_batch_size.comparison.directory import Results
-from variable_batch_size.comparison.page import write_page
-from variable_batch_size.comparison.picture import draw_picture
-from variable_batch_size.comparison.tables import write_tables
-from variable_batch_size.comparison.verdict import verdicts
+from variable_batch_size.comparison.report.page import write_page
+from variable_batch_size.comparison.report.picture import draw_picture
+from variable_batch_size.comparison.report.tables import write_tables
+from variable_batch_size.comparison.report.verdict import verdicts
+from variable_batch_size.comparison.results import Results
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

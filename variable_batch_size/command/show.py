@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from variable_batch_size.command.options import add_width, print_text, print_trace
-from variable_batch_size.trace import Trace
+from variable_batch_size.traces.trace import Trace
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

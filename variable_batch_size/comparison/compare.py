@@ -11,7 +11,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from variable_batch_size.comparison.directory import Results
 from variable_batch_size.comparison.experiment import (
     DIVERGED,
     DONE,
@@ -23,12 +22,13 @@ from variable_batch_size.comparison.experiment import (
     Settings,
     runs_of,
 )
-from variable_batch_size.comparison.page import write_page
-from variable_batch_size.comparison.tables import write_tables
+from variable_batch_size.comparison.report.page import write_page
+from variable_batch_size.comparison.report.tables import write_tables
+from variable_batch_size.comparison.report.verdict import number
+from variable_batch_size.comparison.results import Results
 from variable_batch_size.comparison.train import train
-from variable_batch_size.comparison.verdict import number
 from variable_batch_size.comparison.workers import Workers
-from variable_batch_size.trace import Trace
+from variable_batch_size.traces.trace import Trace
 
 
 def compare(

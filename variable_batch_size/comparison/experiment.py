@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from variable_batch_size.generate import spot_market
-from variable_batch_size.trace import Trace
+from variable_batch_size.traces.generate import spot_market
+from variable_batch_size.traces.trace import Trace
 
 REFERENCE = "reference"
 """The name of the yardstick's trace: always the reference batch size."""

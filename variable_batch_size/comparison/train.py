@@ -17,14 +17,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from variable_batch_size.buffers import share_buffers
-from variable_batch_size.comparison.directory import Results
 from variable_batch_size.comparison.experiment import DIVERGED, DONE, REFERENCE, Outcome, Run, Settings
+from variable_batch_size.comparison.results import Results
 from variable_batch_size.comparison.workload import Workload, load_workload
-from variable_batch_size.launcher import launch
-from variable_batch_size.logs import Log
-from variable_batch_size.metrics import Metrics
-from variable_batch_size.optimizer import (
+from variable_batch_size.cores.launch import launch
+from variable_batch_size.runs.log import Log
+from variable_batch_size.runs.metrics import Metrics
+from variable_batch_size.runs.sinks import JsonLines, TensorBoard
+from variable_batch_size.traces.trace import Trace
+from variable_batch_size.training.buffers import share_buffers
+from variable_batch_size.training.optimizer import (
     AdamRuleOptimizer,
     AdamScaleOptimizer,
     AdaScaleOptimizer,
@@ -34,9 +36,7 @@ from variable_batch_size.optimizer import (
     LinearRuleOptimizer,
     RootRuleOptimizer,
 )
-from variable_batch_size.sampler import CustomSampler
-from variable_batch_size.sinks import JsonLines, TensorBoard
-from variable_batch_size.trace import Trace
+from variable_batch_size.training.sampler import CustomSampler
 
 OPTIMIZERS: dict[str, Callable[..., CustomOptimizer]] = {
     "linear": LinearRuleOptimizer,

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 import variable_batch_size.comparison.builtin_workloads as builtin
-from variable_batch_size.schedule import is_integer
+from variable_batch_size.checks import check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,7 @@ class Workload:
             if not callable(getattr(self, name)):
                 raise ValueError(f"`{name}` must be a function, got {getattr(self, name)!r}")
         for name in ("minibatch_size", "ref_batchsize", "num_samples"):
-            if not is_integer(getattr(self, name)) or getattr(self, name) <= 0:
-                raise ValueError(f"`{name}` must be a positive integer, got {getattr(self, name)!r}")
+            check_positive(**{name: getattr(self, name)})
 
 
 BUILT_IN: dict[str, Callable[[Path | None], dict[str, Any]]] = {

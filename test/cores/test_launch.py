@@ -1,0 +1,154 @@
+"""launch: results in order, prompt and readable failures, nothing left behind."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import variable_batch_size as vbs
+
+XLA = pytest.param("xla", marks=pytest.mark.xla)
+
+
+def rank_and_size():
+    from variable_batch_size.cores.communicator import running_cores
+
+    return running_cores()
+
+
+def append_rank(numbers):
+    numbers.append(rank_and_size()[0])
+    time.sleep(0.5)  # long enough for every thread to have appended to a list that were shared
+    return numbers
+
+
+def fail_on_the_last_core_while_the_others_wait():
+    rank, size = rank_and_size()
+    if rank == size - 1:
+        raise ValueError("`minibatch_size` must be a positive integer, got 0")
+    time.sleep(600)
+
+
+def wait_in_a_collective_for_a_core_that_fails():
+    if dist.get_rank() == 1:
+        vbs.CustomSampler(dataset_size=100, trace=[32, 33], minibatch_size=32)
+    dist.all_reduce(torch.ones(1))
+
+
+def die():
+    if rank_and_size()[0] == 0:
+        os._exit(3)
+    time.sleep(600)
+
+
+def return_something_that_cannot_travel():
+    return lambda: None
+
+
+def read(*names):
+    return [os.environ.get(name) for name in names]
+
+
+@pytest.mark.parametrize("backend", ["gloo", XLA])
+def test_each_core_has_its_own_copy_of_the_arguments_and_results_come_in_order(backend):
+    assert vbs.launch(append_rank, ([7],), cores=3, backend=backend) == [[7, 0], [7, 1], [7, 2]]
+
+
+@pytest.mark.parametrize("backend", ["gloo", XLA])
+def test_an_exception_on_one_core_ends_the_launch_with_its_traceback(backend):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)core 2 failed:\nTraceback.*test_launcher.py.*ValueError: `minibatch_size`"
+    ):
+        vbs.launch(fail_on_the_last_core_while_the_others_wait, cores=3, backend=backend)
+    assert not multiprocessing.active_children()
+
+
+def test_a_core_that_waits_in_a_collective_is_ended_too():
+    with pytest.raises(
+        RuntimeError, match=r"(?s)core 1 failed:.*trace\[1\]: batchsize must be a multiple of 32.*, got 33"
+    ):
+        vbs.launch(wait_in_a_collective_for_a_core_that_fails, cores=2, backend="gloo")
+
+
+@pytest.mark.parametrize("backend", ["gloo", XLA])
+def test_a_process_that_dies_ends_the_launch(backend):
+    with pytest.raises(RuntimeError, match="a process of the launch died with exit code 3"):
+        vbs.launch(die, cores=2, backend=backend)
+
+
+def test_a_result_that_cannot_travel_is_said():
+    with pytest.raises(RuntimeError, match=r"(?s)core 0 failed:.*pickle"):
+        vbs.launch(return_something_that_cannot_travel, cores=1, backend="gloo")
+
+
+@pytest.mark.parametrize("cores", [0, -1, 1.5, True])
+def test_the_number_of_cores_must_be_positive(cores):
+    with pytest.raises(ValueError, match="`cores` must be a positive integer, got"):
+        vbs.launch(rank_and_size, cores=cores)
+
+
+@pytest.mark.xla
+def test_the_environment_of_virtual_cores_is_not_left_behind():
+    before = dict(os.environ)
+    assert vbs.launch(read, ("CPU_NUM_DEVICES",), cores=1) == [["1"]]
+    assert dict(os.environ) == before
+
+
+def test_it_is_gloo_where_torch_xla_is_not_installed(monkeypatch):
+    monkeypatch.setattr("variable_batch_size.cores.launch.find_spec", lambda name: None)
+    assert vbs.launch(rank_and_size, cores=2) == [(0, 2), (1, 2)]
+    with pytest.raises(ValueError, match=r'backend="xla" needs torch_xla: pip install'):
+        vbs.launch(rank_and_size, cores=2, backend="xla")
+
+
+UNDER_TORCHRUN = """
+import os, sys
+import variable_batch_size as vbs
+from variable_batch_size.cores.communicator import running_cores
+
+if __name__ == "__main__":
+    with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+        file.write(str(vbs.launch(running_cores)))
+"""
+
+
+def test_under_torchrun_it_just_runs_the_function(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(UNDER_TORCHRUN)
+    results = tmp_path / "results"  # a file each: what two processes print may run together
+    results.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run([*command, str(script), str(results)], check=True)
+    assert [(results / rank).read_text() for rank in "01"] == ["[(0, 2)]", "[(1, 2)]"]
+
+
+PARENT = """
+import sys, time
+import variable_batch_size as vbs
+
+def wait(fifo):
+    with open(fifo, "w") as file:
+        print("started", file=file, flush=True)
+        time.sleep(60)
+        print("slept to the end", file=file)
+
+if __name__ == "__main__":
+    vbs.launch(wait, (sys.argv[1],), cores=1, backend="gloo")
+"""
+
+
+def test_no_process_outlives_a_killed_parent(tmp_path):
+    (tmp_path / "parent.py").write_text(PARENT)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py"), str(fifo)])
+    with open(fifo) as file:
+        assert file.readline() == "started\n"
+        parent.kill()
+        parent.wait()
+        assert file.read() == ""  # the end of the file: whoever held its other end is gone

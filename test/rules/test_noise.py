@@ -1,0 +1,156 @@
+"""Noise: the estimates against true values, and the gain against numbers known from elsewhere."""
+
+import numpy as np
+import pytest
+
+from variable_batch_size.rules.noise import Noise, NoiseAverage
+
+
+def linear_norms(inputs):
+    """L and T for Linear(2, 2) with the loss Σ outputs: a sample's gradient is its input twice, and 1 for each bias."""
+    gradients = np.array([[*x, *x, 1, 1] for x in inputs])
+    return (gradients**2).sum(1).mean(), (gradients.mean(0) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "gain"),
+    [
+        ([[1, 0], [0, 1]], 4 / 3),
+        ([[-1, 1], [1, -1]], 2),
+        ([[1, 4], [5, 0.5]], 1.4688796680497926),
+        ([[-0.2, 3], [5, 0.5]], 1.8472893901708),
+    ],
+)
+def test_known_gains_of_two_samples(inputs, gain):
+    noise = Noise.from_norms(*linear_norms(inputs), batch_size=2, num_minibatches=2)
+    assert noise.gain(2, 1) == pytest.approx(gain, rel=1e-7)
+
+
+def test_four_orthogonal_gradients_have_gain_four_and_identical_ones_gain_one():
+    orthogonal = Noise.from_norms(1.0, 1 / 4, batch_size=4, num_minibatches=4)
+    assert orthogonal.gain(4, 1) == pytest.approx(4)
+    identical = Noise.from_norms(1.0, 1.0, batch_size=4, num_minibatches=4)
+    assert identical.gain(4, 1) == pytest.approx(1)
+
+
+def test_two_steps_average_to_the_known_gain():
+    average = NoiseAverage()
+    for inputs in ([[-0.2, 3.3], [5.2, 0.7]], [[1, 4], [3.1, 0.1]]):
+        average.add(Noise.from_norms(*linear_norms(inputs), batch_size=2, num_minibatches=2), scale=2.0)
+    assert average.noise.gain(2, 1) == pytest.approx(1.6720968158031417, rel=1e-6)
+
+
+def test_the_start_of_the_paper_is_the_plain_mean():
+    average = NoiseAverage(starts_with_mean=True)
+    for variance in (1.0, 2.0, 6.0):
+        average.add(Noise(variance, 1.0), scale=4.0)
+    assert average.noise.variance == pytest.approx(3.0)
+    assert average.noise.square_norm == pytest.approx(1.0)
+
+
+def test_the_start_of_the_paper_ends_after_the_memory_of_the_average():
+    average = NoiseAverage(starts_with_mean=True)
+    for _ in range(10):
+        average.add(Noise(0.0, 0.0), scale=100.0)  # remembers 10 steps
+    average.add(Noise(1.0, 1.0), scale=100.0)
+    assert average.noise.variance == pytest.approx(0.1)
+
+
+def test_at_scale_1000_only_the_latest_step_counts():
+    average = NoiseAverage()
+    average.add(Noise(5.0, 5.0), scale=1.0)
+    average.add(Noise(1.0, 2.0), scale=1000.0)
+    assert average.noise == Noise(1.0, 2.0)
+
+
+def test_an_average_is_saved_and_loaded():
+    average, other = NoiseAverage(), NoiseAverage()
+    average.add(Noise(5.0, 4.0), scale=3.0)
+    other.load_state_dict(average.state_dict())
+    for each in (average, other):
+        each.add(Noise(1.0, 2.0), scale=8.0)
+    assert average.noise == other.noise
+
+
+@pytest.mark.parametrize("batch_size", [1, 16, 128, 129, 10**6])
+@pytest.mark.parametrize(
+    "noise", [Noise(0.0, 0.0), Noise(-3.0, 2.0), Noise(3.0, -2.0), Noise(-1.0, -1.0), Noise(5.0, 1.0)]
+)
+def test_the_gain_is_finite_and_between_one_and_the_scale(noise, batch_size):
+    scale = batch_size / 128
+    assert min(1, scale) * (1 - 1e-12) <= noise.gain(batch_size, 128) <= max(1, scale) * (1 + 1e-12)
+
+
+def test_the_gain_at_the_reference_is_exactly_one():
+    assert Noise(7.3, 0.2).gain(128, 128) == 1.0
+
+
+def test_noise_scale_and_efficiency():
+    noise = Noise(variance=100.0, square_norm=0.5)
+    assert noise.scale == 200
+    assert noise.efficiency(400, 100) == noise.gain(400, 100) / 4
+    assert Noise(1.0, 0.0).scale == float("inf")
+
+
+def draw(rng, *, sizes, true_gradient, deviation):
+    """Gradients of minibatches whose samples have the given mean and deviation in each coordinate."""
+    return [true_gradient + deviation / b**0.5 * rng.standard_normal(len(true_gradient)) for b in sizes]
+
+
+def estimate(gradients, sizes):
+    weights = np.array(sizes) / sum(sizes)
+    mean = sum(w * g for w, g in zip(weights, gradients, strict=True))
+    squares = [float(g @ g) for g in gradients]
+    return Noise.from_weighted_norms(squares, float(mean @ mean), weights=list(weights), sizes=list(sizes))
+
+
+KINDS = {"noise dominated": (0.05, 3.0), "signal dominated": (1.0, 0.5)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_even", [True, False], ids=["equal minibatches", "unequal minibatches"])
+def test_the_estimates_are_unbiased(kind, is_even):
+    size, deviation = KINDS[kind]
+    true_gradient = np.full(200, size)
+    true = Noise(variance=200 * deviation**2, square_norm=200 * size**2)
+    rng = np.random.default_rng(0)
+    estimates = []
+    for _ in range(12_000):
+        n = rng.integers(2, 65)
+        sizes = [8] * n if is_even else rng.integers(1, 33, n)
+        estimates.append(estimate(draw(rng, sizes=sizes, true_gradient=true_gradient, deviation=deviation), sizes))
+    mean = Noise(np.mean([e.variance for e in estimates]), np.mean([e.square_norm for e in estimates]))
+    assert mean.variance == pytest.approx(true.variance, rel=0.01)
+    standard_error = np.std([e.square_norm for e in estimates]) / len(estimates) ** 0.5
+    assert mean.square_norm == pytest.approx(true.square_norm, abs=3 * standard_error)
+    for batch_size in (16, 128, 512):
+        assert mean.gain(batch_size, 64) == pytest.approx(true.gain(batch_size, 64), rel=0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reported_gain_is_right_at_every_size_while_batch_sizes_jump(kind):
+    size, deviation = KINDS[kind]
+    true_gradient = np.full(200, size)
+    true = Noise(variance=200 * deviation**2, square_norm=200 * size**2)
+    rng = np.random.default_rng(1)
+    average = NoiseAverage()
+    for step in range(1500):
+        n = int(rng.integers(2, 65))
+        gradients = draw(rng, sizes=[8] * n, true_gradient=true_gradient, deviation=deviation)
+        mean = sum(gradients) / n
+        mean_of_squares = sum(float(g @ g) for g in gradients) / n
+        average.add(
+            Noise.from_norms(mean_of_squares, float(mean @ mean), batch_size=8 * n, num_minibatches=n), scale=n / 8
+        )
+        if step >= 300:
+            assert average.noise.gain(8 * n, 64) == pytest.approx(true.gain(8 * n, 64), rel=0.05)
+
+
+def test_equal_minibatches_are_a_special_case_of_weighted_ones():
+    rng = np.random.default_rng(2)
+    gradients = draw(rng, sizes=[4] * 5, true_gradient=np.ones(10), deviation=1.0)
+    mean = sum(gradients) / 5
+    squares = [float(g @ g) for g in gradients]
+    equal = Noise.from_norms(sum(squares) / 5, float(mean @ mean), batch_size=20, num_minibatches=5)
+    weighted = Noise.from_weighted_norms(squares, float(mean @ mean), weights=[0.2] * 5, sizes=[4] * 5)
+    assert vars(equal) == pytest.approx(vars(weighted))

@@ -1,0 +1,322 @@
+"""Checkpoint: what it refuses, what it keeps, and that nothing is ever lost."""
+
+import io
+import logging
+import pickle
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+from torch import nn
+
+import variable_batch_size as vbs
+from variable_batch_size import storage
+
+
+def make(directory=None, *, trace=(8, 16, 8, 24), kind=vbs.LinearRuleOptimizer, model=None, **options):
+    model = runs.network() if model is None else model
+    how = {"dataset_size": 40, "minibatch_size": 4, "seed": 0, "shuffle": True, "on_end": "stop"}
+    how |= {name: options.pop(name) for name in list(options) if name in how}
+    inner = options.pop("inner", torch.optim.SGD)(model.parameters(), lr=0.1)
+    ref_batchsize = options.pop("ref_batchsize", 16)
+    sampler = vbs.CustomSampler(trace=list(trace) if isinstance(trace, tuple) else trace, **how)
+    optimizer = kind(inner, sampler, ref_batchsize=ref_batchsize)
+    return vbs.Checkpoint(directory, model=model, optimizer=optimizer, **options), sampler, optimizer, model
+
+
+def train(checkpoint, sampler, optimizer, model, epochs=2):
+    for _ in checkpoint.epochs(epochs):
+        for indices in sampler:
+            model(torch.ones(len(indices), 6)).sum().backward()
+            optimizer.step()
+            checkpoint.step()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A directory with the checkpoint of a run that has ended."""
+    train(*make(tmp_path))
+    return tmp_path
+
+
+def contents(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+# ------------------------------------------------------------------------------------------------ what must be the same
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"trace": (8, 16, 8, 28)}, r"trace was 4 steps, sha256 \w{16} and is 4 steps, sha256 \w{16}$"),
+        ({"trace": 8}, r"trace was 4 steps, sha256 \w{16} and is always 8; on_end was stop and is hold"),
+        ({"on_end": "cycle"}, "on_end was stop and is cycle"),
+        ({"dataset_size": 41}, "dataset_size was 40 and is 41"),
+        ({"seed": 3}, "seed was 0 and is 3"),
+        ({"minibatch_size": 2}, "minibatch_size was 4 and is 2"),
+        ({"shuffle": False}, "shuffle was True and is False"),
+        ({"ref_batchsize": 32}, "ref_batchsize was 16 and is 32"),
+        ({"kind": vbs.RootRuleOptimizer}, "rule was LinearRule and is RootRule"),
+        ({"inner": torch.optim.Adam}, "optimizer was SGD and is Adam"),
+        ({"seed": 3, "dataset_size": 44}, "dataset_size was 40 and is 44; seed was 0 and is 3"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_with_what_differs(saved, change, said):
+    before = contents(saved)
+    with pytest.raises(ValueError, match=rf"step-000000004\.pt was saved by another run: {said}"):
+        make(saved, **change)
+    assert contents(saved) == before
+
+
+def test_a_checkpoint_of_another_model_is_refused(saved):
+    before = contents(saved)
+    with pytest.raises(ValueError, match=r"step-000000004\.pt does not fit the model: .*"):
+        make(saved, model=nn.Linear(6, 2))
+    assert contents(saved) == before
+
+
+def test_the_number_of_schedulers_must_be_the_same(saved):
+    model = runs.network()
+    with pytest.raises(ValueError, match="schedulers were 0 and are 1"):
+        make(saved, model=model, schedulers=[torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)])
+
+
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.99])
+def test_a_file_that_was_cut_short_is_refused_and_left_alone(saved, share):
+    path = saved / "step-000000009.pt"
+    whole = (saved / "step-000000004.pt").read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))])
+    before = contents(saved)
+    message = r"step-000000009\.pt does not load, it is cut short.*; move it away to go on from step-000000004\.pt"
+    with pytest.raises(ValueError, match=message):
+        make(saved)
+    assert contents(saved) == before
+    path.unlink()
+    assert make(saved)[2].steps_done == 4
+
+
+def test_the_only_file_cut_short_is_said_to_be_the_only_one(tmp_path):
+    (tmp_path / "step-000000001.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match="move it away to start from the beginning"):
+        make(tmp_path)
+
+
+class Evil:
+    def __reduce__(self):
+        return (Path("evil").touch, ())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"step,batchsize\n0,32\n", "does not load"),
+        (pickle.dumps(Evil()), "does not load"),
+        ({"model": {}}, "is no checkpoint of variable_batch_size"),
+        ([1, 2], "is no checkpoint of variable_batch_size"),
+        ({"format": "variable_batch_size checkpoint", "version": 99}, "has version 99 of the format, expected 1"),
+    ],
+)
+def test_a_foreign_file_is_refused_and_nothing_in_it_runs(tmp_path, monkeypatch, content, said):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "step-000000007.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=rf"step-000000007\.pt {said}"):
+        make(tmp_path)
+    assert contents(tmp_path) == before
+    assert not Path("evil").exists()
+
+
+def test_other_files_in_the_directory_are_left_alone_and_those_of_a_crash_cleaned_up(tmp_path):
+    (tmp_path / "notes.pt").write_text("mine")
+    (tmp_path / "step-12.pt").write_text("mine, too")
+    (tmp_path / "step-000000003.pt.tmp").write_bytes(b"half a checkp")
+    train(*make(tmp_path, every_steps=1, keep=1))
+    assert sorted(contents(tmp_path)) == ["executed.csv", "notes.pt", "step-000000004.pt", "step-12.pt"]
+
+
+def test_a_directory_that_cannot_be_written_to_is_said_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"`directory` must be one that can be written to, got .*file/runs"):
+        make(tmp_path / "file" / "runs")
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
+    checkpoint, sampler, optimizer, model = make(tmp_path, every_steps=1)
+    train(checkpoint, sampler, optimizer, model, epochs=1)
+    before = contents(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"step-000000003\.pt could not be written: .*File too large"):
+            checkpoint.save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert contents(tmp_path) == before
+
+
+# ------------------------------------------------------------------------------------------------------- what is saved
+
+
+def test_it_loads_without_unpickling_anything_but_tensors_and_primitives(saved):
+    state = torch.load(saved / "step-000000004.pt", weights_only=True)
+    assert state["epoch"] == 2
+    assert state["model"]._metadata["1"] == {"version": 2}
+    leaves = torch.utils._pytree.tree_leaves(state)
+    assert {type(leaf) for leaf in leaves} <= {torch.Tensor, int, float, str, bool, type(None)}
+
+
+def test_numbers_of_numpy_become_plain_and_other_objects_are_refused(tmp_path):
+    import numpy as np
+
+    class Odd:
+        def __init__(self, value):
+            self.value = value
+
+        def state_dict(self):
+            return {"deep": [1, (self.value,)]}
+
+        def load_state_dict(self, state):
+            self.value = state["deep"][1][0]
+
+    train(*make(tmp_path / "a", schedulers=[Odd(np.float64(0.5))]))
+    odd = Odd(None)
+    make(tmp_path / "a", schedulers=[odd])
+    assert type(odd.value) is float
+    with pytest.raises(
+        ValueError, match=r"tensors and primitives only, got BytesIO at state\['schedulers'\]\[0\]\['de"
+    ):
+        train(*make(tmp_path / "b", schedulers=[Odd(io.BytesIO())]))
+    assert contents(tmp_path / "b") == {}
+
+
+def test_every_so_many_steps_and_so_many_kept(tmp_path):
+    train(*make(tmp_path, trace=(4,) * 20, every_steps=3, keep=3))
+    assert [path.name[-6:] for path in storage.checkpoints(tmp_path)] == ["015.pt", "018.pt", "020.pt"]
+
+
+def test_every_so_many_seconds(tmp_path):
+    train(*make(tmp_path, every_seconds=1e-9, keep=100))
+    assert len(storage.checkpoints(tmp_path)) == 4
+    other = tmp_path / "other"
+    train(*make(other, every_seconds=1e9, keep=100))
+    assert len(storage.checkpoints(other)) == 1  # the end
+
+
+def test_a_run_that_has_ended_has_no_epochs_left_and_can_be_made_longer(saved):
+    checkpoint, *_ = make(saved)
+    assert list(checkpoint.epochs(2)) == []
+    checkpoint, *_ = make(saved, trace=(8, 16, 8, 24))
+    with pytest.raises(ValueError, match="trace holds 2 epochs of 40 samples, got epoch 2"):
+        next(checkpoint.epochs(3))
+
+
+def test_none_saves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(*make(None, every_steps=1))
+    assert contents(tmp_path) == {}
+
+
+def test_it_says_where_it_goes_on(saved, caplog):
+    with caplog.at_level(logging.INFO):
+        make(saved)
+    assert re.search(r"going on from .*step-000000004\.pt: epoch 2, step 0 of it", caplog.text)
+
+
+def test_saving_in_the_middle_of_a_step_is_refused(tmp_path):
+    checkpoint, sampler, optimizer, model = make(tmp_path)
+    for _ in checkpoint.epochs(1):
+        model(torch.ones(len(next(iter(sampler))), 6)).sum().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"save\(\) was called in the middle of a step"):
+            checkpoint.save()
+        break
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"every_steps": 0}, "`every_steps` must be a positive integer, got 0"),
+        ({"every_seconds": 0}, "`every_seconds` must be positive, got 0"),
+        ({"keep": 0}, "`keep` must be a positive integer, got 0"),
+    ],
+)
+def test_arguments_are_checked(options, said):
+    with pytest.raises(ValueError, match=said):
+        make(None, **options)
+
+
+def test_the_optimizer_must_be_ours():
+    model = runs.network()
+    with pytest.raises(ValueError, match="`optimizer` must be a CustomOptimizer, got SGD"):
+        vbs.Checkpoint(None, model=model, optimizer=torch.optim.SGD(model.parameters()))
+
+
+def test_the_number_of_epochs_is_checked():
+    with pytest.raises(ValueError, match=r"`num_epochs` must be a non-negative integer, got 1\.5"):
+        next(make(None)[0].epochs(1.5))
+
+
+# ------------------------------------------------------------------------------------------------- the executed trace
+
+
+def test_the_executed_trace_is_what_was_done_and_gives_the_same_weights_again(tmp_path):
+    result = runs.run_and_stop(tmp_path / "run", (14, 1), every_steps=4)
+    path = tmp_path / "run" / "executed.csv"
+    assert list(vbs.Trace.read(path)) == runs.SIZES[: runs.NUM_STEPS]
+    assert vbs.Trace.read(path).comment.startswith("executed from trace: trace 26 steps, sha256 ")
+    replayed = runs.run(tmp_path / "replay", trace=vbs.Trace.read(path))
+    assert runs.same(replayed["model"], result["model"])
+
+
+def test_the_executed_trace_of_an_endless_one_ends(tmp_path):
+    train(*make(tmp_path, trace=8))
+    assert list(vbs.Trace.read(tmp_path / "executed.csv")) == [8] * 10
+
+
+def test_the_executed_trace_says_which_epochs_were_left_early(tmp_path):
+    checkpoint, sampler, optimizer, model = make(tmp_path, trace=8)
+    for _ in checkpoint.epochs(2):
+        for indices in sampler:
+            model(torch.ones(len(indices), 6)).sum().backward()
+            if optimizer.step() and optimizer.epoch_step == 3:
+                break
+    trace = vbs.Trace.read(tmp_path / "executed.csv")
+    assert list(trace) == [8] * 6
+    assert "epoch 0 was left after 3 of its 5 steps" in trace.comment
+
+
+# --------------------------------------------------------------------------------------------------------- other cores
+
+
+def find_different_checkpoints(directories):
+    from variable_batch_size.cores.communicator import running_cores
+
+    make(directories[running_cores()[0]])
+
+
+def test_cores_that_find_different_checkpoints_say_so(saved, tmp_path_factory):
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(RuntimeError, match=r"the cores do not find the same checkpoint in .*that all machines share"):
+        vbs.launch(find_different_checkpoints, ([saved, empty],), cores=2, backend="gloo")
+
+
+def test_a_checkpoint_is_readable_without_the_library(saved):
+    code = (
+        "import sys, torch\n"
+        "state = torch.load(sys.argv[1], weights_only=True)\n"
+        "assert 'variable_batch_size' not in sys.modules\n"
+        "print(sorted(state['model']))"
+    )
+    path = str(saved / "step-000000004.pt")
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    assert "0.weight" in done.stdout

@@ -1,0 +1,1 @@
+"""Cores: the processes and devices that train together."""

@@ -1,0 +1,1 @@
+"""Planning: what a run will do, before it starts."""

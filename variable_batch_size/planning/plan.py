@@ -1,0 +1,306 @@
+"""Plan: what a run will do, in numbers, before it starts."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from variable_batch_size.checks import check_positive
+from variable_batch_size.rules.noise import Noise
+from variable_batch_size.rules.rule import ConstantRule, LinearRule, RootRule, Rule, Step
+from variable_batch_size.schedules.schedule import Schedule
+
+RULES: Mapping[str, Rule] = {"linear": LinearRule(), "root": RootRule(), "constant": ConstantRule()}
+"""Rules by name, whose factor follows from the batch size alone and not from what a run measures or has done."""
+
+_NUM_MOMENTS = 11
+
+
+@final
+class SteadyAdaScaleRule(Rule):
+    """AdaScale's factor in a run whose noise scale V/G² stays the same; a real one measures it all along.
+
+    gain(B) = (V/B0 + G²) / (V/B + G²), at V/G² = `noise_scale`
+
+    >>> SteadyAdaScaleRule(noise_scale=100).factor(Step(batch_size=400, minibatch_size=50, ref_batchsize=100))
+    1.6
+    """
+
+    def __init__(self, *, noise_scale: float) -> None:
+        if not 0 < noise_scale < math.inf:
+            raise ValueError(f"`noise_scale` must be a positive number, got {noise_scale!r}")
+        self.noise = Noise(variance=noise_scale, square_norm=1.0)
+
+    def factor(self, step: Step) -> float:
+        return self.noise.gain(step.batch_size, step.ref_batchsize)
+
+
+class PlannedSize(NamedTuple):
+    """A batch size of the run.
+
+    Args:
+        batch_size: samples in a step, over all cores.
+        num_steps: how many steps have it.
+        num_minibatches: of such a step, over all cores.
+        depth: how many of them the busiest core accumulates.
+        num_idle_cores: how many cores have none.
+        factors: what each rule multiplies the learning rate by.
+    """
+
+    batch_size: int
+    num_steps: int
+    num_minibatches: int
+    depth: int
+    num_idle_cores: int
+    factors: dict[str, float]
+
+
+class PlannedEpoch(NamedTuple):
+    """An epoch of the run.
+
+    Args:
+        epoch: its number, from 0.
+        first_step: the number of its first step in the run, from 0.
+        num_steps: how many steps it has.
+        num_samples: how many samples they use.
+        num_left_over: how many samples of the data set it does not use.
+        ends_with_trace: whether it ends because the trace does, before its samples do.
+    """
+
+    epoch: int
+    first_step: int
+    num_steps: int
+    num_samples: int
+    num_left_over: int
+    ends_with_trace: bool
+
+
+class Moment(NamedTuple):
+    """A step of the run, and how far the run has come before it."""
+
+    step: int
+    epoch: int
+    samples_before: int
+    batch_size: int
+    depth: int
+    num_idle_cores: int
+    factors: dict[str, float]
+
+
+class Position(NamedTuple):
+    """Where a run stands after some steps, as a checkpoint holds it."""
+
+    epoch: int
+    epoch_step: int
+    steps_done: int
+    samples_done: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do.
+
+    Args:
+        trace: the name of the trace.
+        dataset_size: samples in the data set.
+        minibatch_size: samples that one core runs at once.
+        num_cores: cores that share the work.
+        on_end: what follows the last row of the trace.
+        num_epochs: epochs of the run, the last one perhaps in part.
+        num_steps: updates.
+        num_samples: samples that these use.
+        num_left_over: samples of the data set that are not used, over all epochs that do not end with the trace.
+        num_rows_unused: rows of the trace that come after the last epoch.
+        num_minibatches: minibatches of the run, over all cores.
+        mean_batch_size: over the steps.
+        mean_depth: minibatches that the busiest core accumulates, mean over the steps.
+        core_minibatches: how many minibatches each core runs, without stand-ins.
+        core_idle_steps: in how many steps each core is idle.
+        idle_share: of all cores in all steps, how many are idle.
+        busy_share: of the time of all cores, how much they work, if all minibatches take equally long.
+        ref_batchsize: the batch size at which each rule's factor is that of an unscaled learning rate.
+        rules: the names of the rules.
+        sizes: the distinct batch sizes, ascending.
+        epochs: the epochs, in order.
+        moments: steps spread evenly over the run, the first and the last included.
+        checkpoints: where the run stands each time it has done so many steps, and at its end; empty if not asked for.
+
+    >>> from variable_batch_size.traces.trace import Trace
+    >>> trace = Trace.from_sequence([64, 96, 32, 256])
+    >>> plan = Plan.of(Schedule(trace, dataset_size=300, minibatch_size=32, num_replicas=4))
+    >>> plan.num_epochs, plan.num_steps, plan.num_samples, plan.core_minibatches, plan.idle_share
+    (2, 4, 448, (5, 4, 3, 2), 0.375)
+    >>> [epoch.num_left_over for epoch in plan.epochs]
+    [108, 44]
+    >>> [(moment.batch_size, moment.factors["linear"]) for moment in plan.moments]
+    [(64, 1.0), (96, 1.5), (32, 0.5), (256, 4.0)]
+    """
+
+    trace: str
+    dataset_size: int
+    minibatch_size: int
+    num_cores: int
+    on_end: str
+    num_epochs: int
+    num_steps: int
+    num_samples: int
+    num_left_over: int
+    num_rows_unused: int
+    num_minibatches: int
+    mean_batch_size: float
+    mean_depth: float
+    core_minibatches: tuple[int, ...]
+    core_idle_steps: tuple[int, ...]
+    idle_share: float
+    busy_share: float
+    ref_batchsize: int
+    rules: tuple[str, ...]
+    sizes: tuple[PlannedSize, ...]
+    epochs: tuple[PlannedEpoch, ...]
+    moments: tuple[Moment, ...]
+    checkpoints: tuple[Position, ...]
+
+    @classmethod
+    def of(
+        cls,
+        schedule: Schedule,
+        *,
+        num_epochs: int | None = None,
+        rules: Mapping[str, Rule] = RULES,
+        ref_batchsize: int | None = None,
+        checkpoint_every: int | None = None,
+    ) -> Plan:
+        """Sum up a schedule.
+
+        Args:
+            schedule: the trace, laid out over epochs and cores.
+            num_epochs: how many epochs to train; all that the trace holds if None.
+            rules: the rules whose factors to tell, by name.
+            ref_batchsize: the batch size at which the learning rate is right; the first of the trace if None.
+            checkpoint_every: tell the position every so many steps.
+        """
+        if num_epochs is None:
+            num_epochs = schedule.num_epochs
+            if num_epochs is None:
+                raise ValueError(f"{schedule.trace.name} goes on for ever: the number of epochs must be given")
+        check_positive(num_epochs=num_epochs)
+        schedule.steps(num_epochs - 1)  # refuses an epoch beyond the end, before the work of all others
+        ref_batchsize = schedule.batch_size(0) if ref_batchsize is None else ref_batchsize
+        check_positive(ref_batchsize=ref_batchsize)
+        epochs = tuple(_epoch(schedule, epoch) for epoch in range(num_epochs))
+        steps = range(epochs[-1].first_step + epochs[-1].num_steps)
+        sizes = tuple(
+            PlannedSize(
+                batch_size=size,
+                num_steps=count,
+                num_minibatches=size // schedule.minibatch_size,
+                depth=-(-size // schedule.minibatch_size // schedule.num_replicas),
+                num_idle_cores=max(0, schedule.num_replicas - size // schedule.minibatch_size),
+                factors=_factors(rules, Step(size, schedule.minibatch_size, ref_batchsize)),
+            )
+            for size, count in zip(*(values.tolist() for values in schedule.size_counts(steps)), strict=True)
+        )
+        core_minibatches = schedule.core_minibatches(steps)
+        core_idle_steps = schedule.core_idle_steps(steps)
+        num_depths = sum(size.depth * size.num_steps for size in sizes)
+        num_core_steps = schedule.num_replicas * len(steps)
+        return cls(
+            trace=schedule.trace.name,
+            dataset_size=schedule.dataset_size,
+            minibatch_size=schedule.minibatch_size,
+            num_cores=schedule.num_replicas,
+            on_end=schedule.on_end,
+            num_epochs=num_epochs,
+            num_steps=len(steps),
+            num_samples=schedule.samples_before(steps.stop),
+            num_left_over=sum(epoch.num_left_over for epoch in epochs if not epoch.ends_with_trace),
+            num_rows_unused=0 if schedule.trace.is_endless else max(0, len(schedule.trace) - len(steps)),
+            num_minibatches=int(core_minibatches.sum()),
+            mean_batch_size=schedule.samples_before(steps.stop) / len(steps),
+            mean_depth=num_depths / len(steps),
+            core_minibatches=tuple(core_minibatches.tolist()),
+            core_idle_steps=tuple(core_idle_steps.tolist()),
+            idle_share=int(core_idle_steps.sum()) / num_core_steps,
+            busy_share=int(core_minibatches.sum()) / (schedule.num_replicas * num_depths),
+            ref_batchsize=ref_batchsize,
+            rules=tuple(rules),
+            sizes=sizes,
+            epochs=epochs,
+            moments=_moments(schedule, epochs, sizes, len(steps)),
+            checkpoints=_checkpoints(schedule, epochs, len(steps), checkpoint_every),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as a dictionary of plain numbers, texts, lists and dictionaries, ready for JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("sizes", "epochs", "moments", "checkpoints"):
+            values[name] = [row._asdict() for row in values[name]]
+        return values
+
+
+def _epoch(schedule: Schedule, epoch: int) -> PlannedEpoch:
+    steps = schedule.steps(epoch)
+    num_samples = schedule.samples_before(steps.stop) - schedule.samples_before(steps.start)
+    is_last = schedule.on_end == "stop" and steps.stop == len(schedule.trace)
+    return PlannedEpoch(
+        epoch=epoch,
+        first_step=steps.start,
+        num_steps=len(steps),
+        num_samples=num_samples,
+        num_left_over=schedule.dataset_size - num_samples,
+        ends_with_trace=is_last and num_samples < schedule.capacity,
+    )
+
+
+def _factors(rules: Mapping[str, Rule], step: Step) -> dict[str, float]:
+    return {name: rule.factor(step) for name, rule in rules.items()}
+
+
+def _epoch_of(epochs: tuple[PlannedEpoch, ...], step: int) -> PlannedEpoch:
+    return epochs[bisect_right(epochs, step, key=lambda epoch: epoch.first_step) - 1]
+
+
+def _moments(
+    schedule: Schedule, epochs: tuple[PlannedEpoch, ...], sizes: tuple[PlannedSize, ...], num_steps: int
+) -> tuple[Moment, ...]:
+    of_size = {size.batch_size: size for size in sizes}
+    moments = []
+    for step in np.linspace(0, num_steps - 1, min(num_steps, _NUM_MOMENTS)).round().astype(np.int64).tolist():
+        size = of_size[schedule.batch_size(step)]
+        moments.append(
+            Moment(
+                step=step,
+                epoch=_epoch_of(epochs, step).epoch,
+                samples_before=schedule.samples_before(step),
+                batch_size=size.batch_size,
+                depth=size.depth,
+                num_idle_cores=size.num_idle_cores,
+                factors=size.factors,
+            )
+        )
+    return tuple(moments)
+
+
+def _checkpoints(
+    schedule: Schedule, epochs: tuple[PlannedEpoch, ...], num_steps: int, every: int | None
+) -> tuple[Position, ...]:
+    if every is None:
+        return ()
+    check_positive(checkpoint_every=every)
+    positions = []
+    for steps_done in [*range(every, num_steps, every), num_steps]:
+        epoch = _epoch_of(epochs, steps_done - 1)  # that of the step just done, also when it was the epoch's last
+        positions.append(
+            Position(
+                epoch=epoch.epoch,
+                epoch_step=steps_done - epoch.first_step,
+                steps_done=steps_done,
+                samples_done=schedule.samples_before(steps_done),
+            )
+        )
+    return tuple(positions)

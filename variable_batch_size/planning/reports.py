@@ -1,0 +1,183 @@
+"""Says in words and tables what a trace, a conversion or a plan is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from variable_batch_size.planning.plan import Moment, Plan, PlannedEpoch, PlannedSize, Position
+from variable_batch_size.planning.sparkline import sparkline
+from variable_batch_size.traces.convert import Conversion
+from variable_batch_size.traces.trace import Trace
+
+_MOST_ROWS = 14
+
+_Row = TypeVar("_Row")
+
+
+def trace_report(trace: Trace, *, width: int, is_ascii: bool = False) -> str:
+    """A trace as two sparklines, over steps and over samples, and its numbers.
+
+    >>> print(trace_report(Trace.from_sequence([32] * 20 + [128] * 10), width=44))
+    30 steps, 1,920 samples
+    batch sizes   32 to 128, mean 64, 2 distinct, 1 change
+    over steps    ▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂██████████
+    over samples  ▂▂▂▂▂▂▂▂▂▂████████████████████
+    """
+    if trace.is_endless:
+        return f"batch size {trace[0]:,} for ever"
+    sizes = trace.sizes
+    steps = sparkline(sizes, width=width - 14, is_ascii=is_ascii)
+    samples = sparkline(sizes, width=width - 14, weights=sizes, is_ascii=is_ascii)
+    return "\n".join(
+        [
+            f"{_counted(len(trace), 'step')}, {_counted(int(sizes.sum()), 'sample')}",
+            f"batch sizes   {_span(int(sizes.min()), int(sizes.max()))}, mean {_number(float(sizes.mean()))}, "
+            f"{len(np.unique(sizes)):,} distinct, {_counted(int(np.count_nonzero(np.diff(sizes))), 'change')}",
+            f"over steps    {steps}",
+            f"over samples  {samples}",
+        ]
+    )
+
+
+def conversion_report(conversion: Conversion) -> str:
+    """What a conversion has kept of a recording, and what rounding has changed."""
+    difference = conversion.samples - conversion.samples_before_rounding
+    share = difference / conversion.samples_before_rounding
+    return "\n".join(
+        [
+            f"recording      {_number(conversion.seconds_recorded)} s, of which {_number(conversion.seconds_empty)} s "
+            f"without a device; {_number(conversion.recorded_rate)} samples per second",
+            f"trace          {_counted(len(conversion.trace), 'step')} of {_number(conversion.seconds_per_step)} s, "
+            f"{_counted(conversion.samples, 'sample')}; {_number(conversion.rate)} samples per second",
+            f"rounding       changed {conversion.num_steps_rounded:,} of {_counted(len(conversion.trace), 'step')}, "
+            f"{_number(difference, sign='+')} samples ({100 * share:+.2f} %)",
+            f"left at end    {_number(conversion.seconds_left)} s, less than a step",
+        ]
+    )
+
+
+def plan_report(plan: Plan) -> str:
+    """A plan as text."""
+    blocks = [_summary(plan), _sizes(plan), _epochs(plan), _over_time(plan)]
+    if plan.checkpoints:
+        blocks.append(_checkpoints(plan))
+    return "\n\n".join(blocks)
+
+
+def _summary(plan: Plan) -> str:
+    least, most = plan.sizes[0], plan.sizes[-1]
+    load = _span(min(plan.core_minibatches), max(plan.core_minibatches))
+    idle = _span(min(plan.core_idle_steps), max(plan.core_idle_steps))
+    lines = [
+        ("steps", f"{plan.num_steps:,}"),
+        ("samples", f"{plan.num_samples:,} in {_counted(plan.num_epochs, 'epoch')} of {plan.dataset_size:,}"),
+        ("left over", f"{_counted(plan.num_left_over, 'sample')} that did not fit into their epoch"),
+        (
+            "batch size",
+            f"{_span(least.batch_size, most.batch_size)}, mean {_number(plan.mean_batch_size)}, "
+            f"{len(plan.sizes):,} distinct",
+        ),
+        (
+            "minibatches",
+            f"{plan.num_minibatches:,} of {plan.minibatch_size:,} samples, "
+            f"{_span(least.num_minibatches, most.num_minibatches)} in a step",
+        ),
+        (
+            "load",
+            f"{load} minibatches on each of {_counted(plan.num_cores, 'core')}, "
+            f"busy {100 * plan.busy_share:.1f} % of the time if all minibatches take equally long",
+        ),
+        ("idle", f"{100 * plan.idle_share:.1f} % of all cores in all steps, {idle} steps on a core"),
+        ("accumulation", f"{_span(least.depth, most.depth)} minibatches deep, mean {_number(plan.mean_depth)}"),
+    ]
+    last = plan.epochs[-1]
+    if last.ends_with_trace:
+        share = 100 * last.num_samples / plan.dataset_size
+        text = f"the trace ends in epoch {last.epoch}, after {last.num_samples:,} of {plan.dataset_size:,} samples"
+        lines.append(("note", f"{text} ({share:.1f} %)"))
+    if plan.num_rows_unused:
+        is_are = "is" if plan.num_rows_unused == 1 else "are"
+        rows = _counted(plan.num_rows_unused, "row")
+        lines.append(("note", f"{rows} at the end of the trace {is_are} not reached"))
+    return "\n".join(f"{name:<14}{text}" for name, text in lines)
+
+
+def _sizes(plan: Plan) -> str:
+    def cells(size: PlannedSize) -> list[str]:
+        counts = (size.batch_size, size.num_steps, size.num_minibatches, size.depth, size.num_idle_cores)
+        return [*map(_count, counts), *map(_factor, size.factors.values())]
+
+    head = ["batch size", "steps", "minibatches", "deep", "idle cores", *plan.rules]
+    return f"{_rules_title('batch sizes', plan)}\n{_table(head, plan.sizes, cells)}"
+
+
+def _epochs(plan: Plan) -> str:
+    def cells(epoch: PlannedEpoch) -> list[str]:
+        counts = (epoch.epoch, epoch.first_step, epoch.num_steps, epoch.num_samples)
+        return [*map(_count, counts), _count(epoch.num_left_over) + ("*" if epoch.ends_with_trace else " ")]
+
+    note = "\n* ends with the trace" if plan.epochs[-1].ends_with_trace else ""
+    return "epochs\n" + _table(["epoch", "first step", "steps", "samples", "left over "], plan.epochs, cells) + note
+
+
+def _over_time(plan: Plan) -> str:
+    def cells(moment: Moment) -> list[str]:
+        counts = (moment.step, moment.samples_before, moment.epoch, moment.batch_size, moment.depth)
+        return [*map(_count, (*counts, moment.num_idle_cores)), *map(_factor, moment.factors.values())]
+
+    head = ["step", "samples before", "epoch", "batch size", "deep", "idle cores", *plan.rules]
+    return f"{_rules_title('over time', plan)}\n{_table(head, plan.moments, cells)}"
+
+
+def _checkpoints(plan: Plan) -> str:
+    def cells(position: Position) -> list[str]:
+        return [*map(_count, (position.steps_done, position.samples_done, position.epoch, position.epoch_step))]
+
+    return "checkpoints\n" + _table(
+        ["steps done", "samples done", "epoch", "steps done in it"], plan.checkpoints, cells
+    )
+
+
+def _rules_title(title: str, plan: Plan) -> str:
+    if not plan.rules:
+        return title
+    return (
+        f"{title}; learning-rate factor of {', '.join(plan.rules)} at the reference batch size {plan.ref_batchsize:,}"
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[_Row], cells: Callable[[_Row], list[str]]) -> str:
+    """Columns aligned to the right; of many rows, the first and the last."""
+    half = _MOST_ROWS // 2
+    if len(rows) <= _MOST_ROWS:
+        shown, note = [cells(row) for row in rows], []
+    else:
+        shown = [*map(cells, rows[:half]), ["…"] * len(head), *map(cells, rows[-half:])]
+        note = [f"({len(rows) - 2 * half:,} rows more: --json has them all)"]
+    widths = [max(map(len, column)) for column in zip(head, *shown, strict=True)]
+    lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in (head, *shown)]
+    return "\n".join(line.rstrip() for line in (*lines, *note))
+
+
+def _count(number: int) -> str:
+    return f"{number:,}"
+
+
+def _factor(factor: float) -> str:
+    return f"{factor:.4g}"
+
+
+def _span(least: int, most: int) -> str:
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _counted(number: int, one: str, many: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def _number(value: float, sign: str = "") -> str:
+    """Up to two decimals, none where they would be 0."""
+    return f"{value:{sign},.2f}".rstrip("0").rstrip(".")

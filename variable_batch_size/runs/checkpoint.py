@@ -1,0 +1,326 @@
+"""Checkpoint: a run that can stop at any instant, and go on where it was on any number of cores."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import variable_batch_size.runs.randomness as randomness
+import variable_batch_size.cores.stopping as stopping
+import variable_batch_size.runs.storage as storage
+from variable_batch_size.checks import check_not_negative, check_positive
+from variable_batch_size.cores.communicator import communicator_for
+from variable_batch_size.runs.executed import write_executed
+from variable_batch_size.training.optimizer import CustomOptimizer
+from variable_batch_size.training.sampler import CustomSampler
+from variable_batch_size.schedules.schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_QUESTIONS = 1.0
+_MOST_MINIBATCHES_BETWEEN_QUESTIONS = 1_000_000
+
+
+class Stateful(Protocol):
+    """Something with a state, such as a scheduler of torch."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class Checkpoint:
+    """Saves a run as it goes and, when it is made, takes up the one that its directory holds.
+
+        checkpoint = vbs.Checkpoint("runs/a", model=model, optimizer=optimizer, every_seconds=600)
+        for epoch in checkpoint.epochs(5):
+            for data, target in loader:
+                loss_fn(model(data), target).backward()
+                optimizer.step()
+                checkpoint.step()
+
+    A checkpoint holds the model, the optimizer with its rule, the schedulers, the position and every core's random
+    generators. It is written by core 0 and read by all: machines share the directory. The model's buffers are those of
+    core 0. The same run on the same cores goes on to the last bit, with three exceptions: what loader workers draw
+    themselves starts anew; virtual XLA cores share the host's generators; and on another number or kind of cores only
+    the generators that were there before go on, so that dropout differs.
+
+    **When cores decide.** Saving and stopping need all cores at the same step. `every_steps` is known to all. The clock
+    of `every_seconds` is that of core 0, and SIGTERM may reach one core first; so the cores tell each other about once
+    a second, in a sum of three integers at the end of a step. Core 0 says after how many minibatches they do so
+    next, from the time that the latest ones took; a larger batch in between makes that later by one step at the most.
+
+    **SIGTERM**, which announces the end of a spot machine, saves at the next such step and ends the process with
+    :data:`EXIT_STOPPED`.
+
+    Args:
+        directory: for the checkpoints, made if need be; None to save nothing, for scripts that leave it to their user.
+        model: what is trained.
+        optimizer: what trains it; its sampler has the schedule.
+        schedulers: schedulers of torch, or anything else with ``state_dict`` and ``load_state_dict``, alike on all
+            cores.
+        every_steps: save after every so many steps.
+        every_seconds: save when that much time has passed since the latest save.
+        keep: how many of the latest checkpoints stay.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None,
+        *,
+        model: torch.nn.Module,
+        optimizer: CustomOptimizer,
+        schedulers: Sequence[Stateful] = (),
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        keep: int = 2,
+    ) -> None:
+        if not isinstance(optimizer, CustomOptimizer):
+            raise ValueError(f"`optimizer` must be a CustomOptimizer, got {type(optimizer).__name__}")
+        if every_steps is not None:
+            check_positive(every_steps=every_steps)
+        if every_seconds is not None and not every_seconds > 0:
+            raise ValueError(f"`every_seconds` must be positive, got {every_seconds!r}")
+        check_positive(keep=keep)
+        self.directory = None if directory is None else Path(directory)
+        self.every_steps = every_steps
+        self.every_seconds = every_seconds
+        self.keep = keep
+        self._model = model
+        self._optimizer = optimizer
+        self._sampler: CustomSampler = optimizer.sampler
+        self._schedulers = list(schedulers)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._device: torch.device = parameters[0].device
+        self._communicator = communicator_for(parameters)
+
+        self._epoch = 0  # where the next pass begins, or the present one began
+        self._first_step = 0
+        self._is_inside = False  # an epoch
+        self._steps_of_epochs: list[int] = []  # how many steps of each epoch before this one were made
+        self._random: dict[str, torch.Tensor] | None = None  # to be restored when the run goes on
+        if self.directory is not None:
+            if self._communicator.rank == 0:
+                storage.prepare(self.directory)
+            self._take_up(self.directory)
+        self._steps_seen = optimizer.steps_done
+        self._minibatches = 0  # that core 0 has run since the latest question
+        self._ask_after = 1
+        self._saved_at = self._asked_at = time.monotonic()
+
+    # ----------------------------------------------------------------------------------------------------------- a run
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """The epochs of a run that are still to be done, with ``set_epoch`` called on the sampler and the optimizer.
+
+        An epoch that was stopped goes on after the steps it had; if it had all of them, its loader is empty and what
+        follows the loop is done. When all epochs are done, that is saved too.
+        """
+        check_not_negative(num_epochs=num_epochs)
+        with stopping.listening():
+            while self._epoch < num_epochs:
+                self._begin_epoch()
+                yield self._epoch
+                self._end_epoch()
+                is_late, is_told = self._ask()
+                if self._epoch == num_epochs:
+                    self.save()
+                elif is_told:
+                    self._stop()
+                elif is_late:
+                    self.save()
+            self._restore_random()  # if the run had ended before
+
+    def step(self) -> None:
+        """Call it at the end of the loop body, behind schedulers: saves if it is time, and stops if that was told."""
+        optimizer = self._optimizer
+        if optimizer.steps_done == self._steps_seen:
+            return
+        self._steps_seen = optimizer.steps_done
+        is_due = self.every_steps is not None and optimizer.steps_done % self.every_steps == 0
+        is_told = False
+        self._minibatches += -(-optimizer.batch_size // (self._sampler.minibatch_size * self._sampler.num_replicas))
+        if self._minibatches >= self._ask_after:
+            is_late, is_told = self._ask()
+            is_due = is_due or is_late
+        if is_told:
+            self._stop()
+        if is_due:
+            self.save()
+
+    def save(self) -> None:
+        """Save now, between two steps. Every core must call it."""
+        if self.directory is None:
+            return
+        if self._optimizer.is_accumulating:
+            raise RuntimeError(
+                "save() was called in the middle of a step: call it when optimizer.step() has completed one"
+            )
+        random = self._random_of_all_cores()
+        if self._communicator.rank == 0:
+            self._write(self.directory, random)
+        self._saved_at = time.monotonic()
+
+    # ------------------------------------------------------------------------------------------------- epochs and cores
+
+    def _begin_epoch(self) -> None:
+        # what was saved between two epochs is restored there; what was saved within one, when its loader is set up
+        if not self._first_step:
+            self._restore_random()
+        self._sampler.set_epoch(self._epoch, self._first_step)
+        self._optimizer.set_epoch(self._epoch, self._first_step)
+        if self._first_step:
+            self._sampler.call_when_read(self._restore_random)
+        self._is_inside = True
+
+    def _restore_random(self) -> None:
+        """Once, after a checkpoint was loaded."""
+        if self._random is not None:
+            randomness.restore(self._random, self._device)
+            self._random = None
+
+    def _end_epoch(self) -> None:
+        self._steps_of_epochs.append(self._optimizer.epoch_step)
+        self._epoch, self._first_step, self._is_inside = self._epoch + 1, 0, False
+
+    def _ask(self) -> tuple[bool, bool]:
+        """Whether it is time to save by core 0's clock, and whether any core was told to stop; the same on all."""
+        now = time.monotonic()
+        is_late = self.every_seconds is not None and now - self._saved_at >= self.every_seconds
+        minibatches = self._minibatches * _SECONDS_BETWEEN_QUESTIONS / max(now - self._asked_at, 1e-9)
+        ask_after = round(min(max(minibatches, 1), _MOST_MINIBATCHES_BETWEEN_QUESTIONS))
+        if self._communicator.num_replicas == 1:
+            return is_late, stopping.was_told()
+        is_first = self._communicator.rank == 0
+        num_late, num_told, self._ask_after = self._sums_over_cores(
+            [is_first * is_late, stopping.was_told(), is_first * ask_after]
+        )
+        self._minibatches = 0
+        self._asked_at = time.monotonic()
+        return num_late > 0, num_told > 0
+
+    def _stop(self) -> None:
+        self.save()
+        self._sums_over_cores([0])  # a core that ended now would have the others killed, perhaps core 0 as it writes
+        stopping.forget()
+        if self._communicator.rank == 0:
+            logger.warning(
+                "told to stop: ended after %d steps%s",
+                self._optimizer.steps_done,
+                "" if self.directory is None else f", saved in {self.directory}",
+            )
+        raise SystemExit(stopping.EXIT_STOPPED)
+
+    def _sums_over_cores(self, numbers: list[int]) -> list[int]:
+        with randomness.undisturbed(self._device):
+            total = self._communicator.total(torch.tensor(numbers, dtype=torch.int64).to(self._device))
+        return [int(number) for number in total]
+
+    def _random_of_all_cores(self) -> dict[str, torch.Tensor]:
+        """The states of the random generators, a row for each core."""
+        own = randomness.capture(self._device)
+        rank, num_replicas = self._communicator.rank, self._communicator.num_replicas
+        table = torch.zeros(num_replicas, sum(map(len, own.values())), dtype=torch.int32)
+        table[rank] = torch.cat(list(own.values()))
+        with randomness.undisturbed(self._device):
+            table = self._communicator.total(table.to(self._device)).to(torch.uint8)
+        ends = itertools.accumulate(map(len, own.values()))
+        return {name: table[:, end - len(own[name]) : end].clone() for name, end in zip(own, ends, strict=True)}
+
+    # ---------------------------------------------------------------------------------------------- writing and reading
+
+    def _write(self, directory: Path, random: dict[str, torch.Tensor]) -> None:
+        path = storage.path_of(directory, self._optimizer.steps_done)
+        epoch_step = self._optimizer.epoch_step if self._is_inside else self._first_step
+        run = _run(self._optimizer)
+        state = {
+            "run": run,
+            "epoch": self._epoch,
+            "epoch_step": epoch_step,
+            "steps_of_epochs": self._steps_of_epochs,
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            "random": random,
+        }
+        storage.save(path, state)
+        storage.keep_only(directory, self.keep)
+        origin = ", ".join(f"{name} {value}" for name, value in run.items())
+        steps_of_epochs = [*self._steps_of_epochs, epoch_step]
+        write_executed(directory / "executed.csv", self._sampler.schedule, steps_of_epochs, origin=origin)
+
+    def _take_up(self, directory: Path) -> None:
+        """Go on from the newest checkpoint, if there is one; it is read and checked before anything is changed."""
+        paths = storage.checkpoints(directory)
+        state = self._read(paths) if paths else None
+        found = 0 if state is None else 1 + state["optimizer"]["variable_batch_size"]["steps_done"]
+        (total,) = self._sums_over_cores([found])
+        if total != found * self._communicator.num_replicas:
+            raise RuntimeError(
+                f"the cores do not find the same checkpoint in {directory} (on core {self._communicator.rank}: "
+                f"{paths[-1].name if paths else 'none'}): it must be a directory that all machines share"
+            )
+        if state is None:
+            return
+        try:
+            self._model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise ValueError(f"{paths[-1]} does not fit the model: {error}") from error
+        self._optimizer.load_state_dict(state["optimizer"])
+        for optimizer in (self._optimizer, self._optimizer.inner):
+            # else torch would warn of a scheduler that comes before the optimizer, where an epoch has no steps left
+            optimizer._opt_called = self._optimizer.steps_done > 0  # type: ignore[attr-defined]
+        for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        self._epoch, self._first_step = state["epoch"], state["epoch_step"]
+        self._steps_of_epochs = state["steps_of_epochs"]
+        rank = self._communicator.rank
+        if rank < len(state["random"]["torch"]):
+            self._random = {name: rows[rank].clone() for name, rows in state["random"].items()}
+        if rank == 0:
+            logger.info("going on from %s: epoch %d, step %d of it", paths[-1], self._epoch, self._first_step)
+
+    def _read(self, paths: list[Path]) -> dict[str, Any]:
+        path = paths[-1]
+        try:
+            state = storage.load(path)
+        except ValueError as error:
+            before = f"go on from {paths[-2].name}" if len(paths) > 1 else "start from the beginning"
+            raise ValueError(f"{error}; move it away to {before}") from error
+        saved, now = state["run"], _run(self._optimizer)
+        different = [f"{name} was {saved.get(name)} and is {now[name]}" for name in now if saved.get(name) != now[name]]
+        if len(state["schedulers"]) != len(self._schedulers):
+            different.append(f"schedulers were {len(state['schedulers'])} and are {len(self._schedulers)}")
+        if different:
+            raise ValueError(f"{path} was saved by another run: {'; '.join(different)}")
+        return state
+
+
+def _run(optimizer: CustomOptimizer) -> dict[str, str | int | bool]:
+    """What must be the same when a run goes on, because the samples of a step or the meaning of the state depend on it.
+
+    The number of cores need not.
+    """
+    sampler = optimizer.sampler
+    schedule: Schedule = sampler.schedule
+    sizes = schedule.trace.sizes
+    digest = hashlib.sha256(sizes.astype("<i8").tobytes()).hexdigest()[:16]
+    length = f"always {sizes[0]}" if schedule.trace.is_endless else f"{len(sizes)} steps, sha256 {digest}"
+    return {
+        "trace": length,
+        "on_end": schedule.on_end,
+        "dataset_size": schedule.dataset_size,
+        "minibatch_size": schedule.minibatch_size,
+        "seed": sampler.seed,
+        "shuffle": sampler.shuffle,
+        "rule": type(optimizer.rule).__name__,
+        "ref_batchsize": optimizer.ref_batchsize,
+        "optimizer": type(optimizer.inner).__name__,
+    }

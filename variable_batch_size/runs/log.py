@@ -1,0 +1,169 @@
+"""Log: what happens in a run, as a record every so many steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from variable_batch_size.checks import check_positive
+from variable_batch_size.cores.communicator import communicator_for
+from variable_batch_size.training.optimizer import AdaScaleOptimizer, CustomOptimizer
+
+Record = dict[str, Any]
+
+_LOSSES_AT_ONCE = 32
+
+
+class Log:
+    """Gives a record of the run to every sink on core 0: a dictionary, every so many steps.
+
+        log = vbs.Log(optimizer, every=50, to=[vbs.JsonLines("runs/a/log.jsonl"), vbs.TensorBoard("runs/a"), print])
+        ...
+            loss.backward()
+            optimizer.step()
+            log.step(loss)
+
+    A sink is whatever can be called with a record; so ``wandb.log`` is one. A record has
+
+    - ``epoch``; ``step`` and ``samples``, those done so far in the run; ``batch_size``, ``lr`` and ``factor`` of the
+      latest step; ``gradient_norm``, that of its mean gradient before clipping;
+    - ``loss``, ``samples_per_second`` and ``idle_share`` over all steps since the record before, or since the start:
+      the mean of the minibatches' losses on all cores without stand-ins; by the clock, whatever else was done in that
+      time; and the share of cores × steps without work;
+    - ``gain``, ``noise_scale`` and ``progress`` with AdaScale; ``graphs``, the programs compiled so far, on XLA.
+
+    The loss stays on the device until a record is due. Then all cores sum it, and it is read: the one wait.
+
+    Args:
+        optimizer: of the run.
+        every: steps from one record to the next.
+        to: the sinks. They are made on every core and called on core 0 alone, so they open files when first called.
+    """
+
+    def __init__(self, optimizer: CustomOptimizer, *, every: int, to: Iterable[Callable[[Record], Any]]) -> None:
+        check_positive(every=every)
+        self.every = every
+        self._optimizer = optimizer
+        self._schedule = optimizer.sampler.schedule
+        self._sinks = list(to)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._communicator = communicator_for(parameters)
+        self._device = parameters[0].device
+        self._steps_seen = optimizer.steps_done
+        # made on the host, as what is made on an XLA device is a program of its own; and several, as is one used twice
+        self._zeros = [torch.zeros(()).to(self._device) for _ in range(_LOSSES_AT_ONCE + 1)]
+        # of the steps since the latest record
+        self._losses: list[torch.Tensor]  # those of single minibatches
+        self._loss: torch.Tensor  # the sum of those before
+        self._num_samples: int
+        self._num_steps: int
+        self._num_idle: int
+        self._started_at: float
+        self._restart()
+        self._keep_norm_if_due_next()
+
+    def step(self, loss: torch.Tensor) -> None:
+        """Take in the loss of a minibatch, a mean over its samples; call it after every ``optimizer.step()``."""
+        if loss.dim():
+            raise ValueError(f"`loss` must be the mean over a minibatch, got the shape {tuple(loss.shape)}")
+        optimizer = self._optimizer
+        if not optimizer.is_idle:
+            self._losses.append(loss.detach())
+            if len(self._losses) == _LOSSES_AT_ONCE:
+                self._add_losses()
+        if optimizer.steps_done == self._steps_seen:
+            return
+        self._steps_seen = optimizer.steps_done
+        self._num_samples += optimizer.batch_size
+        self._num_steps += 1
+        self._num_idle += max(0, self._schedule.num_replicas - optimizer.batch_size // self._schedule.minibatch_size)
+        if optimizer.steps_done % self.every == 0:
+            self._write_step()
+        self._keep_norm_if_due_next()
+
+    def write(self, **values: float) -> None:
+        """Give the sinks a record of your own, such as a test accuracy, with the position of the run."""
+        self._send({**self._position(), **values})
+
+    def close(self) -> None:
+        """Close the sinks that can be closed."""
+        for sink in self._sinks:
+            if hasattr(sink, "close"):
+                sink.close()
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _restart(self) -> None:
+        self._losses = []
+        self._loss = self._zeros[-1]
+        self._num_samples = 0
+        self._num_steps = 0
+        self._num_idle = 0
+        self._started_at = time.monotonic()
+
+    @torch.no_grad()
+    def _add_losses(self) -> None:
+        """Add the losses of single minibatches to their sum; always as many, for it to be one program on XLA.
+
+        And a program of its own, because cores have different numbers of minibatches, while all of them must run the
+        same one where they come together.
+        """
+        losses = [*self._losses, *self._zeros[len(self._losses) : _LOSSES_AT_ONCE]]
+        self._loss = self._loss + torch.stack([loss.float() for loss in losses]).sum()
+        self._losses = []
+        self._communicator.end_minibatch()
+
+    def _keep_norm_if_due_next(self) -> None:
+        self._optimizer.keeps_gradient_norm = (self._optimizer.steps_done + 1) % self.every == 0
+
+    def _write_step(self) -> None:
+        optimizer, cores = self._optimizer, self._schedule.num_replicas
+        assert optimizer.gradient_norm is not None
+        # the norm is the same on all cores: summed beside the loss, it travels with it
+        self._add_losses()
+        both = torch.stack([self._loss, optimizer.gradient_norm.float().to(self._device)])
+        loss, norm = self._communicator.total(both).tolist()
+        seconds = time.monotonic() - self._started_at
+        record = {
+            **self._position(),
+            "loss": loss * self._schedule.minibatch_size / self._num_samples,
+            "batch_size": optimizer.batch_size,
+            "lr": optimizer.current_lr(),
+            "factor": optimizer.factor(),
+            "gradient_norm": norm / cores,
+            "samples_per_second": self._num_samples / seconds,
+            "idle_share": self._num_idle / (cores * self._num_steps),
+        }
+        if isinstance(optimizer, AdaScaleOptimizer):
+            record |= {
+                "gain": optimizer.gain(),
+                "noise_scale": optimizer.noise_scale,
+                "progress": optimizer.progress,
+            }
+        if self._device.type == "xla":
+            record["graphs"] = _num_graphs()
+        self._send(record)
+        self._restart()
+
+    def _position(self) -> Record:
+        optimizer = self._optimizer
+        return {"epoch": optimizer.epoch, "step": optimizer.steps_done, "samples": optimizer.samples_done}
+
+    def _send(self, record: Record) -> None:
+        if self._communicator.rank == 0:
+            for sink in self._sinks:
+                sink(record)
+
+
+def _num_graphs() -> int:
+    """How many programs XLA has compiled in this process."""
+    metrics: Any = import_module("torch_xla.debug.metrics")
+    return int(metrics.counter_value("UncachedCompile") or 0)

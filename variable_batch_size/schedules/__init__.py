@@ -1,0 +1,1 @@
+"""Schedules: which samples a core runs in which step."""

@@ -1,0 +1,1 @@
+"""Traces: the batch size of every step, and where it comes from."""

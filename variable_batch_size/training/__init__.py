@@ -1,0 +1,1 @@
+"""Training: minibatches in, updates out."""
