@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import variable_batch_size as vbs
-from variable_batch_size.cores.communicator import Distributed
+from variable_batch_size.cores.distributed import Distributed
 
 RULES = {
     "linear": vbs.LinearRuleOptimizer,

@@ -9,7 +9,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from variable_batch_size.comparison.experiment import DIVERGED, DONE, REFERENCE, Outcome, Run, Settings
 from variable_batch_size.comparison.results import Results
 from variable_batch_size.comparison.workload import Workload, load_workload
+from variable_batch_size.cores import xla
 from variable_batch_size.cores.launch import launch
 from variable_batch_size.runs.log import Log
 from variable_batch_size.runs.metrics import Metrics
@@ -112,7 +112,7 @@ def refuse_impossible(workload: Workload, device: str, rules: Sequence[str]) -> 
     """Say at once what every run would fail by: a device that is not there, a rule for another kind of optimizer."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda needs a GPU that torch can use, and there is none")
-    if device == "xla" and find_spec("torch_xla") is None:
+    if device == "xla" and not xla.is_installed():
         raise ValueError("--device xla needs torch_xla: pip install 'variable_batch_size[xla]'")
     sampler = CustomSampler(dataset_size=1, trace=1, minibatch_size=1, num_replicas=1, rank=0)
     for rule in rules:
@@ -130,11 +130,7 @@ def _seed(seed: int) -> None:
 
 
 def _device(name: str) -> torch.device:
-    if name == "xla":
-        import torch_xla
-
-        return torch.device(torch_xla.device())
-    return torch.device(name)
+    return xla.device() if name == "xla" else torch.device(name)
 
 
 Goal = Callable[[CustomOptimizer, float], float]

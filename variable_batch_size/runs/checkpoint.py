@@ -17,7 +17,7 @@ import variable_batch_size.runs.randomness as randomness
 import variable_batch_size.cores.stopping as stopping
 import variable_batch_size.runs.storage as storage
 from variable_batch_size.checks import check_not_negative, check_positive
-from variable_batch_size.cores.communicator import communicator_for
+from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.runs.executed import write_executed
 from variable_batch_size.training.optimizer import CustomOptimizer
 from variable_batch_size.training.sampler import CustomSampler

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from variable_batch_size.cores.communicator import Communicator, Xla, communicator_for
+from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.cores.running import communicator_for
 
 
 class Buffers:
@@ -18,8 +19,8 @@ class Buffers:
 
     def __init__(self, model: torch.nn.Module | None, communicator: Communicator, *, may_skip: bool = False) -> None:
         self._model = model if communicator.num_replicas > 1 or may_skip else None
-        self._is_xla = isinstance(communicator, Xla)
-        self._is_always_saved = self._is_xla or may_skip
+        self._is_one_program = communicator.is_one_program
+        self._is_always_saved = self._is_one_program or may_skip
         self._saved: list[torch.Tensor] = []
         self._versions: list[int] = []
 
@@ -35,12 +36,12 @@ class Buffers:
 
     def settle(self, is_taken_back: bool) -> None:
         """After the minibatches of a step: put the buffers back if they are not to count."""
-        if self._model is None or not (is_taken_back or self._is_xla) or not self._saved:
+        if self._model is None or not (is_taken_back or self._is_one_program) or not self._saved:
             return
         must_go = torch.tensor([is_taken_back]).to(self._saved[0].device)
         with torch.no_grad():
             for buffer, saved in zip(self._model.buffers(), self._saved, strict=True):
-                buffer.copy_(torch.where(must_go, saved, buffer).view_as(buffer) if self._is_xla else saved)
+                buffer.copy_(torch.where(must_go, saved, buffer).view_as(buffer) if self._is_one_program else saved)
 
 
 def share_buffers(model: torch.nn.Module) -> None:
@@ -52,4 +53,4 @@ def share_buffers(model: torch.nn.Module) -> None:
     communicator = communicator_for(buffers)
     with torch.no_grad():
         communicator.broadcast(buffers)
-    communicator.end_minibatch()
+    communicator.flush()

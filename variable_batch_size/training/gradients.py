@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch
 
-from variable_batch_size.cores.communicator import Communicator, Xla
+from variable_batch_size.cores.communicator import Communicator
 
 Parameters = list[torch.nn.Parameter]
 ParamGroups = Callable[[], list[dict[str, Any]]]
@@ -19,7 +19,7 @@ def gradients_for(
     param_groups: ParamGroups, communicator: Communicator, *, measures: bool = False, is_preconditioned: bool = False
 ) -> Gradients:
     """The kind of gradient buffers that suits the device."""
-    kind = SeparateGradients if isinstance(communicator, Xla) else FlatGradients
+    kind = FlatGradients if communicator.keeps_flat_gradients else SeparateGradients
     return kind(param_groups, communicator, measures=measures, is_preconditioned=is_preconditioned)
 
 
@@ -344,7 +344,7 @@ class SeparateGradients(Gradients):
         for i, buffer in enumerate(self._buffers):
             of_result[self._groups[i]] = of_result[self._groups[i]] + self._square(buffer, i)
         both = torch.cat([*(self._squares or [torch.zeros_like(square) for square in of_result]), *of_result])
-        self._communicator.end_minibatch()
+        self._communicator.flush()
         values = both.cpu().tolist()
         return list(zip(values[: self._num_groups], values[self._num_groups :], strict=True))
 

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.checks import check_not_negative, check_positive, check_within
-from variable_batch_size.cores.communicator import communicator_for
+from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.rule import (
     AdamRule,
@@ -59,9 +59,8 @@ class CustomOptimizer(Optimizer):
         loss_scale: what the user multiplies the loss by, to be divided out of the gradient; may be set between steps.
 
     Attributes:
-        keeps_gradient_norm: whether steps from now on leave the norm of their mean gradient, before clipping, in
-            `gradient_norm`, on the device; may be set between steps.
-        gradient_norm: of the latest step that kept it.
+        gradient_norm: the norm of the latest step's mean gradient before clipping, on the device; None unless that step
+            is one of those for which :meth:`keep_gradient_norm` has asked.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class CustomOptimizer(Optimizer):
         self.steps_done = 0
         self.samples_done = 0
         self.steps_skipped = 0
-        self.keeps_gradient_norm = False
+        self._norm_every: set[int] = set()
         self.gradient_norm: torch.Tensor | None = None
         self._step = self._minibatches_left = 0
         self.set_epoch(0)
@@ -206,7 +205,7 @@ class CustomOptimizer(Optimizer):
         self._minibatches_left = self._share(self._step) if first_step < len(steps) else 0
         self._factors = None
         self._buffers.save(self.is_idle)
-        self._communicator.end_minibatch()  # else what was noted down would make the first minibatch another program
+        self._communicator.flush()  # else what was noted down would make the first minibatch another program
 
     def _share(self, step: int) -> int:
         """How many minibatches this core runs in a step: at least a stand-in."""
@@ -263,6 +262,11 @@ class CustomOptimizer(Optimizer):
     def _rule_step(self) -> Step:
         return Step(self.batch_size, self.sampler.minibatch_size, self.ref_batchsize, self.steps_done)
 
+    def keep_gradient_norm(self, *, every: int) -> None:
+        """From now on, leave the norm of every N-th step's mean gradient in `gradient_norm`; several N add up."""
+        check_positive(every=every)
+        self._norm_every.add(every)
+
     # ------------------------------------------------------------------------------------------------------------- step
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
@@ -279,7 +283,7 @@ class CustomOptimizer(Optimizer):
         is_last = not self._minibatches_left
         self._gradients.collect(is_last)
         has_updated = is_last and self._complete_step()
-        self._communicator.end_minibatch()
+        self._communicator.flush()
         for after in self._optimizer_step_post_hooks.values():
             after(self, (), {})
         return has_updated
@@ -310,9 +314,10 @@ class CustomOptimizer(Optimizer):
         step, is_idle = self._rule_step(), self.is_idle
         weight = (1 if self.rule.sums_gradients else 1 / step.num_minibatches) / self.loss_scale
         self._gradients.reduce(0.0 if is_idle else weight)
-        if self.keeps_gradient_norm:
+        self.gradient_norm = None
+        if any((self.steps_done + 1) % every == 0 for every in self._norm_every):
             size = step.num_minibatches if self.rule.sums_gradients else 1
-            self.gradient_norm = self._gradients.norm() / self._communicator.as_data(size)
+            self.gradient_norm = self._gradients.norm() / self._communicator.varying(size)
         is_skipped = False
         if self.skip_nonfinite or self.rule.measures_noise:
             # the squares of scaled gradients have been divided by the loss scale once
@@ -338,7 +343,7 @@ class CustomOptimizer(Optimizer):
         """Let the inner optimizer make its step, with the settings that the rule gives it."""
         if self.clip_grad_norm is not None:
             largest = self.clip_grad_norm * (step.num_minibatches if self.rule.sums_gradients else 1)
-            torch.nn.utils.clip_grad_norm_(self._gradients.parameters, self._communicator.as_data(largest))
+            torch.nn.utils.clip_grad_norm_(self._gradients.parameters, self._communicator.varying(largest))
         self._factors = [
             self._transition_of(group).move(self.rule.factor_of_group(step, group), step.batch_size)
             for group in range(len(self.param_groups))
@@ -366,7 +371,7 @@ class CustomOptimizer(Optimizer):
             for group, factor in zip(self.param_groups, factors, strict=True):
                 for name, value in self.rule.settings(group, step, factor).items():
                     found.append((group, name, group[name]))
-                    group[name] = self._communicator.as_data(value) if isinstance(value, float) else value
+                    group[name] = self._communicator.varying(value) if isinstance(value, float) else value
             yield
         finally:
             for group, name, value in found:
