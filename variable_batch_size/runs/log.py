@@ -11,7 +11,7 @@ import torch
 from variable_batch_size.checks import check_positive
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.running import communicator_for
-from variable_batch_size.training.optimizer import AdaScaleOptimizer, CustomOptimizer
+from variable_batch_size.training.optimizer import CustomOptimizer
 
 Record = dict[str, Any]
 
@@ -138,12 +138,7 @@ class Log:
             "samples_per_second": self._num_samples / seconds,
             "idle_share": self._num_idle / (cores * self._num_steps),
         }
-        if isinstance(optimizer, AdaScaleOptimizer):
-            record |= {
-                "gain": optimizer.gain(),
-                "noise_scale": optimizer.noise_scale,
-                "progress": optimizer.progress,
-            }
+        record |= optimizer.report()
         if self._device.type == "xla":
             record["graphs"] = xla.num_programs()
         self._send(record)
@@ -151,7 +146,12 @@ class Log:
 
     def _position(self) -> Record:
         optimizer = self._optimizer
-        return {"epoch": optimizer.epoch, "step": optimizer.steps_done, "samples": optimizer.samples_done}
+        return {
+            "epoch": optimizer.epoch,
+            "step": optimizer.steps_done,
+            "samples": optimizer.samples_done,
+            "progress": optimizer.progress,
+        }
 
     def _send(self, record: Record) -> None:
         if self._communicator.rank == 0:
