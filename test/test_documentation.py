@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 WITH_EXAMPLES = [
+    "traces.limits",
     "traces.trace",
     "schedules.permutation",
     "schedules.schedule",

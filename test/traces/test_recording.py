@@ -10,18 +10,6 @@ LINE_ENDS = st.sampled_from(["\n", "\r\n", "\r"])
 COUNTS = st.lists(st.integers(0, 64), min_size=1, max_size=20)
 
 
-@pytest.fixture(scope="module")
-def save(tmp_path_factory):
-    """Writes a recording, always the same file, and gives its path."""
-    path = tmp_path_factory.mktemp("recordings") / "devices"
-
-    def save(text):
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return path
-
-    return save
-
-
 def found_in(recording):
     return recording.times.tolist(), recording.counts.tolist()
 
