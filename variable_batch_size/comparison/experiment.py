@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from variable_batch_size.traces.generate import spot_market
+from variable_batch_size.traces.market import spot_market
 from variable_batch_size.traces.trace import Trace
 
 REFERENCE = "reference"

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size.checks import check_one_of, check_positive
+from variable_batch_size.traces.limits import MOST_STEPS
 from variable_batch_size.traces.recording import Recording
-from variable_batch_size.traces.stages import MOST_STEPS
 from variable_batch_size.traces.trace import Trace
 
 WHEN_EMPTY = ("skip", "hold", "error")

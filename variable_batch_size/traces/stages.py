@@ -9,10 +9,10 @@ from fractions import Fraction
 import numpy as np
 
 from variable_batch_size.checks import check_one_of
+from variable_batch_size.traces.limits import MOST_STEPS
 from variable_batch_size.traces.trace import Trace
 
 UNITS = ("steps", "samples")
-MOST_STEPS = 20_000_000  # what can be made in the memory of a small machine; more is probably a typo
 
 _SUFFIXES = {"B": 10**9, "M": 10**6, "K": 10**3, "": 1}
 _COUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMB]?)", re.IGNORECASE)
