@@ -24,6 +24,7 @@ WITH_EXAMPLES = [
     "traces.growth",
     "traces.market",
     "traces.recording",
+    "traces.recording_tables",
     "traces.convert",
     "planning.plan",
     "planning.sparkline",
