@@ -41,6 +41,7 @@ from .traces.ramps import linear_ramp as linear_ramp
 from .traces.recording import Recording as Recording
 from .traces.stages import Stages as Stages
 from .traces.trace import Trace as Trace
+from .traces.trace import TraceLike as TraceLike
 from .training.buffers import share_buffers as share_buffers
 from .training.optimizer import AdamRuleOptimizer as AdamRuleOptimizer
 from .training.optimizer import AdamScaleOptimizer as AdamScaleOptimizer

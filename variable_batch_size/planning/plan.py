@@ -20,7 +20,7 @@ from variable_batch_size.planning.rows import (
 )
 from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.rule import ConstantRule, LinearRule, RootRule, Rule, Step
-from variable_batch_size.schedules.schedule import Schedule
+from variable_batch_size.schedules.schedule import OnEnd, Schedule
 
 RULES: Mapping[str, Rule] = {"linear": LinearRule(), "root": RootRule(), "constant": ConstantRule()}
 """Rules by name, whose factor follows from the batch size alone and not from what a run measures or has done."""
@@ -89,7 +89,7 @@ class Plan:
     dataset_size: int
     minibatch_size: int
     num_cores: int
-    on_end: str
+    on_end: OnEnd
     num_epochs: int
     num_steps: int
     num_samples: int

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +14,10 @@ import numpy.typing as npt
 from variable_batch_size.checks import check_one_of
 from variable_batch_size.traces.recording_json import is_json, read_json
 from variable_batch_size.traces.recording_rows import Rows
-from variable_batch_size.traces.recording_tables import TIME_UNITS, are_events, read_counts, read_events
+from variable_batch_size.traces.recording_tables import TIME_UNITS, TimeUnit, are_events, read_counts, read_events
 
-FORMATS = ("csv", "events", "json")
+Format = Literal["csv", "events", "json"]
+FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,10 @@ class Recording:
         cls,
         path: str | os.PathLike[str],
         *,
-        format: str | None = None,
+        format: Format | None = None,
         time_column: str | None = None,
         count_column: str | None = None,
-        time_unit: str = "s",
+        time_unit: TimeUnit = "s",
     ) -> Recording:
         """Read a file in one of three formats.
 
@@ -117,7 +119,7 @@ class Recording:
         return float(self.counts @ self.durations) / self.seconds
 
 
-def _told_format(source: str, text: str) -> str:
+def _told_format(source: str, text: str) -> Format:
     if is_json(text):
         return "json"
     return "events" if are_events(source, text) else "csv"

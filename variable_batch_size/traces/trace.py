@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any, Protocol, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,21 @@ import numpy.typing as npt
 from variable_batch_size.checks import is_integer
 from variable_batch_size.traces.limits import LARGEST, checked_size
 from variable_batch_size.traces.trace_file import find_line, read_comment, read_sizes, write_sizes
+
+Integer: TypeAlias = int | np.integer[Any]
+
+
+class Column(Protocol):
+    """What numpy makes an array of, such as a column of pandas."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __array__(self) -> npt.NDArray[Any]: ...
+
+
+Sizes: TypeAlias = Sequence[Integer] | npt.NDArray[np.integer[Any]] | Column
+
+_NO_SEQUENCES = (int, np.integer, bytes, dict, set)
 
 
 class Trace:
@@ -34,25 +49,25 @@ class Trace:
         self._source = source
 
     @classmethod
-    def of(cls, source: Any) -> Trace:
+    def of(cls, source: TraceLike) -> Trace:
         """Make a trace of whatever a user may pass as one: path, sequence, array, column, int or trace."""
         if isinstance(source, Trace):
             return source
         if isinstance(source, (str, os.PathLike)):
             return cls.read(source)
         if is_integer(source):
-            return cls.constant(int(source))
-        if hasattr(source, "__len__") and not isinstance(source, (bytes, dict, set)):
+            return cls.constant(source)
+        if hasattr(source, "__len__") and not isinstance(source, _NO_SEQUENCES):
             return cls.from_sequence(source)
         raise ValueError(f"`trace` must be a path, a sequence of batch sizes or an integer, got {source!r}")
 
     @classmethod
-    def constant(cls, size: int) -> Trace:
+    def constant(cls, size: Integer) -> Trace:
         """The same batch size for ever."""
         return cls(np.array([checked_size(size, "trace")], dtype=np.int64), is_endless=True)
 
     @classmethod
-    def from_sequence(cls, sizes: Sequence[int] | npt.NDArray[Any]) -> Trace:
+    def from_sequence(cls, sizes: Sizes) -> Trace:
         """A trace of the given batch sizes: a list, a tuple, an array or a pandas column."""
         # numpy would make 1 of a True among integers, so what has no type yet is looked at value by value
         array = np.asarray(sizes, dtype=None if hasattr(sizes, "dtype") else object)
@@ -140,3 +155,7 @@ class Trace:
             return f"Trace.constant({self[0]})"
         shown = ", ".join(map(str, self.sizes[:6].tolist())) + (", …" if len(self.sizes) > 6 else "")
         return f"<Trace of {len(self.sizes)} steps: {shown}>"
+
+
+TraceLike: TypeAlias = str | os.PathLike[str] | Sizes | Integer | Trace
+"""What may be passed as a trace: a path, the batch sizes themselves, or an integer for always the same."""
