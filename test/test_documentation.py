@@ -13,14 +13,18 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 WITH_EXAMPLES = [
+    "traces.limits",
     "traces.trace",
     "schedules.permutation",
     "schedules.schedule",
     "rules.rule",
     "training.sampler",
     "traces.stages",
-    "traces.generate",
+    "traces.ramps",
+    "traces.growth",
+    "traces.market",
     "traces.recording",
+    "traces.recording_tables",
     "traces.convert",
     "planning.plan",
     "planning.sparkline",

@@ -21,7 +21,7 @@ LAYERS = {
     "cores": set(),
     "training": {"cores", "rules", "traces", "schedules"},
     "runs": {"cores", "traces", "schedules", "training"},
-    "comparison": {"cores", "rules", "traces", "planning", "training", "runs"},
+    "comparison": {"cores", "rules", "traces", "schedules", "planning", "training", "runs"},
     "command": {"traces", "schedules", "planning", "comparison"},
 }
 WITHOUT_TORCH = {"rules", "traces", "schedules", "planning", "command", *FOR_ALL}

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from variable_batch_size.rules.registry import RULES as rules_by_name
-from variable_batch_size.traces.generate import spot_market
+from variable_batch_size.schedules.schedule import OnEnd
+from variable_batch_size.traces.market import spot_market
 from variable_batch_size.traces.trace import Trace
 
 REFERENCE = "reference"
@@ -67,7 +68,7 @@ class Settings:
     lr: float | None
     num_samples: int
     until: str
-    on_end: str
+    on_end: OnEnd
     num_tests: int
     log_steps: int | None
 
