@@ -113,9 +113,9 @@ def test_its_numbers_are_those_of_results_csv(results):
             reference = [float(r["final_metric"]) for r in rows if r["trace"] == "reference" and r["status"] == "done"]
             for row in shown:
                 key = ("reference", "constant") if "yardstick" in row["rule"] else (trace, row["rule"])
-                of_group = [r for r in rows if (r["trace"], r["rule"]) == key]
-                done = [r for r in of_group if r["status"] == "done"]
-                ended = {status: sum(r["status"] == status for r in of_group) for status in ("diverged", "failed")}
+                of_arm = [r for r in rows if (r["trace"], r["rule"]) == key]
+                done = [r for r in of_arm if r["status"] == "done"]
+                ended = {status: sum(r["status"] == status for r in of_arm) for status in ("diverged", "failed")}
                 words = ", ".join(f"{number} of 3 {status}" for status, number in ended.items() if number)
                 assert row["runs"] == words
                 if not done:

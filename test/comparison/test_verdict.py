@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from variable_batch_size.comparison.experiment import RULES, Outcome, Run, Settings, default_traces, runs_of
+from variable_batch_size.comparison.report.arm import Arm, Arms, ranking
 from variable_batch_size.comparison.report.curves import curves
-from variable_batch_size.comparison.report.groups import Difference, Group, Spread, groups, ranking
+from variable_batch_size.comparison.report.estimates import Difference, Spread
 from variable_batch_size.comparison.report.verdict import ranking_in_words, verdict
 from variable_batch_size.comparison.results import Results, trace_hash
 from variable_batch_size.comparison.train import OPTIMIZERS
@@ -38,15 +39,15 @@ SETTINGS = Settings(
 )
 
 
-def group(rule, *finals, trace="ramp"):
-    """A group whose seeds ended so: with a metric, or with a status."""
+def arm(rule, *finals, trace="ramp"):
+    """An arm whose seeds ended so: with a metric, or with a status."""
     outcomes = [
         Outcome(status=final, reason="so it is")
         if isinstance(final, str)
         else Outcome(status="done", final_metric=final)
         for final in finals
     ]
-    return Group(trace, rule, tuple((Run(trace, rule, seed), outcome) for seed, outcome in enumerate(outcomes)))
+    return Arm(trace, rule, tuple((Run(trace, rule, seed), outcome) for seed, outcome in enumerate(outcomes)))
 
 
 def test_a_spread_is_the_mean_and_the_deviation_of_a_sample():
@@ -57,14 +58,14 @@ def test_a_spread_is_the_mean_and_the_deviation_of_a_sample():
 
 def test_a_difference_is_of_pairs_of_the_same_seed_with_an_interval_of_95_per_cent():
     # pairs: 0.68, 0.74, 0.73; deviation 0.03215; times 4.303 / √3
-    one, other = group("a", 98.49, 98.54, 98.38), group("b", 97.81, 97.80, 97.65)
+    one, other = arm("a", 98.49, 98.54, 98.38), arm("b", 97.81, 97.80, 97.65)
     gap = one.above(other)
     assert gap.mean == pytest.approx(0.71667, abs=1e-5)
     assert gap.half_width == pytest.approx(0.07986, abs=1e-5)
     assert gap.is_clear
     assert not Difference.of([-0.28, -3.92, -0.84]).is_clear  # t is 1.5
     assert Difference.of([3.0]) == Difference(3.0, None)
-    assert group("a", 90.0, "failed").above(group("b", "failed", 91.0)) is None  # no seed in common
+    assert arm("a", 90.0, "failed").above(arm("b", "failed", 91.0)) is None  # no seed in common
 
 
 def test_rules_are_seldom_told_apart_where_there_is_no_difference():
@@ -73,9 +74,9 @@ def test_rules_are_seldom_told_apart_where_there_is_no_difference():
 
 
 def test_the_best_is_first_and_what_diverged_or_has_no_number_is_not():
-    members = [group("a", 90.0, 90.0), group("b", "diverged", 99.0), group("c", 95.0, "failed"), group("d", "failed")]
-    assert [g.rule for g in ranking(members, is_higher_better=True)] == ["c", "a", "b"]
-    assert [g.rule for g in ranking(members, is_higher_better=False)] == ["a", "c", "b"]
+    members = [arm("a", 90.0, 90.0), arm("b", "diverged", 99.0), arm("c", 95.0, "failed"), arm("d", "failed")]
+    assert [a.rule for a in ranking(members, is_higher_better=True)] == ["c", "a", "b"]
+    assert [a.rule for a in ranking(members, is_higher_better=False)] == ["a", "c", "b"]
     assert ranking_in_words(SETTINGS, members) == (
         "c (1 of 2 failed) ≈ a > b (1 of 2 diverged); without a result: d (1 of 1 failed)"
     )
@@ -83,12 +84,12 @@ def test_the_best_is_first_and_what_diverged_or_has_no_number_is_not():
 
 def test_the_verdict_says_who_is_best_how_far_others_are_behind_and_what_did_not_end_well():
     members = [
-        group("adascale", 98.1, 97.9, 98.3),  # 0.1 ± 0.86 below: −0.1 + 0.1, −0.3 … differences 0.1, −0.3, −0.1
-        group("constant", 96.0, 96.1, 96.2),  # differences −2.0, −2.1, −2.2
-        group("linear", 98.0, 98.2, 98.4),
-        group("root", "diverged", "diverged", "failed"),
+        arm("adascale", 98.1, 97.9, 98.3),  # 0.1 ± 0.86 below: −0.1 + 0.1, −0.3 … differences 0.1, −0.3, −0.1
+        arm("constant", 96.0, 96.1, 96.2),  # differences −2.0, −2.1, −2.2
+        arm("linear", 98.0, 98.2, 98.4),
+        arm("root", "diverged", "diverged", "failed"),
     ]
-    reference = group("constant", 98.2, 98.4, 98.5, trace="reference")  # differences −0.2, −0.2, −0.1
+    reference = arm("constant", 98.2, 98.4, 98.5, trace="reference")  # differences −0.2, −0.2, −0.1
     assert verdict(SETTINGS, members, reference) == (
         "best is linear with 98.20 ± 0.20 %; not told apart from it: adascale 0.10 ± 0.50 points lower; "
         "constant 2.10 ± 0.25 points lower. Against always a batch of 16 (98.37 ± 0.15 %), linear is "
@@ -100,7 +101,7 @@ def test_the_verdict_says_who_is_best_how_far_others_are_behind_and_what_did_not
 
 
 def test_a_rule_that_survived_few_seeds_is_not_the_best():
-    members = [group("linear", 98.9, "diverged", "diverged"), group("root", 98.0, 98.1, 98.2)]
+    members = [arm("linear", 98.9, "diverged", "diverged"), arm("root", 98.0, 98.1, 98.2)]
     text = verdict(SETTINGS, members, None)
     assert text.startswith("best is root with 98.10 ± 0.10 %; not told apart from it: linear 0.90 points higher.")
     assert "linear: 2 of 3 diverged." in text
@@ -109,19 +110,19 @@ def test_a_rule_that_survived_few_seeds_is_not_the_best():
 
 def test_small_metrics_keep_their_digits_and_lower_may_be_better():
     settings = dataclasses.replace(SETTINGS, unit="", is_higher_better=False)
-    members = [group("linear", 0.0032, 0.0033), group("root", 0.0042, 0.0043)]
+    members = [arm("linear", 0.0032, 0.0033), arm("root", 0.0042, 0.0043)]
     assert verdict(settings, members, None) == (
         "best is linear with 0.003250 ± 0.000071; root 0.001000 ± 0.000000 higher."
     )
 
 
 def test_a_single_seed_and_no_seed_that_ended_well():
-    assert verdict(SETTINGS, [group("linear", 98.0), group("root", 97.0)], None) == (
+    assert verdict(SETTINGS, [arm("linear", 98.0), arm("root", 97.0)], None) == (
         "best is linear with 98.00 %; not told apart from it: root 1.00 points lower. "
         "A single seed cannot tell a difference from chance."
     )
-    assert ranking_in_words(SETTINGS, [group("linear", 98.0), group("root", 97.0)]) == "linear ≈ root"
-    assert verdict(SETTINGS, [group("linear", "failed")], None) == "linear: 1 of 1 failed."
+    assert ranking_in_words(SETTINGS, [arm("linear", 98.0), arm("root", 97.0)]) == "linear ≈ root"
+    assert verdict(SETTINGS, [arm("linear", "failed")], None) == "linear: 1 of 1 failed."
 
 
 def test_runs_are_every_combination_after_the_yardstick():
@@ -156,7 +157,8 @@ def test_the_hash_of_a_trace_is_that_of_its_numbers():
 
 def test_curves_are_means_over_seeds_with_a_band_of_one_deviation(tmp_path):
     results = Results(tmp_path)
-    results.write_experiment(SETTINGS, {}, {}, [Run("ramp", "linear", seed) for seed in range(3)])
+    ramp = Trace.from_sequence([16, 32])
+    results.write_experiment(SETTINGS, {}, {"ramp": ramp}, [Run("ramp", "linear", seed) for seed in range(3)])
     diverged = Run("ramp", "linear", 2)
     results.write(diverged, Outcome(status="diverged"))
     (results.run_directory(diverged) / "steps.jsonl").write_text("")  # ended before the first record
@@ -171,7 +173,7 @@ def test_curves_are_means_over_seeds_with_a_band_of_one_deviation(tmp_path):
         ]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (results.run_directory(run) / "steps.jsonl").write_text(text)
-    (found,) = groups(results)
+    (found,) = Arms.of(results).on_traces["ramp"]
     training, tests = curves(results, found).values()
     assert tests["samples"].tolist() == [16, 48]
     assert tests["progress"].tolist() == [1.0, 2.5]

@@ -22,9 +22,9 @@ from variable_batch_size.comparison.experiment import (
     Settings,
     runs_of,
 )
+from variable_batch_size.comparison.report.numbers import number
 from variable_batch_size.comparison.report.page import write_page
 from variable_batch_size.comparison.report.tables import write_tables
-from variable_batch_size.comparison.report.verdict import number
 from variable_batch_size.comparison.results import Results
 from variable_batch_size.comparison.train import train
 from variable_batch_size.comparison.workers import Workers

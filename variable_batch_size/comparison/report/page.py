@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import html
 import json
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from string import Template
 from typing import Any
 
-from variable_batch_size.comparison.experiment import DIVERGED, REFERENCE, Outcome, Settings
-from variable_batch_size.comparison.report.curves import curves
-from variable_batch_size.comparison.report.groups import Group, Spread, groups, ranking
-from variable_batch_size.comparison.report.verdict import number, ranking_in_words, shown, verdicts
+from variable_batch_size.comparison.experiment import DIVERGED, Outcome, Run, Settings
+from variable_batch_size.comparison.report.arm import Arm, Arms, ranking
+from variable_batch_size.comparison.report.charts import charts
+from variable_batch_size.comparison.report.estimates import Spread
+from variable_batch_size.comparison.report.numbers import number, with_deviation
+from variable_batch_size.comparison.report.verdict import ranking_in_words, verdicts
 from variable_batch_size.comparison.results import Results
 from variable_batch_size.files import write_text
 
@@ -24,21 +25,20 @@ def write_page(results: Results) -> None:
     """Make ``report.html`` of what is in a directory."""
     experiment = results.read_experiment()
     settings = results.settings()
-    found = groups(results)
-    reference = next((group for group in found if group.is_reference), None)
+    arms = Arms.of(results)
+    runs = list(results.runs())
     said = verdicts(results)
-    traces = [name for name in experiment["traces"] if any(group.trace == name for group in found)]
-    of_trace = {name: [group for group in found if group.trace == name] for name in traces}
+    traces = list(arms.on_traces)
     parts = {
         "title": f"Learning-rate rules on {html.escape(settings.workload)}",
         "summary": _summary(settings, traces),
-        "missing": _missing(len(results.planned()), sum(len(group.outcomes) for group in found)),
+        "missing": _missing(len(results.planned()), len(runs)),
         "verdicts": "".join(f"<p><b>{html.escape(name)}</b>: {html.escape(said[name])}</p>" for name in traces)
         or "<p>No run on a trace has ended yet.</p>",
-        "traces": "".join(_section(settings, name, of_trace[name], reference) for name in traces),
-        "runs": _runs_table(found),
+        "traces": "".join(_section(settings, name, arms.on_traces[name], arms.reference) for name in traces),
+        "runs": _runs_table(runs),
         "reproduce": _reproduce(experiment),
-        "data": _json(_data(results, settings, of_trace, reference)),
+        "data": _json(charts(results, arms)),
         "style": _resource("page.css"),
         "script": _resource("page.js"),
         "library": _plotly(),
@@ -56,29 +56,6 @@ def _plotly() -> str:
     except ImportError:
         raise ImportError("the page needs plotly: pip install 'variable_batch_size[compare]'") from None
     return str(get_plotlyjs())
-
-
-# ------------------------------------------------------------------------------------------------------------- charts
-
-
-def _data(
-    results: Results, settings: Settings, of_trace: dict[str, list[Group]], reference: Group | None
-) -> dict[str, Any]:
-    def of(group: Group) -> dict[str, Any]:
-        return {"rule": group.rule, **_plain(curves(results, group))}
-
-    return {
-        "metric": settings.metric_name + settings.unit,
-        "reference": {**of(reference), "rule": REFERENCE} if reference is not None else None,
-        "traces": {name: [of(group) for group in members] for name, members in of_trace.items()},
-    }
-
-
-def _plain(found: Any) -> Any:
-    """Curves as JSON knows them, with as many digits as a picture needs; NaN becomes null, a gap."""
-    if isinstance(found, dict):
-        return {name: _plain(part) for name, part in found.items()}
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in found.tolist()]
 
 
 def _json(data: Any) -> str:
@@ -110,11 +87,11 @@ def _missing(num_planned: int, num_ended: int) -> str:
     return f'<p class="missing">{num_ended} of {num_planned} runs have ended: what follows is not complete.</p>'
 
 
-def _section(settings: Settings, name: str, members: Sequence[Group], reference: Group | None) -> str:
+def _section(settings: Settings, name: str, members: Sequence[Arm], reference: Arm | None) -> str:
     ranked = ranking(members, is_higher_better=settings.is_higher_better)
-    ranked += [group for group in members if group not in ranked]
-    rows = [_row(settings, group, reference) for group in ranked]
-    kinds = ["done" if group.final else "diverged" if group.num(DIVERGED) else "failed" for group in ranked]
+    ranked += [arm for arm in members if arm not in ranked]
+    rows = [_row(settings, arm, reference) for arm in ranked]
+    kinds = ["done" if arm.final else "diverged" if arm.num(DIVERGED) else "failed" for arm in ranked]
     if reference is not None:
         rows.append(_row(settings, reference, None))
         kinds.append("yardstick")
@@ -132,29 +109,29 @@ def _section(settings: Settings, name: str, members: Sequence[Group], reference:
 </section>"""
 
 
-def _row(settings: Settings, group: Group, reference: Group | None) -> list[str]:
+def _row(settings: Settings, arm: Arm, reference: Arm | None) -> list[str]:
     def mean(spread: Spread | None) -> str:
         return "–" if spread is None else f"{spread.mean:,.0f}"
 
-    final, best = group.final, group.spread(lambda outcome: outcome.best_metric)
+    final, best = arm.final, arm.spread(lambda outcome: outcome.best_metric)
     against = "–"
     if final is not None and reference is not None and reference.final is not None:
         gap = final.mean - reference.final.mean
         against = ("+" if gap >= 0 else "−") + number(abs(gap), like=reference.final.mean)
-    seconds = group.spread(lambda outcome: outcome.seconds)
+    seconds = arm.spread(lambda outcome: outcome.seconds)
     return [
-        f"always {settings.ref_batchsize} (yardstick)" if group.is_reference else group.rule,
-        "–" if final is None else shown(settings, final),
+        f"always {settings.ref_batchsize} (yardstick)" if arm.is_reference else arm.rule,
+        "–" if final is None else with_deviation(final, unit=settings.unit),
         against,
-        "–" if best is None else shown(settings, best),
-        mean(group.spread(lambda outcome: outcome.updates)),
-        mean(group.spread(lambda outcome: outcome.samples)),
+        "–" if best is None else with_deviation(best, unit=settings.unit),
+        mean(arm.spread(lambda outcome: outcome.updates)),
+        mean(arm.spread(lambda outcome: outcome.samples)),
         "–" if seconds is None else f"{seconds.mean:.1f}",
-        group.failures or f"{len(group.outcomes)} done",
+        arm.failures or f"{len(arm.outcomes)} done",
     ]
 
 
-def _runs_table(found: Iterable[Group]) -> str:
+def _runs_table(runs: Sequence[tuple[Run, Outcome]]) -> str:
     columns = ("trace", "rule", "seed", "status", "updates", "samples", "progress", "final", "best", "reason")
 
     def cell(value: float | None, text: Callable[[float], str]) -> str:
@@ -171,7 +148,6 @@ def _runs_table(found: Iterable[Group]) -> str:
             outcome.reason,
         ]
 
-    runs = [pair for group in found for pair in group.outcomes]
     rows = [[run.trace, run.rule, str(run.seed), *row(outcome)] for run, outcome in runs]
     return _table(columns, rows, [outcome.status for _, outcome in runs], name="runs")
 

@@ -1,0 +1,63 @@
+"""What several seeds say about a number: its spread, and by how much two of them differ."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and standard deviation of what several seeds gave; the deviation, of a sample, is None for a single one."""
+
+    mean: float
+    deviation: float | None
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Spread | None:
+        """Of those that are numbers; None if none is.
+
+        >>> Spread.of([97.0, None, 99.0])
+        Spread(mean=98.0, deviation=1.4142135623730951)
+        """
+        numbers = [value for value in values if value is not None]
+        if not numbers:
+            return None
+        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """By how much one number is above another, from the differences of runs of the same seed.
+
+    Of n differences with mean d and standard deviation s the 95 % interval is d ± t · s / √n, with t of Student's
+    distribution for n − 1 degrees of freedom; a single seed has none.
+    """
+
+    mean: float
+    half_width: float | None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out 0: else chance may have made the difference."""
+        return self.half_width is not None and abs(self.mean) > self.half_width
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Difference | None:
+        """From the differences of all seeds; None if there are none.
+
+        >>> gap = Difference.of([0.68, 0.74, 0.73])
+        >>> print(f"{gap.mean:.4f} ± {gap.half_width:.4f}")
+        0.7167 ± 0.0799
+        """
+        spread = Spread.of(values)
+        if spread is None or spread.deviation is None:
+            return None if spread is None else cls(spread.mean, None)
+        t = _STUDENT[min(len(values) - 1, len(_STUDENT)) - 1]
+        return cls(spread.mean, t * spread.deviation / math.sqrt(len(values)))
+
+
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""The 97.5 % quantiles of Student's distribution for 1, 2 … degrees of freedom; with more, the last is cautious."""
