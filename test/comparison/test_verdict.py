@@ -57,7 +57,7 @@ def test_a_spread_is_the_mean_and_the_deviation_of_a_sample():
 
 
 def test_a_difference_is_of_pairs_of_the_same_seed_with_an_interval_of_95_per_cent():
-    # pairs: 0.68, 0.74, 0.73; deviation 0.03215; times 4.303 / √3
+    # pairs: 0.68, 0.74, 0.73; deviation 0.03215; times 4.3027 / √3
     one, other = arm("a", 98.49, 98.54, 98.38), arm("b", 97.81, 97.80, 97.65)
     gap = one.above(other)
     assert gap.mean == pytest.approx(0.71667, abs=1e-5)
@@ -66,6 +66,13 @@ def test_a_difference_is_of_pairs_of_the_same_seed_with_an_interval_of_95_per_ce
     assert not Difference.of([-0.28, -3.92, -0.84]).is_clear  # t is 1.5
     assert Difference.of([3.0]) == Difference(3.0, None)
     assert arm("a", 90.0, "failed").above(arm("b", "failed", 91.0)) is None  # no seed in common
+
+
+@pytest.mark.parametrize(("num_seeds", "quantile"), [(2, 12.70620), (3, 4.30265), (10, 2.26216), (31, 2.04227)])
+def test_the_interval_is_that_of_students_distribution_for_any_number_of_seeds(num_seeds, quantile):
+    differences = [(-1.0) ** seed for seed in range(num_seeds)]
+    expected = quantile * np.std(differences, ddof=1) / num_seeds**0.5
+    assert Difference.of(differences).half_width == pytest.approx(expected, rel=1e-5)
 
 
 def test_rules_are_seldom_told_apart_where_there_is_no_difference():

@@ -55,9 +55,14 @@ class Difference:
         spread = Spread.of(values)
         if spread is None or spread.deviation is None:
             return None if spread is None else cls(spread.mean, None)
-        t = _STUDENT[min(len(values) - 1, len(_STUDENT)) - 1]
-        return cls(spread.mean, t * spread.deviation / math.sqrt(len(values)))
+        half_width = _student(len(values) - 1) * spread.deviation / math.sqrt(len(values))
+        return cls(spread.mean, half_width)
 
 
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""The 97.5 % quantiles of Student's distribution for 1, 2 … degrees of freedom; with more, the last is cautious."""
+def _student(degrees: int) -> float:
+    """The quantile of Student's distribution that leaves 2.5 % above it."""
+    try:
+        from scipy.special import stdtrit  # what scipy.stats.t.ppf calls; scipy.stats takes a second to load
+    except ImportError:
+        raise ImportError("an interval needs scipy: pip install 'variable_batch_size[compare]'") from None
+    return float(stdtrit(degrees, 0.975))
