@@ -2,12 +2,17 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
+// Plotly takes some tags in a text for formatting
+function literal(text) {
+  return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+}
+
 // what is drawn, from the top: a part of the curves, a quantity, a title, and how
 const ROWS = [
   { part: "training", name: "batch_size", title: "batch size", shape: "vh", height: 0.6, isCommon: true },
   { part: "training", name: "lr", title: "learning rate", shape: "vh", height: 0.8 },
   { part: "training", name: "loss", title: "training loss, mean of the latest 2 % of the run", log: true, height: 1.2 },
-  { part: "tests", name: "metric", title: "test " + data.metric + ", after the first quarter", marks: true, isLate: true, height: 1.4 },
+  { part: "tests", name: "metric", title: "test " + literal(data.metric) + ", after the first quarter", marks: true, isLate: true, height: 1.4 },
   { part: "training", name: "gain", title: "gain", height: 0.8 },
   { part: "training", name: "noise_scale", title: "noise scale, in samples", log: true, height: 0.8 },
 ];
@@ -59,7 +64,7 @@ function linesOf(arm, row, axis, yaxis, isFirst) {
   const quantity = curves[row.name];
   const common = { x: curves[axis], yaxis, xaxis: "x", legendgroup: arm.rule, line: { shape: row.shape || "linear" } };
   const mean = {
-    ...common, y: quantity.mean, name: arm.rule, showlegend: isFirst,
+    ...common, y: quantity.mean, name: literal(arm.rule), showlegend: isFirst,
     mode: row.marks ? "lines+markers" : "lines", marker: { size: 5, color: arm.colour },
     line: { ...common.line, color: arm.colour, width: 2, dash: arm.dash || "solid" },
   };
