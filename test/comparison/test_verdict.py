@@ -6,48 +6,18 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from outcomes import SETTINGS, arm
 
-from variable_batch_size.comparison.experiment import RULES, Outcome, Run, Settings, default_traces, runs_of
-from variable_batch_size.comparison.report.arm import Arm, Arms, ranking
+from variable_batch_size.comparison.experiment import RULES, Outcome, Run, default_traces, runs_of
+from variable_batch_size.comparison.report.arm import Arms, ranking
 from variable_batch_size.comparison.report.curves import curves
 from variable_batch_size.comparison.report.estimates import Difference, Spread
 from variable_batch_size.comparison.report.verdict import ranking_in_words, verdict
 from variable_batch_size.comparison.results import Results, trace_hash
 from variable_batch_size.comparison.train import OPTIMIZERS
 from variable_batch_size.traces.trace import Trace
-
-SETTINGS = Settings(
-    workload="digits",
-    source=None,
-    optimizer="SGD(lr=0.05)",
-    train_size=1440,
-    test_size=357,
-    metric_name="accuracy",
-    unit=" %",
-    is_higher_better=True,
-    device="cpu",
-    cores=1,
-    threads=1,
-    minibatch_size=16,
-    ref_batchsize=16,
-    lr=None,
-    num_samples=1000,
-    until="samples",
-    on_end="stop",
-    num_tests=20,
-    log_steps=None,
-)
-
-
-def arm(rule, *finals, trace="ramp"):
-    """An arm whose seeds ended so: with a metric, or with a status."""
-    outcomes = [
-        Outcome(status=final, reason="so it is")
-        if isinstance(final, str)
-        else Outcome(status="done", final_metric=final)
-        for final in finals
-    ]
-    return Arm(trace, rule, tuple((Run(trace, rule, seed), outcome) for seed, outcome in enumerate(outcomes)))
 
 
 def test_a_spread_is_the_mean_and_the_deviation_of_a_sample():
@@ -89,47 +59,107 @@ def test_the_best_is_first_and_what_diverged_or_has_no_number_is_not():
     )
 
 
+REFERENCE = arm("constant", 98.2, 98.4, 98.5, trace="reference")
+
+
 def test_the_verdict_says_who_is_best_how_far_others_are_behind_and_what_did_not_end_well():
-    members = [
-        arm("adascale", 98.1, 97.9, 98.3),  # 0.1 ± 0.86 below: −0.1 + 0.1, −0.3 … differences 0.1, −0.3, −0.1
+    arms = [
         arm("constant", 96.0, 96.1, 96.2),  # differences −2.0, −2.1, −2.2
-        arm("linear", 98.0, 98.2, 98.4),
+        arm("linear", 98.0, 98.2, 98.4),  # from the yardstick −0.2, −0.2, −0.1
         arm("root", "diverged", "diverged", "failed"),
     ]
-    reference = arm("constant", 98.2, 98.4, 98.5, trace="reference")  # differences −0.2, −0.2, −0.1
-    assert verdict(SETTINGS, members, reference) == (
-        "best is linear with 98.20 ± 0.20 %; not told apart from it: adascale 0.10 ± 0.50 points lower; "
-        "constant 2.10 ± 0.25 points lower. Against always a batch of 16 (98.37 ± 0.15 %), linear is "
-        "0.17 ± 0.14 points lower. root: 2 of 3 diverged, 1 of 3 failed."
+    assert verdict(SETTINGS, arms, REFERENCE) == (
+        "best is linear with 98.20 ± 0.20 %; constant 2.10 ± 0.25 points lower. Against always a batch of 16 "
+        "(98.37 ± 0.15 %), linear is 0.17 ± 0.14 points lower. root: 2 of 3 diverged, 1 of 3 failed."
     )
-    assert ranking_in_words(SETTINGS, members) == (
-        "linear ≈ adascale > constant; without a result: root (2 of 3 diverged, 1 of 3 failed)"
+    assert ranking_in_words(SETTINGS, arms) == (
+        "linear > constant; without a result: root (2 of 3 diverged, 1 of 3 failed)"
     )
+
+
+def test_no_rule_is_best_where_the_first_is_not_told_apart_from_the_next():
+    arms = [
+        arm("adascale", 98.1, 97.9, 98.3),  # differences 0.1, −0.3, −0.1
+        arm("constant", 96.0, 96.1, 96.2),
+        arm("linear", 98.0, 98.2, 98.4),
+        arm("root", 98.3, 98.0, 98.0),  # differences 0.3, −0.2, −0.4
+    ]
+    assert verdict(SETTINGS, arms, REFERENCE) == (
+        "undecided, as linear with 98.20 ± 0.20 % is not clearly ahead of adascale (0.10 ± 0.50 points lower) and root "
+        "(0.10 ± 0.90 points lower); constant 2.10 ± 0.25 points lower. Against always a batch of 16 "
+        "(98.37 ± 0.15 %), linear is 0.17 ± 0.14 points lower."
+    )
+    assert ranking_in_words(SETTINGS, arms) == "linear ≈ adascale ≈ root > constant"
+
+
+def test_no_rule_is_best_where_it_is_told_apart_from_the_next_and_not_from_one_that_varies_more():
+    arms = [
+        arm("linear", 98.0, 98.1, 98.2),
+        arm("root", 97.0, 97.1, 97.2),
+        arm("constant", 98.5, 90.0, 95.0),  # differences 0.5, −8.1, −3.2
+    ]
+    assert verdict(SETTINGS, arms, None) == (
+        "undecided, as linear with 98.10 ± 0.10 % is not clearly ahead of constant (3.60 ± 10.72 points lower); "
+        "root 1.00 ± 0.00 points lower."
+    )
+    assert ranking_in_words(SETTINGS, arms) == "linear ≈ root ≈ constant"
+
+
+def test_no_rule_is_best_whose_mean_only_a_failure_of_the_other_makes_the_higher_one():
+    arms = [arm("linear", 90.0, 91.0, 99.0), arm("root", 92.0, 93.0, "failed")]
+    assert verdict(SETTINGS, arms, None) == (
+        "undecided, as linear with 93.33 ± 4.93 % is not clearly ahead of root (2.00 ± 0.00 points higher). "
+        "root: 1 of 3 failed."
+    )
+    assert ranking_in_words(SETTINGS, arms) == "linear ≈ root (1 of 3 failed)"
 
 
 def test_a_rule_that_survived_few_seeds_is_not_the_best():
-    members = [arm("linear", 98.9, "diverged", "diverged"), arm("root", 98.0, 98.1, 98.2)]
-    text = verdict(SETTINGS, members, None)
-    assert text.startswith("best is root with 98.10 ± 0.10 %; not told apart from it: linear 0.90 points higher.")
-    assert "linear: 2 of 3 diverged." in text
-    assert ranking_in_words(SETTINGS, members) == "root > linear (2 of 3 diverged)"
+    arms = [arm("linear", 98.9, "diverged", "diverged"), arm("root", 98.0, 98.1, 98.2)]
+    assert verdict(SETTINGS, arms, None) == (
+        "best is root with 98.10 ± 0.10 %; linear 0.90 points higher where it did not diverge. "
+        "linear: 2 of 3 diverged. A single seed cannot tell a difference from chance."
+    )
+    assert ranking_in_words(SETTINGS, arms) == "root > linear (2 of 3 diverged)"
+
+
+def test_rules_without_a_seed_in_common_are_not_told_apart():
+    arms = [arm("linear", 98.0, "failed"), arm("root", "failed", 97.0)]
+    yardstick = arm("constant", "failed", 98.0, trace="reference")
+    assert verdict(SETTINGS, arms, yardstick) == (
+        "undecided, as linear with 98.00 % is not clearly ahead of root (without a seed in common). "
+        "linear: 1 of 2 failed. root: 1 of 2 failed. A single seed cannot tell a difference from chance."
+    )
 
 
 def test_small_metrics_keep_their_digits_and_lower_may_be_better():
     settings = dataclasses.replace(SETTINGS, unit="", is_higher_better=False)
-    members = [arm("linear", 0.0032, 0.0033), arm("root", 0.0042, 0.0043)]
-    assert verdict(settings, members, None) == (
-        "best is linear with 0.003250 ± 0.000071; root 0.001000 ± 0.000000 higher."
-    )
+    arms = [arm("linear", 0.0032, 0.0033), arm("root", 0.0042, 0.0043)]
+    assert verdict(settings, arms, None) == "best is linear with 0.003250 ± 0.000071; root 0.001000 ± 0.000000 higher."
+    assert ranking_in_words(settings, arms) == "linear > root"
 
 
 def test_a_single_seed_and_no_seed_that_ended_well():
     assert verdict(SETTINGS, [arm("linear", 98.0), arm("root", 97.0)], None) == (
-        "best is linear with 98.00 %; not told apart from it: root 1.00 points lower. "
+        "undecided, as linear with 98.00 % is not clearly ahead of root (1.00 points lower). "
         "A single seed cannot tell a difference from chance."
     )
     assert ranking_in_words(SETTINGS, [arm("linear", 98.0), arm("root", 97.0)]) == "linear ≈ root"
     assert verdict(SETTINGS, [arm("linear", "failed")], None) == "linear: 1 of 1 failed."
+
+
+finals = st.one_of(st.sampled_from(["diverged", "failed"]), st.integers(90, 99).map(float))
+
+
+@given(st.lists(st.lists(finals, min_size=3, max_size=3), min_size=2, max_size=4), st.booleans())
+def test_the_verdict_names_a_best_rule_exactly_where_the_ranking_sets_the_first_apart(seeds, is_higher_better):
+    settings = dataclasses.replace(SETTINGS, is_higher_better=is_higher_better)
+    arms = [arm(f"rule{number}", *finals) for number, finals in enumerate(seeds)]
+    ranked = ranking(arms, is_higher_better=is_higher_better)
+    if len(ranked) > 1:
+        signs = [sign for sign in ranking_in_words(settings, arms) if sign in ">≈"]
+        assert len(signs) == len(ranked) - 1
+        assert verdict(settings, arms, None).startswith("best is ") == (signs[0] == ">")
 
 
 def test_runs_are_every_combination_after_the_yardstick():

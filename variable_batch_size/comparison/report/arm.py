@@ -77,3 +77,10 @@ def ranking(arms: Iterable[Arm], *, is_higher_better: bool) -> list[Arm]:
         return arm.num(DIVERGED), -arm.final.mean if is_higher_better else arm.final.mean
 
     return sorted((arm for arm in arms if arm.final is not None), key=key)
+
+
+def is_ahead(arm: Arm, other: Arm, *, is_higher_better: bool) -> bool:
+    """Whether an arm is told apart from one ranked below it, which diverged from more seeds or is clearly worse."""
+    gap = arm.above(other)
+    is_better = gap is not None and gap.is_clear and (gap.mean > 0) == is_higher_better
+    return is_better or other.num(DIVERGED) > arm.num(DIVERGED)
