@@ -2,8 +2,10 @@
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,22 @@ def vbs_compare(*options, check=True):
     done = subprocess.run(command(*options), cwd=HERE, env=environment(), capture_output=True, text=True)
     assert not check or done.returncode == 0, done.stderr
     return done
+
+
+def start_vbs_compare(*options, is_in_background=False, **popen_options):
+    """Start ``vbs compare`` as a shell does: in the foreground, or in the background, where SIGINT is ignored."""
+    with on_sigint(signal.SIG_IGN if is_in_background else signal.default_int_handler):
+        return subprocess.Popen(command(*options), cwd=HERE, env=environment(), **popen_options)
+
+
+@contextmanager
+def on_sigint(handler):
+    """Within, SIGINT is handled so; a process that is started then ignores it only if it is ignored here."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def command(*options):

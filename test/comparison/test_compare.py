@@ -13,7 +13,7 @@ import time
 import comparisons
 import pytest
 import torch
-from comparisons import command, environment, vbs_compare
+from comparisons import command, environment, start_vbs_compare, vbs_compare
 
 import variable_batch_size as vbs
 from variable_batch_size.command.main import main
@@ -26,6 +26,13 @@ DIGITS = ["--workload", "digits", "--samples", 1440, "--seeds", 2, "--rules", "l
 def rows(directory):
     with open(directory / "results.csv", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def wait_for_runs(number, running, directory):
+    """Wait until so many runs have ended of a comparison that is running."""
+    while len(list(directory.glob("runs/*/*/*/run.json"))) < number:
+        assert running.poll() is None
+        time.sleep(0.05)
 
 
 def records(directory, *run):
@@ -75,10 +82,8 @@ def test_runs_of_a_seed_start_from_the_same_weights_and_see_the_same_data(digits
 
 def test_interrupted_half_way_and_started_again_it_ends_with_the_same_results(digits, tmp_path):
     options = [*DIGITS, "--out", tmp_path, "--jobs", 2]
-    running = subprocess.Popen(command(*options), cwd=comparisons.HERE, env=environment(), stderr=subprocess.PIPE)
-    while len(list(tmp_path.glob("runs/*/*/*/run.json"))) < 5:
-        assert running.poll() is None
-        time.sleep(0.05)
+    running = start_vbs_compare(*options, stderr=subprocess.PIPE)
+    wait_for_runs(5, running, tmp_path)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate()
     assert running.returncode == 130
@@ -92,13 +97,18 @@ def test_interrupted_half_way_and_started_again_it_ends_with_the_same_results(di
     assert all(path.stat().st_mtime_ns == made_at for path, made_at in made.items())
 
 
+def test_in_the_background_of_a_shell_it_outlives_the_ctrl_c_of_the_foreground(tmp_path):
+    options = ["--workload", "comparisons:line", "--seeds", 1, "--rules", "linear", "--out", tmp_path]
+    running = start_vbs_compare(*options, is_in_background=True)
+    wait_for_runs(1, running, tmp_path)
+    running.send_signal(signal.SIGINT)
+    assert running.wait() == 0
+    assert len(rows(tmp_path)) == 3
+
+
 def test_no_process_is_left_behind_by_sigterm(tmp_path):
-    running = subprocess.Popen(
-        command(*DIGITS, "--out", tmp_path), cwd=comparisons.HERE, env=environment(), start_new_session=True
-    )
-    while not list(tmp_path.glob("runs/*/*/*/run.json")):
-        assert running.poll() is None
-        time.sleep(0.05)
+    running = start_vbs_compare(*DIGITS, "--out", tmp_path, start_new_session=True)
+    wait_for_runs(1, running, tmp_path)
     running.terminate()
     assert running.wait() == 130
     with pytest.raises(ProcessLookupError):
