@@ -1,10 +1,13 @@
-"""Workloads for the tests of vbs compare, found as ``comparisons:NAME``; and how the command is run there."""
+"""Runs vbs compare for tests, with workloads of its own, found as ``comparisons:NAME``, and reads what it wrote."""
 
+import csv
 import dataclasses
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +18,8 @@ from torch.nn.functional import l1_loss, mse_loss
 from torch.utils.data import Dataset, TensorDataset
 
 import variable_batch_size as vbs
+from variable_batch_size.comparison.experiment import Run
+from variable_batch_size.comparison.results import Results
 
 HERE = Path(__file__).parent
 
@@ -48,6 +53,36 @@ def command(*options):
 
 def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+
+
+def wait_for_runs(number, running, directory):
+    """Wait until so many runs have ended of a comparison that is running."""
+    while len(list(directory.glob("runs/*/*/*/run.json"))) < number:
+        assert running.poll() is None
+        time.sleep(0.05)
+
+
+# ------------------------------------------------------------------------------------------------------ what it wrote
+
+
+def rows(directory):
+    """The rows of results.csv."""
+    with open(directory / "results.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def rows_by_run(directory):
+    """The rows of results.csv by trace, rule and seed."""
+    return {(row["trace"], row["rule"], int(row["seed"])): row for row in rows(directory)}
+
+
+def records(directory, trace, rule, seed):
+    """What a run has recorded."""
+    text = (Results(directory).run_directory(Run(trace, rule, seed)) / "steps.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# ---------------------------------------------------------------------------------------------------------- workloads
 
 
 def line():

@@ -1,13 +1,12 @@
 """report.html in a real browser: it draws, asks nobody for anything, and says what results.csv says."""
 
-import csv
 import json
 import shutil
 import statistics
 from contextlib import contextmanager
 
 import pytest
-from comparisons import vbs_compare
+from comparisons import rows, vbs_compare
 from outcomes import HOSTILE, HOSTILE_FOLDER, write_hostile_results
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
@@ -117,20 +116,14 @@ def test_a_name_runs_nothing_and_is_drawn_as_it_is(tmp_path):
         assert requests(driver) == [(tmp_path / "report.html").as_uri()]
 
 
-def rows_of(results):
-    with open(results / "results.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def finals(rows, trace, rule):
-    found = [row for row in rows if (row["trace"], row["rule"], row["status"]) == (trace, rule, "done")]
+def finals(directory, trace, rule):
+    found = [row for row in rows(directory) if (row["trace"], row["rule"], row["status"]) == (trace, rule, "done")]
     return [float(row["final_metric"]) for row in found]
 
 
 @pytest.mark.parametrize("trace", ["ramp", "spot"])
 def test_the_table_of_a_trace_says_what_results_csv_says(results, trace):
-    rows = rows_of(results)
-    reference = statistics.mean(finals(rows, "reference", "constant"))
+    reference = statistics.mean(finals(results, "reference", "constant"))
     with browser(DESKTOP) as driver:
         show(driver, results)
         shown = table(driver, f"#trace-{trace} table.results")
@@ -139,14 +132,14 @@ def test_the_table_of_a_trace_says_what_results_csv_says(results, trace):
     for row in shown:
         is_reference = "yardstick" in row["rule"]
         key = ("reference", "constant") if is_reference else (trace, row["rule"])
-        of_arm = [r for r in rows if (r["trace"], r["rule"]) == key]
+        of_arm = [r for r in rows(results) if (r["trace"], r["rule"]) == key]
         done = [r for r in of_arm if r["status"] == "done"]
         ended = {status: sum(r["status"] == status for r in of_arm) for status in ("diverged", "failed")}
         assert row["runs"] == ", ".join(f"{number} of 3 {status}" for status, number in ended.items() if number)
         if not done:
             assert (row["final"], row["updates"]) == ("–", "–")
             continue
-        final, best = finals(rows, *key), [float(r["best_metric"]) for r in done]
+        final, best = finals(results, *key), [float(r["best_metric"]) for r in done]
         assert row["final"] == f"{statistics.mean(final):.2f} ± {statistics.stdev(final):.2f} u"
         assert row["best"] == f"{statistics.mean(best):.2f} ± {statistics.stdev(best):.2f} u"
         assert row["updates"] == f"{statistics.mean(int(r['updates']) for r in done):,.0f}"
@@ -156,16 +149,15 @@ def test_the_table_of_a_trace_says_what_results_csv_says(results, trace):
 
 
 def test_the_table_of_all_runs_and_the_verdict_say_what_results_csv_says(results):
-    rows = rows_of(results)
     with browser(DESKTOP) as driver:
         show(driver, results)
         shown = table(driver, "table.runs")
         verdict = texts(driver, "#verdict p")[0]
         kinds = driver.execute_script("return [...document.querySelectorAll('.runs tbody tr')].map(e => e.className)")
-    for row, run in zip(shown, rows, strict=True):
+    for row, run in zip(shown, rows(results), strict=True):
         assert [row[name] for name in ("trace", "rule", "seed", "status")] == list(run.values())[:4]
         assert row["final"] == (f"{float(run['final_metric']):.2f}" if run["final_metric"] else "–")
         assert row["reason"] == run["reason"]
-    assert kinds == [run["status"] for run in rows]
+    assert kinds == [run["status"] for run in rows(results)]
     assert verdict.startswith("ramp: ")
     assert "linear: 2 of 3 diverged, 1 of 3 failed." in verdict
