@@ -185,7 +185,7 @@ def run_all(backend, directory, stopped_alone):
 
 def count(device):
     """Each core counts something else, and the last one nothing."""
-    from variable_batch_size.cores.communicator import running_cores
+    from variable_batch_size.cores.running import running_cores
 
     rank, num_replicas = running_cores()
     metrics = vbs.Metrics("loss", "correct", "seen", device=device)
@@ -199,7 +199,7 @@ def count(device):
 
 
 def shared_buffers(device):
-    from variable_batch_size.cores.communicator import running_cores
+    from variable_batch_size.cores.running import running_cores
 
     model = nn.BatchNorm1d(3)
     model.running_mean += running_cores()[0] + 7
@@ -234,7 +234,7 @@ def device_of(backend):
 
 
 def main_of_a_core(flags):
-    from variable_batch_size.cores.communicator import running_cores
+    from variable_batch_size.cores.running import running_cores
 
     rank, _ = running_cores()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -29,8 +29,8 @@ WITH_EXAMPLES = [
     "planning.plan",
     "planning.sparkline",
     "planning.reports",
-    "comparison.report.groups",
-    "comparison.report.verdict",
+    "comparison.report.estimates",
+    "comparison.report.numbers",
 ]
 
 

@@ -16,7 +16,7 @@ XLA = pytest.param("xla", marks=pytest.mark.xla)
 
 
 def rank_and_size():
-    from variable_batch_size.cores.communicator import running_cores
+    from variable_batch_size.cores.running import running_cores
 
     return running_cores()
 
@@ -100,7 +100,7 @@ def test_the_environment_of_virtual_cores_is_not_left_behind():
 
 
 def test_it_is_gloo_where_torch_xla_is_not_installed(monkeypatch):
-    monkeypatch.setattr("variable_batch_size.cores.launch.find_spec", lambda name: None)
+    monkeypatch.setattr("variable_batch_size.cores.xla.is_installed", lambda: False)
     assert vbs.launch(rank_and_size, cores=2) == [(0, 2), (1, 2)]
     with pytest.raises(ValueError, match=r'backend="xla" needs torch_xla: pip install'):
         vbs.launch(rank_and_size, cores=2, backend="xla")
@@ -109,7 +109,7 @@ def test_it_is_gloo_where_torch_xla_is_not_installed(monkeypatch):
 UNDER_TORCHRUN = """
 import os, sys
 import variable_batch_size as vbs
-from variable_batch_size.cores.communicator import running_cores
+from variable_batch_size.cores.running import running_cores
 
 if __name__ == "__main__":
     with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:

@@ -299,7 +299,7 @@ def test_the_executed_trace_says_which_epochs_were_left_early(tmp_path):
 
 
 def find_different_checkpoints(directories):
-    from variable_batch_size.cores.communicator import running_cores
+    from variable_batch_size.cores.running import running_cores
 
     make(directories[running_cores()[0]])
 

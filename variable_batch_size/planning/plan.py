@@ -19,10 +19,11 @@ from variable_batch_size.planning.rows import (
     positions_of,
 )
 from variable_batch_size.rules.noise import Noise
-from variable_batch_size.rules.rule import ConstantRule, LinearRule, RootRule, Rule, Step
+from variable_batch_size.rules.registry import make_rule
+from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.schedules.schedule import OnEnd, Schedule
 
-RULES: Mapping[str, Rule] = {"linear": LinearRule(), "root": RootRule(), "constant": ConstantRule()}
+RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}
 """Rules by name, whose factor follows from the batch size alone and not from what a run measures or has done."""
 
 

@@ -17,7 +17,7 @@ import variable_batch_size.runs.randomness as randomness
 import variable_batch_size.cores.stopping as stopping
 import variable_batch_size.runs.storage as storage
 from variable_batch_size.checks import check_not_negative, check_positive
-from variable_batch_size.cores.communicator import communicator_for
+from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.runs.executed import write_executed
 from variable_batch_size.training.optimizer import CustomOptimizer
 from variable_batch_size.training.sampler import CustomSampler
@@ -239,7 +239,7 @@ class Checkpoint:
     def _write(self, directory: Path, random: dict[str, torch.Tensor]) -> None:
         path = storage.path_of(directory, self._optimizer.steps_done)
         epoch_step = self._optimizer.epoch_step if self._is_inside else self._first_step
-        run = _run(self._optimizer)
+        run = self._optimizer.description
         state = {
             "run": run,
             "epoch": self._epoch,
@@ -294,33 +294,10 @@ class Checkpoint:
         except ValueError as error:
             before = f"go on from {paths[-2].name}" if len(paths) > 1 else "start from the beginning"
             raise ValueError(f"{error}; move it away to {before}") from error
-        saved, now = state["run"], _run(self._optimizer)
+        saved, now = state["run"], self._optimizer.description
         different = [f"{name} was {saved.get(name)} and is {now[name]}" for name in now if saved.get(name) != now[name]]
         if len(state["schedulers"]) != len(self._schedulers):
             different.append(f"schedulers were {len(state['schedulers'])} and are {len(self._schedulers)}")
         if different:
             raise ValueError(f"{path} was saved by another run: {'; '.join(different)}")
         return state
-
-
-def _run(optimizer: CustomOptimizer) -> dict[str, str | int | bool]:
-    """What must be the same when a run goes on, because the samples of a step or the meaning of the state depend on it.
-
-    The number of cores need not.
-    """
-    sampler = optimizer.sampler
-    schedule: Schedule = sampler.schedule
-    sizes = schedule.trace.sizes
-    digest = hashlib.sha256(sizes.astype("<i8").tobytes()).hexdigest()[:16]
-    length = f"always {sizes[0]}" if schedule.trace.is_endless else f"{len(sizes)} steps, sha256 {digest}"
-    return {
-        "trace": length,
-        "on_end": schedule.on_end,
-        "dataset_size": schedule.dataset_size,
-        "minibatch_size": schedule.minibatch_size,
-        "seed": sampler.seed,
-        "shuffle": sampler.shuffle,
-        "rule": type(optimizer.rule).__name__,
-        "ref_batchsize": optimizer.ref_batchsize,
-        "optimizer": type(optimizer.inner).__name__,
-    }

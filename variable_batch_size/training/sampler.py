@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from variable_batch_size.checks import check_within, is_integer
-from variable_batch_size.cores.communicator import running_cores
+from variable_batch_size.cores.running import running_cores
 from variable_batch_size.schedules.permutation import Permutation
 from variable_batch_size.schedules.schedule import OnEnd, Schedule
 from variable_batch_size.traces.trace import Trace, TraceLike
