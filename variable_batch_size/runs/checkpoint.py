@@ -13,15 +13,15 @@ from typing import Any, Protocol
 
 import torch
 
-import variable_batch_size.runs.randomness as randomness
 import variable_batch_size.cores.stopping as stopping
+import variable_batch_size.runs.randomness as randomness
 import variable_batch_size.runs.storage as storage
 from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.runs.executed import write_executed
+from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.training.optimizer import CustomOptimizer
 from variable_batch_size.training.sampler import CustomSampler
-from variable_batch_size.schedules.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
