@@ -46,7 +46,7 @@ def results_on():
 
 @pytest.fixture(scope="session")
 def long_runs_on(tmp_path_factory):
-    """Runs `run_all` of `stoppable_run.py` on two cores, once for each backend; the results, and where the files are."""
+    """Runs `run_all` of `stoppable_run.py` on two cores, once for each backend; the results, and where files are."""
     import contextlib
 
     import stoppable_run
