@@ -223,7 +223,7 @@ class CustomOptimizer(ScheduledOptimizer):
         self._factors = None
         is_last = self._position.is_complete
         with torch.no_grad():
-            self._gradients.take(is_last=is_last)
+            self._gradients.take(is_last=is_last, is_only=self.batch_size == self.sampler.minibatch_size)
             has_updated = is_last and self._complete_step()
         self._communicator.flush()
         for after in self._optimizer_step_post_hooks.values():
@@ -278,6 +278,8 @@ class CustomOptimizer(ScheduledOptimizer):
         if self.skip_nonfinite and not is_finite:
             return True
         norms = [pair and Norms(pair[0] / self.loss_scale / size, pair[1] / size**2) for pair in found]
+        if step.num_minibatches == 1:  # whose squared norm need not have been measured twice
+            norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
         self.rule.observe(step, norms)
         return False
 
