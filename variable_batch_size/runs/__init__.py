@@ -1,0 +1,1 @@
+"""Runs: what surrounds training that takes hours."""
