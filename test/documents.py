@@ -1,5 +1,6 @@
 """The documents of the repository, the code blocks in them, and how those are run."""
 
+import json
 import os
 import re
 import shlex
@@ -10,7 +11,17 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-_RUN_EACH = "import runpy, sys\nfor path in sys.argv[1:]:\n    runpy.run_path(path, run_name='__main__')\n"
+_RUN_EACH = """
+import json, runpy, sys, traceback
+failures = {}
+for path in sys.argv[2:]:
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except BaseException:
+        failures[path] = traceback.format_exc()
+with open(sys.argv[1], "w") as file:
+    json.dump(failures, file)
+"""
 
 
 def name_of(document):
@@ -42,10 +53,17 @@ def commands_of(block):
 
 
 def run_as_scripts(sources, folder):
-    """Run Python blocks as scripts with names of their own, in one process, as importing torch takes seconds."""
-    paths = [folder / f"block_{number}.py" for number in range(1, len(sources) + 1)]
-    for path, source in zip(paths, sources, strict=True):
+    """Run Python blocks as scripts; the traceback of each that fails, by its name.
+
+    All in one process, as importing torch takes seconds.
+    """
+    paths = [folder / f"{name}.py" for name in sources]
+    for path, source in zip(paths, sources.values(), strict=True):
         path.write_text(source, encoding="utf-8")
+    report = folder / "failures.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", "-c", _RUN_EACH, *map(str, paths)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-W", "error", "-c", _RUN_EACH, str(report), *map(str, paths)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    failures = json.loads(report.read_text(encoding="utf-8"))
+    return {Path(path).stem: failure for path, failure in failures.items()}
