@@ -14,7 +14,7 @@ def missing_packages(extras: list[str]) -> list[str]:
     setup.read(SETUP)
     lists = [setup["options"]["install_requires"], *(setup["options.extras_require"][extra] for extra in extras)]
     requirements = [line for text in lists for line in text.split("\n") if line]
-    return [requirement for requirement in requirements if not _is_there(re.split(r"[\[<>=]", requirement)[0])]
+    return [requirement for requirement in requirements if not _is_there(re.split(r"[\[<>=!~; ]", requirement)[0])]
 
 
 def _is_there(package: str) -> bool:

@@ -18,6 +18,8 @@ def on_page_content(content: str, **_: Any) -> str:
 
 def _mathml(latex: str, display: str) -> str:
     mathml = convert(html.unescape(latex.strip()), display=display)
-    mathml = re.sub(r"<mo>(\w+)</mo>", r"<mi>\1</mi>", mathml)  # max and min are names: an operator has blanks around it
+    mathml = re.sub(
+        r"<mo>(\w+)</mo>", r"<mi>\1</mi>", mathml
+    )  # max and min are names: an operator has blanks around it
     ElementTree.fromstring(mathml)  # what latex2mathml does not know, such as `aligned`, comes out broken
     return mathml
