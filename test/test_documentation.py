@@ -13,20 +13,24 @@ import variable_batch_size as vbs
 README = ROOT / "README.md"
 
 WITH_EXAMPLES = [
+    "traces.limits",
     "traces.trace",
     "schedules.permutation",
     "schedules.schedule",
     "rules.rule",
     "training.sampler",
     "traces.stages",
-    "traces.generate",
+    "traces.ramps",
+    "traces.growth",
+    "traces.market",
     "traces.recording",
+    "traces.recording_tables",
     "traces.convert",
     "planning.plan",
     "planning.sparkline",
     "planning.reports",
-    "comparison.report.groups",
-    "comparison.report.verdict",
+    "comparison.report.estimates",
+    "comparison.report.numbers",
 ]
 
 

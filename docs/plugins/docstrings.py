@@ -19,6 +19,8 @@ class Docstrings(griffe.Extension):
     def _rewrite(self, thing: griffe.Object, public: set[str]) -> None:
         if thing.docstring is not None:
             text = _DOCTEST.sub(_as_block, thing.docstring.value)
+            if thing.is_class and "NamedTuple" in map(str, thing.bases):
+                text = text.replace("Args:\n", "Attributes:\n")  # griffe does not know that they are arguments, too
             thing.docstring.value = _ROLE.sub(lambda found: _as_link(found[1], thing, public), text)
         for member in thing.members.values():
             if not member.is_alias:

@@ -16,7 +16,7 @@ XLA = pytest.param("xla", marks=pytest.mark.xla)
 
 
 def rank_and_size():
-    from variable_batch_size.cores.communicator import running_cores
+    from variable_batch_size.cores.running import running_cores
 
     return running_cores()
 
@@ -62,7 +62,7 @@ def test_each_core_has_its_own_copy_of_the_arguments_and_results_come_in_order(b
 @pytest.mark.parametrize("backend", ["gloo", XLA])
 def test_an_exception_on_one_core_ends_the_launch_with_its_traceback(backend):
     with pytest.raises(
-        RuntimeError, match=r"(?s)core 2 failed:\nTraceback.*test_launcher.py.*ValueError: `minibatch_size`"
+        RuntimeError, match=r"(?s)core 2 failed:\nTraceback.*test_launch.py.*ValueError: `minibatch_size`"
     ):
         vbs.launch(fail_on_the_last_core_while_the_others_wait, cores=3, backend=backend)
     assert not multiprocessing.active_children()
@@ -100,7 +100,7 @@ def test_the_environment_of_virtual_cores_is_not_left_behind():
 
 
 def test_it_is_gloo_where_torch_xla_is_not_installed(monkeypatch):
-    monkeypatch.setattr("variable_batch_size.cores.launch.find_spec", lambda name: None)
+    monkeypatch.setattr("variable_batch_size.cores.xla.is_installed", lambda: False)
     assert vbs.launch(rank_and_size, cores=2) == [(0, 2), (1, 2)]
     with pytest.raises(ValueError, match=r'backend="xla" needs torch_xla: pip install'):
         vbs.launch(rank_and_size, cores=2, backend="xla")
@@ -109,7 +109,7 @@ def test_it_is_gloo_where_torch_xla_is_not_installed(monkeypatch):
 UNDER_TORCHRUN = """
 import os, sys
 import variable_batch_size as vbs
-from variable_batch_size.cores.communicator import running_cores
+from variable_batch_size.cores.running import running_cores
 
 if __name__ == "__main__":
     with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:

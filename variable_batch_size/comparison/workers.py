@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from variable_batch_size.comparison.experiment import FAILED, Outcome, Run
-from variable_batch_size.cores.launch import end_with_parent
+from variable_batch_size.cores.processes import end_with_parent
 
 Work = tuple[Callable[..., Outcome], tuple[Any, ...], dict[str, Any]]
 """A function, which is pickled and so at the top level of a module, and its arguments."""

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size.planning.plan import Plan, PlannedSize
+from variable_batch_size.planning.plan import Plan
+from variable_batch_size.planning.rows import PlannedSize
 from variable_batch_size.schedules.schedule import Schedule
 
 SUFFIXES = (".png", ".svg")

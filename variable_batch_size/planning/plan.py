@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, final
-
-import numpy as np
+from typing import Any, final
 
 from variable_batch_size.checks import check_positive
+from variable_batch_size.planning.rows import (
+    Moment,
+    PlannedEpoch,
+    PlannedSize,
+    Position,
+    moments_of,
+    planned_epoch,
+    planned_sizes,
+    positions_of,
+)
 from variable_batch_size.rules.noise import Noise
-from variable_batch_size.rules.rule import ConstantRule, LinearRule, RootRule, Rule, Step
-from variable_batch_size.schedules.schedule import Schedule
+from variable_batch_size.rules.registry import make_rule
+from variable_batch_size.rules.rule import Rule, Step
+from variable_batch_size.schedules.schedule import OnEnd, Schedule
 
-RULES: Mapping[str, Rule] = {"linear": LinearRule(), "root": RootRule(), "constant": ConstantRule()}
+RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}
 """Rules by name, whose factor follows from the batch size alone and not from what a run measures or has done."""
-
-_NUM_MOMENTS = 11
 
 
 @final
@@ -38,67 +44,6 @@ class SteadyAdaScaleRule(Rule):
 
     def factor(self, step: Step) -> float:
         return self.noise.gain(step.batch_size, step.ref_batchsize)
-
-
-class PlannedSize(NamedTuple):
-    """A batch size of the run.
-
-    Args:
-        batch_size: samples in a step, over all cores.
-        num_steps: how many steps have it.
-        num_minibatches: of such a step, over all cores.
-        depth: how many of them the busiest core accumulates.
-        num_idle_cores: how many cores have none.
-        factors: what each rule multiplies the learning rate by.
-    """
-
-    batch_size: int
-    num_steps: int
-    num_minibatches: int
-    depth: int
-    num_idle_cores: int
-    factors: dict[str, float]
-
-
-class PlannedEpoch(NamedTuple):
-    """An epoch of the run.
-
-    Args:
-        epoch: its number, from 0.
-        first_step: the number of its first step in the run, from 0.
-        num_steps: how many steps it has.
-        num_samples: how many samples they use.
-        num_left_over: how many samples of the data set it does not use.
-        ends_with_trace: whether it ends because the trace does, before its samples do.
-    """
-
-    epoch: int
-    first_step: int
-    num_steps: int
-    num_samples: int
-    num_left_over: int
-    ends_with_trace: bool
-
-
-class Moment(NamedTuple):
-    """A step of the run, and how far the run has come before it."""
-
-    step: int
-    epoch: int
-    samples_before: int
-    batch_size: int
-    depth: int
-    num_idle_cores: int
-    factors: dict[str, float]
-
-
-class Position(NamedTuple):
-    """Where a run stands after some steps, as a checkpoint holds it."""
-
-    epoch: int
-    epoch_step: int
-    steps_done: int
-    samples_done: int
 
 
 @dataclass(frozen=True)
@@ -145,7 +90,7 @@ class Plan:
     dataset_size: int
     minibatch_size: int
     num_cores: int
-    on_end: str
+    on_end: OnEnd
     num_epochs: int
     num_steps: int
     num_samples: int
@@ -192,19 +137,9 @@ class Plan:
         schedule.steps(num_epochs - 1)  # refuses an epoch beyond the end, before the work of all others
         ref_batchsize = schedule.batch_size(0) if ref_batchsize is None else ref_batchsize
         check_positive(ref_batchsize=ref_batchsize)
-        epochs = tuple(_epoch(schedule, epoch) for epoch in range(num_epochs))
+        epochs = tuple(planned_epoch(schedule, epoch) for epoch in range(num_epochs))
         steps = range(epochs[-1].first_step + epochs[-1].num_steps)
-        sizes = tuple(
-            PlannedSize(
-                batch_size=size,
-                num_steps=count,
-                num_minibatches=size // schedule.minibatch_size,
-                depth=-(-size // schedule.minibatch_size // schedule.num_replicas),
-                num_idle_cores=max(0, schedule.num_replicas - size // schedule.minibatch_size),
-                factors=_factors(rules, Step(size, schedule.minibatch_size, ref_batchsize)),
-            )
-            for size, count in zip(*(values.tolist() for values in schedule.size_counts(steps)), strict=True)
-        )
+        sizes = planned_sizes(schedule, steps, rules, ref_batchsize)
         core_minibatches = schedule.core_minibatches(steps)
         core_idle_steps = schedule.core_idle_steps(steps)
         num_depths = sum(size.depth * size.num_steps for size in sizes)
@@ -231,8 +166,8 @@ class Plan:
             rules=tuple(rules),
             sizes=sizes,
             epochs=epochs,
-            moments=_moments(schedule, epochs, sizes, len(steps)),
-            checkpoints=_checkpoints(schedule, epochs, len(steps), checkpoint_every),
+            moments=moments_of(schedule, epochs, sizes, len(steps)),
+            checkpoints=positions_of(schedule, epochs, len(steps), checkpoint_every),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -241,66 +176,3 @@ class Plan:
         for name in ("sizes", "epochs", "moments", "checkpoints"):
             values[name] = [row._asdict() for row in values[name]]
         return values
-
-
-def _epoch(schedule: Schedule, epoch: int) -> PlannedEpoch:
-    steps = schedule.steps(epoch)
-    num_samples = schedule.samples_before(steps.stop) - schedule.samples_before(steps.start)
-    is_last = schedule.on_end == "stop" and steps.stop == len(schedule.trace)
-    return PlannedEpoch(
-        epoch=epoch,
-        first_step=steps.start,
-        num_steps=len(steps),
-        num_samples=num_samples,
-        num_left_over=schedule.dataset_size - num_samples,
-        ends_with_trace=is_last and num_samples < schedule.capacity,
-    )
-
-
-def _factors(rules: Mapping[str, Rule], step: Step) -> dict[str, float]:
-    return {name: rule.factor(step) for name, rule in rules.items()}
-
-
-def _epoch_of(epochs: tuple[PlannedEpoch, ...], step: int) -> PlannedEpoch:
-    return epochs[bisect_right(epochs, step, key=lambda epoch: epoch.first_step) - 1]
-
-
-def _moments(
-    schedule: Schedule, epochs: tuple[PlannedEpoch, ...], sizes: tuple[PlannedSize, ...], num_steps: int
-) -> tuple[Moment, ...]:
-    of_size = {size.batch_size: size for size in sizes}
-    moments = []
-    for step in np.linspace(0, num_steps - 1, min(num_steps, _NUM_MOMENTS)).round().astype(np.int64).tolist():
-        size = of_size[schedule.batch_size(step)]
-        moments.append(
-            Moment(
-                step=step,
-                epoch=_epoch_of(epochs, step).epoch,
-                samples_before=schedule.samples_before(step),
-                batch_size=size.batch_size,
-                depth=size.depth,
-                num_idle_cores=size.num_idle_cores,
-                factors=size.factors,
-            )
-        )
-    return tuple(moments)
-
-
-def _checkpoints(
-    schedule: Schedule, epochs: tuple[PlannedEpoch, ...], num_steps: int, every: int | None
-) -> tuple[Position, ...]:
-    if every is None:
-        return ()
-    check_positive(checkpoint_every=every)
-    positions = []
-    for steps_done in [*range(every, num_steps, every), num_steps]:
-        epoch = _epoch_of(epochs, steps_done - 1)  # that of the step just done, also when it was the epoch's last
-        positions.append(
-            Position(
-                epoch=epoch.epoch,
-                epoch_step=steps_done - epoch.first_step,
-                steps_done=steps_done,
-                samples_done=schedule.samples_before(steps_done),
-            )
-        )
-    return tuple(positions)

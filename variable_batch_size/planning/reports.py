@@ -7,7 +7,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from variable_batch_size.planning.plan import Moment, Plan, PlannedEpoch, PlannedSize, Position
+from variable_batch_size.planning.plan import Plan
+from variable_batch_size.planning.rows import Moment, PlannedEpoch, PlannedSize, Position
 from variable_batch_size.planning.sparkline import sparkline
 from variable_batch_size.traces.convert import Conversion
 from variable_batch_size.traces.trace import Trace

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from variable_batch_size.checks import check_positive
-from variable_batch_size.cores.communicator import communicator_for
-from variable_batch_size.training.optimizer import AdaScaleOptimizer, CustomOptimizer
+from variable_batch_size.cores import xla
+from variable_batch_size.cores.running import communicator_for
+from variable_batch_size.training.optimizer import CustomOptimizer
 
 Record = dict[str, Any]
 
@@ -64,7 +64,7 @@ class Log:
         self._num_idle: int
         self._started_at: float
         self._restart()
-        self._keep_norm_if_due_next()
+        optimizer.keep_gradient_norm(every=every)
 
     def step(self, loss: torch.Tensor) -> None:
         """Take in the loss of a minibatch, a mean over its samples; call it after every ``optimizer.step()``."""
@@ -83,7 +83,6 @@ class Log:
         self._num_idle += max(0, self._schedule.num_replicas - optimizer.batch_size // self._schedule.minibatch_size)
         if optimizer.steps_done % self.every == 0:
             self._write_step()
-        self._keep_norm_if_due_next()
 
     def write(self, **values: float) -> None:
         """Give the sinks a record of your own, such as a test accuracy, with the position of the run."""
@@ -119,10 +118,7 @@ class Log:
         losses = [*self._losses, *self._zeros[len(self._losses) : _LOSSES_AT_ONCE]]
         self._loss = self._loss + torch.stack([loss.float() for loss in losses]).sum()
         self._losses = []
-        self._communicator.end_minibatch()
-
-    def _keep_norm_if_due_next(self) -> None:
-        self._optimizer.keeps_gradient_norm = (self._optimizer.steps_done + 1) % self.every == 0
+        self._communicator.flush()
 
     def _write_step(self) -> None:
         optimizer, cores = self._optimizer, self._schedule.num_replicas
@@ -142,28 +138,22 @@ class Log:
             "samples_per_second": self._num_samples / seconds,
             "idle_share": self._num_idle / (cores * self._num_steps),
         }
-        if isinstance(optimizer, AdaScaleOptimizer):
-            record |= {
-                "gain": optimizer.gain(),
-                "noise_scale": optimizer.noise_scale,
-                "progress": optimizer.progress,
-            }
+        record |= optimizer.report()
         if self._device.type == "xla":
-            record["graphs"] = _num_graphs()
+            record["graphs"] = xla.num_programs()
         self._send(record)
         self._restart()
 
     def _position(self) -> Record:
         optimizer = self._optimizer
-        return {"epoch": optimizer.epoch, "step": optimizer.steps_done, "samples": optimizer.samples_done}
+        return {
+            "epoch": optimizer.epoch,
+            "step": optimizer.steps_done,
+            "samples": optimizer.samples_done,
+            "progress": optimizer.progress,
+        }
 
     def _send(self, record: Record) -> None:
         if self._communicator.rank == 0:
             for sink in self._sinks:
                 sink(record)
-
-
-def _num_graphs() -> int:
-    """How many programs XLA has compiled in this process."""
-    metrics: Any = import_module("torch_xla.debug.metrics")
-    return int(metrics.counter_value("UncachedCompile") or 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from variable_batch_size.cores.communicator import communicator_for
+from variable_batch_size.cores.running import communicator_for
 
 
 class Metrics:
@@ -53,7 +53,7 @@ class Metrics:
                 raise ValueError(f"{name!r} must be one number, got a tensor of the shape {tuple(value.shape)}")
             else:
                 self._sums[name] = self._sums[name] + value.detach().to(self._device, self._dtype).view(1)
-        self._communicator.end_minibatch()
+        self._communicator.flush()
 
     def read(self) -> dict[str, float]:
         """The sums over all cores since the start, by one reduction. Every core must call it."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+
+from variable_batch_size.cores import xla
 
 _GAUSS = struct.Struct("<?d")  # whether there is a normal number left from the pair drawn last, and which
 _NUMPY = struct.Struct("<H?d")  # the position in the state, and the same
@@ -29,7 +31,7 @@ def capture(device: torch.device) -> dict[str, torch.Tensor]:
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     if device.type == "xla":
-        states["xla"] = _tensor(_SEED.pack(_xla_model().get_rng_state(str(device))))
+        states["xla"] = _tensor(_SEED.pack(xla.random_seed(device)))
     return states
 
 
@@ -45,20 +47,12 @@ def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
     if device.type == "xla" and "xla" in states:
         (seed,) = _SEED.unpack(_bytes(states["xla"]))
-        _xla_model().set_rng_state(seed, str(device))
+        xla.set_random_seed(seed, device)
 
 
-@contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Within, ending a minibatch on XLA does not change which random numbers come next, as it otherwise does."""
-    if device.type != "xla":
-        yield
-        return
-    seed = _xla_model().get_rng_state(str(device))
-    try:
-        yield
-    finally:
-        _xla_model().set_rng_state(seed, str(device))
+def undisturbed(device: torch.device) -> AbstractContextManager[None]:
+    """Within, what all cores do together does not change which random numbers come next, as it does on XLA."""
+    return xla.undisturbed(device) if device.type == "xla" else nullcontext()
 
 
 def _tensor(content: bytes) -> torch.Tensor:
@@ -73,9 +67,3 @@ def _split(state: torch.Tensor, rest: struct.Struct) -> tuple[Any, tuple[Any, ..
     """The 32-bit words that a state begins with, and the values that it ends with."""
     content = _bytes(state)
     return np.frombuffer(content[: -rest.size], dtype="<u4"), rest.unpack(content[-rest.size :])
-
-
-def _xla_model() -> Any:
-    import torch_xla.core.xla_model as xm
-
-    return xm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,8 @@ from variable_batch_size.traces.trace import Trace
 
 Integers = npt.NDArray[np.int64]
 
-ON_END = ("stop", "hold", "cycle")
+OnEnd = Literal["stop", "hold", "cycle"]
+ON_END: tuple[OnEnd, ...] = get_args(OnEnd)
 
 _STEPS_AT_ONCE = 4096
 _ROWS_PER_MARK = 64
@@ -46,7 +47,7 @@ class Schedule:
     """
 
     def __init__(
-        self, trace: Trace, *, dataset_size: int, minibatch_size: int, num_replicas: int = 1, on_end: str = "stop"
+        self, trace: Trace, *, dataset_size: int, minibatch_size: int, num_replicas: int = 1, on_end: OnEnd = "stop"
     ) -> None:
         check_positive(dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas)
         if dataset_size < minibatch_size:
@@ -56,7 +57,7 @@ class Schedule:
         self.dataset_size = int(dataset_size)
         self.minibatch_size = int(minibatch_size)
         self.num_replicas = int(num_replicas)
-        self.on_end = "hold" if trace.is_endless else on_end
+        self.on_end: OnEnd = "hold" if trace.is_endless else on_end
         self.capacity = self.dataset_size // self.minibatch_size * self.minibatch_size
         self._refuse_first(
             lambda sizes: sizes % minibatch_size != 0, f"a multiple of {minibatch_size} (the minibatch size)"

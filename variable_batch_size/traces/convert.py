@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size.checks import check_one_of, check_positive
+from variable_batch_size.traces.limits import MOST_STEPS
 from variable_batch_size.traces.recording import Recording
-from variable_batch_size.traces.stages import MOST_STEPS
 from variable_batch_size.traces.trace import Trace
 
-WHEN_EMPTY = ("skip", "hold", "error")
-ROUNDING = ("down", "nearest", "up")
+WhenEmpty = Literal["skip", "hold", "error"]
+WHEN_EMPTY: tuple[WhenEmpty, ...] = get_args(WhenEmpty)
+
+Rounding = Literal["down", "nearest", "up"]
+ROUNDING: tuple[Rounding, ...] = get_args(Rounding)
 
 _CLOSE = 1e-6  # a part of a minibatch, or of a step, that is less than this comes from floating-point numbers
 
@@ -60,8 +64,8 @@ def convert_recording(
     samples_per_device: int,
     minibatch_size: int,
     seconds_per_step: float,
-    when_empty: str,
-    rounding: str,
+    when_empty: WhenEmpty,
+    rounding: Rounding,
 ) -> Conversion:
     """Make a trace of the steps that the recorded devices would have taken.
 
@@ -145,7 +149,7 @@ def step_seconds(
     return -(-samples_per_device // minibatch_size) * seconds_per_minibatch + seconds_per_allreduce
 
 
-def _without_gaps(recording: Recording, when_empty: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _without_gaps(recording: Recording, when_empty: WhenEmpty) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Which counts of a recording to use, and what they are once those of 0 are dealt with."""
     has_devices = recording.counts > 0
     rows = np.arange(len(has_devices))
@@ -165,7 +169,7 @@ def _without_gaps(recording: Recording, when_empty: str) -> tuple[npt.NDArray[np
     return rows, recording.counts[np.maximum.accumulate(np.where(has_devices, rows, 0))]
 
 
-def _round(values: npt.NDArray[np.float64], rounding: str) -> npt.NDArray[np.float64]:
+def _round(values: npt.NDArray[np.float64], rounding: Rounding) -> npt.NDArray[np.float64]:
     """To whole numbers; what is one but for floating-point errors goes there, whatever the direction."""
     if rounding == "down":
         return np.floor(values + _CLOSE)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal, get_args
 
 import numpy as np
 
 from variable_batch_size.checks import check_one_of
+from variable_batch_size.traces.limits import MOST_STEPS
 from variable_batch_size.traces.trace import Trace
 
-UNITS = ("steps", "samples")
-MOST_STEPS = 20_000_000  # what can be made in the memory of a small machine; more is probably a typo
+Unit = Literal["steps", "samples"]
+UNITS: tuple[Unit, ...] = get_args(Unit)
 
 _SUFFIXES = {"B": 10**9, "M": 10**6, "K": 10**3, "": 1}
 _COUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMB]?)", re.IGNORECASE)
@@ -44,7 +46,7 @@ class Stages:
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
     until: int
-    unit: str
+    unit: Unit
 
     def __post_init__(self) -> None:
         check_one_of(UNITS, unit=self.unit)
@@ -58,7 +60,7 @@ class Stages:
                 raise ValueError(f"the batch size of stage {number} must be positive, got {size}")
 
     @classmethod
-    def parse(cls, text: str, *, until: int, unit: str) -> Stages:
+    def parse(cls, text: str, *, until: int, unit: Unit) -> Stages:
         """Read ``start:size`` pairs, separated by blanks or commas; numbers may end in K, M or B."""
         pairs = []
         for number, stage in enumerate(re.split(r"[\s,]+", text.strip()), start=1):
@@ -70,7 +72,7 @@ class Stages:
         return cls(starts, sizes, until, unit)
 
     @classmethod
-    def of(cls, trace: Trace, *, unit: str) -> Stages:
+    def of(cls, trace: Trace, *, unit: Unit) -> Stages:
         """The stages of a trace: :meth:`trace` makes the same trace of them, in either unit."""
         if trace.is_endless:
             raise ValueError("a constant trace is endless and has no stages")

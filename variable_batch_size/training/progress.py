@@ -6,10 +6,10 @@ import math
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from variable_batch_size.training.optimizer import AdaScaleOptimizer
+from variable_batch_size.training.optimizer import CustomOptimizer
 
 
-def follow_progress(scheduler: LRScheduler, optimizer: AdaScaleOptimizer) -> None:
+def follow_progress(scheduler: LRScheduler, optimizer: CustomOptimizer) -> None:
     """Bring a scheduler of torch to where the optimizer's progress is; call it after each ``optimizer.step()``.
 
     At progress τ the scheduler has made ⌊τ⌋ of its steps, so that a run at scale 8 walks its schedule as the run at

@@ -1,70 +1,20 @@
-"""Makes traces: constant, ramps, growth in place of a learning-rate decay, and a spot market."""
+"""Growth of the batch size in place of a decay of the learning rate."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from variable_batch_size.checks import check_positive, check_within
-from variable_batch_size.traces.stages import MOST_STEPS, Stages
+from variable_batch_size.checks import check_positive
+from variable_batch_size.traces.limits import check_multiples, check_num_steps, whole_minibatches
+from variable_batch_size.traces.stages import Stages
 from variable_batch_size.traces.trace import Trace
 
 _LEAST_FACTOR = 1.001
 _QUARTER = 2 / math.pi  # radians to quarters of a turn
-
-
-def constant_trace(batch_size: int, *, num_steps: int) -> Trace:
-    """The same batch size for a number of steps.
-
-    >>> list(constant_trace(128, num_steps=3))
-    [128, 128, 128]
-    """
-    check_positive(batch_size=batch_size)
-    return linear_ramp(batch_size, batch_size, num_steps=num_steps, minibatch_size=1)
-
-
-def linear_ramp(start: int, end: int, *, num_steps: int, minibatch_size: int) -> Trace:
-    """Batch sizes on a straight line from `start` to `end`, up or down, to the nearest whole minibatch.
-
-    >>> list(linear_ramp(32, 256, num_steps=6, minibatch_size=32))
-    [32, 64, 128, 160, 224, 256]
-    """
-    check_positive(start=start, end=end, num_steps=num_steps, minibatch_size=minibatch_size)
-    _check_multiples(minibatch_size, start=start, end=end)
-    _check_num_steps(num_steps)
-    along = np.arange(num_steps) / max(1, num_steps - 1)
-    return Trace.from_sequence(_whole_minibatches(start + along * (end - start), minibatch_size))
-
-
-def doubling_ramp(start: int, end: int, *, every: int, minibatch_size: int, num_steps: int | None = None) -> Trace:
-    """A batch size that doubles, or halves, every so many steps until it has reached `end`.
-
-    Args:
-        start: the first batch size.
-        end: the last one, where the ramp stops.
-        every: steps between two changes.
-        minibatch_size: sizes are rounded to its nearest multiple.
-        num_steps: the length of the trace; by default the last size, too, holds for `every` steps.
-
-    >>> list(doubling_ramp(32, 200, every=2, minibatch_size=8))
-    [32, 32, 64, 64, 128, 128, 200, 200]
-    >>> list(doubling_ramp(256, 32, every=1, minibatch_size=32, num_steps=6))
-    [256, 128, 64, 32, 32, 32]
-    """
-    check_positive(start=start, end=end, every=every, minibatch_size=minibatch_size)
-    _check_multiples(minibatch_size, start=start, end=end)
-    num_changes = math.ceil(abs(math.log2(end / start)) - 1e-12)
-    num_steps = (num_changes + 1) * every if num_steps is None else num_steps
-    check_positive(num_steps=num_steps)
-    _check_num_steps(num_steps)
-    sizes = start * 2.0 ** (np.arange(num_changes) * (1 if end > start else -1))
-    changes = np.minimum(np.arange(num_steps) // every, num_changes)
-    return Trace.from_sequence(np.append(_whole_minibatches(sizes, minibatch_size), end)[changes])
 
 
 def growth_for_decay(
@@ -109,7 +59,7 @@ def growth_for_decay(
     starts = tuple(epoch * dataset_size for epoch in (0, *at_epochs))
     largest = num_epochs * dataset_size if cap is None else cap
     sizes = start * np.minimum(float(factor) ** np.arange(len(starts)), largest / start)
-    rounded = _whole_minibatches(sizes, minibatch_size)
+    rounded = whole_minibatches(sizes, minibatch_size)
     return Stages(starts, tuple(rounded.tolist()), num_epochs * dataset_size, "samples").trace()
 
 
@@ -151,15 +101,20 @@ def seesaw(
     largest = whole if cap is None else min(cap, whole)
     if factor is None:
         return _seesaw_limit(start, whole, minibatch_size, largest)
+    return _seesaw_stages(start, whole, minibatch_size, largest, factor)
+
+
+def _seesaw_stages(start: int, num_samples: int, minibatch_size: int, cap: int, factor: float) -> Trace:
+    """A stage for each change, as long as a step of its size still fits."""
     starts, sizes = [0], [start]
-    for change in range(1, 1 + math.ceil(math.log(largest / start, factor))):
-        begin = max(starts[-1] + 1, round(_QUARTER * math.acos(factor**-change) * whole))
-        size = int(_whole_minibatches(np.array(min(start * factor**change, largest)), minibatch_size))
-        if whole - begin < size:
+    for change in range(1, 1 + math.ceil(math.log(cap / start, factor))):
+        begin = max(starts[-1] + 1, round(_QUARTER * math.acos(factor**-change) * num_samples))
+        size = int(whole_minibatches(np.array(min(start * factor**change, cap)), minibatch_size))
+        if num_samples - begin < size:
             break
         starts.append(begin)
         sizes.append(size)
-    return Stages(tuple(starts), tuple(sizes), whole, "samples").trace()
+    return Stages(tuple(starts), tuple(sizes), num_samples, "samples").trace()
 
 
 def _seesaw_limit(start: int, num_samples: int, minibatch_size: int, cap: int) -> Trace:
@@ -171,7 +126,7 @@ def _seesaw_limit(start: int, num_samples: int, minibatch_size: int, cap: int) -
     capped_from = scale / start * math.sqrt(1 - (start / cap) ** 2)
     samples_before_cap = scale * math.acos(start / cap)
     num_steps = math.floor(capped_from + (num_samples - samples_before_cap) / cap + 0.5)
-    _check_num_steps(num_steps)
+    check_num_steps(num_steps)
     steps = np.arange(num_steps)
     samples = np.where(
         steps < capped_from,
@@ -182,75 +137,12 @@ def _seesaw_limit(start: int, num_samples: int, minibatch_size: int, cap: int) -
     return Trace.from_sequence(np.diff(edges, append=min(num_samples, int(edges[-1]) + cap)))
 
 
-def spot_market(
-    *,
-    num_devices: int,
-    at_least: int,
-    arrive: float,
-    leave: float,
-    samples_per_device: int,
-    num_steps: int,
-    seed: int,
-) -> Trace:
-    """A market where devices come and go, each on its own.
-
-    At first all are there. From step to step, a device that is there leaves with the probability `leave`, one that is
-    away arrives with the probability `arrive`; so after a while one is there in arrive / (arrive + leave) of the steps.
-
-    Args:
-        num_devices: the most that are ever there.
-        at_least: how many of them never leave.
-        arrive: the probability per step that a missing device comes back.
-        leave: the probability per step that a device goes.
-        samples_per_device: what each device that is there adds to the batch size.
-        num_steps: the length of the trace.
-        seed: chooses the market; the same one with every version of numpy.
-
-    >>> list(spot_market(num_devices=4, at_least=1, arrive=.3, leave=.2, samples_per_device=32, num_steps=8, seed=0))
-    [128, 128, 128, 128, 128, 96, 32, 32]
-    """
-    check_positive(
-        num_devices=num_devices, at_least=at_least, samples_per_device=samples_per_device, num_steps=num_steps
-    )
-    _check_num_steps(num_steps)
-    if at_least > num_devices:
-        raise ValueError(f"`at_least` must be at most the {num_devices} devices, got {at_least}")
-    for name, value in (("arrive", arrive), ("leave", leave)):
-        if not 0 <= value <= 1:
-            raise ValueError(f"`{name}` must be a probability from 0 to 1, got {value!r}")
-    check_within(2**32 - 1, seed=seed)
-    draws = np.random.RandomState(seed)  # unlike the newer generators it promises never to change its numbers
-    is_there = np.ones(num_devices - at_least, dtype=bool)
-    counts = np.empty(num_steps, dtype=np.int64)
-    for step in range(num_steps):
-        counts[step] = at_least + np.count_nonzero(is_there)
-        is_there ^= draws.random_sample(len(is_there)) < np.where(is_there, leave, arrive)
-    return Trace.from_sequence(counts * samples_per_device)
-
-
-def _whole_minibatches(sizes: npt.NDArray[Any], minibatch_size: int) -> npt.NDArray[np.int64]:
-    """To the nearest multiple of the minibatch size, halves up, but at least one minibatch."""
-    minibatches = np.floor(sizes / minibatch_size + 0.5).astype(np.int64)
-    return np.maximum(minibatches, 1) * minibatch_size
-
-
-def _check_multiples(minibatch_size: int, **sizes: int) -> None:
-    for name, size in sizes.items():
-        if size % minibatch_size:
-            raise ValueError(f"`{name}` must be a multiple of {minibatch_size} (the minibatch size), got {size}")
-
-
 def _check_growth(start: int, cap: int | None, minibatch_size: int, factor: float | None) -> None:
-    _check_multiples(minibatch_size, start=start)
+    check_multiples(minibatch_size, start=start)
     if factor is not None and not 1 < factor < math.inf:
         raise ValueError(f"`factor` must be greater than 1, got {factor!r}")
     if cap is not None:
         check_positive(cap=cap)
-        _check_multiples(minibatch_size, cap=cap)
+        check_multiples(minibatch_size, cap=cap)
         if cap < start:
             raise ValueError(f"`cap` must be at least the first batch size of {start}, got {cap}")
-
-
-def _check_num_steps(num_steps: int) -> None:
-    if num_steps > MOST_STEPS:
-        raise ValueError(f"a trace may have {MOST_STEPS} steps at most, got {num_steps}")

@@ -1,0 +1,160 @@
+"""Everything that needs torch_xla, which is imported when it is first used: TPU cores, or virtual ones on a CPU."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, final
+
+import torch
+
+from variable_batch_size.cores.communicator import Communicator
+
+_ALMOST_ONE = math.nextafter(1.0, 0.0)
+
+
+def is_installed() -> bool:
+    """Whether torch_xla can be imported."""
+    return find_spec("torch_xla") is not None
+
+
+def is_running() -> bool:
+    """Whether this process has begun to use torch_xla."""
+    return "torch_xla" in sys.modules
+
+
+def device() -> torch.device:
+    """The XLA device of this core."""
+    return torch.device(_torch_xla().device())
+
+
+def cores() -> tuple[int, int]:
+    """The rank of this core and the number of cores."""
+    runtime = _runtime()
+    return runtime.global_ordinal(), runtime.world_size()
+
+
+def num_programs() -> int:
+    """How many programs XLA has compiled in this process."""
+    return int(_module("debug.metrics").counter_value("UncachedCompile") or 0)
+
+
+@final
+class Xla(Communicator):
+    """The cores of torch_xla.
+
+    Tensor work is only noted down until :meth:`flush` compiles and starts it. Doing that after every minibatch keeps
+    the set of compiled programs closed; noting down several would give a program for every number of them.
+
+    Virtual cores are threads of one process, and two things hold there that TPUs do not need. Programs are started one
+    thread at a time: two threads that compile the same program at once get two, whose collectives never meet. And a
+    thread waits for its own previous program *before* it takes its turn: starting the next one blocks until that has
+    ended, and it may be waiting in a collective for those who want the turn.
+    """
+
+    is_one_program = True
+    keeps_flat_gradients = False
+
+    _turn = threading.Lock()
+
+    def __init__(self) -> None:
+        self.rank, self.num_replicas = cores()
+        self._is_virtual = _runtime().device_type() == "CPU" and self.num_replicas > 1
+
+    def sum(self, tensors: Sequence[torch.Tensor]) -> None:
+        model = _module("core.xla_model")
+        model.all_reduce(model.REDUCE_SUM, list(tensors))
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self.num_replicas == 1 or not tensors:
+            return
+        # every core runs the same program: which one it is must be data
+        is_first = torch.tensor([self.rank == 0]).to(tensors[0].device)
+        with torch.no_grad():
+            copies = [
+                torch.where(is_first, summable, torch.zeros_like(summable)).view_as(tensor)
+                for tensor in tensors
+                for summable in [tensor.int() if tensor.dtype == torch.bool else tensor]
+            ]
+            self.sum(copies)
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy)
+
+    def flush(self) -> None:
+        if not self._is_virtual:
+            _torch_xla().sync()
+            return
+        model = _module("core.xla_model")
+        model.wait_device_ops(model.xla_real_devices([_torch_xla().device()]))
+        with self._turn:
+            _torch_xla().sync()
+
+    def varying(self, number: float) -> float:
+        # XLA puts exactly 0, 1 and -1 into the program; one step of double precision beside them is the same float32
+        return math.nextafter(number, math.inf) if number in (0.0, 1.0, -1.0) else number
+
+    def varying_share(self, number: float) -> float:
+        return max(self.varying(number), 1 - _ALMOST_ONE)
+
+
+# ------------------------------------------------------------------------------------------------------ random numbers
+
+
+def random_seed(device: torch.device) -> int:
+    """The state of the device's random generator."""
+    return int(_module("core.xla_model").get_rng_state(str(device)))
+
+
+def set_random_seed(seed: int, device: torch.device) -> None:
+    """Set that state."""
+    _module("core.xla_model").set_rng_state(seed, str(device))
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Within, flushing does not change which random numbers come next on the device, as it otherwise does."""
+    seed = random_seed(device)
+    try:
+        yield
+    finally:
+        set_random_seed(seed, device)
+
+
+# ------------------------------------------------------------------------------------------------------------ launching
+
+
+def run_on_devices(local_rank: int, num_processes: int, run: Callable[[int], None]) -> None:
+    """Call ``run(rank)`` in a thread for each XLA device of this process.
+
+    It is what ``torch_xla.launch`` does in the processes it starts; starting these ourselves tells us at once when one
+    fails.
+    """
+    pjrt = _module("_internal.pjrt")
+    pjrt._run_thread_per_device(local_rank, num_processes, lambda: run(cores()[0]), pjrt.initialize_multiprocess)
+
+
+def num_tpu_processes() -> int:
+    """How many processes this host's TPU cores are driven by."""
+    return int(_module("_internal.tpu").num_local_processes())
+
+
+def num_tpu_cores() -> int:
+    """How many TPU cores this host has."""
+    return int(_module("_internal.tpu").num_available_devices())
+
+
+def _torch_xla() -> Any:
+    return import_module("torch_xla")
+
+
+def _runtime() -> Any:
+    return _module("runtime")
+
+
+def _module(name: str) -> Any:
+    return import_module(f"torch_xla.{name}")

@@ -1,0 +1,137 @@
+"""Flat memory for gradients: one tensor for all of a device and dtype, and a view of it for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from operator import is_
+from typing import Any
+
+import torch
+
+EXACT = (torch.float32, torch.float64)
+"""In which squared norms can be summed."""
+
+
+class FlatMemory:
+    """One flat tensor for all gradients of a device and dtype; a gradient is a view of it with the parameter's strides.
+
+    Behind the gradients there is one more element for each parameter, in which a core notes that it had a gradient, and
+    in one flat tensor of at least float32 one for each parameter group, for squared norms; so all of these travel in
+    the same reduction. (Beside narrower gradients only, the norms travel in a tensor of their own.)
+
+    Args:
+        parameters: whose gradients are to be kept.
+        num_squares: for how many parameter groups there may be squared norms.
+
+    Attributes:
+        flats: the flat tensors.
+        views: the gradient of each parameter.
+        squares: the squared norms.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter], *, num_squares: int) -> None:
+        self.parameters = parameters
+        self._kinds = [_kind(p) for p in parameters]
+        self.flats: list[torch.Tensor] = []
+        self.views: dict[torch.Tensor, torch.Tensor] = {}
+        self._notes: list[tuple[torch.Tensor, list[torch.nn.Parameter]]] = []
+        of_kind: dict[tuple[torch.device, torch.dtype], list[torch.nn.Parameter]] = {}
+        for p in parameters:
+            of_kind.setdefault((p.device, p.dtype), []).append(p)
+        carrier = next((kind for kind in of_kind if kind[1] in EXACT), None)
+        for (device, dtype), members in of_kind.items():
+            *offsets, end = _aligned_offsets((p.numel() for p in members), dtype)
+            num_extras = len(members) + (num_squares if (device, dtype) == carrier else 0)
+            flat = torch.zeros(end + num_extras, dtype=dtype, device=device)
+            self.flats.append(flat)
+            self._notes.append((flat[end : end + len(members)], members))
+            self.views.update((p, _view(flat, p, offset)) for p, offset in zip(members, offsets, strict=True))
+            if (device, dtype) == carrier:
+                self.squares = flat[end + len(members) :]
+        if carrier is None:
+            self.squares = torch.zeros(num_squares, device=parameters[0].device if parameters else None)
+            self.flats.append(self.squares)
+
+    def fits(self, parameters: list[torch.nn.Parameter]) -> bool:
+        """Whether these are the parameters, of the same shape, device and dtype as they were."""
+        return (
+            len(parameters) == len(self.parameters)
+            and all(map(is_, parameters, self.parameters))
+            and [_kind(p) for p in parameters] == self._kinds
+        )
+
+    def take_over(self, old: FlatMemory) -> None:
+        """Take over the gradients of other memory, as far as the parameters are the same."""
+        for p, view in self.views.items():
+            if p in old.views:
+                view.copy_(old.views[p])
+
+    def __reduce__(self) -> Any:
+        # a copy of the views would not be views of the copy
+        return _restored, (self.parameters, len(self.squares), [self.views[p].clone() for p in self.parameters])
+
+    def zero(self) -> None:
+        for flat in self.flats:
+            flat.zero_()
+
+    def multiply(self, weight: float) -> None:
+        for flat in self.flats:
+            flat.mul_(weight)
+
+    def note(self, present: set[torch.Tensor]) -> None:
+        """Note which parameters had a gradient on this core."""
+        for notes, members in self._notes:
+            if present.issuperset(members):
+                notes.fill_(1)
+            else:
+                notes.copy_(torch.tensor([float(p in present) for p in members]))
+
+    def noted(self) -> set[torch.Tensor]:
+        """Which parameters had a gradient on any core, after the sum over all of them; waits for the device."""
+        said = [(members, notes.ne(0).tolist()) for notes, members in self._notes]
+        return {p for members, flags in said for p, has_gradient in zip(members, flags, strict=True) if has_gradient}
+
+
+def _restored(parameters: list[torch.nn.Parameter], num_squares: int, values: list[torch.Tensor]) -> FlatMemory:
+    memory = FlatMemory(parameters, num_squares=num_squares)
+    for p, value in zip(parameters, values, strict=True):
+        memory.views[p].copy_(value)
+    return memory
+
+
+def square_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
+    """The squared norm of several tensors together, on the device of another one and in float32 at least."""
+    dtype = like.dtype if like.dtype in EXACT else torch.float32
+    if not tensors:
+        return torch.zeros((), dtype=dtype, device=like.device)
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    if all((t.dtype, t.device, t.layout) == (dtype, like.device, torch.strided) for t in real):
+        norms = list(torch._foreach_norm(real))
+    else:
+        norms = [_norm(tensor).to(like.device, dtype) for tensor in real]
+    return torch.stack(norms).square_().sum()
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor.coalesce().values() if tensor.is_sparse else tensor
+    norm: torch.Tensor = torch.linalg.vector_norm(dense, dtype=dense.dtype if dense.dtype in EXACT else torch.float32)
+    return norm
+
+
+def _kind(p: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return p.shape, p.dtype, p.device
+
+
+def _aligned_offsets(sizes: Iterable[int], dtype: torch.dtype) -> Iterator[int]:
+    """Where each gradient starts in a flat tensor, and the end; on 64 bytes, as vectorised kernels like it."""
+    step = 64 // dtype.itemsize
+    offset = 0
+    for size in sizes:
+        yield offset
+        offset += -(-size // step) * step
+    yield offset
+
+
+def _view(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
+    """A part of a flat tensor in the shape and layout of another one: channels-last stays channels-last."""
+    return flat.as_strided(like.size(), torch.empty_like(like, device="meta").stride(), offset)
