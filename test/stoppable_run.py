@@ -144,6 +144,7 @@ class Session:
             num_workers=settings.num_workers,
             persistent_workers=settings.keeps_workers,
             multiprocessing_context=settings.start_method,
+            worker_init_fn=vbs.leave_sigterm_to_parent if settings.start_method else None,
         )
         self.checkpoint = vbs.Checkpoint(
             directory,

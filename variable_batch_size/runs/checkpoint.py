@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from variable_batch_size.checks import check_not_negative, check_positive
-from variable_batch_size.cores import stopping
+from variable_batch_size.cores import loader_workers, stopping
 from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.runs import randomness, storage
 from variable_batch_size.runs.agreement import Agreement
@@ -78,6 +78,7 @@ class Checkpoint:
         if every_seconds is not None and not every_seconds > 0:
             raise ValueError(f"`every_seconds` must be positive, got {every_seconds!r}")
         check_positive(keep=keep)
+        loader_workers.shield_loader_workers()
         self.directory = None if directory is None else Path(directory)
         self.every_steps = every_steps
         self.keep = keep
@@ -119,10 +120,11 @@ class Checkpoint:
                 decision = self._agreement.ask()
                 if self._epoch == num_epochs:
                     self.save()
-                elif decision.is_told:
-                    self._stop()
-                elif decision.is_late:
+                    decision = self._agreement.ask()  # again: this is the last time
+                elif decision.is_late or decision.is_told:
                     self.save()
+                if decision.is_told:
+                    self._stop()
             self._restore_random()  # if the run had ended before
 
     def step(self) -> None:
@@ -134,10 +136,10 @@ class Checkpoint:
         is_due = self.every_steps is not None and optimizer.steps_done % self.every_steps == 0
         minibatches = -(-optimizer.batch_size // (self._sampler.minibatch_size * self._sampler.num_replicas))
         decision = self._agreement.after_minibatches(minibatches)
+        if is_due or decision.is_late or decision.is_told:
+            self.save()
         if decision.is_told:
             self._stop()
-        if is_due or decision.is_late:
-            self.save()
 
     def save(self) -> None:
         """Save now, between two steps. Every core must call it."""
@@ -175,9 +177,9 @@ class Checkpoint:
         self._epoch, self._first_step, self._is_inside = self._epoch + 1, 0, False
 
     def _stop(self) -> None:
-        self.save()
+        """End this process, once that all cores have come here: what there is to save has been saved."""
         self._agreement.sums([0])  # a core that ended now would have the others killed, perhaps core 0 as it writes
-        stopping.forget()
+        stopping.obey()
         if self._communicator.rank == 0:
             logger.warning(
                 "told to stop: ended after %d steps%s",
