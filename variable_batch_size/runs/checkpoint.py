@@ -109,9 +109,15 @@ class Checkpoint:
         """The epochs of a run that are still to be done, with ``set_epoch`` called on the sampler and the optimizer.
 
         An epoch that was stopped goes on after the steps it had; if it had all of them, its loader is empty and what
-        follows the loop is done. When all epochs are done, that is saved too.
+        follows the loop is done. When all epochs are done, that is saved too. An epoch may be left early, also in the
+        middle of a step, which then is not made.
+
+        Raises:
+            ValueError: at the start, if the trace holds fewer epochs.
         """
         check_not_negative(num_epochs=num_epochs)
+        if num_epochs:
+            self._sampler.schedule.steps(num_epochs - 1)
         with stopping.listening():
             while self._epoch < num_epochs:
                 self._begin_epoch()
@@ -173,6 +179,8 @@ class Checkpoint:
             self._random = None
 
     def _end_epoch(self) -> None:
+        if self._optimizer.is_accumulating:
+            self._optimizer.set_epoch(self._epoch, self._optimizer.epoch_step)  # discards what there is of a step
         self._steps_of_epochs.append(self._optimizer.epoch_step)
         self._epoch, self._first_step, self._is_inside = self._epoch + 1, 0, False
 
