@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,16 +18,10 @@ from variable_batch_size.runs import randomness, storage
 from variable_batch_size.runs.agreement import Agreement
 from variable_batch_size.runs.executed import write_executed
 from variable_batch_size.runs.identity import differences, identity_of
+from variable_batch_size.runs.scheduler_state import Stateful, load_state, state_of
 from variable_batch_size.training.optimizer import CustomOptimizer
 
 logger = logging.getLogger(__name__)
-
-
-class Stateful(Protocol):
-    """Something with a state, such as a scheduler of torch."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 class Checkpoint:
@@ -219,7 +213,7 @@ class Checkpoint:
             "steps_of_epochs": self._steps_of_epochs,
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
-            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            "schedulers": [state_of(scheduler) for scheduler in self._schedulers],
             "random": random,
         }
         storage.save(path, state)
@@ -250,7 +244,7 @@ class Checkpoint:
             # else torch would warn of a scheduler that comes before the optimizer, where an epoch has no steps left
             optimizer._opt_called = self._optimizer.steps_done > 0  # type: ignore[attr-defined]
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(saved)
+            load_state(scheduler, saved)
         self._epoch, self._first_step = state["epoch"], state["epoch_step"]
         self._steps_of_epochs = state["steps_of_epochs"]
         rank = self._communicator.rank
