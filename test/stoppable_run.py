@@ -237,6 +237,7 @@ def run_all(backend, directory, stopped_alone):
     ]
     results["from alone"] = run(stopped_alone, device=device)
     results["metrics"] = count(device)
+    results["metrics on the host"] = count(torch.device("cpu"))
     results["buffers"] = shared_buffers(device)
     return results
 
