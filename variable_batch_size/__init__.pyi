@@ -2,6 +2,7 @@
 
 from .comparison.workload import Workload as Workload
 from .cores.launch import launch as launch
+from .cores.loader_workers import leave_sigterm_to_parent as leave_sigterm_to_parent
 from .cores.stopping import EXIT_STOPPED as EXIT_STOPPED
 from .planning.picture import plot_plan as plot_plan
 from .planning.plan import Plan as Plan

@@ -50,6 +50,10 @@ def return_something_that_cannot_travel():
     return lambda: None
 
 
+def start_method():
+    return multiprocessing.get_start_method()
+
+
 def read(*names):
     return [os.environ.get(name) for name in names]
 
@@ -84,6 +88,10 @@ def test_a_process_that_dies_ends_the_launch(backend):
 def test_a_result_that_cannot_travel_is_said():
     with pytest.raises(RuntimeError, match=r"(?s)core 0 failed:.*pickle"):
         vbs.launch(return_something_that_cannot_travel, cores=1, backend="gloo")
+
+
+def test_loaders_on_a_core_start_workers_as_they_do_without_a_launch():
+    assert vbs.launch(start_method, cores=1, backend="gloo") == [multiprocessing.get_start_method()] != ["spawn"]
 
 
 @pytest.mark.parametrize("cores", [0, -1, 1.5, True])
