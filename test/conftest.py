@@ -46,10 +46,10 @@ def results_on():
 
 @pytest.fixture(scope="session")
 def long_runs_on(tmp_path_factory):
-    """Runs `run_all` of `runs.py` on two cores, once for each backend; returns the results and where the files are."""
+    """Runs `run_all` of `stoppable_run.py` on two cores, once for each backend; the results, and where files are."""
     import contextlib
 
-    import runs
+    import stoppable_run
 
     import variable_batch_size as vbs
 
@@ -59,10 +59,10 @@ def long_runs_on(tmp_path_factory):
         if backend not in found:
             directory = tmp_path_factory.mktemp(backend)
             stopped_alone = directory / "alone"
-            with contextlib.suppress(runs.Stopped):
-                runs.run(stopped_alone, stop_at=(13, 2))
+            with contextlib.suppress(stoppable_run.Stopped):
+                stoppable_run.Session(stopped_alone).train(stop_at=(13, 2))
             args = (backend, directory, stopped_alone)
-            found[backend] = vbs.launch(runs.run_all, args, cores=2, backend=backend), directory
+            found[backend] = vbs.launch(stoppable_run.run_all, args, cores=2, backend=backend), directory
         return found[backend]
 
     return run

@@ -1,29 +1,33 @@
 """Promise: a run that is stopped anywhere and goes on is the run that was never stopped."""
 
 import random
+import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
-import runs
+import stoppable_run
+from stoppable_run import MINIBATCH, NUM_EPOCHS, NUM_SAMPLES, NUM_STEPS, SIZES, Session, Settings, Stopped
 
 import variable_batch_size as vbs
 
 BACKENDS = ["gloo", pytest.param("xla", marks=pytest.mark.xla)]
 
 WAYS = [
-    {},
-    {"rule": "momentum", "every_steps": 3},
-    {"rule": "adascale", "smooth_steps": 4},
-    {"rule": "adamscale", "clip_grad_norm": 0.5, "every_steps": 2},
-    {"dropout": 0.5, "dataset": runs.Noisy, "max_factor": 2.0},
+    Settings(),
+    Settings(rule="momentum", every_steps=3),
+    Settings(rule="adascale", options={"smooth_steps": 4}),
+    Settings(rule="adamscale", options={"clip_grad_norm": 0.5}, every_steps=2),
+    Settings(dropout=0.5, noise=True, options={"max_factor": 2.0}),
 ]
+DROPOUT = Settings(dropout=0.5)
 
 
 def stop_points(number, rng):
     """Steps done, and minibatches of the next step that are lost, from the first to beyond the last."""
-    sizes = [*runs.SIZES[: runs.NUM_STEPS], runs.MINIBATCH]
-    steps = [rng.randrange(runs.NUM_STEPS + 1) for _ in range(number)]
-    return [(step, rng.randrange(sizes[step] // runs.MINIBATCH)) for step in steps]
+    sizes = [*SIZES[:NUM_STEPS], MINIBATCH]
+    steps = [rng.randrange(NUM_STEPS + 1) for _ in range(number)]
+    return [(step, rng.randrange(sizes[step] // MINIBATCH)) for step in steps]
 
 
 QUICK = list(zip(stop_points(25, random.Random(0)), WAYS * 5, strict=True))
@@ -33,10 +37,10 @@ QUICK = list(zip(stop_points(25, random.Random(0)), WAYS * 5, strict=True))
 def never_stopped(tmp_path_factory):
     found = {}
 
-    def result(how):
-        key = str(how)
+    def result(settings):
+        key = str(settings)
         if key not in found:
-            found[key] = runs.run(tmp_path_factory.mktemp("whole"), **how)
+            found[key] = stoppable_run.run(tmp_path_factory.mktemp("whole"), settings)
         return found[key]
 
     return result
@@ -44,7 +48,7 @@ def never_stopped(tmp_path_factory):
 
 def check_same(result, expected):
     for part in ("model", "optimizer", "samples", "drawn"):
-        assert runs.same(result[part], expected[part]), part
+        assert stoppable_run.same(result[part], expected[part]), part
 
 
 def test_the_stop_points_are_of_all_kinds():
@@ -54,40 +58,51 @@ def test_the_stop_points_are_of_all_kinds():
     assert len({step for step, _ in stops}) > 12
 
 
-@pytest.mark.parametrize(("stop_at", "how"), QUICK)
-def test_to_the_last_bit(tmp_path, never_stopped, stop_at, how):
-    check_same(runs.run_and_stop(tmp_path, stop_at, **how), never_stopped(how))
+@pytest.mark.parametrize(("stop_at", "settings"), QUICK)
+def test_to_the_last_bit(tmp_path, never_stopped, stop_at, settings):
+    check_same(stoppable_run.run_and_stop(tmp_path, stop_at, settings), never_stopped(settings))
 
 
-@pytest.mark.parametrize("step", [9, 10, 18, runs.NUM_STEPS])
+@pytest.mark.parametrize("step", [9, 10, 18, NUM_STEPS])
 def test_also_at_the_ends_of_epochs(tmp_path, never_stopped, step):
-    how = {"dropout": 0.5, "dataset": runs.Noisy}
-    check_same(runs.run_and_stop(tmp_path, (step, 0), **how), never_stopped(how))
+    settings = Settings(dropout=0.5, noise=True)
+    check_same(stoppable_run.run_and_stop(tmp_path, (step, 0), settings), never_stopped(settings))
 
 
 def test_also_stopped_again_and_again(tmp_path, never_stopped):
     samples = {}
     for stop_at in [(2, 1), (2, 3), (9, 0), (10, 5), (21, 1)]:
-        with pytest.raises(runs.Stopped):
-            runs.run(tmp_path, stop_at=stop_at, samples=samples, dropout=0.5)
-    check_same(runs.run(tmp_path, samples=samples, dropout=0.5), never_stopped({"dropout": 0.5}))
+        session = Session(tmp_path, DROPOUT)
+        with pytest.raises(Stopped):
+            session.train(stop_at=stop_at)
+        samples |= session.samples
+    result = stoppable_run.run(tmp_path, DROPOUT)
+    check_same({**result, "samples": samples | result["samples"]}, never_stopped(DROPOUT))
 
 
 def test_also_with_loader_workers_that_read_ahead(tmp_path, never_stopped):
-    how = {"dropout": 0.5, "num_workers": 2}
+    settings = Settings(dropout=0.5, num_workers=2)
     for number, stop_at in enumerate([(4, 1), (15, 0)]):
-        check_same(runs.run_and_stop(tmp_path / str(number), stop_at, **how), never_stopped(how))
+        check_same(stoppable_run.run_and_stop(tmp_path / str(number), stop_at, settings), never_stopped(settings))
 
 
 def test_no_sample_comes_twice_or_is_missing_in_an_epoch(tmp_path):
-    schedule = vbs.Schedule(vbs.Trace.of(runs.SIZES), dataset_size=runs.NUM_SAMPLES, minibatch_size=runs.MINIBATCH)
-    samples = runs.run_and_stop(tmp_path, (11, 1), num_workers=1, every_steps=4)["samples"]
-    for epoch in range(runs.NUM_EPOCHS):
+    schedule = vbs.Schedule(vbs.Trace.of(SIZES), dataset_size=NUM_SAMPLES, minibatch_size=MINIBATCH)
+    samples = stoppable_run.run_and_stop(tmp_path, (11, 1), Settings(num_workers=1, every_steps=4))["samples"]
+    for epoch in range(NUM_EPOCHS):
         steps = schedule.steps(epoch)
         counts = Counter(number for (of, _), numbers in samples.items() if of == epoch for number in numbers)
         assert set(counts.values()) == {1}
         assert len(counts) == schedule.samples_before(steps.stop) - schedule.samples_before(steps.start)
         assert [step for of, step in sorted(samples) if of == epoch] == list(range(1, len(steps) + 1))
+
+
+def test_saved_by_an_earlier_version_it_goes_on(tmp_path, never_stopped):
+    shutil.copy(Path(__file__).parents[1] / "runs" / "old" / "step-000000012.pt", tmp_path)
+    session = Session(tmp_path)
+    session.train()
+    assert min(session.samples) == (1, 3)
+    assert stoppable_run.largest_difference(session.result()["model"], never_stopped(Settings())["model"]) < 1e-6
 
 
 def weights(result):
@@ -101,22 +116,24 @@ def test_to_the_last_bit_on_two_cores(long_runs_on, backend):
         for resumed in result["resumed"]:
             parts = ("model", "optimizer", "samples") if rank == 0 else ("optimizer", "samples")
             for part in parts:
-                assert runs.same(resumed[part], result["dropout"][part]), f"{part} on core {rank}"
-            assert runs.same(weights(resumed), weights(result["dropout"]))
-    assert not runs.same(weights(results[0]["dropout"]), weights(results[0]["whole"]))
+                assert stoppable_run.same(resumed[part], result["dropout"][part]), f"{part} on core {rank}"
+            assert stoppable_run.same(weights(resumed), weights(result["dropout"]))
+    assert not stoppable_run.same(weights(results[0]["dropout"]), weights(results[0]["whole"]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_begun_alone_it_goes_on_on_two_cores(long_runs_on, never_stopped, backend):
     for result in long_runs_on(backend)[0]:
-        assert runs.largest_difference(weights(result["from alone"]), weights(never_stopped({}))) < 1e-5
+        assert (
+            stoppable_run.largest_difference(result["from alone"]["model"], never_stopped(Settings())["model"]) < 1e-5
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_begun_on_two_cores_it_goes_on_alone(long_runs_on, never_stopped, backend):
     _, directory = long_runs_on(backend)
-    result = runs.run(directory / "left")
-    assert runs.largest_difference(weights(result), weights(never_stopped({}))) < 1e-5
+    result = stoppable_run.run(directory / "left")
+    assert stoppable_run.largest_difference(result["model"], never_stopped(Settings())["model"]) < 1e-5
     assert min(result["samples"]) == (1, 3)  # 12 steps were done before, 10 of them in epoch 0
 
 
@@ -124,5 +141,5 @@ def test_begun_on_two_cores_it_goes_on_alone(long_runs_on, never_stopped, backen
 def test_two_cores_see_the_samples_of_one_core(long_runs_on, never_stopped, backend):
     results, _ = long_runs_on(backend)
     for resumed in zip(*(result["resumed"] for result in results), strict=True):
-        for step, numbers in never_stopped({})["samples"].items():
+        for step, numbers in never_stopped(Settings())["samples"].items():
             assert sorted(number for core in resumed for number in core["samples"][step]) == sorted(numbers)

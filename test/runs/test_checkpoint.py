@@ -10,16 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
+import stoppable_run
 import torch
+from stoppable_run import NUM_STEPS, SIZES, Settings
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size import storage
+from variable_batch_size.runs import storage
 
 
 def make(directory=None, *, trace=(8, 16, 8, 24), kind=vbs.LinearRuleOptimizer, model=None, **options):
-    model = runs.network() if model is None else model
+    model = stoppable_run.network() if model is None else model
     how = {"dataset_size": 40, "minibatch_size": 4, "seed": 0, "shuffle": True, "on_end": "stop"}
     how |= {name: options.pop(name) for name in list(options) if name in how}
     inner = options.pop("inner", torch.optim.SGD)(model.parameters(), lr=0.1)
@@ -82,7 +83,7 @@ def test_a_checkpoint_of_another_model_is_refused(saved):
 
 
 def test_the_number_of_schedulers_must_be_the_same(saved):
-    model = runs.network()
+    model = stoppable_run.network()
     with pytest.raises(ValueError, match="schedulers were 0 and are 1"):
         make(saved, model=model, schedulers=[torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)])
 
@@ -199,12 +200,12 @@ def test_numbers_of_numpy_become_plain_and_other_objects_are_refused(tmp_path):
     assert contents(tmp_path / "b") == {}
 
 
-def test_every_so_many_steps_and_so_many_kept(tmp_path):
+def test_it_saves_every_n_steps_and_keeps_some(tmp_path):
     train(*make(tmp_path, trace=(4,) * 20, every_steps=3, keep=3))
     assert [path.name[-6:] for path in storage.checkpoints(tmp_path)] == ["015.pt", "018.pt", "020.pt"]
 
 
-def test_every_so_many_seconds(tmp_path):
+def test_it_saves_every_n_seconds(tmp_path):
     train(*make(tmp_path, every_seconds=1e-9, keep=100))
     assert len(storage.checkpoints(tmp_path)) == 4
     other = tmp_path / "other"
@@ -256,7 +257,7 @@ def test_arguments_are_checked(options, said):
 
 
 def test_the_optimizer_must_be_ours():
-    model = runs.network()
+    model = stoppable_run.network()
     with pytest.raises(ValueError, match="`optimizer` must be a CustomOptimizer, got SGD"):
         vbs.Checkpoint(None, model=model, optimizer=torch.optim.SGD(model.parameters()))
 
@@ -270,12 +271,12 @@ def test_the_number_of_epochs_is_checked():
 
 
 def test_the_executed_trace_is_what_was_done_and_gives_the_same_weights_again(tmp_path):
-    result = runs.run_and_stop(tmp_path / "run", (14, 1), every_steps=4)
+    result = stoppable_run.run_and_stop(tmp_path / "run", (14, 1), Settings(every_steps=4))
     path = tmp_path / "run" / "executed.csv"
-    assert list(vbs.Trace.read(path)) == runs.SIZES[: runs.NUM_STEPS]
+    assert tuple(vbs.Trace.read(path)) == SIZES[:NUM_STEPS]
     assert vbs.Trace.read(path).comment.startswith("executed from trace: trace 26 steps, sha256 ")
-    replayed = runs.run(tmp_path / "replay", trace=vbs.Trace.read(path))
-    assert runs.same(replayed["model"], result["model"])
+    replayed = stoppable_run.run(tmp_path / "replay", Settings(trace=tuple(vbs.Trace.read(path))))
+    assert stoppable_run.same(replayed["model"], result["model"])
 
 
 def test_the_executed_trace_of_an_endless_one_ends(tmp_path):

@@ -6,8 +6,9 @@ import struct
 from itertools import pairwise
 
 import pytest
-import runs
+import stoppable_run
 import torch
+from stoppable_run import LOG_STEPS, MINIBATCH, NUM_STEPS, SIZES, Settings
 
 import variable_batch_size as vbs
 
@@ -15,8 +16,8 @@ BACKENDS = ["gloo", pytest.param("xla", marks=pytest.mark.xla)]
 
 
 def losses_by_hand(sizes, losses, every):
-    """The mean loss over every so many steps, from the loss of each minibatch."""
-    counts = [size // runs.MINIBATCH for size in sizes]
+    """The mean loss over every N steps, from the loss of each minibatch."""
+    counts = [size // MINIBATCH for size in sizes]
     ends = [sum(counts[: step + 1]) for step in range(len(counts))]
     marks = [0, *(ends[step] for step in range(every - 1, len(counts), every))]
     return [sum(losses[a:b]) / (b - a) for a, b in pairwise(marks)]
@@ -34,18 +35,18 @@ def logged(tmp_path, monkeypatch):
 
     monkeypatch.setattr(vbs.Log, "step", step)
     records = []
-    runs.run(tmp_path, log_to=records.append, rule="adascale")
+    stoppable_run.run(tmp_path, Settings(rule="adascale"), log_to=records.append)
     return records, losses
 
 
-def test_a_record_every_so_many_steps_with_everything_in_it(logged):
+def test_a_record_every_n_steps_with_everything_in_it(logged):
     records, losses = logged
     assert [record["step"] for record in records] == [4, 8, 12, 16, 20, 24]
-    expected = losses_by_hand(runs.SIZES[: runs.NUM_STEPS], losses, runs.LOG_STEPS)
+    expected = losses_by_hand(SIZES[:NUM_STEPS], losses, LOG_STEPS)
     assert [record["loss"] for record in records] == pytest.approx(expected, rel=1e-5)
     assert [record["epoch"] for record in records] == [0, 0, 1, 1, 2, 2]
-    assert records[1]["samples"] == sum(runs.SIZES[:8])
-    assert records[1]["batch_size"] == runs.SIZES[7]
+    assert records[1]["samples"] == sum(SIZES[:8])
+    assert records[1]["batch_size"] == SIZES[7]
     for record in records:
         assert record["samples_per_second"] > 0
         assert record["idle_share"] == 0
@@ -78,7 +79,7 @@ def test_the_gradient_norm_is_that_of_the_mean_gradient_before_clipping():
 def test_records_are_the_same_on_two_cores(long_runs_on, tmp_path, backend):
     results, _ = long_runs_on(backend)
     expected = []
-    runs.run(tmp_path, log_to=expected.append)
+    stoppable_run.run(tmp_path, log_to=expected.append)
     assert results[1]["records"] == []
     assert len(results[0]["records"]) == len(expected)
     for record, alone in zip(results[0]["records"], expected, strict=True):

@@ -1,7 +1,7 @@
 """Metrics: exact sums over all cores, however often each of them adds."""
 
 import pytest
-import runs
+import stoppable_run
 import torch
 
 import variable_batch_size as vbs
@@ -43,7 +43,7 @@ def test_buffers_become_those_of_core_0(long_runs_on, backend):
 
 
 def test_buffers_alone_stay():
-    assert runs.shared_buffers(torch.device("cpu"))["running_mean"].tolist() == [7.0] * 3
+    assert stoppable_run.shared_buffers(torch.device("cpu"))["running_mean"].tolist() == [7.0] * 3
 
 
 @pytest.mark.parametrize("names", [(), ("loss", "loss")])

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import os
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-import variable_batch_size.runs.randomness as randomness
-import variable_batch_size.cores.stopping as stopping
-import variable_batch_size.runs.storage as storage
 from variable_batch_size.checks import check_not_negative, check_positive
+from variable_batch_size.cores import stopping
 from variable_batch_size.cores.running import communicator_for
+from variable_batch_size.runs import randomness, storage
+from variable_batch_size.runs.agreement import Agreement
 from variable_batch_size.runs.executed import write_executed
+from variable_batch_size.runs.identity import differences, identity_of
 from variable_batch_size.training.optimizer import CustomOptimizer
-from variable_batch_size.training.sampler import CustomSampler
-from variable_batch_size.schedules.schedule import Schedule
 
 logger = logging.getLogger(__name__)
-
-_SECONDS_BETWEEN_QUESTIONS = 1.0
-_MOST_MINIBATCHES_BETWEEN_QUESTIONS = 1_000_000
 
 
 class Stateful(Protocol):
@@ -52,13 +46,8 @@ class Checkpoint:
     themselves starts anew; virtual XLA cores share the host's generators; and on another number or kind of cores only
     the generators that were there before go on, so that dropout differs.
 
-    **When cores decide.** Saving and stopping need all cores at the same step. `every_steps` is known to all. The clock
-    of `every_seconds` is that of core 0, and SIGTERM may reach one core first; so the cores tell each other about once
-    a second, in a sum of three integers at the end of a step. Core 0 says after how many minibatches they do so
-    next, from the time that the latest ones took; a larger batch in between makes that later by one step at the most.
-
-    **SIGTERM**, which announces the end of a spot machine, saves at the next such step and ends the process with
-    :data:`EXIT_STOPPED`.
+    **SIGTERM**, which announces the end of a spot machine, saves at the end of a step, within about a second, and ends
+    the process with :data:`EXIT_STOPPED`.
 
     Args:
         directory: for the checkpoints, made if need be; None to save nothing, for scripts that leave it to their user.
@@ -66,8 +55,8 @@ class Checkpoint:
         optimizer: what trains it; its sampler has the schedule.
         schedulers: schedulers of torch, or anything else with ``state_dict`` and ``load_state_dict``, alike on all
             cores.
-        every_steps: save after every so many steps.
-        every_seconds: save when that much time has passed since the latest save.
+        every_steps: save every N steps.
+        every_seconds: save when that much time has passed since the latest save, by the clock of core 0.
         keep: how many of the latest checkpoints stay.
     """
 
@@ -91,15 +80,15 @@ class Checkpoint:
         check_positive(keep=keep)
         self.directory = None if directory is None else Path(directory)
         self.every_steps = every_steps
-        self.every_seconds = every_seconds
         self.keep = keep
         self._model = model
         self._optimizer = optimizer
-        self._sampler: CustomSampler = optimizer.sampler
+        self._sampler = optimizer.sampler
         self._schedulers = list(schedulers)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._device: torch.device = parameters[0].device
         self._communicator = communicator_for(parameters)
+        self._agreement = Agreement(self._communicator, self._device, every_seconds=every_seconds)
 
         self._epoch = 0  # where the next pass begins, or the present one began
         self._first_step = 0
@@ -110,10 +99,8 @@ class Checkpoint:
             if self._communicator.rank == 0:
                 storage.prepare(self.directory)
             self._take_up(self.directory)
+        self._agreement.note_saved()
         self._steps_seen = optimizer.steps_done
-        self._minibatches = 0  # that core 0 has run since the latest question
-        self._ask_after = 1
-        self._saved_at = self._asked_at = time.monotonic()
 
     # ----------------------------------------------------------------------------------------------------------- a run
 
@@ -129,12 +116,12 @@ class Checkpoint:
                 self._begin_epoch()
                 yield self._epoch
                 self._end_epoch()
-                is_late, is_told = self._ask()
+                decision = self._agreement.ask()
                 if self._epoch == num_epochs:
                     self.save()
-                elif is_told:
+                elif decision.is_told:
                     self._stop()
-                elif is_late:
+                elif decision.is_late:
                     self.save()
             self._restore_random()  # if the run had ended before
 
@@ -145,14 +132,11 @@ class Checkpoint:
             return
         self._steps_seen = optimizer.steps_done
         is_due = self.every_steps is not None and optimizer.steps_done % self.every_steps == 0
-        is_told = False
-        self._minibatches += -(-optimizer.batch_size // (self._sampler.minibatch_size * self._sampler.num_replicas))
-        if self._minibatches >= self._ask_after:
-            is_late, is_told = self._ask()
-            is_due = is_due or is_late
-        if is_told:
+        minibatches = -(-optimizer.batch_size // (self._sampler.minibatch_size * self._sampler.num_replicas))
+        decision = self._agreement.after_minibatches(minibatches)
+        if decision.is_told:
             self._stop()
-        if is_due:
+        if is_due or decision.is_late:
             self.save()
 
     def save(self) -> None:
@@ -166,7 +150,7 @@ class Checkpoint:
         random = self._random_of_all_cores()
         if self._communicator.rank == 0:
             self._write(self.directory, random)
-        self._saved_at = time.monotonic()
+        self._agreement.note_saved()
 
     # ------------------------------------------------------------------------------------------------- epochs and cores
 
@@ -190,25 +174,9 @@ class Checkpoint:
         self._steps_of_epochs.append(self._optimizer.epoch_step)
         self._epoch, self._first_step, self._is_inside = self._epoch + 1, 0, False
 
-    def _ask(self) -> tuple[bool, bool]:
-        """Whether it is time to save by core 0's clock, and whether any core was told to stop; the same on all."""
-        now = time.monotonic()
-        is_late = self.every_seconds is not None and now - self._saved_at >= self.every_seconds
-        minibatches = self._minibatches * _SECONDS_BETWEEN_QUESTIONS / max(now - self._asked_at, 1e-9)
-        ask_after = round(min(max(minibatches, 1), _MOST_MINIBATCHES_BETWEEN_QUESTIONS))
-        if self._communicator.num_replicas == 1:
-            return is_late, stopping.was_told()
-        is_first = self._communicator.rank == 0
-        num_late, num_told, self._ask_after = self._sums_over_cores(
-            [is_first * is_late, stopping.was_told(), is_first * ask_after]
-        )
-        self._minibatches = 0
-        self._asked_at = time.monotonic()
-        return num_late > 0, num_told > 0
-
     def _stop(self) -> None:
         self.save()
-        self._sums_over_cores([0])  # a core that ended now would have the others killed, perhaps core 0 as it writes
+        self._agreement.sums([0])  # a core that ended now would have the others killed, perhaps core 0 as it writes
         stopping.forget()
         if self._communicator.rank == 0:
             logger.warning(
@@ -218,19 +186,13 @@ class Checkpoint:
             )
         raise SystemExit(stopping.EXIT_STOPPED)
 
-    def _sums_over_cores(self, numbers: list[int]) -> list[int]:
-        with randomness.undisturbed(self._device):
-            total = self._communicator.total(torch.tensor(numbers, dtype=torch.int64).to(self._device))
-        return [int(number) for number in total]
-
     def _random_of_all_cores(self) -> dict[str, torch.Tensor]:
         """The states of the random generators, a row for each core."""
         own = randomness.capture(self._device)
         rank, num_replicas = self._communicator.rank, self._communicator.num_replicas
         table = torch.zeros(num_replicas, sum(map(len, own.values())), dtype=torch.int32)
         table[rank] = torch.cat(list(own.values()))
-        with randomness.undisturbed(self._device):
-            table = self._communicator.total(table.to(self._device)).to(torch.uint8)
+        table = self._agreement.total(table).to(torch.uint8)
         ends = itertools.accumulate(map(len, own.values()))
         return {name: table[:, end - len(own[name]) : end].clone() for name, end in zip(own, ends, strict=True)}
 
@@ -239,7 +201,7 @@ class Checkpoint:
     def _write(self, directory: Path, random: dict[str, torch.Tensor]) -> None:
         path = storage.path_of(directory, self._optimizer.steps_done)
         epoch_step = self._optimizer.epoch_step if self._is_inside else self._first_step
-        run = self._optimizer.description
+        run = identity_of(self._optimizer)
         state = {
             "run": run,
             "epoch": self._epoch,
@@ -261,7 +223,7 @@ class Checkpoint:
         paths = storage.checkpoints(directory)
         state = self._read(paths) if paths else None
         found = 0 if state is None else 1 + state["optimizer"]["variable_batch_size"]["steps_done"]
-        (total,) = self._sums_over_cores([found])
+        (total,) = self._agreement.sums([found])
         if total != found * self._communicator.num_replicas:
             raise RuntimeError(
                 f"the cores do not find the same checkpoint in {directory} (on core {self._communicator.rank}: "
@@ -294,8 +256,7 @@ class Checkpoint:
         except ValueError as error:
             before = f"go on from {paths[-2].name}" if len(paths) > 1 else "start from the beginning"
             raise ValueError(f"{error}; move it away to {before}") from error
-        saved, now = state["run"], self._optimizer.description
-        different = [f"{name} was {saved.get(name)} and is {now[name]}" for name in now if saved.get(name) != now[name]]
+        different = differences(state["run"], identity_of(self._optimizer))
         if len(state["schedulers"]) != len(self._schedulers):
             different.append(f"schedulers were {len(state['schedulers'])} and are {len(self._schedulers)}")
         if different:

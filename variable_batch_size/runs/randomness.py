@@ -51,7 +51,7 @@ def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
 
 
 def undisturbed(device: torch.device) -> AbstractContextManager[None]:
-    """Within, what all cores do together does not change which random numbers come next, as on XLA it otherwise does."""
+    """Within, what all cores do together does not change which random numbers come next, as it does on XLA."""
     return xla.undisturbed(device) if device.type == "xla" else nullcontext()
 
 

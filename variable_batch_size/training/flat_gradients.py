@@ -34,7 +34,7 @@ class FlatGradients(Gradients):
         self._add()
 
     def _measure(self) -> None:
-        groups = self._param_groups()
+        groups = self._inner.param_groups
         squares = self._squares([[(p, p.grad) for p in group["params"] if p.grad is not None] for group in groups])
         if self._step_squares is not None:
             squares[: len(self._step_squares)] += self._step_squares  # a group may have been added since
@@ -64,7 +64,7 @@ class FlatGradients(Gradients):
         """The memory that fits the parameters as they are now, with the sums so far."""
         if self._memory is None or not self._memory.fits(parameters):
             old = self._memory
-            self._memory = FlatMemory(parameters, num_squares=len(self._param_groups()))
+            self._memory = FlatMemory(parameters, num_squares=len(self._inner.param_groups))
             if old is not None and self._has_sums:
                 self._memory.take_over(old)
         return self._memory
@@ -122,7 +122,7 @@ class FlatGradients(Gradients):
     def _measured(self) -> torch.Tensor:
         if self._step_squares is not None:
             return self._step_squares
-        return torch.zeros(len(self._param_groups()), device=next(self.parameters()).device)
+        return torch.zeros(len(self._inner.param_groups), device=next(self.parameters()).device)
 
     def _read(self, numbers: torch.Tensor) -> list[float]:
         return [float(number) for number in numbers.tolist()]

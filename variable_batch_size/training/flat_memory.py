@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from operator import is_
+from typing import Any
 
 import torch
 
@@ -65,6 +66,10 @@ class FlatMemory:
             if p in old.views:
                 view.copy_(old.views[p])
 
+    def __reduce__(self) -> Any:
+        # a copy of the views would not be views of the copy
+        return _restored, (self.parameters, len(self.squares), [self.views[p].clone() for p in self.parameters])
+
     def zero(self) -> None:
         for flat in self.flats:
             flat.zero_()
@@ -85,6 +90,13 @@ class FlatMemory:
         """Which parameters had a gradient on any core, after the sum over all of them; waits for the device."""
         said = [(members, notes.ne(0).tolist()) for notes, members in self._notes]
         return {p for members, flags in said for p, has_gradient in zip(members, flags, strict=True) if has_gradient}
+
+
+def _restored(parameters: list[torch.nn.Parameter], num_squares: int, values: list[torch.Tensor]) -> FlatMemory:
+    memory = FlatMemory(parameters, num_squares=num_squares)
+    for p, value in zip(parameters, values, strict=True):
+        memory.views[p].copy_(value)
+    return memory
 
 
 def square_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.rules.rule import Norms
 
-ParamGroups = Callable[[], list[dict[str, Any]]]
 Divisors = dict[torch.Tensor, torch.Tensor]
 
 
@@ -25,7 +24,7 @@ class Gradients(ABC):
     inner optimizer leaves such a parameter alone as it always does.
 
     Args:
-        param_groups: returns the parameter groups of the inner optimizer as they are now.
+        inner: the inner optimizer, whose parameters they are.
         communicator: the way to the other cores.
         measures: whether the squared norm of each minibatch's gradient is summed up, for each parameter group.
         divisors: what gradients are divided by before that; those of a parameter without one do not count. None to
@@ -34,13 +33,13 @@ class Gradients(ABC):
 
     def __init__(
         self,
-        param_groups: ParamGroups,
+        inner: Optimizer,
         communicator: Communicator,
         *,
         measures: bool = False,
         divisors: Divisors | None = None,
     ) -> None:
-        self._param_groups = param_groups
+        self._inner = inner
         self._communicator = communicator
         self._measures = measures
         self._divisors = divisors
@@ -72,7 +71,7 @@ class Gradients(ABC):
         None for a group of which nothing was measured. And whether all of it is finite, as the sum itself is. The one
         thing here that waits for the device.
         """
-        groups = self._param_groups()
+        groups = self._inner.param_groups
         of_sum = self._squares([[(p, p.grad) for p in group["params"] if p.grad is not None] for group in groups])
         plain = [p.grad for p in self.parameters() if p.grad is not None] if self._divisors is not None else []
         values = self._read(torch.cat([self._measured(), of_sum, self._square(plain).view(1)]))
@@ -88,7 +87,7 @@ class Gradients(ABC):
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the inner optimizer."""
-        return (p for group in self._param_groups() for p in group["params"])
+        return (p for group in self._inner.param_groups for p in group["params"])
 
     @abstractmethod
     def _measured(self) -> torch.Tensor:

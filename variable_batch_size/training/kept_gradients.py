@@ -31,7 +31,7 @@ class KeptGradients(Gradients):
         if not self._measures:
             return
         views = self._memory.views
-        groups = [[(p, views[p]) for p in group["params"] if p in views] for group in self._param_groups()]
+        groups = [[(p, views[p]) for p in group["params"] if p in views] for group in self._inner.param_groups]
         squares = self._squares(groups)
         if self._has_sums:
             for flat, held in zip(self._memory.flats, self._sums, strict=True):
@@ -55,7 +55,7 @@ class KeptGradients(Gradients):
         if not self._memory.fits(trainable):
             if self._has_sums:
                 raise RuntimeError("with `keep_gradients` the trainable parameters must stay the same within a step")
-            memory = FlatMemory(trainable, num_squares=len(self._param_groups()))
+            memory = FlatMemory(trainable, num_squares=len(self._inner.param_groups))
             for p, view in memory.views.items():
                 if p.grad is not None:
                     view.copy_(p.grad)
@@ -86,6 +86,11 @@ class KeptGradients(Gradients):
             p.grad = view
         self.clear()
         self._fit()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for p, view in self._memory.views.items():
+            p.grad = view
 
     def _measured(self) -> torch.Tensor:
         return self._memory.squares

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from variable_batch_size.cores.communicator import Communicator
 
 _LONGEST = 120
+
+
+def begin_alike(facts: Mapping[str, object], tensors: Sequence[torch.Tensor], communicator: Communicator) -> None:
+    """Refuse cores that were set up differently, and let tensors be on all cores as they are on core 0."""
+    if communicator.is_one_program:
+        share_from_first(tensors, communicator)  # which is only noted down, and made one program with what follows
+        refuse_different(facts, communicator, tensors[0].device)
+    else:
+        refuse_different(facts, communicator, tensors[0].device)
+        share_from_first(tensors, communicator)
 
 
 def share_from_first(tensors: Iterable[torch.Tensor], communicator: Communicator) -> None:

@@ -29,7 +29,7 @@ class SeparateGradients(Gradients):
 
     def take(self, *, is_last: bool) -> None:
         self._fit()
-        for number, group in enumerate(self._param_groups()):
+        for number, group in enumerate(self._inner.param_groups):
             fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
             if self._measures:
                 self._step_squares[number].add_(self._squares([fresh]))
@@ -48,7 +48,7 @@ class SeparateGradients(Gradients):
             self._sums |= {
                 p: torch.zeros(p.shape, dtype=p.dtype).to(p.device) for p in trainable if p not in self._sums
             }
-        while self._trainable and len(self._step_squares) < len(self._param_groups()):
+        while self._trainable and len(self._step_squares) < len(self._inner.param_groups):
             self._step_squares.append(torch.zeros(1).to(self._trainable[0].device))
 
     def reduce(self, weight: float) -> None:
@@ -78,7 +78,7 @@ class SeparateGradients(Gradients):
             self.clear()
 
     def _measured(self) -> torch.Tensor:
-        return torch.cat(self._step_squares) if self._step_squares else torch.zeros(len(self._param_groups()))
+        return torch.cat(self._step_squares) if self._step_squares else torch.zeros(len(self._inner.param_groups))
 
     def _read(self, numbers: torch.Tensor) -> list[float]:
         self._communicator.flush()

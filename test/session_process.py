@@ -1,0 +1,157 @@
+"""Sessions of `stoppable_run.py` as processes of their own, to be watched, signalled and killed."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import stoppable_run
+import torch
+
+SCRIPT = Path(stoppable_run.__file__)
+MARK = "STOPPABLE_RUN"  # an environment variable by which all processes of a session are found
+MOST_SECONDS = 300  # for a session, or for something to happen in it; longer is a hang
+
+
+class Place:
+    """Where a run keeps what it leaves behind.
+
+    Attributes:
+        checkpoints: the directory that the run is given.
+        diary: what its cores tell of themselves.
+        weights: of the model at the end.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.checkpoints = root / "checkpoints"
+        self.diary = root / "diary"
+        self.weights = root / "weights.pt"
+        self.diary.mkdir(parents=True, exist_ok=True)
+
+    def read_weights(self):
+        return torch.load(self.weights, weights_only=True)
+
+
+class SessionProcess:
+    """One session: a process group whose leader is the script, a launch of it, or torchrun.
+
+    Args:
+        place: of the run.
+        settings: of the run.
+        launcher: "alone", "launch" for ``vbs.launch`` or "torchrun".
+        cores: how many.
+        backend: of the launch.
+        restarts: how often torchrun starts again.
+        name: of the session in the diary; that of torchrun's attempt if there may be several.
+    """
+
+    def __init__(self, place, settings=None, *, launcher="launch", cores=1, backend="gloo", restarts=0, name="0"):
+        self.place = place
+        self.cores = cores
+        self.name = name
+        self._mark = f"{MARK}={uuid.uuid4().hex}"
+        self._output = place.root / f"output-{name}.txt"
+        command = [
+            *(_torchrun(cores, restarts) if launcher == "torchrun" else [sys.executable]),
+            *(str(SCRIPT), str(place.checkpoints), "--diary", str(place.diary), "--result", str(place.weights)),
+            *("--backend", "none" if launcher == "alone" else backend, "--cores", str(cores)),
+            *("--settings", json.dumps(dataclasses.asdict(settings or stoppable_run.Settings()))),
+            *([] if restarts else ["--session", name]),
+        ]
+        # into a file: a pipe that nobody reads would be full after some tracebacks, and whoever writes to it would wait
+        with open(self._output, "w") as output:
+            self._process = subprocess.Popen(
+                command, env=self._environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def _environment(self):
+        name, value = self._mark.split("=")
+        # torchrun otherwise lets a restarted group meet in the store of the one before and find addresses of the dead
+        # there (https://github.com/pytorch/pytorch/issues/135712)
+        return {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", name: value}
+
+    @property
+    def output(self):
+        return self._output.read_text()
+
+    @property
+    def has_ended(self):
+        return self._process.poll() is not None
+
+    def diary(self, rank=0, name=None):
+        return stoppable_run.read_diary(self.place.diary / f"{name or self.name}-{rank}.jsonl")
+
+    def steps_done(self, name=None):
+        """By core 0, as far as it has told."""
+        return max((entry.get("steps_done", 0) for entry in self.diary(0, name)), default=0)
+
+    def pid_of_core(self, rank, name=None):
+        return self.diary(rank, name)[0]["pid"]
+
+    def wait_until(self, is_so, seconds=MOST_SECONDS):
+        end = time.monotonic() + seconds
+        while not is_so():
+            assert not self.has_ended, self.output
+            assert time.monotonic() < end, f"nothing has happened for {seconds} s\n{self.output}"
+            time.sleep(0.0005)
+
+    def wait_for_steps(self, number=1, name=None):
+        """Until every core runs and core 0 has made some steps in this session."""
+
+        def is_so():
+            diaries = [self.diary(rank, name) for rank in range(self.cores)]
+            return all(diaries) and len(diaries[0]) > number
+
+        self.wait_until(is_so)
+
+    def signal(self, number):
+        self._process.send_signal(number)
+
+    def signal_group(self, number):
+        os.killpg(self._process.pid, number)
+
+    def finish(self, seconds=MOST_SECONDS):
+        """Wait for the end; the exit code of the leader."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.destroy()
+            raise AssertionError(f"the session hangs\n{self.output}") from None
+
+    def left_behind(self, seconds=20):
+        """The processes of the session that are there although its leader has ended, for all the time they were given.
+
+        Loader workers look every 5 s whether their parent still lives.
+        """
+        end = time.monotonic() + seconds
+        while (found := self._processes()) and time.monotonic() < end:
+            time.sleep(0.05)
+        return found
+
+    def destroy(self):
+        """Kill whatever there is of the session."""
+        for pid in self._processes():
+            os.kill(pid, signal.SIGKILL)
+
+    def _processes(self):
+        """The processes that have the mark of the session in their environment, by pid."""
+        mark = self._mark.encode()
+        found = {}
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if mark in path.read_bytes():
+                    found[int(path.parent.name)] = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (OSError, ValueError):  # it has just ended
+                continue
+        return found
+
+
+def _torchrun(cores, restarts):
+    flags = ["--standalone", f"--nproc-per-node={cores}", f"--max-restarts={restarts}"]
+    return [sys.executable, "-m", "torch.distributed.run", *flags]
