@@ -15,7 +15,7 @@ from variable_batch_size.traces.trace import Trace
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", help="a trace file, or a number for that batch size for ever")
+    parser.add_argument("trace", metavar="TRACE", help="a trace file, or a number for a constant batch size")
     parser.add_argument("--dataset-size", type=count, required=True, metavar="N", help="samples in the data set")
     add_minibatch_size(parser)
     parser.add_argument("--cores", type=count, required=True, metavar="C", help="cores that share the work")

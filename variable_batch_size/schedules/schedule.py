@@ -35,7 +35,7 @@ class Schedule:
         minibatch_size: samples that one core runs at once.
         num_replicas: cores that share the work.
         on_end: what follows the last row of the trace: ``"stop"`` ends the last epoch there, ``"hold"`` repeats the
-            last batch size for ever, ``"cycle"`` starts over for ever.
+            last batch size forever, ``"cycle"`` starts over, forever.
 
     >>> schedule = Schedule(Trace.from_sequence([64, 96, 32, 256]), dataset_size=300, minibatch_size=32, num_replicas=4)
     >>> schedule.steps(epoch=0), schedule.steps(epoch=1), schedule.num_epochs
@@ -66,7 +66,7 @@ class Schedule:
             lambda sizes: sizes > self.capacity,
             f"at most {self.capacity} (the whole minibatches of {dataset_size} samples)",
         )
-        # samples before every so many rows: before each one would take as much memory as the trace
+        # samples before each block of rows: before each row they would take as much memory as the trace
         of_blocks = np.add.reduceat(trace.sizes, np.arange(0, len(trace.sizes), _ROWS_PER_MARK))
         self._marks = np.cumsum(of_blocks) - of_blocks
         self._total = int(of_blocks.sum())
@@ -97,7 +97,7 @@ class Schedule:
 
     @property
     def num_epochs(self) -> int | None:
-        """How many epochs the trace holds, the last one perhaps in part; None if it goes on for ever."""
+        """How many epochs the trace holds, the last one perhaps in part; None if it goes on forever."""
         if self.on_end != "stop":
             return None
         while self._starts[-1] < len(self.trace):
@@ -111,11 +111,10 @@ class Schedule:
             num_rows = len(self.trace.sizes)
             if self.on_end == "stop" and last == num_rows:
                 return last
-            if self.on_end == "hold" and last >= num_rows - 1:  # from here on every step is like the last row
+            if self.on_end == "hold" and last >= num_rows - 1:  # from here on, every step is like the last row
                 return last + (epoch - len(self._starts) + 1) * (self.capacity // int(self.trace.sizes[-1]))
-            if (
-                self.on_end == "cycle" and len(self._starts) > 1
-            ):  # from the second start at the same row on, all repeats
+            if self.on_end == "cycle" and len(self._starts) > 1:
+                # once two epochs have started at the same row, everything repeats
                 first = self._epoch_of_row.setdefault(last % num_rows, len(self._starts) - 1)
                 period = len(self._starts) - 1 - first
                 if period:
@@ -146,7 +145,7 @@ class Schedule:
         return cycles * self._total + self._samples_before_row(row)
 
     def _step_at(self, samples: int) -> int:
-        """The last step that has at most so many samples before it."""
+        """The last step that has at most this many samples before it."""
         if samples < self._total or self.on_end == "stop":
             return self._row_at(samples)
         if self.on_end == "hold":
@@ -159,7 +158,7 @@ class Schedule:
         return int(self._marks[mark] + self.trace.sizes[mark * _ROWS_PER_MARK : row].sum())
 
     def _row_at(self, samples: int) -> int:
-        """The last row that has at most so many samples before it; the number of rows if all have."""
+        """The last row that has at most this many samples before it; the number of rows if all have."""
         mark = int(self._marks.searchsorted(samples, side="right")) - 1
         start = mark * _ROWS_PER_MARK
         used = self.trace.sizes[start : start + _ROWS_PER_MARK].cumsum()
@@ -216,7 +215,7 @@ class Schedule:
         return int(for_all @ counts) + self._num_steps_above(for_some, counts)
 
     def core_idle_steps(self, steps: range) -> Integers:
-        """In how many of successive steps each core is idle."""
+        """In how many of some successive steps each core is idle."""
         sizes, counts = self.size_counts(steps)
         return len(steps) - self._num_steps_above(np.minimum(sizes // self.minibatch_size, self.num_replicas), counts)
 
@@ -251,7 +250,7 @@ class Schedule:
             first_ones = step_ends - sizes + rank % (sizes // self.minibatch_size) * self.minibatch_size
             yielded = self._num_yielded(sizes, rank)
             ends = yielded.cumsum()
-            origins = first_ones - (ends - yielded) * stride  # so that all of a step lie on one line
+            origins = first_ones - (ends - yielded) * stride  # so that all minibatches of a step lie on one line
             for first in range(0, int(ends[-1]), at_once):
                 number = np.arange(first, min(first + at_once, int(ends[-1])))
                 yield origins[ends.searchsorted(number, side="right")] + number * stride
@@ -268,7 +267,7 @@ class Schedule:
         return self.trace.sizes[np.minimum(rows, num_rows - 1) if self.on_end == "hold" else rows % num_rows]
 
     def _sum(self, steps: range, count: Callable[[Integers], npt.NDArray[Any]]) -> int:
-        """The sum over steps of a count that depends on their batch sizes, each row of the trace looked at once."""
+        """The sum over steps of a count that depends on their batch sizes, with one look at each row of the trace."""
         if not steps:
             return 0
         num_rows = len(self.trace.sizes)
