@@ -216,7 +216,7 @@ class CustomOptimizer(ScheduledOptimizer):
         for before in self._optimizer_step_pre_hooks.values():
             before(self, (), {})
         if not self._has_begun:
-            refuse_late_wrapper(self.parameters(), self._communicator)
+            refuse_late_wrapper(list(self.parameters()), self._communicator)
             self._has_begun = True
         self._refuse_other_epoch()
         self._position.advance()
