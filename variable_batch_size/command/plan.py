@@ -10,7 +10,8 @@ from variable_batch_size.command.options import add_minibatch_size, count, print
 from variable_batch_size.planning.picture import check_suffix, plot_plan
 from variable_batch_size.planning.plan import RULES, Plan, SteadyAdaScaleRule
 from variable_batch_size.planning.reports import plan_report
-from variable_batch_size.schedules.schedule import ON_END, Schedule
+from variable_batch_size.schedules.batch_sizes import ON_END
+from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Trace
 
 

@@ -21,7 +21,8 @@ from variable_batch_size.planning.rows import (
 from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.rules.rule import Rule, Step
-from variable_batch_size.schedules.schedule import OnEnd, Schedule
+from variable_batch_size.schedules.batch_sizes import OnEnd
+from variable_batch_size.schedules.schedule import Schedule
 
 RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}
 """Rules by name, whose factor follows from the batch size alone, not from what a run measures or has done."""
