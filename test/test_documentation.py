@@ -15,6 +15,7 @@ README = ROOT / "README.md"
 WITH_EXAMPLES = [
     "traces.limits",
     "traces.trace",
+    "schedules.batch_sizes",
     "schedules.permutation",
     "schedules.schedule",
     "rules.rule",
