@@ -30,8 +30,8 @@ class Log:
 
     A sink is whatever can be called with a record; so ``wandb.log`` is one. A record has
 
-    - ``epoch``; ``step``, ``samples`` and ``progress``, those done so far in the run; ``batch_size``, ``lr`` and ``factor`` of the
-      latest step; ``gradient_norm``, that of its mean gradient before clipping, NaN if there is none;
+    - ``epoch``; ``step``, ``samples`` and ``progress``, those done so far in the run; ``batch_size``, ``lr`` and
+      ``factor`` of the latest step; ``gradient_norm``, that of its mean gradient before clipping, NaN if there is none;
     - ``loss``, ``samples_per_second`` and ``idle_share`` over all steps since the record before, or since the start:
       the mean of the minibatches' losses on all cores without stand-ins, and without those of a step that was left
       unfinished; by the clock, whatever else was done in that time; and the share of cores × steps without work;
