@@ -48,7 +48,7 @@ from .traces.trace import Trace as Trace
 from .traces.trace import TraceLike as TraceLike
 from .training.buffers import share_buffers as share_buffers
 from .training.optimizer import CustomOptimizer as CustomOptimizer
-from .training.optimizer import Options as Options
+from .training.options import Options as Options
 from .training.progress import follow_progress as follow_progress
 from .training.rule_optimizers import AdamRuleOptimizer as AdamRuleOptimizer
 from .training.rule_optimizers import AdamScaleOptimizer as AdamScaleOptimizer
