@@ -37,7 +37,7 @@ bench: $(VENV)/.installed .peers
 	$(BIN)/python bench/xla.py
 
 soak: $(VENV)/.installed
-	PYTHONPATH=test/promises $(BIN)/python test/soak.py
+	$(BIN)/python test/soak.py --directory .soak
 
 # everything else needs the environment; it is made once, and again when the requirements change
 $(VENV)/.installed: setup.cfg pyproject.toml
@@ -51,4 +51,4 @@ $(VENV)/.installed: setup.cfg pyproject.toml
 		autograd portpicker psutil redis requests certifi charset_normalizer idna urllib3 semver 'setuptools<81'
 
 clean:
-	rm -rf $(VENV) .peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .peers .soak build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
