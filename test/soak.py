@@ -74,16 +74,18 @@ class Run:
         undisturbed: a directory for runs that nothing happens to; those that are there are used.
         rng: decides everything.
         tally: what was done and seen, to be added to.
+        most_cores: that a session may have.
     """
 
-    def __init__(self, root, undisturbed, rng, tally):
+    def __init__(self, root, undisturbed, rng, tally, *, most_cores):
         self.place = Place(root)
         self._undisturbed = undisturbed
         self._rng = rng
         self._tally = tally
         self._changes_cores = rng.random() < 0.5
         self._settings = rng.choice(SETTINGS_ON_ANY_CORES if self._changes_cores else SETTINGS)
-        self._cores = rng.randint(1, MOST_CORES)
+        self._most_cores = most_cores
+        self._cores = rng.randint(1, most_cores)
         self._names = []
 
     def go(self, most_disturbances):
@@ -121,7 +123,7 @@ class Run:
 
     def _change_cores(self):
         before = self._cores
-        self._cores = self._rng.randint(1, MOST_CORES)
+        self._cores = self._rng.randint(1, self._most_cores)
         self._tally["changes of the number of cores"] += self._cores != before
 
     def _launcher(self):
@@ -183,8 +185,11 @@ def num_disturbances(tally):
     return sum(count for name, count in tally.items() if "|" in name)
 
 
-def soak(directory, *, stops, seconds, seed, say=print):
-    """Disturb runs so many times, or for so long; returns what was done and seen, and adds to what is there."""
+def soak(directory, *, stops, seconds, seed, most_cores=MOST_CORES, say=print):
+    """Disturb runs until `stops` disturbances have happened or `seconds` have passed, and count what was done and seen.
+
+    What the directory holds of an earlier soak counts too.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     book = directory / "tally.json"
     tally = Counter(json.loads(book.read_text()) if book.exists() else {})
@@ -196,7 +201,8 @@ def soak(directory, *, stops, seconds, seed, say=print):
         rng = random.Random(f"{seed}, run {number}")
         done = Counter(tally)
         try:
-            Run(root, directory / "undisturbed", rng, done).go(stops - num_disturbances(done))
+            run = Run(root, directory / "undisturbed", rng, done, most_cores=most_cores)
+            run.go(stops - num_disturbances(done))
             shutil.rmtree(root)
         except (Broken, AssertionError) as error:
             done["broken promises"] += 1
@@ -224,7 +230,7 @@ def table(tally):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stops", type=int, default=1000, help="disturbances in all")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no run begins")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, help="to go on there when started again; a temporary one if missing")
     flags = parser.parse_args()

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -166,6 +167,15 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert contents(tmp_path) == before
+
+
+def test_a_directory_that_is_gone_is_said(tmp_path):
+    checkpoint, sampler, optimizer, model = make(tmp_path / "run", every_steps=1)
+    train(checkpoint, sampler, optimizer, model, epochs=1)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(OSError, match=r"step-000000003\.pt could not be written: .*No such file or directory"):
+        checkpoint.save()
+    assert not (tmp_path / "run").exists()  # another disk may be meant to be there
 
 
 # ------------------------------------------------------------------------------------------------------- what is saved
