@@ -53,7 +53,7 @@ bench: $(NEEDS) .peers
 
 soak: EXTRAS = test
 soak: $(NEEDS)
-	PYTHONPATH=test/promises$(if $(PYTHONPATH),:$(PYTHONPATH)) $(BIN)/python test/soak.py
+	$(BIN)/python test/soak.py --directory .soak
 
 # everything else needs the environment; it is made once, and again when the requirements change
 $(VENV)/.installed: setup.cfg pyproject.toml
@@ -73,4 +73,4 @@ complete:
 		autograd portpicker psutil redis requests certifi charset_normalizer idna urllib3 semver 'setuptools<81'
 
 clean:
-	rm -rf .venv .peers build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .peers .soak build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

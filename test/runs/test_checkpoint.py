@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -166,6 +167,15 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert contents(tmp_path) == before
+
+
+def test_a_directory_that_is_gone_is_said(tmp_path):
+    checkpoint, sampler, optimizer, model = make(tmp_path / "run", every_steps=1)
+    train(checkpoint, sampler, optimizer, model, epochs=1)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(OSError, match=r"step-000000003\.pt could not be written: .*No such file or directory"):
+        checkpoint.save()
+    assert not (tmp_path / "run").exists()  # another disk may be meant to be there
 
 
 # ------------------------------------------------------------------------------------------------------- what is saved
@@ -337,9 +347,13 @@ def test_the_executed_trace_says_which_epochs_were_left_early(tmp_path):
             model(torch.ones(len(indices), 6)).sum().backward()
             if optimizer.step() and optimizer.epoch_step == 3:
                 break
-    trace = vbs.Trace.read(tmp_path / "executed.csv")
-    assert list(trace) == [8] * 6
-    assert "epoch 0 was left after 3 of its 5 steps" in trace.comment
+    assert list(vbs.Trace.read(tmp_path / "executed.csv")) == [8] * 6
+    lines = (tmp_path / "executed.csv").read_text().splitlines()
+    assert lines[4:7] == [
+        "2,8",
+        "# epoch 0 was left after 3 of its 5 steps: replayed, the epochs begin elsewhere",
+        "3,8",
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------- other cores

@@ -20,7 +20,7 @@ A process that SIGTERM ended without such a save has the code 143 in a shell (12
 """
 
 _SECONDS_OF_ONE_ORDER = 10.0
-"""SIGTERM may come to a process from its group and from the process that launched it: within so long it is the same."""
+"""SIGTERM may reach a process through its group and from the process that launched it: within this time it is one."""
 
 _told = threading.Event()
 _changing = threading.Lock()

@@ -16,7 +16,7 @@ from variable_batch_size.cores import loader_workers, stopping
 from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.runs import randomness, storage
 from variable_batch_size.runs.agreement import Agreement
-from variable_batch_size.runs.executed import write_executed
+from variable_batch_size.runs.executed import Executed
 from variable_batch_size.runs.identity import differences, identity_of
 from variable_batch_size.runs.scheduler_state import Stateful, load_state, state_of
 from variable_batch_size.training.optimizer import CustomOptimizer
@@ -84,6 +84,7 @@ class Checkpoint:
         self._device: torch.device = parameters[0].device
         self._communicator = communicator_for(parameters)
         self._agreement = Agreement(self._communicator, self._device, every_seconds=every_seconds)
+        self._identity = identity_of(optimizer)
 
         self._epoch = 0  # where the next pass begins, or the present one began
         self._first_step = 0
@@ -93,6 +94,8 @@ class Checkpoint:
         if self.directory is not None:
             if self._communicator.rank == 0:
                 storage.prepare(self.directory)
+            origin = ", ".join(f"{name} {value}" for name, value in self._identity.items())
+            self._executed = Executed(self.directory / "executed.csv", self._sampler.schedule, origin=origin)
             self._take_up(self.directory)
         self._agreement.note_saved()
         self._steps_seen = optimizer.steps_done
@@ -205,9 +208,8 @@ class Checkpoint:
     def _write(self, directory: Path, random: dict[str, torch.Tensor]) -> None:
         path = storage.path_of(directory, self._optimizer.steps_done)
         epoch_step = self._optimizer.epoch_step if self._is_inside else self._first_step
-        run = identity_of(self._optimizer)
         state = {
-            "run": run,
+            "run": self._identity,
             "epoch": self._epoch,
             "epoch_step": epoch_step,
             "steps_of_epochs": self._steps_of_epochs,
@@ -218,9 +220,7 @@ class Checkpoint:
         }
         storage.save(path, state)
         storage.keep_only(directory, self.keep)
-        origin = ", ".join(f"{name} {value}" for name, value in run.items())
-        steps_of_epochs = [*self._steps_of_epochs, epoch_step]
-        write_executed(directory / "executed.csv", self._sampler.schedule, steps_of_epochs, origin=origin)
+        self._executed.extend([*self._steps_of_epochs, epoch_step])
 
     def _take_up(self, directory: Path) -> None:
         """Go on from the newest checkpoint, if there is one; it is read and checked before anything is changed."""
@@ -251,6 +251,7 @@ class Checkpoint:
         if rank < len(state["random"]["torch"]):
             self._random = {name: rows[rank].clone() for name, rows in state["random"].items()}
         if rank == 0:
+            self._executed.cut_back([*self._steps_of_epochs, self._first_step])
             logger.info("going on from %s: epoch %d, step %d of it", paths[-1], self._epoch, self._first_step)
 
     def _read(self, paths: list[Path]) -> dict[str, Any]:
@@ -260,7 +261,7 @@ class Checkpoint:
         except ValueError as error:
             before = f"go on from {paths[-2].name}" if len(paths) > 1 else "start from the beginning"
             raise ValueError(f"{error}; move it away to {before}") from error
-        different = differences(state["run"], identity_of(self._optimizer))
+        different = differences(state["run"], self._identity)
         if len(state["schedulers"]) != len(self._schedulers):
             different.append(f"schedulers were {len(state['schedulers'])} and are {len(self._schedulers)}")
         if different:

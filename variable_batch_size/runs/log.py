@@ -75,8 +75,8 @@ class Log:
         optimizer = self._optimizer
         if not optimizer.is_idle:
             self._losses_of_step.append(loss.detach())
-        # a checkpoint that was loaded changes the number of steps, too, and completes none
-        if optimizer.is_accumulating or optimizer.steps_done == self._steps_seen:
+        # the second, for a checkpoint that was loaded since has changed the number of steps and completed none
+        if optimizer.steps_done == self._steps_seen or optimizer.is_accumulating:
             return
         self._steps_seen = optimizer.steps_done
         self._count_step()
