@@ -92,6 +92,45 @@ def test_noise_scale_and_efficiency():
     assert Noise(1.0, 0.0).scale == float("inf")
 
 
+def test_a_variance_below_zero_counts_as_none():
+    assert Noise(-1.0, 2.0).scale == 0
+    assert Noise(0.5, 1.0).scale == 0.5
+    assert Noise(-1.0, 2.0).gain(256, 128) == 1
+
+
+def test_a_square_norm_below_zero_counts_as_none():
+    assert Noise(2.0, -1.0).gain(256, 128) == 2
+    assert Noise(2.0, -1.0).scale == float("inf")
+
+
+def test_unequal_minibatches_have_the_noise_written_here():
+    # Σ w/b = 1/4 + 1/4, Σ w²/b = 1/16 + 3/16, L = 8/4 + 3 = 5: V = (5 − 3)/(1/2 − 1/4), G² = 3 − 8/4
+    found = Noise.from_weighted_norms([8.0, 4.0], 3.0, weights=[0.25, 0.75], sizes=[1, 3])
+    assert vars(found) == pytest.approx({"variance": 8.0, "square_norm": 1.0})
+
+
+@pytest.mark.parametrize("wrong", [{"weights": [1.0]}, {"sizes": [1]}])
+def test_every_minibatch_must_have_a_weight_and_a_size(wrong):
+    with pytest.raises(ValueError, match="argument 2 is"):
+        Noise.from_weighted_norms([8.0, 4.0], 3.0, **{"weights": [0.25, 0.75], "sizes": [1, 3], **wrong})
+
+
+def test_the_past_fades_by_what_is_written_here():
+    average = NoiseAverage()
+    average.add(Noise(1.0, 5.0), scale=500.0)
+    average.add(Noise(3.0, 2.0), scale=500.0)
+    # weights 1/4 and 1/2 of what was seen
+    assert vars(average.noise) == pytest.approx({"variance": 7 / 3, "square_norm": 3.0})
+    assert average.state_dict() == {"variance": 1.75, "square_norm": 2.25, "weight": 0.75, "count": 2}
+
+
+def test_a_scale_beyond_1000_does_not_turn_the_past_around():
+    average = NoiseAverage()
+    average.add(Noise(5.0, 5.0), scale=1.0)
+    average.add(Noise(1.0, 2.0), scale=3000.0)
+    assert average.noise == Noise(1.0, 2.0)
+
+
 KINDS = {"noise dominated": (0.05, 3.0), "signal dominated": (1.0, 0.5)}
 
 

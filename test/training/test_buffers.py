@@ -4,10 +4,13 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import batch_norm
 
 import variable_batch_size as vbs
+from variable_batch_size.cores.communicator import Alone, Communicator
+from variable_batch_size.training.buffers import Buffers
 
 
 class Statistics(nn.Module):
@@ -93,8 +96,26 @@ def idle_core_with_changed_buffers():
     return buffers_of(model)
 
 
-def test_an_idle_core_keeps_what_was_put_into_its_buffers():
-    first, idle = vbs.launch(idle_core_with_changed_buffers, cores=2, backend="gloo")
+def shared_buffers():
+    model = Statistics()
+    with torch.no_grad():
+        model.mean.fill_(dist.get_rank() + 1.0)
+        model.count.fill_(dist.get_rank() + 7.0)
+    vbs.share_buffers(model)
+    return buffers_of(model)
+
+
+def on_a_core():
+    return idle_core_with_changed_buffers(), shared_buffers()
+
+
+@pytest.fixture(scope="module")
+def found_on_two_cores():
+    return vbs.launch(on_a_core, cores=2, backend="gloo")
+
+
+def test_an_idle_core_keeps_what_was_put_into_its_buffers(found_on_two_cores):
+    first, idle = (changed for changed, _ in found_on_two_cores)
     assert idle["mean"].tolist() == [3.0, 3.0]
     assert idle["count"] == 0
     assert first["mean"].tolist() != [3.0, 3.0]
@@ -121,6 +142,114 @@ def test_a_compiled_model_has_no_break_in_its_graph():
     whole = torch.compile(nn.Sequential(model.linear), fullgraph=True, backend="eager")
     whole(torch.randn(4, 2)).square().mean().backward()
     assert optimizer.step()
+
+
+class OfTwo(Communicator):
+    """Enough to know that a core may be idle."""
+
+    rank, num_replicas = 1, 2
+
+    def __init__(self, *, is_one_program=False):
+        self.is_one_program = is_one_program
+
+    def sum(self, tensors):
+        raise AssertionError("buffers are each core's own")
+
+    broadcast = sum
+
+
+@pytest.mark.parametrize("is_one_program", [False, True])
+def test_a_stand_in_is_undone_and_a_minibatch_that_counts_is_not(is_one_program):
+    torch.manual_seed(0)
+    model = Statistics()
+    model.register_buffer("nothing", None)
+    buffers = Buffers(model, OfTwo(is_one_program=is_one_program))
+    counted = 0
+    for is_idle in (True, False, True, True, False, False):
+        buffers.save(is_idle)
+        before = buffers_of(model)
+        model(torch.randn(4, 2))
+        during = buffers_of(model)
+        buffers.settle(is_taken_back=is_idle)
+        for name, after in buffers_of(model).items():
+            assert torch.equal(after, (before if is_idle else during)[name]), name
+        counted += not is_idle
+        assert model.count == counted
+
+
+@pytest.mark.parametrize("is_one_program", [False, True])
+def test_what_does_not_count_may_be_nan(is_one_program):
+    model = nn.BatchNorm1d(2)
+    buffers = Buffers(model, OfTwo(is_one_program=is_one_program))
+    buffers.save(is_idle=True)
+    model(torch.full((4, 2), float("nan")))
+    buffers.settle(is_taken_back=True)
+    assert model.running_mean.tolist() == [0, 0]
+    assert model.num_batches_tracked == 0
+
+
+def test_a_core_that_is_never_idle_and_never_skips_has_no_copies_and_no_hooks():
+    model = Statistics()
+    buffers = Buffers(model, Alone())
+    buffers.save(is_idle=False)
+    model(torch.randn(4, 2))
+    before = buffers_of(model)
+    buffers.settle(is_taken_back=True)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in buffers_of(model).items())
+    assert not model._forward_pre_hooks
+
+
+def test_where_nothing_is_to_be_undone_nothing_is_kept_from_an_earlier_step():
+    model = Statistics()
+    buffers = Buffers(model, OfTwo())
+    buffers.save(is_idle=True)
+    model(torch.randn(4, 2))
+    buffers.settle(is_taken_back=True)
+    buffers.save(is_idle=False)
+    model(torch.randn(4, 2))
+    before = buffers_of(model)
+    buffers.settle(is_taken_back=True)  # which nobody asked to remember
+    assert all(torch.equal(buffer, before[name]) for name, buffer in buffers_of(model).items())
+
+
+def test_of_several_minibatches_in_a_step_none_is_remembered_as_the_beginning():
+    torch.manual_seed(0)
+    model = Statistics()
+    buffers = Buffers(model, Alone(), may_skip=True)
+    buffers.save(is_idle=False)
+    with torch.no_grad():
+        model.mean.fill_(5.0)  # by the user, before the step
+    for _ in range(3):
+        model(torch.randn(4, 2))
+    buffers.settle(is_taken_back=True)
+    assert model.mean.tolist() == [5.0, 5.0]
+    assert model.count == 0
+
+
+def test_evaluation_does_not_use_up_the_look_at_what_the_user_did():
+    model = Statistics()
+    buffers = Buffers(model, Alone(), may_skip=True)
+    buffers.save(is_idle=False)
+    model.eval()
+    model(torch.randn(4, 2))
+    model.train()
+    with torch.no_grad():
+        model.mean.fill_(5.0)
+    model(torch.randn(4, 2))
+    buffers.settle(is_taken_back=True)
+    assert model.mean.tolist() == [5.0, 5.0]
+
+
+def test_alone_the_buffers_are_shared_already():
+    model = Statistics()
+    before = buffers_of(model)
+    vbs.share_buffers(model)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in buffers_of(model).items())
+
+
+def test_on_an_idle_core_too_shared_buffers_are_those_of_core_0(found_on_two_cores):
+    for _, found in found_on_two_cores:
+        assert (found["mean"].tolist(), found["count"].item()) == ([1.0, 1.0], 7.0)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
