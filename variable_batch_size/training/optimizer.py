@@ -25,7 +25,7 @@ from variable_batch_size.training.sampler import CustomSampler
 from variable_batch_size.training.scheduled import ScheduledOptimizer
 from variable_batch_size.training.separate_gradients import SeparateGradients
 from variable_batch_size.training.settings import Settings
-from variable_batch_size.training.wrapped import refuse_late_wrapper, take_over_reduction
+from variable_batch_size.training.wrapped import refuse_other_reductions, take_over_reduction
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,6 @@ class CustomOptimizer(ScheduledOptimizer):
         self.loss_scale = loss_scale
         self._communicator = communicator_for(self.parameters())
         self._join_other_cores(model)
-        self._has_begun = False
         self._preconditioner = Preconditioner(inner) if rule.preconditions else None
         self._gradients = self._new_gradients(keep_gradients)
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
@@ -137,6 +136,7 @@ class CustomOptimizer(ScheduledOptimizer):
         for p in added:
             p.grad = None  # of minibatches before, which nobody has taken over
         share_from_first(added, self._communicator)
+        take_over_reduction(added, self._communicator)
         self._communicator.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -198,6 +198,7 @@ class CustomOptimizer(ScheduledOptimizer):
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
+        self._has_begun = False  # whether there was a minibatch since
         self._gradients.discard()
         self._factors = None
         self._buffers.save(self.is_idle)
@@ -215,10 +216,10 @@ class CustomOptimizer(ScheduledOptimizer):
             raise ValueError("`closure` must be None: run the backward pass, then call step()")
         for before in self._optimizer_step_pre_hooks.values():
             before(self, (), {})
-        if not self._has_begun:
-            refuse_late_wrapper(list(self.parameters()), self._communicator)
-            self._has_begun = True
         self._refuse_other_epoch()
+        if not self._has_begun:
+            refuse_other_reductions(self.parameters(), self._communicator)
+            self._has_begun = True
         self._position.advance()
         self._factors = None
         is_last = self._position.is_complete
