@@ -15,7 +15,7 @@ from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.rules.rule import Norms, Rule, Step
 from variable_batch_size.rules.transition import Transition
 from variable_batch_size.training.buffers import Buffers
-from variable_batch_size.training.description import settings_of
+from variable_batch_size.training.description import settings_of, settings_of_rule, shapes_of
 from variable_batch_size.training.flat_gradients import FlatGradients
 from variable_batch_size.training.gradients import Gradients
 from variable_batch_size.training.kept_gradients import KeptGradients
@@ -99,14 +99,22 @@ class CustomOptimizer(ScheduledOptimizer):
         self.skip_nonfinite = rule.measures_noise if skip_nonfinite is None else skip_nonfinite
         self.loss_scale = loss_scale
         self._communicator = communicator_for(self.parameters())
-        self._join_other_cores(model)
+        options = {
+            "clip_grad_norm": clip_grad_norm,
+            "smooth_steps": smooth_steps,
+            "max_factor": max_factor,
+            "skip_nonfinite": self.skip_nonfinite,
+            "loss_scale": loss_scale,
+            "keep_gradients": keep_gradients,
+        }
+        self._join_other_cores(model, options)
         self._preconditioner = Preconditioner(inner) if rule.preconditions else None
         self._gradients = self._new_gradients(keep_gradients)
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
         self._settings = Settings(inner, self._communicator)
         self._begin_epoch()
 
-    def _join_other_cores(self, model: torch.nn.Module | None) -> None:
+    def _join_other_cores(self, model: torch.nn.Module | None, options: dict[str, Any]) -> None:
         """See that all cores begin with the same, and that nobody else reduces the gradients."""
         parameters, sampler, communicator = list(self.parameters()), self.sampler, self._communicator
         if (sampler.rank, sampler.num_replicas) != (communicator.rank, communicator.num_replicas):
@@ -114,8 +122,14 @@ class CustomOptimizer(ScheduledOptimizer):
                 f"the sampler is for core {sampler.rank} of {sampler.num_replicas}, "
                 f"but this is core {communicator.rank} of {communicator.num_replicas}"
             )
-        facts = {**self.description, "clip_grad_norm": self.clip_grad_norm, "settings": settings_of(self.inner)}
         of_model = [*model.parameters(), *model.buffers()] if model is not None else []
+        facts = {
+            **self.description,
+            **options,
+            "settings of the rule": settings_of_rule(self.rule),
+            "settings": settings_of(self.inner),
+            "model": shapes_of(of_model),
+        }
         begin_alike(facts, [*parameters, *of_model], communicator)
         take_over_reduction(parameters, communicator)
 
