@@ -62,9 +62,10 @@ class FlatGradients(Gradients):
 
     def _memory_for(self, parameters: list[torch.nn.Parameter]) -> FlatMemory:
         """The memory that fits the parameters as they are now, with the sums so far."""
-        if self._memory is None or not self._memory.fits(parameters):
+        num_squares = len(self._inner.param_groups)
+        if self._memory is None or not self._memory.fits(parameters, num_squares):
             old = self._memory
-            self._memory = FlatMemory(parameters, num_squares=len(self._inner.param_groups))
+            self._memory = FlatMemory(parameters, num_squares=num_squares)
             if old is not None and self._has_sums:
                 self._memory.take_over(old)
         return self._memory
@@ -115,6 +116,8 @@ class FlatGradients(Gradients):
         self._step_squares = None
         for p in self.parameters():
             p.grad = None
+        if self._memory is not None and self._memory.is_held():
+            self._memory = None
 
     def discard(self) -> None:
         self.clear()

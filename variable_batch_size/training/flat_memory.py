@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from operator import is_
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -49,16 +50,32 @@ class FlatMemory:
             if (device, dtype) == carrier:
                 self.squares = flat[end + len(members) :]
         if carrier is None:
-            self.squares = torch.zeros(num_squares, device=parameters[0].device if parameters else None)
+            place = parameters[0].device if parameters else None
+            self.squares = torch.zeros(num_squares, dtype=torch.float32, device=place)
             self.flats.append(self.squares)
+        self._addresses = [view.data_ptr() for view in self.views.values()]
+        self._holders = self._count_holders()
 
-    def fits(self, parameters: list[torch.nn.Parameter]) -> bool:
-        """Whether these are the parameters, of the same shape, device and dtype as they were."""
+    def fits(self, parameters: list[torch.nn.Parameter], num_squares: int) -> bool:
+        """Whether these are the parameters, of the same shape, device and dtype as they were, and as many groups."""
         return (
-            len(parameters) == len(self.parameters)
+            num_squares == len(self.squares)
+            and len(parameters) == len(self.parameters)
             and all(map(is_, parameters, self.parameters))
             and [_kind(p) for p in parameters] == self._kinds
         )
+
+    def is_in_place(self) -> bool:
+        """Whether the gradients still are views of this memory, which converting a module changes."""
+        return [view.data_ptr() for view in self.views.values()] == self._addresses
+
+    def is_held(self) -> bool:
+        """Whether someone has kept a gradient, as an optimizer may that needs the one before: it must stay as it is."""
+        return self._count_holders() != self._holders
+
+    def _count_holders(self) -> list[int]:
+        of_storages = [torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self.flats]
+        return [*of_storages, sum(map(getrefcount, self.views.values()))]
 
     def take_over(self, old: FlatMemory) -> None:
         """Take over the gradients of other memory, as far as the parameters are the same."""
@@ -104,7 +121,7 @@ def square_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> torch.Tenso
     dtype = like.dtype if like.dtype in EXACT else torch.float32
     if not tensors:
         return torch.zeros((), dtype=dtype, device=like.device)
-    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    real = [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors]
     if all((t.dtype, t.device, t.layout) == (dtype, like.device, torch.strided) for t in real):
         norms = list(torch._foreach_norm(real))
     else:
