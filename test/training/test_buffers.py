@@ -23,6 +23,7 @@ class Statistics(nn.Module):
         self.register_buffer("variance", torch.ones(2))
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("latest", torch.zeros(2), persistent=False)
+        self.register_buffer("expanded", torch.ones(1).expand(2), persistent=False)  # which cannot be written to
 
     def forward(self, x):
         x = batch_norm(self.linear(x), self.mean, self.variance, training=self.training)

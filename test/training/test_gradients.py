@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
+from variable_batch_size.training.flat_memory import FlatMemory
 
 
 def make(trace=(2,), *, rule=None, inner=None, **options):
@@ -383,3 +384,239 @@ def test_kept_gradients_give_the_same_gains():
 
     assert train(keep_gradients=True) == pytest.approx(train(), rel=1e-12)
     assert not math.isnan(train()[1])
+
+
+def test_kept_gradients_of_a_frozen_parameter_are_gone():
+    inner = lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5, weight_decay=0.1)  # noqa: E731
+    model, _, optimizer = make([1, 1, 1], keep_gradients=True, inner=inner)
+    other = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer.add_param_group({"params": [other]})
+    backward(model, 1)
+    optimizer.step()
+    before = model.weight.item()
+    model.weight.requires_grad_(False)
+    for _ in range(2):
+        other.sum().backward()
+        optimizer.step()
+    assert model.weight.item() == before  # neither momentum nor decay
+    assert other.item() == pytest.approx(-(1 + 1.4))  # with momentum and decay
+
+
+def test_kept_gradients_refuse_to_be_frozen_within_a_step():
+    model, _, optimizer = make([2], keep_gradients=True)
+    backward(model, 1)
+    optimizer.step()
+    model.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="the trainable parameters must stay the same within a step"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("rule", [vbs.ConstantRule, vbs.AdaScaleRule])
+def test_kept_gradients_follow_a_module_that_is_converted_between_steps(rule):
+    model, _, optimizer = make([2, 2], keep_gradients=True, rule=rule())
+    model.float().double()
+    for x in (1, 3, 1, 3):
+        backward(model, x)
+        optimizer.step()
+    assert model.weight.item() == -4
+
+
+def test_kept_gradients_refuse_a_module_that_is_converted_within_a_step():
+    model, _, optimizer = make([2], keep_gradients=True)
+    backward(model, 1)
+    optimizer.step()
+    model.float().double()
+    backward(model, 3)
+    with pytest.raises(RuntimeError, match="must stay the same within a step, and where they are"):
+        optimizer.step()
+
+
+# ----------------------------------------------------------------------------------------- around backward() and step()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"keep_gradients": True}, {"keep_gradients": True, "rule": vbs.AdaScaleRule()}]
+)
+def test_zero_grad_drops_the_gradient_of_another_loss(options):
+    model, _, optimizer = make([2, 2], **options)
+    backward(model, 100)  # as of a generator, whose loss goes through this model
+    optimizer.zero_grad()
+    for x in (1, 3):
+        backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+    backward(model, 100)
+    optimizer.zero_grad()
+    for _ in range(2):
+        backward(model, 5)
+        optimizer.step()
+    assert model.weight.item() == -7
+
+
+def test_zero_grad_drops_one_within_a_step_or_says_that_it_cannot():
+    for is_kept in (False, True):
+        model, _, optimizer = make([2], keep_gradients=is_kept)
+        backward(model, 1)
+        optimizer.step()
+        backward(model, 100)
+        if is_kept:
+            with pytest.raises(RuntimeError, match="cannot drop the gradient of a backward pass without step"):
+                optimizer.zero_grad()
+            continue
+        optimizer.zero_grad()
+        backward(model, 3)
+        optimizer.step()
+        assert model.weight.item() == -2
+
+
+class FailsOnce(torch.optim.SGD):
+    """As for want of memory."""
+
+    has_failed = False
+
+    def step(self, closure=None):
+        if not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("keep_gradients", [False, True])
+def test_the_gradient_of_an_update_that_failed_is_not_counted_again(keep_gradients):
+    model, _, optimizer = make([2, 2], inner=lambda p: FailsOnce(p, lr=1.0), keep_gradients=keep_gradients)
+    for number, x in enumerate((1, 3, 5, 7)):
+        backward(model, x)
+        if number == 1:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert model.weight.item() == -6
+
+
+class Differences(torch.optim.SGD):
+    """Adds what the gradient has changed by since the step before, which it keeps without copying it."""
+
+    is_aliased = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p -= p.grad - self.state[p].get("before", 0)
+            self.state[p]["before"] = p.grad.detach() if self.is_aliased else p.grad
+
+
+@pytest.mark.parametrize("is_aliased", [False, True])
+def test_an_inner_optimizer_may_keep_a_gradient(is_aliased):
+    model, _, optimizer = make([2, 2, 2], inner=lambda p: Differences(p, lr=1.0))
+    optimizer.inner.is_aliased = is_aliased
+    for x in (1, 3, 5, 7, 10, 12):
+        backward(model, x)
+        optimizer.step()
+    assert model.weight.item() == -11
+
+
+def test_the_memory_stays_if_nobody_keeps_a_gradient():
+    model, _, optimizer = make([2, 2, 2], rule=vbs.AdaScaleRule())
+    places = set()
+    optimizer.inner.register_step_pre_hook(lambda *_: places.add(model.weight.grad.data_ptr()))
+    blockers = []  # so that memory that was let go would not come back
+    for x in (1, 3, 5, 7, 10, 12):
+        backward(model, x)
+        optimizer.step()
+        blockers.append(torch.zeros(64))
+    assert len(places) == 1
+
+
+def test_the_loss_scale_must_stay_the_same_within_a_step():
+    model, _, optimizer = make([2, 1], loss_scale=4.0)
+    backward(model, 4)
+    optimizer.step()
+    optimizer.loss_scale = 4.0
+    with pytest.raises(RuntimeError, match=r"`loss_scale` must stay the same within a step, .* got 2.0 after 4.0"):
+        optimizer.loss_scale = 2.0
+    backward(model, 12)
+    optimizer.step()
+    with pytest.raises(ValueError, match="`loss_scale` must be positive and finite, got 0"):
+        optimizer.loss_scale = 0
+    optimizer.loss_scale = 2.0
+    backward(model, 10)
+    optimizer.step()
+    assert model.weight.item() == -7
+
+
+def test_the_step_of_a_gradscaler_is_refused():
+    model, _, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 1, dtype=torch.float64)).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"GradScaler.step\(\) would leave out minibatches that are not finite"):
+        scaler.step(optimizer)
+
+
+def test_a_copy_of_an_optimizer_with_a_scheduler_steps_by_itself():
+    model, _, optimizer = make([1, 1])
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    other, copied = copy.deepcopy((model, optimizer))
+    backward(other, 3)
+    copied.step()
+    assert (model.weight.item(), other.weight.item()) == (0, -3)
+
+
+def test_a_parameter_that_is_in_a_group_twice_is_refused():
+    model = nn.Linear(1, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inner = torch.optim.SGD([model.weight, model.weight], lr=1.0)
+    sampler = vbs.CustomSampler(dataset_size=8, trace=[2], minibatch_size=1)
+    with pytest.raises(ValueError, match="`inner` must have each parameter once"):
+        vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=1)
+
+
+def test_adamscale_refuses_an_optimizer_without_second_moments():
+    model, _, optimizer = make([1], rule=vbs.AdamScaleRule(), inner=lambda p: torch.optim.Adamax(p))
+    backward(model, 1)
+    with pytest.raises(RuntimeError, match=r"`inner` must keep the second moment of each gradient .* Adamax has none"):
+        optimizer.step()
+
+
+def test_conjugated_gradients_are_measured():
+    model = nn.ParameterList([torch.ones(2, dtype=torch.complex128)])
+    sampler = vbs.CustomSampler(dataset_size=64, trace=[2], minibatch_size=1, shuffle=False)
+    optimizer = vbs.AdaScaleOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), sampler, ref_batchsize=2)
+    for x in (1 + 2j, 3 + 0j):
+        model[0].grad = torch.full((2,), x, dtype=torch.complex128).conj()
+        optimizer.step()
+    assert model[0].tolist() == [-1 + 1j] * 2
+
+
+def test_norms_travel_in_float32_at_least_whatever_the_default_is():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        memory = FlatMemory(list(nn.Linear(1, 1).parameters()), num_squares=2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert memory.squares.dtype == torch.float32
+
+
+def with_a_frozen_group(**options):
+    """A group that is frozen when it is added, and joins a step later."""
+    model, _, optimizer = make([2, 2, 2], rule=vbs.AdaScaleRule(), **options)
+    late = nn.Parameter(torch.zeros(1, dtype=torch.float64), requires_grad=False)
+    rank, cores = optimizer.sampler.rank, optimizer.sampler.num_replicas
+    for step in range(3):
+        if step == 1:
+            optimizer.add_param_group({"params": [late]})
+            assert optimizer.current_lr(1) == optimizer.current_lr(0)
+        late.requires_grad_(step == 2)
+        for x in range(rank, 2, cores):
+            (model(torch.tensor([[1.0 + x]], dtype=torch.float64)) + late * x).sum().backward()
+            optimizer.step()
+    return model.weight.item(), late.item(), optimizer.gain()
+
+
+def test_a_group_may_be_frozen_when_it_is_added():
+    expected = with_a_frozen_group()
+    assert expected[1] == -0.5
+    assert with_a_frozen_group(keep_gradients=True) == pytest.approx(expected)
+    for found in vbs.launch(with_a_frozen_group, cores=2, backend="gloo"):
+        assert found == pytest.approx(expected)

@@ -400,6 +400,18 @@ def test_set_epoch_on_the_optimizer_only_is_an_error():
         run_epoch(model, sampler, optimizer)
 
 
+@pytest.mark.parametrize("who", ["sampler", "optimizer"])
+def test_going_back_to_the_start_of_the_epoch_is_for_both(who):
+    model, sampler, optimizer = make([64, 96])
+    minibatches = iter(sampler)
+    backward(model, next(minibatches))
+    optimizer.step()
+    {"sampler": sampler, "optimizer": optimizer}[who].set_epoch(0)
+    backward(model, next(minibatches))
+    with pytest.raises(RuntimeError, match=f"set_epoch was called on the {who} only"):
+        optimizer.step()
+
+
 def test_a_step_beyond_the_end_of_the_epoch_is_an_error():
     model, sampler, optimizer = make([64, 96])
     run_epoch(model, sampler, optimizer)

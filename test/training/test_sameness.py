@@ -12,6 +12,7 @@ def build(**different):
     """An optimizer; on core 1 with other arguments."""
     rank = dist.get_rank()
     how = {"trace": [8, 8], "minibatch_size": 4, "seed": 0, "ref_batchsize": 8, "lr": 0.1, "rule": "linear"}
+    how |= {"options": {}, "has_model": True}
     how |= different if rank == 1 else {}
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
@@ -19,12 +20,16 @@ def build(**different):
     with torch.no_grad():
         model[1].running_mean.fill_(rank)
     model[1].register_buffer("is_ready", torch.tensor(rank == 0))
+    model[1].register_buffer("expanded", torch.full((2, 1), float(rank)).expand(2, 3))
     sampler = vbs.CustomSampler(
         dataset_size=64, trace=how["trace"], minibatch_size=how["minibatch_size"], seed=how["seed"]
     )
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=how["lr"])
     rule = vbs.make_rule(how["rule"])
-    optimizer = vbs.CustomOptimizer(inner, sampler, rule=rule, ref_batchsize=how["ref_batchsize"], model=model)
+    given = model if how["has_model"] else None
+    optimizer = vbs.CustomOptimizer(
+        inner, sampler, rule=rule, ref_batchsize=how["ref_batchsize"], model=given, **how["options"]
+    )
     return model, optimizer
 
 
@@ -35,6 +40,10 @@ DIFFERENT = [
     ({"ref_batchsize": 16}, "ref_batchsize: 8 on core 0, 16 on core 1"),
     ({"rule": "root"}, "rule: LinearRule on core 0, RootRule on core 1"),
     ({"lr": 0.2}, "settings: .*0.1.* on core 0, .*0.2.* on core 1"),
+    ({"lr": torch.tensor(0.2)}, "settings: .*0.1.* on core 0, .*0.2.* on core 1"),
+    ({"options": {"max_factor": 2.0}}, "max_factor: None on core 0, 2.0 on core 1"),
+    ({"options": {"skip_nonfinite": True}}, "skip_nonfinite: False on core 0, True on core 1"),
+    ({"has_model": False}, r"model: \(3, 2\) torch.float32, .* on core 0,  on core 1"),
     ({"seed": 3, "ref_batchsize": 16}, r"seed \(and in ref_batchsize\): 0 on core 0, 3 on core 1"),
 ]
 
@@ -55,6 +64,20 @@ def test_cores_that_are_set_up_differently_say_so_all_of_them():
                 raise ValueError(message)
 
 
+def with_other_settings_of_the_rule():
+    rank = dist.get_rank()
+    sampler = vbs.CustomSampler(dataset_size=64, trace=[8], minibatch_size=4)
+    inner = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    with pytest.raises(ValueError) as raised:
+        vbs.LEGWRuleOptimizer(inner, sampler, ref_batchsize=8, warmup_samples=10 + rank)
+    return str(raised.value)
+
+
+def test_the_settings_of_the_rule_are_compared_too():
+    for message in vbs.launch(with_other_settings_of_the_rule, cores=2, backend="gloo"):
+        assert "settings of the rule: {'warmup_samples': 10} on core 0, {'warmup_samples': 11} on core 1" in message
+
+
 def states():
     model, optimizer = build()
     late = nn.Parameter(torch.full((2,), float(dist.get_rank())))
@@ -70,4 +93,5 @@ def test_everything_starts_out_as_on_core_0_also_frozen_parameters_buffers_and_a
     assert first["late"].tolist() == [0.0, 0.0]
     assert second["1.running_mean"].tolist() == [0.0] * 3
     assert bool(second["1.is_ready"])
+    assert second["1.expanded"].tolist() == [[0.0] * 3] * 2
     assert not first["has_gradient"]

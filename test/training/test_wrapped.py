@@ -14,7 +14,7 @@ SIZES = [4 * n for n in (3, 1, 4, 2, 5, 1, 7, 3)]
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).double()
 
 
 def data():
@@ -24,12 +24,25 @@ def data():
     )
 
 
-def train(wrap, passed, kind=vbs.AdaScaleOptimizer, **ddp):
-    """Train a model that is wrapped, with the wrapper, the module or nothing passed as `model`."""
+def train(wrap, passed, kind=vbs.AdaScaleOptimizer, *, switches=False, trains_rest=False, **ddp):
+    """Train a model that is wrapped, with the wrapper, the module or nothing passed as `model`.
+
+    Args:
+        wrap: when; or "middle" for its middle layer only, or "again" for once more in a later epoch.
+        passed: what is passed.
+        kind: the optimizer.
+        switches: whether the loop switches the wrapper's reduction on and off, as many do that accumulate.
+        trains_rest: whether another optimizer, of torch, trains the first layer.
+        ddp: options of the wrapper.
+    """
     module = network()
-    model = DistributedDataParallel(module, **ddp) if wrap == "before" else module
+    model = DistributedDataParallel(module, **ddp) if wrap in ("before", "again") else module
+    if wrap == "middle":
+        module[2] = DistributedDataParallel(module[2])
     sampler = vbs.CustomSampler(dataset_size=100, trace=SIZES, minibatch_size=4)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    first, *others = list(model.parameters())
+    inner = torch.optim.SGD(others if trains_rest else [first, *others], lr=0.1, momentum=0.9)
+    rest = torch.optim.SGD([first], lr=0.1)
     given = {"wrapper": model, "module": module, "nothing": None}[passed]
     optimizer = kind(inner, sampler, ref_batchsize=4, model=given)
     if wrap == "after":
@@ -38,11 +51,18 @@ def train(wrap, passed, kind=vbs.AdaScaleOptimizer, **ddp):
     for epoch in range(sampler.schedule.num_epochs):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
-        for indices in sampler:
+        if wrap == "again" and epoch == 1:
+            model = DistributedDataParallel(module, **ddp)
+        for number, indices in enumerate(sampler):
+            if switches:
+                model.require_backward_grad_sync = number % 2 == 0
             nn.functional.cross_entropy(model(x[indices]), y[indices]).backward()
             optimizer.step()
+            if trains_rest:
+                rest.step()
     gain = optimizer.gain() if kind is vbs.AdaScaleOptimizer else None
-    return copy.deepcopy(module.state_dict()), gain
+    state = {name.replace("module.", ""): value for name, value in module.state_dict().items()}
+    return copy.deepcopy(state), gain
 
 
 WAYS = [
@@ -52,12 +72,20 @@ WAYS = [
     {"passed": "nothing", "kind": vbs.LinearRuleOptimizer},
     {"passed": "wrapper", "gradient_as_bucket_view": True},
     {"passed": "wrapper", "find_unused_parameters": True},
+    {"passed": "wrapper", "switches": True},
+    {"passed": "module", "wrap": "middle"},
 ]
 
 
 def train_all():
-    results = [train("before", **way) for way in WAYS]
-    return results, [message_of("after", "module"), message_of("before", "nothing", static_graph=True)]
+    results = [train(**{"wrap": "before", **way}) for way in WAYS]
+    messages = [
+        message_of("after", "module"),
+        message_of("again", "module"),
+        message_of("before", "nothing", static_graph=True),
+        message_of("before", "module", trains_rest=True),
+    ]
+    return results, messages
 
 
 def message_of(*args, **options):
@@ -71,11 +99,50 @@ def message_of(*args, **options):
 @pytest.mark.parametrize("cores", [2, 4])
 def test_a_wrapped_model_trains_as_an_unwrapped_one(cores):
     expected = {kind: train("never", "module", kind) for kind in (vbs.AdaScaleOptimizer, vbs.LinearRuleOptimizer)}
-    for results, (late, static) in vbs.launch(train_all, cores=cores, backend="gloo"):
+    for results, (late, again, static, rest) in vbs.launch(train_all, cores=cores, backend="gloo"):
         for way, (state, gain) in zip(WAYS, results, strict=True):
             plain, plain_gain = expected[way.get("kind", vbs.AdaScaleOptimizer)]
             for name in plain:
                 torch.testing.assert_close(state[name], plain[name], rtol=0, atol=1e-9, msg=f"{name}, {way}")
             assert gain == (None if plain_gain is None else pytest.approx(plain_gain, rel=1e-9))
         assert "wrapped in DistributedDataParallel after the optimizer was made" in late
+        assert "wrapped in DistributedDataParallel after the optimizer was made" in again
         assert "a DistributedDataParallel with static_graph=True always reduces" in static
+        assert "SGD trains parameters of a model in DistributedDataParallel that nobody reduces" in rest
+
+
+def with_a_wrapped_group_added():
+    """The middle layer joins after a step; on several cores, wrapped."""
+    model = network()
+    sampler = vbs.CustomSampler(dataset_size=100, trace=SIZES, minibatch_size=4)
+    inner = torch.optim.SGD([*model[0].parameters(), *model[4].parameters()], lr=0.1)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4, model=model)
+    x, y = data()
+    for indices in sampler:
+        if optimizer.steps_done == 1 and len(optimizer.param_groups) == 1:
+            late = list(model[2].parameters())
+            if sampler.num_replicas > 1:
+                model[2] = DistributedDataParallel(model[2])
+            optimizer.add_param_group({"params": late})
+        nn.functional.cross_entropy(model(x[indices]), y[indices]).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_group_that_is_added_may_be_wrapped():
+    expected = with_a_wrapped_group_added()
+    for found in vbs.launch(with_a_wrapped_group_added, cores=2, backend="gloo"):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+def message_about_synchronised_norm():
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    sampler = vbs.CustomSampler(dataset_size=8, trace=[4], minibatch_size=4)
+    with pytest.raises(ValueError) as raised:
+        vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=4)
+    return str(raised.value)
+
+
+def test_a_norm_that_waits_for_all_cores_in_every_minibatch_is_refused():
+    for message in vbs.launch(message_about_synchronised_norm, cores=2, backend="gloo"):
+        assert "SyncBatchNorm waits for all cores in every minibatch" in message

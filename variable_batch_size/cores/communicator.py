@@ -52,6 +52,16 @@ class Communicator(ABC):
         return total.cpu()
 
 
+def each_element_once(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor without the repetitions of ``expand()``, which cannot be written to.
+
+    >>> each_element_once(torch.zeros(2, 1).expand(2, 3)).shape
+    torch.Size([2])
+    """
+    repeated = [stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor[tuple(0 if is_repeated else slice(None) for is_repeated in repeated)] if any(repeated) else tensor
+
+
 @final
 class Alone(Communicator):
     """One process that is the only core."""

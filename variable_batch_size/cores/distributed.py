@@ -8,7 +8,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.cores.communicator import Communicator, each_element_once
 
 _LARGE = 2**22
 """Elements from which on a second call surely costs less than it gains: at 1 M these are equal."""
@@ -29,12 +29,12 @@ class Distributed(Communicator):
                 work.wait()
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in (tensor for tensor in tensors if tensor.numel()):
+        for tensor in (each_element_once(tensor.detach()) for tensor in tensors if tensor.numel()):
             # as bytes, which every backend knows how to send, whatever the kind of number
-            sent = tensor.detach().contiguous()
+            sent = tensor.contiguous()
             dist.broadcast(sent.view(-1).view(torch.uint8), src=0)
             if sent.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(sent)
+                tensor.copy_(sent)
 
 
 def is_running() -> bool:

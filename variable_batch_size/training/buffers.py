@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.cores.communicator import Communicator, each_element_once
 from variable_batch_size.cores.running import communicator_for
 
 
@@ -49,7 +49,7 @@ class Buffers:
             self._saved = []
         elif not (self._is_one_program and self._saved and self._is_as_saved()):  # there, a program is spared
             self._saved = [
-                _Saved(owner, name, buffer, buffer._version, buffer.detach().clone())
+                _Saved(owner, name, buffer, buffer._version, _copy_of(buffer))
                 for owner, name, buffer in _buffers_of(self._model)
             ]
         self._is_fresh = bool(self._saved)
@@ -81,8 +81,12 @@ class Buffers:
                 buffer.copy_(torch.where(must_go, saved.values, buffer).view_as(buffer))
             return
         for saved in self._saved:
-            saved.buffer.copy_(saved.values)
+            each_element_once(saved.buffer).copy_(saved.values)
             saved.owner._buffers[saved.name] = saved.buffer  # the minibatch may have put another tensor there
+
+
+def _copy_of(buffer: torch.Tensor) -> torch.Tensor:
+    return each_element_once(buffer.detach()).clone()
 
 
 def _buffers_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:

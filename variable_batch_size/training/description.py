@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.rules.rule import Rule
@@ -36,8 +37,13 @@ def settings_of(inner: Optimizer) -> str:
     """The numbers among the settings of an optimizer's groups, and how many parameters of which sizes they have."""
     groups = []
     for group in inner.param_groups:
-        numbers = {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
-        groups.append(f"{numbers}, shapes {[tuple(p.shape) for p in group['params']]}")
+        values = {
+            name: value.item() if isinstance(value, torch.Tensor) and value.device.type == "cpu" else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        numbers = {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str, tuple))}
+        groups.append(f"{numbers}, shapes {shapes_of(group['params'])}")
     return "; ".join(groups)
 
 
@@ -48,3 +54,13 @@ def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[
     ['seed was 0 and is 3']
     """
     return [f"{name} was {saved.get(name)} and is {now[name]}" for name in now if saved.get(name) != now[name]]
+
+
+def settings_of_rule(rule: Rule) -> str:
+    """The numbers among the settings of a rule."""
+    return str({name: value for name, value in vars(rule).items() if isinstance(value, (bool, int, float, str))})
+
+
+def shapes_of(tensors: Iterable[torch.Tensor]) -> str:
+    """The shape and dtype of each."""
+    return ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)

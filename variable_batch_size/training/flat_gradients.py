@@ -69,9 +69,10 @@ class FlatGradients(Gradients):
             parameters = parameters + [
                 p for p, has in zip(old.parameters, self._is_present, strict=True) if has and id(p) not in known
             ]
-        if old.fits(parameters, is_thorough=not self._has_sums):
+        num_squares = len(self._inner.param_groups)
+        if old.fits(parameters, num_squares, is_thorough=not self._has_sums):
             return
-        self._memory = FlatMemory(parameters, num_squares=len(self._inner.param_groups))
+        self._memory = FlatMemory(parameters, num_squares=num_squares)
         if self._has_sums:
             self._memory.take_over(old)
             was_present = {id(p) for p, has in zip(old.parameters, self._is_present, strict=True) if has}
@@ -118,6 +119,8 @@ class FlatGradients(Gradients):
         self._step_squares = None
         for p in self.parameters():
             p.grad = None
+        if self._memory.is_held():
+            self._memory = FlatMemory([], num_squares=0)
 
     def discard(self) -> None:
         self.clear()

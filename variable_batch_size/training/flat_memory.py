@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from operator import is_
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -49,19 +50,35 @@ class FlatMemory:
             views |= {n: _view(flat, parameters[n], offset) for n, offset in zip(members, offsets, strict=True)}
             if (device, dtype) == carrier:
                 self.squares = flat[end + len(members) :]
-        self.views = [views[number] for number in range(len(parameters))]
+        self.views = [views.pop(number) for number in range(len(parameters))]  # nobody else may hold them, see is_held
         if carrier is None:
-            self.squares = torch.zeros(num_squares, device=parameters[0].device if parameters else None)
+            place = parameters[0].device if parameters else None
+            self.squares = torch.zeros(num_squares, dtype=torch.float32, device=place)
             self.flats.append(self.squares)
+        self._addresses = [view.data_ptr() for view in self.views]
+        self._holders = self._count_holders()
 
-    def fits(self, parameters: list[torch.nn.Parameter], *, is_thorough: bool = True) -> bool:
-        """Whether these are the parameters, of the same dtype as they were; if thorough, shape and device, too."""
+    def fits(self, parameters: list[torch.nn.Parameter], num_squares: int, *, is_thorough: bool = True) -> bool:
+        """Whether these are the parameters, of the same dtype and as many groups; if thorough, shape and device."""
         return (
-            len(parameters) == len(self.parameters)
+            num_squares == len(self.squares)
+            and len(parameters) == len(self.parameters)
             and all(map(is_, parameters, self.parameters))
             and [p.dtype for p in parameters] == self._dtypes
             and not (is_thorough and [(p.shape, p.device) for p in parameters] != self._kinds)
         )
+
+    def is_in_place(self) -> bool:
+        """Whether the gradients still are views of this memory, which converting a module changes."""
+        return [view.data_ptr() for view in self.views] == self._addresses
+
+    def is_held(self) -> bool:
+        """Whether someone has kept a gradient, as an optimizer may that needs the one before: it must stay as it is."""
+        return self._count_holders() != self._holders
+
+    def _count_holders(self) -> list[int]:
+        of_storages = [torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self.flats]
+        return [*of_storages, sum(map(getrefcount, self.views))]
 
     def take_over(self, old: FlatMemory) -> None:
         """Take over the gradients of other memory, as far as the parameters are the same."""
@@ -125,7 +142,7 @@ def _norms(tensors: list[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor
 
 def _norm(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.coalesce().values() if tensor.is_sparse else tensor
-    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     norm: torch.Tensor = torch.linalg.vector_norm(real, dtype=real.dtype if real.dtype in EXACT else torch.float32)
     return norm
 

@@ -65,6 +65,11 @@ class Gradients(ABC):
     def clear(self) -> None:
         """After the update: start the next step from nothing."""
 
+    def drop(self) -> None:
+        """Drop what is in ``p.grad``, which no minibatch has been made of yet."""
+        for p in self.parameters():
+            p.grad = None
+
     def discard(self) -> None:
         """Drop what an unfinished step has left, gradients that were never taken over included."""
         for p in self.parameters():

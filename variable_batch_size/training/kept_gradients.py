@@ -23,19 +23,23 @@ class KeptGradients(Gradients):
     def __init__(self, *args: Any, **options: Any) -> None:
         self._memory = FlatMemory([], num_squares=0)
         self._sums: list[torch.Tensor] = []
-        self._has_sums = False
+        self._has_taken = False  # minibatches of this step
+        self._versions: list[int] = []
         super().__init__(*args, **options)
 
     def take(self, *, is_last: bool, is_only: bool) -> None:
         self._fit()
-        if not self._measures:
-            return
+        is_first, self._has_taken = not self._has_taken, not is_last
+        if self._measures:
+            self._measure(is_first=is_first, is_last=is_last)
+        self._note_versions()
+
+    def _measure(self, *, is_first: bool, is_last: bool) -> None:
         squares = self._squares(self._with_gradients())
-        if self._has_sums:
+        if not is_first:
             for flat, held in zip(self._memory.flats, self._sums, strict=True):
                 flat.add_(held)  # the squared norms so far among them
         self._memory.squares.add_(squares)
-        self._has_sums = not is_last
         if not is_last:
             self._hold()
 
@@ -49,22 +53,47 @@ class KeptGradients(Gradients):
 
     def _fit(self) -> None:
         """See that every trainable parameter's gradient is its view, and make room for parameters that are new."""
-        trainable = [p for p in self.parameters() if p.requires_grad]
-        if not self._memory.fits(trainable):
-            if self._has_sums:
-                raise RuntimeError("with `keep_gradients` the trainable parameters must stay the same within a step")
-            memory = FlatMemory(trainable, num_squares=len(self._inner.param_groups))
-            for p, view in zip(trainable, memory.views, strict=True):
-                if p.grad is not None:
-                    view.copy_(p.grad)
-                p.grad = view
-            self._memory, self._sums = memory, []
         for number, (p, view) in enumerate(zip(self._memory.parameters, self._memory.views, strict=True)):
-            if p.grad is not view:
+            is_frozen_and_empty = p.grad is None and not p.requires_grad
+            if p.grad is not view and not is_frozen_and_empty:
                 raise RuntimeError(
                     f"with `keep_gradients` a gradient must stay in its place, but that of parameter {number}, of the "
                     f"shape {tuple(p.shape)}, was replaced between backward() and step()"
                 )
+        trainable = [p for p in self.parameters() if p.requires_grad]
+        if self._memory.fits(trainable, len(self._inner.param_groups)) and self._memory.is_in_place():
+            return
+        if self._has_taken:
+            raise RuntimeError(
+                "with `keep_gradients` the trainable parameters must stay the same within a step, and where they are"
+            )
+        memory = FlatMemory(trainable, num_squares=len(self._inner.param_groups))
+        for p, view in zip(trainable, memory.views, strict=True):
+            if p.grad is not None:
+                view.copy_(p.grad)
+        for p in self._memory.parameters:
+            p.grad = None  # of those that are frozen now
+        for p, view in zip(trainable, memory.views, strict=True):
+            p.grad = view
+        self._memory, self._sums = memory, []
+
+    def drop(self) -> None:
+        if self._versions == self._versions_now():
+            return
+        if self._has_taken and not self._measures:
+            raise RuntimeError(
+                "with `keep_gradients` zero_grad() cannot drop the gradient of a backward pass without step(), as it "
+                "was added to those of the minibatches before"
+            )
+        self._memory.zero()
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        """Another one for each change of the memory."""
+        return [flat._version for flat in self._memory.flats]
 
     def reduce(self, weight: float) -> None:
         if weight == 0:
@@ -75,20 +104,23 @@ class KeptGradients(Gradients):
             self._communicator.sum(self._memory.flats)
 
     def clear(self) -> None:
-        self._has_sums = False
+        self._has_taken = False
         self._memory.zero()
+        self._note_versions()
 
     def discard(self) -> None:
         super().discard()
         for p, view in zip(self._memory.parameters, self._memory.views, strict=True):
             p.grad = view
-        self.clear()
+        self._has_taken = False
         self._fit()
+        self.clear()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         for p, view in zip(self._memory.parameters, self._memory.views, strict=True):
             p.grad = view
+        self._note_versions()
 
     def _measured(self) -> torch.Tensor:
         return self._memory.squares

@@ -14,7 +14,7 @@ from variable_batch_size.checks import check_not_negative
 from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.rules.rule import Norms, Rule, Step
 from variable_batch_size.training.buffers import Buffers
-from variable_batch_size.training.description import settings_of
+from variable_batch_size.training.description import settings_of, settings_of_rule, shapes_of
 from variable_batch_size.training.flat_gradients import FlatGradients
 from variable_batch_size.training.gradients import Gradients
 from variable_batch_size.training.kept_gradients import KeptGradients
@@ -24,7 +24,7 @@ from variable_batch_size.training.sampler import CustomSampler
 from variable_batch_size.training.scheduled import ScheduledOptimizer
 from variable_batch_size.training.separate_gradients import SeparateGradients
 from variable_batch_size.training.settings import Settings
-from variable_batch_size.training.wrapped import refuse_late_wrapper, take_over_reduction
+from variable_batch_size.training.wrapped import refuse_other_reductions, take_over_reduction
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,8 @@ class CustomOptimizer(ScheduledOptimizer):
             device in every step. None for False, and True for rules that measure gradients anyway.
         loss_scale: what the user multiplies the loss by, to be divided out of the gradient; may be set between steps.
         keep_gradients: let gradients stay where they are, zeroed in place, and autograd accumulate there, for CUDA
-            graphs and to save the memory of one gradient; they must then not be touched.
+            graphs and to save the memory of one gradient; they must then not be touched, nor may a parameter be frozen,
+            added or converted within a step.
     """
 
     def __init__(
@@ -78,22 +79,28 @@ class CustomOptimizer(ScheduledOptimizer):
         check_not_negative(log_steps=log_steps)
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}")
-        if not 0 < loss_scale < math.inf:
-            raise ValueError(f"`loss_scale` must be positive and finite, got {loss_scale!r}")
         self.log_steps = int(log_steps)
         self.clip_grad_norm = clip_grad_norm
         self.skip_nonfinite = rule.measures_noise if skip_nonfinite is None else skip_nonfinite
-        self.loss_scale = loss_scale
+        self._loss_scale = _checked_loss_scale(loss_scale)
         self._communicator = communicator_for(self.parameters())
-        self._join_other_cores(model)
-        self._has_begun = False
+        self._pass = -1  # of the sampler, that of the latest minibatch
+        options = {
+            "clip_grad_norm": clip_grad_norm,
+            "smooth_steps": smooth_steps,
+            "max_factor": max_factor,
+            "skip_nonfinite": self.skip_nonfinite,
+            "loss_scale": loss_scale,
+            "keep_gradients": keep_gradients,
+        }
+        self._join_other_cores(model, options)
         self._preconditioner = Preconditioner(inner) if rule.preconditions else None
         self._gradients = self._new_gradients(keep_gradients)
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
         self._settings = Settings(inner, self._communicator)
         self._begin_epoch()
 
-    def _join_other_cores(self, model: torch.nn.Module | None) -> None:
+    def _join_other_cores(self, model: torch.nn.Module | None, options: dict[str, Any]) -> None:
         """See that all cores begin with the same, and that nobody else reduces the gradients."""
         parameters, sampler, communicator = list(self.parameters()), self.sampler, self._communicator
         if (sampler.rank, sampler.num_replicas) != (communicator.rank, communicator.num_replicas):
@@ -101,8 +108,14 @@ class CustomOptimizer(ScheduledOptimizer):
                 f"the sampler is for core {sampler.rank} of {sampler.num_replicas}, "
                 f"but this is core {communicator.rank} of {communicator.num_replicas}"
             )
-        facts = {**self.description, "clip_grad_norm": self.clip_grad_norm, "settings": settings_of(self.inner)}
         of_model = [*model.parameters(), *model.buffers()] if model is not None else []
+        facts = {
+            **self.description,
+            **options,
+            "settings of the rule": settings_of_rule(self.rule),
+            "settings": settings_of(self.inner),
+            "model": shapes_of(of_model),
+        }
         begin_alike(facts, [*parameters, *of_model], communicator)
         take_over_reduction(parameters, communicator)
 
@@ -114,6 +127,20 @@ class CustomOptimizer(ScheduledOptimizer):
         measures = self.rule.measures_noise
         return kind(self.inner, self._communicator, measures=measures, divisors=divisors)
 
+    @property
+    def loss_scale(self) -> float:
+        """What the user multiplies the loss by; it may be set between steps."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        if self.is_accumulating and value != self._loss_scale:
+            raise RuntimeError(
+                f"`loss_scale` must stay the same within a step, whose gradients are summed, got {value!r} after "
+                f"{self._loss_scale!r}"
+            )
+        self._loss_scale = _checked_loss_scale(value)
+
     # ---------------------------------------------------------------------------------------- a torch.optim.Optimizer
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -123,10 +150,12 @@ class CustomOptimizer(ScheduledOptimizer):
         for p in added:
             p.grad = None  # of minibatches before, which nobody has taken over
         share_from_first(added, self._communicator)
+        take_over_reduction(added, self._communicator)
         self._communicator.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: :meth:`step` empties the gradients."""
+        """Drop gradients that :meth:`step` has not taken over, as of another loss; there are none after it."""
+        self._gradients.drop()
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state and the position; in the middle of a step, the position before that step."""
@@ -184,6 +213,7 @@ class CustomOptimizer(ScheduledOptimizer):
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
+        self._has_begun = False  # whether there was a minibatch since
         self._gradients.discard()
         self._factors = None
         self._buffers.save(self.is_idle)
@@ -199,12 +229,17 @@ class CustomOptimizer(ScheduledOptimizer):
         """
         if closure is not None:
             raise ValueError("`closure` must be None: run the backward pass, then call step()")
+        if hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "GradScaler.step() would leave out minibatches that are not finite: call step() of the optimizer, with "
+                "`loss_scale`, and give the scale to GradScaler.update()"
+            )
         for before in self._optimizer_step_pre_hooks.values():
             before(self, (), {})
-        if not self._has_begun:
-            refuse_late_wrapper(list(self.parameters()), self._communicator)
-            self._has_begun = True
         self._refuse_other_epoch()
+        if not self._has_begun:
+            refuse_other_reductions(self.parameters(), self._communicator)
+            self._has_begun = True
         self._position.advance()
         self._factors = None
         is_last = self._position.is_complete
@@ -216,6 +251,9 @@ class CustomOptimizer(ScheduledOptimizer):
             after(self, (), {})
         return has_updated
 
+    # GradScaler then calls step() for every minibatch, instead of leaving out some without a word
+    _step_supports_amp_scaling = True
+
     # torch would wrap step() for hooks and profiling, which takes longer than the accumulating; the inner step has it
     step.hooked = True  # type: ignore[attr-defined]
 
@@ -226,19 +264,29 @@ class CustomOptimizer(ScheduledOptimizer):
                 f"the sampler is in epoch {sampler.epoch} (from its step {sampler.first_step} on) but the optimizer in "
                 f"epoch {position.epoch} (from {position.first_step} on): call set_epoch on both, alike"
             )
+        is_same_pass = sampler.num_passes == self._pass
+        if is_same_pass != self._has_begun:
+            who = "optimizer" if is_same_pass else "sampler"
+            raise RuntimeError(
+                f"set_epoch was called on the {who} only: call it on the sampler and the optimizer before each pass "
+                "over the loader"
+            )
+        self._pass = sampler.num_passes
 
     def _complete_step(self) -> bool:
         """Reduce, update, and leave everything ready for the next step; False if the update was skipped."""
         step, is_idle = self._rule_step(), self.is_idle
         weight = (1 if self.rule.sums_gradients else 1 / step.num_minibatches) / self.loss_scale
-        self._gradients.reduce(0.0 if is_idle else weight)
-        self.gradient_norm = self._norm_of(step)
-        is_skipped = (self.skip_nonfinite or self.rule.measures_noise) and self._observe(step)
-        if is_skipped:
-            self._say_skipped()
-        else:
-            self._update(step)
-        self._gradients.clear()
+        try:
+            self._gradients.reduce(0.0 if is_idle else weight)
+            self.gradient_norm = self._norm_of(step)
+            is_skipped = (self.skip_nonfinite or self.rule.measures_noise) and self._observe(step)
+            if is_skipped:
+                self._say_skipped()
+            else:
+                self._update(step)
+        finally:
+            self._gradients.clear()
         self._buffers.settle(is_taken_back=is_idle or is_skipped)
         self._buffers.save(self._position.is_idle_next)
         self.steps_done += 1
@@ -292,3 +340,9 @@ class CustomOptimizer(ScheduledOptimizer):
 
     def _place(self) -> tuple[int, int, int]:
         return self.epoch, self.epoch_step, self._position.num_epoch_steps
+
+
+def _checked_loss_scale(value: float) -> float:
+    if not 0 < value < math.inf:
+        raise ValueError(f"`loss_scale` must be positive and finite, got {value!r}")
+    return value

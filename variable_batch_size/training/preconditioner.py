@@ -28,6 +28,11 @@ class Preconditioner:
             for p in group["params"]:
                 state = self._inner.state.get(p, {})
                 if "exp_avg_sq" not in state:
+                    if p.grad is not None:
+                        raise RuntimeError(
+                            f"`inner` must keep the second moment of each gradient as Adam does, in its state "
+                            f"`exp_avg_sq`, but {type(self._inner).__name__} has none"
+                        )
                     continue
                 num_updates = state["step"]
                 # read from the host if it is there; one that is on the device stays there

@@ -39,6 +39,9 @@ class CustomSampler(Sampler[list[int]]):
         shuffle: whether samples come in an order of their own in each epoch, or as they are.
         on_end: what follows the last row of the trace: ``"stop"``, ``"hold"`` the last size or ``"cycle"``.
 
+    Attributes:
+        num_passes: how often :meth:`set_epoch` was called.
+
     >>> sampler = CustomSampler(dataset_size=7, trace=[4, 2], minibatch_size=2, num_replicas=2, rank=0, shuffle=False)
     >>> list(sampler)
     [[0, 1], [4, 5]]
@@ -79,6 +82,7 @@ class CustomSampler(Sampler[list[int]]):
         self.shuffle = shuffle
         self.epoch = 0
         self.first_step = 0
+        self.num_passes = 0
         self._has_started = False
         self._when_read: Callable[[], None] | None = None
 
@@ -101,6 +105,7 @@ class CustomSampler(Sampler[list[int]]):
         check_within(len(steps), first_step=first_step)
         self.epoch = int(epoch)
         self.first_step = int(first_step)
+        self.num_passes += 1
         self._has_started = False
         self._when_read = None
 

@@ -110,13 +110,19 @@ class ScheduledOptimizer(Wrapper, ABC):
 
     def current_lr(self, group: int = 0) -> float:
         """The learning rate, scaled by the rule, of a parameter group in the step of the latest minibatch."""
-        if self._factors is not None:
+        if self._is_known(group):
             return self._lrs[group]  # as it was then: a scheduler may have gone on
         return float(self.rule.settings(self.param_groups[group], self._rule_step(), self.factor(group))["lr"])
 
     def factor(self, group: int = 0) -> float:
         """What the learning rate is multiplied by in that step."""
-        return self._scaling.preview(self._rule_step(), group) if self._factors is None else self._factors[group]
+        if self._factors is not None and self._is_known(group):
+            return self._factors[group]
+        return self._scaling.preview(self._rule_step(), group)
+
+    def _is_known(self, group: int) -> bool:
+        """Whether the step of the latest minibatch is complete and had this group, which may have been added since."""
+        return self._factors is not None and group < len(self._factors)
 
     @property
     def progress(self) -> float:

@@ -3,45 +3,84 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
+from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.training.wrapper import Wrapper
+
+Kind = TypeVar("Kind")
 
 
-def take_over_reduction(parameters: Sequence[torch.Tensor], communicator: Communicator) -> None:
-    """Switch off the reduction of every DistributedDataParallel that has these parameters.
+def take_over_reduction(parameters: Iterable[torch.Tensor], communicator: Communicator) -> None:
+    """Switch off the reduction of every DistributedDataParallel that has some of these parameters.
 
     In every backward pass it takes the mean over all processes, which is wrong where these have different numbers of
     minibatches, and hangs where they do not all have one.
     """
-    for wrapper in _wrappers_of(parameters, communicator):
+    if communicator.num_replicas == 1:
+        return
+    own = set(parameters)
+    for wrapper in _alive(DistributedDataParallel):
+        if own.isdisjoint(wrapper.parameters()):
+            continue
         if wrapper.static_graph:
             raise ValueError("a DistributedDataParallel with static_graph=True always reduces: make it without that")
         wrapper.require_backward_grad_sync = False
+        # loops that accumulate by themselves switch it on for the last of some minibatches
+        wrapper.register_forward_pre_hook(_switch_off_reduction)
+    if not all(own.isdisjoint(module.parameters()) for module in _alive(SyncBatchNorm)):
+        raise ValueError(
+            "SyncBatchNorm waits for all cores in every minibatch, and they do not all have the same number: use "
+            "BatchNorm"
+        )
 
 
-def refuse_late_wrapper(parameters: Sequence[torch.Tensor], communicator: Communicator) -> None:
-    """Raise if a model was wrapped since its wrappers were looked for: it has reduced a minibatch already."""
-    if any(wrapper.require_backward_grad_sync for wrapper in _wrappers_of(parameters, communicator)):
+def refuse_other_reductions(parameters: Iterable[torch.Tensor], communicator: Communicator) -> None:
+    """Raise if someone has reduced these parameters' gradients already, or should reduce others that now nobody does.
+
+    The first is a model that was wrapped since its wrappers were looked for. The second are parameters of a wrapped
+    model that another optimizer trains.
+    """
+    if communicator.num_replicas == 1:
+        return
+    own = set(parameters)
+    wrappers = [wrapper for wrapper in _alive(DistributedDataParallel) if not own.isdisjoint(wrapper.parameters())]
+    if not wrappers:
+        return
+    if any(getattr(wrapper, "require_backward_grad_sync", False) for wrapper in wrappers):
         raise RuntimeError(
             "the model was wrapped in DistributedDataParallel after the optimizer was made, so that its gradients were "
             "reduced twice: wrap the model first"
         )
+    optimizers = _alive(Optimizer)
+    reduced = {p for optimizer in optimizers if isinstance(optimizer, Wrapper) for p in _parameters_of(optimizer)}
+    left_out = {p for wrapper in wrappers for p in wrapper.parameters() if p.requires_grad} - reduced
+    for optimizer in optimizers:
+        if not left_out.isdisjoint(_parameters_of(optimizer)):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} trains parameters of a model in DistributedDataParallel that nobody "
+                "reduces, as another optimizer of this library trains the others: wrap them in a module of their own"
+            )
 
 
-def _wrappers_of(parameters: Sequence[torch.Tensor], communicator: Communicator) -> list[DistributedDataParallel]:
-    """Those that have some of the parameters.
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    # one that was refused while it was made may still be alive, without groups
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
-    A parameter does not know of them, but they keep a list of their parameters, and Python knows who refers to whom.
-    """
-    if communicator.num_replicas == 1:
-        return []
-    some = (parameters[0], parameters[-1])  # each costs a look at all objects there are
-    lists = [thing for thing in gc.get_referrers(*some) if type(thing) is list]
-    owners = gc.get_referrers(*lists)
-    owners += gc.get_referrers(*[thing for thing in owners if type(thing) is dict])  # the attributes of an object
-    found = {id(thing): thing for thing in owners if issubclass(type(thing), DistributedDataParallel)}
-    return list(found.values())
+
+def _switch_off_reduction(wrapper: DistributedDataParallel, args: Any) -> None:
+    wrapper.require_backward_grad_sync = False
+
+
+def _alive(kind: type[Kind]) -> list[Kind]:
+    """All objects of a kind: a parameter does not know who has it, but an object refers to its class."""
+    kinds: list[type] = [kind]
+    for one in kinds:
+        kinds += type.__subclasses__(one)
+    return [thing for thing in gc.get_referrers(*kinds) if issubclass(type(thing), kind)]

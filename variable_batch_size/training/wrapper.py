@@ -23,6 +23,8 @@ class Wrapper(Optimizer):
             raise ValueError(
                 "`inner` must update from one gradient, got LBFGS, which evaluates the loss again and again"
             )
+        if any(len(set(group["params"])) < len(group["params"]) for group in inner.param_groups):
+            raise ValueError("`inner` must have each parameter once, got one that is in a group several times")
         self.inner = inner
         # sets up hooks and profiling as Optimizer.__init__ does, without a second set of param_groups and state
         super().__setstate__({})
@@ -44,7 +46,8 @@ class Wrapper(Optimizer):
         return (p for group in self.inner.param_groups for p in group["params"])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__}
+        # a scheduler puts a step() there that is bound to this very object
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
