@@ -78,7 +78,8 @@ class Buffers:
             for saved in self._saved:
                 buffer = saved.owner._buffers[saved.name]
                 assert buffer is not None
-                buffer.copy_(torch.where(must_go, saved.values, buffer).view_as(buffer))
+                written = each_element_once(buffer)
+                written.copy_(torch.where(must_go, saved.values, written).view_as(written))
             return
         for saved in self._saved:
             each_element_once(saved.buffer).copy_(saved.values)
