@@ -1,9 +1,14 @@
-"""Workloads for the tests of vbs compare, found as ``comparisons:NAME``; and how the command is run there."""
+"""Runs vbs compare for tests, with workloads of its own, found as ``comparisons:NAME``, and reads what it wrote."""
 
+import csv
 import dataclasses
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +18,8 @@ from torch.nn.functional import l1_loss, mse_loss
 from torch.utils.data import Dataset, TensorDataset
 
 import variable_batch_size as vbs
+from variable_batch_size.comparison.experiment import Run
+from variable_batch_size.comparison.results import Results
 
 HERE = Path(__file__).parent
 
@@ -24,12 +31,58 @@ def vbs_compare(*options, check=True):
     return done
 
 
+def start_vbs_compare(*options, is_in_background=False, **popen_options):
+    """Start ``vbs compare`` as a shell does: in the foreground, or in the background, where SIGINT is ignored."""
+    with on_sigint(signal.SIG_IGN if is_in_background else signal.default_int_handler):
+        return subprocess.Popen(command(*options), cwd=HERE, env=environment(), **popen_options)
+
+
+@contextmanager
+def on_sigint(handler):
+    """Within, SIGINT is handled so; a process that is started then ignores it only if it is ignored here."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def command(*options):
     return [sys.executable, "-W", "error", "-m", "variable_batch_size", "compare", *map(str, options)]
 
 
 def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+
+
+def wait_for_runs(number, running, directory):
+    """Wait until so many runs have ended of a comparison that is running."""
+    while len(list(directory.glob("runs/*/*/*/run.json"))) < number:
+        assert running.poll() is None
+        time.sleep(0.05)
+
+
+# ------------------------------------------------------------------------------------------------------ what it wrote
+
+
+def rows(directory):
+    """The rows of results.csv."""
+    with open(directory / "results.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def rows_by_run(directory):
+    """The rows of results.csv by trace, rule and seed."""
+    return {(row["trace"], row["rule"], int(row["seed"])): row for row in rows(directory)}
+
+
+def records(directory, trace, rule, seed):
+    """What a run has recorded."""
+    text = (Results(directory).run_directory(Run(trace, rule, seed)) / "steps.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# ---------------------------------------------------------------------------------------------------------- workloads
 
 
 def line():

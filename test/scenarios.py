@@ -187,13 +187,13 @@ def adascale_plainly(model, *, is_adam=False):
             nn.functional.cross_entropy(model(x[indices]), y[indices]).backward()
             gradients.append([[p.grad for p in group if p.grad is not None] for group in groups])
         decay = max(0.0, 1 - batch_size / REF_BATCHSIZE / 1000)
-        if n > 1:
+        if n > 1 and (not is_adam or optimizer.state):
             weights = [weight * decay for weight in weights] + [1 - decay]
         for number, group in enumerate(groups):
             used = [p for p in group if p.grad is not None]
             scales = [divisor(optimizer, p) if is_adam else torch.ones(()) for p in used]
             mean = [torch.stack([g[number][i] for g in gradients]).mean(0) for i in range(len(used))]
-            if n > 1:
+            if n > 1 and (not is_adam or optimizer.state):  # before the first update Adam has no second moment
                 mean_of_squares = sum(square(g[number], scales) for g in gradients) / n
                 square_of_mean = square(mean, scales)
                 variance = (mean_of_squares - square_of_mean) * batch_size / (n - 1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from numbers import Integral
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> TypeGuard[int]:
     """Whether a value is a whole number to count with: an int or a numpy integer, no bool.
 
     >>> is_integer(3), is_integer(3.0), is_integer(True)

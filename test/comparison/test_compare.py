@@ -1,8 +1,6 @@
-"""vbs compare: every combination from the same start, stopped and started again, and what does not end well."""
+"""vbs compare: every combination from the same start, stopped, started again and added to."""
 
-import csv
 import fcntl
-import json
 import os
 import re
 import shlex
@@ -12,8 +10,16 @@ import time
 
 import comparisons
 import pytest
-import torch
-from comparisons import command, environment, vbs_compare
+from comparisons import (
+    command,
+    environment,
+    records,
+    rows,
+    rows_by_run,
+    start_vbs_compare,
+    vbs_compare,
+    wait_for_runs,
+)
 
 import variable_batch_size as vbs
 from variable_batch_size.command.main import main
@@ -21,16 +27,6 @@ from variable_batch_size.comparison.experiment import Run
 from variable_batch_size.comparison.results import Results
 
 DIGITS = ["--workload", "digits", "--samples", 1440, "--seeds", 2, "--rules", "linear,adascale,constant"]
-
-
-def rows(directory):
-    with open(directory / "results.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def records(directory, *run):
-    text = (Results(directory).run_directory(Run(*run)) / "steps.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +49,22 @@ def test_every_combination_and_the_yardstick_are_run(digits):
 
 
 def test_each_run_leaves_a_record_of_every_step_and_files_for_tensorboard(digits):
-    of_run = records(digits, "ramp", "linear", 1)
-    steps = [record for record in of_run if "loss" in record]
-    row = next(row for row in rows(digits) if (row["trace"], row["rule"], row["seed"]) == ("ramp", "linear", "1"))
+    row, found = rows_by_run(digits)["ramp", "linear", 1], records(digits, "ramp", "linear", 1)
+    steps = [record for record in found if "loss" in record]
     assert [record["step"] for record in steps] == list(range(1, int(row["updates"]) + 1))
     ramp = list(vbs.Trace.read(digits / "traces" / "ramp.csv"))
     assert [record["batch_size"] for record in steps] == ramp[: len(steps)]
-    tested = [record["samples"] for record in of_run if "metric" in record]
-    assert tested == [r["samples"] for r in steps if r["samples"] // 72 > (r["samples"] - r["batch_size"]) // 72]
-    assert of_run[-1]["metric"] == float(row["final_metric"])
-    assert of_run[-1]["progress"] == pytest.approx(sum(record["batch_size"] / 16 for record in steps))
+    assert found[-1]["metric"] == float(row["final_metric"])
+    assert found[-1]["progress"] == pytest.approx(sum(record["batch_size"] / 16 for record in steps))
     events = Results(digits).run_directory(Run("ramp", "linear", 1)).glob("tensorboard/*/events*")
     assert len(list(events)) == 2
+
+
+def test_the_model_is_tested_after_the_step_that_ends_a_twentieth_of_the_samples(digits):
+    found = records(digits, "ramp", "linear", 1)
+    ends = [(record["samples"], record["samples"] - record["batch_size"]) for record in found if "loss" in record]
+    expected = [after for after, before in ends if after // 72 > before // 72]
+    assert [record["samples"] for record in found if "metric" in record] == expected
 
 
 def test_runs_of_a_seed_start_from_the_same_weights_and_see_the_same_data(digits):
@@ -75,10 +75,8 @@ def test_runs_of_a_seed_start_from_the_same_weights_and_see_the_same_data(digits
 
 def test_interrupted_half_way_and_started_again_it_ends_with_the_same_results(digits, tmp_path):
     options = [*DIGITS, "--out", tmp_path, "--jobs", 2]
-    running = subprocess.Popen(command(*options), cwd=comparisons.HERE, env=environment(), stderr=subprocess.PIPE)
-    while len(list(tmp_path.glob("runs/*/*/*/run.json"))) < 5:
-        assert running.poll() is None
-        time.sleep(0.05)
+    running = start_vbs_compare(*options, stderr=subprocess.PIPE)
+    wait_for_runs(5, running, tmp_path)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate()
     assert running.returncode == 130
@@ -92,13 +90,18 @@ def test_interrupted_half_way_and_started_again_it_ends_with_the_same_results(di
     assert all(path.stat().st_mtime_ns == made_at for path, made_at in made.items())
 
 
+def test_in_the_background_of_a_shell_it_outlives_the_ctrl_c_of_the_foreground(tmp_path):
+    options = ["--workload", "comparisons:line", "--seeds", 1, "--rules", "linear", "--out", tmp_path]
+    running = start_vbs_compare(*options, is_in_background=True)
+    wait_for_runs(1, running, tmp_path)
+    running.send_signal(signal.SIGINT)
+    assert running.wait() == 0
+    assert len(rows(tmp_path)) == 3
+
+
 def test_no_process_is_left_behind_by_sigterm(tmp_path):
-    running = subprocess.Popen(
-        command(*DIGITS, "--out", tmp_path), cwd=comparisons.HERE, env=environment(), start_new_session=True
-    )
-    while not list(tmp_path.glob("runs/*/*/*/run.json")):
-        assert running.poll() is None
-        time.sleep(0.05)
+    running = start_vbs_compare(*DIGITS, "--out", tmp_path, start_new_session=True)
+    wait_for_runs(1, running, tmp_path)
     running.terminate()
     assert running.wait() == 130
     with pytest.raises(ProcessLookupError):
@@ -116,18 +119,11 @@ def test_results_of_other_settings_are_not_mixed(digits):
     )
 
 
-def test_a_directory_with_another_trace_of_that_name_or_another_comparison_at_work_is_refused(tmp_path):
-    (tmp_path / "traces").mkdir()
-    vbs.Trace.from_sequence([16] * 100).write(tmp_path / "traces" / "ramp.csv")
-    done = vbs_compare(*DIGITS, "--out", tmp_path, check=False)
-    assert (done.returncode, done.stderr) == (
-        1,
-        f"vbs: {tmp_path / 'traces' / 'ramp.csv'} is another trace than trace: choose another --out\n",
-    )
+def test_two_comparisons_do_not_work_in_one_directory(tmp_path):
     with open(tmp_path / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         done = vbs_compare(*DIGITS, "--out", tmp_path, check=False)
-    assert done.stderr == f"vbs: another vbs compare is at work in {tmp_path}\n"
+    assert (done.returncode, done.stderr) == (1, f"vbs: another vbs compare is at work in {tmp_path}\n")
 
 
 def test_more_rules_and_a_broken_result_are_made_beside_what_is_there(tmp_path):
@@ -149,169 +145,15 @@ def test_more_rules_and_a_broken_result_are_made_beside_what_is_there(tmp_path):
     assert "4 of 5 runs have ended: what follows is not complete." in (tmp_path / "report.html").read_text()
 
 
-# ------------------------------------------------------------------------------------------------ what the numbers are
-
-
-def plain_curve(workload, trace, *, seed, factor):
-    """Step, loss, metric and test loss of training each step of a trace as one big batch, in plain PyTorch."""
-    torch.manual_seed(seed)
-    model = workload.model()
-    optimizer = workload.optimizer(model.parameters())
-    lr = optimizer.param_groups[0]["lr"]
-    schedule = workload.schedule or (lambda fraction: 1.0)
-    sampler = vbs.CustomSampler(
-        workload.train, trace=trace, minibatch_size=workload.minibatch_size, num_replicas=1, rank=0, seed=seed
-    )
-    test = [torch.stack(part) for part in zip(*workload.test, strict=True)]
-    losses, tests, samples = [], [], 0
-    for epoch in range(sampler.schedule.num_epochs):
-        sampler.set_epoch(epoch)
-        indices = [index for minibatch in sampler for index in minibatch]
-        for step in sampler.schedule.steps(epoch):
-            size = sampler.schedule.batch_size(step)
-            batch, indices = indices[:size], indices[size:]
-            inputs, targets = (torch.stack(part) for part in zip(*(workload.train[i] for i in batch), strict=True))
-            optimizer.param_groups[0]["lr"] = (
-                lr * factor(size / workload.ref_batchsize) * schedule(min(1.0, samples / workload.num_samples))
-            )
-            optimizer.zero_grad()
-            loss = workload.loss(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            samples += size
-            losses.append(loss.item())
-            with torch.no_grad():
-                outputs = model(test[0])
-                tests.append((workload.loss(outputs, test[1]).item(), workload.metric(outputs, test[1]).item()))
-    return losses, tests
-
-
-@pytest.mark.parametrize(("rule", "cores", "factor"), [("linear", 2, lambda s: s), ("root", 1, lambda s: s**0.5)])
-def test_the_curve_is_that_of_a_plain_pytorch_loop(tmp_path, rule, cores, factor):
-    trace = tmp_path / "jumps.csv"
-    vbs.Trace.from_sequence([8, 24, 16, 40, 8, 8, 64, 16, 32, 24] * 2).write(trace)
-    out = tmp_path / "results"
-    options = ["--workload", "comparisons:line", "--traces", trace, "--seeds", 2, "--rules", rule, "--cores", cores]
-    vbs_compare(*options, "--out", out, "--tests", 480)  # after every step
-    for seed in (0, 1):
-        losses, tests = plain_curve(comparisons.line(), trace, seed=seed, factor=factor)
-        found = records(out, "jumps", rule, seed)
-        assert [record["loss"] for record in found if "loss" in record] == pytest.approx(losses, rel=1e-5)
-        assert [record["test_loss"] for record in found if "metric" in record] == pytest.approx(
-            [loss for loss, _ in tests], rel=1e-5
-        )
-        assert [record["metric"] for record in found if "metric" in record] == pytest.approx(
-            [metric for _, metric in tests], rel=1e-5
-        )
-        row = next(row for row in rows(out) if (row["trace"], row["seed"]) == ("jumps", str(seed)))
-        assert float(row["final_metric"]) == pytest.approx(tests[-1][1], rel=1e-5)
-        assert float(row["best_metric"]) == pytest.approx(min(metric for _, metric in tests), rel=1e-5)
-
-
-@pytest.mark.xla
-def test_on_xla_cores_the_curve_is_the_same(tmp_path):
-    vbs.Trace.from_sequence([8, 24, 40, 16, 32] * 2).write(tmp_path / "jumps.csv")
-    options = [
-        "--traces",
-        tmp_path / "jumps.csv",
-        "--seeds",
-        1,
-        "--rules",
-        "adascale",
-        "--workload",
-        "comparisons:line",
-    ]
-    vbs_compare(*options, "--out", tmp_path / "cpu")
-    vbs_compare(*options, "--out", tmp_path / "xla", "--device", "xla", "--cores", 2)
-    for here, there in zip(rows(tmp_path / "cpu"), rows(tmp_path / "xla"), strict=True):
-        assert here["status"] == there["status"] == "done"
-        assert float(here["final_metric"]) == pytest.approx(float(there["final_metric"]), rel=1e-5)
-        assert float(here["progress"]) == pytest.approx(float(there["progress"]), rel=1e-5)
-
-
-def test_until_progress_other_rules_make_as_many_updates_as_adascale(tmp_path):
-    options = ["--samples", 960, "--seeds", 2, "--rules", "linear,adascale", "--until", "progress"]
-    vbs_compare("--workload", "comparisons:line", *options, "--out", tmp_path)
-    found = {(row["trace"], row["rule"], row["seed"]): row for row in rows(tmp_path)}
-    for trace in ("ramp", "spot"):
-        for seed in "01":
-            adascale, linear = found[trace, "adascale", seed], found[trace, "linear", seed]
-            assert float(adascale["progress"]) >= 120  # the updates of the yardstick
-            assert int(adascale["updates"]) == int(linear["updates"]) < 120
-            assert int(adascale["samples"]) > 960
-            lrs = [r["lr"] / r["factor"] for r in records(tmp_path, trace, "linear", int(seed)) if "lr" in r]
-            assert lrs[0] == pytest.approx(0.02)  # the schedule is stretched over all updates: 1 − 0.9 · fraction
-            assert lrs[-1] == pytest.approx(0.02 * (1 - 0.9 * (1 - 1 / int(linear["updates"]))), rel=1e-6)
-
-
-def test_the_workload_of_the_readme_works_as_its_command_says(tmp_path):
-    readme = (comparisons.HERE.parent / "README.md").read_text()
-    (block,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "vbs.Workload(" in block]
+def test_the_workload_of_the_documentation_works_as_its_command_says(tmp_path):
+    page = (comparisons.HERE.parent / "docs" / "comparing.md").read_text()
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "vbs.Workload(" in block]
     assert len(block.splitlines()) <= 36  # 30 and the imports
     (tmp_path / "spirals.py").write_text(block)
-    (line,) = re.findall(r"^vbs compare --workload spirals.*$", readme, re.MULTILINE)
+    (line,) = re.findall(r"^vbs compare --workload spirals.*$", page, re.MULTILINE)
     arguments = shlex.split(line)[2:]
     done = subprocess.run(command(*arguments, "--seeds", 1), cwd=tmp_path, env=environment(), capture_output=True)
     assert done.returncode == 0, done.stderr
     found = rows(tmp_path / "results" / "spirals")
     assert [row["status"] for row in found] == ["done"] * 5
     assert all(float(row["final_metric"]) > 90 for row in found)
-
-
-# -------------------------------------------------------------------------------------------- what does not end well
-
-
-@pytest.fixture(scope="module")
-def troubled(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("troubled")
-    options = ["--workload", "comparisons:troubled", "--seeds", 2, "--rules", "linear,constant"]
-    done = vbs_compare(*options, "--out", directory, check=False)
-    assert done.returncode == 1
-    assert "vbs: 5 runs failed: the page says why, and the same command tries them again" in done.stderr
-    return directory
-
-
-def test_divergence_is_a_result_and_a_failure_ends_no_other_run(troubled):
-    found = {(row["trace"], row["rule"], row["seed"]): row for row in rows(troubled)}
-    assert len(found) == 10
-    assert {row["status"] for key, row in found.items() if key[2] == "1"} == {"failed"}
-    assert found["ramp", "linear", "1"]["reason"] == "RuntimeError: seed 1"
-    assert found["ramp", "linear", "0"]["status"] == "diverged"
-    assert found["ramp", "linear", "0"]["reason"].startswith("the test loss is ")
-    assert found["ramp", "linear", "0"]["final_metric"] == ""
-    assert found["ramp", "constant", "0"]["status"] == found["reference", "constant", "0"]["status"] == "done"
-
-
-def test_failed_runs_are_made_again_and_diverged_ones_are_not(troubled):
-    diverged = Results(troubled).run_directory(Run("ramp", "linear", 0)) / "run.json"
-    failed = Results(troubled).run_directory(Run("ramp", "linear", 1)) / "run.json"
-    made_at = diverged.stat().st_mtime_ns, failed.stat().st_mtime_ns
-    options = ["--workload", "comparisons:troubled", "--seeds", 2, "--rules", "linear,constant"]
-    vbs_compare(*options, "--out", troubled, check=False)
-    assert diverged.stat().st_mtime_ns == made_at[0]
-    assert failed.stat().st_mtime_ns > made_at[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--rules", "linear,magic"], "`rules` must be some of linear, root, constant,"),
-        (["--rules", "linear,linear"], "each once, got 'linear,linear'"),
-        (["--until", "progress", "--on-end", "stop"], "--until progress needs --on-end hold or cycle: AdaScale takes"),
-        (["--rules", "adam"], "the rule adam does not go with this workload: `inner` must be Adam or of its kind"),
-        (["--rules", "linear", "--until", "progress"], "--until progress needs adascale or adamscale among the rules"),
-        (["--workload", "nothing"], "`workload` must be digits, mnist, cifar10 or module:function, got 'nothing'"),
-        (["--workload", "comparisons:nothing"], "comparisons has no function 'nothing'"),
-        (["--workload", "comparisons:environment"], "comparisons:environment must return a Workload, got dict"),
-        (["--workload", "mnist"], "mnist needs --datadir, where its files are"),
-        (["--traces", "../traces/mnist.csv"], "mnist.csv:543: batchsize must be at most"),
-        (["--traces", "../traces/demo.csv", "../traces/demo.csv"], "each trace needs a name of its own"),
-        (["--traces", "../traces/demo.csv", "--samples", "1M"], "samples, got --samples 1000000; --on-end hold or"),
-        (["--ref-batchsize", "40"], "batchsize must be a multiple of 16 (the minibatch size), got 40"),
-    ],
-)
-def test_what_is_wrong_is_said_before_anything_is_run(tmp_path, capsys, monkeypatch, options, message):
-    monkeypatch.chdir(comparisons.HERE)
-    assert main(["compare", *options, "--out", str(tmp_path / "out")]) == 1
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -66,7 +66,7 @@ def test_each_core_has_its_own_copy_of_the_arguments_and_results_come_in_order(b
 @pytest.mark.parametrize("backend", ["gloo", XLA])
 def test_an_exception_on_one_core_ends_the_launch_with_its_traceback(backend):
     with pytest.raises(
-        RuntimeError, match=r"(?s)core 2 failed:\nTraceback.*test_launcher.py.*ValueError: `minibatch_size`"
+        RuntimeError, match=r"(?s)core 2 failed:\nTraceback.*test_launch.py.*ValueError: `minibatch_size`"
     ):
         vbs.launch(fail_on_the_last_core_while_the_others_wait, cores=3, backend=backend)
     assert not multiprocessing.active_children()

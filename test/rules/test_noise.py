@@ -92,33 +92,71 @@ def test_noise_scale_and_efficiency():
     assert Noise(1.0, 0.0).scale == float("inf")
 
 
-def draw(rng, *, sizes, true_gradient, deviation):
-    """Gradients of minibatches whose samples have the given mean and deviation in each coordinate."""
-    return [true_gradient + deviation / b**0.5 * rng.standard_normal(len(true_gradient)) for b in sizes]
+def test_a_variance_below_zero_counts_as_none():
+    assert Noise(-1.0, 2.0).scale == 0
+    assert Noise(0.5, 1.0).scale == 0.5
+    assert Noise(-1.0, 2.0).gain(256, 128) == 1
 
 
-def estimate(gradients, sizes):
-    weights = np.array(sizes) / sum(sizes)
-    mean = sum(w * g for w, g in zip(weights, gradients, strict=True))
-    squares = [float(g @ g) for g in gradients]
-    return Noise.from_weighted_norms(squares, float(mean @ mean), weights=list(weights), sizes=list(sizes))
+def test_a_square_norm_below_zero_counts_as_none():
+    assert Noise(2.0, -1.0).gain(256, 128) == 2
+    assert Noise(2.0, -1.0).scale == float("inf")
+
+
+def test_unequal_minibatches_have_the_noise_written_here():
+    # Σ w/b = 1/4 + 1/4, Σ w²/b = 1/16 + 3/16, L = 8/4 + 3 = 5: V = (5 − 3)/(1/2 − 1/4), G² = 3 − 8/4
+    found = Noise.from_weighted_norms([8.0, 4.0], 3.0, weights=[0.25, 0.75], sizes=[1, 3])
+    assert vars(found) == pytest.approx({"variance": 8.0, "square_norm": 1.0})
+
+
+@pytest.mark.parametrize("wrong", [{"weights": [1.0]}, {"sizes": [1]}])
+def test_every_minibatch_must_have_a_weight_and_a_size(wrong):
+    with pytest.raises(ValueError, match="argument 2 is"):
+        Noise.from_weighted_norms([8.0, 4.0], 3.0, **{"weights": [0.25, 0.75], "sizes": [1, 3], **wrong})
+
+
+def test_the_past_fades_by_what_is_written_here():
+    average = NoiseAverage()
+    average.add(Noise(1.0, 5.0), scale=500.0)
+    average.add(Noise(3.0, 2.0), scale=500.0)
+    # weights 1/4 and 1/2 of what was seen
+    assert vars(average.noise) == pytest.approx({"variance": 7 / 3, "square_norm": 3.0})
+    assert average.state_dict() == {"variance": 1.75, "square_norm": 2.25, "weight": 0.75, "count": 2}
+
+
+def test_a_scale_beyond_1000_does_not_turn_the_past_around():
+    average = NoiseAverage()
+    average.add(Noise(5.0, 5.0), scale=1.0)
+    average.add(Noise(1.0, 2.0), scale=3000.0)
+    assert average.noise == Noise(1.0, 2.0)
 
 
 KINDS = {"noise dominated": (0.05, 3.0), "signal dominated": (1.0, 0.5)}
 
 
+def draw_norms(rng, sizes, weights, *, true_gradient, deviation):
+    """‖g_i‖² and ‖Σ w_i g_i‖² of minibatches whose samples have the given mean and deviation in each coordinate."""
+    gradients = rng.standard_normal((len(sizes), len(true_gradient)), dtype=np.float32)
+    gradients *= (deviation / np.sqrt(sizes, dtype=np.float32))[:, None]
+    gradients += true_gradient
+    mean = weights.astype(np.float32) @ gradients
+    return np.einsum("ij,ij->i", gradients, gradients).tolist(), float(mean @ mean)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("is_even", [True, False], ids=["equal minibatches", "unequal minibatches"])
+@pytest.mark.parametrize("is_even", [True, False], ids=["equal minibatches", "unequal minibatches and weights"])
 def test_the_estimates_are_unbiased(kind, is_even):
     size, deviation = KINDS[kind]
-    true_gradient = np.full(200, size)
+    true_gradient = np.full(200, size, dtype=np.float32)
     true = Noise(variance=200 * deviation**2, square_norm=200 * size**2)
     rng = np.random.default_rng(0)
     estimates = []
-    for _ in range(12_000):
-        n = rng.integers(2, 65)
-        sizes = [8] * n if is_even else rng.integers(1, 33, n)
-        estimates.append(estimate(draw(rng, sizes=sizes, true_gradient=true_gradient, deviation=deviation), sizes))
+    for n in rng.integers(2, 65, 12_000):
+        sizes = np.full(n, 8) if is_even else rng.integers(1, 33, n)
+        weights = sizes if is_even else sizes * rng.uniform(0.5, 1.5, n)
+        weights = weights / weights.sum()
+        squares, square = draw_norms(rng, sizes, weights, true_gradient=true_gradient, deviation=deviation)
+        estimates.append(Noise.from_weighted_norms(squares, square, weights=weights.tolist(), sizes=sizes.tolist()))
     mean = Noise(np.mean([e.variance for e in estimates]), np.mean([e.square_norm for e in estimates]))
     assert mean.variance == pytest.approx(true.variance, rel=0.01)
     standard_error = np.std([e.square_norm for e in estimates]) / len(estimates) ** 0.5
@@ -130,27 +168,23 @@ def test_the_estimates_are_unbiased(kind, is_even):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reported_gain_is_right_at_every_size_while_batch_sizes_jump(kind):
     size, deviation = KINDS[kind]
-    true_gradient = np.full(200, size)
+    true_gradient = np.full(200, size, dtype=np.float32)
     true = Noise(variance=200 * deviation**2, square_norm=200 * size**2)
     rng = np.random.default_rng(1)
     average = NoiseAverage()
-    for step in range(1500):
-        n = int(rng.integers(2, 65))
-        gradients = draw(rng, sizes=[8] * n, true_gradient=true_gradient, deviation=deviation)
-        mean = sum(gradients) / n
-        mean_of_squares = sum(float(g @ g) for g in gradients) / n
-        average.add(
-            Noise.from_norms(mean_of_squares, float(mean @ mean), batch_size=8 * n, num_minibatches=n), scale=n / 8
+    for step, n in enumerate(rng.integers(2, 65, 1500).tolist()):
+        squares, square = draw_norms(
+            rng, np.full(n, 8), np.full(n, 1 / n), true_gradient=true_gradient, deviation=deviation
         )
+        noise = Noise.from_norms(sum(squares) / n, square, batch_size=8 * n, num_minibatches=n)
+        average.add(noise, scale=n / 8)
         if step >= 300:
             assert average.noise.gain(8 * n, 64) == pytest.approx(true.gain(8 * n, 64), rel=0.05)
 
 
 def test_equal_minibatches_are_a_special_case_of_weighted_ones():
-    rng = np.random.default_rng(2)
-    gradients = draw(rng, sizes=[4] * 5, true_gradient=np.ones(10), deviation=1.0)
-    mean = sum(gradients) / 5
-    squares = [float(g @ g) for g in gradients]
-    equal = Noise.from_norms(sum(squares) / 5, float(mean @ mean), batch_size=20, num_minibatches=5)
-    weighted = Noise.from_weighted_norms(squares, float(mean @ mean), weights=[0.2] * 5, sizes=[4] * 5)
+    rng, true_gradient = np.random.default_rng(2), np.ones(10, dtype=np.float32)
+    squares, square = draw_norms(rng, np.full(5, 4), np.full(5, 0.2), true_gradient=true_gradient, deviation=1.0)
+    equal = Noise.from_norms(sum(squares) / 5, square, batch_size=20, num_minibatches=5)
+    weighted = Noise.from_weighted_norms(squares, square, weights=[0.2] * 5, sizes=[4] * 5)
     assert vars(equal) == pytest.approx(vars(weighted))

@@ -286,7 +286,7 @@ def test_any_callable_is_a_sink_and_log_closes_those_that_can_be(tmp_path):
     records = []
     with vbs.Log(optimizer, every=1, to=[records.append, vbs.JsonLines(tmp_path / "log.jsonl")]) as log:
         log.write(accuracy=12.5)
-    assert records == lines(tmp_path / "log.jsonl") == [record(0, accuracy=12.5)]
+    assert records == lines(tmp_path / "log.jsonl") == [record(0, progress=0.0, accuracy=12.5)]
     with pytest.raises(ValueError, match=r"`loss` must be the mean over a minibatch, got the shape \(2,\)"):
         log.step(torch.ones(2))
     with pytest.raises(ValueError, match="`every` must be a positive integer, got 0"):

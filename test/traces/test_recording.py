@@ -10,23 +10,8 @@ LINE_ENDS = st.sampled_from(["\n", "\r\n", "\r"])
 COUNTS = st.lists(st.integers(0, 64), min_size=1, max_size=20)
 
 
-@pytest.fixture(scope="module")
-def save(tmp_path_factory):
-    """Writes a recording, always the same file, and gives its path."""
-    path = tmp_path_factory.mktemp("recordings") / "devices"
-
-    def save(text):
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return path
-
-    return save
-
-
 def found_in(recording):
     return recording.times.tolist(), recording.counts.tolist()
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
 
 
 @settings(deadline=None)
@@ -52,115 +37,9 @@ def test_the_three_formats_say_the_same(save, counts, gaps, end, data):
     assert found_in(Recording.read(save(end.join(events)))) == expected
 
 
-def test_times_may_be_irregular_and_in_any_unit(save):
-    text = "hour,nodes\n0,3\n0.5,4\n4,2\n"
-    assert found_in(Recording.read(save(text), time_unit="h")) == ([0, 1800, 14400], [3, 4])
-    assert found_in(Recording.read(save(text), time_unit="min")) == ([0, 30, 240], [3, 4])
-
-
-def test_times_may_be_dates(save):
-    text = "when,nodes\n2026-03-01T12:00:00Z,3\n2026-03-01 12:00:30,4\n2026-03-01T13:00:00+00:00,2\n"
-    assert found_in(Recording.read(save(text))) == ([0, 30, 3600], [3, 4])
-
-
-def test_columns_may_be_chosen_by_name_and_counts_be_written_as_floats(save):
-    text = "time,region,price,nodes\n0,us,1.5,3.0\n60,us,1.4,4.0\n90,us,1.4,4.0\n"
-    assert found_in(Recording.read(save(text), time_column="time", count_column="nodes")) == ([0, 60, 90], [3, 4])
-
-
-def test_quotes_comments_blank_lines_mixed_line_ends_and_a_byte_order_mark_are_fine(save):
-    text = '\ufeff# recorded\r\n"time", "nodes"\n\r\n0, 3\r5,4 # more\n\n9,1'.encode()
-    assert found_in(Recording.read(save(text))) == ([0, 5, 9], [3, 4])
-
-
-def test_an_event_log_may_have_a_header(save):
-    text = "milliseconds,event,node\n500,add,a\n1500,add,b\n2500,remove,a\n"
-    assert found_in(Recording.read(save(text))) == ([0, 1, 2], [1, 2])
-
-
 def test_a_recording_knows_its_mean_and_its_gaps():
     recording = Recording.from_counts([0, 10, 30, 40], [4, 0, 2])
     assert (recording.seconds, recording.seconds_empty, recording.mean_devices) == (40, 20, (4 * 10 + 2 * 10) / 40)
-
-
-# ----------------------------------------------------------------------------------------------------------- bad files
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "message"),
-    [
-        ("", 1, "the file must have a header that names the columns, got an empty file"),
-        ("\n\n", 1, "the file must have a header that names the columns, got an empty file"),
-        ("time,nodes\n", 2, "expected a row below the header, got nothing"),
-        ("time,nodes\n0,3\n", 2, "a recording needs two different times, got one"),
-        ("0,3\n60,4\n", 1, "the first row must name the columns, got '0,3'"),
-        (
-            "time,a,b\n0,3,4\n",
-            1,
-            "two columns must have names, or else say which are the times and counts, got ['time', 'a', 'b']",
-        ),
-        ("time,nodes\n0,3\n60\n", 3, "a row must have 2 values, got 1"),
-        ("time,nodes\n0,3\n60,4,5\n", 3, "a row must have 2 values, got 3"),
-        ("time,nodes\n0,3\n\n# so\n60,-4\n", 5, "a number of devices must be from 0 to 1000000000, got -4"),
-        ("time,nodes\n0,3\n60,4.5\n", 3, "a number of devices must be a whole number, got '4.5'"),
-        ("time,nodes\r0,3\r60,\r", 3, "a number of devices must be a whole number, got ''"),
-        ("time,nodes\n0,3\nnan,4\n", 3, "a time must be a number, got 'nan'"),
-        ("time,nodes\n0,3\n1e400,4\n", 3, "a time must be a number within 1e+15 seconds, got inf"),
-        ("time,nodes\n0,3\n60,4\n30,5\n", 4, "a time must be later than the one before, got 30 s after 60 s"),
-        ("time,nodes\n0,3\n60,4\n60,5\n", 4, "a time must be later than the one before, got 60 s after 60 s"),
-        ("time,nodes\n0,3\n2026-01-01,5\n", 3, "a time must be a number, got '2026-01-01'"),
-        (
-            "time,nodes\n2026-01-01,5\n60,3\n",
-            3,
-            "a time must be a number, or in all rows a date like 2026-03-01T12:00:00Z, got '60'",
-        ),
-        ("0,add,a\n5,add,a\n", 2, "a node that is added must be away, got 'a'"),
-        ("0,add,a\n5,remove,b\n", 2, "a node that is removed must be there, got 'b'"),
-        ("0,add,a\n5,stop,a\n", 2, "an event must be add or remove, got 'stop'"),
-        ("0,add,a\n5,add\n", 2, "a row must be milliseconds,add|remove,node, got '5,add'"),
-        ("9,add,a\n5,add,b\n", 2, "a time must not be before the last one, got 0.005 s after 0.009 s"),
-        ("x,add,a\n5,add,b\n", 1, "a time must be a number, got 'x'"),
-        ("5,add,a\n5,add,b\n", 2, "a recording needs two different times, got one"),
-        ('{"metadata": {"gap_seconds": 5},\n "data": [1, 2,}', 2, "the file must be JSON (Expecting value), got '}'"),
-        (
-            '{"metadata": {"gap_seconds": 5},\n "data": [1,\n -2]}',
-            3,
-            "a number of devices must be from 0 to 1000000000, got -2",
-        ),
-        (
-            '{"metadata": {"gap_seconds": 5},\n "data": [1,\n 2.5]}',
-            3,
-            "a number of devices must be a whole number, got 2.5",
-        ),
-        (
-            '{"metadata": {"gap_seconds": 5},\n "data": [1,\n "2"]}',
-            3,
-            "a number of devices must be a whole number, got '2'",
-        ),
-        ('{"data": [1],\n "metadata": {\n"gap_seconds": 0}}', 3, "gap_seconds must be a positive number, got 0"),
-        ('{"data": [1],\n "metadata": {\n"gap_seconds": true}}', 3, "gap_seconds must be a positive number, got True"),
-    ],
-)
-def test_a_wrong_file_is_refused_with_its_line(save, text, line, message):
-    path = save(text)
-    with pytest.raises(ValueError) as refused:
-        Recording.read(path)
-    assert str(refused.value).replace(": data[1]", "") == f"{path}:{line}: {message}"
-
-
-@pytest.mark.parametrize(
-    "text", ["[1, 2]", "{}", '{"metadata": 5, "data": [1]}', '{"metadata": {"gap_seconds": 5}, "data": []}']
-)
-def test_json_of_another_shape_is_refused(save, text):
-    with pytest.raises(
-        ValueError, match=r':1: the file must be \{"metadata": \{"gap_seconds": g\}, "data": \[counts\]\}'
-    ):
-        Recording.read(save(text))
-
-
-def test_json_that_is_nested_too_deep_is_refused(save):
-    with pytest.raises(ValueError, match=":1: the file must be JSON, got one that is nested too deep"):
-        Recording.read(save("[" * 200_000))
 
 
 def test_a_format_may_be_forced(save):

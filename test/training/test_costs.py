@@ -1,6 +1,7 @@
 """What steps cost, in numbers that can be counted: collectives, reads from the device, memory."""
 
 import gc
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,12 +14,7 @@ from torch.utils._pytree import tree_leaves
 import variable_batch_size as vbs
 from variable_batch_size.cores.distributed import Distributed
 
-RULES = {
-    "linear": vbs.LinearRuleOptimizer,
-    "momentum": vbs.LinearRuleMomentumOptimizer,
-    "adascale": vbs.AdaScaleOptimizer,
-    "adamscale": vbs.AdamScaleOptimizer,
-}
+RULES = ("linear", "linear_momentum", "adascale", "adamscale")
 TRACE = [4 * n for n in (4, 1, 3, 6, 2, 5, 1, 4)]  # on two cores: even, uneven and idle
 NUM_WARM = 3  # updates after which everything that stays has been made
 
@@ -57,6 +53,17 @@ class CountAllocations(TorchDispatchMode):
         return result
 
 
+class Call(NamedTuple):
+    """What one call of step() did: reductions, reads from the device, large allocations, and all bytes after it."""
+
+    ends_step: bool
+    is_idle: bool
+    num_collectives: int
+    num_reads: int
+    num_allocations: int
+    live_bytes: int | None
+
+
 def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
@@ -70,12 +77,14 @@ def live_bytes():
 
 
 def count(rule, trace=TRACE, model=None, clip_grad_norm=1.0):
-    """For every call of step(): whether it ended a step, what it did, and in two of them the bytes of all tensors."""
+    """What every call of step() did."""
     model = model or network()
     num_parameters = sum(p.numel() for p in model.parameters())
     inner = torch.optim.AdamW(model.parameters()) if rule == "adamscale" else torch.optim.SGD(model.parameters(), 0.1)
     sampler = vbs.CustomSampler(dataset_size=1000, trace=trace, minibatch_size=4)
-    optimizer = RULES[rule](inner, sampler, ref_batchsize=8, model=model, clip_grad_norm=clip_grad_norm)
+    optimizer = vbs.CustomOptimizer(
+        inner, sampler, rule=vbs.make_rule(rule), ref_batchsize=8, model=model, clip_grad_norm=clip_grad_norm
+    )
     inner.step()
     for state in inner.state.values():
         state["step"] = 1.0  # Adam keeps it on the host, in a tensor: reading that waits for nothing
@@ -89,19 +98,28 @@ def count(rule, trace=TRACE, model=None, clip_grad_norm=1.0):
         return all_reduce(*args, **kwargs)
 
     dist.all_reduce = counted
-    rows = []
+    calls = []
     try:
         for _ in sampler:
             model(torch.randn(4, 6)).square().mean().backward()
             before, num_collectives = optimizer.steps_done, 0
             with CountReads() as reads, CountAllocations(num_parameters) as allocations:
                 optimizer.step()
-            is_end = optimizer.steps_done > before
-            size = live_bytes() if is_end and optimizer.steps_done in (NUM_WARM, len(trace)) else None
-            rows.append((is_end, num_collectives, reads.num_reads, allocations.num_allocations, size))
+            ends_step = optimizer.steps_done > before
+            is_looked_at = ends_step and optimizer.steps_done in (NUM_WARM, len(trace))
+            calls.append(
+                Call(
+                    ends_step=ends_step,
+                    is_idle=optimizer.is_idle,
+                    num_collectives=num_collectives,
+                    num_reads=reads.num_reads,
+                    num_allocations=allocations.num_allocations,
+                    live_bytes=live_bytes() if is_looked_at else None,
+                )
+            )
     finally:
         dist.all_reduce = all_reduce
-    return rows
+    return calls
 
 
 def count_all():
@@ -109,9 +127,10 @@ def count_all():
 
 
 @pytest.fixture(scope="module")
-def rows_on():
+def calls_on():
+    """The calls that each core made."""
     found = {1: [count_all()], 2: vbs.launch(count_all, cores=2, backend="gloo")}
-    return lambda cores, rule: [rows[rule] for rows in found[cores]]
+    return lambda cores, rule: [calls[rule] for calls in found[cores]]
 
 
 on_cores = pytest.mark.parametrize("cores", [1, 2])
@@ -120,35 +139,37 @@ for_rules = pytest.mark.parametrize("rule", RULES)
 
 @on_cores
 @for_rules
-def test_one_collective_ends_a_step_and_there_is_no_other(rows_on, cores, rule):
-    for rows in rows_on(cores, rule):
-        assert [row[1] for row in rows] == [int(row[0] and cores > 1) for row in rows]
-        assert sum(row[0] for row in rows) == len(TRACE)
+def test_one_collective_ends_a_step_and_there_is_no_other(calls_on, cores, rule):
+    for calls in calls_on(cores, rule):
+        assert [call.num_collectives for call in calls] == [int(call.ends_step and cores > 1) for call in calls]
+        assert sum(call.ends_step for call in calls) == len(TRACE)
 
 
 @on_cores
 @for_rules
-def test_rules_that_measure_read_from_the_device_once_a_step_and_others_never(rows_on, cores, rule):
+def test_rules_that_measure_read_from_the_device_once_a_step_and_others_never(calls_on, cores, rule):
     reads = int("scale" in rule)
-    for rows in rows_on(cores, rule):
-        updates = [row[2] for row in rows if row[0]]
-        assert set(updates[1:]) == {reads}  # the first one also finds out which parameters get gradients at all
-        assert {row[2] for row in rows if not row[0]} <= {0}
+    for calls in calls_on(cores, rule):
+        assert {call.num_reads for call in calls if call.ends_step and not call.is_idle} <= {reads}
+        # an idle core learns from the others which parameters have a gradient
+        assert {call.num_reads for call in calls if call.is_idle} <= {reads + 1}
+        assert {call.num_reads for call in calls if not call.ends_step} <= {0}
+    assert any(call.num_reads for call in calls_on(cores, rule)[0]) == bool(reads)
 
 
 @on_cores
 @for_rules
-def test_memory_stays_as_it_is(rows_on, cores, rule):
-    for rows in rows_on(cores, rule):
-        warm, last = [row[4] for row in rows if row[4] is not None]
+def test_memory_stays_as_it_is(calls_on, cores, rule):
+    for calls in calls_on(cores, rule):
+        warm, last = [call.live_bytes for call in calls if call.live_bytes is not None]
         assert last == warm
 
 
 @on_cores
 @for_rules
-def test_a_step_makes_no_second_copy_of_the_gradients(rows_on, cores, rule):
-    for rows in rows_on(cores, rule):
-        updates = [row[3] for row in rows if row[0]]
+def test_a_step_makes_no_second_copy_of_the_gradients(calls_on, cores, rule):
+    for calls in calls_on(cores, rule):
+        updates = [call.num_allocations for call in calls if call.ends_step]
         divided = 2 if rule == "adamscale" else 0  # the gradients by Adam's second moment, of a minibatch and of all
         assert max(updates[NUM_WARM:]) <= divided
 
@@ -157,7 +178,7 @@ def sum_large():
     numbers = torch.arange(2**22 + 3)
     total = Distributed().total(numbers)
     large = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2**20, bias=False))
-    return torch.equal(total, 2 * numbers), [row[1] for row in count("linear", trace=[8], model=large)]
+    return torch.equal(total, 2 * numbers), [call.num_collectives for call in count("linear", trace=[8], model=large)]
 
 
 def test_on_gloo_a_large_sum_is_made_in_two_parts():

@@ -350,7 +350,7 @@ def test_a_parameter_may_come_and_go(change):
 
 def test_gradients_keep_the_layout_of_channels_last_parameters():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(memory_format=torch.channels_last)
-    _, _, _ = make([32], model=model)
+    make([32], model=model, keep_gradients=True)
     weight = model[0].weight
     assert weight.grad.stride() == weight.stride()
     assert weight.grad.is_contiguous(memory_format=torch.channels_last)
@@ -358,7 +358,7 @@ def test_gradients_keep_the_layout_of_channels_last_parameters():
 
 def test_all_gradients_of_one_dtype_lie_in_one_buffer():
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 3).double())
-    make([32], model=model)
+    make([32], model=model, keep_gradients=True)
     storages = [{p.grad.untyped_storage().data_ptr() for p in layer.parameters()} for layer in model]
     assert storages[0] == storages[1]
     assert len(storages[0]) == len(storages[2]) == 1

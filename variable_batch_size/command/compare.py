@@ -27,7 +27,8 @@ from variable_batch_size.comparison.experiment import (
     default_traces,
 )
 from variable_batch_size.comparison.results import Results
-from variable_batch_size.schedules.schedule import ON_END, Schedule
+from variable_batch_size.schedules.batch_sizes import ON_END, OnEnd
+from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Trace
 
 EXIT_INTERRUPTED = 130
@@ -110,7 +111,7 @@ def run(options: argparse.Namespace) -> None:
     train_size, test_size = len(workload.train), len(workload.test)  # type: ignore[arg-type]
     ref_batchsize = options.ref_batchsize or workload.ref_batchsize
     minibatch_size = options.minibatch_size or workload.minibatch_size
-    on_end = options.on_end or ("cycle" if options.until == "progress" else "stop")
+    on_end: OnEnd = options.on_end or ("cycle" if options.until == "progress" else "stop")
     num_samples = options.samples or workload.num_samples
     traces = _read_traces(options.traces) if options.traces else default_traces(ref_batchsize, num_samples, train_size)
     for trace in [Trace.constant(ref_batchsize), *traces.values()]:

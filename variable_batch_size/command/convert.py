@@ -15,7 +15,8 @@ from variable_batch_size.command.options import (
 )
 from variable_batch_size.planning.reports import conversion_report
 from variable_batch_size.traces.convert import ROUNDING, WHEN_EMPTY, convert_recording, step_seconds
-from variable_batch_size.traces.recording import FORMATS, TIME_UNITS, Recording
+from variable_batch_size.traces.recording import FORMATS, Recording
+from variable_batch_size.traces.recording_tables import TIME_UNITS
 from variable_batch_size.traces.stages import UNITS, Stages
 from variable_batch_size.traces.trace import Trace
 

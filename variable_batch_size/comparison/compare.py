@@ -22,9 +22,9 @@ from variable_batch_size.comparison.experiment import (
     Settings,
     runs_of,
 )
+from variable_batch_size.comparison.report.numbers import number
 from variable_batch_size.comparison.report.page import write_page
 from variable_batch_size.comparison.report.tables import write_tables
-from variable_batch_size.comparison.report.verdict import number
 from variable_batch_size.comparison.results import Results
 from variable_batch_size.comparison.train import train
 from variable_batch_size.comparison.workers import Workers
@@ -104,24 +104,31 @@ def _outcomes(
     to_do, unfinished = list(plan), set(plan)
     while unfinished:
         run = next((run for run in to_do if plan[run] not in unfinished), None)
+        outcome: Outcome | None
         if run is None or workers.is_full:
             run, outcome = workers.next_outcome()
+        else:
+            to_do.remove(run)
+            outcome = _start(workers, run, plan[run], results, settings, datadir)
+        if outcome is not None:
             unfinished.remove(run)
             yield run, outcome
-            continue
-        to_do.remove(run)
-        leader = plan[run]
-        updates = None
-        if leader is not None:
-            found = results.read(leader)
-            if found is None or found.status == FAILED:
-                unfinished.remove(run)
-                yield run, Outcome(status=FAILED, reason=f"it was to make as many updates as ({leader}), which failed")
-                continue
-            # where that diverged, as many as the yardstick
-            updates = found.updates if found.status == DONE else settings.progress_goal
-        options = {"datadir": datadir, "updates": updates}
-        workers.start(run, (train, (settings, run, results.directory), options))
+
+
+def _start(
+    workers: Workers, run: Run, leader: Run | None, results: Results, settings: Settings, datadir: str | None
+) -> Outcome | None:
+    """Start a run; or return at once how it ended, where the one whose updates it was to make has failed."""
+    updates = None
+    if leader is not None:
+        found = results.read(leader)
+        if found is None or found.status == FAILED:
+            return Outcome(status=FAILED, reason=f"it was to make as many updates as ({leader}), which failed")
+        # where that diverged, as many as the yardstick
+        updates = found.updates if found.status == DONE else settings.progress_goal
+    options = {"datadir": datadir, "updates": updates}
+    workers.start(run, (train, (settings, run, results.directory), options))
+    return None
 
 
 def _leader(run: Run, settings: Settings, rules: Sequence[str]) -> Run | None:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from variable_batch_size.traces.generate import spot_market
+from variable_batch_size.rules.registry import RULES as rules_by_name
+from variable_batch_size.schedules.batch_sizes import OnEnd
+from variable_batch_size.traces.market import spot_market
 from variable_batch_size.traces.trace import Trace
 
 REFERENCE = "reference"
@@ -18,9 +20,9 @@ UNTIL = ("samples", "progress")
 
 DONE, DIVERGED, FAILED = "done", "diverged", "failed"
 
-RULES = ("linear", "root", "constant", "linear_momentum", "adascale", "adam", "adamscale")
+RULES = tuple(name for name, rule in rules_by_name.items() if not rule.needs)
 
-MEASURING_RULES = ("adascale", "adamscale")
+MEASURING_RULES = tuple(name for name in RULES if rules_by_name[name].measures_noise)
 """Rules whose progress can end a run."""
 
 
@@ -66,7 +68,7 @@ class Settings:
     lr: float | None
     num_samples: int
     until: str
-    on_end: str
+    on_end: OnEnd
     num_tests: int
     log_steps: int | None
 

@@ -21,32 +21,14 @@ from variable_batch_size.comparison.results import Results
 from variable_batch_size.comparison.workload import Workload, load_workload
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.launch import launch
+from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.runs.log import Log
 from variable_batch_size.runs.metrics import Metrics
 from variable_batch_size.runs.sinks import JsonLines, TensorBoard
 from variable_batch_size.traces.trace import Trace
 from variable_batch_size.training.buffers import share_buffers
-from variable_batch_size.training.optimizer import (
-    AdamRuleOptimizer,
-    AdamScaleOptimizer,
-    AdaScaleOptimizer,
-    ConstantOptimizer,
-    CustomOptimizer,
-    LinearRuleMomentumOptimizer,
-    LinearRuleOptimizer,
-    RootRuleOptimizer,
-)
+from variable_batch_size.training.optimizer import CustomOptimizer
 from variable_batch_size.training.sampler import CustomSampler
-
-OPTIMIZERS: dict[str, Callable[..., CustomOptimizer]] = {
-    "linear": LinearRuleOptimizer,
-    "root": RootRuleOptimizer,
-    "constant": ConstantOptimizer,
-    "linear_momentum": LinearRuleMomentumOptimizer,
-    "adascale": AdaScaleOptimizer,
-    "adam": AdamRuleOptimizer,
-    "adamscale": AdamScaleOptimizer,
-}
 
 _NUM_RECORDS = 500
 _SAMPLES_PER_TEST = 256
@@ -95,7 +77,9 @@ def _train_on_this_core(
         on_end=settings.on_end,
     )
     inner = inner_optimizer(workload, model, settings.lr)
-    optimizer = OPTIMIZERS[run.rule](inner, sampler, ref_batchsize=settings.ref_batchsize, model=model)
+    optimizer = CustomOptimizer(
+        inner, sampler, rule=make_rule(run.rule), ref_batchsize=settings.ref_batchsize, model=model
+    )
     training = _Training(settings, workload, model, optimizer, _goal(settings, run, updates))
     return training.run(Results(directory).run_directory(run))
 
@@ -116,8 +100,9 @@ def refuse_impossible(workload: Workload, device: str, rules: Sequence[str]) -> 
         raise ValueError("--device xla needs torch_xla: pip install 'variable_batch_size[xla]'")
     sampler = CustomSampler(dataset_size=1, trace=1, minibatch_size=1, num_replicas=1, rank=0)
     for rule in rules:
+        inner = inner_optimizer(workload, workload.model(), None)
         try:
-            OPTIMIZERS[rule](inner_optimizer(workload, workload.model(), None), sampler, ref_batchsize=1)
+            CustomOptimizer(inner, sampler, rule=make_rule(rule), ref_batchsize=1)
         except ValueError as error:
             raise ValueError(f"the rule {rule} does not go with this workload: {error}") from None
 
@@ -133,16 +118,16 @@ def _device(name: str) -> torch.device:
     return xla.device() if name == "xla" else torch.device(name)
 
 
-Goal = Callable[[CustomOptimizer, float], float]
+Goal = Callable[[CustomOptimizer], float]
 
 
 def _goal(settings: Settings, run: Run, updates: int | None) -> Goal:
-    """What tells from the optimizer and the progress which fraction of the training is done."""
+    """What tells from the optimizer which fraction of the training is done."""
     if updates is not None:
-        return lambda optimizer, progress: optimizer.steps_done / updates
+        return lambda optimizer: optimizer.steps_done / updates
     if settings.until == "progress" and run.trace != REFERENCE:
-        return lambda optimizer, progress: progress / settings.progress_goal
-    return lambda optimizer, progress: optimizer.samples_done / settings.num_samples
+        return lambda optimizer: optimizer.progress / settings.progress_goal
+    return lambda optimizer: optimizer.samples_done / settings.num_samples
 
 
 class _Training:
@@ -158,7 +143,6 @@ class _Training:
         self._goal = goal
         self._device = next(model.parameters()).device
         self._lrs = [group["lr"] for group in optimizer.param_groups]
-        self.progress = 0.0
         self._fraction = 0.0
         self._tests: list[tuple[float, float]] = []  # losses and metrics
 
@@ -170,17 +154,19 @@ class _Training:
         samples_before = 0
         progress_at_test = 0.0
         self._set_lr()
-        sink = _WithProgress(self, [JsonLines(directory / "steps.jsonl"), TensorBoard(directory / "tensorboard")])
-        with Log(optimizer, every=self._log_steps(), to=[sink]) as log:
+        sinks: list[Callable[[dict[str, Any]], None]] = [
+            JsonLines(directory / "steps.jsonl"),
+            TensorBoard(directory / "tensorboard"),
+        ]
+        with Log(optimizer, every=self._log_steps(), to=sinks) as log:
             for inputs, targets in self._minibatches():
                 loss = self._workload.loss(self._model(inputs), targets)
                 loss.backward()  # type: ignore[no-untyped-call]
-                if optimizer.step():
-                    self.progress += _worth(optimizer)
+                optimizer.step()
                 log.step(loss)
                 if optimizer.is_accumulating:
                     continue
-                self._fraction = self._goal(optimizer, self.progress)
+                self._fraction = self._goal(optimizer)
                 self._set_lr()
                 is_due = optimizer.samples_done // samples_per_test > samples_before // samples_per_test
                 samples_before = optimizer.samples_done
@@ -188,11 +174,11 @@ class _Training:
                     continue
                 self._tests.append(self._test())
                 log.write(test_loss=self._tests[-1][0], metric=self._tests[-1][1])
-                if self.progress == progress_at_test or not all(map(math.isfinite, self._tests[-1])):
+                if optimizer.progress == progress_at_test or not all(map(math.isfinite, self._tests[-1])):
                     return self._outcome(DIVERGED, time.monotonic() - started_at)
                 if self._fraction >= 1:
                     return self._outcome(DONE, time.monotonic() - started_at)
-                progress_at_test = self.progress
+                progress_at_test = optimizer.progress
         raise AssertionError("minibatches never end")
 
     def _minibatches(self) -> Iterator[tuple[Any, Any]]:
@@ -245,7 +231,7 @@ class _Training:
             reason="" if status == DONE else reason,
             updates=optimizer.steps_done,
             samples=optimizer.samples_done,
-            progress=self.progress,
+            progress=optimizer.progress,
             final_loss=losses[-1] if math.isfinite(losses[-1]) else None,
             final_metric=metrics[-1] if math.isfinite(metrics[-1]) else None,
             best_metric=best((metric for metric in metrics if math.isfinite(metric)), default=None),
@@ -257,24 +243,3 @@ class _Training:
             return self._settings.log_steps
         num_steps = self._settings.num_samples / float(self._optimizer.sampler.schedule.trace.sizes.mean())
         return max(1, round(num_steps / _NUM_RECORDS))
-
-
-def _worth(optimizer: CustomOptimizer) -> float:
-    """How many steps of the yardstick the latest step counts for: its gain if that is measured, else its factor."""
-    return optimizer.gain() if isinstance(optimizer, AdaScaleOptimizer) else optimizer.factor()
-
-
-class _WithProgress:
-    """A sink that adds the progress to each record, which a log knows with AdaScale only, and hands it to others."""
-
-    def __init__(self, training: _Training, sinks: list[JsonLines | TensorBoard]) -> None:
-        self._training = training
-        self._sinks = sinks
-
-    def __call__(self, record: dict[str, Any]) -> None:
-        for sink in self._sinks:
-            sink({**record, "progress": self._training.progress})
-
-    def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()

@@ -63,13 +63,12 @@ class Xla(Communicator):
     _turn = threading.Lock()
 
     def __init__(self) -> None:
-        self._torch_xla = _torch_xla()
-        self._model = _module("core.xla_model")
         self.rank, self.num_replicas = cores()
         self._is_virtual = _runtime().device_type() == "CPU" and self.num_replicas > 1
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._model.all_reduce(self._model.REDUCE_SUM, list(tensors))
+        model = _module("core.xla_model")
+        model.all_reduce(model.REDUCE_SUM, list(tensors))
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         if self.num_replicas == 1 or not tensors:
@@ -88,11 +87,12 @@ class Xla(Communicator):
 
     def flush(self) -> None:
         if not self._is_virtual:
-            self._torch_xla.sync()
+            _torch_xla().sync()
             return
-        self._model.wait_device_ops(self._model.xla_real_devices([self._torch_xla.device()]))
+        model = _module("core.xla_model")
+        model.wait_device_ops(model.xla_real_devices([_torch_xla().device()]))
         with self._turn:
-            self._torch_xla.sync()
+            _torch_xla().sync()
 
     def varying(self, number: float) -> float:
         # XLA puts exactly 0, 1 and -1 into the program; one step of double precision beside them is the same float32

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, final
-
-import numpy as np
+from typing import Any, final
 
 from variable_batch_size.checks import check_positive
+from variable_batch_size.planning.rows import (
+    Moment,
+    PlannedEpoch,
+    PlannedSize,
+    Position,
+    moments_of,
+    planned_epoch,
+    planned_sizes,
+    positions_of,
+)
 from variable_batch_size.rules.noise import Noise
-from variable_batch_size.rules.rule import ConstantRule, LinearRule, RootRule, Rule, Step
+from variable_batch_size.rules.registry import make_rule
+from variable_batch_size.rules.rule import Rule, Step
+from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.schedule import Schedule
 
-RULES: Mapping[str, Rule] = {"linear": LinearRule(), "root": RootRule(), "constant": ConstantRule()}
-"""Rules by name, whose factor follows from the batch size alone and not from what a run measures or has done."""
-
-_NUM_MOMENTS = 11
+RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}
+"""Rules by name, whose factor follows from the batch size alone, not from what a run measures or has done."""
 
 
 @final
 class SteadyAdaScaleRule(Rule):
-    """AdaScale's factor in a run whose noise scale V/G² stays the same; a real one measures it all along.
+    """AdaScale's factor in a run whose noise scale V/G² stays the same; a real run measures it as it goes.
 
     gain(B) = (V/B0 + G²) / (V/B + G²), at V/G² = `noise_scale`
 
@@ -38,67 +45,6 @@ class SteadyAdaScaleRule(Rule):
 
     def factor(self, step: Step) -> float:
         return self.noise.gain(step.batch_size, step.ref_batchsize)
-
-
-class PlannedSize(NamedTuple):
-    """A batch size of the run.
-
-    Args:
-        batch_size: samples in a step, over all cores.
-        num_steps: how many steps have it.
-        num_minibatches: of such a step, over all cores.
-        depth: how many of them the busiest core accumulates.
-        num_idle_cores: how many cores have none.
-        factors: what each rule multiplies the learning rate by.
-    """
-
-    batch_size: int
-    num_steps: int
-    num_minibatches: int
-    depth: int
-    num_idle_cores: int
-    factors: dict[str, float]
-
-
-class PlannedEpoch(NamedTuple):
-    """An epoch of the run.
-
-    Args:
-        epoch: its number, from 0.
-        first_step: the number of its first step in the run, from 0.
-        num_steps: how many steps it has.
-        num_samples: how many samples they use.
-        num_left_over: how many samples of the data set it does not use.
-        ends_with_trace: whether it ends because the trace does, before its samples do.
-    """
-
-    epoch: int
-    first_step: int
-    num_steps: int
-    num_samples: int
-    num_left_over: int
-    ends_with_trace: bool
-
-
-class Moment(NamedTuple):
-    """A step of the run, and how far the run has come before it."""
-
-    step: int
-    epoch: int
-    samples_before: int
-    batch_size: int
-    depth: int
-    num_idle_cores: int
-    factors: dict[str, float]
-
-
-class Position(NamedTuple):
-    """Where a run stands after some steps, as a checkpoint holds it."""
-
-    epoch: int
-    epoch_step: int
-    steps_done: int
-    samples_done: int
 
 
 @dataclass(frozen=True)
@@ -121,14 +67,14 @@ class Plan:
         mean_depth: minibatches that the busiest core accumulates, mean over the steps.
         core_minibatches: how many minibatches each core runs, without stand-ins.
         core_idle_steps: in how many steps each core is idle.
-        idle_share: of all cores in all steps, how many are idle.
-        busy_share: of the time of all cores, how much they work, if all minibatches take equally long.
+        idle_share: the share of cores that are idle, over all steps.
+        busy_share: the share of the cores' time in which they work, if all minibatches take equally long.
         ref_batchsize: the batch size at which each rule's factor is that of an unscaled learning rate.
         rules: the names of the rules.
         sizes: the distinct batch sizes, ascending.
         epochs: the epochs, in order.
         moments: steps spread evenly over the run, the first and the last included.
-        checkpoints: where the run stands each time it has done so many steps, and at its end; empty if not asked for.
+        checkpoints: where the run stands after every N steps, and at its end; empty if not asked for.
 
     >>> from variable_batch_size.traces.trace import Trace
     >>> trace = Trace.from_sequence([64, 96, 32, 256])
@@ -145,7 +91,7 @@ class Plan:
     dataset_size: int
     minibatch_size: int
     num_cores: int
-    on_end: str
+    on_end: OnEnd
     num_epochs: int
     num_steps: int
     num_samples: int
@@ -175,36 +121,26 @@ class Plan:
         ref_batchsize: int | None = None,
         checkpoint_every: int | None = None,
     ) -> Plan:
-        """Sum up a schedule.
+        """Summarise a schedule.
 
         Args:
             schedule: the trace, laid out over epochs and cores.
             num_epochs: how many epochs to train; all that the trace holds if None.
-            rules: the rules whose factors to tell, by name.
+            rules: the rules whose factors to list, by name.
             ref_batchsize: the batch size at which the learning rate is right; the first of the trace if None.
-            checkpoint_every: tell the position every so many steps.
+            checkpoint_every: list the position every N steps.
         """
         if num_epochs is None:
             num_epochs = schedule.num_epochs
             if num_epochs is None:
-                raise ValueError(f"{schedule.trace.name} goes on for ever: the number of epochs must be given")
+                raise ValueError(f"{schedule.trace.name} goes on forever: the number of epochs must be given")
         check_positive(num_epochs=num_epochs)
         schedule.steps(num_epochs - 1)  # refuses an epoch beyond the end, before the work of all others
         ref_batchsize = schedule.batch_size(0) if ref_batchsize is None else ref_batchsize
         check_positive(ref_batchsize=ref_batchsize)
-        epochs = tuple(_epoch(schedule, epoch) for epoch in range(num_epochs))
+        epochs = tuple(planned_epoch(schedule, epoch) for epoch in range(num_epochs))
         steps = range(epochs[-1].first_step + epochs[-1].num_steps)
-        sizes = tuple(
-            PlannedSize(
-                batch_size=size,
-                num_steps=count,
-                num_minibatches=size // schedule.minibatch_size,
-                depth=-(-size // schedule.minibatch_size // schedule.num_replicas),
-                num_idle_cores=max(0, schedule.num_replicas - size // schedule.minibatch_size),
-                factors=_factors(rules, Step(size, schedule.minibatch_size, ref_batchsize)),
-            )
-            for size, count in zip(*(values.tolist() for values in schedule.size_counts(steps)), strict=True)
-        )
+        sizes = planned_sizes(schedule, steps, rules, ref_batchsize)
         core_minibatches = schedule.core_minibatches(steps)
         core_idle_steps = schedule.core_idle_steps(steps)
         num_depths = sum(size.depth * size.num_steps for size in sizes)
@@ -231,8 +167,8 @@ class Plan:
             rules=tuple(rules),
             sizes=sizes,
             epochs=epochs,
-            moments=_moments(schedule, epochs, sizes, len(steps)),
-            checkpoints=_checkpoints(schedule, epochs, len(steps), checkpoint_every),
+            moments=moments_of(schedule, epochs, sizes, len(steps)),
+            checkpoints=positions_of(schedule, epochs, len(steps), checkpoint_every),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -241,66 +177,3 @@ class Plan:
         for name in ("sizes", "epochs", "moments", "checkpoints"):
             values[name] = [row._asdict() for row in values[name]]
         return values
-
-
-def _epoch(schedule: Schedule, epoch: int) -> PlannedEpoch:
-    steps = schedule.steps(epoch)
-    num_samples = schedule.samples_before(steps.stop) - schedule.samples_before(steps.start)
-    is_last = schedule.on_end == "stop" and steps.stop == len(schedule.trace)
-    return PlannedEpoch(
-        epoch=epoch,
-        first_step=steps.start,
-        num_steps=len(steps),
-        num_samples=num_samples,
-        num_left_over=schedule.dataset_size - num_samples,
-        ends_with_trace=is_last and num_samples < schedule.capacity,
-    )
-
-
-def _factors(rules: Mapping[str, Rule], step: Step) -> dict[str, float]:
-    return {name: rule.factor(step) for name, rule in rules.items()}
-
-
-def _epoch_of(epochs: tuple[PlannedEpoch, ...], step: int) -> PlannedEpoch:
-    return epochs[bisect_right(epochs, step, key=lambda epoch: epoch.first_step) - 1]
-
-
-def _moments(
-    schedule: Schedule, epochs: tuple[PlannedEpoch, ...], sizes: tuple[PlannedSize, ...], num_steps: int
-) -> tuple[Moment, ...]:
-    of_size = {size.batch_size: size for size in sizes}
-    moments = []
-    for step in np.linspace(0, num_steps - 1, min(num_steps, _NUM_MOMENTS)).round().astype(np.int64).tolist():
-        size = of_size[schedule.batch_size(step)]
-        moments.append(
-            Moment(
-                step=step,
-                epoch=_epoch_of(epochs, step).epoch,
-                samples_before=schedule.samples_before(step),
-                batch_size=size.batch_size,
-                depth=size.depth,
-                num_idle_cores=size.num_idle_cores,
-                factors=size.factors,
-            )
-        )
-    return tuple(moments)
-
-
-def _checkpoints(
-    schedule: Schedule, epochs: tuple[PlannedEpoch, ...], num_steps: int, every: int | None
-) -> tuple[Position, ...]:
-    if every is None:
-        return ()
-    check_positive(checkpoint_every=every)
-    positions = []
-    for steps_done in [*range(every, num_steps, every), num_steps]:
-        epoch = _epoch_of(epochs, steps_done - 1)  # that of the step just done, also when it was the epoch's last
-        positions.append(
-            Position(
-                epoch=epoch.epoch,
-                epoch_step=steps_done - epoch.first_step,
-                steps_done=steps_done,
-                samples_done=schedule.samples_before(steps_done),
-            )
-        )
-    return tuple(positions)

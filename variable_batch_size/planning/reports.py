@@ -7,7 +7,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from variable_batch_size.planning.plan import Moment, Plan, PlannedEpoch, PlannedSize, Position
+from variable_batch_size.planning.plan import Plan
+from variable_batch_size.planning.rows import Moment, PlannedEpoch, PlannedSize, Position
 from variable_batch_size.planning.sparkline import sparkline
 from variable_batch_size.traces.convert import Conversion
 from variable_batch_size.traces.trace import Trace
@@ -27,7 +28,7 @@ def trace_report(trace: Trace, *, width: int, is_ascii: bool = False) -> str:
     over samples  ▂▂▂▂▂▂▂▂▂▂████████████████████
     """
     if trace.is_endless:
-        return f"batch size {trace[0]:,} for ever"
+        return f"batch size {trace[0]:,} forever"
     sizes = trace.sizes
     steps = sparkline(sizes, width=width - 14, is_ascii=is_ascii)
     samples = sparkline(sizes, width=width - 14, weights=sizes, is_ascii=is_ascii)
@@ -43,7 +44,7 @@ def trace_report(trace: Trace, *, width: int, is_ascii: bool = False) -> str:
 
 
 def conversion_report(conversion: Conversion) -> str:
-    """What a conversion has kept of a recording, and what rounding has changed."""
+    """What a conversion kept of a recording, and what rounding changed."""
     difference = conversion.samples - conversion.samples_before_rounding
     share = difference / conversion.samples_before_rounding
     return "\n".join(

@@ -17,8 +17,8 @@ from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.runs import randomness, storage
 from variable_batch_size.runs.agreement import Agreement
 from variable_batch_size.runs.executed import Executed
-from variable_batch_size.runs.identity import differences, identity_of
 from variable_batch_size.runs.scheduler_state import Stateful, load_state, state_of
+from variable_batch_size.training.description import differences
 from variable_batch_size.training.optimizer import CustomOptimizer
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Checkpoint:
         self._device: torch.device = parameters[0].device
         self._communicator = communicator_for(parameters)
         self._agreement = Agreement(self._communicator, self._device, every_seconds=every_seconds)
-        self._identity = identity_of(optimizer)
+        self._identity = optimizer.description
 
         self._epoch = 0  # where the next pass begins, or the present one began
         self._first_step = 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from variable_batch_size.schedules.schedule import Schedule
-from variable_batch_size.traces.trace import COLUMNS
+from variable_batch_size.traces.trace_file import COLUMNS
 
 _HEADER = f"{','.join(COLUMNS)}\n"
 

@@ -12,7 +12,7 @@ import torch
 from variable_batch_size.checks import check_positive
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.running import communicator_for
-from variable_batch_size.training.optimizer import AdaScaleOptimizer, CustomOptimizer
+from variable_batch_size.training.optimizer import CustomOptimizer
 
 Record = dict[str, Any]
 
@@ -30,12 +30,12 @@ class Log:
 
     A sink is whatever can be called with a record; so ``wandb.log`` is one. A record has
 
-    - ``epoch``; ``step`` and ``samples``, those done so far in the run; ``batch_size``, ``lr`` and ``factor`` of the
-      latest step; ``gradient_norm``, that of its mean gradient before clipping, NaN if there is none;
+    - ``epoch``; ``step``, ``samples`` and ``progress``, those done so far in the run; ``batch_size``, ``lr`` and
+      ``factor`` of the latest step; ``gradient_norm``, that of its mean gradient before clipping, NaN if there is none;
     - ``loss``, ``samples_per_second`` and ``idle_share`` over all steps since the record before, or since the start:
       the mean of the minibatches' losses on all cores without stand-ins, and without those of a step that was left
       unfinished; by the clock, whatever else was done in that time; and the share of cores × steps without work;
-    - ``gain``, ``noise_scale`` and ``progress`` with AdaScale; ``graphs``, the programs compiled so far, on XLA.
+    - ``gain`` and ``noise_scale`` with AdaScale; ``graphs``, the programs compiled so far, on XLA.
 
     The loss stays on the device until a record is due. Then all cores sum it, and it is read: the one wait.
 
@@ -149,12 +149,7 @@ class Log:
             "samples_per_second": self._num_samples / seconds,
             "idle_share": self._num_idle / (cores * self._num_steps),
         }
-        if isinstance(optimizer, AdaScaleOptimizer):
-            record |= {
-                "gain": optimizer.gain(),
-                "noise_scale": optimizer.noise_scale,
-                "progress": optimizer.progress,
-            }
+        record |= optimizer.report()
         if self._device.type == "xla":
             record["graphs"] = xla.num_programs()
         self._send(record)
@@ -162,7 +157,12 @@ class Log:
 
     def _position(self) -> Record:
         optimizer = self._optimizer
-        return {"epoch": optimizer.epoch, "step": optimizer.steps_done, "samples": optimizer.samples_done}
+        return {
+            "epoch": optimizer.epoch,
+            "step": optimizer.steps_done,
+            "samples": optimizer.samples_done,
+            "progress": optimizer.progress,
+        }
 
     def _send(self, record: Record) -> None:
         if self._communicator.rank == 0:

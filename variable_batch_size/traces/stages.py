@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal, get_args
 
 import numpy as np
 
 from variable_batch_size.checks import check_one_of
+from variable_batch_size.traces.limits import MOST_STEPS
 from variable_batch_size.traces.trace import Trace
 
-UNITS = ("steps", "samples")
-MOST_STEPS = 20_000_000  # what can be made in the memory of a small machine; more is probably a typo
+Unit = Literal["steps", "samples"]
+UNITS: tuple[Unit, ...] = get_args(Unit)
 
 _SUFFIXES = {"B": 10**9, "M": 10**6, "K": 10**3, "": 1}
 _COUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMB]?)", re.IGNORECASE)
@@ -23,7 +25,7 @@ class Stages:
     """Batch sizes, where each of them begins, and where the last one ends.
 
     Counted in samples, a stage from s to t with the batch size B is worth (t − s) / B updates. A change comes at the
-    step nearest to the updates so far, so that rounding never adds up over stages; a stage of less than half an
+    step nearest to the updates so far, so that rounding errors never add up over stages; a stage of less than half an
     update may have no step.
 
     Args:
@@ -44,7 +46,7 @@ class Stages:
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
     until: int
-    unit: str
+    unit: Unit
 
     def __post_init__(self) -> None:
         check_one_of(UNITS, unit=self.unit)
@@ -52,13 +54,13 @@ class Stages:
             raise ValueError(f"the first stage must begin at 0, got {self.starts[0] if self.starts else 'no stage'}")
         for number, (start, end) in enumerate(zip(self.starts, (*self.starts[1:], self.until), strict=True), start=1):
             if end <= start:
-                raise ValueError(f"stage {number} must end after its begin at {start}, got {end}")
+                raise ValueError(f"stage {number} must end after its start at {start}, got {end}")
         for number, size in enumerate(self.sizes, start=1):
             if size <= 0:
                 raise ValueError(f"the batch size of stage {number} must be positive, got {size}")
 
     @classmethod
-    def parse(cls, text: str, *, until: int, unit: str) -> Stages:
+    def parse(cls, text: str, *, until: int, unit: Unit) -> Stages:
         """Read ``start:size`` pairs, separated by blanks or commas; numbers may end in K, M or B."""
         pairs = []
         for number, stage in enumerate(re.split(r"[\s,]+", text.strip()), start=1):
@@ -70,8 +72,8 @@ class Stages:
         return cls(starts, sizes, until, unit)
 
     @classmethod
-    def of(cls, trace: Trace, *, unit: str) -> Stages:
-        """The stages of a trace: :meth:`trace` makes the same trace of them, in either unit."""
+    def of(cls, trace: Trace, *, unit: Unit) -> Stages:
+        """The stages of a trace, which :meth:`trace` turns back into the same trace, in either unit."""
         if trace.is_endless:
             raise ValueError("a constant trace is endless and has no stages")
         changes = np.concatenate(([0], np.flatnonzero(np.diff(trace.sizes)) + 1))

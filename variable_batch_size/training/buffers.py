@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
 import torch
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.running import communicator_for
 
 
+class _Saved(NamedTuple):
+    """A buffer as it was: its owner and name there, the tensor itself, its version and a copy of its values."""
+
+    owner: torch.nn.Module
+    name: str
+    buffer: torch.Tensor
+    version: int
+    values: torch.Tensor
+
+
 class Buffers:
     """Remembers a model's buffers before a step and puts them back if the core's minibatches in it do not count.
 
+    They are remembered when the step before has ended. What the user does to them after that, such as loading weights,
+    is seen when the model next runs, and they are remembered again.
+
     Args:
         model: whose buffers; None for none.
-        communicator: tells whether idleness may be a branch or must be data (XLA: one program for all cores).
+        communicator: tells whether idleness may be a branch or must be data.
         may_skip: whether the step of a core that was not idle may be taken back, too.
     """
 
@@ -21,27 +37,59 @@ class Buffers:
         self._model = model if communicator.num_replicas > 1 or may_skip else None
         self._is_one_program = communicator.is_one_program
         self._is_always_saved = self._is_one_program or may_skip
-        self._saved: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        self._saved: list[_Saved] = []
+        self._is_fresh = False  # whether the model has not run since they were saved
+        if self._model is not None:
+            self._model.register_forward_pre_hook(self._before_forward)
 
     def save(self, is_idle: bool) -> None:
         """Remember the buffers if what is next may have to be taken back; `is_idle` if it is a stand-in."""
+        self._is_fresh = False
         if self._model is None or not (is_idle or self._is_always_saved):
-            return
-        buffers = list(self._model.buffers())
-        versions = [buffer._version for buffer in buffers]
-        if versions != self._versions:  # else nothing has changed them since, and on XLA a program is spared
-            self._saved = [buffer.detach().clone() for buffer in buffers]
-            self._versions = versions
+            self._saved = []
+        elif not (self._is_one_program and self._saved and self._is_as_saved()):  # there, a program is spared
+            self._saved = [
+                _Saved(owner, name, buffer, buffer._version, buffer.detach().clone())
+                for owner, name, buffer in _buffers_of(self._model)
+            ]
+        self._is_fresh = bool(self._saved)
 
+    def _before_forward(self, model: torch.nn.Module, args: Any) -> None:
+        # what torch.compile sees of this must be nothing
+        if torch.compiler.is_compiling() or not self._is_fresh or not model.training:
+            return
+        self._is_fresh = False
+        if not self._is_one_program and not self._is_as_saved():
+            self.save(is_idle=True)
+            self._is_fresh = False
+
+    def _is_as_saved(self) -> bool:
+        assert self._model is not None
+        now = [(id(buffer), buffer._version) for _, _, buffer in _buffers_of(self._model)]
+        return now == [(id(saved.buffer), saved.version) for saved in self._saved]
+
+    @torch.no_grad()
     def settle(self, is_taken_back: bool) -> None:
         """After the minibatches of a step: put the buffers back if they are not to count."""
-        if self._model is None or not (is_taken_back or self._is_one_program) or not self._saved:
+        if not self._saved or not (is_taken_back or self._is_one_program):
             return
-        must_go = torch.tensor([is_taken_back]).to(self._saved[0].device)
-        with torch.no_grad():
-            for buffer, saved in zip(self._model.buffers(), self._saved, strict=True):
-                buffer.copy_(torch.where(must_go, saved, buffer).view_as(buffer) if self._is_one_program else saved)
+        if self._is_one_program:
+            must_go = torch.tensor([is_taken_back]).to(self._saved[0].values.device)
+            for saved in self._saved:
+                buffer = saved.owner._buffers[saved.name]
+                assert buffer is not None
+                buffer.copy_(torch.where(must_go, saved.values, buffer).view_as(buffer))
+            return
+        for saved in self._saved:
+            saved.buffer.copy_(saved.values)
+            saved.owner._buffers[saved.name] = saved.buffer  # the minibatch may have put another tensor there
+
+
+def _buffers_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield module, name, buffer
 
 
 def share_buffers(model: torch.nn.Module) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -14,15 +13,12 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from variable_batch_size.training.optimizer import CustomOptimizer
+
 _ROUNDING = 1e-9  # by which a sum of gains of 1 may fall short
 
 
-class _HasProgress(Protocol):
-    @property
-    def progress(self) -> float: ...
-
-
-def follow_progress(scheduler: LRScheduler, optimizer: _HasProgress) -> None:
+def follow_progress(scheduler: LRScheduler, optimizer: CustomOptimizer) -> None:
     """Bring a scheduler of torch to where the optimizer's progress is; call it after each ``optimizer.step()``.
 
     At progress τ the scheduler has made ⌊τ⌋ of its steps, so that a run at scale 8 walks its schedule as the run at

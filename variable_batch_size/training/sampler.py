@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sized
-from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
 
 from variable_batch_size.checks import check_within, is_integer
 from variable_batch_size.cores.running import running_cores
+from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.permutation import Permutation
 from variable_batch_size.schedules.schedule import Schedule
-from variable_batch_size.traces.trace import Trace
+from variable_batch_size.traces.trace import Trace, TraceLike
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +49,13 @@ class CustomSampler(Sampler[list[int]]):
         dataset: Sized | None = None,
         *,
         dataset_size: int | None = None,
-        trace: Any,
+        trace: TraceLike,
         minibatch_size: int,
         num_replicas: int | None = None,
         rank: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
-        on_end: str = "stop",
+        on_end: OnEnd = "stop",
     ) -> None:
         if (dataset is None) == (dataset_size is None):
             given = "neither" if dataset is None else "both"

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size.comparison.experiment import DIVERGED, DONE
-from variable_batch_size.comparison.report.groups import Group
+from variable_batch_size.comparison.report.arm import Arm
 from variable_batch_size.comparison.results import Results
 
 AXES = ("step", "samples", "progress")
@@ -34,14 +34,14 @@ Curves = dict[str, Any]
 differ. What is not finite is NaN."""
 
 
-def curves(results: Results, group: Group) -> dict[str, Curves]:
-    """The curves of a group, from the ``steps.jsonl`` of its runs: those of the training and those of the tests.
+def curves(results: Results, arm: Arm) -> dict[str, Curves]:
+    """The curves of an arm, from the ``steps.jsonl`` of its runs: those of the training and those of the tests.
 
     Records are put together by their number; where some seeds have ended or diverged, the others go on. An axis is
     the mean over the seeds, too: their progress may differ. The loss of each record becomes the mean over the latest
     2 % of the run, as that of a few small batches says little.
     """
-    ended = [run for run, outcome in group.outcomes if outcome.status in (DONE, DIVERGED)]
+    ended = [run for run, outcome in arm.outcomes if outcome.status in (DONE, DIVERGED)]
     seeds = [_read(results.run_directory(run) / "steps.jsonl") for run in ended]
     return {
         "training": _together([_smooth([r for r in records if "loss" in r]) for records in seeds], TRAINING),

@@ -2,48 +2,56 @@
 
 from __future__ import annotations
 
-import html
-import json
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
-from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from variable_batch_size.comparison.experiment import DIVERGED, REFERENCE, Outcome, Settings
-from variable_batch_size.comparison.report.curves import curves
-from variable_batch_size.comparison.report.groups import Group, Spread, groups, ranking
-from variable_batch_size.comparison.report.verdict import number, ranking_in_words, shown, verdicts
+from variable_batch_size.comparison.experiment import DIVERGED, Outcome, Run, Settings
+from variable_batch_size.comparison.report.arm import Arm, Arms, ranking
+from variable_batch_size.comparison.report.charts import charts
+from variable_batch_size.comparison.report.numbers import number, with_deviation
+from variable_batch_size.comparison.report.verdict import ranking_in_words, verdict
 from variable_batch_size.comparison.results import Results
 from variable_batch_size.files import write_text
 
-_COLUMNS = ("rule", "final", "against the yardstick", "best", "updates", "samples", "seconds", "runs")
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+RESULT_COLUMNS = ("rule", "final", "against the yardstick", "best", "updates", "samples", "seconds", "runs")
+RUN_COLUMNS = ("trace", "rule", "seed", "status", "updates", "samples", "progress", "final", "best", "reason")
+
+Row = tuple[str, list[str]]
+"""What kind of row of a table it is, which decides how it looks; and its cells."""
 
 
 def write_page(results: Results) -> None:
     """Make ``report.html`` of what is in a directory."""
-    experiment = results.read_experiment()
-    settings = results.settings()
-    found = groups(results)
-    reference = next((group for group in found if group.is_reference), None)
-    said = verdicts(results)
-    traces = [name for name in experiment["traces"] if any(group.trace == name for group in found)]
-    of_trace = {name: [group for group in found if group.trace == name] for name in traces}
-    parts = {
-        "title": f"Learning-rate rules on {html.escape(settings.workload)}",
-        "summary": _summary(settings, traces),
-        "missing": _missing(len(results.planned()), sum(len(group.outcomes) for group in found)),
-        "verdicts": "".join(f"<p><b>{html.escape(name)}</b>: {html.escape(said[name])}</p>" for name in traces)
-        or "<p>No run on a trace has ended yet.</p>",
-        "traces": "".join(_section(settings, name, of_trace[name], reference) for name in traces),
-        "runs": _runs_table(found),
-        "reproduce": _reproduce(experiment),
-        "data": _json(_data(results, settings, of_trace, reference)),
-        "style": _resource("page.css"),
-        "script": _resource("page.js"),
-        "library": _plotly(),
-    }
-    write_text(results.page_file, Template(_resource("page.html")).substitute(parts))
+    experiment, settings, arms = results.read_experiment(), results.settings(), Arms.of(results)
+    page = _template().render(
+        settings=settings,
+        num_planned=len(results.planned()),
+        traces=[_trace(settings, name, on_trace, arms.reference) for name, on_trace in arms.on_traces.items()],
+        result_columns=RESULT_COLUMNS,
+        runs=[_run_row(run, outcome) for run, outcome in results.runs()],
+        run_columns=RUN_COLUMNS,
+        commands=list(dict.fromkeys(origin["command"] for origin in experiment["origins"])),
+        facts=[(name, value) for name, value in _facts(experiment) if value is not None],
+        charts=charts(results, arms),
+        style=_resource("page.css"),
+        script=_resource("page.js"),
+        library=_plotly(),
+    )
+    write_text(results.page_file, page)
+
+
+def _template() -> Template:
+    """The page without its data, which is escaped as it is filled in: names may hold what HTML takes for its own."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment.filters["count"] = _count
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment.from_string(_resource("page.html"))
 
 
 def _resource(name: str) -> str:
@@ -58,147 +66,79 @@ def _plotly() -> str:
     return str(get_plotlyjs())
 
 
-# ------------------------------------------------------------------------------------------------------------- charts
-
-
-def _data(
-    results: Results, settings: Settings, of_trace: dict[str, list[Group]], reference: Group | None
-) -> dict[str, Any]:
-    def of(group: Group) -> dict[str, Any]:
-        return {"rule": group.rule, **_plain(curves(results, group))}
-
+def _trace(settings: Settings, name: str, arms: Sequence[Arm], reference: Arm | None) -> dict[str, Any]:
+    """What the page says of a trace."""
+    ranked = ranking(arms, is_higher_better=settings.is_higher_better)
+    ranked += [arm for arm in arms if arm not in ranked]
+    rows = [(_kind(arm), _result_cells(settings, arm, reference)) for arm in ranked]
+    if reference is not None:
+        rows.append(("yardstick", _result_cells(settings, reference, None)))
     return {
-        "metric": settings.metric_name + settings.unit,
-        "reference": {**of(reference), "rule": REFERENCE} if reference is not None else None,
-        "traces": {name: [of(group) for group in members] for name, members in of_trace.items()},
+        "name": name,
+        "verdict": verdict(settings, arms, reference),
+        "ranking": ranking_in_words(settings, arms),
+        "rows": rows,
     }
 
 
-def _plain(found: Any) -> Any:
-    """Curves as JSON knows them, with as many digits as a picture needs; NaN becomes null, a gap."""
-    if isinstance(found, dict):
-        return {name: _plain(part) for name, part in found.items()}
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in found.tolist()]
+def _kind(arm: Arm) -> str:
+    return "done" if arm.final else "diverged" if arm.num(DIVERGED) else "failed"
 
 
-def _json(data: Any) -> str:
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # else a name might end the script
+def _result_cells(settings: Settings, arm: Arm, reference: Arm | None) -> list[str]:
+    def mean(quantity: Callable[[Outcome], float | None], text: Callable[[float], str]) -> str:
+        spread = arm.spread(quantity)
+        return _or_dash(None if spread is None else spread.mean, text)
 
-
-# --------------------------------------------------------------------------------------------------------------- text
-
-
-def _summary(settings: Settings, traces: Sequence[str]) -> str:
-    end = {
-        "samples": f"A run ends with the step that reaches {settings.num_samples:,} samples.",
-        "progress": f"AdaScale trains to a progress of {settings.progress_goal:,}, and the other rules make as many "
-        "updates as it does, with their schedules stretched.",
-    }[settings.until]
-    return html.escape(
-        f"{settings.optimizer}, {len(traces)} trace{'s' * (len(traces) != 1)}, {settings.cores} × {settings.device}. "
-        f"{end} The yardstick is always a batch of {settings.ref_batchsize}, to {settings.num_samples:,} samples. Runs "
-        "of the same seed see the same data from the same weights. Behind a metric, ± is the standard deviation over "
-        "seeds; behind a difference, the 95 % interval over pairs of runs of the same seed. Progress counts steps by "
-        "what they are worth at the reference batch size: the gain with AdaScale, with other rules the factor of the "
-        "learning rate."
-    )
-
-
-def _missing(num_planned: int, num_ended: int) -> str:
-    if num_ended == num_planned:
-        return ""
-    return f'<p class="missing">{num_ended} of {num_planned} runs have ended: what follows is not complete.</p>'
-
-
-def _section(settings: Settings, name: str, members: Sequence[Group], reference: Group | None) -> str:
-    ranked = ranking(members, is_higher_better=settings.is_higher_better)
-    ranked += [group for group in members if group not in ranked]
-    rows = [_row(settings, group, reference) for group in ranked]
-    kinds = ["done" if group.final else "diverged" if group.num(DIVERGED) else "failed" for group in ranked]
-    if reference is not None:
-        rows.append(_row(settings, reference, None))
-        kinds.append("yardstick")
-    title = html.escape(name)
-    return f"""
-<section id="trace-{title}">
-<h2>{title}</h2>
-{_table(_COLUMNS, rows, kinds, name="results")}
-<p class="ranking">Ranking: {html.escape(ranking_in_words(settings, members))}</p>
-<div class="axes" role="group" aria-label="horizontal axis">
-<button data-axis="step">steps</button><button data-axis="samples">samples</button>
-<button data-axis="progress">progress</button>
-</div>
-<div class="chart" data-trace="{title}"></div>
-</section>"""
-
-
-def _row(settings: Settings, group: Group, reference: Group | None) -> list[str]:
-    def mean(spread: Spread | None) -> str:
-        return "–" if spread is None else f"{spread.mean:,.0f}"
-
-    final, best = group.final, group.spread(lambda outcome: outcome.best_metric)
-    against = "–"
-    if final is not None and reference is not None and reference.final is not None:
-        gap = final.mean - reference.final.mean
-        against = ("+" if gap >= 0 else "−") + number(abs(gap), like=reference.final.mean)
-    seconds = group.spread(lambda outcome: outcome.seconds)
+    best = arm.spread(lambda outcome: outcome.best_metric)
     return [
-        f"always {settings.ref_batchsize} (yardstick)" if group.is_reference else group.rule,
-        "–" if final is None else shown(settings, final),
-        against,
-        "–" if best is None else shown(settings, best),
-        mean(group.spread(lambda outcome: outcome.updates)),
-        mean(group.spread(lambda outcome: outcome.samples)),
-        "–" if seconds is None else f"{seconds.mean:.1f}",
-        group.failures or f"{len(group.outcomes)} done",
+        f"always {settings.ref_batchsize} (yardstick)" if arm.is_reference else arm.rule,
+        "–" if arm.final is None else with_deviation(arm.final, unit=settings.unit),
+        _against(arm, reference),
+        "–" if best is None else with_deviation(best, unit=settings.unit),
+        mean(lambda outcome: outcome.updates, _count),
+        mean(lambda outcome: outcome.samples, _count),
+        mean(lambda outcome: outcome.seconds, "{:.1f}".format),
+        arm.failures or f"{len(arm.outcomes)} done",
     ]
 
 
-def _runs_table(found: Iterable[Group]) -> str:
-    columns = ("trace", "rule", "seed", "status", "updates", "samples", "progress", "final", "best", "reason")
-
-    def cell(value: float | None, text: Callable[[float], str]) -> str:
-        return "–" if value is None else text(value)
-
-    def row(outcome: Outcome) -> list[str]:
-        return [
-            outcome.status,
-            cell(outcome.updates, "{:,}".format),
-            cell(outcome.samples, "{:,}".format),
-            cell(outcome.progress, "{:,.1f}".format),
-            cell(outcome.final_metric, number),
-            cell(outcome.best_metric, number),
-            outcome.reason,
-        ]
-
-    runs = [pair for group in found for pair in group.outcomes]
-    rows = [[run.trace, run.rule, str(run.seed), *row(outcome)] for run, outcome in runs]
-    return _table(columns, rows, [outcome.status for _, outcome in runs], name="runs")
+def _against(arm: Arm, reference: Arm | None) -> str:
+    """By how much the mean of the final metric is above that of the yardstick."""
+    if arm.final is None or reference is None or reference.final is None:
+        return "–"
+    gap = arm.final.mean - reference.final.mean
+    return ("+" if gap >= 0 else "−") + number(abs(gap), like=reference.final.mean)
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], kinds: Sequence[str], *, name: str) -> str:
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-    body = "".join(
-        f'<tr class="{kind}">' + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for row, kind in zip(rows, kinds, strict=True)
-    )
-    return f'<div class="wide"><table class="{name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+def _run_row(run: Run, outcome: Outcome) -> Row:
+    cells = [
+        run.trace,
+        run.rule,
+        str(run.seed),
+        outcome.status,
+        _or_dash(outcome.updates, _count),
+        _or_dash(outcome.samples, _count),
+        _or_dash(outcome.progress, "{:,.1f}".format),
+        _or_dash(outcome.final_metric, number),
+        _or_dash(outcome.best_metric, number),
+        outcome.reason,
+    ]
+    return outcome.status, cells
 
 
-def _reproduce(experiment: dict[str, Any]) -> str:
-    def lines(values: dict[str, Any]) -> str:
-        return "".join(
-            f"<tr><td>{html.escape(str(name))}</td><td>{html.escape(str(value))}</td></tr>"
-            for name, value in values.items()
-            if value is not None
-        )
+def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
+    return "–" if value is None else text(value)
 
-    commands = [html.escape(origin["command"]) for origin in experiment["origins"]]
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _facts(experiment: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Names and values of what is needed, beside the commands, to reproduce an experiment."""
     latest = experiment["origins"][-1]
-    return f"""
-<pre>{"<br>".join(dict.fromkeys(commands))}</pre>
-<div class="wide"><table class="plain">
-{lines({**latest["versions"], "commit": latest["commit"]})}
-{lines({f"SHA-256 of {name}": value for name, value in experiment["traces"].items()})}
-{lines(experiment["settings"])}
-</table></div>"""
+    yield from latest["versions"].items()
+    yield "commit", latest["commit"]
+    yield from ((f"SHA-256 of {name}", value) for name, value in experiment["traces"].items())
+    yield from experiment["settings"].items()

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from variable_batch_size.comparison.experiment import Settings
+from variable_batch_size.comparison.report.arm import Arm, Arms
 from variable_batch_size.comparison.report.curves import Curves, Values, curves
-from variable_batch_size.comparison.report.groups import Group, groups
 from variable_batch_size.comparison.results import Results
 from variable_batch_size.planning.picture import check_suffix
 
@@ -26,40 +26,49 @@ def draw_picture(results: Results, path: str | os.PathLike[str]) -> None:
     except ImportError:
         raise ImportError("a plot needs matplotlib: pip install 'variable_batch_size[compare]'") from None
 
-    settings = results.settings()
-    found = groups(results)
-    traces = list(dict.fromkeys(group.trace for group in found if not group.is_reference))
-    if not traces:
+    arms, settings = Arms.of(results), results.settings()
+    if not arms.on_traces:
         raise ValueError(f"{results.directory} holds no run that has ended, but perhaps those of the yardstick")
-    rules = list(dict.fromkeys(group.rule for group in found if not group.is_reference))
-    figure = Figure(figsize=(6 * max(len(traces), 1.5), 7), dpi=100, layout="constrained")
-    panels = figure.subplots(3, len(traces), sharex="col", sharey="row", squeeze=False, height_ratios=(1, 2, 3))
+    num_traces = len(arms.on_traces)
+    figure = Figure(figsize=(6 * max(num_traces, 1.5), 7), dpi=100, layout="constrained")
+    panels = figure.subplots(3, num_traces, sharex="col", sharey="row", squeeze=False, height_ratios=(1, 2, 3))
+    latest = _draw_columns(panels, results, settings, arms)
+    _label_rows(panels, settings)
+    if latest:
+        margin = (max(latest) - min(latest)) / 10 or 1.0
+        panels[2, 0].set_ylim(min(latest) - margin, max(latest) + margin)
+    figure.savefig(path)
+
+
+def _draw_columns(panels: Any, results: Results, settings: Settings, arms: Arms) -> list[float]:
+    """Draw all arms, each trace into its column, and return their metrics after the first quarter of the run."""
     latest: list[float] = []
-    for column, trace in enumerate(traces):
-        for group in [group for group in found if group.trace == trace or group.is_reference]:
-            colour = _GREY if group.is_reference else _COLOURS[rules.index(group.rule) % len(_COLOURS)]
-            style = {"color": colour, "linestyle": ":" if group.is_reference else "-", "label": _label(settings, group)}
-            latest += _draw(panels[:, column], curves(results, group), style)
+    rules = list(dict.fromkeys(arm.rule for on_trace in arms.on_traces.values() for arm in on_trace))
+    for column, (trace, on_trace) in enumerate(arms.on_traces.items()):
+        for arm in [*([arms.reference] if arms.reference else []), *on_trace]:
+            latest += _draw(panels[:, column], curves(results, arm), _style(settings, arm, rules))
         panels[0, column].set_title(trace)
         panels[2, column].set_xlabel("samples")
         panels[2, column].xaxis.set_major_formatter("{x:,.0f}")
+    return latest
+
+
+def _style(settings: Settings, arm: Arm, rules: list[str]) -> dict[str, Any]:
+    if arm.is_reference:
+        return {"color": _GREY, "linestyle": ":", "label": f"always {settings.ref_batchsize}"}
+    return {"color": _COLOURS[rules.index(arm.rule) % len(_COLOURS)], "linestyle": "-", "label": arm.rule}
+
+
+def _label_rows(panels: Any, settings: Settings) -> None:
     labels = ("batch size", "training loss", f"test {settings.metric_name}{settings.unit}")
     for panel, label in zip(panels[:, 0], labels, strict=True):
         panel.set_ylabel(label)
     panels[1, 0].set_yscale("log")
-    if latest:
-        margin = (max(latest) - min(latest)) / 10 or 1.0
-        panels[2, 0].set_ylim(min(latest) - margin, max(latest) + margin)
     panels[2, -1].legend(loc="lower right")
-    figure.savefig(path)
-
-
-def _label(settings: Settings, group: Group) -> str:
-    return f"always {settings.ref_batchsize}" if group.is_reference else group.rule
 
 
 def _draw(panels: Any, found: dict[str, Curves], style: dict[str, Any]) -> list[float]:
-    """Draw the curves of a group into a column, and return its metrics after the first quarter of the run."""
+    """Draw the curves of an arm into a column, and return its metrics after the first quarter of the run."""
     training, tests = found["training"], found["tests"]
     if training:
         is_reference = style["linestyle"] == ":"

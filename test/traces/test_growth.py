@@ -10,39 +10,6 @@ import variable_batch_size as vbs
 MINIBATCHES = st.integers(1, 64)
 SMITH = {"factor": 5, "at_epochs": [60, 120, 160], "num_epochs": 200, "dataset_size": 50_000}
 
-# --------------------------------------------------------------------------------------------------------------- ramps
-
-
-@given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 300), MINIBATCHES)
-def test_a_linear_ramp_goes_from_end_to_end_and_is_never_off_by_more_than_half_a_minibatch(start, end, steps, size):
-    trace = vbs.linear_ramp(start * size, end * size, num_steps=steps, minibatch_size=size)
-    line = np.linspace(start * size, end * size, steps) if steps > 1 else np.array([start * size])
-    assert len(trace) == steps
-    assert trace[0] == start * size
-    assert steps == 1 or trace[-1] == end * size
-    assert not (trace.sizes % size).any()
-    assert np.abs(trace.sizes - line).max() <= size / 2 + 1e-6
-
-
-@given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 20), MINIBATCHES)
-def test_a_doubling_ramp_doubles_or_halves_until_it_is_there(start, end, every, size):
-    trace = vbs.doubling_ramp(start * size, end * size, every=every, minibatch_size=size)
-    sizes = trace.sizes[::every]
-    assert list(trace) == np.repeat(sizes, every).tolist()
-    assert (sizes[0], sizes[-1]) == (start * size, end * size)
-    for number, found in enumerate(sizes[:-1]):
-        exact = start * size * 2.0 ** (number if end > start else -number)
-        assert abs(found - exact) <= size / 2
-        assert exact < end * size if end > start else exact > end * size
-
-
-def test_a_doubling_ramp_may_hold_its_end_or_be_cut():
-    assert list(vbs.doubling_ramp(8, 32, every=2, minibatch_size=8, num_steps=9)) == [8, 8, 16, 16, 32, 32, 32, 32, 32]
-    assert list(vbs.doubling_ramp(8, 32, every=2, minibatch_size=8, num_steps=3)) == [8, 8, 16]
-
-
-# -------------------------------------------------------------------------------------------------- in place of a decay
-
 
 @pytest.mark.parametrize(
     ("start", "cap", "updates", "sizes"),
@@ -110,53 +77,9 @@ def test_seesaw_keeps_its_cap_and_is_never_off_by_more_than_a_step(size, start, 
     assert abs(num_samples - int(trace.sizes.sum())) <= cap + size
 
 
-# --------------------------------------------------------------------------------------------------------- spot market
-
-
-@settings(deadline=None)
-@given(st.integers(1, 8), st.integers(0, 8), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**32 - 1))
-def test_a_spot_market_has_whole_devices_within_its_bounds(at_least, more, arrive, leave, seed):
-    options = {"arrive": arrive, "leave": leave, "samples_per_device": 32, "num_steps": 40, "seed": seed}
-    trace = vbs.spot_market(num_devices=at_least + more, at_least=at_least, **options)
-    assert len(trace) == 40
-    assert not (trace.sizes % 32).any()
-    assert at_least * 32 <= trace.sizes.min()
-    assert trace.sizes.max() <= trace[0] == (at_least + more) * 32
-    assert trace == vbs.spot_market(num_devices=at_least + more, at_least=at_least, **options)
-
-
-def test_devices_of_a_spot_market_are_there_as_often_as_their_rates_say():
-    trace = vbs.spot_market(
-        num_devices=101, at_least=1, arrive=0.03, leave=0.01, samples_per_device=1, num_steps=20_000, seed=0
-    )
-    assert trace.sizes[1000:].mean() == pytest.approx(1 + 100 * 0.75, rel=0.02)
-
-
-def test_a_spot_market_is_the_same_with_every_version_of_numpy():
-    trace = vbs.spot_market(
-        num_devices=4, at_least=1, arrive=0.3, leave=0.2, samples_per_device=32, num_steps=12, seed=7
-    )
-    assert list(trace) == SPOT_OF_SEED_7
-
-
-SPOT_OF_SEED_7 = [128, 96, 96, 64, 64, 96, 96, 64, 96, 64, 64, 96]
-
-# ----------------------------------------------------------------------------------------------------------- bad input
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: vbs.constant_trace(0, num_steps=1), "`batch_size` must be a positive integer, got 0"),
-        (lambda: vbs.constant_trace(32, num_steps=10**9), "a trace may have 20000000 steps at most, got 1000000000"),
-        (
-            lambda: vbs.linear_ramp(32, 100, num_steps=5, minibatch_size=32),
-            r"`end` must be a multiple of 32 \(the minibatch size\), got 100",
-        ),
-        (
-            lambda: vbs.doubling_ramp(32, 64, every=0, minibatch_size=32),
-            "`every` must be a positive integer, got 0",
-        ),
         (
             lambda: vbs.growth_for_decay(128, minibatch_size=128, **{**SMITH, "at_epochs": [60, 60]}),
             "`at_epochs` must grow from above 0 to below 200, got 60 after 60",
@@ -184,24 +107,6 @@ SPOT_OF_SEED_7 = [128, 96, 96, 64, 64, 96, 96, 64, 96, 64, 64, 96]
         (
             lambda: vbs.seesaw(256, num_samples=200, minibatch_size=128),
             "`num_samples` must be at least one step of 256, got 200",
-        ),
-        (
-            lambda: vbs.spot_market(
-                num_devices=2, at_least=3, arrive=0.5, leave=0.5, samples_per_device=1, num_steps=1, seed=0
-            ),
-            "`at_least` must be at most the 2 devices, got 3",
-        ),
-        (
-            lambda: vbs.spot_market(
-                num_devices=2, at_least=1, arrive=1.5, leave=0.5, samples_per_device=1, num_steps=1, seed=0
-            ),
-            "`arrive` must be a probability from 0 to 1, got 1.5",
-        ),
-        (
-            lambda: vbs.spot_market(
-                num_devices=2, at_least=1, arrive=0.5, leave=0.5, samples_per_device=1, num_steps=1, seed=2**32
-            ),
-            "`seed` must be an integer from 0 to 4294967295, got 4294967296",
         ),
     ],
 )

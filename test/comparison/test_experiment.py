@@ -1,0 +1,28 @@
+"""Which runs an experiment has, and the traces that it has by default."""
+
+from variable_batch_size.comparison.experiment import RULES, Run, default_traces, runs_of
+
+
+def test_runs_are_every_combination_after_the_yardstick():
+    assert runs_of(["a", "b"], ["root"], 2) == [
+        Run("reference", "constant", 0),
+        Run("reference", "constant", 1),
+        Run("a", "root", 0),
+        Run("a", "root", 1),
+        Run("b", "root", 0),
+        Run("b", "root", 1),
+    ]
+
+
+def test_every_rule_that_needs_no_settings_can_be_compared():
+    assert set(RULES) == {"linear", "root", "constant", "linear_momentum", "adascale", "adam", "adamscale"}
+
+
+def test_default_traces_hold_the_samples_and_fit_the_data():
+    traces = default_traces(16, 14_400, 1440)
+    assert {name: (int(t.sizes.min()), int(t.sizes.max())) for name, t in traces.items()} == {
+        "ramp": (16, 256),
+        "spot": (80, 256),
+    }
+    assert all(14_400 <= t.sizes.sum() < 14_400 + 5 * 256 for t in traces.values())
+    assert all(t.sizes.max() == 96 for t in default_traces(32, 5000, 100).values())

@@ -1,0 +1,163 @@
+"""report.html in a real browser: it draws, asks nobody for anything, and says what results.csv says."""
+
+import json
+import shutil
+import statistics
+from contextlib import contextmanager
+
+import pytest
+from comparisons import rows, vbs_compare
+from outcomes import HOSTILE, HOSTILE_FOLDER, write_hostile_results
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+from variable_batch_size.comparison.report.page import write_page
+
+pytestmark = pytest.mark.browser
+
+DESKTOP, PHONE = (1280, 900), (390, 800)
+ROWS = 6  # batch size, learning rate, loss, metric, gain, noise scale
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("page")
+    options = ["--workload", "comparisons:troubled", "--rules", "linear,adascale,constant"]
+    vbs_compare(*options, "--seeds", 3, "--out", directory, check=False)  # some runs fail, as they should
+    return directory
+
+
+@contextmanager
+def browser(size, *, is_dark=False):
+    """Chromium without a window, as wide and high as that."""
+    programs = [shutil.which("chromium"), shutil.which("chromedriver")]
+    assert all(programs), "needs chromium and chromedriver: apt-get install chromium chromium-driver"
+    options = Options()
+    options.binary_location = programs[0]
+    options.add_argument("--headless=new")
+    options.add_argument("--no-sandbox")  # which root may not have
+    options.add_argument("--disable-background-networking")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(programs[1]))
+    try:
+        width, height = size
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == PHONE}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        yield driver
+    finally:
+        driver.quit()
+
+
+def show(driver, directory):
+    driver.get((directory / "report.html").as_uri())
+    WebDriverWait(driver, 60).until(lambda driver: driver.find_elements(By.CSS_SELECTOR, ".chart .legendtoggle"))
+
+
+def requests(driver):
+    messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+
+
+def texts(driver, selector):
+    """The text of all elements that a CSS selector finds, also of those that are folded away."""
+    return driver.execute_script(
+        "return [...document.querySelectorAll(arguments[0])].map(element => element.textContent)", selector
+    )
+
+
+def table(driver, selector):
+    """The rows of a table, each as a dictionary by the names of the columns."""
+    columns, cells = texts(driver, f"{selector} th"), texts(driver, f"{selector} td")
+    rows = [cells[start : start + len(columns)] for start in range(0, len(cells), len(columns))]
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+@pytest.mark.parametrize(("size", "is_dark"), [(DESKTOP, False), (PHONE, True)])
+def test_it_draws_at_any_width_without_errors_and_without_the_network(results, size, is_dark):
+    with browser(size, is_dark=is_dark) as driver:
+        show(driver, results)
+        for chart in driver.find_elements(By.CSS_SELECTOR, ".chart"):
+            assert len(chart.find_elements(By.CSS_SELECTOR, ".cartesianlayer > .subplot")) == ROWS
+            assert len(chart.find_elements(By.CSS_SELECTOR, ".legendtoggle")) == 4
+            lines = chart.find_elements(By.CSS_SELECTOR, ".scatterlayer .js-line")
+            assert sum(len(line.get_attribute("d") or "") > 20 for line in lines) >= 12
+            assert chart.size["width"] <= size[0]
+        assert len(driver.find_elements(By.CSS_SELECTOR, ".chart")) == 2
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= size[0]  # nothing sticks out
+        colour = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+        assert colour == ("rgb(20, 24, 29)" if is_dark else "rgb(255, 255, 255)")
+        assert driver.get_log("browser") == []
+        assert requests(driver) == [(results / "report.html").as_uri()]
+
+
+def test_a_click_changes_the_axis(results):
+    with browser(DESKTOP) as driver:
+        show(driver, results)
+        assert texts(driver, ".chart .xtitle") == ["samples", "samples"]
+        for axis, title in (("progress", "progress"), ("step", "steps")):
+            driver.find_element(By.CSS_SELECTOR, f"button[data-axis={axis}]").click()
+            WebDriverWait(driver, 60).until(lambda _, title=title: texts(driver, ".chart .xtitle") == [title, title])
+        assert driver.get_log("browser") == []
+
+
+def test_a_name_runs_nothing_and_is_drawn_as_it_is(tmp_path):
+    write_page(write_hostile_results(tmp_path))
+    with browser(DESKTOP) as driver:
+        show(driver, tmp_path)
+        assert driver.execute_script("return window.isAttacked") is None
+        assert texts(driver, ".chart .legendtext") == [HOSTILE_FOLDER, "reference"]
+        assert f"test {HOSTILE}{HOSTILE}, after the first quarter" in texts(driver, ".chart .annotation-text")
+        assert driver.get_log("browser") == []
+        assert requests(driver) == [(tmp_path / "report.html").as_uri()]
+
+
+def finals(directory, trace, rule):
+    found = [row for row in rows(directory) if (row["trace"], row["rule"], row["status"]) == (trace, rule, "done")]
+    return [float(row["final_metric"]) for row in found]
+
+
+@pytest.mark.parametrize("trace", ["ramp", "spot"])
+def test_the_table_of_a_trace_says_what_results_csv_says(results, trace):
+    reference = statistics.mean(finals(results, "reference", "constant"))
+    with browser(DESKTOP) as driver:
+        show(driver, results)
+        shown = table(driver, f"#trace-{trace} table.results")
+    assert [row["rule"] for row in shown][-2:] == ["linear", "always 8 (yardstick)"]
+    assert {row["rule"] for row in shown[:-2]} == {"adascale", "constant"}
+    for row in shown:
+        is_reference = "yardstick" in row["rule"]
+        key = ("reference", "constant") if is_reference else (trace, row["rule"])
+        of_arm = [r for r in rows(results) if (r["trace"], r["rule"]) == key]
+        done = [r for r in of_arm if r["status"] == "done"]
+        ended = {status: sum(r["status"] == status for r in of_arm) for status in ("diverged", "failed")}
+        assert row["runs"] == ", ".join(f"{number} of 3 {status}" for status, number in ended.items() if number)
+        if not done:
+            assert (row["final"], row["updates"]) == ("–", "–")
+            continue
+        final, best = finals(results, *key), [float(r["best_metric"]) for r in done]
+        assert row["final"] == f"{statistics.mean(final):.2f} ± {statistics.stdev(final):.2f} u"
+        assert row["best"] == f"{statistics.mean(best):.2f} ± {statistics.stdev(best):.2f} u"
+        assert row["updates"] == f"{statistics.mean(int(r['updates']) for r in done):,.0f}"
+        assert row["samples"] == f"{statistics.mean(int(r['samples']) for r in done):,.0f}"
+        gap = f"{statistics.mean(final) - reference:+.2f}".replace("-", "−")
+        assert row["against the yardstick"] == ("–" if is_reference else gap)
+
+
+def test_the_table_of_all_runs_and_the_verdict_say_what_results_csv_says(results):
+    with browser(DESKTOP) as driver:
+        show(driver, results)
+        shown = table(driver, "table.runs")
+        verdict = texts(driver, "#verdict p")[0]
+        kinds = driver.execute_script("return [...document.querySelectorAll('.runs tbody tr')].map(e => e.className)")
+    for row, run in zip(shown, rows(results), strict=True):
+        assert [row[name] for name in ("trace", "rule", "seed", "status")] == list(run.values())[:4]
+        assert row["final"] == (f"{float(run['final_metric']):.2f}" if run["final_metric"] else "–")
+        assert row["reason"] == run["reason"]
+    assert kinds == [run["status"] for run in rows(results)]
+    assert verdict.startswith("ramp: ")
+    assert "linear: 2 of 3 diverged, 1 of 3 failed." in verdict

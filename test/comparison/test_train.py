@@ -1,0 +1,96 @@
+"""What a run of vbs compare computes is what a plain PyTorch loop computes."""
+
+from itertools import product
+
+import comparisons
+import pytest
+import torch
+from comparisons import records, rows, rows_by_run, vbs_compare
+
+import variable_batch_size as vbs
+
+
+def big_batches(workload, trace, *, seed):
+    """The samples of each step of a trace, as one batch."""
+    sampler = vbs.CustomSampler(
+        workload.train, trace=trace, minibatch_size=workload.minibatch_size, num_replicas=1, rank=0, seed=seed
+    )
+    for epoch in range(sampler.schedule.num_epochs):
+        sampler.set_epoch(epoch)
+        indices = [index for minibatch in sampler for index in minibatch]
+        for step in sampler.schedule.steps(epoch):
+            size = sampler.schedule.batch_size(step)
+            yield stacked(workload.train[index] for index in indices[:size])
+            indices = indices[size:]
+
+
+def stacked(pairs):
+    return [torch.stack(part) for part in zip(*pairs, strict=True)]
+
+
+def plain_curves(workload, trace, *, seed, factor):
+    """Loss, test loss and metric after each step of a trace, each one big batch, in plain PyTorch."""
+    torch.manual_seed(seed)
+    model = workload.model()
+    optimizer = workload.optimizer(model.parameters())
+    lr = optimizer.param_groups[0]["lr"]
+    test_inputs, test_targets = stacked(workload.test)
+    found, samples = {"loss": [], "test_loss": [], "metric": []}, 0
+    for inputs, targets in big_batches(workload, trace, seed=seed):
+        fraction = min(1.0, samples / workload.num_samples)
+        scale = len(inputs) / workload.ref_batchsize
+        optimizer.param_groups[0]["lr"] = lr * factor(scale) * workload.schedule(fraction)
+        optimizer.zero_grad()
+        loss = workload.loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        samples += len(inputs)
+        with torch.no_grad():
+            outputs = model(test_inputs)
+        found["loss"].append(loss.item())
+        found["test_loss"].append(workload.loss(outputs, test_targets).item())
+        found["metric"].append(workload.metric(outputs, test_targets).item())
+    return found
+
+
+@pytest.mark.parametrize(("rule", "cores", "factor"), [("linear", 2, lambda s: s), ("root", 1, lambda s: s**0.5)])
+def test_the_curve_is_that_of_a_plain_pytorch_loop(tmp_path, rule, cores, factor):
+    trace, out = tmp_path / "jumps.csv", tmp_path / "results"
+    vbs.Trace.from_sequence([8, 24, 16, 40, 8, 8, 64, 16, 32, 24] * 2).write(trace)
+    options = ["--workload", "comparisons:line", "--traces", trace, "--seeds", 2, "--rules", rule, "--cores", cores]
+    vbs_compare(*options, "--out", out, "--tests", 480)  # after every step
+    for seed in (0, 1):
+        expected = plain_curves(comparisons.line(), trace, seed=seed, factor=factor)
+        found = records(out, "jumps", rule, seed)
+        for name, values in expected.items():
+            assert [record[name] for record in found if name in record] == pytest.approx(values, rel=1e-5)
+        row = rows_by_run(out)["jumps", rule, seed]
+        assert float(row["final_metric"]) == pytest.approx(expected["metric"][-1], rel=1e-5)
+        assert float(row["best_metric"]) == pytest.approx(min(expected["metric"]), rel=1e-5)
+
+
+@pytest.mark.xla
+def test_on_xla_cores_the_curve_is_the_same(tmp_path):
+    vbs.Trace.from_sequence([8, 24, 40, 16, 32] * 2).write(tmp_path / "jumps.csv")
+    options = ["--workload", "comparisons:line", "--traces", tmp_path / "jumps.csv"]
+    options += ["--seeds", 1, "--rules", "adascale"]
+    vbs_compare(*options, "--out", tmp_path / "cpu")
+    vbs_compare(*options, "--out", tmp_path / "xla", "--device", "xla", "--cores", 2)
+    for here, there in zip(rows(tmp_path / "cpu"), rows(tmp_path / "xla"), strict=True):
+        assert here["status"] == there["status"] == "done"
+        assert float(here["final_metric"]) == pytest.approx(float(there["final_metric"]), rel=1e-5)
+        assert float(here["progress"]) == pytest.approx(float(there["progress"]), rel=1e-5)
+
+
+def test_until_progress_other_rules_make_as_many_updates_as_adascale(tmp_path):
+    options = ["--samples", 960, "--seeds", 2, "--rules", "linear,adascale", "--until", "progress"]
+    vbs_compare("--workload", "comparisons:line", *options, "--out", tmp_path)
+    found = rows_by_run(tmp_path)
+    for trace, seed in product(("ramp", "spot"), (0, 1)):
+        adascale, linear = found[trace, "adascale", seed], found[trace, "linear", seed]
+        assert float(adascale["progress"]) >= 120  # the updates of the yardstick
+        assert int(adascale["updates"]) == int(linear["updates"]) < 120
+        assert int(adascale["samples"]) > 960
+        lrs = [r["lr"] / r["factor"] for r in records(tmp_path, trace, "linear", seed) if "lr" in r]
+        assert lrs[0] == pytest.approx(0.02)  # the schedule is stretched over all updates: 1 − 0.9 · fraction
+        assert lrs[-1] == pytest.approx(0.02 * (1 - 0.9 * (1 - 1 / int(linear["updates"]))), rel=1e-6)

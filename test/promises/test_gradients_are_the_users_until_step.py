@@ -1,0 +1,63 @@
+"""Promise: what a user does to ``p.grad`` between backward() and step() is done to that minibatch's gradient."""
+
+import pytest
+import torch
+import user_programs as programs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import variable_batch_size as vbs
+
+DEEDS_ON_XLA = ["twice", "clamped", "without_head", "assigned", "hooked"]
+"""One for a whole program each, as all cores must do the same there."""
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6))
+def test_whatever_the_user_does_weights_are_those_of_a_plain_loop(seed):
+    program = programs.draw(seed)
+    weights, _ = programs.run(program)
+    assert programs.largest_difference(weights, programs.run_plainly(program)) < 1e-6
+
+
+@pytest.mark.parametrize("cores", [2, 3])
+def test_it_is_so_on_several_processes(cores):
+    drawn = [programs.draw(seed) for seed in range(100 * cores, 100 * cores + 15)]
+    expected = [programs.run_plainly(program) for program in drawn]
+    for results in vbs.launch(programs.run_many, (drawn, "gloo"), cores=cores, backend="gloo"):
+        for program, (weights, _), plain in zip(drawn, results, expected, strict=True):
+            assert programs.largest_difference(weights, plain) < 1e-6, program
+
+
+@pytest.mark.xla
+def test_it_is_so_on_virtual_xla_cores():
+    drawn = [
+        programs.draw(seed, deeds=[deed], events=["evaluate", "zero", "leave"])
+        for seed, deed in enumerate(DEEDS_ON_XLA)
+    ]
+    expected = [programs.run_plainly(program) for program in drawn]
+    for results in vbs.launch(programs.run_many, (drawn, "xla"), cores=2, backend="xla"):
+        for program, (weights, _), plain in zip(drawn, results, expected, strict=True):
+            assert programs.largest_difference(weights, plain) < 1e-4, program
+
+
+def test_adascale_measures_the_gradient_that_step_takes_over():
+    """The same gains on two processes as in one, whatever was done to the gradients."""
+    drawn = [programs.draw(seed, events=["evaluate"]) for seed in range(8)]
+    alone = [programs.run(program, rule=vbs.AdaScaleRule()) for program in drawn]
+    for results in vbs.launch(adascale_runs, (drawn,), cores=2, backend="gloo"):
+        for (weights, gains), (expected, expected_gains) in zip(results, alone, strict=True):
+            assert gains == pytest.approx(expected_gains, rel=1e-9)
+            assert programs.largest_difference(weights, expected) < 1e-9
+
+
+def adascale_runs(drawn):
+    return [programs.run(program, rule=vbs.AdaScaleRule()) for program in drawn]
+
+
+def test_the_programs_have_everything_in_them():
+    drawn = [programs.draw(seed) for seed in range(60)]
+    assert {deed for program in drawn for deed in program.deeds} == set(programs.DEEDS)
+    assert {event for program in drawn for event in program.events.values()} == set(programs.EVENTS)
+    assert {program.is_adam for program in drawn} == {True, False}
+    assert torch.tensor([len(set(program.sizes)) for program in drawn]).min() > 2

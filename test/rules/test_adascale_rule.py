@@ -1,0 +1,80 @@
+"""AdaScale's rules alone: norms in, factors out."""
+
+import math
+
+import pytest
+
+from variable_batch_size import AdamScaleRule, AdaScaleRule, Noise, Norms, Step
+
+TWO = Step(batch_size=2, minibatch_size=1, ref_batchsize=1)
+SINGLE = Step(batch_size=1, minibatch_size=1, ref_batchsize=1)
+
+
+def test_each_group_has_the_noise_of_its_own_norms():
+    rule = AdaScaleRule()
+    rule.observe(TWO, [Norms(4.0, 3.0), Norms(3.0, 1.5)])
+    # V = (L − T) · B/(n − 1), G² = T − V/B
+    assert (rule.noise(0), rule.noise(1)) == (Noise(2.0, 2.0), Noise(3.0, 0.0))
+    assert rule.noise() == Noise(5.0, 2.0)
+    assert [rule.factor_of_group(TWO, group) for group in (0, 1)] == pytest.approx([4 / 3, 2.0])
+    assert rule.factor(TWO) == pytest.approx(7 / 4.5)
+    assert rule.gain(4, 2, group=0) == pytest.approx((1 + 2) / (0.5 + 2))
+
+
+def test_groups_of_which_nothing_is_known_have_no_part_in_the_noise_of_all():
+    rule = AdaScaleRule()
+    rule.observe(TWO, [None, Norms(4.0, 3.0), Norms(3.0, 1.5)])
+    assert rule.noise(0) is None
+    assert rule.noise() == Noise(5.0, 2.0)
+    assert rule.factor_of_group(TWO, 0) == 1.0
+
+
+def test_a_single_minibatch_tells_nothing():
+    rule = AdaScaleRule()
+    rule.observe(SINGLE, [Norms(4.0, 4.0)])
+    assert rule.noise() is rule.noise(0) is None
+    rule.observe(TWO, [Norms(4.0, 3.0)])
+    rule.observe(SINGLE, [Norms(9.0, 9.0)])
+    assert rule.noise() == Noise(2.0, 2.0)
+
+
+@pytest.mark.parametrize(("batch_size", "gain"), [(64, 0.5), (128, 1.0), (256, 1.0)])
+def test_without_an_estimate_the_gain_is_the_smaller_end_of_its_range(batch_size, gain):
+    assert AdaScaleRule().gain(batch_size, 128) == gain
+    assert AdamScaleRule().factor(Step(batch_size, 32, 128)) == math.sqrt(gain)
+
+
+def test_a_log_is_told_the_gain_and_the_noise_scale():
+    rule = AdaScaleRule()
+    unknown = rule.report(TWO)
+    assert unknown.keys() == {"gain", "noise_scale"}
+    assert unknown["gain"] == 1.0
+    assert math.isnan(unknown["noise_scale"])
+    rule.observe(TWO, [Norms(5.0, 3.0)])  # V = 4, G² = 1
+    assert rule.report(TWO) == {"gain": pytest.approx(5 / 3), "noise_scale": 4.0}
+
+
+@pytest.mark.parametrize("starts_with_mean", [False, True])
+def test_averages_go_on_where_they_were_saved(starts_with_mean):
+    rule, other = (AdaScaleRule(starts_with_mean=starts_with_mean) for _ in range(2))
+    half = Step(batch_size=500, minibatch_size=250, ref_batchsize=1)  # at which the past counts half
+    rule.observe(half, [Norms(1.0, 1.0), None])
+    other.load_state_dict(rule.state_dict())
+    assert other.noise(1) is None
+    for each in (rule, other):
+        each.observe(half, [Norms(4.0, 4.0), Norms(2.0, 2.0)])
+    # weights 1/2 and 1/2 of the plain mean; debiased, 1/4 and 1/2
+    assert rule.noise(0) == other.noise(0) == Noise(0.0, pytest.approx(2.5 if starts_with_mean else 3.0))
+    assert rule.noise(1) == other.noise(1) == Noise(0.0, 2.0)
+
+
+def test_adamscale_is_worth_the_square_of_its_factor():
+    assert AdamScaleRule().scaled(4.0) == 2.0
+    assert AdamScaleRule().worth(3.0) == 9.0
+    assert AdaScaleRule().scaled(4.0) == 4.0
+    assert AdaScaleRule().worth(3.0) == 3.0
+
+
+def test_what_the_rules_ask_to_be_measured():
+    found = [(rule.measures_noise, rule.preconditions, rule.sums_gradients) for rule in (AdaScaleRule, AdamScaleRule)]
+    assert found == [(True, False, False), (True, True, False)]

@@ -1,0 +1,47 @@
+"""Cores that are threads of one process: quick, and what each one holds can be looked at."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from variable_batch_size.cores.communicator import Communicator
+
+
+class Threads(Communicator):
+    """One of several threads that meet at every sum."""
+
+    def __init__(self, rank, num_replicas, barrier, shown, *, is_one_program=False):
+        self.rank = rank
+        self.num_replicas = num_replicas
+        self.is_one_program = is_one_program
+        self._barrier = barrier
+        self._shown = shown
+
+    def sum(self, tensors):
+        for tensor, *others in zip(tensors, *self._of_all(tensors), strict=True):
+            tensor.copy_(torch.stack(others).sum(0))
+
+    def broadcast(self, tensors):
+        for tensor, first in zip(tensors, self._of_all(tensors)[0], strict=True):
+            tensor.copy_(first)
+
+    def _of_all(self, tensors):
+        self._shown[self.rank] = [tensor.detach().clone() for tensor in tensors]
+        self._barrier.wait(timeout=20)
+        found = list(self._shown)
+        self._barrier.wait(timeout=20)
+        return found
+
+
+def run_on(num_replicas, function, **options):
+    """What ``function(communicator)`` returns on each core."""
+    barrier, shown = threading.Barrier(num_replicas), [None] * num_replicas
+    cores = [Threads(rank, num_replicas, barrier, shown, **options) for rank in range(num_replicas)]
+
+    def run(core):
+        with torch.no_grad():
+            return function(core)
+
+    with ThreadPoolExecutor(num_replicas) as pool:
+        return list(pool.map(run, cores))

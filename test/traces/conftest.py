@@ -1,0 +1,15 @@
+"""Fixtures that the tests of traces share."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory):
+    """Writes a file, always the same one, and gives its path."""
+    path = tmp_path_factory.mktemp("traces") / "spot.csv"
+
+    def save(text):
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return save

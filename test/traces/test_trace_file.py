@@ -1,0 +1,315 @@
+import os
+import re
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from variable_batch_size import Trace
+
+BATCH_SIZES = st.lists(st.integers(1, 2**63 - 1), min_size=1, max_size=30)
+NOISE = st.sampled_from(["", " ", "\t ", "#", "# 0,64", "  # indented", "# step,batchsize", '# a "quote', "# ünïcode"])
+BLANKS = st.sampled_from(["", "", " ", "  ", "\t"])
+LINE_ENDS = st.sampled_from(["\n", "\r\n", "\r"])
+
+
+def refuses(path, line, message):
+    return pytest.raises(ValueError, match=rf"^{re.escape(f'{path}:{line}: {message}')}$")
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 10**6), BLANKS, BLANKS, BLANKS, st.lists(NOISE, max_size=2)), min_size=1),
+    above=st.lists(NOISE, max_size=3),
+    end=LINE_ENDS,
+    has_mark=st.booleans(),
+    ends_last_line=st.booleans(),
+)
+def test_blanks_comments_and_line_ends_do_not_change_what_is_read(save, rows, above, end, has_mark, ends_last_line):
+    lines = [*above, "step,batchsize"]
+    for step, (size, before, between, behind, noise) in enumerate(rows):
+        lines += [f"{before}{step},{between}{size}{behind}", *noise]
+    text = "\ufeff" * has_mark + end.join(lines) + end * ends_last_line
+    assert list(Trace.read(save(text))) == [size for size, *_ in rows]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    sizes=st.lists(st.integers(1, 10**6), min_size=1, max_size=10),
+    where=st.integers(0, 9),
+    bad=st.sampled_from(["x,64", "{step},-1", "{step},0", "{step},", "{step}", "7777,64", "{step},6.5", "{step},64,1"]),
+    noise=st.lists(st.lists(NOISE, max_size=3), min_size=12, max_size=12),
+    end=LINE_ENDS,
+)
+def test_the_first_bad_row_is_named_by_its_line_whatever_stands_above_it(save, sizes, where, bad, noise, end):
+    where %= len(sizes)
+    lines = [*noise[0], "step,batchsize"]
+    for step, size in enumerate(sizes):
+        lines += noise[step + 1]
+        if step == where:
+            bad_line = len(lines) + 1
+            lines.append(bad.format(step=step))
+        else:
+            lines.append(f"{step},{size}")
+    lines.append("and, a, worse, one")
+    path = save(end.join(lines))
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}:{bad_line}: "):
+        Trace.read(path)
+
+
+VALID_FILES = [
+    b"step,batchsize\n0,64\n1,96\n2,32\n3,128\n",
+    b"# made by hand\n\nstep,batchsize\r\n0, 64\r\n1, 96\r\n# middle\r\n\r\n2, 32\r\n3, 256",
+    b"\xef\xbb\xbfstep,batchsize\r0,64\r1,96\r0,32\r1,64\r",
+    b',"step",batchsize,time\n0,0,64,1.5\n1,1,96,2.5\n2,2,32,now # fast\n',
+]
+PIECES = st.one_of(
+    st.binary(max_size=3),
+    st.text(max_size=3).map(str.encode),
+    st.sampled_from([b",", b"\n", b"\r", b"#", b" #\n", b'"', b"-", b".", b"\x00", b"\xff", b"nan", b"9" * 25]),
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(data=st.data(), text=st.sampled_from(VALID_FILES))
+def test_a_damaged_file_is_read_or_refused_with_the_line(save, data, text):
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(text)))
+        stop = data.draw(st.integers(start, min(start + 3, len(text))))
+        text = text[:start] + data.draw(PIECES) + text[stop:]
+    assert_is_read_or_refused_with_the_line(save(text))
+
+
+@settings(deadline=None, max_examples=200)
+@given(text=st.one_of(st.text(), st.text(alphabet="0123456789,#\r\n \"'-+.\x00e").map("step,batchsize\n".__add__)))
+def test_any_text_is_read_or_refused_with_the_line(save, text):
+    assert_is_read_or_refused_with_the_line(save(text))
+
+
+def assert_is_read_or_refused_with_the_line(path):
+    num_lines = len(re.split(rb"\r\n|\r|\n", path.read_bytes()))
+    try:
+        trace = Trace.read(path)
+    except ValueError as error:
+        named = re.match(rf"{re.escape(str(path))}:([0-9]+): ", str(error))
+        assert named, error
+        assert 1 <= int(named[1]) <= num_lines + 1
+    else:
+        assert 1 <= len(trace) < num_lines
+        assert trace.sizes.min() > 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step,batchsize\n0,64\n1,96\n2,32\n",
+        "step,batchsize\n0, 64\n1,  96\n2,\t32\n",
+        " step , batchsize \n 0 , 64 \n 1 , 96 \n 2 , 32 \n",
+        "step,batchsize\r\n0,64\r\n1,96\r\n2,32\r\n",
+        "step,batchsize\r0,64\r1,96\r2,32\r",
+        "\rstep,batchsize\n0,64\n1,96\n2,32\n",
+        "step,batchsize\n0,64\n1,96\n2,32",
+        "\ufeffstep,batchsize\n0,64\n1,96\n2,32\n",
+        "\ufeff# recorded on Monday\nstep,batchsize\n0,64\n1,96\n2,32\n",
+        "# recorded on Monday\n\n# again\nstep,batchsize\n0,64\n# 1,128\n1,96 # big\n\n  # last\n2,32\n",
+        "\n\nstep,batchsize\n\n0,64\n \n1,96\n\t\n2,32\n\n\n",
+        "batchsize,step\n64,0\n96,1\n32,2\n",
+        "time,step,loss,batchsize,note\n1.5,0,nan,64,a\n2.5,1,0.3,96,\n3.5,2,0.2,32,b c\n",
+        "step,batchsize,note\n0,64\n1,96\n2,32\n",
+        ",step,batchsize\n0,0,64\n1,1,96\n2,2,32\n",
+        '"step","batchsize"\n0,64\n1,96\n2,32\n',
+        "step,batchsize\n0,64,\n1,96,\n2,32,\n",
+        "step,batchsize\n0,64\n1,96,,\n2,32\n",
+        "step,batchsize\n+0,064\n1,+96\n2,32\n",
+    ],
+)
+def test_every_usual_way_to_write_a_file_is_read(save, text):
+    assert list(Trace.read(save(text))) == [64, 96, 32]
+
+
+def test_bytes_that_are_no_text_are_fine_outside_the_numbers(save):
+    assert list(Trace.read(save(b"# \xff\xfe\nstep,batchsize,note\n0,64,\xe9t\xe9\n1,96,\x00\n"))) == [64, 96]
+
+
+def test_the_step_may_start_again_at_zero(save):
+    assert list(Trace.read(save("step,batchsize\n0,64\n1,96\n0,32\n0,64\n1,128\n2,32\n"))) == [64, 96, 32, 64, 128, 32]
+
+
+def test_after_starting_again_the_step_counts_on_from_zero(save):
+    path = save("step,batchsize\n0,64\n1,96\n0,32\n1,64\n2,32\n4,96\n")
+    with refuses(path, 7, "step must be 3 (or 0, to start again), got 4"):
+        Trace.read(path)
+
+
+def test_a_row_that_looks_like_the_first_one_again_is_not_lost(save):
+    assert list(Trace.read(save("\rstep,batchsize\n0,64\n0,96\n"))) == [64, 96]
+
+
+def test_the_largest_integer_is_read(save):
+    assert Trace.read(save(f"step,batchsize\n0,{2**63 - 1}\n"))[0] == 2**63 - 1
+
+
+def test_a_name_that_ends_like_an_archive_does_not_matter(tmp_path):
+    path = tmp_path / "trace.gz"
+    path.write_text("step,batchsize\n0,64\n")
+    assert list(Trace.read(path)) == [64]
+
+
+def test_a_name_that_looks_like_an_address_does_not_matter(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("~", "https:", "s3:"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trace.csv").write_text("step,batchsize\n0,64\n")
+        assert list(Trace.read(f"{name}/trace.csv")) == list(Trace.read(f"{name}//trace.csv")) == [64]
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=["step,batchsize\n0,64\n1,96\n"])
+    writer.start()
+    assert list(Trace.read(path)) == [64, 96]
+    writer.join()
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "no.csv"))):
+        Trace.read(tmp_path / "no.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("", 1, "the file is empty, expected the columns step,batchsize"),
+        ("\ufeff", 1, "the file is empty, expected the columns step,batchsize"),
+        ("\n# nothing here\n \n", 1, "the file is empty, expected the columns step,batchsize"),
+        ("step,size\n0,64\n", 1, "the header must name the column 'batchsize' once, got ['step', 'size']"),
+        ("\n\nbatchsize\n64\n", 3, "the header must name the column 'step' once, got ['batchsize']"),
+        (
+            "# one\nstep,batchsize,step\n0,64,0\n",
+            2,
+            "the header must name the column 'step' once, got ['step', 'batchsize', 'step']",
+        ),
+        (
+            "step,batchsize,batchsize\n0,64,64\n",
+            1,
+            "the header must name the column 'batchsize' once, got ['step', 'batchsize', 'batchsize']",
+        ),
+        ("0,64\n1,96\n", 1, "the header must name the column 'step' once, got ['0', '64']"),
+        ("step,batchsize", 2, "expected a row below the header, got nothing"),
+        ("\n# one\nstep,batchsize\n\n# two\n", 4, "expected a row below the header, got nothing"),
+    ],
+)
+def test_a_file_without_header_or_rows_is_refused(save, text, line, message):
+    path = save(text)
+    with refuses(path, line, message):
+        Trace.read(path)
+
+
+def test_a_long_wrong_header_is_shown_in_part(save):
+    path = save(",".join(f"column_{i}" for i in range(100)))
+    with pytest.raises(ValueError, match="got ") as caught:
+        Trace.read(path)
+    assert len(str(caught.value)) < len(str(path)) + 150
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("1,many", "batchsize must be an integer, got many"),
+        ("one,64", "step must be an integer, got one"),
+        ("1,64.0", "batchsize must be an integer, got 64.0"),
+        ("1.5,64", "step must be an integer, got 1.5"),
+        ("1,1e3", "batchsize must be an integer, got 1e3"),
+        ("1,NaN", "batchsize must be an integer, got NaN"),
+        ("nan,64", "step must be an integer, got nan"),
+        ("1,", "batchsize must be an integer, got nothing"),
+        ("1, ", "batchsize must be an integer, got nothing"),
+        ("1", "batchsize must be an integer, got nothing"),
+        (",64", "step must be an integer, got nothing"),
+        (",", "step must be an integer, got nothing"),
+        ("1,True", "batchsize must be an integer, got True"),
+        ('1,"64"', 'batchsize must be an integer, got "64"'),
+        ("1;64", "step must be an integer, got 1;64"),
+        ("1,0x40", "batchsize must be an integer, got 0x40"),
+        ("1,6_4", "batchsize must be an integer, got 6_4"),
+        ("1,64 96", "batchsize must be an integer, got 64 96"),
+        ("1,٣", "batchsize must be an integer, got ٣"),
+        ("1,0", "batchsize must be a positive integer, got 0"),
+        ("1,-64", "batchsize must be a positive integer, got -64"),
+        (f"1,{-(2**63)}", f"batchsize must be a positive integer, got {-(2**63)}"),
+        (f"1,{2**63}", f"batchsize must be below 2**63, got {2**63}"),
+        (f"1,{2**64}", f"batchsize must be below 2**63, got {2**64}"),
+        (f"{10**30},64", f"step must be below 2**63, got {10**30}"),
+        ("1," + "9" * 5000, "batchsize must be an integer, got " + "9" * 5000),
+        ("1,64,7", "a row must have 2 values, got 3"),
+        ("1,64,,7", "a row must have 2 values, got 4"),
+        ("2,64", "step must be 1 (or 0, to start again), got 2"),
+        ("-1,64", "step must be 1 (or 0, to start again), got -1"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("above", "below"),
+    [
+        ("step,batchsize\n0,64\n", "\n2,32\n"),
+        ("step,batchsize\r\n0,64\r\n", ""),
+        ("# one\n\nstep,batchsize\n\n# two\n  # three\n0,64\n\n", "\nworse,still\n"),
+        ("\rstep,batchsize\r0,64\r", "\r2,32"),
+    ],
+)
+def test_a_row_that_breaks_a_rule_is_refused_with_its_line(save, above, below, row, message):
+    path = save(above + row + below)
+    line = len(re.split(r"\r\n|\r|\n", above))
+    with refuses(path, line, message):
+        Trace.read(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("0,64,7", "a row must have 2 values, got 3"),
+        ("0,64,7,8", "a row must have 2 values, got 4"),
+        ("1,64", "step must be 0, got 1"),
+        ("0,0", "batchsize must be a positive integer, got 0"),
+        ("0,few", "batchsize must be an integer, got few"),
+    ],
+)
+@pytest.mark.parametrize("above", ["step,batchsize\n", "# one\n\nstep,batchsize\n\n  # two\n"])
+def test_a_first_row_that_breaks_a_rule_is_refused_with_its_line(save, above, row, message):
+    path = save(f"{above}{row}\n2,64\n3,64\n")
+    with refuses(path, above.count("\n") + 1, message):
+        Trace.read(path)
+
+
+def test_a_bad_row_after_very_many_good_ones_is_refused_with_its_line(save):
+    rows = "".join(f"{step},{64 + 32 * (step % 3)}\n" for step in range(300_000))
+    path = save(f"step,batchsize\n{rows}300000,sixty\n300001,64\n")
+    with refuses(path, 300_002, "batchsize must be an integer, got sixty"):
+        Trace.read(path)
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+@settings(deadline=None, max_examples=100)
+@given(sizes=BATCH_SIZES, comment=st.one_of(st.none(), st.text()))
+def test_what_is_written_is_read_back(tmp_path_factory, sizes, comment):
+    path = tmp_path_factory.getbasetemp() / "written.csv"
+    trace = Trace.from_sequence(sizes)
+    trace.write(path, comment=comment)
+    assert Trace.read(path) == trace
+
+
+def test_a_written_file_has_the_comment_on_top_and_plain_line_ends(tmp_path):
+    Trace.from_sequence([64, 96]).write(tmp_path / "trace.csv", comment="recorded on Monday\nin Zürich")
+    expected = "# recorded on Monday\n# in Zürich\nstep,batchsize\n0,64\n1,96\n"
+    assert (tmp_path / "trace.csv").read_bytes().decode() == expected
+
+
+def test_a_written_file_without_comment_starts_with_the_header(tmp_path):
+    Trace.from_sequence([64]).write(str(tmp_path / "trace.csv"))
+    assert (tmp_path / "trace.csv").read_bytes() == b"step,batchsize\n0,64\n"

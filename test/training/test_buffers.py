@@ -1,0 +1,268 @@
+"""Buffers: a step that does not count leaves no mark on them, and what the user did to them before stays."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import batch_norm
+
+import variable_batch_size as vbs
+from variable_batch_size.cores.communicator import Alone, Communicator
+from variable_batch_size.training.buffers import Buffers
+
+
+class Statistics(nn.Module):
+    """Buffers that change in each way there is: in place, by F.batch_norm, and by a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("variance", torch.ones(2))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("latest", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        x = batch_norm(self.linear(x), self.mean, self.variance, training=self.training)
+        if self.training:
+            self.count += 1
+            self.latest = x.detach().mean(0) + 1
+        return x
+
+
+def buffers_of(model):
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def make(trace, **options):
+    torch.manual_seed(0)
+    model = Statistics()
+    sampler = vbs.CustomSampler(dataset_size=64, trace=trace, minibatch_size=4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4, model=model, **options)
+
+
+def train(model, optimizer, *, poison=1.0):
+    (model(torch.randn(4, 2)).square().mean() * poison).backward()
+    return optimizer.step()
+
+
+def test_a_skipped_step_takes_back_what_it_did_and_nothing_else():
+    model, optimizer = make([4] * 4, skip_nonfinite=True)
+    assert train(model, optimizer)
+    assert train(model, optimizer)
+    before = buffers_of(model)
+    assert not train(model, optimizer, poison=float("nan"))
+    after = buffers_of(model)
+    for name, buffer in before.items():
+        assert torch.equal(after[name], buffer), name
+        assert buffer.abs().sum() > 0, name
+    assert train(model, optimizer)
+    assert not torch.equal(model.mean, before["mean"])
+
+
+def test_buffers_that_the_user_has_changed_since_are_put_back_to_that():
+    model, optimizer = make([4] * 4, skip_nonfinite=True)
+    train(model, optimizer)
+    with torch.no_grad():
+        model.mean.fill_(5.0)
+    model.latest = torch.full((2,), 7.0)
+    assert not train(model, optimizer, poison=float("nan"))
+    assert model.mean.tolist() == [5.0, 5.0]
+    assert model.latest.tolist() == [7.0, 7.0]
+
+
+def test_the_model_may_be_loaded_after_the_optimizer():
+    model, optimizer = make([4] * 4, skip_nonfinite=True)
+    train(model, optimizer)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other, resumed = make([4] * 4, skip_nonfinite=True)
+    resumed.load_state_dict(saved[1])
+    other.load_state_dict(saved[0])
+    resumed.sampler.set_epoch(resumed.epoch, resumed.epoch_step)
+    assert not train(other, resumed, poison=float("nan"))
+    assert torch.equal(other.mean, saved[0]["mean"])
+    assert torch.equal(other.count, saved[0]["count"])
+
+
+def idle_core_with_changed_buffers():
+    model, optimizer = make([4, 4])
+    train(model, optimizer)
+    with torch.no_grad():
+        model.mean.fill_(3.0)  # as share_buffers may do before an evaluation
+    train(model, optimizer)
+    return buffers_of(model)
+
+
+def shared_buffers():
+    model = Statistics()
+    with torch.no_grad():
+        model.mean.fill_(dist.get_rank() + 1.0)
+        model.count.fill_(dist.get_rank() + 7.0)
+    vbs.share_buffers(model)
+    return buffers_of(model)
+
+
+def on_a_core():
+    return idle_core_with_changed_buffers(), shared_buffers()
+
+
+@pytest.fixture(scope="module")
+def found_on_two_cores():
+    return vbs.launch(on_a_core, cores=2, backend="gloo")
+
+
+def test_an_idle_core_keeps_what_was_put_into_its_buffers(found_on_two_cores):
+    first, idle = (changed for changed, _ in found_on_two_cores)
+    assert idle["mean"].tolist() == [3.0, 3.0]
+    assert idle["count"] == 0
+    assert first["mean"].tolist() != [3.0, 3.0]
+    assert first["count"] == 2
+
+
+def test_evaluation_in_between_changes_nothing():
+    model, optimizer = make([4] * 4, skip_nonfinite=True)
+    train(model, optimizer)
+    model.eval()
+    model(torch.randn(4, 2))
+    model.train()
+    before = buffers_of(model)
+    train(model, optimizer, poison=float("nan"))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in buffers_of(model).items())
+
+
+def test_a_compiled_model_has_no_break_in_its_graph():
+    model, optimizer = make([4] * 3, skip_nonfinite=True)
+    compiled = torch.compile(model.linear, fullgraph=True, backend="eager")
+    model.linear.register_buffer("steps", torch.zeros(()))
+    compiled(torch.randn(4, 2)).square().mean().backward()
+    assert optimizer.step()
+    whole = torch.compile(nn.Sequential(model.linear), fullgraph=True, backend="eager")
+    whole(torch.randn(4, 2)).square().mean().backward()
+    assert optimizer.step()
+
+
+class OfTwo(Communicator):
+    """Enough to know that a core may be idle."""
+
+    rank, num_replicas = 1, 2
+
+    def __init__(self, *, is_one_program=False):
+        self.is_one_program = is_one_program
+
+    def sum(self, tensors):
+        raise AssertionError("buffers are each core's own")
+
+    broadcast = sum
+
+
+@pytest.mark.parametrize("is_one_program", [False, True])
+def test_a_stand_in_is_undone_and_a_minibatch_that_counts_is_not(is_one_program):
+    torch.manual_seed(0)
+    model = Statistics()
+    model.register_buffer("nothing", None)
+    buffers = Buffers(model, OfTwo(is_one_program=is_one_program))
+    counted = 0
+    for is_idle in (True, False, True, True, False, False):
+        buffers.save(is_idle)
+        before = buffers_of(model)
+        model(torch.randn(4, 2))
+        during = buffers_of(model)
+        buffers.settle(is_taken_back=is_idle)
+        for name, after in buffers_of(model).items():
+            assert torch.equal(after, (before if is_idle else during)[name]), name
+        counted += not is_idle
+        assert model.count == counted
+
+
+@pytest.mark.parametrize("is_one_program", [False, True])
+def test_what_does_not_count_may_be_nan(is_one_program):
+    model = nn.BatchNorm1d(2)
+    buffers = Buffers(model, OfTwo(is_one_program=is_one_program))
+    buffers.save(is_idle=True)
+    model(torch.full((4, 2), float("nan")))
+    buffers.settle(is_taken_back=True)
+    assert model.running_mean.tolist() == [0, 0]
+    assert model.num_batches_tracked == 0
+
+
+def test_a_core_that_is_never_idle_and_never_skips_has_no_copies_and_no_hooks():
+    model = Statistics()
+    buffers = Buffers(model, Alone())
+    buffers.save(is_idle=False)
+    model(torch.randn(4, 2))
+    before = buffers_of(model)
+    buffers.settle(is_taken_back=True)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in buffers_of(model).items())
+    assert not model._forward_pre_hooks
+
+
+def test_where_nothing_is_to_be_undone_nothing_is_kept_from_an_earlier_step():
+    model = Statistics()
+    buffers = Buffers(model, OfTwo())
+    buffers.save(is_idle=True)
+    model(torch.randn(4, 2))
+    buffers.settle(is_taken_back=True)
+    buffers.save(is_idle=False)
+    model(torch.randn(4, 2))
+    before = buffers_of(model)
+    buffers.settle(is_taken_back=True)  # which nobody asked to remember
+    assert all(torch.equal(buffer, before[name]) for name, buffer in buffers_of(model).items())
+
+
+def test_of_several_minibatches_in_a_step_none_is_remembered_as_the_beginning():
+    torch.manual_seed(0)
+    model = Statistics()
+    buffers = Buffers(model, Alone(), may_skip=True)
+    buffers.save(is_idle=False)
+    with torch.no_grad():
+        model.mean.fill_(5.0)  # by the user, before the step
+    for _ in range(3):
+        model(torch.randn(4, 2))
+    buffers.settle(is_taken_back=True)
+    assert model.mean.tolist() == [5.0, 5.0]
+    assert model.count == 0
+
+
+def test_evaluation_does_not_use_up_the_look_at_what_the_user_did():
+    model = Statistics()
+    buffers = Buffers(model, Alone(), may_skip=True)
+    buffers.save(is_idle=False)
+    model.eval()
+    model(torch.randn(4, 2))
+    model.train()
+    with torch.no_grad():
+        model.mean.fill_(5.0)
+    model(torch.randn(4, 2))
+    buffers.settle(is_taken_back=True)
+    assert model.mean.tolist() == [5.0, 5.0]
+
+
+def test_alone_the_buffers_are_shared_already():
+    model = Statistics()
+    before = buffers_of(model)
+    vbs.share_buffers(model)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in buffers_of(model).items())
+
+
+def test_on_an_idle_core_too_shared_buffers_are_those_of_core_0(found_on_two_cores):
+    for _, found in found_on_two_cores:
+        assert (found["mean"].tolist(), found["count"].item()) == ([1.0, 1.0], 7.0)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_compiled_whole_model_trains(is_compiled):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    sampler = vbs.CustomSampler(dataset_size=64, trace=[4] * 4, minibatch_size=4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=4, model=model)
+    run = torch.compile(model, fullgraph=True, backend="eager") if is_compiled else model
+    for poison in (1.0, float("nan"), 1.0):
+        before = model[1].running_mean.clone()
+        (run(torch.ones(4, 2) * torch.arange(4).view(4, 1)).square().mean() * poison).backward()
+        has_updated = optimizer.step()
+        assert has_updated == (poison == 1.0)
+        assert torch.equal(model[1].running_mean, before) == (not has_updated)

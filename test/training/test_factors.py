@@ -1,0 +1,58 @@
+"""Factors: those of each group, and the progress they make."""
+
+import pytest
+
+from variable_batch_size import Rule, Step
+from variable_batch_size.training.factors import Factors
+
+
+class OfGroups(Rule):
+    """Factor S for all together, and S times 1, 10, 100 for the groups; worth a tenth."""
+
+    def factor(self, step):
+        return step.scale
+
+    def factor_of_group(self, step, group):
+        return step.scale * 10**group
+
+    def worth(self, factor):
+        return factor / 10
+
+
+def step(scale):
+    return Step(batch_size=scale, minibatch_size=1, ref_batchsize=1)
+
+
+def test_each_group_has_its_factor_and_progress_is_that_of_all():
+    factors = Factors(OfGroups(), smooth_steps=0, max_factor=None)
+    assert factors.move(step(2), 2) == [2, 20]
+    assert factors.move(step(4), 3) == [4, 40, 400]
+    assert factors.progress == pytest.approx(0.2 + 0.4)
+
+
+def test_groups_are_bounded_and_smoothed_each_by_itself():
+    factors = Factors(OfGroups(), smooth_steps=2, max_factor=25.0)
+    assert factors.move(step(2), 2) == [2, 20]
+    assert [factors.preview(step(4), group) for group in (0, 1)] == [3, 22.5]
+    assert factors.move(step(4), 2) == [3, 22.5]
+    assert factors.move(step(4), 2) == [4, 25]
+    assert factors.progress == pytest.approx(0.2 + 0.3 + 0.4)
+
+
+def test_a_group_that_comes_later_starts_with_its_goal():
+    factors = Factors(OfGroups(), smooth_steps=2, max_factor=None)
+    factors.move(step(2), 1)
+    assert factors.preview(step(4), 1) == 40
+    assert factors.move(step(4), 2) == [3, 40]
+
+
+def test_jumps_under_way_and_progress_go_on_where_they_were_saved():
+    factors, other = (Factors(OfGroups(), smooth_steps=3, max_factor=None) for _ in range(2))
+    factors.move(step(1), 2)
+    factors.move(step(4), 2)
+    state = factors.state_dict()
+    assert state["progress"] == pytest.approx(0.3)
+    other.load_state_dict(state)
+    assert other.progress == factors.progress
+    assert other.move(step(4), 2) == factors.move(step(4), 2) == [3, 30]
+    assert other.progress == factors.progress == pytest.approx(0.1 + 0.2 + 0.3)

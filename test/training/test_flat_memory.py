@@ -1,0 +1,147 @@
+"""FlatMemory: where gradients lie, what else travels with them, and the squared norm of tensors of any kind."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from variable_batch_size.training.flat_memory import FlatMemory, square_of
+
+
+def parameters(*sizes, dtype=torch.float32):
+    return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+
+
+def test_gradients_begin_at_64_bytes_and_the_notes_and_norms_come_last():
+    of_three, of_twenty = given = parameters(3, 20)
+    memory = FlatMemory(given, num_squares=4)
+    (flat,) = memory.flats
+    assert flat.shape == (16 + 32 + 2 + 4,)
+    assert [memory.views[p].storage_offset() for p in given] == [0, 16]
+    memory.views[of_three].fill_(1)
+    memory.views[of_twenty].fill_(2)
+    memory.note({of_twenty})
+    memory.squares.fill_(3)
+    empty = [0] * 13, [0] * 12
+    assert flat.tolist() == [1] * 3 + empty[0] + [2] * 20 + empty[1] + [0, 1] + [3] * 4
+
+
+def test_a_gradient_that_fills_its_place_leaves_no_gap():
+    memory = FlatMemory(parameters(8, 1, dtype=torch.float64), num_squares=1)
+    assert memory.flats[0].shape == (8 + 8 + 2 + 1,)
+
+
+def test_each_dtype_has_a_tensor_and_the_norms_are_in_one_that_is_exact():
+    narrow, exact = parameters(2, dtype=torch.bfloat16), parameters(2)
+    memory = FlatMemory([*narrow, *exact], num_squares=2)
+    assert [(flat.dtype, len(flat)) for flat in memory.flats] == [(torch.bfloat16, 32 + 1), (torch.float32, 16 + 1 + 2)]
+    memory.squares.fill_(5)
+    assert memory.flats[1][-2:].tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("given", [[], parameters(2, dtype=torch.bfloat16)])
+def test_without_an_exact_tensor_the_norms_have_one_of_their_own(given):
+    memory = FlatMemory(given, num_squares=2)
+    assert memory.flats[-1] is memory.squares
+    assert len(memory.flats) == len(given) + 1
+    assert (memory.squares.dtype, memory.squares.tolist()) == (torch.float32, [0, 0])
+
+
+def test_it_fits_the_same_parameters_as_they_were():
+    first, second = given = parameters(2, 2)
+    memory = FlatMemory(given, num_squares=1)
+    assert memory.fits([first, second])
+    assert not memory.fits([first])
+    assert not memory.fits([second, first])
+    assert not memory.fits([first, nn.Parameter(second.detach())])
+    second.data = second.data.double()
+    assert not memory.fits(given)
+    second.data = torch.zeros(3)
+    assert not memory.fits(given)
+
+
+def test_gradients_are_taken_over_from_memory_for_other_parameters():
+    first, second, third = parameters(2, 2, 2)
+    old = FlatMemory([first, second], num_squares=1)
+    old.views[first].fill_(1)
+    old.views[second].fill_(2)
+    new = FlatMemory([third, second], num_squares=1)
+    new.take_over(old)
+    assert (new.views[third].tolist(), new.views[second].tolist()) == ([0, 0], [2, 2])
+
+
+def test_a_copy_has_the_gradients_and_room_for_as_many_norms():
+    memory = FlatMemory(parameters(2, 3), num_squares=3)
+    for number, p in enumerate(memory.parameters, start=1):
+        memory.views[p].fill_(number)
+    copy = pickle.loads(pickle.dumps(memory))
+    assert [copy.views[p].tolist() for p in copy.parameters] == [[1, 1], [2, 2, 2]]
+    assert len(copy.squares) == 3
+    copy.zero()
+    assert [copy.views[p].tolist() for p in copy.parameters] == [[0, 0], [0, 0, 0]]
+
+
+def test_all_of_it_is_multiplied_and_zeroed():
+    memory = FlatMemory([*parameters(1), *parameters(1, dtype=torch.bfloat16)], num_squares=1)
+    for flat in memory.flats:
+        flat.fill_(3)
+    memory.multiply(0.5)
+    assert all(flat.eq(1.5).all() for flat in memory.flats)
+    memory.zero()
+    assert not any(flat.any() for flat in memory.flats)
+
+
+@pytest.mark.parametrize("numbers", [(), (0,), (2,), (1, 3), (0, 1, 2, 3)])
+def test_what_was_noted_is_read_again_also_as_a_sum_over_cores(numbers):
+    given = [*parameters(2, 2), *parameters(2, 2, dtype=torch.bfloat16)]
+    memory = FlatMemory(given, num_squares=1)
+    present = {given[number] for number in numbers}
+    memory.note({given[0]})
+    memory.note(present)
+    memory.multiply(3.0)
+    assert memory.noted() == present
+
+
+def test_a_view_has_the_layout_of_its_parameter():
+    p = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    view = FlatMemory([p], num_squares=0).views[p]
+    assert (view.shape, view.stride()) == (p.shape, p.stride())
+
+
+# -------------------------------------------------------------------------------------------------------- squared norms
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float32, torch.float32), (torch.float64, torch.float64), (torch.bfloat16, torch.float32)],
+)
+def test_a_squared_norm_is_in_float32_at_least(dtype, expected):
+    like = torch.zeros(1, dtype=dtype)
+    for tensors, square in (([torch.tensor([1.0, 2.0]), torch.tensor([[2.0]])], 9), ([], 0)):
+        found = square_of([tensor.to(dtype) for tensor in tensors], like=like)
+        assert (found.dtype, found.shape, found.item()) == (expected, (), pytest.approx(square))
+
+
+def test_tensors_of_several_dtypes_have_one_squared_norm():
+    tensors = [torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.float64), torch.tensor([12.0], dtype=torch.float16)]
+    assert square_of(tensors, like=torch.zeros(1)).item() == pytest.approx(169)
+
+
+def test_a_narrow_dtype_does_not_overflow():
+    tensor = torch.full((4,), 300.0, dtype=torch.float16)
+    assert square_of([tensor], like=tensor).item() == pytest.approx(360_000)
+
+
+def test_float64_is_not_rounded_on_the_way():
+    tensors = [torch.tensor([1 + 1e-12], dtype=torch.float64), torch.tensor([1.0])]
+    assert square_of(tensors, like=tensors[0]).item() == pytest.approx(2 + 2e-12, rel=1e-15)
+
+
+def test_a_complex_number_counts_by_its_parts():
+    assert square_of([torch.tensor([3 + 4j, 12j])], like=torch.zeros(1)).item() == pytest.approx(169)
+
+
+def test_a_sparse_tensor_counts_as_the_dense_one_it_stands_for():
+    twice_the_same = torch.sparse_coo_tensor([[1, 1, 2]], [1.0, 2.0, 4.0], (5,))
+    assert square_of([twice_the_same], like=torch.zeros(1)).item() == pytest.approx(25)

@@ -1,0 +1,385 @@
+"""Gradients: taken over as they stand when step() is called, by hand-made numbers."""
+
+import copy
+import math
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import variable_batch_size as vbs
+
+
+def make(trace=(2,), *, rule=None, inner=None, **options):
+    """A weight of 0 whose gradient is the mean of its inputs, in minibatches of one sample; lr 1 at batch size 2."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    sampler = vbs.CustomSampler(dataset_size=64, trace=list(trace), minibatch_size=1, shuffle=False)
+    inner = (inner or (lambda parameters: torch.optim.SGD(parameters, lr=1.0)))(model.parameters())
+    options = {"rule": rule or vbs.ConstantRule(), "ref_batchsize": 2, "model": model, **options}
+    return model, sampler, vbs.CustomOptimizer(inner, sampler, **options)
+
+
+def backward(model, x, **how):
+    model(torch.tensor([[float(x)]], dtype=model.weight.dtype)).sum().backward(**how)
+
+
+def test_a_replaced_gradient_counts_once():
+    model, _, optimizer = make()
+    for x in (1, 3):
+        backward(model, x)
+        model.weight.grad = model.weight.grad.clamp(-10, 10)
+        optimizer.step()
+    assert model.weight.item() == -2  # the mean of 1 and 3
+
+
+def test_no_gradient_counts_as_none():
+    model, _, optimizer = make()
+    backward(model, 8)
+    model.weight.grad = None
+    optimizer.step()
+    backward(model, 6)
+    optimizer.step()
+    assert model.weight.item() == -3
+
+
+def test_a_parameter_without_any_gradient_in_a_step_is_left_alone():
+    inner = lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5, weight_decay=0.1)  # noqa: E731
+    model, _, optimizer = make([1, 1, 1], inner=inner)
+    backward(model, 4)
+    optimizer.step()
+    before = model.weight.item()
+    backward(model, 4)
+    model.weight.grad = None
+    assert optimizer.step()
+    assert model.weight.item() == before  # neither momentum nor decay
+
+
+def test_an_assigned_gradient_is_used():
+    model, _, optimizer = make()
+    for x in (1.0, 3.0):
+        model.weight.grad = torch.full((1, 1), x, dtype=torch.float64)
+        optimizer.step()
+    assert model.weight.item() == -2
+
+
+def test_a_buffer_that_the_user_keeps_is_not_touched():
+    model, _, optimizer = make([1, 2], loss_scale=2.0, clip_grad_norm=None)
+    buffer = torch.ones(1, 1, dtype=torch.float64)
+    for value in (1.0, 2.0, 4.0):
+        buffer.fill_(value)
+        model.weight.grad = buffer
+        optimizer.step()
+        assert buffer.item() == value
+    assert model.weight.item() == -(1 / 2 + (2 + 4) / 2 / 2)
+
+
+def test_create_graph_is_like_any_other_backward_pass():
+    model, _, optimizer = make()
+    for x in (1, 3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            backward(model, x, create_graph=True)
+        optimizer.step()
+    assert model.weight.item() == -2
+
+
+def test_a_backward_pass_without_step_does_not_leak_into_the_next_epoch():
+    model, sampler, optimizer = make()
+    backward(model, 100)
+    sampler.set_epoch(0)
+    optimizer.set_epoch(0)
+    for x in (1, 3):
+        backward(model, x)
+        optimizer.step()
+    assert model.weight.item() == -2
+
+
+@pytest.mark.parametrize("rule", [vbs.ConstantRule, vbs.AdaScaleRule])
+def test_step_leaves_no_gradient_behind(rule):
+    model, _, optimizer = make([2, 1], rule=rule())
+    for x in (1, 3, 5):
+        backward(model, x)
+        optimizer.step()
+        assert model.weight.grad is None
+
+
+def test_a_module_may_be_converted_at_any_time():
+    model, _, optimizer = make([2, 2])
+    backward(model, 1)
+    optimizer.step()
+    model.float()
+    backward(model, 3)
+    optimizer.step()
+    assert model.weight.item() == -2
+    model.double()
+    for x in (1, 3):
+        backward(model, x)
+        optimizer.step()
+    assert model.weight.item() == -4
+
+
+def test_the_bound_of_a_sum_is_that_of_the_mean():
+    model, _, optimizer = make([2, 2], rule=vbs.LinearMomentumRule(), clip_grad_norm=1.0)
+    for x in (4, 8, 0.5, 0.5):
+        backward(model, x)
+        optimizer.step()
+    # the first mean of 6 is cut to 1, the second of 0.5 is not; lr0 · S = 1
+    assert model.weight.item() == pytest.approx(-1.5, rel=1e-6)
+
+
+class Watching(vbs.Rule):
+    """Sums gradients and looks at their norms."""
+
+    sums_gradients = True
+    measures_noise = True
+
+    def __init__(self):
+        self.seen = []
+
+    def factor(self, step):
+        return 1.0
+
+    def observe(self, step, norms):
+        self.seen.append(norms[0])
+
+
+def test_a_rule_that_sums_is_shown_the_norms_of_the_mean():
+    rule = Watching()
+    model, _, optimizer = make(rule=rule)
+    for x in (1, 3):
+        backward(model, x)
+        optimizer.step()
+    assert rule.seen == [vbs.Norms(mean_of_squares=5.0, square_of_mean=4.0)]
+
+
+def test_of_a_single_minibatch_both_norms_are_the_same():
+    rule = Watching()
+    model, _, optimizer = make([1], rule=rule)
+    backward(model, 3)
+    optimizer.step()
+    assert rule.seen == [vbs.Norms(mean_of_squares=9.0, square_of_mean=9.0)]
+
+
+def test_progress_counts_what_max_factor_lets_through():
+    model, _, optimizer = make([4, 4], rule=vbs.LinearRule(), max_factor=1.5)
+    for _ in range(8):
+        backward(model, 1)
+        optimizer.step()
+    assert optimizer.progress == 3.0
+    assert optimizer.factor() == 1.5
+
+
+def test_progress_counts_what_smooth_steps_let_through():
+    model, _, optimizer = make([2, 8, 8], rule=vbs.LinearRule(), smooth_steps=3)
+    for _ in range(18):
+        backward(model, 1)
+        optimizer.step()
+    assert optimizer.progress == 1 + 2 + 3
+
+
+# ----------------------------------------------------------------------------------------------------------------- Adam
+
+
+def test_adam_under_changing_scale_makes_full_steps_of_a_constant_gradient():
+    """With its bias rightly corrected, Adam's step is lr, whatever the betas have been."""
+    sizes = [2, 2, 8, 8, 2, 32, 2, 2, 4, 64, 2, 2]
+    model = nn.Linear(1, 1, bias=False).double()
+    sampler = vbs.CustomSampler(dataset_size=256, trace=sizes, minibatch_size=2, shuffle=False)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-30, weight_decay=0.0)
+    optimizer = vbs.AdamRuleOptimizer(inner, sampler, ref_batchsize=2)
+    for _ in sampler:
+        before = model.weight.item()
+        backward(model, 7)
+        if optimizer.step():
+            assert before - model.weight.item() == pytest.approx(optimizer.current_lr(), rel=1e-9)
+
+
+def test_adamw_decays_by_its_own_learning_rate_under_changing_scale():
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    sampler = vbs.CustomSampler(dataset_size=64, trace=[1, 4, 1], minibatch_size=1, shuffle=False)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-30, weight_decay=0.1)
+    optimizer = vbs.AdamRuleOptimizer(inner, sampler, ref_batchsize=1)
+    for _ in range(6):
+        before = model.weight.item()
+        backward(model, 7)
+        if optimizer.step():
+            lr = optimizer.current_lr()
+            assert model.weight.item() == pytest.approx(before * (1 - lr * 0.1) - lr, rel=1e-9)
+
+
+def test_a_parameter_that_begins_later_has_a_bias_of_its_own():
+    model = nn.Linear(1, 1).double()
+    sampler = vbs.CustomSampler(dataset_size=64, trace=[1, 4, 1, 8, 1], minibatch_size=1, shuffle=False)
+    inner = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-30)
+    optimizer = vbs.AdamRuleOptimizer(inner, sampler, ref_batchsize=1)
+    groups = optimizer.param_groups
+    for number in range(15):
+        before = model.weight.item(), model.bias.item()
+        backward(model, 7)
+        if number < 5:
+            model.bias.grad = None
+        if optimizer.step():
+            lr = optimizer.current_lr()
+            assert before[0] - model.weight.item() == pytest.approx(lr, rel=1e-9)
+            assert before[1] - model.bias.item() == pytest.approx(lr if number >= 5 else 0, rel=1e-9)
+            assert optimizer.param_groups is groups
+            assert len(groups) == 1
+            assert len(groups[0]["params"]) == 2
+
+
+def test_what_the_betas_have_been_goes_on_with_a_run():
+    def start():
+        model = nn.Linear(1, 1, bias=False).double()
+        nn.init.ones_(model.weight)
+        sampler = vbs.CustomSampler(dataset_size=64, trace=[1, 4, 1, 8, 1], minibatch_size=1, shuffle=False)
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return model, sampler, vbs.AdamRuleOptimizer(inner, sampler, ref_batchsize=1)
+
+    model, _, optimizer = start()
+    for x in range(5):
+        backward(model, x)
+        optimizer.step()
+    other, sampler, resumed = start()
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    sampler.set_epoch(resumed.epoch, resumed.epoch_step)
+    for x in range(5, 15):
+        for m, o in ((model, optimizer), (other, resumed)):
+            backward(m, x)
+            o.step()
+    assert model.weight.item() == other.weight.item()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax])
+def test_the_adam_rule_refuses_a_bias_that_it_does_not_know(kind):
+    with pytest.raises(ValueError, match=f"`inner` must correct its bias as Adam and AdamW do, got {kind.__name__}"):
+        make(rule=vbs.AdamRule(), inner=lambda parameters: kind(parameters))
+
+
+def test_adam_rules_work_as_well_without_their_optimizers():
+    runs = []
+    for is_by_name in (True, False):
+        model = nn.Linear(1, 1).double()
+        nn.init.ones_(model.weight)
+        nn.init.ones_(model.bias)
+        sampler = vbs.CustomSampler(dataset_size=64, trace=[4, 2, 4], minibatch_size=1, shuffle=False)
+        inner = torch.optim.Adam(model.parameters(), lr=0.1)
+        optimizer = (
+            vbs.AdamScaleOptimizer(inner, sampler, ref_batchsize=1)
+            if is_by_name
+            else vbs.CustomOptimizer(inner, sampler, rule=vbs.AdamScaleRule(), ref_batchsize=1)
+        )
+        for x in range(10):
+            backward(model, x)
+            optimizer.step()
+        runs.append((model.weight.item(), optimizer.gain(), optimizer.progress, optimizer.noise_scale))
+    assert runs[0] == runs[1]
+
+
+def test_freezing_a_parameter_keeps_what_adam_divides_the_others_by():
+    def gains(freezes):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).double()
+        sampler = vbs.CustomSampler(dataset_size=64, trace=[4] * 6, minibatch_size=1, shuffle=False)
+        inner = torch.optim.Adam([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.01)
+        optimizer = vbs.AdamScaleOptimizer(inner, sampler, ref_batchsize=1)
+        for number in range(16):
+            if number == 12 and freezes:
+                model.bias.requires_grad_(False)
+            model(torch.randn(1, 3, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+        return optimizer.gain(group=0)
+
+    # the bias, in a group of its own, has no part in the gain of the weight
+    assert gains(True) == pytest.approx(gains(False), rel=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------- other kinds
+
+
+def test_complex_parameters_train_with_adascale():
+    model = nn.ParameterList([torch.ones(2, 2, dtype=torch.complex128)])
+    sampler = vbs.CustomSampler(dataset_size=64, trace=[2, 2], minibatch_size=1, shuffle=False)
+    optimizer = vbs.AdaScaleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=1)
+    for x in ([1j, 0], [0, 1], [1, 1], [2, 0]):
+        (torch.tensor([x], dtype=torch.complex128) @ model[0]).abs().square().sum().backward()
+        optimizer.step()
+    assert optimizer.gain() > 1
+
+
+def test_sparse_gradients_are_accumulated_and_measured():
+    def train(is_sparse):
+        torch.manual_seed(0)
+        model = nn.Embedding(5, 3, sparse=is_sparse).double()
+        sampler = vbs.CustomSampler(dataset_size=64, trace=[3, 1], minibatch_size=1, shuffle=False)
+        optimizer = vbs.AdaScaleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=1)
+        for number in (1, 2, 1, 4):
+            model(torch.tensor([number, 0])).square().sum().backward()
+            optimizer.step()
+        return model.weight.detach(), optimizer.gain()
+
+    (sparse, gain), (dense, expected) = train(True), train(False)
+    torch.testing.assert_close(sparse, dense)
+    assert gain == pytest.approx(expected)
+
+
+def test_the_epoch_may_be_a_number_of_numpy():
+    _, sampler, optimizer = make([2, 2])
+    sampler.set_epoch(np.int64(0), np.int64(1))
+    optimizer.set_epoch(np.int64(0), np.int64(1))
+    own = optimizer.state_dict()["variable_batch_size"]
+    assert type(own["epoch"]) is type(own["epoch_step"]) is int
+
+
+@pytest.mark.parametrize("keep_gradients", [False, True])
+def test_the_optimizer_can_be_copied_and_pickled(keep_gradients):
+    model, _, optimizer = make([2, 2], rule=vbs.AdaScaleRule(), keep_gradients=keep_gradients)
+    for x in (1, 3, 5):
+        backward(model, x)
+        optimizer.step()
+    pairs = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    backward(model, 7)
+    assert optimizer.step()
+    for other_model, other in pairs:
+        backward(other_model, 7)
+        assert other.step()
+        assert other_model.weight.item() == model.weight.item()
+        assert other.progress == optimizer.progress
+
+
+# -------------------------------------------------------------------------------------------------------------- kept
+
+
+def test_kept_gradients_stay_where_they_are():
+    model, _, optimizer = make([2, 1, 2], keep_gradients=True)
+    place = model.weight.grad.data_ptr()
+    for x in (1, 3, 5, 1, 1):
+        backward(model, x)
+        optimizer.step()
+        assert model.weight.grad.data_ptr() == place
+    assert model.weight.item() == -(2 + 5 + 1)
+
+
+def test_kept_gradients_refuse_to_be_replaced():
+    model, _, optimizer = make(keep_gradients=True)
+    backward(model, 1)
+    model.weight.grad = model.weight.grad.clamp(-1, 1)
+    with pytest.raises(RuntimeError, match=r"parameter 0, of the shape \(1, 1\), was replaced between backward"):
+        optimizer.step()
+
+
+def test_kept_gradients_give_the_same_gains():
+    def train(**options):
+        model, _, optimizer = make([3, 1, 4], rule=vbs.AdaScaleRule(), **options)
+        for x in (1, 3, 5, 1, 2, 0.5, 7, 1):
+            backward(model, x)
+            optimizer.step()
+        return model.weight.item(), optimizer.gain(), optimizer.progress
+
+    assert train(keep_gradients=True) == pytest.approx(train(), rel=1e-12)
+    assert not math.isnan(train()[1])

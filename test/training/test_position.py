@@ -1,0 +1,96 @@
+"""Position: a core's way through its steps, minibatch by minibatch."""
+
+import pytest
+
+from variable_batch_size import Schedule, Trace
+from variable_batch_size.training.position import Position
+
+
+def position_of(rank, *, trace=(64, 96, 32, 256, 32), num_replicas=4, dataset_size=1000):
+    schedule = Schedule(Trace.of(list(trace)), dataset_size=dataset_size, minibatch_size=32, num_replicas=num_replicas)
+    return Position(schedule, rank)
+
+
+def test_one_core_goes_through_the_minibatches_of_every_step():
+    position = position_of(0, trace=(64, 96), num_replicas=1)
+    seen = []
+    for _ in range(5):
+        position.advance()
+        seen.append((position.step, position.epoch_step, position.is_complete, position.is_accumulating))
+    assert seen == [
+        (0, 0, False, True),
+        (0, 1, True, False),
+        (1, 1, False, True),
+        (1, 1, False, True),
+        (1, 2, True, False),
+    ]
+
+
+def test_at_first_nothing_is_done_and_nothing_is_under_way():
+    position = position_of(0, trace=(64, 96), num_replicas=1)
+    assert (position.epoch, position.first_step, position.step, position.epoch_step) == (0, 0, 0, 0)
+    assert not position.is_complete
+    assert not position.is_accumulating
+    assert (position.batch_size, position.num_epoch_steps) == (64, 2)
+
+
+def test_a_core_is_idle_where_the_step_has_no_minibatch_for_it():
+    for rank, expected in ((1, [False, False, True, False, True]), (3, [True, True, True, False, True])):
+        position = position_of(rank)
+        idle = [position.is_idle]
+        idle_next = [position.is_idle_next]
+        while position.epoch_step < 5:
+            position.advance()
+            if position.is_complete:
+                idle_next.append(position.is_idle_next)
+                idle.append(position.is_idle)
+        assert idle == expected[:1] + expected
+        # after the last step of the epoch, nothing is next
+        assert idle_next == [expected[1], *expected[1:], False]
+
+
+def test_an_idle_core_has_one_stand_in():
+    position = position_of(3)
+    position.advance()
+    assert (position.step, position.is_complete, position.is_accumulating) == (0, True, False)
+    position.advance()
+    assert (position.step, position.is_complete) == (1, True)
+
+
+def test_the_second_epoch_begins_where_the_first_has_ended():
+    position = position_of(0, trace=(64, 96, 32, 256), num_replicas=1, dataset_size=300)
+    position.set_epoch(1)
+    assert (position.epoch, position.step, position.epoch_step, position.num_epoch_steps) == (1, 3, 0, 1)
+    assert (position.batch_size, position.is_idle_next) == (256, False)
+
+
+def test_an_epoch_may_begin_at_any_of_its_steps_and_at_its_end():
+    position = position_of(0, trace=(64, 96, 32), num_replicas=1)
+    position.set_epoch(0, 1)
+    assert (position.first_step, position.step, position.epoch_step, position.batch_size) == (1, 1, 1, 96)
+    assert not position.is_accumulating
+    position.advance()
+    assert (position.step, position.is_accumulating) == (1, True)
+    position.set_epoch(0, 3)
+    assert (position.first_step, position.step, position.epoch_step, position.is_complete) == (3, 2, 3, True)
+    with pytest.raises(RuntimeError, match="epoch 0 has 3 steps and all are done"):
+        position.advance()
+
+
+@pytest.mark.parametrize("first_step", [-1, 4, 1.0])
+def test_a_first_step_beyond_the_epoch_is_refused_and_changes_nothing(first_step):
+    position = position_of(0, trace=(64, 96, 32), num_replicas=1)
+    with pytest.raises(ValueError, match=f"^`first_step` must be an integer from 0 to 3, got {first_step}$"):
+        position.set_epoch(0, first_step)
+    assert (position.first_step, position.step) == (0, 0)
+
+
+def test_more_minibatches_than_the_epoch_has_are_refused_in_words():
+    position = position_of(0, trace=(32,), num_replicas=1)
+    position.advance()
+    message = (
+        "^epoch 0 has 1 steps and all are done: call set_epoch on the sampler and the optimizer before the next pass "
+        "over the loader$"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        position.advance()

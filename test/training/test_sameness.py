@@ -1,0 +1,73 @@
+"""All cores begin with the same weights and settings, or say at once in what they differ."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import variable_batch_size as vbs
+
+
+def build(**different):
+    """An optimizer; on core 1 with other arguments."""
+    rank = dist.get_rank()
+    how = {"trace": [8, 8], "minibatch_size": 4, "seed": 0, "ref_batchsize": 8, "lr": 0.1, "rule": "linear"}
+    how |= different if rank == 1 else {}
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    with torch.no_grad():
+        model[1].running_mean.fill_(rank)
+    model[1].register_buffer("is_ready", torch.tensor(rank == 0))
+    sampler = vbs.CustomSampler(
+        dataset_size=64, trace=how["trace"], minibatch_size=how["minibatch_size"], seed=how["seed"]
+    )
+    inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=how["lr"])
+    rule = vbs.make_rule(how["rule"])
+    optimizer = vbs.CustomOptimizer(inner, sampler, rule=rule, ref_batchsize=how["ref_batchsize"], model=model)
+    return model, optimizer
+
+
+DIFFERENT = [
+    ({"seed": 3}, "seed: 0 on core 0, 3 on core 1"),
+    ({"trace": [8, 16]}, "trace: 2 steps, sha256 .* on core 0, 2 steps, sha256 .* on core 1"),
+    ({"minibatch_size": 2}, "minibatch_size: 4 on core 0, 2 on core 1"),
+    ({"ref_batchsize": 16}, "ref_batchsize: 8 on core 0, 16 on core 1"),
+    ({"rule": "root"}, "rule: LinearRule on core 0, RootRule on core 1"),
+    ({"lr": 0.2}, "settings: .*0.1.* on core 0, .*0.2.* on core 1"),
+    ({"seed": 3, "ref_batchsize": 16}, r"seed \(and in ref_batchsize\): 0 on core 0, 3 on core 1"),
+]
+
+
+def messages():
+    found = []
+    for different, _ in DIFFERENT:
+        with pytest.raises(ValueError) as raised:
+            build(**different)
+        found.append(str(raised.value))
+    return found
+
+
+def test_cores_that_are_set_up_differently_say_so_all_of_them():
+    for found in vbs.launch(messages, cores=2, backend="gloo"):
+        for message, (_, expected) in zip(found, DIFFERENT, strict=True):
+            with pytest.raises(ValueError, match="all cores must be set up alike, but they differ in " + expected):
+                raise ValueError(message)
+
+
+def states():
+    model, optimizer = build()
+    late = nn.Parameter(torch.full((2,), float(dist.get_rank())))
+    late.grad = torch.ones(2)
+    optimizer.add_param_group({"params": [late]})
+    return {**model.state_dict(), "late": late.detach(), "has_gradient": late.grad is not None}
+
+
+def test_everything_starts_out_as_on_core_0_also_frozen_parameters_buffers_and_added_groups():
+    first, second = vbs.launch(states, cores=2, backend="gloo")
+    for name in first:
+        assert torch.equal(torch.as_tensor(first[name]), torch.as_tensor(second[name])), name
+    assert first["late"].tolist() == [0.0, 0.0]
+    assert second["1.running_mean"].tolist() == [0.0] * 3
+    assert bool(second["1.is_ready"])
+    assert not first["has_gradient"]

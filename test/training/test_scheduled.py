@@ -1,0 +1,162 @@
+"""What can be read of a run between two calls of step()."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import variable_batch_size as vbs
+
+
+def make(trace=(2, 4), *, rule=None, ref_batchsize=2, lrs=(1.0, 0.5), **options):
+    """Two weights, each in a group of its own, whose gradient is the input; minibatches of one sample."""
+    weights = [nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in lrs]
+    groups = [{"params": [weight], "lr": lr} for weight, lr in zip(weights, lrs, strict=True)]
+    sampler = vbs.CustomSampler(dataset_size=64, trace=list(trace), minibatch_size=1, shuffle=False)
+    optimizer = vbs.CustomOptimizer(
+        torch.optim.SGD(groups, lr=1.0), sampler, rule=rule or vbs.LinearRule(), ref_batchsize=ref_batchsize, **options
+    )
+    return weights, optimizer
+
+
+def run(weights, optimizer, *gradients):
+    for values in gradients:
+        for weight, value in zip(weights, values, strict=True):
+            weight.grad = torch.full_like(weight, value)
+        optimizer.step()
+
+
+def test_it_names_its_inner_optimizer_and_the_reference():
+    _, optimizer = make(lrs=(1.0,))
+    assert repr(optimizer).startswith("CustomOptimizer(SGD (")
+    assert repr(optimizer).endswith(", ref_batchsize=2)")
+
+
+def test_it_is_described_by_all_that_its_samples_and_state_depend_on():
+    _, optimizer = make()
+    described = optimizer.description
+    assert described.pop("trace").startswith("2 steps, sha256 ")
+    assert described == {
+        "on_end": "stop",
+        "dataset_size": 64,
+        "minibatch_size": 1,
+        "seed": 0,
+        "shuffle": False,
+        "rule": "LinearRule",
+        "ref_batchsize": 2,
+        "optimizer": "SGD",
+    }
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"sampler": [0]}, r"^`sampler` must be a CustomSampler, got list$"),
+        ({"rule": "linear"}, r"^`rule` must be a Rule, got 'linear'$"),
+        ({"rule": vbs.AdamRule()}, r"^`inner` must be Adam or of its kind, with betas and eps, got SGD$"),
+        ({"ref_batchsize": 0}, r"^`ref_batchsize` must be a positive integer, got 0$"),
+    ],
+)
+def test_wrong_parts_are_refused_in_words(parts, message):
+    inner = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    sampler = vbs.CustomSampler(dataset_size=64, trace=[2], minibatch_size=1)
+    right = {"sampler": sampler, "rule": vbs.LinearRule(), "ref_batchsize": 2}
+    with pytest.raises(ValueError, match=message):
+        vbs.CustomOptimizer(inner, **{**right, **parts})
+
+
+def test_each_group_has_its_learning_rate_and_factor_before_and_after_the_update():
+    weights, optimizer = make([4, 2], rule=vbs.LinearMomentumRule())
+    seen = [(optimizer.factor(), optimizer.factor(1), optimizer.current_lr(), optimizer.current_lr(1))]
+    for _ in range(6):
+        run(weights, optimizer, (1, 1))
+        seen.append((optimizer.factor(), optimizer.factor(1), optimizer.current_lr(), optimizer.current_lr(1)))
+    assert seen == [(2.0, 2.0, 0.5, 0.25)] * 5 + [(1.0, 1.0, 0.5, 0.25)] * 2
+
+
+def test_the_learning_rate_read_after_an_update_is_that_of_the_update():
+    weights, optimizer = make([2, 2], lrs=(1.0,))
+    run(weights, optimizer, (1,), (1,))
+    optimizer.param_groups[0]["lr"] = 0.125  # a scheduler goes on
+    assert (optimizer.current_lr(), optimizer.factor()) == (1.0, 1.0)
+    run(weights, optimizer, (1,))
+    assert optimizer.current_lr() == 0.125
+
+
+def test_a_smoothed_factor_can_be_read_before_and_after_its_update():
+    weights, optimizer = make([2, 4, 4], lrs=(1.0,), smooth_steps=2)
+    run(weights, optimizer, (1,), (1,), (1,))
+    assert (optimizer.factor(), optimizer.current_lr()) == (1.5, 1.5)
+    run(weights, optimizer, (1,), (1,), (1,))
+    assert (optimizer.factor(), optimizer.current_lr()) == (1.5, 1.5)
+    run(weights, optimizer, (1,))
+    assert (optimizer.factor(), optimizer.current_lr()) == (2.0, 2.0)
+
+
+def test_a_warm_up_counts_the_steps_of_the_run():
+    weights, optimizer = make([2, 2, 2], rule=vbs.LEGWRule(warmup_samples=8), lrs=(1.0,))
+    seen = []
+    for _ in range(3):
+        run(weights, optimizer, (1,), (1,))
+        seen.append(optimizer.current_lr())
+    assert seen == [0.25, 0.5, 0.75]
+
+
+def test_gain_and_noise_are_those_of_the_groups_and_sizes_asked_for():
+    weights, optimizer = make([2, 4], rule=vbs.AdaScaleRule(), ref_batchsize=1)
+    assert optimizer.noise is None
+    assert math.isnan(optimizer.noise_scale)
+    run(weights, optimizer, (1, 1), (3, 1))
+    # L = 5 and 1, T = 4 and 1: V = 2 and 0, G² = 3 and 1
+    assert optimizer.noise == vbs.Noise(2.0, 4.0)
+    assert optimizer.noise_scale == 0.5
+    assert optimizer.gain() == pytest.approx(6 / 5)
+    assert optimizer.gain(4) == pytest.approx(6 / 4.5)
+    assert optimizer.gain(group=0) == pytest.approx(5 / 4)
+    assert optimizer.gain(4, 1) == pytest.approx(1)
+    assert optimizer.report() == {"gain": pytest.approx(6 / 5), "noise_scale": 0.5}
+
+
+def test_a_rule_that_measures_no_noise_says_so():
+    _, optimizer = make()
+    assert optimizer.report() == {}
+    for question in (optimizer.gain, lambda: optimizer.noise, lambda: optimizer.noise_scale):
+        with pytest.raises(RuntimeError, match=r"^LinearRule measures no noise: AdaScaleRule does$"):
+            question()
+
+
+# ------------------------------------------------------------------------------------------------ norms of the gradient
+
+
+def norms_seen(optimizer, weights, gradients):
+    seen = []
+    for values in gradients:
+        before = optimizer.steps_done
+        run(weights, optimizer, values)
+        if optimizer.steps_done > before:
+            seen.append(None if optimizer.gradient_norm is None else optimizer.gradient_norm.item())
+    return seen
+
+
+@pytest.mark.parametrize("rule", [vbs.LinearRule, vbs.LinearMomentumRule])
+def test_the_norm_is_that_of_the_mean_gradient_before_it_is_clipped(rule):
+    weights, optimizer = make([2, 1], rule=rule(), clip_grad_norm=0.5)
+    assert optimizer.gradient_norm is None
+    optimizer.keep_gradient_norm(every=1)
+    assert norms_seen(optimizer, weights, [(1, 2), (5, 6), (6, 8)]) == pytest.approx([5.0, 10.0])
+
+
+def test_norms_are_kept_in_every_step_that_somebody_asked_for():
+    weights, optimizer = make([1] * 9, lrs=(1.0,))
+    optimizer.keep_gradient_norm(every=2)
+    optimizer.keep_gradient_norm(every=3)
+    seen = norms_seen(optimizer, weights, [(number,) for number in range(1, 10)])
+    assert seen == [None, 2.0, 3.0, 4.0, None, 6.0, None, 8.0, 9.0]
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5])
+def test_norms_of_no_step_cannot_be_asked_for(every):
+    _, optimizer = make()
+    with pytest.raises(ValueError, match=f"^`every` must be a positive integer, got {every}$"):
+        optimizer.keep_gradient_norm(every=every)

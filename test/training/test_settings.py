@@ -1,0 +1,250 @@
+"""Settings: what parameter groups have in a step and after it, and what Adam's past makes of it."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import variable_batch_size as vbs
+from variable_batch_size.cores.communicator import Alone, Communicator
+from variable_batch_size.training.adam_bias import AdamBias
+from variable_batch_size.training.preconditioner import Preconditioner
+from variable_batch_size.training.settings import Settings
+
+STEP = vbs.Step(batch_size=4, minibatch_size=1, ref_batchsize=1)
+
+
+def parameters(number, gradient=1.0):
+    made = [nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(number)]
+    for p in made:
+        p.grad = torch.full_like(p, gradient)
+    return made
+
+
+def test_groups_have_the_settings_of_the_step_within_and_their_own_after():
+    first, second = parameters(2)
+    inner = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 0.5}], lr=0.25)
+    groups = inner.param_groups
+    before = [dict(group) for group in groups]
+    with Settings(inner, Alone()).of_step(vbs.LinearRule(), STEP, [2.0, 3.0]) as lrs:
+        assert lrs == [0.5, 1.5]
+        assert [group["lr"] for group in groups] == [0.5, 1.5]
+        assert inner.param_groups is groups
+    assert inner.param_groups is groups
+    assert [dict(group) for group in groups] == before
+
+
+def test_a_rule_that_leaves_the_learning_rate_alone_has_that_of_the_group():
+    class MomentumRule(vbs.Rule):
+        def factor(self, step):
+            return 1.0
+
+        def settings(self, group, step, factor):
+            return {"momentum": 0.5}
+
+    inner = torch.optim.SGD(parameters(1), lr=0.25)
+    with Settings(inner, Alone()).of_step(MomentumRule(), STEP, [1.0]) as lrs:
+        assert lrs == [0.25]
+        assert inner.param_groups[0]["momentum"] == 0.5
+    assert inner.param_groups[0]["momentum"] == 0
+
+
+def test_every_group_needs_a_factor():
+    inner = torch.optim.SGD(parameters(1), lr=0.25)
+    with pytest.raises(ValueError, match="argument 2 is"), Settings(inner, Alone()).of_step(vbs.LinearRule(), STEP, []):
+        pass
+
+
+class Marking(Communicator):
+    """Where numbers that vary are given another form: here another number."""
+
+    rank, num_replicas = 0, 1
+
+    def sum(self, tensors):
+        pass
+
+    def broadcast(self, tensors):
+        pass
+
+    def varying(self, number):
+        return number + 1000
+
+    def varying_share(self, number):
+        return number + 2000
+
+
+def test_numbers_are_given_in_the_form_in_which_they_may_vary():
+    inner = torch.optim.AdamW(parameters(1), lr=0.25, betas=(0.75, 0.875), eps=0.5, weight_decay=0.0)
+    with Settings(inner, Marking()).of_step(vbs.AdamRule(), STEP, [2.0]) as lrs:
+        (group,) = inner.param_groups
+        assert lrs == [0.5]
+        assert group["lr"] == pytest.approx(1000.5)
+        assert group["betas"] == (pytest.approx(2000.0), pytest.approx(2000.5))
+        assert group["eps"] == pytest.approx(1000.25)
+    assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.75, 0.875), 0.5)
+
+
+def test_parameters_with_another_past_are_a_group_of_their_own_within_a_step():
+    old, new = parameters(2)
+    inner = torch.optim.Adam([old, new], lr=0.25, betas=(0.75, 0.875), eps=0.5, amsgrad=True)
+    settings = Settings(inner, Marking())
+    new.grad = None
+    with settings.of_step(vbs.AdamRule(), vbs.Step(1, 1, 1), [1.0]):
+        assert len(inner.param_groups) == 1
+    new.grad = torch.ones_like(new)
+    with settings.of_step(vbs.AdamRule(), STEP, [2.0]) as lrs:
+        assert lrs == [0.5]
+        assert [group["params"] for group in inner.param_groups] == [[old], [new]]
+        assert all(group["amsgrad"] for group in inner.param_groups)
+        # of the old one Adam's weights add up to 1 − 0.75 · 0 and 1 − 0.875 · 0.5, where it reckons with 1 − 0.5²
+        root = math.sqrt((1 - 0.5**2) / (1 - 0.875 * 0.5))
+        assert [group["lr"] - 1000 for group in inner.param_groups] == pytest.approx([0.5 / root, 0.5])
+        assert [group["eps"] - 1000 for group in inner.param_groups] == pytest.approx([0.25 / root, 0.25])
+        assert [group["betas"] for group in inner.param_groups] == [(2000.0, 2000.5)] * 2
+    (group,) = inner.param_groups
+    assert (group["params"], group["lr"], group["betas"]) == ([old, new], 0.25, (0.75, 0.875))
+
+
+# --------------------------------------------------------------------------------------------------------------- biases
+
+
+def variants(bias, group, betas, **settings):
+    return bias.variants(group, {"lr": 0.25, "betas": betas, "eps": 0.5, **settings})
+
+
+def test_the_products_of_betas_are_those_of_all_updates_of_a_parameter():
+    first, second = parameters(2)
+    inner = torch.optim.Adam([first, second], lr=0.25)
+    bias = AdamBias(inner)
+    variants(bias, inner.param_groups[0], (0.5, 0.75))
+    second.grad = None
+    variants(bias, inner.param_groups[0], (0.25, 0.5))
+    assert bias.state_dict() == {
+        0: {"num_updates": 2, "first": 0.125, "second": 0.375},
+        1: {"num_updates": 1, "first": 0.5, "second": 0.75},
+    }
+    other = AdamBias(inner)
+    other.load_state_dict(bias.state_dict())
+    assert other.state_dict() == bias.state_dict()
+
+
+def test_parameters_are_numbered_through_all_groups_and_those_without_a_past_left_out():
+    first, second, third = parameters(3)
+    first.grad = None
+    inner = torch.optim.Adam([{"params": [first, second]}, {"params": [third]}], lr=0.25)
+    bias = AdamBias(inner)
+    for group, betas in zip(inner.param_groups, ((0.5, 0.75), (0.25, 0.125)), strict=True):
+        variants(bias, group, betas)
+    assert bias.state_dict() == {
+        1: {"num_updates": 1, "first": 0.5, "second": 0.75},
+        2: {"num_updates": 1, "first": 0.25, "second": 0.125},
+    }
+
+
+def test_updates_that_adam_made_by_itself_had_the_betas_of_the_group():
+    (p,) = parameters(1)
+    inner = torch.optim.Adam([p], lr=0.25, betas=(0.5, 0.75))
+    inner.step()
+    inner.step()
+    bias = AdamBias(inner)
+    variants(bias, inner.param_groups[0], (0.25, 0.5))
+    assert bias.state_dict() == {0: {"num_updates": 3, "first": 0.0625, "second": 0.28125}}
+
+
+def test_a_group_without_any_gradient_keeps_its_settings():
+    (p,) = parameters(1)
+    p.grad = None
+    inner = torch.optim.Adam([p], lr=0.25)
+    bias = AdamBias(inner)
+    settings = {"lr": 0.25, "betas": (0.5, 0.75), "eps": 0.5}
+    assert bias.variants(inner.param_groups[0], settings) == [([p], settings)]
+    assert bias.state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_decoupled"), [(torch.optim.Adam, False), (torch.optim.AdamW, True)], ids=["Adam", "AdamW"]
+)
+@pytest.mark.parametrize("is_said", [True, False], ids=["said by the group", "known by the class"])
+def test_only_a_decoupled_decay_is_corrected(kind, is_decoupled, is_said):
+    (p,) = parameters(1)
+    inner = kind([p], lr=0.25, weight_decay=0.125)
+    group = dict(inner.param_groups[0])
+    if not is_said:
+        group.pop("decoupled_weight_decay")
+    bias = AdamBias(inner)
+    variants(bias, group, (0.75, 0.75))
+    ((_, settings),) = variants(bias, group, (0.5, 0.75))
+    # Adam reckons with 1 − 0.5² where 1 − 0.75 · 0.5 is right
+    scale = (1 - 0.5**2) / (1 - 0.75 * 0.5)
+    assert settings["lr"] == pytest.approx(0.25 * scale)
+    assert settings["weight_decay"] == pytest.approx(0.125 / scale if is_decoupled else 0.125)
+
+
+def test_a_decay_that_the_rule_has_set_goes_before_that_of_the_group():
+    (p,) = parameters(1)
+    inner = torch.optim.AdamW([p], lr=0.25, weight_decay=0.125)
+    ((_, settings),) = variants(AdamBias(inner), inner.param_groups[0], (0.5, 0.75), weight_decay=0.5)
+    assert settings["weight_decay"] == pytest.approx(0.5)
+
+
+# ------------------------------------------------------------------------------------------------------- preconditioner
+
+
+def test_divisors_are_the_root_of_the_second_moment_that_adam_divides_by():
+    used, unused = parameters(2, gradient=3.0)
+    unused.grad = None
+    inner = torch.optim.Adam([unused, used], lr=0.25, betas=(0.5, 0.75), eps=0.125)
+    preconditioner = Preconditioner(inner)
+    preconditioner.refresh()
+    assert preconditioner.divisors == {}
+    inner.step()
+    preconditioner.refresh()
+    assert {p: divisor.item() for p, divisor in preconditioner.divisors.items()} == {used: pytest.approx(3.125)}
+    place = preconditioner.divisors[used]
+    used.grad = torch.full_like(used, 4.0)
+    inner.step()
+    preconditioner.refresh()
+    # v = 3/4 · 9/4 + 16/4, over 1 − (3/4)²
+    assert place.item() == pytest.approx(math.sqrt((0.75 * 2.25 + 4) / (1 - 0.5625)) + 0.125)
+
+
+def test_each_group_has_its_own_beta_and_eps():
+    first, second = parameters(2, gradient=3.0)
+    groups = [{"params": [first], "eps": 0.5}, {"params": [second], "betas": (0.5, 0.5), "eps": 0.25}]
+    inner = torch.optim.Adam(groups, lr=0.25, betas=(0.5, 0.75))
+    preconditioner = Preconditioner(inner)
+    for gradient in (3.0, 5.0):
+        for p in (first, second):
+            p.grad = torch.full_like(p, gradient)
+        inner.step()
+    preconditioner.refresh()
+    assert preconditioner.divisors[first].item() == pytest.approx(
+        math.sqrt((0.75 * 0.25 * 9 + 0.25 * 25) / (1 - 0.75**2)) + 0.5
+    )
+    assert preconditioner.divisors[second].item() == pytest.approx(
+        math.sqrt((0.5 * 0.5 * 9 + 0.5 * 25) / (1 - 0.5**2)) + 0.25
+    )
+
+
+def test_with_amsgrad_the_largest_second_moment_counts():
+    (p,) = parameters(1, gradient=4.0)
+    inner = torch.optim.Adam([p], lr=0.25, betas=(0.5, 0.5), eps=0.0, amsgrad=True)
+    inner.step()
+    p.grad = torch.zeros_like(p)
+    inner.step()
+    preconditioner = Preconditioner(inner)
+    preconditioner.refresh()
+    assert preconditioner.divisors[p].item() == pytest.approx(math.sqrt(8 / (1 - 0.25)))
+
+
+def test_divisors_follow_a_parameter_into_another_dtype():
+    (p,) = parameters(1, gradient=3.0)
+    inner = torch.optim.Adam([p], lr=0.25, eps=0.125)
+    inner.step()
+    preconditioner = Preconditioner(inner)
+    preconditioner.refresh()
+    inner.state[p]["exp_avg_sq"] = inner.state[p]["exp_avg_sq"].float()
+    preconditioner.refresh()
+    assert preconditioner.divisors[p].dtype == torch.float32
+    assert preconditioner.divisors[p].item() == pytest.approx(3.125)

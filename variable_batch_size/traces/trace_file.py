@@ -1,0 +1,156 @@
+"""The CSV file of a trace: a header ``step,batchsize``, then a row for each step.
+
+pandas reads it all at once, which takes a fraction of a second for millions of rows. Only if it finds anything unusual
+is the file gone through row by row, to name the first row that breaks a rule.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from variable_batch_size.checks import refuse
+from variable_batch_size.traces.limits import LARGEST, checked_size
+
+COLUMNS = ("step", "batchsize")
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,99}")
+_LINE = re.compile(rb"[^\n]*\n?")
+_COMMENT = re.compile(rb"#[^\n]*")
+
+
+def read_sizes(source: str) -> npt.NDArray[np.int64]:
+    """The batch sizes in a file, or a refusal that names the line and the value of the first row that breaks a rule."""
+    content = Path(source).read_bytes()
+    text = _plain(content)
+    names, header_line = _header(source, text)
+    columns = [names.index(column) for column in COLUMNS]
+    # pandas takes nearly twice as long for bytes as for a file; but a pipe cannot be read twice
+    is_plain_file = text == content and os.path.isfile(source)
+    file = os.path.abspath(source) if is_plain_file else io.BytesIO(text)
+    sizes = _sizes_at_once(file, header_line, len(names), columns)
+    return _sizes_by_row(source, text, len(names), columns) if sizes is None else sizes
+
+
+def write_sizes(path: str | os.PathLike[str], sizes: npt.NDArray[np.int64], *, comment: str) -> None:
+    """Write a file that :func:`read_sizes` reads back, with the lines of `comment` on top, after ``#``."""
+    import pandas as pd
+
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        for line in comment.splitlines():
+            file.write(f"# {line}\n")
+        frame = pd.DataFrame({"step": np.arange(len(sizes)), "batchsize": sizes})
+        frame.to_csv(file, index=False, lineterminator="\n")
+
+
+def read_comment(source: str) -> str:
+    """The comment on top of a file."""
+    with open(source, encoding="utf-8-sig", errors="replace") as file:
+        lines = itertools.takewhile(lambda line: line.startswith("#"), file)
+        return "\n".join(line[1:].strip() for line in lines)
+
+
+def find_line(source: str, row: int) -> int:
+    """The number of the line that holds a row of a file, counting rows from 0 below the header."""
+    lines = [line for line, _ in _rows(_plain(Path(source).read_bytes()))]
+    return lines[row + 1]
+
+
+def _plain(text: bytes) -> bytes:
+    """The text without byte order mark and comments, with the same line numbers, and line feeds as line ends."""
+    text = text.removeprefix(b"\xef\xbb\xbf")
+    if b"\r" in text:
+        text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    return _COMMENT.sub(b"", text) if b"#" in text else text
+
+
+def _rows(text: bytes) -> Iterator[tuple[int, str]]:
+    """Number and content of every line that is not blank, the header first; lazily, as that is often all one needs."""
+    for line, found in enumerate(_LINE.finditer(text), start=1):
+        content = found[0].strip(b" \t\n")
+        if content:
+            yield line, content.decode(errors="replace")
+
+
+def _header(source: str, text: bytes) -> tuple[list[str], int]:
+    """The column names and the number of their line."""
+    for line, content in _rows(text):
+        names = [name.strip().strip('"') for name in content.split(",")]
+        for column in COLUMNS:
+            if names.count(column) != 1:
+                refuse(f"{source}:{line}", f"the header must name the column {column!r} once", repr(names)[:80])
+        return names, line
+    raise ValueError(f"{source}:1: the file is empty, expected the columns {','.join(COLUMNS)}")
+
+
+def _sizes_at_once(
+    file: str | io.BytesIO, header_line: int, num_columns: int, columns: list[int]
+) -> npt.NDArray[np.int64] | None:
+    """The batch sizes below the header, read fast, if every row follows every rule; else None."""
+    import csv
+    import warnings
+
+    import pandas as pd
+
+    try:
+        with warnings.catch_warnings():
+            # pandas raises if a row is too long, but for the first row only warns; mixed types are looked for below
+            warnings.simplefilter("error", pd.errors.ParserWarning)
+            warnings.simplefilter("ignore", pd.errors.DtypeWarning)
+            frame = pd.read_csv(
+                file,
+                compression=None,
+                header=None,
+                names=range(num_columns),
+                index_col=False,
+                skiprows=header_line,
+                quoting=csv.QUOTE_NONE,
+                na_filter=False,
+                encoding_errors="replace",
+            )
+    except (pd.errors.EmptyDataError, pd.errors.ParserError, pd.errors.ParserWarning):
+        return None
+    steps, sizes = (np.asarray(frame[column]) for column in columns)
+    if not len(frame) or steps.dtype != np.int64 or sizes.dtype != np.int64:
+        return None
+    follows = (steps[1:] == 0) | (steps[1:] == steps[:-1] + 1)
+    # a copy, as a column may be a view of the whole table
+    return np.array(sizes) if steps[0] == 0 and follows.all() and sizes.min() > 0 else None
+
+
+def _sizes_by_row(source: str, text: bytes, num_columns: int, columns: list[int]) -> npt.NDArray[np.int64]:
+    """The batch sizes below the header, row by row: raises at the first row that breaks a rule, whichever it is."""
+    (header_line, _), *rows = _rows(text)
+    if not rows:
+        refuse(f"{source}:{header_line + 1}", "expected a row below the header", "nothing")
+    sizes: list[int] = []
+    expected = 0
+    for line, content in rows:
+        place = f"{source}:{line}"
+        values = content.rstrip(", \t").split(",")
+        if len(values) > num_columns:
+            refuse(place, f"a row must have {num_columns} values", len(values))
+        step, size = (
+            _integer(place, name, values[column].strip() if column < len(values) else "")
+            for name, column in zip(COLUMNS, columns, strict=True)
+        )
+        if step not in (0, expected):
+            refuse(place, f"step must be {expected}" + (" (or 0, to start again)" if expected else ""), step)
+        sizes.append(checked_size(size, place))
+        expected = step + 1
+    return np.array(sizes, dtype=np.int64)
+
+
+def _integer(place: str, name: str, text: str) -> int:
+    if not _INTEGER.fullmatch(text):
+        refuse(place, f"{name} must be an integer", text or "nothing")
+    if int(text) > LARGEST:
+        refuse(place, f"{name} must be below 2**63", text)
+    return int(text)

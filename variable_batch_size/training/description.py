@@ -1,0 +1,50 @@
+"""What a run is, in words and numbers: what must be the same on all cores, and when it goes on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from torch.optim import Optimizer
+
+from variable_batch_size.rules.rule import Rule
+from variable_batch_size.training.sampler import CustomSampler
+
+
+def description_of(
+    sampler: CustomSampler, rule: Rule, inner: Optimizer, ref_batchsize: int
+) -> dict[str, str | int | bool]:
+    """What the samples of a step and the meaning of the state depend on; the number of cores is not among it."""
+    schedule = sampler.schedule
+    sizes = schedule.trace.sizes
+    digest = hashlib.sha256(sizes.astype("<i8").tobytes()).hexdigest()[:16]
+    length = f"always {sizes[0]}" if schedule.trace.is_endless else f"{len(sizes)} steps, sha256 {digest}"
+    return {
+        "trace": length,
+        "on_end": schedule.on_end,
+        "dataset_size": schedule.dataset_size,
+        "minibatch_size": schedule.minibatch_size,
+        "seed": sampler.seed,
+        "shuffle": sampler.shuffle,
+        "rule": type(rule).__name__,
+        "ref_batchsize": ref_batchsize,
+        "optimizer": type(inner).__name__,
+    }
+
+
+def settings_of(inner: Optimizer) -> str:
+    """The numbers among the settings of an optimizer's groups, and how many parameters of which sizes they have."""
+    groups = []
+    for group in inner.param_groups:
+        numbers = {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+        groups.append(f"{numbers}, shapes {[tuple(p.shape) for p in group['params']]}")
+    return "; ".join(groups)
+
+
+def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """In what a run is not the one that was saved, each in words.
+
+    >>> differences({"seed": 0, "rule": "LinearRule"}, {"seed": 3, "rule": "LinearRule"})
+    ['seed was 0 and is 3']
+    """
+    return [f"{name} was {saved.get(name)} and is {now[name]}" for name in now if saved.get(name) != now[name]]

@@ -1,0 +1,145 @@
+"""Flat memory for gradients: one tensor for all of a device and dtype, and a view of it for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from operator import is_
+from typing import Any
+
+import torch
+
+EXACT = (torch.float32, torch.float64)
+"""In which squared norms can be summed."""
+
+
+class FlatMemory:
+    """One flat tensor for all gradients of a device and dtype; a gradient is a view of it with the parameter's strides.
+
+    Behind the gradients there is one more element for each parameter, in which a core notes that it had a gradient, and
+    in one flat tensor of at least float32 one for each parameter group, for squared norms; so all of these travel in
+    the same reduction. (Beside narrower gradients only, the norms travel in a tensor of their own.)
+
+    Args:
+        parameters: whose gradients are to be kept.
+        num_squares: for how many parameter groups there may be squared norms.
+
+    Attributes:
+        flats: the flat tensors.
+        views: the gradients, in the order of the parameters.
+        squares: the squared norms.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter], *, num_squares: int) -> None:
+        self.parameters = parameters
+        self._dtypes = [p.dtype for p in parameters]
+        self._kinds = [(p.shape, p.device) for p in parameters]
+        self.flats: list[torch.Tensor] = []
+        self._notes: list[tuple[torch.Tensor, list[int]]] = []  # and the numbers of their parameters
+        views: dict[int, torch.Tensor] = {}
+        of_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for number, p in enumerate(parameters):
+            of_kind.setdefault((p.device, p.dtype), []).append(number)
+        carrier = next((kind for kind in of_kind if kind[1] in EXACT), None)
+        for (device, dtype), members in of_kind.items():
+            *offsets, end = _aligned_offsets((parameters[number].numel() for number in members), dtype)
+            num_extras = len(members) + (num_squares if (device, dtype) == carrier else 0)
+            flat = torch.zeros(end + num_extras, dtype=dtype, device=device)
+            self.flats.append(flat)
+            self._notes.append((flat[end : end + len(members)], members))
+            views |= {n: _view(flat, parameters[n], offset) for n, offset in zip(members, offsets, strict=True)}
+            if (device, dtype) == carrier:
+                self.squares = flat[end + len(members) :]
+        self.views = [views[number] for number in range(len(parameters))]
+        if carrier is None:
+            self.squares = torch.zeros(num_squares, device=parameters[0].device if parameters else None)
+            self.flats.append(self.squares)
+
+    def fits(self, parameters: list[torch.nn.Parameter], *, is_thorough: bool = True) -> bool:
+        """Whether these are the parameters, of the same dtype as they were; if thorough, shape and device, too."""
+        return (
+            len(parameters) == len(self.parameters)
+            and all(map(is_, parameters, self.parameters))
+            and [p.dtype for p in parameters] == self._dtypes
+            and not (is_thorough and [(p.shape, p.device) for p in parameters] != self._kinds)
+        )
+
+    def take_over(self, old: FlatMemory) -> None:
+        """Take over the gradients of other memory, as far as the parameters are the same."""
+        values = {id(p): view for p, view in zip(old.parameters, old.views, strict=True)}
+        for p, view in zip(self.parameters, self.views, strict=True):
+            if id(p) in values:
+                view.copy_(values[id(p)])
+
+    def __reduce__(self) -> Any:
+        # a copy of the views would not be views of the copy
+        return _restored, (self.parameters, len(self.squares), [view.clone() for view in self.views])
+
+    def zero(self) -> None:
+        for flat in self.flats:
+            flat.zero_()
+
+    def multiply(self, weight: float) -> None:
+        for flat in self.flats:
+            flat.mul_(weight)
+
+    def note(self, is_present: list[bool]) -> None:
+        """Note which parameters had a gradient on this core."""
+        is_whole = all(is_present)
+        for notes, members in self._notes:
+            if is_whole:
+                notes.fill_(1)
+            else:
+                notes.copy_(torch.tensor([float(is_present[number]) for number in members]))
+
+    def noted(self) -> list[bool]:
+        """Which parameters had a gradient on any core, after the sum over all of them; waits for the device."""
+        found: dict[int, bool] = {}
+        for notes, members in self._notes:
+            found.update(zip(members, notes.ne(0).tolist(), strict=True))
+        return [found[number] for number in range(len(self.parameters))]
+
+
+def _restored(parameters: list[torch.nn.Parameter], num_squares: int, values: list[torch.Tensor]) -> FlatMemory:
+    memory = FlatMemory(parameters, num_squares=num_squares)
+    for view, value in zip(memory.views, values, strict=True):
+        view.copy_(value)
+    return memory
+
+
+def square_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
+    """The squared norm of several tensors together, on the device of another one and in float32 at least."""
+    if not tensors:
+        dtype = like.dtype if like.dtype in EXACT else torch.float32
+        return torch.zeros((), dtype=dtype, device=like.device)
+    return torch.stack(_norms(tensors, like)).square_().sum()
+
+
+def _norms(tensors: list[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
+    # all at once where they are of one kind, which a GPU does much faster
+    if like.dtype in EXACT and all(t.dtype is like.dtype for t in tensors) and not any(t.is_sparse for t in tensors):
+        norms = list(torch._foreach_norm(tensors))
+        if all(norm.device == like.device for norm in norms):
+            return norms
+    return [_norm(tensor).to(like.device) for tensor in tensors]
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor.coalesce().values() if tensor.is_sparse else tensor
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    norm: torch.Tensor = torch.linalg.vector_norm(real, dtype=real.dtype if real.dtype in EXACT else torch.float32)
+    return norm
+
+
+def _aligned_offsets(sizes: Iterable[int], dtype: torch.dtype) -> Iterator[int]:
+    """Where each gradient starts in a flat tensor, and the end; on 64 bytes, as vectorised kernels like it."""
+    step = 64 // dtype.itemsize
+    offset = 0
+    for size in sizes:
+        yield offset
+        offset += -(-size // step) * step
+    yield offset
+
+
+def _view(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
+    """A part of a flat tensor in the shape and layout of another one: channels-last stays channels-last."""
+    return flat.as_strided(like.size(), torch.empty_like(like, device="meta").stride(), offset)

@@ -1,0 +1,86 @@
+"""Position: where a core stands in a run, in integers."""
+
+from __future__ import annotations
+
+from variable_batch_size.checks import check_within
+from variable_batch_size.schedules.schedule import Schedule
+
+
+class Position:
+    """The step and minibatch that a core is at, moved on by one minibatch at a time.
+
+    Args:
+        schedule: the trace, laid out over epochs and cores.
+        rank: of this core.
+
+    Attributes:
+        epoch: the number of the epoch, from 0.
+        first_step: how many of the epoch's steps were left out.
+        step: the number in the run of the step that the latest minibatch belongs to; at first, of the epoch's first.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self._schedule = schedule
+        self._rank = rank
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Go to an epoch, and leave out so many of its steps."""
+        steps = self._schedule.steps(epoch)
+        check_within(len(steps), first_step=first_step)
+        self.epoch = int(epoch)
+        self.first_step = int(first_step)
+        self._steps = steps
+        self.step = steps[min(self.first_step, len(steps) - 1)]
+        self._minibatches_left = self._share() if first_step < len(steps) else 0
+
+    def advance(self) -> None:
+        """Note one more minibatch, which begins the next step if the latest is complete."""
+        if not self._minibatches_left:
+            if self.step == self._steps[-1]:
+                raise RuntimeError(
+                    f"epoch {self.epoch} has {len(self._steps)} steps and all are done: call set_epoch on the sampler "
+                    "and the optimizer before the next pass over the loader"
+                )
+            self.step += 1
+            self._minibatches_left = self._share()
+        self._minibatches_left -= 1
+
+    def _share(self) -> int:
+        """How many minibatches this core runs in the step: at least a stand-in."""
+        return max(1, len(self._schedule.minibatches(self.step, self._rank)))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the latest minibatch was the core's last one in its step."""
+        return not self._minibatches_left
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether this core has run some of its minibatches of a step, and not all."""
+        return self._minibatches_left not in (0, self._share())
+
+    @property
+    def epoch_step(self) -> int:
+        """How many steps of the epoch are done."""
+        return self.step - self._steps.start + self.is_complete
+
+    @property
+    def num_epoch_steps(self) -> int:
+        """How many steps the epoch has."""
+        return len(self._steps)
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size of the step."""
+        return self._schedule.batch_size(self.step)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this core has no minibatch in the step, and so runs a stand-in."""
+        return self._schedule.is_idle(self.step, self._rank)
+
+    @property
+    def is_idle_next(self) -> bool:
+        """Whether it is so in the step after this one, if the epoch has one."""
+        return self.step < self._steps[-1] and self._schedule.is_idle(self.step + 1, self._rank)

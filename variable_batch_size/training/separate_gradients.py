@@ -1,0 +1,92 @@
+"""Gradients on XLA: sums in a tensor each, and the same program on every core."""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any, final
+
+import torch
+
+from variable_batch_size.training.gradients import Gradients
+
+
+@final
+class SeparateGradients(Gradients):
+    """For devices whose compiler merges what it can.
+
+    Every minibatch adds its gradients to sums that stay where they are, also where a core has a single one: all cores
+    run the same program, so whether a core is idle is data, in a tensor, and no branch. As their programs are the same,
+    the same parameters have a gradient on all of them.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._trainable: list[torch.nn.Parameter] = []
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        self._step_squares: list[torch.Tensor] = []
+        self._present: set[torch.Tensor] = set()
+        self._has_sums = False
+        super().__init__(*args, **options)
+
+    def take(self, *, is_last: bool, is_only: bool) -> None:
+        self._fit()
+        for number, group in enumerate(self._inner.param_groups):
+            fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
+            if self._measures:
+                self._step_squares[number].add_(self._squares([fresh]))
+            for p, gradient in fresh:
+                self._sums[p].add_(gradient)
+                self._present.add(p)
+                p.grad = None
+        self._has_sums = True
+
+    def _fit(self) -> None:
+        """Have a sum for each parameter that may get a gradient, and a number for each group."""
+        trainable = [p for p in self.parameters() if p.requires_grad or p.grad is not None or p in self._sums]
+        if len(trainable) != len(self._trainable) or not all(map(is_, trainable, self._trainable)):
+            self._trainable = trainable
+            # made on the host: zeros made on the device would be a program of their own
+            self._sums |= {
+                p: torch.zeros(p.shape, dtype=p.dtype).to(p.device) for p in trainable if p not in self._sums
+            }
+        while self._trainable and len(self._step_squares) < len(self._inner.param_groups):
+            self._step_squares.append(torch.zeros(1).to(self._trainable[0].device))
+
+    def reduce(self, weight: float) -> None:
+        if not self._trainable:
+            return
+        sums = [*self._sums.values(), *self._step_squares]
+        weight_tensor = torch.tensor([weight]).to(sums[0].device)
+        counts = weight_tensor != 0
+        for tensor in sums:
+            weighted = torch.where(counts, tensor * weight_tensor, torch.zeros_like(tensor))
+            tensor.copy_(weighted.view_as(tensor))
+        self._communicator.sum(sums)
+        for p in self._present:
+            p.grad = self._sums[p]
+
+    def clear(self) -> None:
+        for tensor in (*self._sums.values(), *self._step_squares):
+            tensor.zero_()
+        self._has_sums = False
+        self._present.clear()
+        for p in self.parameters():
+            p.grad = None
+
+    def discard(self) -> None:
+        super().discard()
+        if self._has_sums:
+            self.clear()
+
+    def _measured(self) -> torch.Tensor:
+        return torch.cat(self._step_squares) if self._step_squares else torch.zeros(len(self._inner.param_groups))
+
+    def _read(self, numbers: torch.Tensor) -> list[float]:
+        self._communicator.flush()
+        return [float(number) for number in numbers.cpu().tolist()]
+
+    def _square(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        if not gradients:
+            # made on the host, as above
+            return torch.zeros(()).to(next(self.parameters()).device)
+        squares = [gradient.float().pow(2).sum() for gradient in gradients]
+        return torch.stack(squares).sum() if len(squares) > 1 else squares[0]
