@@ -60,8 +60,9 @@ def _kill_core(session, rng):
 
 def _kill_worker(session, rng):
     workers = _children(session.pid_of_core(rng.randrange(session.cores)))
-    if workers:
-        os.kill(rng.choice(workers), signal.SIGKILL)
+    if not workers:
+        raise ProcessLookupError
+    os.kill(rng.choice(workers), signal.SIGKILL)
 
 
 def _children(pid):
@@ -113,6 +114,6 @@ def happens(disturbance: Disturbance, session: SessionProcess, rng: random.Rando
         return False
     try:
         disturbance.happen(session, rng)
-    except (ProcessLookupError, FileNotFoundError):  # it has just ended
+    except (ProcessLookupError, FileNotFoundError):  # it has just ended, or has no workers
         return False
     return True

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -44,7 +45,8 @@ class SessionProcess:
     Args:
         place: of the run.
         settings: of the run.
-        launcher: "alone", "launch" for ``vbs.launch`` or "torchrun".
+        launcher: "alone", "forked" for the same without a wait for torch to load, "launch" for ``vbs.launch`` or
+            "torchrun".
         cores: how many.
         backend: of the launch.
         restarts: how often torchrun starts again.
@@ -58,17 +60,23 @@ class SessionProcess:
         self.name = name
         self._mark = f"{MARK}={uuid.uuid4().hex}"
         self._output = place.root / f"output-{name}.txt"
-        command = [
-            *(_torchrun(cores, restarts) if launcher == "torchrun" else [sys.executable]),
+        script = [
             *(str(SCRIPT), str(place.checkpoints), "--diary", str(place.diary), "--result", str(place.weights)),
-            *("--backend", "none" if launcher == "alone" else backend, "--cores", str(cores)),
+            *("--backend", "none" if launcher in ("alone", "forked") else backend, "--cores", str(cores)),
             *("--settings", json.dumps(dataclasses.asdict(settings or stoppable_run.Settings()))),
             *([] if restarts else ["--session", name]),
         ]
         # into a file: a pipe that nobody reads would be full after some tracebacks, and whoever writes to it would wait
         with open(self._output, "w") as output:
+            if launcher == "forked":
+                self._process = Forked(script, output)
+                return
             self._process = subprocess.Popen(
-                command, env=self._environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                [*(_torchrun(cores, restarts) if launcher == "torchrun" else [sys.executable]), *script],
+                env=self._environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def _environment(self):
@@ -141,16 +149,47 @@ class SessionProcess:
             os.kill(pid, signal.SIGKILL)
 
     def _processes(self):
-        """The processes that have the mark of the session in their environment, by pid."""
-        mark = self._mark.encode()
+        """The processes that are of the leader's session or have its mark in their environment, by pid."""
         found = {}
-        for path in Path("/proc").glob("[0-9]*/environ"):
+        for path in Path("/proc").glob("[0-9]*"):
             try:
-                if mark in path.read_bytes():
-                    found[int(path.parent.name)] = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except (OSError, ValueError):  # it has just ended
+                state, _, _, leader = (path / "stat").read_text().rpartition(")")[2].split()[:4]
+                is_ours = int(leader) == self._process.pid or self._mark.encode() in (path / "environ").read_bytes()
+                if is_ours and state != "Z":
+                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:  # it has just ended
                 continue
         return found
+
+
+class Forked:
+    """A process forked from this one that runs the script, used like that of `subprocess`."""
+
+    def __init__(self, script, output):
+        self._process = multiprocessing.get_context("fork").Process(target=self._run, args=(script, output.fileno()))
+        self._process.start()
+        self.pid = self._process.pid
+
+    @staticmethod
+    def _run(script, output):
+        os.setsid()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.argv = script
+        stoppable_run.main()
+
+    def poll(self):
+        return self._process.exitcode
+
+    def wait(self, seconds):
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked session", seconds)
+        return self._process.exitcode
+
+    def send_signal(self, number):
+        if self._process.is_alive():
+            os.kill(self.pid, number)
 
 
 def _torchrun(cores, restarts):

@@ -20,6 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 import stoppable_run
+import torch
 from disturbances import AT_ANY_TIME, ENDED, IN_TRAINING, MEANING, RAISED, STOPPED, TERMINATED, happens
 from session_process import Place, SessionProcess
 from stoppable_run import NUM_STEPS, SIZES, Settings
@@ -77,6 +78,8 @@ class Run:
         most_cores: that a session may have.
     """
 
+    _ways_of_one_core = ("forked", "forked", "forked", "alone", "launch")
+
     def __init__(self, root, undisturbed, rng, tally, *, most_cores):
         self.place = Place(root)
         self._undisturbed = undisturbed
@@ -127,7 +130,7 @@ class Run:
         self._tally["changes of the number of cores"] += self._cores != before
 
     def _launcher(self):
-        return self._rng.choice(["launch", "launch", "torchrun"] if self._cores > 1 else ["alone", "alone", "launch"])
+        return self._rng.choice(["launch", "launch", "torchrun"] if self._cores > 1 else self._ways_of_one_core)
 
     def _disturb(self, session):
         is_in_training = self._rng.random() < 0.75
@@ -175,7 +178,7 @@ class Run:
         place = Place(self._undisturbed / f"{index}-{cores}")
         if not place.weights.exists():
             settings = dataclasses.replace(SETTINGS[index], seconds_per_minibatch=0.0)
-            session = SessionProcess(place, settings, launcher="launch" if cores > 1 else "alone", cores=cores)
+            session = SessionProcess(place, settings, launcher="launch" if cores > 1 else "forked", cores=cores)
             code = session.finish()
             check(code == 0, f"an undisturbed run ended with {code}", session)
         return place
@@ -232,10 +235,18 @@ def main() -> None:
     parser.add_argument("--stops", type=int, default=1000, help="disturbances in all")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no run begins")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--most_cores", type=int, default=MOST_CORES)
     parser.add_argument("--directory", type=Path, help="to go on there when started again; a temporary one if missing")
     flags = parser.parse_args()
+    torch.set_num_threads(1)  # also that what is forked can have threads of its own
     with tempfile.TemporaryDirectory() as temporary:
-        tally = soak(flags.directory or Path(temporary), stops=flags.stops, seconds=flags.seconds, seed=flags.seed)
+        tally = soak(
+            flags.directory or Path(temporary),
+            stops=flags.stops,
+            seconds=flags.seconds,
+            seed=flags.seed,
+            most_cores=flags.most_cores,
+        )
     print(table(tally))
     sys.exit(tally["broken promises"] > 0)
 
