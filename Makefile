@@ -5,19 +5,33 @@ BIN = $(VENV)/bin
 # torch_xla has wheels for Linux on x86-64 alone; elsewhere all but XLA is set up, with the same torch
 comma := ,
 XLA := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),xla$(comma))
+COSTS := $(if $(XLA),torch$(comma) torch_xla and CUDA's libraries: about 7 GB and 4 minutes,torch: about 1.5 GB and a few minutes)
 
-.PHONY: demo test lint browser bench soak clean
+# .venv is set up here; another environment that is there is used as it is, if it has the packages that a target needs
+ifneq ($(VENV),.venv)
+export PYTHONPATH := $(CURDIR)
+endif
+NEEDS = $(if $(filter-out .venv,$(VENV)),$(if $(wildcard $(BIN)/python),complete,$(VENV)/.installed),$(VENV)/.installed)
 
-demo: $(VENV)/.installed
+.PHONY: demo test lint docs browser bench soak clean complete
+
+demo: EXTRAS = demo
+demo: $(NEEDS)
 	$(BIN)/python examples/demo.py
 
 test: lint browser
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-lint: $(VENV)/.installed
+lint: EXTRAS = docs test
+lint: $(NEEDS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: EXTRAS = docs
+docs: $(NEEDS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "Open site/index.html, or serve it, for the search to work: $(BIN)/python -m http.server --directory site"
 
 # for the tests of the page that vbs compare makes
 browser:
@@ -26,7 +40,8 @@ browser:
 			install --yes --no-install-recommends chromium chromium-driver > /dev/null) \
 		|| echo "chromium and chromedriver are missing: tests marked browser will fail"
 
-bench: $(VENV)/.installed .peers
+bench: EXTRAS = test
+bench: $(NEEDS) .peers
 	$(BIN)/python bench/sampler.py
 	$(BIN)/python bench/trace.py
 	$(BIN)/python bench/scaling.py
@@ -36,19 +51,26 @@ bench: $(VENV)/.installed .peers
 	$(BIN)/python bench/logs.py
 	$(BIN)/python bench/xla.py
 
-soak: $(VENV)/.installed
-	PYTHONPATH=test/promises $(BIN)/python test/soak.py
+soak: EXTRAS = test
+soak: $(NEEDS)
+	$(BIN)/python test/soak.py --directory .soak
 
 # everything else needs the environment; it is made once, and again when the requirements change
 $(VENV)/.installed: setup.cfg pyproject.toml
+	@echo "Setting up $(VENV), once, with $(COSTS)."
+	@echo "To use an environment that you have: make $(MAKECMDGOALS) VENV=/path/to/venv"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$(XLA)test]' 'torch==2.9.*'
+	@if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; set -x; \
+		$(BIN)/pip install $$quiet --disable-pip-version-check --editable '.[$(XLA)docs,test]' 'torch==2.9.*'
 	touch $@
 
+complete:
+	@$(BIN)/python .ci/missing.py $(EXTRAS)
+
 # what benchmarks compare with, apart from the environment; without it they say so and go on
-.peers: | $(VENV)/.installed
+.peers: | $(NEEDS)
 	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ fairscale==0.4.13 adaptdl==0.2.11 \
 		autograd portpicker psutil redis requests certifi charset_normalizer idna urllib3 semver 'setuptools<81'
 
 clean:
-	rm -rf $(VENV) .peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .peers .soak build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -61,11 +61,11 @@ class Workload:
 
         return update
 
-    def ours(self, kind: Any, accumulate: int) -> Callable[[], None]:
+    def ours(self, kind: Any, accumulate: int, **options: Any) -> Callable[[], None]:
         model = copy.deepcopy(self.model)
         size = self.minibatch * accumulate
         sampler = vbs.CustomSampler(dataset_size=10**9, trace=size, minibatch_size=self.minibatch)
-        optimizer = kind(self.optimizer(model), sampler, ref_batchsize=size)
+        optimizer = kind(self.optimizer(model), sampler, ref_batchsize=size, **options)
 
         def update() -> None:
             for _ in range(accumulate):
@@ -113,13 +113,17 @@ def peak_memory(make: Callable[[], Callable[[], None]]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def compare(name: str, accumulate: int, peer: Any, repeats: int) -> None:
+def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool) -> None:
     workload = Workload(name)
     makers = {
         "plain loop": partial(workload.plain, accumulate),
         "plain loop again": partial(workload.plain, accumulate),
         **{rule: partial(workload.ours, kind, accumulate) for rule, kind in workload.rules.items()},
     }
+    if keeps:
+        makers["linear, kept gradients"] = partial(
+            workload.ours, vbs.LinearRuleOptimizer, accumulate, keep_gradients=True
+        )
     if accumulate > 1 and peer is not None and name != "gpt":  # FairScale's needs two gradients, and is for SGD
         makers["FairScale AdaScale"] = partial(workload.fairscale, peer, accumulate)
     gradient = sum(p.numel() * p.element_size() for p in workload.model.parameters()) / 2**20
@@ -139,6 +143,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--fairscale", metavar="FILE", help="adascale.py of FairScale, where it is not installed")
+    parser.add_argument("--kept", action="store_true", help="also gradients that stay where they are")
     options = parser.parse_args()
     print_machine()
     print(torch.cuda.get_device_name(), flush=True)
@@ -146,7 +151,7 @@ def main() -> None:
     peer = fairscale_adascale(options.fairscale)
     for name in options.models:
         for accumulate in options.accumulate:
-            compare(name, accumulate, peer, options.repeats)
+            compare(name, accumulate, peer, options.repeats, options.kept)
 
 
 if __name__ == "__main__":

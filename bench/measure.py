@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 import torch
 
 Numbers = npt.NDArray[np.float64]
@@ -21,7 +21,7 @@ def print_machine() -> None:
     names = [line.split(":", 1)[1].strip() for line in _lines(cpuinfo) if line.startswith("model name")]
     print(f"{os.cpu_count()} cores, {names[0] if names else platform.processor()}, {platform.system()}")
     print(f"Python {platform.python_version()}, torch {torch.__version__}, ", end="")
-    print(f"numpy {np.__version__}, pandas {pd.__version__}\n")
+    print(f"numpy {np.__version__}, pandas {_version_of('pandas')}\n")
 
 
 def in_turn(sides: Mapping[str, Callable[[], float]], *, repeats: int, warmup: int = 1) -> dict[str, Numbers]:
@@ -58,6 +58,13 @@ def print_comparison(seconds: Mapping[str, Numbers], *, peer: str) -> None:
 
 def print_row(*cells: str, widths: tuple[int, ...]) -> None:
     print("".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip(), flush=True)
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _lines(path: Path) -> list[str]:

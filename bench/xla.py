@@ -18,15 +18,7 @@ import variable_batch_size as vbs
 MINIBATCH = 32
 CONSTANT = 4
 WIDTHS = (26, 9, 12, 14, 14, 14, 12, 10)
-RULES = {
-    "linear": vbs.LinearRuleOptimizer,
-    "root": vbs.RootRuleOptimizer,
-    "constant": vbs.ConstantOptimizer,
-    "linear momentum": vbs.LinearRuleMomentumOptimizer,
-    "AdaScale": vbs.AdaScaleOptimizer,
-    "Adam rule": vbs.AdamRuleOptimizer,
-    "AdamScale": vbs.AdamScaleOptimizer,
-}
+RULES = [name for name, rule in vbs.RULES.items() if not rule.needs]
 BY_HAND = "by hand, one graph a size"
 BY_HAND_SYNCED = "by hand, sync a minibatch"
 
@@ -85,10 +77,10 @@ def by_hand(model: nn.Module, *, syncs: bool = False) -> Callable[[list[Any]], N
 
 def ours(rule: str, model: nn.Module, sizes: list[int]) -> Callable[[list[Any]], None]:
     sampler = vbs.CustomSampler(dataset_size=10**9, trace=sizes, minibatch_size=MINIBATCH, on_end="cycle")
-    is_adam = rule.startswith("Adam ") or rule == "AdamScale"
+    is_adam = rule.startswith("adam")
     parameters = model.parameters()
     inner = torch.optim.AdamW(parameters) if is_adam else torch.optim.SGD(parameters, lr=0.01, momentum=0.5)
-    optimizer = RULES[rule](inner, sampler, ref_batchsize=CONSTANT * MINIBATCH)
+    optimizer = vbs.CustomOptimizer(inner, sampler, rule=vbs.make_rule(rule), ref_batchsize=CONSTANT * MINIBATCH)
 
     def step(minibatches: list[Any]) -> None:
         for x, y in minibatches:
@@ -132,7 +124,7 @@ def print_side(side: str, passes: list[dict[str, float]], sizes: list[int], peer
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="*", default=[12, 48])
-    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
     parser.add_argument("--by-hand", type=int, default=12, help="most sizes for the loop by hand: 48 take 10 minutes")
     options = parser.parse_args()
     print_machine()

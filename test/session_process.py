@@ -15,7 +15,7 @@ import torch
 
 SCRIPT = Path(stoppable_run.__file__)
 MARK = "STOPPABLE_RUN"  # an environment variable by which all processes of a session are found
-MOST_SECONDS = 300  # for a session, or for something to happen in it; longer is a hang
+MOST_SECONDS = 900  # for a session, or for something to happen in it; longer is a hang
 
 
 class Place:
@@ -53,6 +53,7 @@ class SessionProcess:
 
     def __init__(self, place, settings=None, *, launcher="launch", cores=1, backend="gloo", restarts=0, name="0"):
         self.place = place
+        self.launcher = launcher
         self.cores = cores
         self.name = name
         self._mark = f"{MARK}={uuid.uuid4().hex}"
@@ -101,12 +102,12 @@ class SessionProcess:
             assert time.monotonic() < end, f"nothing has happened for {seconds} s\n{self.output}"
             time.sleep(0.0005)
 
-    def wait_for_steps(self, number=1, name=None):
-        """Until every core runs and core 0 has made some steps in this session."""
+    def wait_for_steps(self, number=1, name=None, *, or_end=False):
+        """Until every core runs and core 0 has made some steps in this session, or until that has ended."""
 
         def is_so():
             diaries = [self.diary(rank, name) for rank in range(self.cores)]
-            return all(diaries) and len(diaries[0]) > number
+            return (or_end and self.has_ended) or (all(diaries) and len(diaries[0]) > number)
 
         self.wait_until(is_so)
 
@@ -124,7 +125,7 @@ class SessionProcess:
             self.destroy()
             raise AssertionError(f"the session hangs\n{self.output}") from None
 
-    def left_behind(self, seconds=20):
+    def left_behind(self, seconds=60):
         """The processes of the session that are there although its leader has ended, for all the time they were given.
 
         Loader workers look every 5 s whether their parent still lives.

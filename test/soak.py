@@ -1,38 +1,243 @@
-"""The long form of the tests of stopped runs; ends with a line for each, or at the first that fails.
+"""Stops, kills and starves runs at random, and looks whether each ends as if nothing had happened.
 
-python test/soak.py --stops 200
+python test/soak.py --stops 1000 --seconds 20000 --directory DIRECTORY    # started again, it goes on there
+
+A run has sessions: alone, under vbs.launch or under torchrun, with loader workers or without, each disturbed by
+something, until the last one is left alone. Half of the runs stay on their number of cores and must end with the
+weights of the undisturbed run to the last bit; half change it from session to session and must end within 1e-5. Every
+step must have had its samples, each session must end in time and as it should, and leave no process behind.
 """
 
 import argparse
+import dataclasses
+import json
 import random
+import shutil
+import sys
 import tempfile
+import time
+from collections import Counter
 from pathlib import Path
 
 import stoppable_run
-import test_stopped_is_never_stopped as stopped
-import torch
-from stoppable_run import Settings
+from disturbances import AT_ANY_TIME, ENDED, IN_TRAINING, MEANING, RAISED, STOPPED, TERMINATED, happens
+from session_process import Place, SessionProcess
+from stoppable_run import NUM_STEPS, SIZES, Settings
+
+import variable_batch_size as vbs
+from variable_batch_size.files import write_text
+from variable_batch_size.runs import storage
+
+LARGEST_DIFFERENCE = 1e-5
+MOST_CORES = 4
+MOST_DISTURBANCES = 8  # of a run
+
+SLOW = {"seconds_per_minibatch": 0.02}
+SETTINGS = [
+    Settings(**SLOW),
+    Settings(**SLOW, num_workers=2, every_steps=3),
+    Settings(**SLOW, num_workers=1, keeps_workers=True, rule="momentum", every_steps=2),
+    # the same on the same cores only: each core draws from generators of its own
+    Settings(**SLOW, dropout=0.5, noise=True, rule="adascale", every_steps=2),
+    Settings(**SLOW, dropout=0.5, num_workers=2, rule="adamscale", every_steps=4),
+]
+SETTINGS_ON_ANY_CORES = SETTINGS[:3]
 
 
-def stop_anywhere(directory: Path, number: int, rng: random.Random) -> None:
-    ways = [*stopped.WAYS, Settings(dropout=0.5, num_workers=2)]
-    expected = [stoppable_run.run(directory / f"whole-{i}", settings) for i, settings in enumerate(ways)]
-    for count, stop_at in enumerate(stopped.stop_points(number, rng)):
-        way = rng.randrange(len(ways))
-        print(f"stop {count}: after {stop_at[0]} steps and {stop_at[1]} minibatches, {ways[way]}", flush=True)
-        result = stoppable_run.run_and_stop(directory / f"stop-{count}", stop_at, ways[way])
-        stopped.check_same(result, expected[way])
-    print(f"{number} runs were stopped and went on to the last bit of those that were not")
+class Broken(Exception):
+    """A promise."""
+
+
+def check(is_kept, promise, session=None):
+    if not is_kept:
+        raise Broken(promise + (f"\n{session.output}" if session else ""))
+
+
+def samples_by_step(place, names):
+    """The samples of each step over all cores, as the latest of some sessions that has made the step tells."""
+    found = {}
+    for name in names:
+        of_session = {}
+        for path in place.diary.glob(f"{name}-*.jsonl"):
+            for entry in stoppable_run.read_diary(path):
+                if "step" in entry:
+                    of_session.setdefault(tuple(entry["step"]), []).extend(entry["samples"])
+        found |= {step: sorted(samples) for step, samples in of_session.items()}
+    return found
+
+
+class Run:
+    """One run, disturbed again and again.
+
+    Args:
+        root: a directory for it.
+        undisturbed: a directory for runs that nothing happens to; those that are there are used.
+        rng: decides everything.
+        tally: what was done and seen, to be added to.
+        most_cores: that a session may have.
+    """
+
+    def __init__(self, root, undisturbed, rng, tally, *, most_cores):
+        self.place = Place(root)
+        self._undisturbed = undisturbed
+        self._rng = rng
+        self._tally = tally
+        self._changes_cores = rng.random() < 0.5
+        self._settings = rng.choice(SETTINGS_ON_ANY_CORES if self._changes_cores else SETTINGS)
+        self._most_cores = most_cores
+        self._cores = rng.randint(1, most_cores)
+        self._names = []
+
+    def go(self, most_disturbances):
+        for _ in range(self._rng.randint(1, min(MOST_DISTURBANCES, most_disturbances))):
+            self._session(is_disturbed=True)
+            if self.place.weights.exists():
+                break
+        if not self.place.weights.exists():
+            self._session(is_disturbed=False)
+        self._check_result()
+
+    def _session(self, *, is_disturbed):
+        if self._changes_cores and self._names:
+            self._change_cores()
+        self._names.append(str(len(self._names)))
+        session = SessionProcess(
+            self.place, self._settings, launcher=self._launcher(), cores=self._cores, name=self._names[-1]
+        )
+        self._tally["sessions"] += 1
+        self._tally[f"sessions, cores: {self._cores}"] += 1
+        self._tally[f"sessions, launcher: {session.launcher}"] += 1
+        self._tally[f"sessions, loader workers for each core: {self._settings.num_workers}"] += 1
+        try:
+            if is_disturbed:
+                self._disturb(session)
+            else:
+                code = session.finish()
+                check(code == 0, f"the last session ended with {code}", session)
+            left = session.left_behind()
+            check(not left, f"processes were left behind: {left}", session)
+        finally:
+            session.destroy()
+        for path in storage.checkpoints(self.place.checkpoints):
+            storage.load(path)
+
+    def _change_cores(self):
+        before = self._cores
+        self._cores = self._rng.randint(1, self._most_cores)
+        self._tally["changes of the number of cores"] += self._cores != before
+
+    def _launcher(self):
+        return self._rng.choice(["launch", "launch", "torchrun"] if self._cores > 1 else ["alone", "alone", "launch"])
+
+    def _disturb(self, session):
+        is_in_training = self._rng.random() < 0.75
+        disturbance = self._rng.choice(IN_TRAINING if is_in_training else AT_ANY_TIME)
+        has_happened = happens(disturbance, session, self._rng, is_in_training=is_in_training)
+        code = session.finish()
+        outcome = MEANING.get(code)
+        steps_done = session.steps_done()
+        if has_happened:
+            disturbance.mend(session, self._rng)
+            self._tally[f"{disturbance.name}|{outcome}"] += 1
+            allowed = disturbance.outcomes | {ENDED}
+            if session.launcher == "torchrun" and STOPPED in allowed:
+                allowed |= {RAISED}  # its own code
+            if not is_in_training or steps_done == NUM_STEPS:
+                allowed |= {TERMINATED, RAISED}  # nobody listens yet, or any more
+        else:
+            allowed = {ENDED}
+        check(outcome in allowed, f"{disturbance.name} on {self._cores} cores: code {code}", session)
+        if has_happened and STOPPED in disturbance.outcomes and steps_done and outcome != TERMINATED:
+            check(self._steps_saved() == steps_done, f"of {steps_done} steps {self._steps_saved()} were saved", session)
+
+    def _steps_saved(self):
+        paths = storage.checkpoints(self.place.checkpoints)
+        return storage.load(paths[-1])["optimizer"]["variable_batch_size"]["steps_done"] if paths else 0
+
+    def _check_result(self):
+        index = SETTINGS.index(self._settings)
+        whole = self._whole(index, 1 if self._changes_cores else self._cores)
+        weights, expected = self.place.read_weights(), whole.read_weights()
+        if self._changes_cores:
+            difference = stoppable_run.largest_difference(weights, expected)
+            check(difference < LARGEST_DIFFERENCE, f"the weights differ by {difference}")
+            self._tally["largest difference"] = max(self._tally["largest difference"], difference)
+            self._tally["runs on changing cores"] += 1
+        else:
+            check(stoppable_run.same(weights, expected), "the weights are not the same to the last bit")
+            self._tally["runs on the same cores"] += 1
+        samples = samples_by_step(self.place, self._names)
+        check(samples == samples_by_step(self._whole(index, 1), ["0"]), "steps have lost or repeated samples")
+        check(tuple(vbs.Trace.read(self.place.checkpoints / "executed.csv")) == SIZES[:NUM_STEPS], "executed.csv")
+        check(not list(self.place.checkpoints.glob("*.tmp")), "an unfinished file is left")
+
+    def _whole(self, index, cores):
+        place = Place(self._undisturbed / f"{index}-{cores}")
+        if not place.weights.exists():
+            settings = dataclasses.replace(SETTINGS[index], seconds_per_minibatch=0.0)
+            session = SessionProcess(place, settings, launcher="launch" if cores > 1 else "alone", cores=cores)
+            code = session.finish()
+            check(code == 0, f"an undisturbed run ended with {code}", session)
+        return place
+
+
+def num_disturbances(tally):
+    return sum(count for name, count in tally.items() if "|" in name)
+
+
+def soak(directory, *, stops, seconds, seed, most_cores=MOST_CORES, say=print):
+    """Disturb runs until `stops` disturbances have happened or `seconds` have passed, and count what was done and seen.
+
+    What the directory holds of an earlier soak counts too.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    book = directory / "tally.json"
+    tally = Counter(json.loads(book.read_text()) if book.exists() else {})
+    end = time.monotonic() + seconds
+    while num_disturbances(tally) < stops and time.monotonic() < end:
+        number = tally["runs"]
+        root = directory / f"run-{number}"
+        shutil.rmtree(root, ignore_errors=True)  # of a soak that was ended
+        rng = random.Random(f"{seed}, run {number}")
+        done = Counter(tally)
+        try:
+            run = Run(root, directory / "undisturbed", rng, done, most_cores=most_cores)
+            run.go(stops - num_disturbances(done))
+            shutil.rmtree(root)
+        except (Broken, AssertionError) as error:
+            done["broken promises"] += 1
+            say(f"run {number}, in {root}: {error}")
+        done["runs"] += 1
+        tally = done
+        write_text(book, json.dumps(tally))
+        say(f"{number + 1} runs, {num_disturbances(tally)} disturbances, {tally['broken promises']} broken promises")
+    return tally
+
+
+def table(tally):
+    """What was done and seen, as Markdown."""
+    names = [disturbance.name for disturbance in IN_TRAINING]
+    outcomes = sorted({name.split("|")[1] for name in tally if "|" in name})
+    lines = [f"| what happened | times | {' | '.join(outcomes)} |", "|---|" + "---:|" * (1 + len(outcomes))]
+    for name in names:
+        counts = [tally[f"{name}|{outcome}"] for outcome in outcomes]
+        lines.append(f"| {name} | {sum(counts)} | {' | '.join(str(count or '') for count in counts)} |")
+    seen = {"broken promises": 0, **{name: count for name, count in tally.items() if "|" not in name}}
+    lines += ["", "| seen | |", "|---|---:|", *(f"| {name} | {seen[name]:.6g} |" for name in sorted(seen))]
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stops", type=int, default=200)
+    parser.add_argument("--stops", type=int, default=1000, help="disturbances in all")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no run begins")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", type=Path, help="to go on there when started again; a temporary one if missing")
     flags = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory:
-        stop_anywhere(Path(directory), flags.stops, random.Random(flags.seed))
+    with tempfile.TemporaryDirectory() as temporary:
+        tally = soak(flags.directory or Path(temporary), stops=flags.stops, seconds=flags.seconds, seed=flags.seed)
+    print(table(tally))
+    sys.exit(tally["broken promises"] > 0)
 
 
 if __name__ == "__main__":

@@ -144,6 +144,7 @@ class Session:
             num_workers=settings.num_workers,
             persistent_workers=settings.keeps_workers,
             multiprocessing_context=settings.start_method,
+            worker_init_fn=vbs.leave_sigterm_to_parent if settings.start_method else None,
         )
         self.checkpoint = vbs.Checkpoint(
             directory,
@@ -236,6 +237,7 @@ def run_all(backend, directory, stopped_alone):
     ]
     results["from alone"] = run(stopped_alone, device=device)
     results["metrics"] = count(device)
+    results["metrics on the host"] = count(torch.device("cpu"))
     results["buffers"] = shared_buffers(device)
     return results
 

@@ -1,20 +1,21 @@
-"""Every example runs: the docstrings of pure modules and the README's blocks."""
+"""Every example runs: the docstrings of pure modules, and the blocks of the README and of the pages of the site."""
 
 import doctest
 import importlib
 import re
-import subprocess
-import sys
-from pathlib import Path
+import shutil
 
 import pytest
+from documents import DOCUMENTS, ROOT, blocks, commands_of, name_of, output_of, run_as_scripts
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+import variable_batch_size as vbs
+
+README = ROOT / "README.md"
 
 WITH_EXAMPLES = [
     "traces.limits",
     "traces.trace",
+    "schedules.batch_sizes",
     "schedules.permutation",
     "schedules.schedule",
     "rules.rule",
@@ -41,23 +42,74 @@ def test_the_examples_in_docstrings_run(module):
     assert results.failed == 0
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def documents_with(language):
+    found = [document for document in DOCUMENTS if blocks(document, language)]
+    return pytest.mark.parametrize("document", found, ids=name_of)
 
 
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_the_python_blocks_of_the_readme_run_as_scripts(number, tmp_path):
-    script = tmp_path / f"block_{number}.py"
-    script.write_text(blocks("python")[number])
-    subprocess.run([sys.executable, "-W", "error", str(script)], check=True, cwd=ROOT)
+def folder_with_traces(folder):
+    """As the top of the repository is one."""
+    shutil.copytree(ROOT / "traces", folder / "traces")
+    return folder
 
 
-def test_the_readme_has_the_two_commands_and_the_loop():
-    assert "make demo" in README
-    assert "make test" in README
-    assert any("optimizer.step()" in block and "CustomSampler" in block for block in blocks("python"))
+@pytest.fixture
+def folder(tmp_path):
+    return folder_with_traces(tmp_path)
 
 
-def test_every_file_the_readme_names_is_there():
-    for name in re.findall(r"`([a-z_]+/[A-Za-z_./]+\.(?:py|csv|md|sh))`", README):
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory):
+    """The tracebacks of all Python blocks that fail, by document and number."""
+    sources = {
+        f"{name_of(document).replace('/', '_')}_{number}": block
+        for document in DOCUMENTS
+        for number, block in enumerate(blocks(document, "python"), start=1)
+    }
+    return run_as_scripts(sources, folder_with_traces(tmp_path_factory.mktemp("blocks")))
+
+
+@documents_with("python")
+def test_the_python_blocks_run_as_scripts(document, failures):
+    own = [text for name, text in failures.items() if name.startswith(name_of(document).replace("/", "_"))]
+    assert not own, "\n".join(own)
+
+
+@documents_with("console")
+def test_the_commands_print_what_the_document_says(document, folder):
+    for block in blocks(document, "console"):
+        for command, output in commands_of(block):
+            assert output_of(command, folder) == output
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_block_says_its_language_or_is_a_picture(document):
+    languages = re.findall(r"^```(\S*)\n.*?^```$", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert set(languages) <= {"python", "console", "sh", ""}, "a language that no test knows"
+
+
+def test_the_readme_is_a_front_page():
+    text = README.read_text(encoding="utf-8")
+    assert text.count("\n") <= 150
+    assert "make demo" in text
+    assert "make test" in text
+    assert any("optimizer.step()" in block and "CustomSampler" in block for block in blocks(README, "python"))
+
+
+def test_the_readme_has_every_rule_and_so_has_its_page():
+    optimizers = {name for name in vbs.__all__ if name.endswith("Optimizer")}
+    for document in (README, ROOT / "docs" / "rules.md"):
+        assert set(re.findall(r"^\| `(\w+)", document.read_text(encoding="utf-8"), re.MULTILINE)) >= optimizers
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_file_a_document_names_is_there(document):
+    text = document.read_text(encoding="utf-8")
+    for name in re.findall(r"`([A-Za-z_.]+/[A-Za-z_./-]+\.(?:py|csv|md|sh|cff))`", text):
         assert (ROOT / name).exists(), name
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (document.parent / link).exists(), link
+
+
+def test_the_citation_has_the_version():
+    assert f"\nversion: {vbs.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")

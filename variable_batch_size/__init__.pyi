@@ -2,6 +2,7 @@
 
 from .comparison.workload import Workload as Workload
 from .cores.launch import launch as launch
+from .cores.loader_workers import leave_sigterm_to_parent as leave_sigterm_to_parent
 from .cores.stopping import EXIT_STOPPED as EXIT_STOPPED
 from .planning.picture import plot_plan as plot_plan
 from .planning.plan import Plan as Plan
@@ -47,7 +48,7 @@ from .traces.trace import Trace as Trace
 from .traces.trace import TraceLike as TraceLike
 from .training.buffers import share_buffers as share_buffers
 from .training.optimizer import CustomOptimizer as CustomOptimizer
-from .training.optimizer import Options as Options
+from .training.options import Options as Options
 from .training.progress import follow_progress as follow_progress
 from .training.rule_optimizers import AdamRuleOptimizer as AdamRuleOptimizer
 from .training.rule_optimizers import AdamScaleOptimizer as AdamScaleOptimizer

@@ -117,7 +117,7 @@ def test_plan_draws_a_picture(run):
         (
             "step,batchsize\n0,64\n",
             "--on-end hold",
-            "trace.csv goes on for ever: the number of epochs must be given",
+            "trace.csv goes on forever: the number of epochs must be given",
         ),
     ],
 )

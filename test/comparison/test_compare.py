@@ -145,12 +145,12 @@ def test_more_rules_and_a_broken_result_are_made_beside_what_is_there(tmp_path):
     assert "4 of 5 runs have ended: what follows is not complete." in (tmp_path / "report.html").read_text()
 
 
-def test_the_workload_of_the_readme_works_as_its_command_says(tmp_path):
-    readme = (comparisons.HERE.parent / "README.md").read_text()
-    (block,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "vbs.Workload(" in block]
+def test_the_workload_of_the_documentation_works_as_its_command_says(tmp_path):
+    page = (comparisons.HERE.parent / "docs" / "comparing.md").read_text()
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "vbs.Workload(" in block]
     assert len(block.splitlines()) <= 36  # 30 and the imports
     (tmp_path / "spirals.py").write_text(block)
-    (line,) = re.findall(r"^vbs compare --workload spirals.*$", readme, re.MULTILINE)
+    (line,) = re.findall(r"^vbs compare --workload spirals.*$", page, re.MULTILINE)
     arguments = shlex.split(line)[2:]
     done = subprocess.run(command(*arguments, "--seeds", 1), cwd=tmp_path, env=environment(), capture_output=True)
     assert done.returncode == 0, done.stderr

@@ -50,6 +50,10 @@ def return_something_that_cannot_travel():
     return lambda: None
 
 
+def start_method():
+    return multiprocessing.get_start_method()
+
+
 def read(*names):
     return [os.environ.get(name) for name in names]
 
@@ -62,7 +66,7 @@ def test_each_core_has_its_own_copy_of_the_arguments_and_results_come_in_order(b
 @pytest.mark.parametrize("backend", ["gloo", XLA])
 def test_an_exception_on_one_core_ends_the_launch_with_its_traceback(backend):
     with pytest.raises(
-        RuntimeError, match=r"(?s)core 2 failed:\nTraceback.*test_launcher.py.*ValueError: `minibatch_size`"
+        RuntimeError, match=r"(?s)core 2 failed:\nTraceback.*test_launch.py.*ValueError: `minibatch_size`"
     ):
         vbs.launch(fail_on_the_last_core_while_the_others_wait, cores=3, backend=backend)
     assert not multiprocessing.active_children()
@@ -84,6 +88,10 @@ def test_a_process_that_dies_ends_the_launch(backend):
 def test_a_result_that_cannot_travel_is_said():
     with pytest.raises(RuntimeError, match=r"(?s)core 0 failed:.*pickle"):
         vbs.launch(return_something_that_cannot_travel, cores=1, backend="gloo")
+
+
+def test_loaders_on_a_core_start_workers_as_they_do_without_a_launch():
+    assert vbs.launch(start_method, cores=1, backend="gloo") == [multiprocessing.get_start_method()] != ["spawn"]
 
 
 @pytest.mark.parametrize("cores", [0, -1, 1.5, True])

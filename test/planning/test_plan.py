@@ -180,7 +180,7 @@ def test_a_plan_is_ready_for_json():
     [
         ([32], {"num_epochs": 2}, "trace holds 1 epoch of 300 samples, got epoch 1"),
         ([32], {"num_epochs": 0}, "`num_epochs` must be a positive integer, got 0"),
-        (32, {}, "trace goes on for ever: the number of epochs must be given"),
+        (32, {}, "trace goes on forever: the number of epochs must be given"),
         ([32], {"ref_batchsize": 0}, "`ref_batchsize` must be a positive integer, got 0"),
         ([32], {"checkpoint_every": 0}, "`checkpoint_every` must be a positive integer, got 0"),
     ],

@@ -14,7 +14,7 @@ def test_a_trace_is_told_over_steps_and_over_samples():
 
 
 def test_an_endless_trace_is_told_in_a_line():
-    assert vbs.trace_report(vbs.Trace.constant(1024), width=80) == "batch size 1,024 for ever"
+    assert vbs.trace_report(vbs.Trace.constant(1024), width=80) == "batch size 1,024 forever"
 
 
 def test_a_conversion_is_told_with_the_effect_of_rounding():

@@ -1,5 +1,6 @@
 """Promise: kill -9 at any moment, and the run ends with the weights of the undisturbed one; SIGTERM saves first."""
 
+import dataclasses
 import os
 import random
 import signal
@@ -76,12 +77,73 @@ def test_sigterm_saves_ends_with_its_exit_code_and_the_run_goes_on(tmp_path, bac
     assert stoppable_run.largest_difference(weights, expected) < 1e-5
 
 
-def test_sigterm_to_torchrun_saves_too(tmp_path):
-    session = SessionProcess(Place(tmp_path), SAVES_ONLY_AT_THE_END, launcher="torchrun", cores=2)
-    session.wait_for_steps()
-    session.signal(signal.SIGTERM)
-    session.finish()
+def with_workers(number, **more):
+    return dataclasses.replace(SAVES_ONLY_AT_THE_END, num_workers=number, **more)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "cores", "settings"),
+    [
+        ("alone", 1, with_workers(0)),
+        ("alone", 1, with_workers(1)),
+        ("alone", 1, with_workers(3, keeps_workers=True)),
+        ("alone", 1, with_workers(1, start_method="spawn")),
+        ("launch", 2, with_workers(0)),
+        ("launch", 2, with_workers(2)),
+        ("launch", 2, with_workers(1, keeps_workers=True)),
+    ],
+    ids=lambda value: f"{value.num_workers} workers" if isinstance(value, Settings) else None,
+)
+def test_sigterm_to_the_whole_process_group_saves_and_leaves_no_process(tmp_path, launcher, cores, settings):
+    session = SessionProcess(Place(tmp_path), settings, launcher=launcher, cores=cores)
+    session.wait_for_steps(3)
+    session.signal_group(signal.SIGTERM)
+    assert session.finish() == vbs.EXIT_STOPPED, session.output
+    assert 0 < steps_saved(session.place.checkpoints) < NUM_STEPS
+    assert not session.left_behind()
+
+
+@pytest.mark.parametrize(("to_group", "num_workers"), [(False, 0), (True, 2)])
+def test_sigterm_to_torchrun_saves_too(tmp_path, to_group, num_workers):
+    session = SessionProcess(Place(tmp_path), with_workers(num_workers), launcher="torchrun", cores=2)
+    session.wait_for_steps(3)
+    (session.signal_group if to_group else session.signal)(signal.SIGTERM)
+    session.finish()  # with an exit code of torchrun's own
     assert steps_saved(session.place.checkpoints) > 0
+    assert not session.left_behind()
+
+
+def test_sigterm_in_the_last_epoch_saves_its_end_and_is_not_forgotten(tmp_path):
+    script = """
+import os, signal, sys
+import torch
+import variable_batch_size as vbs
+model = torch.nn.Linear(2, 1)
+sampler = vbs.CustomSampler(dataset_size=4, trace=[2, 4], minibatch_size=2)
+optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler)
+for epoch in vbs.Checkpoint(sys.argv[1], model=model, optimizer=optimizer).epochs(2):
+    for _ in sampler:
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+    if epoch == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+print("went on")
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == vbs.EXIT_STOPPED, done.stderr
+    assert done.stdout == ""
+    assert steps_saved(tmp_path) == 2
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert again.stdout == "went on\n"
+
+
+def test_killed_it_leaves_no_loader_worker_behind(tmp_path):
+    session = SessionProcess(Place(tmp_path), with_workers(2), launcher="alone")
+    session.wait_for_steps()
+    session.signal(signal.SIGKILL)
+    session.finish()
+    assert not session.left_behind()
 
 
 def test_sigterm_without_a_checkpoint_ends_a_launch_as_it_ends_any_process(tmp_path):
@@ -111,18 +173,3 @@ def test_a_core_that_exits_ends_the_launch_with_its_code():
     with pytest.raises(SystemExit) as caught:
         vbs.launch(exit_with, (21,), cores=1, backend="gloo")
     assert caught.value.code == 21
-
-
-def test_a_signal_while_nobody_listens_is_not_noted():
-    code = (
-        "import os, signal\n"
-        "from variable_batch_size.cores import stopping\n"
-        "stopping.note_sigterm()\n"
-        "with stopping.listening():\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    assert stopping.was_told()\n"
-        "    stopping.forget()\n"
-        "assert not stopping.was_told()\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGTERM

@@ -46,7 +46,7 @@ def agree_on_two_cores():
         if not is_first:
             os.kill(os.getpid(), signal.SIGTERM)
         found["told on core 1"] = agreement.ask()
-        stopping.forget()
+        stopping.obey()
     return found
 
 

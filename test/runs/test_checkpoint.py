@@ -1,10 +1,14 @@
 """Checkpoint: what it refuses, what it keeps, and that nothing is ever lost."""
 
 import io
+import itertools
 import logging
+import os
 import pickle
 import re
 import resource
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -165,6 +169,15 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
     assert contents(tmp_path) == before
 
 
+def test_a_directory_that_is_gone_is_said(tmp_path):
+    checkpoint, sampler, optimizer, model = make(tmp_path / "run", every_steps=1)
+    train(checkpoint, sampler, optimizer, model, epochs=1)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(OSError, match=r"step-000000003\.pt could not be written: .*No such file or directory"):
+        checkpoint.save()
+    assert not (tmp_path / "run").exists()  # another disk may be meant to be there
+
+
 # ------------------------------------------------------------------------------------------------------- what is saved
 
 
@@ -243,6 +256,49 @@ def test_saving_in_the_middle_of_a_step_is_refused(tmp_path):
         break
 
 
+def train_and_leave_each_epoch_after(num_minibatches, checkpoint, sampler, optimizer, model, after=lambda: None):
+    for _ in checkpoint.epochs(2):
+        for indices in itertools.islice(sampler, num_minibatches):
+            model(torch.ones(len(indices), 6)).sum().backward()
+            optimizer.step()
+            checkpoint.step()
+        after()
+
+
+def test_an_epoch_may_be_left_in_the_middle_of_a_step(tmp_path):
+    parts = make(tmp_path, every_seconds=1e-9, keep=100)
+    train_and_leave_each_epoch_after(3, *parts)  # of a step of 2 and one of 4, and of a step of 6
+    states = [storage.load(path) for path in storage.checkpoints(tmp_path)]
+    assert [(state["epoch"], state["steps_of_epochs"]) for state in states] == [(2, [1, 0])]
+    assert list(vbs.Trace.read(tmp_path / "executed.csv")) == [8]
+
+    alone, sampler, optimizer, model = make(None)
+    train_and_leave_each_epoch_after(2, alone, sampler, optimizer, model)  # nothing is left of the unfinished steps
+    assert stoppable_run.same(dict(model.named_parameters()), dict(parts[-1].named_parameters()))
+
+
+@pytest.fixture
+def survives_sigterm():
+    """Lets the tests go on if SIGTERM is not obeyed."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("survives_sigterm")
+def test_told_to_stop_it_saves_where_the_epoch_was_left_in_the_middle_of_a_step(tmp_path):
+    with pytest.raises(SystemExit) as caught:
+        train_and_leave_each_epoch_after(3, *make(tmp_path), after=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert caught.value.code == vbs.EXIT_STOPPED
+    (path,) = storage.checkpoints(tmp_path)
+    assert (storage.load(path)["epoch"], storage.load(path)["steps_of_epochs"]) == (1, [1])
+
+
+def test_a_trace_that_is_too_short_is_said_before_anything_is_trained():
+    with pytest.raises(ValueError, match="trace holds 2 epochs of 40 samples, got epoch 2"):
+        next(make(None)[0].epochs(3))
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -291,9 +347,13 @@ def test_the_executed_trace_says_which_epochs_were_left_early(tmp_path):
             model(torch.ones(len(indices), 6)).sum().backward()
             if optimizer.step() and optimizer.epoch_step == 3:
                 break
-    trace = vbs.Trace.read(tmp_path / "executed.csv")
-    assert list(trace) == [8] * 6
-    assert "epoch 0 was left after 3 of its 5 steps" in trace.comment
+    assert list(vbs.Trace.read(tmp_path / "executed.csv")) == [8] * 6
+    lines = (tmp_path / "executed.csv").read_text().splitlines()
+    assert lines[4:7] == [
+        "2,8",
+        "# epoch 0 was left after 3 of its 5 steps: replayed, the epochs begin elsewhere",
+        "3,8",
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------- other cores

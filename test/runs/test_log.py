@@ -1,5 +1,6 @@
 """Log and its sinks: the right numbers, on any number of cores, readable by those who read them."""
 
+import itertools
 import json
 import math
 import struct
@@ -73,6 +74,87 @@ def test_the_gradient_norm_is_that_of_the_mean_gradient_before_clipping():
             optimizer.step()
             log.step(loss)
         assert records[0]["gradient_norm"] == pytest.approx(math.hypot(3.0, 2.0))
+
+
+def make(trace=(8, 16, 8, 4, 12, 8)):
+    """A run on the numbers 0, 1, 2 …, the loss of a minibatch being their mean, and what it takes to log it."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    sampler = vbs.CustomSampler(dataset_size=32, trace=list(trace), minibatch_size=4, shuffle=False)
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), sampler)
+    torch.nn.init.ones_(model.weight)
+    return model, sampler, optimizer
+
+
+def train(model, sampler, optimizer, after_minibatch, minibatches=None):
+    for indices in itertools.islice(sampler, minibatches):
+        loss = model(torch.tensor(indices, dtype=torch.float32).view(-1, 1)).mean()
+        loss.backward()
+        optimizer.step()
+        after_minibatch(loss)
+
+
+def test_two_logs_do_not_disturb_each_other():
+    model, sampler, optimizer = make()
+    records = {2: [], 3: []}
+    logs = [vbs.Log(optimizer, every=every, to=[of.append]) for every, of in records.items()]
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        train(model, sampler, optimizer, lambda loss: [log.step(loss) for log in logs])
+    # the first four steps have the samples 0 to 7, 8 to 23, 24 to 31, and in epoch 1 0 to 3; then 4 to 15, 16 to 23
+    assert [record["loss"] for record in records[2]] == pytest.approx([11.5, (8 * 27.5 + 4 * 1.5) / 12, 13.5])
+    assert [record["loss"] for record in records[3]] == pytest.approx([15.5, 11.5])
+    by_step = {record["step"]: record["gradient_norm"] for of in records.values() for record in of}
+    assert [by_step[step] for step in (2, 3, 4, 6)] == pytest.approx([15.5, 27.5, 1.5, 19.5])
+
+
+def test_what_was_left_of_a_step_is_not_in_the_loss():
+    model, sampler, optimizer = make()
+    records = []
+    log = vbs.Log(optimizer, every=1, to=[records.append])
+    train(model, sampler, optimizer, log.step, minibatches=4)  # a step of 2, and 2 of a step of 4
+    for epoch in (0, 1):  # the same epoch again, then the next
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        train(model, sampler, optimizer, log.step, minibatches=3)
+    assert [(record["epoch"], record["loss"]) for record in records] == [(0, 3.5), (0, 3.5), (1, 1.5)]
+
+
+def test_a_log_made_before_the_checkpoint_goes_on(tmp_path):
+    model, sampler, optimizer = make()
+    checkpoint = vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer, every_steps=1)
+    for _ in checkpoint.epochs(2):
+        train(model, sampler, optimizer, lambda loss: checkpoint.step(), minibatches=2)
+        break
+
+    model, sampler, optimizer = make()
+    records = []
+    log = vbs.Log(optimizer, every=1, to=[records.append])
+    checkpoint = vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer)
+    assert optimizer.steps_done == 1
+    for _ in checkpoint.epochs(2):
+        train(model, sampler, optimizer, log.step)
+    assert [(record["step"], record["loss"]) for record in records] == [
+        (2, 15.5),
+        (3, 27.5),
+        (4, 1.5),
+        (5, 9.5),
+        (6, 19.5),
+    ]
+
+
+def test_a_norm_that_was_not_measured_is_nan():
+    model, sampler, optimizer = make()
+    records = []
+    log = vbs.Log(optimizer, every=1, to=[records.append])
+
+    def log_without_norm(loss):
+        optimizer.gradient_norm = None
+        log.step(loss)
+
+    train(model, sampler, optimizer, log_without_norm, minibatches=2)
+    assert math.isnan(records[0]["gradient_norm"])
+    assert records[0]["loss"] == 3.5
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -204,7 +286,7 @@ def test_any_callable_is_a_sink_and_log_closes_those_that_can_be(tmp_path):
     records = []
     with vbs.Log(optimizer, every=1, to=[records.append, vbs.JsonLines(tmp_path / "log.jsonl")]) as log:
         log.write(accuracy=12.5)
-    assert records == lines(tmp_path / "log.jsonl") == [record(0, accuracy=12.5)]
+    assert records == lines(tmp_path / "log.jsonl") == [record(0, progress=0.0, accuracy=12.5)]
     with pytest.raises(ValueError, match=r"`loss` must be the mean over a minibatch, got the shape \(2,\)"):
         log.step(torch.ones(2))
     with pytest.raises(ValueError, match="`every` must be a positive integer, got 0"):

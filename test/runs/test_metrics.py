@@ -26,10 +26,11 @@ def test_counts_beyond_float32_are_exact():
     assert metrics.read()["seen"] == 2**40 + 2**24 + 1
 
 
+@pytest.mark.parametrize("where", ["metrics", "metrics on the host"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sums_over_two_cores_of_which_one_adds_nothing(long_runs_on, backend):
+def test_sums_over_two_cores_of_which_one_adds_nothing(long_runs_on, backend, where):
     for result in long_runs_on(backend)[0]:
-        counted = result["metrics"]
+        counted = result[where]
         assert counted["before"] == NOTHING
         assert counted["first"] == counted["second"] == {"loss": 3.0, "correct": 8.0, "seen": 12.0}
         assert counted["after"] == NOTHING

@@ -71,8 +71,8 @@ def test_what_is_no_count_is_refused(text):
     ("text", "until", "unit", "message"),
     [
         ("5:32", 10, "steps", "^the first stage must begin at 0, got 5$"),
-        ("0:32 7:64 7:96", 10, "steps", "^stage 2 must end after its begin at 7, got 7$"),
-        ("0:32 7:64", 7, "steps", "^stage 2 must end after its begin at 7, got 7$"),
+        ("0:32 7:64 7:96", 10, "steps", "^stage 2 must end after its start at 7, got 7$"),
+        ("0:32 7:64", 7, "steps", "^stage 2 must end after its start at 7, got 7$"),
         ("0:32 3", 7, "steps", "^stage 2 must be written start:size, got '3'$"),
         ("", 7, "steps", "^stage 1 must be written start:size, got ''$"),
         ("0:0", 7, "steps", "^the batch size of stage 1 must be positive, got 0$"),

@@ -14,12 +14,7 @@ from torch.utils._pytree import tree_leaves
 import variable_batch_size as vbs
 from variable_batch_size.cores.distributed import Distributed
 
-RULES = {
-    "linear": vbs.LinearRuleOptimizer,
-    "momentum": vbs.LinearRuleMomentumOptimizer,
-    "adascale": vbs.AdaScaleOptimizer,
-    "adamscale": vbs.AdamScaleOptimizer,
-}
+RULES = ("linear", "linear_momentum", "adascale", "adamscale")
 TRACE = [4 * n for n in (4, 1, 3, 6, 2, 5, 1, 4)]  # on two cores: even, uneven and idle
 NUM_WARM = 3  # updates after which everything that stays has been made
 
@@ -87,7 +82,9 @@ def count(rule, trace=TRACE, model=None, clip_grad_norm=1.0):
     num_parameters = sum(p.numel() for p in model.parameters())
     inner = torch.optim.AdamW(model.parameters()) if rule == "adamscale" else torch.optim.SGD(model.parameters(), 0.1)
     sampler = vbs.CustomSampler(dataset_size=1000, trace=trace, minibatch_size=4)
-    optimizer = RULES[rule](inner, sampler, ref_batchsize=8, model=model, clip_grad_norm=clip_grad_norm)
+    optimizer = vbs.CustomOptimizer(
+        inner, sampler, rule=vbs.make_rule(rule), ref_batchsize=8, model=model, clip_grad_norm=clip_grad_norm
+    )
     inner.step()
     for state in inner.state.values():
         state["step"] = 1.0  # Adam keeps it on the host, in a tensor: reading that waits for nothing

@@ -156,6 +156,14 @@ def test_a_rule_that_sums_is_shown_the_norms_of_the_mean():
     assert rule.seen == [vbs.Norms(mean_of_squares=5.0, square_of_mean=4.0)]
 
 
+def test_of_a_single_minibatch_both_norms_are_the_same():
+    rule = Watching()
+    model, _, optimizer = make([1], rule=rule)
+    backward(model, 3)
+    optimizer.step()
+    assert rule.seen == [vbs.Norms(mean_of_squares=9.0, square_of_mean=9.0)]
+
+
 def test_progress_counts_what_max_factor_lets_through():
     model, _, optimizer = make([4, 4], rule=vbs.LinearRule(), max_factor=1.5)
     for _ in range(8):

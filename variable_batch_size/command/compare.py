@@ -27,7 +27,8 @@ from variable_batch_size.comparison.experiment import (
     default_traces,
 )
 from variable_batch_size.comparison.results import Results
-from variable_batch_size.schedules.schedule import ON_END, OnEnd, Schedule
+from variable_batch_size.schedules.batch_sizes import ON_END, OnEnd
+from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Trace
 
 EXIT_INTERRUPTED = 130

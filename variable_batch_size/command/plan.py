@@ -10,12 +10,13 @@ from variable_batch_size.command.options import add_minibatch_size, count, print
 from variable_batch_size.planning.picture import check_suffix, plot_plan
 from variable_batch_size.planning.plan import RULES, Plan, SteadyAdaScaleRule
 from variable_batch_size.planning.reports import plan_report
-from variable_batch_size.schedules.schedule import ON_END, Schedule
+from variable_batch_size.schedules.batch_sizes import ON_END
+from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Trace
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", help="a trace file, or a number for that batch size for ever")
+    parser.add_argument("trace", metavar="TRACE", help="a trace file, or a number for a constant batch size")
     parser.add_argument("--dataset-size", type=count, required=True, metavar="N", help="samples in the data set")
     add_minibatch_size(parser)
     parser.add_argument("--cores", type=count, required=True, metavar="C", help="cores that share the work")

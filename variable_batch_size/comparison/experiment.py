@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from variable_batch_size.rules.registry import RULES as rules_by_name
-from variable_batch_size.schedules.schedule import OnEnd
+from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.traces.market import spot_market
 from variable_batch_size.traces.trace import Trace
 

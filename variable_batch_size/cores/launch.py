@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import tempfile
@@ -54,9 +55,8 @@ def launch(
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_cores)))}
     with tempfile.TemporaryDirectory() as directory:
         meeting_point = f"file://{directory}/store"
-        processes = [
-            Process(_distributed_main, (backend, meeting_point, rank, num_cores), threads) for rank in range(num_cores)
-        ]
+        group = (backend, meeting_point, num_cores, multiprocessing.get_start_method(allow_none=True))
+        processes = [Process(_distributed_main, (rank, *group), threads) for rank in range(num_cores)]
         return run_processes(processes, work)
 
 
@@ -106,8 +106,12 @@ def _xla_main(local_rank: int, num_processes: int, work: bytes, pipe: Any) -> No
     xla.run_on_devices(local_rank, num_processes, lambda rank: run_and_send(work, pipe, rank))
 
 
-def _distributed_main(backend: str, meeting_point: str, rank: int, num_cores: int, work: bytes, pipe: Any) -> None:
+def _distributed_main(
+    rank: int, backend: str, meeting_point: str, num_cores: int, start_method: str | None, work: bytes, pipe: Any
+) -> None:
     end_with_parent()
+    # loaders start their workers as they do without a launch; else as this process was started, which takes long
+    multiprocessing.set_start_method(start_method, force=True)
     import torch
     import torch.distributed as dist
 

@@ -23,3 +23,9 @@ def running_cores() -> tuple[int, int]:
         communicator = distributed.Distributed()
         return communicator.rank, communicator.num_replicas
     return xla.cores() if xla.is_running() else (0, 1)
+
+
+def device_for_sums(device: torch.device) -> torch.device:
+    """Where values on a device must go to be summed over all cores: nowhere else, unless these are cores of XLA."""
+    is_xla = not distributed.is_running() and running_cores()[1] > 1
+    return xla.device() if is_xla else device

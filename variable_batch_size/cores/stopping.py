@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -18,9 +19,14 @@ EXIT_STOPPED = 75
 A process that SIGTERM ended without such a save has the code 143 in a shell (128 + 15), as always.
 """
 
+_SECONDS_OF_ONE_ORDER = 10.0
+"""SIGTERM may reach a process through its group and from the process that launched it: within this time it is one."""
+
 _told = threading.Event()
 _changing = threading.Lock()
 _num_listening = 0
+_listening_in = 0  # the pid of the process; what it forks has a copy of all this, and does not listen
+_obeyed_at = -float("inf")
 
 
 def was_told() -> bool:
@@ -28,8 +34,10 @@ def was_told() -> bool:
     return _told.is_set()
 
 
-def forget() -> None:
-    """Take the note off, because it has been acted upon."""
+def obey() -> None:
+    """Take the note off, because this process is about to end as it was told to."""
+    global _obeyed_at
+    _obeyed_at = time.monotonic()
     _told.clear()
 
 
@@ -43,26 +51,37 @@ def note_sigterm() -> None:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Within, SIGTERM is noted and does not end the process."""
-    global _num_listening
+    """Within, SIGTERM is noted and does not end the process; if nobody obeys it there, it has its effect afterwards."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
-    with _changing:
-        _num_listening += 1
+    _add_listeners(1)
     if is_main:
         note_sigterm()
     try:
         yield
     finally:
-        with _changing:
-            _num_listening -= 1
-        if is_main:
+        _add_listeners(-1)
+        if is_main and not (_has_just_obeyed() and before == signal.SIG_DFL):
             signal.signal(signal.SIGTERM, before)
+        if not _num_listening and was_told():
+            _told.clear()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _add_listeners(number: int) -> None:
+    global _num_listening, _listening_in
+    with _changing:
+        _num_listening = number + (_num_listening if _listening_in == os.getpid() else 0)
+        _listening_in = os.getpid()
+
+
+def _has_just_obeyed() -> bool:
+    return time.monotonic() - _obeyed_at < _SECONDS_OF_ONE_ORDER
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    if _num_listening:
+    if _num_listening and _listening_in == os.getpid():
         _told.set()
-    else:
+    elif not _has_just_obeyed():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -16,7 +16,7 @@ from variable_batch_size.schedules.schedule import Schedule
 
 SUFFIXES = (".png", ".svg")
 
-# colours of Okabe and Ito, which people of any colour vision can tell apart; dashes tell lines apart that coincide
+# the colours of Okabe and Ito, which any colour vision can tell apart; dashes tell apart lines that coincide
 _STYLES: list[dict[str, Any]] = [
     {"color": "#000000", "linestyle": "-"},
     {"color": "#D55E00", "linestyle": (0, (6, 2))},
@@ -31,13 +31,13 @@ _MOST_EPOCH_LINES = 40
 _LONGEST_NAME = 120
 
 Curve = npt.NDArray[np.float64]
-"""Of each bin of steps, the least, the mean and the most: three rows."""
+"""Three rows: the least, the mean and the most of each bin of steps."""
 
 
 def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Save the plan of a schedule as a picture 1200 pixels wide, a PNG or SVG file by the path's suffix.
 
-    Of more than 1000 steps, a line shows the mean over neighbours and a band from their least to their most.
+    With more than 1000 steps, a line shows the mean over neighbours, and a band their range.
     """
     check_suffix(path)
     try:
@@ -74,7 +74,7 @@ def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> N
 
 
 def check_suffix(path: str | os.PathLike[str]) -> None:
-    """Refuse a path that is neither that of a PNG nor that of an SVG file."""
+    """Refuse a path that is neither a PNG nor an SVG file's."""
     if os.path.splitext(os.fspath(path))[1].lower() not in SUFFIXES:
         raise ValueError(f"a plot must be a file that ends in {' or '.join(SUFFIXES)}, got {os.fspath(path)!r}")
 
@@ -140,7 +140,7 @@ def _add_legend(panel: Any, *, has_lines: bool) -> None:
 
 
 def _scale(panel: Any, values: npt.NDArray[np.float64]) -> None:
-    """Powers of two where numbers differ by much, else a plain axis from 0."""
+    """Powers of two where numbers differ a lot, else a plain axis from 0."""
     if values.min() > 0 and values.max() / values.min() >= 8:
         panel.set_yscale("log", base=2)
         panel.yaxis.set_major_formatter("{x:,g}")

@@ -21,15 +21,16 @@ from variable_batch_size.planning.rows import (
 from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.rules.rule import Rule, Step
-from variable_batch_size.schedules.schedule import OnEnd, Schedule
+from variable_batch_size.schedules.batch_sizes import OnEnd
+from variable_batch_size.schedules.schedule import Schedule
 
 RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}
-"""Rules by name, whose factor follows from the batch size alone and not from what a run measures or has done."""
+"""Rules by name, whose factor follows from the batch size alone, not from what a run measures or has done."""
 
 
 @final
 class SteadyAdaScaleRule(Rule):
-    """AdaScale's factor in a run whose noise scale V/G² stays the same; a real one measures it all along.
+    """AdaScale's factor in a run whose noise scale V/G² stays the same; a real run measures it as it goes.
 
     gain(B) = (V/B0 + G²) / (V/B + G²), at V/G² = `noise_scale`
 
@@ -66,14 +67,14 @@ class Plan:
         mean_depth: minibatches that the busiest core accumulates, mean over the steps.
         core_minibatches: how many minibatches each core runs, without stand-ins.
         core_idle_steps: in how many steps each core is idle.
-        idle_share: of all cores in all steps, how many are idle.
-        busy_share: of the time of all cores, how much they work, if all minibatches take equally long.
+        idle_share: the share of cores that are idle, over all steps.
+        busy_share: the share of the cores' time in which they work, if all minibatches take equally long.
         ref_batchsize: the batch size at which each rule's factor is that of an unscaled learning rate.
         rules: the names of the rules.
         sizes: the distinct batch sizes, ascending.
         epochs: the epochs, in order.
         moments: steps spread evenly over the run, the first and the last included.
-        checkpoints: where the run stands each time it has done so many steps, and at its end; empty if not asked for.
+        checkpoints: where the run stands after every N steps, and at its end; empty if not asked for.
 
     >>> from variable_batch_size.traces.trace import Trace
     >>> trace = Trace.from_sequence([64, 96, 32, 256])
@@ -120,19 +121,19 @@ class Plan:
         ref_batchsize: int | None = None,
         checkpoint_every: int | None = None,
     ) -> Plan:
-        """Sum up a schedule.
+        """Summarise a schedule.
 
         Args:
             schedule: the trace, laid out over epochs and cores.
             num_epochs: how many epochs to train; all that the trace holds if None.
-            rules: the rules whose factors to tell, by name.
+            rules: the rules whose factors to list, by name.
             ref_batchsize: the batch size at which the learning rate is right; the first of the trace if None.
-            checkpoint_every: tell the position every so many steps.
+            checkpoint_every: list the position every N steps.
         """
         if num_epochs is None:
             num_epochs = schedule.num_epochs
             if num_epochs is None:
-                raise ValueError(f"{schedule.trace.name} goes on for ever: the number of epochs must be given")
+                raise ValueError(f"{schedule.trace.name} goes on forever: the number of epochs must be given")
         check_positive(num_epochs=num_epochs)
         schedule.steps(num_epochs - 1)  # refuses an epoch beyond the end, before the work of all others
         ref_batchsize = schedule.batch_size(0) if ref_batchsize is None else ref_batchsize

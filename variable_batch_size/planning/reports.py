@@ -28,7 +28,7 @@ def trace_report(trace: Trace, *, width: int, is_ascii: bool = False) -> str:
     over samples  ▂▂▂▂▂▂▂▂▂▂████████████████████
     """
     if trace.is_endless:
-        return f"batch size {trace[0]:,} for ever"
+        return f"batch size {trace[0]:,} forever"
     sizes = trace.sizes
     steps = sparkline(sizes, width=width - 14, is_ascii=is_ascii)
     samples = sparkline(sizes, width=width - 14, weights=sizes, is_ascii=is_ascii)
@@ -44,7 +44,7 @@ def trace_report(trace: Trace, *, width: int, is_ascii: bool = False) -> str:
 
 
 def conversion_report(conversion: Conversion) -> str:
-    """What a conversion has kept of a recording, and what rounding has changed."""
+    """What a conversion kept of a recording, and what rounding changed."""
     difference = conversion.samples - conversion.samples_before_rounding
     share = difference / conversion.samples_before_rounding
     return "\n".join(

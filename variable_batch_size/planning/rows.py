@@ -147,7 +147,7 @@ def positions_of(
     check_positive(checkpoint_every=every)
     positions = []
     for steps_done in [*range(every, num_steps, every), num_steps]:
-        epoch = _epoch_of(epochs, steps_done - 1)  # that of the step just done, also when it was the epoch's last
+        epoch = _epoch_of(epochs, steps_done - 1)  # of the step just done, even if it was the epoch's last
         positions.append(
             Position(
                 epoch=epoch.epoch,

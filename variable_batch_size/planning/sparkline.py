@@ -20,7 +20,7 @@ def sparkline(
         values: the numbers, in order.
         width: characters in the line, or fewer where there are fewer numbers.
         weights: how wide each number is; all the same if None. A character shows the mean over its share of the width.
-        is_ascii: whether to do without the block characters of Unicode.
+        is_ascii: whether to use ASCII instead of Unicode's block characters.
 
     >>> sparkline(np.array([1, 2, 3, 4, 5, 6, 7, 8]), width=8)
     '▁▂▃▄▅▆▇█'
@@ -33,6 +33,6 @@ def sparkline(
     edges = np.linspace(0, ends[-1], min(width, len(values)) + 1)
     means = np.diff(np.interp(edges, ends, areas)) / np.diff(edges)
     blocks = _ASCII if is_ascii else _BLOCKS
-    # a mean of whole numbers may lie above its share by a floating-point error
+    # a floating-point error may put a mean of whole numbers just above its level
     levels = np.ceil(means / values.max() * len(blocks) - 1e-6).astype(np.int64)
     return "".join(blocks[level - 1] for level in np.clip(levels, 1, len(blocks)))

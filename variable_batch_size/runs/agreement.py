@@ -49,7 +49,7 @@ class Agreement:
         self._saved_at = self._asked_at = time.monotonic()
 
     def after_minibatches(self, number: int) -> Decision:
-        """Ask, if that is due at the end of a step in which core 0 has run so many minibatches."""
+        """Ask if it is due, at the end of a step in which core 0 has run `number` minibatches."""
         self._minibatches += number
         return self.ask() if self._minibatches >= self._ask_after else Decision(False, False)
 
@@ -68,7 +68,7 @@ class Agreement:
         return Decision(num_late > 0, num_told > 0)
 
     def _minibatches_in_a_while(self, seconds: float) -> int:
-        """How many minibatches there are between two questions, as the latest ones took so many seconds."""
+        """How many minibatches fit between two questions, if the latest ones took `seconds`."""
         number = self._minibatches * _SECONDS_BETWEEN_QUESTIONS / max(seconds, 1e-9)
         return round(min(max(number, 1), _MOST_MINIBATCHES_BETWEEN_QUESTIONS))
 

@@ -7,27 +7,21 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from variable_batch_size.checks import check_not_negative, check_positive
-from variable_batch_size.cores import stopping
+from variable_batch_size.cores import loader_workers, stopping
 from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.runs import randomness, storage
 from variable_batch_size.runs.agreement import Agreement
-from variable_batch_size.runs.executed import write_executed
-from variable_batch_size.runs.identity import differences, identity_of
+from variable_batch_size.runs.executed import Executed
+from variable_batch_size.runs.scheduler_state import Stateful, load_state, state_of
+from variable_batch_size.training.description import differences
 from variable_batch_size.training.optimizer import CustomOptimizer
 
 logger = logging.getLogger(__name__)
-
-
-class Stateful(Protocol):
-    """Something with a state, such as a scheduler of torch."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 class Checkpoint:
@@ -78,6 +72,7 @@ class Checkpoint:
         if every_seconds is not None and not every_seconds > 0:
             raise ValueError(f"`every_seconds` must be positive, got {every_seconds!r}")
         check_positive(keep=keep)
+        loader_workers.shield_loader_workers()
         self.directory = None if directory is None else Path(directory)
         self.every_steps = every_steps
         self.keep = keep
@@ -89,6 +84,7 @@ class Checkpoint:
         self._device: torch.device = parameters[0].device
         self._communicator = communicator_for(parameters)
         self._agreement = Agreement(self._communicator, self._device, every_seconds=every_seconds)
+        self._identity = optimizer.description
 
         self._epoch = 0  # where the next pass begins, or the present one began
         self._first_step = 0
@@ -98,6 +94,8 @@ class Checkpoint:
         if self.directory is not None:
             if self._communicator.rank == 0:
                 storage.prepare(self.directory)
+            origin = ", ".join(f"{name} {value}" for name, value in self._identity.items())
+            self._executed = Executed(self.directory / "executed.csv", self._sampler.schedule, origin=origin)
             self._take_up(self.directory)
         self._agreement.note_saved()
         self._steps_seen = optimizer.steps_done
@@ -108,9 +106,15 @@ class Checkpoint:
         """The epochs of a run that are still to be done, with ``set_epoch`` called on the sampler and the optimizer.
 
         An epoch that was stopped goes on after the steps it had; if it had all of them, its loader is empty and what
-        follows the loop is done. When all epochs are done, that is saved too.
+        follows the loop is done. When all epochs are done, that is saved too. An epoch may be left early, also in the
+        middle of a step, which then is not made.
+
+        Raises:
+            ValueError: at the start, if the trace holds fewer epochs.
         """
         check_not_negative(num_epochs=num_epochs)
+        if num_epochs:
+            self._sampler.schedule.steps(num_epochs - 1)
         with stopping.listening():
             while self._epoch < num_epochs:
                 self._begin_epoch()
@@ -119,10 +123,11 @@ class Checkpoint:
                 decision = self._agreement.ask()
                 if self._epoch == num_epochs:
                     self.save()
-                elif decision.is_told:
-                    self._stop()
-                elif decision.is_late:
+                    decision = self._agreement.ask()  # again: this is the last time
+                elif decision.is_late or decision.is_told:
                     self.save()
+                if decision.is_told:
+                    self._stop()
             self._restore_random()  # if the run had ended before
 
     def step(self) -> None:
@@ -134,10 +139,10 @@ class Checkpoint:
         is_due = self.every_steps is not None and optimizer.steps_done % self.every_steps == 0
         minibatches = -(-optimizer.batch_size // (self._sampler.minibatch_size * self._sampler.num_replicas))
         decision = self._agreement.after_minibatches(minibatches)
+        if is_due or decision.is_late or decision.is_told:
+            self.save()
         if decision.is_told:
             self._stop()
-        if is_due or decision.is_late:
-            self.save()
 
     def save(self) -> None:
         """Save now, between two steps. Every core must call it."""
@@ -171,13 +176,15 @@ class Checkpoint:
             self._random = None
 
     def _end_epoch(self) -> None:
+        if self._optimizer.is_accumulating:
+            self._optimizer.set_epoch(self._epoch, self._optimizer.epoch_step)  # discards what there is of a step
         self._steps_of_epochs.append(self._optimizer.epoch_step)
         self._epoch, self._first_step, self._is_inside = self._epoch + 1, 0, False
 
     def _stop(self) -> None:
-        self.save()
+        """End this process, once that all cores have come here: what there is to save has been saved."""
         self._agreement.sums([0])  # a core that ended now would have the others killed, perhaps core 0 as it writes
-        stopping.forget()
+        stopping.obey()
         if self._communicator.rank == 0:
             logger.warning(
                 "told to stop: ended after %d steps%s",
@@ -201,22 +208,19 @@ class Checkpoint:
     def _write(self, directory: Path, random: dict[str, torch.Tensor]) -> None:
         path = storage.path_of(directory, self._optimizer.steps_done)
         epoch_step = self._optimizer.epoch_step if self._is_inside else self._first_step
-        run = identity_of(self._optimizer)
         state = {
-            "run": run,
+            "run": self._identity,
             "epoch": self._epoch,
             "epoch_step": epoch_step,
             "steps_of_epochs": self._steps_of_epochs,
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
-            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            "schedulers": [state_of(scheduler) for scheduler in self._schedulers],
             "random": random,
         }
         storage.save(path, state)
         storage.keep_only(directory, self.keep)
-        origin = ", ".join(f"{name} {value}" for name, value in run.items())
-        steps_of_epochs = [*self._steps_of_epochs, epoch_step]
-        write_executed(directory / "executed.csv", self._sampler.schedule, steps_of_epochs, origin=origin)
+        self._executed.extend([*self._steps_of_epochs, epoch_step])
 
     def _take_up(self, directory: Path) -> None:
         """Go on from the newest checkpoint, if there is one; it is read and checked before anything is changed."""
@@ -240,13 +244,14 @@ class Checkpoint:
             # else torch would warn of a scheduler that comes before the optimizer, where an epoch has no steps left
             optimizer._opt_called = self._optimizer.steps_done > 0  # type: ignore[attr-defined]
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(saved)
+            load_state(scheduler, saved)
         self._epoch, self._first_step = state["epoch"], state["epoch_step"]
         self._steps_of_epochs = state["steps_of_epochs"]
         rank = self._communicator.rank
         if rank < len(state["random"]["torch"]):
             self._random = {name: rows[rank].clone() for name, rows in state["random"].items()}
         if rank == 0:
+            self._executed.cut_back([*self._steps_of_epochs, self._first_step])
             logger.info("going on from %s: epoch %d, step %d of it", paths[-1], self._epoch, self._first_step)
 
     def _read(self, paths: list[Path]) -> dict[str, Any]:
@@ -256,7 +261,7 @@ class Checkpoint:
         except ValueError as error:
             before = f"go on from {paths[-2].name}" if len(paths) > 1 else "start from the beginning"
             raise ValueError(f"{error}; move it away to {before}") from error
-        different = differences(state["run"], identity_of(self._optimizer))
+        different = differences(state["run"], self._identity)
         if len(state["schedulers"]) != len(self._schedulers):
             different.append(f"schedulers were {len(state['schedulers'])} and are {len(self._schedulers)}")
         if different:

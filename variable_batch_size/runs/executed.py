@@ -1,34 +1,100 @@
-"""Writes the trace that a run has really executed, to be replayed."""
+"""The trace that a run has really executed, in a file that grows with the run and can be replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from variable_batch_size.files import write
 from variable_batch_size.schedules.schedule import Schedule
-from variable_batch_size.traces.trace import Trace
+from variable_batch_size.traces.trace_file import COLUMNS
+
+_HEADER = f"{','.join(COLUMNS)}\n"
 
 
-def write_executed(path: Path, schedule: Schedule, steps_of_epochs: Sequence[int], *, origin: str) -> None:
-    """Write the batch sizes of the steps that were made, with where they come from in comments.
+class Executed:
+    """Appends a row for each step that was made; what is in the file stays as it is.
+
+    A crash may leave a part of a line, or rows of steps that the checkpoint does not have: :meth:`cut_back` drops them.
+    If somebody else has changed or removed the file, it is written anew.
 
     Args:
-        path: the CSV file; replaced as a whole, so that a crash leaves the old one.
-        schedule: the schedule of the run.
-        steps_of_epochs: how many steps of each epoch were made, from epoch 0 on.
-        origin: what the run was, in one line.
+        path: the CSV file.
+        schedule: of the run.
+        origin: what the run is, in one line; it is the comment on top.
     """
-    made = [schedule.steps(epoch)[:number] for epoch, number in enumerate(steps_of_epochs) if number]
-    sizes = [schedule.batch_size(step) for steps in made for step in steps]
-    if not sizes:
-        return
-    comment = [f"executed from {schedule.trace.name}: {origin}"]
-    for epoch, number in enumerate(steps_of_epochs[:-1]):
-        if number < len(schedule.steps(epoch)):
-            comment.append(
-                f"epoch {epoch} was left after {number} of its {len(schedule.steps(epoch))} steps: "
-                "replayed, the epochs begin elsewhere"
-            )
-    trace = Trace.from_sequence(sizes)
-    write(path, lambda temporary: trace.write(temporary, comment="\n".join(comment)))
+
+    def __init__(self, path: Path, schedule: Schedule, *, origin: str) -> None:
+        self.path = path
+        self._schedule = schedule
+        self._top = f"# executed from {schedule.trace.name}: {origin}\n{_HEADER}"
+        self._num_rows = 0
+        self._num_bytes = 0
+
+    def cut_back(self, steps_of_epochs: Sequence[int]) -> None:
+        """Keep the rows of the steps that were made, as far as there are rows.
+
+        Args:
+            steps_of_epochs: how many steps of each epoch were made, from epoch 0 on.
+        """
+        if self.path.exists():
+            self._num_rows, self._num_bytes = _whole_rows(self.path, most=sum(steps_of_epochs))
+            os.truncate(self.path, self._num_bytes)
+
+    def extend(self, steps_of_epochs: Sequence[int]) -> None:
+        """Append the rows of the steps that were made and have none."""
+        if not self.path.exists() or self.path.stat().st_size != self._num_bytes:
+            self._num_rows = self._num_bytes = 0
+        lines = "".join(self._lines(steps_of_epochs))
+        if lines:
+            self._append(lines if self._num_rows else self._top + lines)
+            self._num_rows = sum(steps_of_epochs)
+
+    def _lines(self, steps_of_epochs: Sequence[int]) -> Iterator[str]:
+        row = 0  # that of the epoch's first step
+        for epoch, number in enumerate(steps_of_epochs):
+            first = max(0, self._num_rows - row)
+            if first < number:
+                if not first:
+                    yield from self._comments_before(epoch, steps_of_epochs)
+                steps = self._schedule.steps(epoch)
+                for step in range(first, number):
+                    yield f"{row + step},{self._schedule.batch_size(steps[step])}\n"
+            row += number
+
+    def _comments_before(self, epoch: int, steps_of_epochs: Sequence[int]) -> Iterator[str]:
+        """Which of the epochs since the row before were left early."""
+        first = next((e for e in reversed(range(epoch)) if steps_of_epochs[e]), 0)
+        for before in range(first, epoch):
+            number, whole = steps_of_epochs[before], len(self._schedule.steps(before))
+            if number < whole:
+                left = f"epoch {before} was left after {number} of its {whole} steps"
+                yield f"# {left}: replayed, the epochs begin elsewhere\n"
+
+    def _append(self, text: str) -> None:
+        content = text.encode()
+        try:
+            with open(self.path, "ab") as file:
+                file.truncate(self._num_bytes)
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise OSError(f"{self.path} could not be written: {error}") from error
+        self._num_bytes += len(content)
+
+
+def _whole_rows(path: Path, *, most: int) -> tuple[int, int]:
+    """How many rows there are, up to a number, and in how many bytes from the top; none is 0 in 0 bytes."""
+    content = path.read_bytes()
+    beyond = content.find(b"\n%d," % most)
+    end = 1 + (beyond if beyond >= 0 else content.rfind(b"\n"))
+    last = b""
+    while end:
+        start = 1 + content.rfind(b"\n", 0, end - 1)
+        last = content[start:end]
+        if not last.startswith(b"#"):  # a comment belongs to the row behind it
+            break
+        end = start
+    step = last.partition(b",")[0]
+    return (int(step) + 1, end) if step.isdigit() and int(step) < most else (0, 0)

@@ -1,7 +1,8 @@
-"""Log: what happens in a run, as a record every so many steps."""
+"""Log: what happens in a run, as a record every N steps."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,7 +20,7 @@ _LOSSES_AT_ONCE = 32
 
 
 class Log:
-    """Gives a record of the run to every sink on core 0: a dictionary, every so many steps.
+    """Gives a record of the run to every sink on core 0: a dictionary, every N steps.
 
         log = vbs.Log(optimizer, every=50, to=[vbs.JsonLines("runs/a/log.jsonl"), vbs.TensorBoard("runs/a"), print])
         ...
@@ -29,12 +30,12 @@ class Log:
 
     A sink is whatever can be called with a record; so ``wandb.log`` is one. A record has
 
-    - ``epoch``; ``step`` and ``samples``, those done so far in the run; ``batch_size``, ``lr`` and ``factor`` of the
-      latest step; ``gradient_norm``, that of its mean gradient before clipping;
+    - ``epoch``; ``step``, ``samples`` and ``progress``, those done so far in the run; ``batch_size``, ``lr`` and
+      ``factor`` of the latest step; ``gradient_norm``, that of its mean gradient before clipping, NaN if there is none;
     - ``loss``, ``samples_per_second`` and ``idle_share`` over all steps since the record before, or since the start:
-      the mean of the minibatches' losses on all cores without stand-ins; by the clock, whatever else was done in that
-      time; and the share of cores × steps without work;
-    - ``gain``, ``noise_scale`` and ``progress`` with AdaScale; ``graphs``, the programs compiled so far, on XLA.
+      the mean of the minibatches' losses on all cores without stand-ins, and without those of a step that was left
+      unfinished; by the clock, whatever else was done in that time; and the share of cores × steps without work;
+    - ``gain`` and ``noise_scale`` with AdaScale; ``graphs``, the programs compiled so far, on XLA.
 
     The loss stays on the device until a record is due. Then all cores sum it, and it is read: the one wait.
 
@@ -56,7 +57,8 @@ class Log:
         self._steps_seen = optimizer.steps_done
         # made on the host, as what is made on an XLA device is a program of its own; and several, as is one used twice
         self._zeros = [torch.zeros(()).to(self._device) for _ in range(_LOSSES_AT_ONCE + 1)]
-        # of the steps since the latest record
+        self._losses_of_step: list[torch.Tensor] = []  # of this core's minibatches since the latest complete step
+        # of the complete steps since the latest record
         self._losses: list[torch.Tensor]  # those of single minibatches
         self._loss: torch.Tensor  # the sum of those before
         self._num_samples: int
@@ -72,15 +74,12 @@ class Log:
             raise ValueError(f"`loss` must be the mean over a minibatch, got the shape {tuple(loss.shape)}")
         optimizer = self._optimizer
         if not optimizer.is_idle:
-            self._losses.append(loss.detach())
-            if len(self._losses) == _LOSSES_AT_ONCE:
-                self._add_losses()
-        if optimizer.steps_done == self._steps_seen:
+            self._losses_of_step.append(loss.detach())
+        # the second, for a checkpoint that was loaded since has changed the number of steps and completed none
+        if optimizer.steps_done == self._steps_seen or optimizer.is_accumulating:
             return
         self._steps_seen = optimizer.steps_done
-        self._num_samples += optimizer.batch_size
-        self._num_steps += 1
-        self._num_idle += max(0, self._schedule.num_replicas - optimizer.batch_size // self._schedule.minibatch_size)
+        self._count_step()
         if optimizer.steps_done % self.every == 0:
             self._write_step()
 
@@ -108,6 +107,18 @@ class Log:
         self._num_idle = 0
         self._started_at = time.monotonic()
 
+    def _count_step(self) -> None:
+        num_minibatches = self._optimizer.batch_size // self._schedule.minibatch_size
+        own = len(range(self._communicator.rank, num_minibatches, self._schedule.num_replicas))
+        # what came before these belongs to a step that was left unfinished
+        self._losses += self._losses_of_step[len(self._losses_of_step) - own :]
+        self._losses_of_step = []
+        while len(self._losses) >= _LOSSES_AT_ONCE:
+            self._add_losses()
+        self._num_samples += self._optimizer.batch_size
+        self._num_steps += 1
+        self._num_idle += max(0, self._schedule.num_replicas - num_minibatches)
+
     @torch.no_grad()
     def _add_losses(self) -> None:
         """Add the losses of single minibatches to their sum; always as many, for it to be one program on XLA.
@@ -115,17 +126,17 @@ class Log:
         And a program of its own, because cores have different numbers of minibatches, while all of them must run the
         same one where they come together.
         """
-        losses = [*self._losses, *self._zeros[len(self._losses) : _LOSSES_AT_ONCE]]
+        losses = [*self._losses, *self._zeros[len(self._losses) :]][:_LOSSES_AT_ONCE]
         self._loss = self._loss + torch.stack([loss.float() for loss in losses]).sum()
-        self._losses = []
+        self._losses = self._losses[_LOSSES_AT_ONCE:]
         self._communicator.flush()
 
     def _write_step(self) -> None:
         optimizer, cores = self._optimizer, self._schedule.num_replicas
-        assert optimizer.gradient_norm is not None
+        norm_there = torch.tensor(math.nan) if optimizer.gradient_norm is None else optimizer.gradient_norm
         # the norm is the same on all cores: summed beside the loss, it travels with it
         self._add_losses()
-        both = torch.stack([self._loss, optimizer.gradient_norm.float().to(self._device)])
+        both = torch.stack([self._loss, norm_there.float().to(self._device)])
         loss, norm = self._communicator.total(both).tolist()
         seconds = time.monotonic() - self._started_at
         record = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from variable_batch_size.cores.running import communicator_for
+from variable_batch_size.cores.running import communicator_for, device_for_sums
 
 
 class Metrics:
@@ -22,7 +22,7 @@ class Metrics:
 
     Args:
         names: of the quantities, in the same order on all cores.
-        device: on which the values to be added are.
+        device: on which the values to be added are; also the CPU where the cores are others.
     """
 
     def __init__(self, *names: str, device: torch.device | str) -> None:
@@ -32,8 +32,9 @@ class Metrics:
         self._device = torch.device(device)
         # double precision is not to be had on Apple's GPUs
         self._dtype = torch.float32 if self._device.type == "mps" else torch.float64
+        self._device_for_sums = device_for_sums(self._device)
+        self._communicator = communicator_for([torch.zeros(1).to(self._device_for_sums)])
         self.reset()
-        self._communicator = communicator_for(self._sums.values())
 
     def reset(self) -> None:
         """Start again from 0."""
@@ -58,5 +59,6 @@ class Metrics:
     def read(self) -> dict[str, float]:
         """The sums over all cores since the start, by one reduction. Every core must call it."""
         host = torch.tensor(list(self._host_sums.values()), dtype=self._dtype).to(self._device)
-        total = self._communicator.total(torch.cat(list(self._sums.values())) + host)
+        own = torch.cat(list(self._sums.values())) + host
+        total = self._communicator.total(own.to(self._device_for_sums))
         return dict(zip(self._names, total.tolist(), strict=True))

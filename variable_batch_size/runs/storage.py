@@ -19,7 +19,7 @@ _VERSION = 1
 
 
 def path_of(directory: Path, steps_done: int) -> Path:
-    """The file of the checkpoint after so many steps."""
+    """The file of the checkpoint after `steps_done` steps."""
     return directory / f"step-{steps_done:09d}.pt"
 
 
@@ -75,7 +75,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def keep_only(directory: Path, number: int) -> None:
-    """Remove all checkpoints but the newest so many."""
+    """Remove all checkpoints but the newest `number`."""
     for path in checkpoints(directory)[:-number]:
         path.unlink()
 

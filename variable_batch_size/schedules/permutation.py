@@ -11,15 +11,15 @@ import numpy.typing as npt
 
 _FEW = 4096
 _ROUNDS, _ROUNDS_OF_FEW = 6, 8
-"""Each divides what two positions with a common digit still have in common by the base. Millions of keys show traces of
-it after six rounds for 256 elements and after five for 4096, and none after eight and six."""
+"""Each round divides by the base what two positions with a common digit still have in common. Over millions of keys,
+traces of it show after six rounds for 256 elements and after five for 4096, and none after eight and six."""
 
 _SMALLEST_BASE = 16
 """With smaller digits, eight rounds would leave traces too."""
 
 
 def _constant(number: int) -> npt.NDArray[np.uint64]:
-    """A number as numpy takes it fastest: any other kind it turns into such an array at each use."""
+    """A number in the form that numpy uses fastest; any other would be converted to it at each use."""
     return np.array(number, dtype=np.uint64)
 
 
@@ -36,8 +36,8 @@ class Permutation:
         position = left · b + right
         left = (left + hash(right ^ key_1)) mod a,  right = (right + hash(left ^ key_2)) mod b,  …
 
-    That permutes ``range(a · b)``, which from 256 elements on hardly exceeds `size`. Elements beyond `size` are put
-    through again until they are not (cycle walking), which permutes ``range(size)`` itself.
+    That permutes ``range(a · b)``, which from 256 elements on hardly exceeds `size`. Elements beyond `size` go
+    through again until they are below it (cycle walking), which permutes ``range(size)`` itself.
 
     Args:
         size: how many elements are permuted; below 2**63.
@@ -78,9 +78,9 @@ class Permutation:
 
 @lru_cache  # the same in every epoch
 def _bases(size: int) -> tuple[int, int]:
-    """Two bases near √size, those of 16 pairs whose product exceeds `size` least; the first even.
+    """Two bases near √size: of 16 pairs, the one whose product exceeds `size` least; the first is even.
 
-    For moving a digit of an odd base is an even permutation, always; with both odd, half of all orders would not occur.
+    Moving a digit of an odd base is always an even permutation: with both odd, half of all orders would never occur.
     """
     least = max(_SMALLEST_BASE, math.isqrt(size - 1) + 1)
     evens = range(least + least % 2, least + 32, 2)
@@ -88,7 +88,7 @@ def _bases(size: int) -> tuple[int, int]:
 
 
 def _move(digit: npt.NDArray[np.uint64], base: npt.NDArray[np.uint64], *, by: npt.NDArray[np.uint64]) -> None:
-    """Add the hash of a number to a digit, modulo its base; `by` is spoilt.
+    """Add the hash of a number to a digit, modulo its base; `by` is overwritten.
 
     Two multiplications carry every bit up, the shift in between carries them down; the hash is the top half of that,
     as a fraction of 2**32, of the base.

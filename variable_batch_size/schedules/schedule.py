@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args
+from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
-from variable_batch_size.checks import check_not_negative, check_one_of, check_positive
+from variable_batch_size.checks import check_not_negative, check_positive
+from variable_batch_size.schedules.batch_sizes import BatchSizes, Integers, OnEnd, counted
 from variable_batch_size.traces.trace import Trace
 
-Integers = npt.NDArray[np.int64]
-
-OnEnd = Literal["stop", "hold", "cycle"]
-ON_END: tuple[OnEnd, ...] = get_args(OnEnd)
-
 _STEPS_AT_ONCE = 4096
-_ROWS_PER_MARK = 64
 _ROWS_PER_SEARCH = 512
 
 
@@ -35,7 +28,7 @@ class Schedule:
         minibatch_size: samples that one core runs at once.
         num_replicas: cores that share the work.
         on_end: what follows the last row of the trace: ``"stop"`` ends the last epoch there, ``"hold"`` repeats the
-            last batch size for ever, ``"cycle"`` starts over for ever.
+            last batch size forever, ``"cycle"`` starts over, forever.
 
     >>> schedule = Schedule(Trace.from_sequence([64, 96, 32, 256]), dataset_size=300, minibatch_size=32, num_replicas=4)
     >>> schedule.steps(epoch=0), schedule.steps(epoch=1), schedule.num_epochs
@@ -52,33 +45,22 @@ class Schedule:
         check_positive(dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas)
         if dataset_size < minibatch_size:
             raise ValueError(f"`dataset_size` must be at least one minibatch of {minibatch_size}, got {dataset_size}")
-        check_one_of(ON_END, on_end=on_end)
+        self._sizes = BatchSizes(trace, on_end)
         self.trace = trace
         self.dataset_size = int(dataset_size)
         self.minibatch_size = int(minibatch_size)
         self.num_replicas = int(num_replicas)
-        self.on_end: OnEnd = "hold" if trace.is_endless else on_end
+        self.on_end = self._sizes.on_end
         self.capacity = self.dataset_size // self.minibatch_size * self.minibatch_size
-        self._refuse_first(
+        self._sizes.refuse_first(
             lambda sizes: sizes % minibatch_size != 0, f"a multiple of {minibatch_size} (the minibatch size)"
         )
-        self._refuse_first(
+        self._sizes.refuse_first(
             lambda sizes: sizes > self.capacity,
             f"at most {self.capacity} (the whole minibatches of {dataset_size} samples)",
         )
-        # samples before every so many rows: before each one would take as much memory as the trace
-        of_blocks = np.add.reduceat(trace.sizes, np.arange(0, len(trace.sizes), _ROWS_PER_MARK))
-        self._marks = np.cumsum(of_blocks) - of_blocks
-        self._total = int(of_blocks.sum())
         self._starts = [0]  # first step of each epoch found so far
         self._epoch_of_row: dict[int, int] = {0: 0}  # which of them starts at a row, to find the period of a cycle
-
-    def _refuse_first(self, is_wrong: Callable[[Integers], npt.NDArray[np.bool_]], rule: str) -> None:
-        for start in range(0, len(self.trace.sizes), _STEPS_AT_ONCE):
-            found = is_wrong(self.trace.sizes[start : start + _STEPS_AT_ONCE])
-            if found.any():
-                row = start + int(found.argmax())
-                raise ValueError(f"{self.trace.place(row)}: batchsize must be {rule}, got {self.trace.sizes[row]}")
 
     # ------------------------------------------------------------------------------------------------------- epochs
 
@@ -90,14 +72,14 @@ class Schedule:
         if start == stop:
             assert self.num_epochs is not None
             raise ValueError(
-                f"{self.trace.name} holds {_counted(self.num_epochs, 'epoch')} of {self.dataset_size} samples, "
+                f"{self.trace.name} holds {counted(self.num_epochs, 'epoch')} of {self.dataset_size} samples, "
                 f'got epoch {epoch} (counting from 0); on_end="hold" or "cycle" goes on beyond its end'
             )
         return range(start, stop)
 
     @property
     def num_epochs(self) -> int | None:
-        """How many epochs the trace holds, the last one perhaps in part; None if it goes on for ever."""
+        """How many epochs the trace holds, the last one perhaps in part; None if it goes on forever."""
         if self.on_end != "stop":
             return None
         while self._starts[-1] < len(self.trace):
@@ -111,11 +93,10 @@ class Schedule:
             num_rows = len(self.trace.sizes)
             if self.on_end == "stop" and last == num_rows:
                 return last
-            if self.on_end == "hold" and last >= num_rows - 1:  # from here on every step is like the last row
+            if self.on_end == "hold" and last >= num_rows - 1:  # from here on, every step is like the last row
                 return last + (epoch - len(self._starts) + 1) * (self.capacity // int(self.trace.sizes[-1]))
-            if (
-                self.on_end == "cycle" and len(self._starts) > 1
-            ):  # from the second start at the same row on, all repeats
+            if self.on_end == "cycle" and len(self._starts) > 1:
+                # once two epochs have started at the same row, everything repeats
                 first = self._epoch_of_row.setdefault(last % num_rows, len(self._starts) - 1)
                 period = len(self._starts) - 1 - first
                 if period:
@@ -133,48 +114,17 @@ class Schedule:
             self._starts.append(last + row)
             used = ends[row - 1]
         if self._starts[-1] == last:
-            self._starts.append(self._step_at(self.samples_before(last) + self.capacity))
+            self._starts.append(self._sizes.step_at(self.samples_before(last) + self.capacity))
 
     def samples_before(self, step: int) -> int:
         """The samples used by all steps before this one."""
-        num_rows = len(self.trace.sizes)
-        if step <= num_rows:
-            return self._samples_before_row(step)
-        if self.on_end == "hold":
-            return self._total + (step - num_rows) * int(self.trace.sizes[-1])
-        cycles, row = divmod(step, num_rows)
-        return cycles * self._total + self._samples_before_row(row)
-
-    def _step_at(self, samples: int) -> int:
-        """The last step that has at most so many samples before it."""
-        if samples < self._total or self.on_end == "stop":
-            return self._row_at(samples)
-        if self.on_end == "hold":
-            return len(self.trace.sizes) + (samples - self._total) // int(self.trace.sizes[-1])
-        cycles, rest = divmod(samples, self._total)
-        return cycles * len(self.trace.sizes) + self._row_at(rest)
-
-    def _samples_before_row(self, row: int) -> int:
-        mark = min(row // _ROWS_PER_MARK, len(self._marks) - 1)
-        return int(self._marks[mark] + self.trace.sizes[mark * _ROWS_PER_MARK : row].sum())
-
-    def _row_at(self, samples: int) -> int:
-        """The last row that has at most so many samples before it; the number of rows if all have."""
-        mark = int(self._marks.searchsorted(samples, side="right")) - 1
-        start = mark * _ROWS_PER_MARK
-        used = self.trace.sizes[start : start + _ROWS_PER_MARK].cumsum()
-        return start + int(used.searchsorted(samples - self._marks[mark], side="right"))
+        return self._sizes.samples_before(step)
 
     # -------------------------------------------------------------------------------------------------------- steps
 
     def batch_size(self, step: int) -> int:
         """The samples of a step, over all cores."""
-        num_rows = len(self.trace.sizes)
-        if step < 0:
-            raise ValueError(f"`step` must be a non-negative integer, got {step}")
-        if step >= num_rows and self.on_end == "stop":
-            raise ValueError(f"{self.trace.name} holds {_counted(num_rows, 'step')}, got step {step} (counting from 0)")
-        return int(self.trace.sizes[min(step, num_rows - 1) if self.on_end == "hold" else step % num_rows])
+        return self._sizes.of_step(step)
 
     def num_minibatches(self, step: int) -> int:
         """The minibatches of a step, over all cores."""
@@ -192,22 +142,7 @@ class Schedule:
 
     def size_counts(self, steps: range) -> tuple[Integers, Integers]:
         """The distinct batch sizes of successive steps, ascending, and how many of the steps have each."""
-        if not steps:
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        self.batch_size(steps[-1])  # refuses what is beyond the end
-        num_rows = len(self.trace.sizes)
-        parts = [(1, steps)]  # how often, and which steps
-        if len(steps) > num_rows and self.on_end == "cycle":
-            cycles, rest = divmod(len(steps), num_rows)
-            parts = [(cycles, range(num_rows)), (1, steps[:rest])]
-        elif steps.stop > num_rows and self.on_end == "hold":
-            held = min(len(steps), steps.stop - num_rows)
-            parts = [(1, steps[: len(steps) - held]), (held, range(num_rows - 1, num_rows))]
-        found = [(times, *np.unique(self._sizes(part), return_counts=True)) for times, part in parts]
-        sizes, where = np.unique(np.concatenate([sizes for _, sizes, _ in found]), return_inverse=True)
-        counts = np.zeros(len(sizes), dtype=np.int64)
-        np.add.at(counts, where, np.concatenate([times * counts for times, _, counts in found]))
-        return sizes, counts
+        return self._sizes.counts(steps)
 
     def core_minibatches(self, steps: range) -> Integers:
         """How many minibatches each core runs in successive steps, without stand-ins."""
@@ -216,7 +151,7 @@ class Schedule:
         return int(for_all @ counts) + self._num_steps_above(for_some, counts)
 
     def core_idle_steps(self, steps: range) -> Integers:
-        """In how many of successive steps each core is idle."""
+        """In how many of some successive steps each core is idle."""
         sizes, counts = self.size_counts(steps)
         return len(steps) - self._num_steps_above(np.minimum(sizes // self.minibatch_size, self.num_replicas), counts)
 
@@ -230,11 +165,11 @@ class Schedule:
 
     def num_yielded(self, epoch: int, rank: int, first_step: int = 0) -> int:
         """How many minibatches a core runs in an epoch from its `first_step` on, stand-ins included."""
-        return self._sum(self.steps(epoch)[first_step:], lambda sizes: self._num_yielded(sizes, rank))
+        return self._sizes.sum(self.steps(epoch)[first_step:], lambda sizes: self._num_yielded(sizes, rank))
 
     def num_idle_steps(self, epoch: int, rank: int) -> int:
         """In how many steps of an epoch a core is idle."""
-        return self._sum(self.steps(epoch), lambda sizes: sizes // self.minibatch_size <= rank)
+        return self._sizes.sum(self.steps(epoch), lambda sizes: sizes // self.minibatch_size <= rank)
 
     def offsets(self, epoch: int, rank: int, *, at_once: int, first_step: int = 0) -> Iterator[Integers]:
         """Where each minibatch of a core starts in the epoch's order of samples, `at_once` of them at a time.
@@ -243,15 +178,15 @@ class Schedule:
         """
         steps = self.steps(epoch)
         stride = self.num_replicas * self.minibatch_size
-        begin = self._sum(steps[:first_step], lambda sizes: sizes)
+        begin = self._sizes.sum(steps[:first_step], lambda sizes: sizes)
         for start in range(steps.start + first_step, steps.stop, _STEPS_AT_ONCE):
-            sizes = self._sizes(range(start, min(start + _STEPS_AT_ONCE, steps.stop)))
+            sizes = self._sizes.of_steps(range(start, min(start + _STEPS_AT_ONCE, steps.stop)))
             step_ends = begin + sizes.cumsum()
             begin = int(step_ends[-1])
             first_ones = step_ends - sizes + rank % (sizes // self.minibatch_size) * self.minibatch_size
             yielded = self._num_yielded(sizes, rank)
             ends = yielded.cumsum()
-            origins = first_ones - (ends - yielded) * stride  # so that all of a step lie on one line
+            origins = first_ones - (ends - yielded) * stride  # so that all minibatches of a step lie on one line
             for first in range(0, int(ends[-1]), at_once):
                 number = np.arange(first, min(first + at_once, int(ends[-1])))
                 yield origins[ends.searchsorted(number, side="right")] + number * stride
@@ -259,28 +194,3 @@ class Schedule:
     def _num_yielded(self, sizes: Integers, rank: int) -> Integers:
         rounded_down = (rank - sizes // self.minibatch_size) // self.num_replicas
         return np.maximum(-rounded_down, 1)
-
-    def _sizes(self, steps: range) -> Integers:
-        num_rows = len(self.trace.sizes)
-        if steps.stop <= num_rows:
-            return self.trace.sizes[steps.start : steps.stop]
-        rows = np.arange(steps.start, steps.stop)
-        return self.trace.sizes[np.minimum(rows, num_rows - 1) if self.on_end == "hold" else rows % num_rows]
-
-    def _sum(self, steps: range, count: Callable[[Integers], npt.NDArray[Any]]) -> int:
-        """The sum over steps of a count that depends on their batch sizes, each row of the trace looked at once."""
-        if not steps:
-            return 0
-        num_rows = len(self.trace.sizes)
-        if len(steps) > num_rows and self.on_end == "cycle":
-            cycles, rest = divmod(len(steps), num_rows)
-            return cycles * self._sum(range(num_rows), count) + self._sum(steps[:rest], count)
-        if steps.stop > num_rows and self.on_end == "hold":
-            held = min(len(steps), steps.stop - num_rows)
-            return self._sum(steps[: len(steps) - held], count) + held * int(count(self.trace.sizes[-1:])[0])
-        blocks = (steps[start : start + _STEPS_AT_ONCE] for start in range(0, len(steps), _STEPS_AT_ONCE))
-        return sum(int(count(self._sizes(block)).sum()) for block in blocks)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("s" if number != 1 else "")

@@ -20,22 +20,22 @@ WHEN_EMPTY: tuple[WhenEmpty, ...] = get_args(WhenEmpty)
 Rounding = Literal["down", "nearest", "up"]
 ROUNDING: tuple[Rounding, ...] = get_args(Rounding)
 
-_CLOSE = 1e-6  # a part of a minibatch, or of a step, that is less than this comes from floating-point numbers
+_CLOSE = 1e-6  # a smaller part of a minibatch, or of a step, is a floating-point error
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A trace made of a recording, and what was lost or added on the way.
+    """A trace made from a recording, and what was lost or added on the way.
 
     Args:
         trace: the trace.
         seconds_per_step: how long each step takes.
         seconds_recorded: the length of the recording.
         seconds_empty: how much of it had no device.
-        seconds_left: the end of it that makes no whole step.
-        samples_before_rounding: what the devices would have run in the steps of the trace, as a real number.
-        recorded_rate: the recording's mean samples per second, over all of its time.
-        num_steps_rounded: how many steps rounding has changed.
+        seconds_left: its end, which is too short for a whole step.
+        samples_before_rounding: what the devices would have run in the steps of the trace, not rounded yet.
+        recorded_rate: the recording's mean samples per second, over its whole length.
+        num_steps_rounded: how many steps rounding changed.
     """
 
     trace: Trace
@@ -67,22 +67,22 @@ def convert_recording(
     when_empty: WhenEmpty,
     rounding: Rounding,
 ) -> Conversion:
-    """Make a trace of the steps that the recorded devices would have taken.
+    """Make a trace from the steps that the recorded devices would have taken.
 
     A step takes T seconds; its batch size is the time-weighted mean of the devices over these seconds, times
     `samples_per_device`, rounded to whole minibatches:
 
         B(k) = minibatch_size · round(samples_per_device / minibatch_size · ∫ devices(t) dt / T),   kT ≤ t < (k + 1)T
 
-    so that, but for rounding, the trace has as many samples per second as the recording.
+    so that, apart from rounding, the trace has as many samples per second as the recording.
 
     Args:
         recording: how many devices there were, and when.
         samples_per_device: what each device runs in a step.
         minibatch_size: samples that a device runs at once.
         seconds_per_step: T, as measured or as :func:`step_seconds` estimates it.
-        when_empty: what to do while there is no device: ``"skip"`` that time, as training stands still; ``"hold"`` the
-            last number of devices; or raise an ``"error"``.
+        when_empty: what to do while there is no device: ``"skip"`` that time, since training stands still; ``"hold"``
+            the last number of devices; or raise an ``"error"``.
         rounding: to whole minibatches, ``"down"``, ``"nearest"`` (halves up) or ``"up"``.
 
     >>> recording = Recording.from_counts([0, 30, 60, 90], [2, 0, 3])
@@ -150,7 +150,7 @@ def step_seconds(
 
 
 def _without_gaps(recording: Recording, when_empty: WhenEmpty) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Which counts of a recording to use, and what they are once those of 0 are dealt with."""
+    """Which counts of a recording to use, and their values once zeros are left out or replaced."""
     has_devices = recording.counts > 0
     rows = np.arange(len(has_devices))
     if has_devices.all():
@@ -170,7 +170,7 @@ def _without_gaps(recording: Recording, when_empty: WhenEmpty) -> tuple[npt.NDAr
 
 
 def _round(values: npt.NDArray[np.float64], rounding: Rounding) -> npt.NDArray[np.float64]:
-    """To whole numbers; what is one but for floating-point errors goes there, whatever the direction."""
+    """Round to whole numbers; what is whole up to a floating-point error stays so, whatever the direction."""
     if rounding == "down":
         return np.floor(values + _CLOSE)
     if rounding == "up":

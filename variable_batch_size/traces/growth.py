@@ -1,4 +1,4 @@
-"""Growth of the batch size in place of a decay of the learning rate."""
+"""Growth: larger batches in place of a decaying learning rate."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def growth_for_decay(
 
         B → min(factor · B, cap)   instead of   lr → lr / factor.
 
-    Training with :class:`LinearRuleOptimizer` at ``ref_batchsize=start`` *and* the decay that was to be replaced gives
+    Training with :class:`LinearRuleOptimizer` at ``ref_batchsize=start`` *and* the decay that it replaces gives
     the paper's learning rate: the rule multiplies by what the decay divides by, and what a cap cuts off is left to the
-    decay. Epochs count whole samples, `dataset_size` each.
+    decay. An epoch is `dataset_size` samples.
 
     Args:
         start: the batch size of the first epochs.
         factor: what the learning rate would be divided by.
         at_epochs: after how many epochs each change comes.
-        num_epochs: the length of the training.
+        num_epochs: epochs of the whole training.
         dataset_size: samples in the data set.
         minibatch_size: sizes are rounded to its nearest multiple.
         cap: the largest batch size; None for no bound.
@@ -74,13 +74,13 @@ def seesaw(
         B(s) = start / cos(π/2 · s/S),   which takes ∫ ds / B(s) = 2/π · S / start updates:
 
     63.7 % of those at the constant batch size `start`. Training with :class:`RootRuleOptimizer` at
-    ``ref_batchsize=start`` *and* the cosine schedule as it was, over samples, gives Seesaw's learning rate.
+    ``ref_batchsize=start`` *and* the unchanged cosine schedule, over samples, gives Seesaw's learning rate.
 
     Args:
         start: the first batch size.
         num_samples: S, the samples of the whole training.
         minibatch_size: sizes are whole minibatches. In the limit the *sum* of sizes is rounded, so that neither
-            updates nor samples drift away: sizes may go back and forth between two neighbours.
+            updates nor samples drift: sizes may alternate between two neighbouring multiples.
         factor: what each change multiplies by, at least 1.001; None for the limit.
         cap: the largest batch size; None for no bound.
 
@@ -120,7 +120,7 @@ def _seesaw_stages(start: int, num_samples: int, minibatch_size: int, cap: int, 
 def _seesaw_limit(start: int, num_samples: int, minibatch_size: int, cap: int) -> Trace:
     """Steps of the size B(s) = start / cos(π/2 · s/S), until that reaches the cap.
 
-    Up to there, s(k) = 2/π · S · arcsin(π/2 · k · start/S) samples come before step k.
+    Until then, s(k) = 2/π · S · arcsin(π/2 · k · start/S) samples come before step k.
     """
     scale = _QUARTER * num_samples
     capped_from = scale / start * math.sqrt(1 - (start / cap) ** 2)

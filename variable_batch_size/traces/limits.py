@@ -10,14 +10,14 @@ import numpy.typing as npt
 from variable_batch_size.checks import is_integer, refuse
 
 LARGEST = 2**63 - 1
-"""What fits into the integers of 64 bits that hold a trace."""
+"""The largest of the 64-bit integers that hold a trace."""
 
 MOST_STEPS = 20_000_000
-"""What can be made in the memory of a small machine; more is probably a typo. A file may hold more."""
+"""As many as can be made in the memory of a small machine; more is probably a typo. A file may hold more."""
 
 
 def checked_size(size: Any, place: str) -> int:
-    """A batch size that was given at a place, if it is one.
+    """The batch size given at a place, or a refusal that names the place.
 
     >>> checked_size(0, "spot.csv:17")
     Traceback (most recent call last):
@@ -41,7 +41,7 @@ def check_multiples(minibatch_size: int, **sizes: int) -> None:
 
 
 def whole_minibatches(sizes: npt.NDArray[Any], minibatch_size: int) -> npt.NDArray[np.int64]:
-    """To the nearest multiple of the minibatch size, halves up, but at least one minibatch.
+    """Round to the nearest multiple of the minibatch size, halves up, but at least one minibatch.
 
     >>> whole_minibatches(np.array([3.0, 47.9, 48.0]), 32).tolist()
     [32, 32, 64]

@@ -21,15 +21,15 @@ def spot_market(
 ) -> Trace:
     """A market where devices come and go, each on its own.
 
-    At first all are there. From step to step, a device that is there leaves with the probability `leave`, one that is
-    away arrives with the probability `arrive`; so after a while one is there in arrive / (arrive + leave) of the steps.
+    At first all are present. From step to step, a device that is present leaves with probability `leave`, and one that
+    is absent arrives with probability `arrive`; in the long run, each is present in arrive / (arrive + leave) of them.
 
     Args:
-        num_devices: the most that are ever there.
+        num_devices: the most that are ever present.
         at_least: how many of them never leave.
-        arrive: the probability per step that a missing device comes back.
-        leave: the probability per step that a device goes.
-        samples_per_device: what each device that is there adds to the batch size.
+        arrive: the probability per step that an absent device comes back.
+        leave: the probability per step that a device leaves.
+        samples_per_device: what each device that is present adds to the batch size.
         num_steps: the length of the trace.
         seed: chooses the market; the same one with every version of numpy.
 
@@ -46,10 +46,10 @@ def spot_market(
         if not 0 <= value <= 1:
             raise ValueError(f"`{name}` must be a probability from 0 to 1, got {value!r}")
     check_within(2**32 - 1, seed=seed)
-    draws = np.random.RandomState(seed)  # unlike the newer generators it promises never to change its numbers
-    is_there = np.ones(num_devices - at_least, dtype=bool)
+    draws = np.random.RandomState(seed)  # unlike newer generators, it guarantees the same numbers forever
+    is_present = np.ones(num_devices - at_least, dtype=bool)
     counts = np.empty(num_steps, dtype=np.int64)
     for step in range(num_steps):
-        counts[step] = at_least + np.count_nonzero(is_there)
-        is_there ^= draws.random_sample(len(is_there)) < np.where(is_there, leave, arrive)
+        counts[step] = at_least + np.count_nonzero(is_present)
+        is_present ^= draws.random_sample(len(is_present)) < np.where(is_present, leave, arrive)
     return Trace.from_sequence(counts * samples_per_device)

@@ -1,4 +1,4 @@
-"""Ramps: batch sizes that stay, or go from one size to another."""
+"""Ramps: batch sizes that stay the same, or go from one size to another."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def linear_ramp(start: int, end: int, *, num_steps: int, minibatch_size: int) ->
 
 
 def doubling_ramp(start: int, end: int, *, every: int, minibatch_size: int, num_steps: int | None = None) -> Trace:
-    """A batch size that doubles, or halves, every so many steps until it has reached `end`.
+    """A batch size that doubles, or halves, every N steps until it reaches `end`.
 
     Args:
         start: the first batch size.
         end: the last one, where the ramp stops.
-        every: steps between two changes.
+        every: N, the steps between two changes.
         minibatch_size: sizes are rounded to its nearest multiple.
         num_steps: the length of the trace; by default the last size, too, holds for `every` steps.
 

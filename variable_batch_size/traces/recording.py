@@ -22,10 +22,10 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 @dataclass(frozen=True)
 class Recording:
-    """A number of devices that stays the same from one time to the next.
+    """Numbers of devices, each of which holds from one time to the next.
 
     Args:
-        times: seconds since the start, ascending, one more than counts: `counts[i]` devices from ``times[i]`` on, and
+        times: seconds since the start, ascending, one more than counts: there are `counts[i]` devices from ``times[i]``
             until ``times[i + 1]``.
         counts: numbers of devices.
         places: where each of the counts was given, such as ``spot.csv:17``.
@@ -41,7 +41,7 @@ class Recording:
 
     @classmethod
     def from_counts(cls, times: Sequence[float], counts: Sequence[int]) -> Recording:
-        """A recording of numbers: `counts[i]` devices from ``times[i]`` to ``times[i + 1]``, in seconds."""
+        """A recording made from numbers: `counts[i]` devices from ``times[i]`` to ``times[i + 1]``, in seconds."""
         if len(times) != len(counts) + 1 or not len(counts):
             raise ValueError(f"`times` must be one more than the counts, got {len(times)} and {len(counts)}")
         rows = Rows()
@@ -70,10 +70,10 @@ class Recording:
 
         Args:
             path: the file.
-            format: one of these; told from the file's content if None.
+            format: one of these; detected from the file's content if None.
             time_column: the name of a CSV file's time column; by default the first that has a name.
-            count_column: that of its count column; by default the second and last that has a name.
-            time_unit: of a CSV file's times where they are numbers: ``"ms"``, ``"s"``, ``"min"`` or ``"h"``.
+            count_column: the name of its count column; by default the second, and last, that has a name.
+            time_unit: the unit of a CSV file's times where they are numbers: ``"ms"``, ``"s"``, ``"min"`` or ``"h"``.
 
         Raises:
             ValueError: with file, line and value of the first row that breaks a rule.
@@ -83,7 +83,7 @@ class Recording:
         check_one_of(TIME_UNITS, time_unit=time_unit)
         source = os.fspath(path)
         text = Path(source).read_bytes().decode("utf-8-sig", errors="replace")
-        format = format or _told_format(source, text)
+        format = format or _detected_format(source, text)
         if format == "json":
             rows = read_json(source, text)
         elif format == "events":
@@ -119,7 +119,7 @@ class Recording:
         return float(self.counts @ self.durations) / self.seconds
 
 
-def _told_format(source: str, text: str) -> Format:
+def _detected_format(source: str, text: str) -> Format:
     if is_json(text):
         return "json"
     return "events" if are_events(source, text) else "csv"

@@ -16,17 +16,17 @@ _SHAPE = '{"metadata": {"gap_seconds": g}, "data": [counts]}'
 _BLANK = re.compile(r"[ \t\r\n]*")
 _LINE_END = re.compile(r"\r\n|\r|\n")
 
-# integers of thousands of digits are refused by int, without a line
+# int refuses integers of thousands of digits without naming a line
 _DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 20 else math.inf)
 
 
 def is_json(text: str) -> bool:
-    """Whether a text can only be meant as JSON."""
+    """Whether a text is meant to be JSON."""
     return text.lstrip()[:1] in ("{", "[")
 
 
 def read_json(source: str, text: str) -> Rows:
-    """The counts of a text, each for as many seconds as it says."""
+    """The counts in a text, each of which holds for the seconds of its gap."""
     gap, counts = _gap_and_counts(source, text)
     positions = dict(_children(text, _skip(text, 0)))
     line_ends = [line_end.end() for line_end in _LINE_END.finditer(text)]
@@ -48,7 +48,7 @@ def read_json(source: str, text: str) -> Rows:
 
 
 def _gap_and_counts(source: str, text: str) -> tuple[Any, list[Any]]:
-    """What a text of the right shape holds, not looked at yet."""
+    """The two values in a text of the right shape, not checked yet."""
     content = _decoded(source, text)
     metadata = content.get("metadata") if isinstance(content, dict) else None
     gap = metadata.get("gap_seconds") if isinstance(metadata, dict) else None
@@ -89,7 +89,7 @@ def _children(text: str, start: int) -> Iterator[tuple[str | int, int]]:
 
 
 def _skip(text: str, position: int) -> int:
-    """The position of what follows blanks."""
+    """The position after any blanks."""
     blanks = _BLANK.match(text, position)
     assert blanks is not None
     return blanks.end()

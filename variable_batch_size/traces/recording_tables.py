@@ -42,7 +42,7 @@ def table_of(source: str, text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _plain(text: str) -> str:
-    """The text without comments and blanks beside quotes, which the csv module takes for content; as many lines."""
+    """The text, line by line, without comments and blanks beside quotes, which to the csv module are content."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return _QUOTED_OR_COMMENT.sub(lambda found: found[1] or "", text)
 
@@ -95,7 +95,7 @@ def _columns(place: str, header: list[str], time_column: str | None, count_colum
 
 
 def read_events(source: str, text: str) -> Rows:
-    """The times and counts of a table whose rows are ``milliseconds,add|remove,node``, with a header or without."""
+    """The times and counts of a table whose rows are ``milliseconds,add|remove,node``, with or without a header."""
     rows = Rows()
     nodes: set[str] = set()
     time, place = -math.inf, f"{source}:1"
@@ -139,7 +139,7 @@ def _number(place: str, text: str) -> float:
 def _date(place: str, text: str) -> float:
     """Seconds since 1970; a date without a time zone is taken as UTC."""
     try:
-        # before Python 3.11, Z for UTC is not understood
+        # before Python 3.11, fromisoformat does not understand Z for UTC
         date = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", text))
         return (date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp()
     except (ValueError, OverflowError):

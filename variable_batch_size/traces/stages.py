@@ -25,7 +25,7 @@ class Stages:
     """Batch sizes, where each of them begins, and where the last one ends.
 
     Counted in samples, a stage from s to t with the batch size B is worth (t − s) / B updates. A change comes at the
-    step nearest to the updates so far, so that rounding never adds up over stages; a stage of less than half an
+    step nearest to the updates so far, so that rounding errors never add up over stages; a stage of less than half an
     update may have no step.
 
     Args:
@@ -54,7 +54,7 @@ class Stages:
             raise ValueError(f"the first stage must begin at 0, got {self.starts[0] if self.starts else 'no stage'}")
         for number, (start, end) in enumerate(zip(self.starts, (*self.starts[1:], self.until), strict=True), start=1):
             if end <= start:
-                raise ValueError(f"stage {number} must end after its begin at {start}, got {end}")
+                raise ValueError(f"stage {number} must end after its start at {start}, got {end}")
         for number, size in enumerate(self.sizes, start=1):
             if size <= 0:
                 raise ValueError(f"the batch size of stage {number} must be positive, got {size}")
@@ -73,7 +73,7 @@ class Stages:
 
     @classmethod
     def of(cls, trace: Trace, *, unit: Unit) -> Stages:
-        """The stages of a trace: :meth:`trace` makes the same trace of them, in either unit."""
+        """The stages of a trace, which :meth:`trace` turns back into the same trace, in either unit."""
         if trace.is_endless:
             raise ValueError("a constant trace is endless and has no stages")
         changes = np.concatenate(([0], np.flatnonzero(np.diff(trace.sizes)) + 1))

@@ -33,7 +33,7 @@ class Trace:
     """The global batch size of every optimizer step, in order.
 
     A trace is finite, or it is constant and endless. It is immutable, 8 bytes a step, and remembers where each number
-    came from, so that whoever finds it wrong can name the file and the line.
+    came from, so that an error can name the file and the line.
 
     >>> trace = Trace.from_sequence([64, 96, 32])
     >>> len(trace), trace[1], list(trace)
@@ -50,7 +50,7 @@ class Trace:
 
     @classmethod
     def of(cls, source: TraceLike) -> Trace:
-        """Make a trace of whatever a user may pass as one: path, sequence, array, column, int or trace."""
+        """Make a trace from whatever a user may pass as one: path, sequence, array, column, int or trace."""
         if isinstance(source, Trace):
             return source
         if isinstance(source, (str, os.PathLike)):
@@ -63,7 +63,7 @@ class Trace:
 
     @classmethod
     def constant(cls, size: Integer) -> Trace:
-        """The same batch size for ever."""
+        """The same batch size forever."""
         return cls(np.array([checked_size(size, "trace")], dtype=np.int64), is_endless=True)
 
     @classmethod
@@ -84,8 +84,8 @@ class Trace:
     def read(cls, path: str | os.PathLike[str]) -> Trace:
         """Read a CSV file with the columns ``step`` and ``batchsize``.
 
-        Rows in file order are the steps; ``step`` counts 0, 1, 2 … and may start again at 0 (several recordings after
-        one another). Blanks around numbers, commas behind them, any line ends, blank lines, ``#`` comments and further
+        Rows in file order are the steps; ``step`` counts 0, 1, 2 … and may start again at 0 (several recordings in one
+        file). Blanks around numbers, trailing commas, any line ends, blank lines, ``#`` comments and further
         columns are fine.
 
         Raises:
@@ -95,7 +95,7 @@ class Trace:
         return cls(read_sizes(source), source=source)
 
     def write(self, path: str | os.PathLike[str], *, comment: str | None = None) -> None:
-        """Write the trace as a CSV file that :meth:`read` reads back, the lines of `comment` on top behind ``#``."""
+        """Write a CSV file that :meth:`read` reads back, with the lines of `comment` on top, after ``#``."""
         if self.is_endless:
             raise ValueError("a constant trace is endless and cannot be written to a file")
         write_sizes(path, self.sizes, comment=comment or "")
@@ -113,7 +113,7 @@ class Trace:
 
     @property
     def comment(self) -> str:
-        """The comment on top of the file the trace was read from, as :meth:`write` takes it: where it comes from."""
+        """The comment on top of the file the trace was read from, as :meth:`write` takes it: its origin."""
         return "" if self._source is None else read_comment(self._source)
 
     def __len__(self) -> int:
@@ -158,4 +158,4 @@ class Trace:
 
 
 TraceLike: TypeAlias = str | os.PathLike[str] | Sizes | Integer | Trace
-"""What may be passed as a trace: a path, the batch sizes themselves, or an integer for always the same."""
+"""What may be passed as a trace: a path, the batch sizes themselves, or an integer for a constant one."""

@@ -32,7 +32,7 @@ def read_sizes(source: str) -> npt.NDArray[np.int64]:
     text = _plain(content)
     names, header_line = _header(source, text)
     columns = [names.index(column) for column in COLUMNS]
-    # pandas takes nearly twice as long for bytes as for a file; but what is a pipe cannot be read again
+    # pandas takes nearly twice as long for bytes as for a file; but a pipe cannot be read twice
     is_plain_file = text == content and os.path.isfile(source)
     file = os.path.abspath(source) if is_plain_file else io.BytesIO(text)
     sizes = _sizes_at_once(file, header_line, len(names), columns)
@@ -40,7 +40,7 @@ def read_sizes(source: str) -> npt.NDArray[np.int64]:
 
 
 def write_sizes(path: str | os.PathLike[str], sizes: npt.NDArray[np.int64], *, comment: str) -> None:
-    """Write a file that :func:`read_sizes` reads back, the lines of `comment` on top behind ``#``."""
+    """Write a file that :func:`read_sizes` reads back, with the lines of `comment` on top, after ``#``."""
     import pandas as pd
 
     with open(path, "w", encoding="utf-8", newline="") as file:
@@ -64,7 +64,7 @@ def find_line(source: str, row: int) -> int:
 
 
 def _plain(text: bytes) -> bytes:
-    """The text without byte order mark and comments, every line on its old number and ended by a line feed."""
+    """The text without byte order mark and comments, with the same line numbers, and line feeds as line ends."""
     text = text.removeprefix(b"\xef\xbb\xbf")
     if b"\r" in text:
         text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
@@ -93,7 +93,7 @@ def _header(source: str, text: bytes) -> tuple[list[str], int]:
 def _sizes_at_once(
     file: str | io.BytesIO, header_line: int, num_columns: int, columns: list[int]
 ) -> npt.NDArray[np.int64] | None:
-    """The batch sizes below the header, read fast, if every row keeps every rule; else None."""
+    """The batch sizes below the header, read fast, if every row follows every rule; else None."""
     import csv
     import warnings
 
@@ -101,7 +101,7 @@ def _sizes_at_once(
 
     try:
         with warnings.catch_warnings():
-            # pandas raises if a row is too long, but for the first row only warns; mixed types are ours to see
+            # pandas raises if a row is too long, but for the first row only warns; mixed types are looked for below
             warnings.simplefilter("error", pd.errors.ParserWarning)
             warnings.simplefilter("ignore", pd.errors.DtypeWarning)
             frame = pd.read_csv(
@@ -121,7 +121,7 @@ def _sizes_at_once(
     if not len(frame) or steps.dtype != np.int64 or sizes.dtype != np.int64:
         return None
     follows = (steps[1:] == 0) | (steps[1:] == steps[:-1] + 1)
-    # a copy, as a column may be part of an array that holds them all
+    # a copy, as a column may be a view of the whole table
     return np.array(sizes) if steps[0] == 0 and follows.all() and sizes.min() > 0 else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 from torch.optim import Optimizer
 
@@ -38,3 +39,12 @@ def settings_of(inner: Optimizer) -> str:
         numbers = {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
         groups.append(f"{numbers}, shapes {[tuple(p.shape) for p in group['params']]}")
     return "; ".join(groups)
+
+
+def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """In what a run is not the one that was saved, each in words.
+
+    >>> differences({"seed": 0, "rule": "LinearRule"}, {"seed": 3, "rule": "LinearRule"})
+    ['seed was 0 and is 3']
+    """
+    return [f"{name} was {saved.get(name)} and is {now[name]}" for name in now if saved.get(name) != now[name]]

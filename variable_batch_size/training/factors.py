@@ -55,7 +55,10 @@ class Factors:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.progress = state["progress"]
-        self._of_all.load_state_dict(state["transition_of_all"])
+        if "progress" in state:
+            self.progress = state["progress"]
+            self._of_all.load_state_dict(state["transition_of_all"])
+        else:  # the first version of the format
+            self.progress = state["rule"].get("progress", 0.0)
         for group, saved in enumerate(state["transitions"]):
             self._of_group(group).load_state_dict(saved)

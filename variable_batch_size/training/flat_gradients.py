@@ -19,99 +19,102 @@ class FlatGradients(Gradients):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._memory: FlatMemory | None = None
+        self._memory = FlatMemory([], num_squares=0)
         self._has_sums = False  # whether the memory holds minibatches of this step
-        self._present: set[torch.Tensor] = set()  # parameters that had a gradient in this step, on this core
-        self._known: set[torch.Tensor] = set()  # frozen ones that were given a gradient all the same
+        self._is_present: list[bool] = []  # which of its parameters had a gradient in this step, on this core
+        self._frozen: set[torch.Tensor] = set()  # parameters that need no gradient and were given one all the same
         self._step_squares: torch.Tensor | None = None
         super().__init__(*args, **options)
 
-    def take(self, *, is_last: bool) -> None:
-        if self._measures:
+    def take(self, *, is_last: bool, is_only: bool) -> None:
+        if self._measures and not is_only:  # one minibatch tells nothing of the noise
             self._measure()
-        if is_last and not self._has_sums and self._communicator.num_replicas == 1:
-            return
-        self._add()
+        if not is_last or self._has_sums or self._communicator.num_replicas > 1:
+            self._add()
 
     def _measure(self) -> None:
-        groups = self._inner.param_groups
-        squares = self._squares([[(p, p.grad) for p in group["params"] if p.grad is not None] for group in groups])
+        squares = self._squares(self._with_gradients())
         if self._step_squares is not None:
             squares[: len(self._step_squares)] += self._step_squares  # a group may have been added since
         self._step_squares = squares
 
     def _add(self) -> None:
         """Add the gradients of the minibatch to the sums, and leave none behind."""
-        parameters = list(self.parameters())
-        fresh = [(p, p.grad.detach()) for p in parameters if p.grad is not None]
-        self._known.update(p for p, _ in fresh if not p.requires_grad)
-        memory = self._memory_for([p for p in parameters if p.requires_grad or p in self._known or p in self._present])
-        is_whole = len(fresh) == len(memory.parameters)
-        if not self._has_sums and not is_whole:
-            memory.zero()
-        views = [memory.views[p] for p, _ in fresh]
-        if any(gradient.layout != torch.strided for _, gradient in fresh):
-            fresh = [(p, gradient.to_dense()) for p, gradient in fresh]
-        if fresh:
-            combine = torch._foreach_add_ if self._has_sums or not is_whole else torch._foreach_copy_
-            combine(views, [gradient for _, gradient in fresh])
-        self._present.update(p for p, _ in fresh)
+        self._frozen.update(p for p in self.parameters() if not p.requires_grad and p.grad is not None)
+        self._fit([p for p in self.parameters() if p.requires_grad or p in self._frozen])
+        memory = self._memory
+        gradients = [p.grad for p in memory.parameters]
+        is_whole = not any(gradient is None for gradient in gradients)
+        if is_whole and not self._has_sums:
+            torch._foreach_copy_(memory.views, _dense(gradients))
+        else:
+            if not self._has_sums:
+                memory.zero()
+            found = [number for number, gradient in enumerate(gradients) if gradient is not None]
+            if found:
+                views = memory.views if is_whole else [memory.views[number] for number in found]
+                torch._foreach_add_(views, _dense([gradients[number] for number in found]))
+        before = self._is_present if self._has_sums else [False] * len(gradients)
+        self._is_present = [was or gradient is not None for was, gradient in zip(before, gradients, strict=True)]
         self._has_sums = True
-        for p in parameters:
+        for p in self.parameters():
             p.grad = None
 
-    def _memory_for(self, parameters: list[torch.nn.Parameter]) -> FlatMemory:
-        """The memory that fits the parameters as they are now, with the sums so far."""
-        if self._memory is None or not self._memory.fits(parameters):
-            old = self._memory
-            self._memory = FlatMemory(parameters, num_squares=len(self._inner.param_groups))
-            if old is not None and self._has_sums:
-                self._memory.take_over(old)
-        return self._memory
+    def _fit(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Have memory that fits the parameters as they are now, with the sums so far."""
+        old = self._memory
+        if self._has_sums:
+            # one that was frozen since has its part in the step
+            known = {id(p) for p in parameters}
+            parameters = parameters + [
+                p for p, has in zip(old.parameters, self._is_present, strict=True) if has and id(p) not in known
+            ]
+        if old.fits(parameters, is_thorough=not self._has_sums):
+            return
+        self._memory = FlatMemory(parameters, num_squares=len(self._inner.param_groups))
+        if self._has_sums:
+            self._memory.take_over(old)
+            was_present = {id(p) for p, has in zip(old.parameters, self._is_present, strict=True) if has}
+            self._is_present = [id(p) in was_present for p in parameters]
 
     def reduce(self, weight: float) -> None:
         if not self._has_sums:
             self._weigh(weight)
             return
-        memory = self._memory
-        assert memory is not None
         if weight == 0:
-            memory.zero()
-            self._present.clear()
-            if self._step_squares is not None:
-                self._step_squares.zero_()
+            self._memory.zero()
+            self._is_present = [False] * len(self._is_present)
         elif weight != 1:
-            memory.multiply(weight)
-            if self._step_squares is not None:
-                self._step_squares.mul_(weight)
+            self._memory.multiply(weight)
+        if self._step_squares is not None:
+            self._step_squares = self._step_squares * weight if weight else torch.zeros_like(self._step_squares)
         if self._communicator.num_replicas > 1:
-            self._sum_over_cores(memory)
-        for p in memory.parameters:
-            p.grad = memory.views[p] if p in self._present else None
+            self._sum_over_cores()
+        for p, view, has in zip(self._memory.parameters, self._memory.views, self._is_present, strict=True):
+            p.grad = view if has else None
 
     def _weigh(self, weight: float) -> None:
         """A single minibatch, used as it is; what the user may still hold is left alone."""
-        if weight == 1:
-            return
-        for p in self.parameters():
-            if p.grad is not None:
-                p.grad = p.grad.detach() * weight
-        if self._step_squares is not None:
-            self._step_squares.mul_(weight)
+        if weight != 1:
+            for p in self.parameters():
+                if p.grad is not None:
+                    p.grad = p.grad.detach() * weight
+            if self._step_squares is not None:
+                self._step_squares *= weight
 
-    def _sum_over_cores(self, memory: FlatMemory) -> None:
-        memory.note(self._present)
+    def _sum_over_cores(self) -> None:
+        memory = self._memory
+        memory.note(self._is_present)
         if self._step_squares is not None:
             memory.squares.copy_(self._step_squares)
             self._step_squares = memory.squares
         self._communicator.sum(memory.flats)
         # who has all gradients here knows that none is missing on all cores, and need not wait for the device
-        if len(self._present) < len(memory.parameters):
-            self._present = memory.noted()
+        if not all(self._is_present):
+            self._is_present = memory.noted()
 
     def clear(self) -> None:
         self._has_sums = False
-        self._present.clear()
         self._step_squares = None
         for p in self.parameters():
             p.grad = None
@@ -129,3 +132,7 @@ class FlatGradients(Gradients):
 
     def _square(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         return square_of(gradients, like=next(self.parameters()))
+
+
+def _dense(gradients: list[Any]) -> list[torch.Tensor]:
+    return [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]

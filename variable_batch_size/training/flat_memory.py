@@ -25,50 +25,54 @@ class FlatMemory:
 
     Attributes:
         flats: the flat tensors.
-        views: the gradient of each parameter.
+        views: the gradients, in the order of the parameters.
         squares: the squared norms.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], *, num_squares: int) -> None:
         self.parameters = parameters
-        self._kinds = [_kind(p) for p in parameters]
+        self._dtypes = [p.dtype for p in parameters]
+        self._kinds = [(p.shape, p.device) for p in parameters]
         self.flats: list[torch.Tensor] = []
-        self.views: dict[torch.Tensor, torch.Tensor] = {}
-        self._notes: list[tuple[torch.Tensor, list[torch.nn.Parameter]]] = []
-        of_kind: dict[tuple[torch.device, torch.dtype], list[torch.nn.Parameter]] = {}
-        for p in parameters:
-            of_kind.setdefault((p.device, p.dtype), []).append(p)
+        self._notes: list[tuple[torch.Tensor, list[int]]] = []  # and the numbers of their parameters
+        views: dict[int, torch.Tensor] = {}
+        of_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for number, p in enumerate(parameters):
+            of_kind.setdefault((p.device, p.dtype), []).append(number)
         carrier = next((kind for kind in of_kind if kind[1] in EXACT), None)
         for (device, dtype), members in of_kind.items():
-            *offsets, end = _aligned_offsets((p.numel() for p in members), dtype)
+            *offsets, end = _aligned_offsets((parameters[number].numel() for number in members), dtype)
             num_extras = len(members) + (num_squares if (device, dtype) == carrier else 0)
             flat = torch.zeros(end + num_extras, dtype=dtype, device=device)
             self.flats.append(flat)
             self._notes.append((flat[end : end + len(members)], members))
-            self.views.update((p, _view(flat, p, offset)) for p, offset in zip(members, offsets, strict=True))
+            views |= {n: _view(flat, parameters[n], offset) for n, offset in zip(members, offsets, strict=True)}
             if (device, dtype) == carrier:
                 self.squares = flat[end + len(members) :]
+        self.views = [views[number] for number in range(len(parameters))]
         if carrier is None:
             self.squares = torch.zeros(num_squares, device=parameters[0].device if parameters else None)
             self.flats.append(self.squares)
 
-    def fits(self, parameters: list[torch.nn.Parameter]) -> bool:
-        """Whether these are the parameters, of the same shape, device and dtype as they were."""
+    def fits(self, parameters: list[torch.nn.Parameter], *, is_thorough: bool = True) -> bool:
+        """Whether these are the parameters, of the same dtype as they were; if thorough, shape and device, too."""
         return (
             len(parameters) == len(self.parameters)
             and all(map(is_, parameters, self.parameters))
-            and [_kind(p) for p in parameters] == self._kinds
+            and [p.dtype for p in parameters] == self._dtypes
+            and not (is_thorough and [(p.shape, p.device) for p in parameters] != self._kinds)
         )
 
     def take_over(self, old: FlatMemory) -> None:
         """Take over the gradients of other memory, as far as the parameters are the same."""
-        for p, view in self.views.items():
-            if p in old.views:
-                view.copy_(old.views[p])
+        values = {id(p): view for p, view in zip(old.parameters, old.views, strict=True)}
+        for p, view in zip(self.parameters, self.views, strict=True):
+            if id(p) in values:
+                view.copy_(values[id(p)])
 
     def __reduce__(self) -> Any:
         # a copy of the views would not be views of the copy
-        return _restored, (self.parameters, len(self.squares), [self.views[p].clone() for p in self.parameters])
+        return _restored, (self.parameters, len(self.squares), [view.clone() for view in self.views])
 
     def zero(self) -> None:
         for flat in self.flats:
@@ -78,48 +82,52 @@ class FlatMemory:
         for flat in self.flats:
             flat.mul_(weight)
 
-    def note(self, present: set[torch.Tensor]) -> None:
+    def note(self, is_present: list[bool]) -> None:
         """Note which parameters had a gradient on this core."""
+        is_whole = all(is_present)
         for notes, members in self._notes:
-            if present.issuperset(members):
+            if is_whole:
                 notes.fill_(1)
             else:
-                notes.copy_(torch.tensor([float(p in present) for p in members]))
+                notes.copy_(torch.tensor([float(is_present[number]) for number in members]))
 
-    def noted(self) -> set[torch.Tensor]:
+    def noted(self) -> list[bool]:
         """Which parameters had a gradient on any core, after the sum over all of them; waits for the device."""
-        said = [(members, notes.ne(0).tolist()) for notes, members in self._notes]
-        return {p for members, flags in said for p, has_gradient in zip(members, flags, strict=True) if has_gradient}
+        found: dict[int, bool] = {}
+        for notes, members in self._notes:
+            found.update(zip(members, notes.ne(0).tolist(), strict=True))
+        return [found[number] for number in range(len(self.parameters))]
 
 
 def _restored(parameters: list[torch.nn.Parameter], num_squares: int, values: list[torch.Tensor]) -> FlatMemory:
     memory = FlatMemory(parameters, num_squares=num_squares)
-    for p, value in zip(parameters, values, strict=True):
-        memory.views[p].copy_(value)
+    for view, value in zip(memory.views, values, strict=True):
+        view.copy_(value)
     return memory
 
 
 def square_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
     """The squared norm of several tensors together, on the device of another one and in float32 at least."""
-    dtype = like.dtype if like.dtype in EXACT else torch.float32
     if not tensors:
+        dtype = like.dtype if like.dtype in EXACT else torch.float32
         return torch.zeros((), dtype=dtype, device=like.device)
-    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-    if all((t.dtype, t.device, t.layout) == (dtype, like.device, torch.strided) for t in real):
-        norms = list(torch._foreach_norm(real))
-    else:
-        norms = [_norm(tensor).to(like.device, dtype) for tensor in real]
-    return torch.stack(norms).square_().sum()
+    return torch.stack(_norms(tensors, like)).square_().sum()
+
+
+def _norms(tensors: list[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
+    # all at once where they are of one kind, which a GPU does much faster
+    if like.dtype in EXACT and all(t.dtype is like.dtype for t in tensors) and not any(t.is_sparse for t in tensors):
+        norms = list(torch._foreach_norm(tensors))
+        if all(norm.device == like.device for norm in norms):
+            return norms
+    return [_norm(tensor).to(like.device) for tensor in tensors]
 
 
 def _norm(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.coalesce().values() if tensor.is_sparse else tensor
-    norm: torch.Tensor = torch.linalg.vector_norm(dense, dtype=dense.dtype if dense.dtype in EXACT else torch.float32)
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    norm: torch.Tensor = torch.linalg.vector_norm(real, dtype=real.dtype if real.dtype in EXACT else torch.float32)
     return norm
-
-
-def _kind(p: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return p.shape, p.dtype, p.device
 
 
 def _aligned_offsets(sizes: Iterable[int], dtype: torch.dtype) -> Iterator[int]:

@@ -46,8 +46,13 @@ class Gradients(ABC):
         self.discard()
 
     @abstractmethod
-    def take(self, *, is_last: bool) -> None:
-        """Take over the gradients of the latest minibatch; `is_last` if it is the core's last one of the step."""
+    def take(self, *, is_last: bool, is_only: bool) -> None:
+        """Take over the gradients of the latest minibatch.
+
+        Args:
+            is_last: whether it is the core's last one of the step.
+            is_only: whether it is the only one of the step on any core.
+        """
 
     @abstractmethod
     def reduce(self, weight: float) -> None:
@@ -72,11 +77,12 @@ class Gradients(ABC):
         thing here that waits for the device.
         """
         groups = self._inner.param_groups
-        of_sum = self._squares([[(p, p.grad) for p in group["params"] if p.grad is not None] for group in groups])
-        plain = [p.grad for p in self.parameters() if p.grad is not None] if self._divisors is not None else []
-        values = self._read(torch.cat([self._measured(), of_sum, self._square(plain).view(1)]))
+        numbers = [self._measured(), self._squares(self._with_gradients())]
+        if self._divisors is not None:
+            numbers.append(self._square([p.grad for p in self.parameters() if p.grad is not None]).view(1))
+        values = self._read(torch.cat(numbers))
         is_known = [self._is_measurable(group["params"]) for group in groups]
-        pairs = zip(values[: len(groups)], values[len(groups) : -1], strict=True)
+        pairs = zip(values[: len(groups)], values[len(groups) : 2 * len(groups)], strict=True)
         found = [Norms(*pair) if known else None for known, pair in zip(is_known, pairs, strict=True)]
         return found, all(map(math.isfinite, values))
 
@@ -96,6 +102,10 @@ class Gradients(ABC):
     @abstractmethod
     def _read(self, numbers: torch.Tensor) -> list[float]:
         """Numbers on the host."""
+
+    def _with_gradients(self) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """The parameters of each group that have a gradient, and that."""
+        return [[(p, p.grad) for p in group["params"] if p.grad is not None] for group in self._inner.param_groups]
 
     def _is_measurable(self, parameters: Sequence[torch.Tensor]) -> bool:
         return self._divisors is None or any(p in self._divisors for p in parameters)

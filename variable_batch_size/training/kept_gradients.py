@@ -26,13 +26,11 @@ class KeptGradients(Gradients):
         self._has_sums = False
         super().__init__(*args, **options)
 
-    def take(self, *, is_last: bool) -> None:
+    def take(self, *, is_last: bool, is_only: bool) -> None:
         self._fit()
         if not self._measures:
             return
-        views = self._memory.views
-        groups = [[(p, views[p]) for p in group["params"] if p in views] for group in self._inner.param_groups]
-        squares = self._squares(groups)
+        squares = self._squares(self._with_gradients())
         if self._has_sums:
             for flat, held in zip(self._memory.flats, self._sums, strict=True):
                 flat.add_(held)  # the squared norms so far among them
@@ -56,13 +54,13 @@ class KeptGradients(Gradients):
             if self._has_sums:
                 raise RuntimeError("with `keep_gradients` the trainable parameters must stay the same within a step")
             memory = FlatMemory(trainable, num_squares=len(self._inner.param_groups))
-            for p, view in memory.views.items():
+            for p, view in zip(trainable, memory.views, strict=True):
                 if p.grad is not None:
                     view.copy_(p.grad)
                 p.grad = view
             self._memory, self._sums = memory, []
-        for number, p in enumerate(self._memory.parameters):
-            if p.grad is not self._memory.views[p]:
+        for number, (p, view) in enumerate(zip(self._memory.parameters, self._memory.views, strict=True)):
+            if p.grad is not view:
                 raise RuntimeError(
                     f"with `keep_gradients` a gradient must stay in its place, but that of parameter {number}, of the "
                     f"shape {tuple(p.shape)}, was replaced between backward() and step()"
@@ -82,14 +80,14 @@ class KeptGradients(Gradients):
 
     def discard(self) -> None:
         super().discard()
-        for p, view in self._memory.views.items():
+        for p, view in zip(self._memory.parameters, self._memory.views, strict=True):
             p.grad = view
         self.clear()
         self._fit()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        for p, view in self._memory.views.items():
+        for p, view in zip(self._memory.parameters, self._memory.views, strict=True):
             p.grad = view
 
     def _measured(self) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from variable_batch_size.checks import check_not_negative
 from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.rules.rule import Norms, Rule, Step
-from variable_batch_size.rules.transition import Transition
 from variable_batch_size.training.buffers import Buffers
 from variable_batch_size.training.description import settings_of
 from variable_batch_size.training.flat_gradients import FlatGradients
@@ -30,19 +29,6 @@ from variable_batch_size.training.wrapped import refuse_late_wrapper, take_over_
 logger = logging.getLogger(__name__)
 
 STATE_KEY = "variable_batch_size"
-
-
-class Options(TypedDict, total=False):
-    """What every optimizer of the library takes; :class:`CustomOptimizer` says what each is."""
-
-    log_steps: int
-    clip_grad_norm: float | None
-    model: torch.nn.Module | None
-    smooth_steps: int
-    max_factor: float | None
-    skip_nonfinite: bool | None
-    loss_scale: float
-    keep_gradients: bool
 
 
 class CustomOptimizer(ScheduledOptimizer):
@@ -163,7 +149,7 @@ class CustomOptimizer(ScheduledOptimizer):
         """
         if STATE_KEY not in state_dict:
             raise ValueError(f"the state has no {STATE_KEY!r}: it is that of another kind of optimizer")
-        own = _as_saved_now(state_dict[STATE_KEY])
+        own = state_dict[STATE_KEY]
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
         self.set_epoch(own["epoch"], own["epoch_step"])
         self.steps_done = own["steps_done"]
@@ -171,7 +157,7 @@ class CustomOptimizer(ScheduledOptimizer):
         self.steps_skipped = own["steps_skipped"]
         self.rule.load_state_dict(own["rule"])
         self._scaling.load_state_dict(own)
-        self._settings.adam_bias.load_state_dict(own["adam_bias"])
+        self._settings.adam_bias.load_state_dict(own.get("adam_bias", {}))
         if self._preconditioner is not None:
             self._preconditioner.refresh()
 
@@ -223,7 +209,7 @@ class CustomOptimizer(ScheduledOptimizer):
         self._factors = None
         is_last = self._position.is_complete
         with torch.no_grad():
-            self._gradients.take(is_last=is_last)
+            self._gradients.take(is_last=is_last, is_only=self.batch_size == self.sampler.minibatch_size)
             has_updated = is_last and self._complete_step()
         self._communicator.flush()
         for after in self._optimizer_step_post_hooks.values():
@@ -278,6 +264,8 @@ class CustomOptimizer(ScheduledOptimizer):
         if self.skip_nonfinite and not is_finite:
             return True
         norms = [pair and Norms(pair[0] / self.loss_scale / size, pair[1] / size**2) for pair in found]
+        if step.num_minibatches == 1:  # whose squared norm need not have been measured twice
+            norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
         self.rule.observe(step, norms)
         return False
 
@@ -295,31 +283,12 @@ class CustomOptimizer(ScheduledOptimizer):
     def _say_skipped(self) -> None:
         self.steps_skipped += 1
         if self.sampler.rank == 0:
-            logger.warning(
-                "epoch %d, step %d/%d: the gradient is not finite, the update is skipped (%d so far)",
-                self.epoch,
-                self.epoch_step,
-                self._position.num_epoch_steps,
-                self.steps_skipped,
-            )
+            message = "epoch %d, step %d/%d: the gradient is not finite, the update is skipped (%d so far)"
+            logger.warning(message, *self._place(), self.steps_skipped)
 
     def _log(self) -> None:
-        logger.info(
-            "epoch %d, step %d/%d: batch size %d, learning rate %g, %d samples in all",
-            self.epoch,
-            self.epoch_step,
-            self._position.num_epoch_steps,
-            self.batch_size,
-            self.current_lr(),
-            self.samples_done,
-        )
+        message = "epoch %d, step %d/%d: batch size %d, learning rate %g, %d samples in all"
+        logger.info(message, *self._place(), self.batch_size, self.current_lr(), self.samples_done)
 
-
-def _as_saved_now(own: dict[str, Any]) -> dict[str, Any]:
-    """A state with what the first version of the format has in another place, or not at all."""
-    first = {
-        "progress": own["rule"].get("progress", 0.0),
-        "transition_of_all": [*own["transitions"], Transition().state_dict()][0],
-        "adam_bias": {},
-    }
-    return {**first, **own}
+    def _place(self) -> tuple[int, int, int]:
+        return self.epoch, self.epoch_step, self._position.num_epoch_steps

@@ -10,7 +10,8 @@ from typing_extensions import Unpack
 from variable_batch_size.rules.adam import AdamRule
 from variable_batch_size.rules.adascale import AdamScaleRule, AdaScaleRule
 from variable_batch_size.rules.scaling import ConstantRule, LEGWRule, LinearMomentumRule, LinearRule, RootRule
-from variable_batch_size.training.optimizer import CustomOptimizer, Options
+from variable_batch_size.training.optimizer import CustomOptimizer
+from variable_batch_size.training.options import Options
 from variable_batch_size.training.sampler import CustomSampler
 
 

@@ -10,8 +10,9 @@ from torch.utils.data import Sampler
 
 from variable_batch_size.checks import check_within, is_integer
 from variable_batch_size.cores.running import running_cores
+from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.permutation import Permutation
-from variable_batch_size.schedules.schedule import OnEnd, Schedule
+from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Trace, TraceLike
 
 logger = logging.getLogger(__name__)

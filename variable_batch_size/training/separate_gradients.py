@@ -27,7 +27,7 @@ class SeparateGradients(Gradients):
         self._has_sums = False
         super().__init__(*args, **options)
 
-    def take(self, *, is_last: bool) -> None:
+    def take(self, *, is_last: bool, is_only: bool) -> None:
         self._fit()
         for number, group in enumerate(self._inner.param_groups):
             fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]

@@ -1,0 +1,116 @@
+"""SIGTERM: noted while somebody listens, and left to the parent in loader workers."""
+
+import signal
+import subprocess
+import sys
+
+TERMINATED = -signal.SIGTERM
+
+
+def run(code):
+    """The exit code of a process of its own, and what it printed."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout.split()
+
+
+NOTED = """
+import os, signal, time
+from variable_batch_size.cores import stopping
+stopping.note_sigterm()
+with stopping.listening():
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stopping.was_told()
+    {obey}
+print("after")
+os.kill(os.getpid(), signal.SIGTERM)
+print("again", flush=True)
+stopping._SECONDS_OF_ONE_ORDER = 0.0
+os.kill(os.getpid(), signal.SIGTERM)
+print("never")
+"""
+
+
+def test_a_signal_that_nobody_obeys_has_its_effect_when_nobody_listens_any_more():
+    assert run(NOTED.format(obey="pass")) == (TERMINATED, [])
+
+
+def test_a_signal_that_was_obeyed_may_come_again_for_a_while():
+    assert run(NOTED.format(obey="stopping.obey()")) == (TERMINATED, ["after", "again"])
+
+
+# ------------------------------------------------------------------------------------------------------- loader workers
+
+SHIELDED = """
+import multiprocessing, os, signal, subprocess, time
+import torch
+from torch.utils.data import DataLoader
+from variable_batch_size.cores import loader_workers, stopping
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        if index:
+            time.sleep(600)
+        return index
+
+def terminate(pid):
+    subprocess.run(["kill", "-TERM", str(pid)], check=True)
+
+loader_workers.shield_loader_workers()
+stopping.note_sigterm()
+"""
+
+
+def test_a_loader_worker_ignores_the_signal_of_others_and_obeys_its_parent():
+    code = """
+with stopping.listening():
+    iterator = iter(DataLoader(Slow(), num_workers=1))
+    (worker,) = multiprocessing.active_children()
+    terminate(worker.pid)  # perhaps before torch has set it up
+    print(int(next(iterator)))
+    terminate(worker.pid)
+    worker.join(1.5)
+    print(worker.exitcode)
+    worker.terminate()
+    worker.join()
+    print(worker.exitcode)
+"""
+    assert run(SHIELDED + code) == (0, ["0", "None", "0"])
+
+
+def test_workers_that_are_busy_hold_nobody_up_when_their_parent_ends():
+    code = """
+iterator = iter(DataLoader(Slow(), num_workers=2, persistent_workers=True))
+print(int(next(iterator)))
+"""
+    assert run(SHIELDED + code) == (0, ["0"])
+
+
+def test_a_worker_that_was_told_and_is_busy_ends_with_its_parent():
+    code = """
+iterator = iter(DataLoader(Slow(), num_workers=1))
+print(int(next(iterator)))
+(worker,) = multiprocessing.active_children()
+terminate(worker.pid)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    # which returns when the worker has closed its output, too
+    assert run(SHIELDED + code)[0] == -signal.SIGKILL
+
+
+def test_whatever_else_is_forked_can_be_terminated_as_always():
+    code = """
+with stopping.listening():
+    program = subprocess.Popen(["sleep", "600"], preexec_fn=os.setsid)
+    program.terminate()
+    print(program.wait())
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    process.start()
+    time.sleep(0.1)
+    process.terminate()
+    process.join()
+    print(process.exitcode)
+"""
+    assert run(SHIELDED + code) == (0, [str(TERMINATED), str(TERMINATED)])

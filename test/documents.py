@@ -1,0 +1,69 @@
+"""The documents of the repository, the code blocks in them, and how those are run."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+_RUN_EACH = """
+import json, runpy, sys, traceback
+failures = {}
+for path in sys.argv[2:]:
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except BaseException:
+        failures[path] = traceback.format_exc()
+with open(sys.argv[1], "w") as file:
+    json.dump(failures, file)
+"""
+
+
+def name_of(document):
+    return str(document.relative_to(ROOT))
+
+
+def blocks(document, language):
+    """The code blocks of a language in a document, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def output_of(command, folder):
+    """What a terminal of 80 columns shows after a command."""
+    python = shlex.quote(sys.executable)
+    functions = f'vbs() {{ {python} -m variable_batch_size "$@"; }}; python() {{ {python} "$@"; }}; '
+    environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
+    shell = ["bash", "-c", functions + command]
+    done = subprocess.run(
+        shell, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
+    )
+    return done.stdout
+
+
+def commands_of(block):
+    """The commands of a console block, each with the output below it."""
+    for shown in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        command, _, output = shown.partition("\n")
+        yield command, output
+
+
+def run_as_scripts(sources, folder):
+    """Run Python blocks as scripts; the traceback of each that fails, by its name.
+
+    All in one process, as importing torch takes seconds.
+    """
+    paths = [folder / f"{name}.py" for name in sources]
+    for path, source in zip(paths, sources.values(), strict=True):
+        path.write_text(source, encoding="utf-8")
+    report = folder / "failures.json"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", "-c", _RUN_EACH, str(report), *map(str, paths)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    failures = json.loads(report.read_text(encoding="utf-8"))
+    return {Path(path).stem: failure for path, failure in failures.items()}

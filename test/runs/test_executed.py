@@ -1,0 +1,118 @@
+"""The executed trace: grows by what is new, and is whole again after whatever has happened to it."""
+
+import resource
+import time
+
+import pytest
+
+import variable_batch_size as vbs
+from variable_batch_size.runs.executed import Executed
+
+SIZES = [8, 16, 8, 4, 12, 8, 24, 8, 4]  # the steps of three epochs of 40 samples: 4, 2 and 3
+
+
+def executed(path, sizes=SIZES):
+    schedule = vbs.Schedule(vbs.Trace.of(sizes), dataset_size=40, minibatch_size=4)
+    return Executed(path, schedule, origin="seed 0")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "executed.csv"
+
+
+def whole(steps):
+    rows = "".join(f"{step},{size}\n" for step, size in enumerate(SIZES[:steps]))
+    return f"# executed from trace: seed 0\nstep,batchsize\n{rows}"
+
+
+def test_it_grows_with_the_run(path):
+    file = executed(path)
+    file.extend([0])
+    assert not path.exists()
+    file.extend([3])
+    inode = path.stat().st_ino
+    for steps_of_epochs in ([4], [4, 0], [4, 0], [4, 2, 1], [4, 2, 3, 0]):
+        file.extend(steps_of_epochs)
+        assert path.read_text() == whole(sum(steps_of_epochs))
+    assert path.stat().st_ino == inode
+    assert list(vbs.Trace.read(path)) == SIZES
+
+
+def test_epochs_left_early_are_said_where_the_next_begins(path):
+    file = executed(path)
+    for steps_of_epochs in ([1], [1, 0], [1, 0, 2]):
+        file.extend(steps_of_epochs)
+    assert path.read_text().splitlines()[2:] == [
+        "0,8",
+        "# epoch 0 was left after 1 of its 4 steps: replayed, the epochs begin elsewhere",
+        "# epoch 1 was left after 0 of its 2 steps: replayed, the epochs begin elsewhere",
+        "1,24",
+        "2,8",
+    ]
+    assert list(vbs.Trace.read(path)) == [8, 24, 8]
+
+
+@pytest.mark.parametrize("length", range(len(whole(7)) + 1))
+def test_cut_anywhere_it_goes_on_from_the_checkpoint(path, length):
+    """A crash may have left any beginning of the file, with more rows or fewer than the checkpoint has steps."""
+    path.write_text(whole(7)[:length])
+    file = executed(path)
+    file.cut_back([4, 1])
+    assert whole(5).startswith(path.read_text())
+    file.extend([4, 2])
+    assert path.read_text() == whole(6)
+
+
+def test_a_comment_that_a_crash_has_left_comes_once(path):
+    first = executed(path)
+    first.extend([1])
+    first.extend([1, 1])
+    again = executed(path)
+    again.cut_back([1])
+    again.extend([1, 1])
+    assert path.read_text().count("#") == 2
+    assert list(vbs.Trace.read(path)) == [8, 12]
+
+
+@pytest.mark.parametrize("harm", [lambda path: path.unlink(), lambda path: path.write_text("step,batchsize\n0,8\n")])
+def test_removed_or_changed_by_somebody_it_is_written_anew(path, harm):
+    file = executed(path)
+    file.extend([3])
+    harm(path)
+    file.extend([4, 2])
+    assert path.read_text() == whole(6)
+
+
+def test_a_file_of_another_run_is_replaced(path):
+    path.write_text("whatever\n")
+    executed(path).extend([2])
+    assert path.read_text() == whole(2)
+
+
+def test_a_full_disk_is_said_and_the_run_that_goes_on_has_it_whole(path):
+    file = executed(path)
+    file.extend([3])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole(3)) + 6, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"executed\.csv could not be written: .*File too large"):
+            file.extend([4, 2])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    again = executed(path)
+    again.cut_back([4, 2])
+    again.extend([4, 2, 1])
+    assert path.read_text() == whole(7)
+
+
+def test_what_a_save_adds_costs_what_it_adds_and_not_what_is_there(path):
+    file = executed(path, sizes=4)
+
+    def seconds(rows):
+        begin = time.process_time()
+        file.extend([10] * (rows // 10))
+        return time.process_time() - begin
+
+    all_rows = seconds(300_000)
+    assert min(seconds(300_000 + 10 * more) for more in range(1, 6)) < all_rows / 10

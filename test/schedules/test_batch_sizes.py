@@ -1,0 +1,63 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from variable_batch_size import Trace
+from variable_batch_size.schedules.batch_sizes import ON_END, BatchSizes
+
+ROWS = st.lists(st.integers(1, 9), min_size=1, max_size=200)
+
+
+def written_out(rows, on_end, num_steps):
+    """The batch sizes of that many steps, one by one."""
+    then = {"stop": [], "hold": itertools.repeat(rows[-1]), "cycle": itertools.cycle(rows)}[on_end]
+    return list(itertools.islice(itertools.chain(rows, then), num_steps))
+
+
+@settings(deadline=None)
+@given(rows=ROWS, on_end=st.sampled_from(ON_END), data=st.data())
+def test_every_answer_is_that_of_the_sizes_written_out(rows, on_end, data):
+    sizes = BatchSizes(Trace.from_sequence(rows), on_end)
+    expected = written_out(rows, on_end, 3 * len(rows) + 5)
+    start = data.draw(st.integers(0, len(expected)))
+    stop = data.draw(st.integers(start, len(expected)))
+    part = expected[start:stop]
+    assert sizes.of_steps(range(start, stop)).tolist() == part
+    assert [sizes.of_step(step) for step in range(start, stop)] == part
+    assert sizes.samples_before(start) == sum(expected[:start])
+    distinct, counts = sizes.counts(range(start, stop))
+    assert dict(zip(distinct.tolist(), counts.tolist(), strict=True)) == {size: part.count(size) for size in {*part}}
+    assert distinct.tolist() == sorted({*part})
+    assert sizes.sum(range(start, stop), lambda each: each**2) == sum(size**2 for size in part)
+
+
+@settings(deadline=None)
+@given(rows=ROWS, on_end=st.sampled_from(ON_END), data=st.data())
+def test_a_step_is_found_by_the_samples_before_it(rows, on_end, data):
+    sizes = BatchSizes(Trace.from_sequence(rows), on_end)
+    expected = written_out(rows, on_end, 3 * len(rows))
+    step = data.draw(st.integers(0, len(expected) - 1))
+    more = data.draw(st.integers(0, expected[step] - 1))
+    assert sizes.step_at(sum(expected[:step]) + more) == step
+
+
+@pytest.mark.parametrize(("on_end", "samples"), [("hold", 10**12 + 3), ("cycle", 2 * 10**12)])
+def test_a_trillion_steps_take_no_longer_than_a_few(on_end, samples):
+    sizes = BatchSizes(Trace.from_sequence([2, 3, 1]), on_end)
+    assert sizes.sum(range(10**12), lambda each: each) == samples
+    assert sizes.samples_before(10**12) == samples
+    assert sizes.step_at(samples) == 10**12
+
+
+def test_a_constant_trace_holds_whatever_is_said():
+    assert BatchSizes(Trace.constant(64), "cycle").on_end == "hold"
+
+
+def test_the_first_row_that_breaks_a_rule_is_named():
+    sizes = BatchSizes(Trace.from_sequence([*[64] * 5000, 96, 32]), "stop")
+    with pytest.raises(ValueError, match=r"^trace\[5000\]: batchsize must be even in 64ths, got 96$"):
+        sizes.refuse_first(lambda rows: rows % 64 != 0, "even in 64ths")
+    sizes.refuse_first(lambda rows: np.zeros(len(rows), dtype=bool), "anything")

@@ -1,0 +1,169 @@
+"""The documentation as a site: built without a warning, every link leads somewhere, nothing comes from the network."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from documents import ROOT
+from selenium import webdriver
+
+import variable_batch_size as vbs
+
+DESKTOP, PHONE = 1280, 390
+
+
+def build(directory, *, config="mkdocs.yml"):
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        config,
+        "--site-dir",
+        str(directory),
+    ]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # a note of the theme about its successor
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("site")
+    done = build(directory)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    return directory
+
+
+class Page(HTMLParser):
+    """What a page links to, what it loads by itself, the places in it, and its text outside of code."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.loads, self.places, self.text = [], [], [], ""
+        self._open = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self._open.append(tag)
+        self.places += [values[name] for name in ("id", "name") if values.get(name)]
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        elif tag == "link" and values["rel"] not in ("canonical", "prev", "next"):
+            self.loads.append(values["href"])
+        elif tag in ("img", "script", "iframe", "source") and "src" in values:
+            self.loads.append(values["src"])
+
+    def handle_endtag(self, tag):
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if not {"code", "pre", "script", "style"} & set(self._open):
+            self.text += data
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path: Page(path) for path in sorted(site.rglob("*.html")) if path.name != "404.html"}
+
+
+def is_elsewhere(address):
+    return bool(urlsplit(address).netloc)
+
+
+def test_every_link_and_every_place_in_a_page_is_there(pages):
+    followed = 0
+    for path, page in pages.items():
+        for address in (*page.links, *page.loads):
+            parts = urlsplit(address)
+            if parts.netloc or parts.scheme:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            assert target.exists(), f"{path.name}: {address}"
+            if parts.fragment and target in pages:
+                assert unquote(parts.fragment) in pages[target].places, f"{path.name}: {address}"
+            followed += 1
+    assert followed > 1000
+
+
+def test_no_page_loads_anything_from_the_network(site, pages):
+    for path, page in pages.items():
+        assert not [address for address in page.loads if is_elsewhere(address)], path.name
+    for sheet in site.rglob("*.css"):
+        addresses = re.findall(r"(?:url\(|@import)\s*[\"']?([^\"')]+)", sheet.read_text(encoding="utf-8"))
+        for address in addresses:
+            assert address.startswith("data:") or (sheet.parent / address).exists(), f"{sheet.name}: {address}"
+
+
+def test_every_public_name_is_in_the_reference_once(pages):
+    headings = [place for path, page in pages.items() if path.parent.name == "reference" for place in page.places]
+    for name in set(vbs.__all__) - {"__version__"}:
+        assert headings.count(f"variable_batch_size.{name}") == 1, name
+
+
+def test_equations_roles_and_examples_are_rendered(pages):
+    for path, page in pages.items():
+        assert not re.search(r"\$|\\\(|\\\[|:(class|meth|func|data):|>>>", page.text), path.name
+    equations = {path.name: path.read_text(encoding="utf-8").count("<math") for path in pages}
+    assert equations["rules.html"] > 50
+
+
+@pytest.mark.parametrize(
+    ("latex", "is_known"), [(r"\frac{a}{b}", True), (r"\begin{aligned} a &= b \end{aligned}", False)]
+)
+def test_latex_that_cannot_be_rendered_fails_the_build(tmp_path, latex, is_known):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# One page\n\n$$\n{latex}\n$$\n")
+    hook = ROOT / "docs" / "plugins" / "equations.py"
+    config = {
+        "site_name": "x",
+        "hooks": [str(hook)],
+        "markdown_extensions": [{"pymdownx.arithmatex": {"generic": True}}],
+    }
+    (tmp_path / "mkdocs.yml").write_text(json.dumps(config))
+    done = build(tmp_path / "site", config=str(tmp_path / "mkdocs.yml"))
+    assert (done.returncode == 0) == is_known, done.stderr
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(("width", "scheme"), [(DESKTOP, "default"), (PHONE, "slate")])
+def test_no_page_is_wider_than_the_screen_or_asks_anybody_for_anything(pages, width, scheme):
+    with browser(width, is_dark=scheme == "slate") as driver:
+        for path in pages:
+            driver.get(path.as_uri())
+            assert driver.execute_script("return document.documentElement.scrollWidth") <= width, path.name
+            assert driver.execute_script("return document.body.getAttribute('data-md-color-scheme')") == scheme
+        assert {urlsplit(address).scheme for address in requested_by(driver)} <= {"file", "data", "blob"}
+
+
+def browser(width, *, is_dark):
+    """Chromium without a window, as wide as that."""
+    programs = [shutil.which("chromium"), shutil.which("chromedriver")]
+    assert all(programs), "needs chromium and chromedriver: apt-get install chromium chromium-driver"
+    options = webdriver.ChromeOptions()
+    options.binary_location = programs[0]
+    options.add_argument("--headless=new")
+    options.add_argument("--no-sandbox")  # which root may not have
+    options.add_argument("--disable-background-networking")
+    options.set_capability("goog:loggingPrefs", {"performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(programs[1]))
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == PHONE}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    return driver
+
+
+def requested_by(driver):
+    messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]

@@ -1,0 +1,139 @@
+"""BatchSizes: the batch size of every step, also beyond the last row of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from variable_batch_size.checks import check_one_of
+from variable_batch_size.traces.trace import Trace
+
+Integers = npt.NDArray[np.int64]
+
+OnEnd = Literal["stop", "hold", "cycle"]
+ON_END: tuple[OnEnd, ...] = get_args(OnEnd)
+
+_STEPS_AT_ONCE = 4096
+_ROWS_PER_MARK = 64
+
+
+class BatchSizes:
+    """The batch sizes of a run: the rows of a trace, then what `on_end` says.
+
+    A step is found as fast far beyond the end as before it, and nothing is repeated in memory.
+
+    Args:
+        trace: the batch size of every step.
+        on_end: what follows its last row: ``"stop"`` nothing, ``"hold"`` that row forever, ``"cycle"`` all rows again.
+
+    >>> sizes = BatchSizes(Trace.from_sequence([64, 96, 32]), "cycle")
+    >>> sizes.of_step(10**12), sizes.samples_before(10**12), sizes.step_at(64_000_000_000_000)
+    (96, 64000000000000, 1000000000000)
+    """
+
+    def __init__(self, trace: Trace, on_end: OnEnd) -> None:
+        check_one_of(ON_END, on_end=on_end)
+        self.trace = trace
+        self.on_end: OnEnd = "hold" if trace.is_endless else on_end
+        self.rows = trace.sizes
+        # samples before each block of rows: before each row they would take as much memory as the trace
+        of_blocks = np.add.reduceat(self.rows, np.arange(0, len(self.rows), _ROWS_PER_MARK))
+        self._marks = np.cumsum(of_blocks) - of_blocks
+        self._total = int(of_blocks.sum())
+
+    def refuse_first(self, is_wrong: Callable[[Integers], npt.NDArray[np.bool_]], rule: str) -> None:
+        """Raise if a row breaks a rule, with the place and the value of the first that does."""
+        for start in range(0, len(self.rows), _STEPS_AT_ONCE):
+            found = is_wrong(self.rows[start : start + _STEPS_AT_ONCE])
+            if found.any():
+                row = start + int(found.argmax())
+                raise ValueError(f"{self.trace.place(row)}: batchsize must be {rule}, got {self.rows[row]}")
+
+    def of_step(self, step: int) -> int:
+        """The batch size of a step."""
+        num_rows = len(self.rows)
+        if step < 0:
+            raise ValueError(f"`step` must be a non-negative integer, got {step}")
+        if step >= num_rows and self.on_end == "stop":
+            raise ValueError(f"{self.trace.name} holds {counted(num_rows, 'step')}, got step {step} (counting from 0)")
+        return int(self.rows[min(step, num_rows - 1) if self.on_end == "hold" else step % num_rows])
+
+    def of_steps(self, steps: range) -> Integers:
+        """The batch sizes of successive steps."""
+        num_rows = len(self.rows)
+        if steps.stop <= num_rows:
+            return self.rows[steps.start : steps.stop]
+        numbers = np.arange(steps.start, steps.stop)
+        return self.rows[np.minimum(numbers, num_rows - 1) if self.on_end == "hold" else numbers % num_rows]
+
+    # ------------------------------------------------------------------------------------------- samples and steps
+
+    def samples_before(self, step: int) -> int:
+        """The samples used by all steps before this one."""
+        num_rows = len(self.rows)
+        if step <= num_rows:
+            return self._samples_before_row(step)
+        if self.on_end == "hold":
+            return self._total + (step - num_rows) * int(self.rows[-1])
+        cycles, row = divmod(step, num_rows)
+        return cycles * self._total + self._samples_before_row(row)
+
+    def step_at(self, samples: int) -> int:
+        """The last step that has at most this many samples before it."""
+        if samples < self._total or self.on_end == "stop":
+            return self._row_at(samples)
+        if self.on_end == "hold":
+            return len(self.rows) + (samples - self._total) // int(self.rows[-1])
+        cycles, rest = divmod(samples, self._total)
+        return cycles * len(self.rows) + self._row_at(rest)
+
+    def _samples_before_row(self, row: int) -> int:
+        mark = min(row // _ROWS_PER_MARK, len(self._marks) - 1)
+        return int(self._marks[mark] + self.rows[mark * _ROWS_PER_MARK : row].sum())
+
+    def _row_at(self, samples: int) -> int:
+        """The last row that has at most this many samples before it; the number of rows if all have."""
+        mark = int(self._marks.searchsorted(samples, side="right")) - 1
+        start = mark * _ROWS_PER_MARK
+        used = self.rows[start : start + _ROWS_PER_MARK].cumsum()
+        return start + int(used.searchsorted(samples - self._marks[mark], side="right"))
+
+    # ------------------------------------------------------------------------------------------------- many steps
+
+    def counts(self, steps: range) -> tuple[Integers, Integers]:
+        """The distinct batch sizes of successive steps, ascending, and how many of the steps have each."""
+        if not steps:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        self.of_step(steps[-1])  # refuses what is beyond the end
+        found = [(times, *np.unique(self.of_steps(part), return_counts=True)) for times, part in self._parts(steps)]
+        sizes, where = np.unique(np.concatenate([sizes for _, sizes, _ in found]), return_inverse=True)
+        counts = np.zeros(len(sizes), dtype=np.int64)
+        np.add.at(counts, where, np.concatenate([times * counts for times, _, counts in found]))
+        return sizes, counts
+
+    def sum(self, steps: range, count: Callable[[Integers], npt.NDArray[Any]]) -> int:
+        """The sum over successive steps of a count that depends on their batch sizes."""
+        return sum(
+            times * int(count(self.of_steps(part[start : start + _STEPS_AT_ONCE])).sum())
+            for times, part in self._parts(steps)
+            for start in range(0, len(part), _STEPS_AT_ONCE)
+        )
+
+    def _parts(self, steps: range) -> list[tuple[int, range]]:
+        """Successive steps, in short: how often which steps have the same batch sizes, in any order."""
+        num_rows = len(self.rows)
+        if len(steps) > num_rows and self.on_end == "cycle":
+            cycles, rest = divmod(len(steps), num_rows)
+            return [(cycles, range(num_rows)), (1, steps[:rest])]
+        if steps.stop > num_rows and self.on_end == "hold":
+            held = min(len(steps), steps.stop - num_rows)
+            return [(1, steps[: len(steps) - held]), (held, range(num_rows - 1, num_rows))]
+        return [(1, steps)]
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural unless it is one."""
+    return f"{number} {noun}" + ("s" if number != 1 else "")
