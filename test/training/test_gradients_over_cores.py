@@ -37,7 +37,7 @@ def take_all(parameters, gradients, minibatches):
                 p.grad = torch.full_like(p, value)
             else:
                 p.grad.add_(value)
-        gradients.take(is_last=number == len(minibatches))
+        gradients.take(is_last=number == len(minibatches), is_only=False)
 
 
 def values_of(parameters):
@@ -125,10 +125,19 @@ def test_a_core_alone_weighs_its_own_minibatches(kind, num_minibatches, weight):
 def test_a_single_minibatch_of_the_only_core_is_used_as_it_is():
     parameters, gradients = make(FlatGradients, Alone())
     own = parameters[0].grad = torch.ones(1, dtype=torch.float64)
-    gradients.take(is_last=True)
+    gradients.take(is_last=True, is_only=False)
     gradients.reduce(1.0)
     assert parameters[0].grad is own
     assert parameters[1].grad is None
+
+
+def test_the_only_minibatch_of_a_step_is_not_measured_by_itself():
+    parameters, gradients = make(FlatGradients, Alone(), measures=True)
+    for p in parameters:
+        p.grad = torch.full_like(p, 3.0)
+    gradients.take(is_last=True, is_only=True)
+    gradients.reduce(1.0)
+    assert gradients.norms() == ([Norms(0.0, 18.0)], True)
 
 
 def test_what_was_never_measured_is_zero():
@@ -164,12 +173,12 @@ def test_a_group_may_be_added_between_two_minibatches():
     gradients = FlatGradients(inner, Alone(), measures=True)
     with torch.no_grad():
         parameters[0].grad = torch.full((1,), 3.0, dtype=torch.float64)
-        gradients.take(is_last=False)
+        gradients.take(is_last=False, is_only=False)
         late = nn.Parameter(torch.zeros(4, dtype=torch.float64))
         inner.add_param_group({"params": [late]})
         late.grad = torch.full((4,), 2.0, dtype=torch.float64)
         parameters[0].grad = torch.full((1,), 1.0, dtype=torch.float64)
-        gradients.take(is_last=True)
+        gradients.take(is_last=True, is_only=False)
         gradients.reduce(0.5)
     assert gradients.norms() == ([Norms(5.0, 4.0), Norms(8.0, 4.0)], True)
     assert late.grad.tolist() == [1.0] * 4
@@ -195,10 +204,10 @@ def test_a_parameter_frozen_within_a_step_keeps_what_it_had():
         gradients.clear()
         for p, value in zip(parameters, (1.0, 2.0), strict=True):
             p.grad = torch.full_like(p, value)
-        gradients.take(is_last=False)
+        gradients.take(is_last=False, is_only=False)
         parameters[1].requires_grad_(False)
         parameters[0].grad = torch.full_like(parameters[0], 3.0)
-        gradients.take(is_last=True)
+        gradients.take(is_last=True, is_only=False)
         gradients.reduce(1.0)
     assert values_of(parameters) == [4.0, 2.0]
 
@@ -210,7 +219,7 @@ def test_an_unfinished_step_is_dropped(kind):
         parameters[0].grad = (
             torch.full_like(parameters[0], 5.0) if kind is FlatGradients else parameters[0].grad.add_(5)
         )
-        gradients.take(is_last=False)
+        gradients.take(is_last=False, is_only=False)
         gradients.discard()
         take_all(parameters, gradients, [[1, 2]])
         gradients.reduce(1.0)
@@ -241,7 +250,7 @@ def test_kept_gradients_have_room_for_a_parameter_that_comes_later():
     with torch.no_grad():
         parameters[0].grad.add_(3.0)
         late.grad = torch.full((4,), 2.0, dtype=torch.float64)
-        gradients.take(is_last=True)
+        gradients.take(is_last=True, is_only=False)
         gradients.reduce(1.0)
     assert [p.grad.tolist() for p in (*parameters, late)] == [[3.0], [0.0], [2.0] * 4]
     assert gradients.norms() == ([Norms(9.0, 9.0), Norms(16.0, 16.0)], True)
@@ -250,11 +259,11 @@ def test_kept_gradients_have_room_for_a_parameter_that_comes_later():
 def test_kept_gradients_refuse_other_parameters_within_a_step():
     parameters, gradients = make(KeptGradients, Alone(), measures=True)
     parameters[0].grad.add_(3.0)
-    gradients.take(is_last=False)
+    gradients.take(is_last=False, is_only=False)
     parameters[1].requires_grad_(False)
     message = "^with `keep_gradients` the trainable parameters must stay the same within a step$"
     with pytest.raises(RuntimeError, match=message):
-        gradients.take(is_last=True)
+        gradients.take(is_last=True, is_only=False)
 
 
 def test_kept_gradients_say_which_one_was_replaced():
@@ -265,4 +274,4 @@ def test_kept_gradients_say_which_one_was_replaced():
         r"was replaced between backward\(\) and step\(\)$"
     )
     with pytest.raises(RuntimeError, match=message):
-        gradients.take(is_last=True)
+        gradients.take(is_last=True, is_only=False)
