@@ -57,15 +57,15 @@ def test_a_log_is_told_the_gain_and_the_noise_scale():
 @pytest.mark.parametrize("starts_with_mean", [False, True])
 def test_averages_go_on_where_they_were_saved(starts_with_mean):
     rule, other = (AdaScaleRule(starts_with_mean=starts_with_mean) for _ in range(2))
-    half = Step(batch_size=500, minibatch_size=250, ref_batchsize=1)  # at which the past counts half
-    rule.observe(half, [Norms(1.0, 1.0), None])
+    step = Step(batch_size=100, minibatch_size=50, ref_batchsize=1)  # at which the past keeps 9/10 of its weight
+    rule.observe(step, [Norms(1.0, 1.0), None])
     other.load_state_dict(rule.state_dict())
     assert other.noise(1) is None
     for each in (rule, other):
-        each.observe(half, [Norms(4.0, 4.0), Norms(2.0, 2.0)])
-    # weights 1/2 and 1/2 of the plain mean; debiased, 1/4 and 1/2
-    assert rule.noise(0) == other.noise(0) == Noise(0.0, pytest.approx(2.5 if starts_with_mean else 3.0))
-    assert rule.noise(1) == other.noise(1) == Noise(0.0, 2.0)
+        each.observe(step, [Norms(4.0, 4.0), Norms(2.0, 2.0)])
+    mean = 2.5 if starts_with_mean else (0.09 * 1 + 0.1 * 4) / 0.19
+    assert rule.noise(0) == other.noise(0) == Noise(0.0, pytest.approx(mean))
+    assert rule.noise(1) == other.noise(1) == Noise(0.0, pytest.approx(2.0))
 
 
 def test_adamscale_is_worth_the_square_of_its_factor():

@@ -109,10 +109,11 @@ def test_unequal_minibatches_have_the_noise_written_here():
     assert vars(found) == pytest.approx({"variance": 8.0, "square_norm": 1.0})
 
 
-@pytest.mark.parametrize("wrong", [{"weights": [1.0]}, {"sizes": [1]}])
-def test_every_minibatch_must_have_a_weight_and_a_size(wrong):
+@pytest.mark.parametrize("wrong", [{"squares": [8.0]}, {"weights": [1.0]}, {"sizes": [1]}])
+def test_every_minibatch_must_have_a_square_a_weight_and_a_size(wrong):
+    right = {"squares": [8.0, 4.0], "weights": [0.25, 0.75], "sizes": [1, 3]}
     with pytest.raises(ValueError, match="argument 2 is"):
-        Noise.from_weighted_norms([8.0, 4.0], 3.0, **{"weights": [0.25, 0.75], "sizes": [1, 3], **wrong})
+        Noise.from_weighted_norms(square_of_mean=3.0, **{**right, **wrong})
 
 
 def test_the_past_fades_by_what_is_written_here():

@@ -172,6 +172,10 @@ def test_a_warm_up_takes_as_many_steps_at_every_batch_size():
         assert factors == [0.25 * root, 0.5 * root, 0.75 * root, root, root, root]
 
 
+def test_a_warm_up_of_one_sample_is_over_at_once():
+    assert LEGWRule(warmup_samples=1).factor(Step(512, 32, ref_batchsize=128)) == 2.0
+
+
 @pytest.mark.parametrize("warmup_samples", [0, -1, float("nan")])
 def test_a_warm_up_that_is_not_positive_is_refused(warmup_samples):
     with pytest.raises(ValueError, match=f"^`warmup_samples` must be positive, got {warmup_samples}$"):

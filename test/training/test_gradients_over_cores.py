@@ -131,6 +131,15 @@ def test_a_single_minibatch_of_the_only_core_is_used_as_it_is():
     assert parameters[1].grad is None
 
 
+def test_the_only_minibatch_of_a_step_is_not_measured_by_itself():
+    parameters, gradients = make(FlatGradients, Alone(), measures=True)
+    for p in parameters:
+        p.grad = torch.full_like(p, 3.0)
+    gradients.take(is_last=True, is_only=True)
+    gradients.reduce(1.0)
+    assert gradients.norms() == ([Norms(0.0, 18.0)], True)
+
+
 def test_what_was_never_measured_is_zero():
     parameters, gradients = make(FlatGradients, Alone(), num_groups=2)
     take_all(parameters, gradients, [[3, 4]])

@@ -11,8 +11,15 @@ import variable_batch_size as vbs
 def build(**different):
     """An optimizer; on core 1 with other arguments."""
     rank = dist.get_rank()
-    how = {"trace": [8, 8], "minibatch_size": 4, "seed": 0, "ref_batchsize": 8, "lr": 0.1, "rule": "linear"}
-    how |= {"options": {}, "has_model": True}
+    how = {
+        "trace": [8, 8],
+        "minibatch_size": 4,
+        "seed": 0,
+        "ref_batchsize": 8,
+        "lr": 0.1,
+        "rule": "linear",
+        "clip": None,
+    }
     how |= different if rank == 1 else {}
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
@@ -26,9 +33,8 @@ def build(**different):
     )
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=how["lr"])
     rule = vbs.make_rule(how["rule"])
-    given = model if how["has_model"] else None
     optimizer = vbs.CustomOptimizer(
-        inner, sampler, rule=rule, ref_batchsize=how["ref_batchsize"], model=given, **how["options"]
+        inner, sampler, rule=rule, ref_batchsize=how["ref_batchsize"], clip_grad_norm=how["clip"], model=model
     )
     return model, optimizer
 
@@ -40,10 +46,7 @@ DIFFERENT = [
     ({"ref_batchsize": 16}, "ref_batchsize: 8 on core 0, 16 on core 1"),
     ({"rule": "root"}, "rule: LinearRule on core 0, RootRule on core 1"),
     ({"lr": 0.2}, "settings: .*0.1.* on core 0, .*0.2.* on core 1"),
-    ({"lr": torch.tensor(0.2)}, "settings: .*0.1.* on core 0, .*0.2.* on core 1"),
-    ({"options": {"max_factor": 2.0}}, "max_factor: None on core 0, 2.0 on core 1"),
-    ({"options": {"skip_nonfinite": True}}, "skip_nonfinite: False on core 0, True on core 1"),
-    ({"has_model": False}, r"model: \(3, 2\) torch.float32, .* on core 0,  on core 1"),
+    ({"clip": 0.5}, "clip_grad_norm: None on core 0, 0.5 on core 1"),
     ({"seed": 3, "ref_batchsize": 16}, r"seed \(and in ref_batchsize\): 0 on core 0, 3 on core 1"),
 ]
 
