@@ -50,15 +50,15 @@ def test_without_an_exact_tensor_the_norms_have_one_of_their_own(given):
 def test_it_fits_the_same_parameters_as_they_were():
     first, second = given = parameters(2, 2)
     memory = FlatMemory(given, num_squares=1)
-    assert memory.fits([first, second])
-    assert not memory.fits([first])
-    assert not memory.fits([second, first])
-    assert not memory.fits([first, nn.Parameter(second.detach())])
+    assert memory.fits([first, second], 1)
+    assert not memory.fits([first], 1)
+    assert not memory.fits([second, first], 1)
+    assert not memory.fits([first, nn.Parameter(second.detach())], 1)
     second.data = torch.zeros(3)
-    assert not memory.fits(given)
-    assert memory.fits(given, is_thorough=False)
+    assert not memory.fits(given, 1)
+    assert memory.fits(given, 1, is_thorough=False)
     second.data = torch.zeros(2, dtype=torch.float64)
-    assert not memory.fits(given, is_thorough=False)
+    assert not memory.fits(given, 1, is_thorough=False)
 
 
 def test_gradients_are_taken_over_from_memory_for_other_parameters():

@@ -196,7 +196,6 @@ def test_divisors_are_the_root_of_the_second_moment_that_adam_divides_by():
     unused.grad = None
     inner = torch.optim.Adam([unused, used], lr=0.25, betas=(0.5, 0.75), eps=0.125)
     preconditioner = Preconditioner(inner)
-    preconditioner.refresh()
     assert preconditioner.divisors == {}
     inner.step()
     preconditioner.refresh()

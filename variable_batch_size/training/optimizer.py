@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,15 +13,12 @@ from variable_batch_size.checks import check_not_negative
 from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.rules.rule import Norms, Rule, Step
 from variable_batch_size.training.buffers import Buffers
-from variable_batch_size.training.description import settings_of, settings_of_rule, shapes_of
-from variable_batch_size.training.flat_gradients import FlatGradients
-from variable_batch_size.training.gradients import Gradients
-from variable_batch_size.training.kept_gradients import KeptGradients
+from variable_batch_size.training.gradient_kinds import gradients_for
+from variable_batch_size.training.joining import join_other_cores
 from variable_batch_size.training.preconditioner import Preconditioner
-from variable_batch_size.training.sameness import begin_alike, share_from_first
+from variable_batch_size.training.sameness import share_from_first
 from variable_batch_size.training.sampler import CustomSampler
 from variable_batch_size.training.scheduled import ScheduledOptimizer
-from variable_batch_size.training.separate_gradients import SeparateGradients
 from variable_batch_size.training.settings import Settings
 from variable_batch_size.training.wrapped import refuse_other_reductions, take_over_reduction
 
@@ -74,7 +70,13 @@ class CustomOptimizer(ScheduledOptimizer):
         keep_gradients: bool = False,
     ) -> None:
         super().__init__(
-            inner, sampler, rule=rule, ref_batchsize=ref_batchsize, smooth_steps=smooth_steps, max_factor=max_factor
+            inner,
+            sampler,
+            rule=rule,
+            ref_batchsize=ref_batchsize,
+            smooth_steps=smooth_steps,
+            max_factor=max_factor,
+            loss_scale=loss_scale,
         )
         check_not_negative(log_steps=log_steps)
         if clip_grad_norm is not None and not clip_grad_norm > 0:
@@ -82,64 +84,19 @@ class CustomOptimizer(ScheduledOptimizer):
         self.log_steps = int(log_steps)
         self.clip_grad_norm = clip_grad_norm
         self.skip_nonfinite = rule.measures_noise if skip_nonfinite is None else skip_nonfinite
-        self._loss_scale = _checked_loss_scale(loss_scale)
         self._communicator = communicator_for(self.parameters())
         self._pass = -1  # of the sampler, that of the latest minibatch
-        options = {
-            "clip_grad_norm": clip_grad_norm,
-            "smooth_steps": smooth_steps,
-            "max_factor": max_factor,
-            "skip_nonfinite": self.skip_nonfinite,
-            "loss_scale": loss_scale,
-            "keep_gradients": keep_gradients,
-        }
-        self._join_other_cores(model, options)
+        options = {"clip_grad_norm": clip_grad_norm, "smooth_steps": smooth_steps, "max_factor": max_factor}
+        options |= {"skip_nonfinite": self.skip_nonfinite, "keep_gradients": keep_gradients, "loss_scale": loss_scale}
+        join_other_cores(self, self._communicator, model, options)
         self._preconditioner = Preconditioner(inner) if rule.preconditions else None
-        self._gradients = self._new_gradients(keep_gradients)
+        divisors = None if self._preconditioner is None else self._preconditioner.divisors
+        self._gradients = gradients_for(
+            inner, self._communicator, measures=rule.measures_noise, divisors=divisors, keeps=keep_gradients
+        )
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
         self._settings = Settings(inner, self._communicator)
         self._begin_epoch()
-
-    def _join_other_cores(self, model: torch.nn.Module | None, options: dict[str, Any]) -> None:
-        """See that all cores begin with the same, and that nobody else reduces the gradients."""
-        parameters, sampler, communicator = list(self.parameters()), self.sampler, self._communicator
-        if (sampler.rank, sampler.num_replicas) != (communicator.rank, communicator.num_replicas):
-            raise ValueError(
-                f"the sampler is for core {sampler.rank} of {sampler.num_replicas}, "
-                f"but this is core {communicator.rank} of {communicator.num_replicas}"
-            )
-        of_model = [*model.parameters(), *model.buffers()] if model is not None else []
-        facts = {
-            **self.description,
-            **options,
-            "settings of the rule": settings_of_rule(self.rule),
-            "settings": settings_of(self.inner),
-            "model": shapes_of(of_model),
-        }
-        begin_alike(facts, [*parameters, *of_model], communicator)
-        take_over_reduction(parameters, communicator)
-
-    def _new_gradients(self, keep_gradients: bool) -> Gradients:
-        kind: type[Gradients] = FlatGradients if self._communicator.keeps_flat_gradients else SeparateGradients
-        if keep_gradients and self._communicator.keeps_flat_gradients:
-            kind = KeptGradients
-        divisors = None if self._preconditioner is None else self._preconditioner.divisors
-        measures = self.rule.measures_noise
-        return kind(self.inner, self._communicator, measures=measures, divisors=divisors)
-
-    @property
-    def loss_scale(self) -> float:
-        """What the user multiplies the loss by; it may be set between steps."""
-        return self._loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        if self.is_accumulating and value != self._loss_scale:
-            raise RuntimeError(
-                f"`loss_scale` must stay the same within a step, whose gradients are summed, got {value!r} after "
-                f"{self._loss_scale!r}"
-            )
-        self._loss_scale = _checked_loss_scale(value)
 
     # ---------------------------------------------------------------------------------------- a torch.optim.Optimizer
 
@@ -340,9 +297,3 @@ class CustomOptimizer(ScheduledOptimizer):
 
     def _place(self) -> tuple[int, int, int]:
         return self.epoch, self.epoch_step, self._position.num_epoch_steps
-
-
-def _checked_loss_scale(value: float) -> float:
-    if not 0 < value < math.inf:
-        raise ValueError(f"`loss_scale` must be positive and finite, got {value!r}")
-    return value

@@ -29,6 +29,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         ref_batchsize: the batch size at which the settings of `inner` are right.
         smooth_steps: spread a jump of the factor over N steps.
         max_factor: the largest factor; None for no bound.
+        loss_scale: what the user multiplies the loss by.
 
     Attributes:
         steps_done: steps so far, skipped ones included.
@@ -47,6 +48,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         ref_batchsize: int,
         smooth_steps: int,
         max_factor: float | None,
+        loss_scale: float,
     ) -> None:
         super().__init__(inner)
         if not isinstance(sampler, CustomSampler):
@@ -65,6 +67,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         self._scaling = Factors(rule, smooth_steps=smooth_steps, max_factor=max_factor)
         self._factors: list[float] | None = None  # of the latest step, once it is complete
         self._lrs: list[float] = []  # likewise
+        self._loss_scale = _checked_loss_scale(loss_scale)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r}, ref_batchsize={self.ref_batchsize})"
@@ -78,6 +81,20 @@ class ScheduledOptimizer(Wrapper, ABC):
         """From now on, leave the norm of every N-th step's mean gradient in `gradient_norm`; several N add up."""
         check_positive(every=every)
         self._norm_every.add(every)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the user multiplies the loss by; it may be set between steps."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        if self.is_accumulating and value != self._loss_scale:
+            raise RuntimeError(
+                f"`loss_scale` must stay the same within a step, whose gradients are summed, got {value!r} after "
+                f"{self._loss_scale!r}"
+            )
+        self._loss_scale = _checked_loss_scale(value)
 
     # --------------------------------------------------------------------------------------------------------- position
 
@@ -160,3 +177,9 @@ class ScheduledOptimizer(Wrapper, ABC):
 
     def _rule_step(self) -> Step:
         return Step(self.batch_size, self.sampler.minibatch_size, self.ref_batchsize, self.steps_done)
+
+
+def _checked_loss_scale(value: float) -> float:
+    if not 0 < value < math.inf:
+        raise ValueError(f"`loss_scale` must be positive and finite, got {value!r}")
+    return value

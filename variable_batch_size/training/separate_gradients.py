@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import is_
 from typing import Any, final
 
 import torch
@@ -20,7 +19,6 @@ class SeparateGradients(Gradients):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._trainable: list[torch.nn.Parameter] = []
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._step_squares: list[torch.Tensor] = []
         self._present: set[torch.Tensor] = set()
@@ -28,7 +26,8 @@ class SeparateGradients(Gradients):
         super().__init__(*args, **options)
 
     def take(self, *, is_last: bool, is_only: bool) -> None:
-        self._fit()
+        if self._fit():
+            self._communicator.flush()
         for number, group in enumerate(self._inner.param_groups):
             fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
             if self._measures:
@@ -39,20 +38,22 @@ class SeparateGradients(Gradients):
                 p.grad = None
         self._has_sums = True
 
-    def _fit(self) -> None:
-        """Have a sum for each parameter that may get a gradient, and a number for each group."""
+    def _fit(self) -> bool:
+        """Have a sum for each parameter that may get a gradient, and a number for each group; True if some are new.
+
+        They must be on the device before they are used, as a scalar of exactly 0 would be made part of the program, and
+        that of a core which has accumulated would be another one.
+        """
         trainable = [p for p in self.parameters() if p.requires_grad or p.grad is not None or p in self._sums]
-        if len(trainable) != len(self._trainable) or not all(map(is_, trainable, self._trainable)):
-            self._trainable = trainable
-            # made on the host: zeros made on the device would be a program of their own
-            self._sums |= {
-                p: torch.zeros(p.shape, dtype=p.dtype).to(p.device) for p in trainable if p not in self._sums
-            }
-        while self._trainable and len(self._step_squares) < len(self._inner.param_groups):
-            self._step_squares.append(torch.zeros(1).to(self._trainable[0].device))
+        new = [p for p in trainable if p not in self._sums]
+        # made on the host: zeros made on the device would be a program of their own
+        self._sums |= {p: torch.zeros(p.shape, dtype=p.dtype).to(p.device) for p in new}
+        num_new = len(self._inner.param_groups) - len(self._step_squares) if trainable else 0
+        self._step_squares += [torch.zeros(1).to(trainable[0].device) for _ in range(num_new)]
+        return bool(new or num_new)
 
     def reduce(self, weight: float) -> None:
-        if not self._trainable:
+        if not self._sums:
             return
         sums = [*self._sums.values(), *self._step_squares]
         weight_tensor = torch.tensor([weight]).to(sums[0].device)
@@ -76,6 +77,7 @@ class SeparateGradients(Gradients):
         super().discard()
         if self._has_sums:
             self.clear()
+        self._fit()
 
     def _measured(self) -> torch.Tensor:
         return torch.cat(self._step_squares) if self._step_squares else torch.zeros(len(self._inner.param_groups))

@@ -11,6 +11,7 @@ from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from variable_batch_size.cores import distributed
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.training.wrapper import Wrapper
 
@@ -23,7 +24,7 @@ def take_over_reduction(parameters: Iterable[torch.Tensor], communicator: Commun
     In every backward pass it takes the mean over all processes, which is wrong where these have different numbers of
     minibatches, and hangs where they do not all have one.
     """
-    if communicator.num_replicas == 1:
+    if communicator.num_replicas == 1 or not distributed.is_running():
         return
     own = set(parameters)
     for wrapper in _alive(DistributedDataParallel):
@@ -47,7 +48,7 @@ def refuse_other_reductions(parameters: Iterable[torch.Tensor], communicator: Co
     The first is a model that was wrapped since its wrappers were looked for. The second are parameters of a wrapped
     model that another optimizer trains.
     """
-    if communicator.num_replicas == 1:
+    if communicator.num_replicas == 1 or not distributed.is_running():
         return
     own = set(parameters)
     wrappers = [wrapper for wrapper in _alive(DistributedDataParallel) if not own.isdisjoint(wrapper.parameters())]

@@ -1,0 +1,46 @@
+"""How an optimizer joins the other cores, when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.training.description import settings_of, settings_of_rule, shapes_of
+from variable_batch_size.training.sameness import begin_alike
+from variable_batch_size.training.scheduled import ScheduledOptimizer
+from variable_batch_size.training.wrapped import take_over_reduction
+
+
+def join_other_cores(
+    optimizer: ScheduledOptimizer,
+    communicator: Communicator,
+    model: torch.nn.Module | None,
+    options: Mapping[str, Any],
+) -> None:
+    """See that all cores begin with the same, and that nobody else reduces the gradients.
+
+    Args:
+        optimizer: of this core.
+        communicator: the way to the other cores.
+        model: whose parameters and buffers are to be the same, too; None for none.
+        options: further arguments of the optimizer that must be the same on all cores, by name.
+    """
+    parameters, sampler = list(optimizer.parameters()), optimizer.sampler
+    if (sampler.rank, sampler.num_replicas) != (communicator.rank, communicator.num_replicas):
+        raise ValueError(
+            f"the sampler is for core {sampler.rank} of {sampler.num_replicas}, "
+            f"but this is core {communicator.rank} of {communicator.num_replicas}"
+        )
+    of_model = [*model.parameters(), *model.buffers()] if model is not None else []
+    facts = {
+        **optimizer.description,
+        **options,
+        "settings of the rule": settings_of_rule(optimizer.rule),
+        "settings": settings_of(optimizer.inner),
+        "model": shapes_of(of_model),
+    }
+    begin_alike(facts, [*parameters, *of_model], communicator)
+    take_over_reduction(parameters, communicator)
