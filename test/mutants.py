@@ -23,6 +23,7 @@ PLACE = ROOT / "build" / "mutants"
 PACKAGE = "variable_batch_size"
 MODULES = [
     *(f"rules/{name}.py" for name in ("rule", "scaling", "adam", "noise", "adascale", "transition", "registry")),
+    "schedules/batch_sizes.py",
     "schedules/schedule.py",
     *(f"training/{name}.py" for name in ("position", "factors", "settings", "adam_bias", "preconditioner")),
     *(f"training/{name}.py" for name in ("flat_memory", "gradients", "flat_gradients", "kept_gradients", "buffers")),
@@ -30,6 +31,7 @@ MODULES = [
 ]
 QUICK = ["test/rules", "test/schedules/test_schedule.py", "test/training"]
 NOT_QUICK = [f"--ignore=test/training/test_{name}.py" for name in ("costs", "sampler", "sameness", "wrapped")]
+NOT_QUICK += ["-p", "no:cacheprovider", "-p", "no:unraisableexception", "-p", "no:threadexception"]
 NOT_QUICK += ["-k", "not idle_core and not at_scale_16 and not compiled and not unbiased"]
 WITH_PROCESSES = ["test/training/test_sameness.py", "test/training/test_buffers.py", "test/promises"]
 WITH_PROCESSES += ["-k", "not killed and not stopped and not compiled", "-m", "not xla"]
@@ -38,15 +40,18 @@ MUTMUT = "from mutmut.__main__ import cli; cli()"
 
 IN_CONFTEST = """
 
-import torch._dynamo  # noqa: E402  loaded once, before any mutant
+import gc  # noqa: E402
+
+import torch._dynamo  # noqa: E402
 from hypothesis import Phase, settings  # noqa: E402
 
 import variable_batch_size as vbs  # noqa: E402
 
 settings.register_profile("mutants", derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("mutants")
-for name in vbs.__all__:
+for name in vbs.__all__:  # loaded once, before any mutant
     getattr(vbs, name)
+gc.disable()
 
 
 def pytest_itemcollected(item):
@@ -83,10 +88,11 @@ def prepare(modules: list[str]) -> None:
     settings = {
         "source_paths": [PACKAGE],
         "only_mutate": [f"{PACKAGE}/{module}" for module in modules],
-        "pytest_add_cli_args": ["-p", "no:cacheprovider", *NOT_QUICK],
+        "pytest_add_cli_args": NOT_QUICK,
         "pytest_add_cli_args_test_selection": QUICK,
         "process_isolation": "forkserver",  # torch has threads
         "timeout_constant": 5.0,
+        "timeout_multiplier": 2.0,
     }
     lines = [f"{name} = {json.dumps(value)}\n" for name, value in settings.items()]
     (PLACE / "pyproject.toml").write_text("[tool.mutmut]\n" + "".join(lines))

@@ -242,6 +242,12 @@ def test_a_trillion_steps_are_counted(on_end, counts):
     assert [array.tolist() for array in found] == [[32, 64, 96], counts]
 
 
+def test_no_steps_have_no_batch_sizes():
+    schedule = Schedule(Trace.of([64, 32]), dataset_size=1000, minibatch_size=32)
+    for found in schedule.size_counts(range(1, 1)):
+        assert (found.tolist(), found.dtype) == ([], np.int64)
+
+
 def test_four_cores_get_the_minibatches_written_here():
     schedule = Schedule(Trace.of([64, 96, 32, 256]), dataset_size=1000, minibatch_size=32, num_replicas=4)
     assert [schedule.num_minibatches(step) for step in range(4)] == [2, 3, 1, 8]

@@ -178,6 +178,17 @@ def test_a_stand_in_is_undone_and_a_minibatch_that_counts_is_not(is_one_program)
         assert model.count == counted
 
 
+def test_a_stand_in_is_undone_to_what_the_user_has_put_into_the_buffers():
+    model = Statistics()
+    buffers = Buffers(model, OfTwo())
+    buffers.save(is_idle=True)
+    with torch.no_grad():
+        model.mean.fill_(5.0)
+    model(torch.randn(4, 2))
+    buffers.settle(is_taken_back=True)
+    assert (model.mean.tolist(), model.count.item()) == ([5.0, 5.0], 0)
+
+
 @pytest.mark.parametrize("is_one_program", [False, True])
 def test_what_does_not_count_may_be_nan(is_one_program):
     model = nn.BatchNorm1d(2)

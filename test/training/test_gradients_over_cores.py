@@ -106,7 +106,7 @@ def test_one_core_that_is_not_finite_is_known_to_all():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_minibatches", [1, 2])
-@pytest.mark.parametrize("weight", [1.0, 0.5])
+@pytest.mark.parametrize("weight", [1.0, 0.5, 2.0])
 def test_a_core_alone_weighs_its_own_minibatches(kind, num_minibatches, weight):
     parameters, gradients = make(kind, Alone(), measures=True)
     for _ in range(2):  # the second step begins anew

@@ -162,6 +162,23 @@ def test_a_group_without_any_gradient_keeps_its_settings():
     assert bias.state_dict() == {}
 
 
+def test_adam_with_a_decoupled_decay_is_seen_by_its_group():
+    (p,) = parameters(1)
+    inner = torch.optim.Adam([p], lr=0.25, weight_decay=0.125, decoupled_weight_decay=True)
+    bias = AdamBias(inner)
+    variants(bias, inner.param_groups[0], (0.75, 0.75))
+    ((_, settings),) = variants(bias, inner.param_groups[0], (0.5, 0.75))
+    assert settings["weight_decay"] == pytest.approx(0.125 * (1 - 0.75 * 0.5) / (1 - 0.5**2))
+
+
+def test_a_group_without_decay_is_given_none():
+    (p,) = parameters(1)
+    inner = torch.optim.AdamW([p], lr=0.25)
+    group = {name: value for name, value in inner.param_groups[0].items() if name != "weight_decay"}
+    ((_, settings),) = variants(AdamBias(inner), group, (0.5, 0.75))
+    assert settings.keys() == {"lr", "betas", "eps"}
+
+
 @pytest.mark.parametrize(
     ("kind", "is_decoupled"), [(torch.optim.Adam, False), (torch.optim.AdamW, True)], ids=["Adam", "AdamW"]
 )
@@ -235,6 +252,16 @@ def test_with_amsgrad_the_largest_second_moment_counts():
     preconditioner = Preconditioner(inner)
     preconditioner.refresh()
     assert preconditioner.divisors[p].item() == pytest.approx(math.sqrt(8 / (1 - 0.25)))
+
+
+def test_the_count_of_updates_may_be_a_number_on_the_host():
+    (p,) = parameters(1, gradient=3.0)
+    inner = torch.optim.Adam([p], lr=0.25, eps=0.125)
+    inner.step()
+    inner.state[p]["step"] = 1
+    preconditioner = Preconditioner(inner)
+    preconditioner.refresh()
+    assert preconditioner.divisors[p].item() == pytest.approx(3.125)
 
 
 def test_divisors_follow_a_parameter_into_another_dtype():

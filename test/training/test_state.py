@@ -189,6 +189,16 @@ def test_a_rule_that_measures_may_be_told_to_update_whatever_the_gradient():
     assert optimizer.steps_skipped == 0
 
 
+def test_every_skipped_step_is_counted_and_said(caplog):
+    weight, optimizer = make(skip_nonfinite=True)
+    run(weight, optimizer, math.nan, 1, math.inf)
+    assert optimizer.steps_skipped == 2
+    assert caplog.messages == [
+        "epoch 0, step 1/2: the gradient is not finite, the update is skipped (1 so far)",
+        "epoch 0, step 2/2: the gradient is not finite, the update is skipped (2 so far)",
+    ]
+
+
 class Watching(vbs.Rule):
     """Looks at norms, of sums or of means."""
 

@@ -56,7 +56,7 @@ class AdamBias:
     def _after_update(self, p: torch.Tensor, group: Mapping[str, Any], betas: tuple[float, float]) -> _History:
         past = self._histories.get(p)
         if past is None:  # what the inner optimizer has done without us was done with the betas of the group
-            num_updates = int(self._inner.state[p].get("step", 0)) if p in self._inner.state else 0
+            num_updates = int(self._inner.state.get(p, {}).get("step", 0))
             past = _History(num_updates, *(beta**num_updates for beta in group["betas"]))
         return _History(past.num_updates + 1, past.first * betas[0], past.second * betas[1])
 
