@@ -181,19 +181,20 @@ def adascale_plainly(model, *, is_adam=False):
     weights, history, gains = [], [[] for _ in groups], []
     for minibatches in steps_of_samples():
         n, batch_size = len(minibatches), len(minibatches) * MINIBATCH
+        is_measurable = not is_adam or len(gains) > 0  # before its first update Adam has no second moment
         gradients = []
         for indices in minibatches:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[indices]), y[indices]).backward()
             gradients.append([[p.grad for p in group if p.grad is not None] for group in groups])
         decay = max(0.0, 1 - batch_size / REF_BATCHSIZE / 1000)
-        if n > 1 and (not is_adam or optimizer.state):
+        if n > 1 and is_measurable:
             weights = [weight * decay for weight in weights] + [1 - decay]
         for number, group in enumerate(groups):
             used = [p for p in group if p.grad is not None]
             scales = [divisor(optimizer, p) if is_adam else torch.ones(()) for p in used]
             mean = [torch.stack([g[number][i] for g in gradients]).mean(0) for i in range(len(used))]
-            if n > 1 and (not is_adam or optimizer.state):  # before the first update Adam has no second moment
+            if n > 1 and is_measurable:
                 mean_of_squares = sum(square(g[number], scales) for g in gradients) / n
                 square_of_mean = square(mean, scales)
                 variance = (mean_of_squares - square_of_mean) * batch_size / (n - 1)

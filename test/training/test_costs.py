@@ -85,7 +85,11 @@ def count(rule, trace=TRACE, model=None, clip_grad_norm=1.0):
     optimizer = vbs.CustomOptimizer(
         inner, sampler, rule=vbs.make_rule(rule), ref_batchsize=8, model=model, clip_grad_norm=clip_grad_norm
     )
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
     inner.step()
+    for p in model.parameters():
+        p.grad = None
     for state in inner.state.values():
         state["step"] = 1.0  # Adam keeps it on the host, in a tensor: reading that waits for nothing
     inner.step = lambda: None  # what that costs is its own affair
