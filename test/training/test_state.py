@@ -48,6 +48,9 @@ def test_the_state_is_the_position_the_counts_and_what_the_rule_remembers():
         "transitions": [jump],
         "transition_of_all": jump,
         "adam_bias": {},
+        "weights": {"is_weighted": False, "done": 0.0},
+        "gradients": {},
+        "noise": None,
     }
     assert state == optimizer.inner.state_dict()
 

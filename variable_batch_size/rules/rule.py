@@ -17,12 +17,16 @@ class Step:
         minibatch_size: samples that one core runs at once.
         ref_batchsize: the batch size for which the inner optimizer's settings are right.
         steps_done: steps before this one.
+        weight: the sum of the minibatches' weights, such as the step's tokens; None if they have none.
+        num_weighted: how many minibatches have a weight above 0; None if they have none.
     """
 
     batch_size: int
     minibatch_size: int
     ref_batchsize: int
     steps_done: int = 0
+    weight: float | None = None
+    num_weighted: int | None = None
 
     @property
     def scale(self) -> float:
@@ -39,8 +43,8 @@ class Norms(NamedTuple):
     """What was measured of a step's gradients.
 
     Args:
-        mean_of_squares: the mean of ‖g_i‖² over the minibatches.
-        square_of_mean: ‖mean g_i‖².
+        mean_of_squares: the mean of ‖g_i‖² over the minibatches; with weights, their weighted mean.
+        square_of_mean: ‖mean g_i‖², likewise.
     """
 
     mean_of_squares: float

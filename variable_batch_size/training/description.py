@@ -53,7 +53,9 @@ def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[
     >>> differences({"seed": 0, "rule": "LinearRule"}, {"seed": 3, "rule": "LinearRule"})
     ['seed was 0 and is 3']
     """
-    return [f"{name} was {saved.get(name)} and is {now[name]}" for name in now if saved.get(name) != now[name]]
+    # what is off now was off, too, in a run that was saved before there was such a thing
+    before = {name: saved.get(name, False if now[name] is False else None) for name in now}
+    return [f"{name} was {before[name]} and is {now[name]}" for name in now if before[name] != now[name]]
 
 
 def settings_of_rule(rule: Rule) -> str:

@@ -32,6 +32,7 @@ class Position:
         self.first_step = int(first_step)
         self._steps = steps
         self.step = steps[min(self.first_step, len(steps) - 1)]
+        self._begin = self._schedule.samples_before(self.step) - self._schedule.samples_before(steps.start)
         self._minibatches_left = self._share() if first_step < len(steps) else 0
 
     def advance(self) -> None:
@@ -42,6 +43,7 @@ class Position:
                     f"epoch {self.epoch} has {len(self._steps)} steps and all are done: call set_epoch on the sampler "
                     "and the optimizer before the next pass over the loader"
                 )
+            self._begin += self.batch_size
             self.step += 1
             self._minibatches_left = self._share()
         self._minibatches_left -= 1
@@ -49,6 +51,18 @@ class Position:
     def _share(self) -> int:
         """How many minibatches this core runs in the step: at least a stand-in."""
         return max(1, len(self._schedule.minibatches(self.step, self._rank)))
+
+    @property
+    def next_minibatch(self) -> int:
+        """The number of the minibatch that the core runs next, among all of the epoch; of a stand-in, its own."""
+        begin, step, place = self._begin, self.step, self._rank
+        if self.is_complete:
+            begin, step = begin + self.batch_size, step + 1
+        else:
+            place += (self._share() - self._minibatches_left) * self._schedule.num_replicas
+        if step not in self._steps:
+            return begin // self._schedule.minibatch_size
+        return begin // self._schedule.minibatch_size + place % self._schedule.num_minibatches(step)
 
     @property
     def is_complete(self) -> bool:

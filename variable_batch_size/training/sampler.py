@@ -85,6 +85,7 @@ class CustomSampler(Sampler[list[int]]):
         self.num_passes = 0
         self._has_started = False
         self._when_read: Callable[[], None] | None = None
+        self._when_each_is_read: Callable[[], None] | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -114,6 +115,10 @@ class CustomSampler(Sampler[list[int]]):
         which draws a random number, and before anything is done with a sample."""
         self._when_read = callback
 
+    def call_when_each_is_read(self, callback: Callable[[], None]) -> None:
+        """The same in every pass from now on."""
+        self._when_each_is_read = callback
+
     def _tell_if_cut_short(self) -> None:
         schedule = self.schedule
         steps = schedule.steps(self.epoch)
@@ -137,8 +142,9 @@ class CustomSampler(Sampler[list[int]]):
                 "before each pass over the loader"
             )
         self._has_started = True
-        if self._when_read is not None:
-            self._when_read()
+        for callback in (self._when_read, self._when_each_is_read):
+            if callback is not None:
+                callback()
         self._tell_if_cut_short()
         within = np.arange(self.minibatch_size)
         order = Permutation(self.schedule.dataset_size, key=(self.seed, self.epoch)) if self.shuffle else None

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC
 
 import torch
 from torch.optim import Optimizer
 
-from variable_batch_size.checks import check_positive
+from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.rules.adascale import NoiseRule
 from variable_batch_size.rules.noise import Noise
+from variable_batch_size.rules.noise_meter import NoiseMeter
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.training.description import description_of
 from variable_batch_size.training.factors import Factors
 from variable_batch_size.training.position import Position
 from variable_batch_size.training.sampler import CustomSampler
+from variable_batch_size.training.weights import Weights
 from variable_batch_size.training.wrapper import Wrapper, name_of
+
+logger = logging.getLogger(__name__)
 
 
 class ScheduledOptimizer(Wrapper, ABC):
@@ -30,6 +35,10 @@ class ScheduledOptimizer(Wrapper, ABC):
         smooth_steps: spread a jump of the factor over N steps.
         max_factor: the largest factor; None for no bound.
         loss_scale: what the user multiplies the loss by.
+        measure_noise: whether the gradient noise is measured though the rule does not need it.
+        log_steps: log every N steps on core 0; 0 for never.
+        exact: whether sums are the same to the last bit on any number of cores.
+        seed_minibatches: whether the random generators are set before each minibatch.
 
     Attributes:
         steps_done: steps so far, skipped ones included.
@@ -49,6 +58,10 @@ class ScheduledOptimizer(Wrapper, ABC):
         smooth_steps: int,
         max_factor: float | None,
         loss_scale: float,
+        measure_noise: bool,
+        log_steps: int,
+        exact: bool,
+        seed_minibatches: bool,
     ) -> None:
         super().__init__(inner)
         if not isinstance(sampler, CustomSampler):
@@ -57,9 +70,13 @@ class ScheduledOptimizer(Wrapper, ABC):
             raise ValueError(f"`rule` must be a Rule, got {rule!r}")
         rule.check(name_of(inner), inner.param_groups)
         check_positive(ref_batchsize=ref_batchsize)
+        check_not_negative(log_steps=log_steps)
         self.sampler = sampler
         self.rule = rule
         self.ref_batchsize = int(ref_batchsize)
+        self.log_steps = int(log_steps)
+        self.exact = exact
+        self.seeds_minibatches = seed_minibatches
         self.steps_done = self.samples_done = self.steps_skipped = 0
         self.gradient_norm: torch.Tensor | None = None
         self._norm_every: set[int] = set()
@@ -68,6 +85,8 @@ class ScheduledOptimizer(Wrapper, ABC):
         self._factors: list[float] | None = None  # of the latest step, once it is complete
         self._lrs: list[float] = []  # likewise
         self._loss_scale = _checked_loss_scale(loss_scale)
+        self._own_meter = NoiseMeter() if measure_noise and not isinstance(rule, NoiseRule) else None
+        self._weights = Weights(next(self.parameters()).device)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r}, ref_batchsize={self.ref_batchsize})"
@@ -75,7 +94,8 @@ class ScheduledOptimizer(Wrapper, ABC):
     @property
     def description(self) -> dict[str, str | int | bool]:
         """What must be the same on all cores, and when a run goes on."""
-        return description_of(self.sampler, self.rule, self.inner, self.ref_batchsize)
+        own = {"exact": self.exact, "seed_minibatches": self.seeds_minibatches}
+        return {**description_of(self.sampler, self.rule, self.inner, self.ref_batchsize), **own}
 
     def keep_gradient_norm(self, *, every: int) -> None:
         """From now on, leave the norm of every N-th step's mean gradient in `gradient_norm`; several N add up."""
@@ -146,9 +166,15 @@ class ScheduledOptimizer(Wrapper, ABC):
         """How many steps at `ref_batchsize` the run is worth so far: with AdaScale, the sum of the gains."""
         return self._scaling.progress
 
+    @property
+    def weight_done(self) -> float:
+        """The sum of all minibatches' weights so far, such as the tokens seen; reading it waits for the device."""
+        return self._weights.done
+
     def report(self) -> dict[str, float]:
-        """What the rule has to tell a log about the latest step."""
-        return self.rule.report(self._rule_step())
+        """What the rule, and the noise if it is measured, have to tell a log about the latest step."""
+        step = self._rule_step()
+        return {**(self._own_meter.report(step) if self._own_meter else {}), **self.rule.report(step)}
 
     def gain(self, batch_size: int | None = None, group: int | None = None) -> float:
         """How many steps at `ref_batchsize` a step is worth, from the noise as it is known now.
@@ -158,25 +184,49 @@ class ScheduledOptimizer(Wrapper, ABC):
             group: a parameter group; all together if None.
         """
         size = self.batch_size if batch_size is None else batch_size
-        return self._noise_rule().gain(size, self.ref_batchsize, group)
+        return self._meter().gain(size, self.ref_batchsize, group)
 
     @property
     def noise(self) -> Noise | None:
-        """Variance and squared norm of per-sample gradients, averaged over steps; None before the first estimate."""
-        return self._noise_rule().noise()
+        """Variance and squared norm of per-sample gradients, averaged over steps; None before the first estimate.
+
+        Where minibatches have weights it is per unit of weight, as per token.
+        """
+        return self._meter().noise()
 
     @property
     def noise_scale(self) -> float:
-        """The simple noise scale V/G², in samples; NaN before the first estimate."""
-        return self.noise.scale if self.noise else math.nan
+        """The simple noise scale V/G², in samples, or in units of weight; NaN before the first estimate."""
+        noise = self.noise
+        return noise.scale if noise else math.nan
 
-    def _noise_rule(self) -> NoiseRule:
-        if not isinstance(self.rule, NoiseRule):
-            raise RuntimeError(f"{type(self.rule).__name__} measures no noise: AdaScaleRule does")
-        return self.rule
+    def _meter(self) -> NoiseMeter:
+        meter = self.rule.meter if isinstance(self.rule, NoiseRule) else self._own_meter
+        if meter is None:
+            raise RuntimeError(
+                f"{type(self.rule).__name__} measures no noise: AdaScaleRule does, and so does any rule with "
+                "`measure_noise=True`"
+            )
+        return meter
 
     def _rule_step(self) -> Step:
         return Step(self.batch_size, self.sampler.minibatch_size, self.ref_batchsize, self.steps_done)
+
+    # ---------------------------------------------------------------------------------------------------------- telling
+
+    def _say_done(self) -> None:
+        if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
+            message = "epoch %d, step %d/%d: batch size %d, learning rate %g, %d samples in all"
+            logger.info(message, *self._place(), self.batch_size, self.current_lr(), self.samples_done)
+
+    def _say_skipped(self, reason: str) -> None:
+        self.steps_skipped += 1
+        if self.sampler.rank == 0:
+            message = "epoch %d, step %d/%d: %s, the update is skipped (%d so far)"
+            logger.warning(message, *self._place(), reason, self.steps_skipped)
+
+    def _place(self) -> tuple[int, int, int]:
+        return self.epoch, self.epoch_step, self._position.num_epoch_steps
 
 
 def _checked_loss_scale(value: float) -> float:

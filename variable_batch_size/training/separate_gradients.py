@@ -6,7 +6,8 @@ from typing import Any, final
 
 import torch
 
-from variable_batch_size.training.gradients import Gradients
+from variable_batch_size.training.gradients import Gradients, Mean
+from variable_batch_size.training.weights import Weight
 
 
 @final
@@ -21,25 +22,35 @@ class SeparateGradients(Gradients):
     def __init__(self, *args: Any, **options: Any) -> None:
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._step_squares: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor] = []  # their sum and how many are above 0, once there are any
         self._present: set[torch.Tensor] = set()
         self._has_sums = False
         super().__init__(*args, **options)
 
-    def take(self, *, is_last: bool, is_only: bool) -> None:
+    def take(self, mean: Mean, *, is_last: bool, weight: Weight | None = None) -> None:
+        self._mean = mean
+        self._is_weighted = weight is not None
         if self._fit():
             self._communicator.flush()
+        of_one = None if weight is None else _on_device(weight, next(self.parameters()).device)
         for number, group in enumerate(self._inner.param_groups):
             fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
             if self._measures:
-                self._step_squares[number].add_(self._squares([fresh]))
+                squares = self._squares([fresh])
+                if of_one is not None:
+                    squares = torch.where(of_one > 0, squares / of_one, torch.zeros_like(squares))
+                self._step_squares[number].add_(squares)
             for p, gradient in fresh:
                 self._sums[p].add_(gradient)
                 self._present.add(p)
                 p.grad = None
+        if of_one is not None:
+            self._weights[0].add_(of_one)
+            self._weights[1].add_((of_one > 0).float())
         self._has_sums = True
 
     def _fit(self) -> bool:
-        """Have a sum for each parameter that may get a gradient, and a number for each group; True if some are new.
+        """Have a sum for each parameter that may get a gradient, and the numbers; True if some are new.
 
         They must be on the device before they are used, as a scalar of exactly 0 would be made part of the program, and
         that of a core which has accumulated would be another one.
@@ -48,25 +59,36 @@ class SeparateGradients(Gradients):
         new = [p for p in trainable if p not in self._sums]
         # made on the host: zeros made on the device would be a program of their own
         self._sums |= {p: torch.zeros(p.shape, dtype=p.dtype).to(p.device) for p in new}
-        num_new = len(self._inner.param_groups) - len(self._step_squares) if trainable else 0
-        self._step_squares += [torch.zeros(1).to(trainable[0].device) for _ in range(num_new)]
-        return bool(new or num_new)
+        num_squares = len(self._inner.param_groups) - len(self._step_squares) if trainable else 0
+        num_weights = 2 - len(self._weights) if self._is_weighted else 0
+        self._step_squares += [torch.zeros(1).to(trainable[0].device) for _ in range(num_squares)]
+        self._weights += [torch.zeros(1).to(trainable[0].device) for _ in range(num_weights)]
+        return bool(new or num_squares or num_weights)
 
-    def reduce(self, weight: float) -> None:
+    def reduce(self, mean: Mean, *, is_idle: bool) -> None:
+        self._mean = mean
         if not self._sums:
             return
-        sums = [*self._sums.values(), *self._step_squares]
-        weight_tensor = torch.tensor([weight]).to(sums[0].device)
-        counts = weight_tensor != 0
+        sums, numbers = list(self._sums.values()), [*self._step_squares, *self._weights]
+        factor = mean.multiple / mean.loss_scale / (1 if self._is_weighted else mean.num_minibatches)
+        factors = torch.tensor([factor]).to(sums[0].device)
+        counts = torch.tensor([not is_idle]).to(sums[0].device)
         for tensor in sums:
-            weighted = torch.where(counts, tensor * weight_tensor, torch.zeros_like(tensor))
+            weighted = torch.where(counts, tensor * factors, torch.zeros_like(tensor))
             tensor.copy_(weighted.view_as(tensor))
-        self._communicator.sum(sums)
+        for number in numbers:
+            number.copy_(torch.where(counts, number, torch.zeros_like(number)))
+        self._communicator.sum([*sums, *numbers])
+        if self._is_weighted:
+            weight = self._weights[0]
+            shares = torch.where(weight > 0, 1 / weight, torch.zeros_like(weight))
+            for tensor in sums:
+                tensor.copy_((tensor * shares).view_as(tensor))
         for p in self._present:
             p.grad = self._sums[p]
 
     def clear(self) -> None:
-        for tensor in (*self._sums.values(), *self._step_squares):
+        for tensor in (*self._sums.values(), *self._step_squares, *self._weights):
             tensor.zero_()
         self._has_sums = False
         self._present.clear()
@@ -79,8 +101,14 @@ class SeparateGradients(Gradients):
             self.clear()
         self._fit()
 
-    def _measured(self) -> torch.Tensor:
-        return torch.cat(self._step_squares) if self._step_squares else torch.zeros(len(self._inner.param_groups))
+    def weight(self) -> torch.Tensor | None:
+        return self._weights[0] * 1 if self._is_weighted else None
+
+    def _numbers(self) -> torch.Tensor:
+        if not self._sums:
+            return torch.zeros(len(self._inner.param_groups) + 2)
+        weights = self._weights or [torch.zeros(2).to(self._step_squares[0].device)]
+        return torch.cat([*self._step_squares, *weights])
 
     def _read(self, numbers: torch.Tensor) -> list[float]:
         self._communicator.flush()
@@ -92,3 +120,10 @@ class SeparateGradients(Gradients):
             return torch.zeros(()).to(next(self.parameters()).device)
         squares = [gradient.float().pow(2).sum() for gradient in gradients]
         return torch.stack(squares).sum() if len(squares) > 1 else squares[0]
+
+
+def _on_device(weight: Weight, device: torch.device) -> torch.Tensor:
+    """A weight as one element, which is data on all cores; what is made of a scalar may become part of the program."""
+    if isinstance(weight, torch.Tensor):
+        return weight.detach().to(device).float().view(1)
+    return torch.tensor([float(weight)]).to(device)

@@ -1,0 +1,194 @@
+"""Gradients on eager devices whose sums are the same to the last bit on any number of cores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+
+from variable_batch_size.training.exact_units import NUM_PARTS, Units, joined, parts_of
+from variable_batch_size.training.flat_gradients import FlatGradients, dense
+from variable_batch_size.training.flat_memory import FlatMemory
+from variable_batch_size.training.gradients import Mean
+from variable_batch_size.training.weights import Weight
+
+_MOST_RUNGS = 24
+"""More than float32 has powers of two, at 12 a rung."""
+
+_ELEMENTS_AT_ONCE = 2**16
+"""Of a large gradient on a CPU, so that what is between stays in its cache."""
+
+
+@final
+class ExactGradients(FlatGradients):
+    """Every minibatch's gradient is rounded to whole units (:class:`Units`), and these are summed in float64.
+
+    Such sums are exact: they do not depend on which core had which minibatch. The step's gradient is made of them when
+    all are there. What is measured and weighed is summed exactly, too, in parts of fixed units.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._units = Units()
+        self._rungs: dict[int, FlatMemory] = {}  # what is out of the range of the memory, by its rung
+        self._parts: torch.Tensor | None = None  # of the numbers, summed over this core's minibatches
+        self._largest: torch.Tensor | None = None  # element of each mean gradient of the step before
+        super().__init__(*args, **options)
+        if any(p.is_complex() for p in self.parameters()):
+            raise ValueError("`exact` must be False where parameters are complex")
+
+    def _new_memory(self, parameters: list[torch.nn.Parameter], num_numbers: int) -> FlatMemory:
+        return FlatMemory(parameters, num_numbers=num_numbers, dtype=torch.float64)
+
+    def _num_numbers(self) -> int:
+        return NUM_PARTS * super()._num_numbers() + _MOST_RUNGS
+
+    # ------------------------------------------------------------------------------------------------------ a minibatch
+
+    def take(self, mean: Mean, *, is_last: bool, weight: Weight | None = None) -> None:
+        self._mean = mean
+        self._is_weighted = weight is not None
+        if not self._has_sums:
+            self._learn()
+        self._count(weight)
+        self._add()
+
+    def _learn(self) -> None:
+        """Before the first minibatch of a step: how large the gradients were, which is the same on all cores."""
+        if self._largest is not None:
+            self._units.learn(self._memory.parameters, self._largest.tolist())
+            self._largest = None
+        if not self._units.has_asked:
+            self._ask_first()
+            self._units.has_asked = True
+
+    def _ask_first(self) -> None:
+        """In the first step of a run, let core 0 tell of its first minibatch, which it has whatever the other cores."""
+        parameters = list(self.parameters())
+        largest = [0.0 if p.grad is None else float(_largest_of(p.grad)) for p in parameters]
+        told = torch.tensor(largest).to(self._device()) / self._mean.loss_scale
+        self._communicator.broadcast([told])
+        self._units.learn(parameters, told.tolist())
+
+    def _count(self, weight: Weight | None) -> None:
+        measures = self._measures and self._mean.num_minibatches > 1
+        squares = self._squares(self._with_gradients()) if measures else self._nothing(len(self._inner.param_groups))
+        if weight is not None:
+            of_one = torch.as_tensor(weight, device=squares.device)
+            squares = torch.where(of_one > 0, squares / of_one, 0.0)
+        else:
+            of_one = squares.new_zeros(())
+        parts = parts_of(torch.cat([squares.double(), torch.stack([of_one.double(), (of_one > 0).double()])]))
+        if self._parts is not None and self._parts.shape != parts.shape:
+            raise RuntimeError("with `exact` no parameter group can be added within a step")
+        self._parts = parts if self._parts is None else self._parts + parts
+
+    def _nothing(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, device=self._device())
+
+    def _put(self, gradients: list[torch.Tensor | None]) -> None:
+        numbers = [number for number, gradient in enumerate(gradients) if gradient is not None]
+        found = dense([gradients[number] for number in numbers])
+        largest = torch.stack([_largest_of(gradient) for gradient in found]).tolist() if found else []
+        if not self._has_sums:
+            self._memory.zero()
+        for number, gradient, value in zip(numbers, found, largest, strict=True):
+            p = self._memory.parameters[number]
+            rung = self._units.rung(p, value, self._mean)
+            view = (self._rung(rung) if rung else self._memory).views[number]
+            _add_rounded(view, gradient, self._units.rounder(p, rung, self._mean))
+
+    def _rung(self, rung: int) -> FlatMemory:
+        if rung not in self._rungs:
+            self._rungs[rung] = self._new_memory(self._memory.parameters, 0)
+        return self._rungs[rung]
+
+    def _fit(self, parameters: list[torch.nn.Parameter]) -> None:
+        super()._fit(parameters)
+        for rung, old in self._rungs.items():
+            if old.parameters is not self._memory.parameters:
+                self._rungs[rung] = self._new_memory(self._memory.parameters, 0)
+                self._rungs[rung].take_over(old)
+
+    # ----------------------------------------------------------------------------------------------------------- a step
+
+    def reduce(self, mean: Mean, *, is_idle: bool) -> None:
+        self._mean = mean
+        if is_idle:
+            self._drop_sums()
+        if self._communicator.num_replicas > 1:
+            self._sum_over_cores()
+        assert self._parts is not None
+        *squares, self._weight, self._num_weighted = joined(self._parts).unbind()
+        self._step_squares = torch.stack(squares)
+        factor, largest = self._factor(), []
+        for number, (p, has) in enumerate(zip(self._memory.parameters, self._is_present, strict=True)):
+            total = self._total(number)
+            largest.append(_largest_of(total))
+            p.grad = (total * factor).to(p.dtype) if has else None
+        if largest:
+            self._largest = torch.stack(largest) / (mean.num_minibatches * mean.loss_scale)
+
+    def _total(self, number: int) -> torch.Tensor:
+        total = self._memory.views[number]
+        for rung in sorted(self._rungs):
+            total = total + self._rungs[rung].views[number]
+        return total
+
+    def _drop_sums(self) -> None:
+        super()._drop_sums()
+        self._rungs = {}
+        if self._parts is not None:
+            self._parts = torch.zeros_like(self._parts)
+
+    def _sum_over_cores(self) -> None:
+        memory, parts = self._memory, self._parts
+        assert parts is not None
+        memory.note(self._is_present)
+        memory.numbers[: parts.numel()].copy_(parts.flatten())
+        for rung in self._rungs:
+            memory.numbers[parts.numel() + rung - 1] = 1
+        self._communicator.sum(memory.flats)
+        self._parts = memory.numbers[: parts.numel()].view_as(parts).clone()
+        used = memory.numbers[parts.numel() :].tolist()
+        for rung in (rung for rung, count in enumerate(used, start=1) if count):
+            self._communicator.sum(self._rung(rung).flats)
+        if not all(self._is_present):
+            self._is_present = memory.noted()
+
+    def clear(self) -> None:
+        self._rungs = {}
+        self._parts = None
+        super().clear()
+
+    # ------------------------------------------------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._largest is not None and not self._has_sums:
+            self._learn()
+        return self._units.state_dict(self.parameters())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._largest = None
+        self._units = Units()
+        if state:
+            self._units.load_state_dict(state, self.parameters())
+
+
+def _largest_of(gradient: torch.Tensor) -> torch.Tensor:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    if not values.numel():
+        return torch.zeros((), dtype=torch.float64, device=gradient.device)
+    largest: torch.Tensor = torch.linalg.vector_norm(values, math.inf)
+    return largest.double()
+
+
+def _add_rounded(view: torch.Tensor, gradient: torch.Tensor, rounder: float) -> None:
+    """Add a gradient, rounded to whole units, to a view of the memory."""
+    parts = [(view, gradient)]
+    if gradient.device.type == "cpu" and view.is_contiguous() and gradient.is_contiguous():
+        pieces = [torch.split(tensor.view(-1), _ELEMENTS_AT_ONCE) for tensor in (view, gradient.detach())]
+        parts = list(zip(*pieces, strict=True))
+    for place, piece in parts:
+        place.add_(piece.double().add_(rounder).sub_(rounder))
