@@ -29,8 +29,8 @@ class NoiseRule(Rule):
         self.averages: list[NoiseAverage] = []
 
     @abstractmethod
-    def scaled(self, gain: float) -> float:
-        """The factor that a gain makes."""
+    def scaled(self, gain: float, step: Step) -> float:
+        """The factor that the gain of a step makes."""
 
     def observe(self, step: Step, norms: Sequence[Norms | None]) -> None:
         while len(self.averages) < len(norms):
@@ -54,10 +54,10 @@ class NoiseRule(Rule):
         return noise.gain(batch_size, ref_batchsize) if noise else min(1.0, batch_size / ref_batchsize)
 
     def factor(self, step: Step) -> float:
-        return self.scaled(self.gain(step.batch_size, step.ref_batchsize))
+        return self.scaled(self.gain(step.batch_size, step.ref_batchsize), step)
 
     def factor_of_group(self, step: Step, group: int) -> float:
-        return self.scaled(self.gain(step.batch_size, step.ref_batchsize, group))
+        return self.scaled(self.gain(step.batch_size, step.ref_batchsize, group), step)
 
     def report(self, step: Step) -> dict[str, float]:
         noise = self.noise()
@@ -82,7 +82,7 @@ class AdaScaleRule(NoiseRule):
     The gain (:meth:`Noise.gain`) comes from averages of the gradient noise that the optimizer measures.
     """
 
-    def scaled(self, gain: float) -> float:
+    def scaled(self, gain: float, step: Step) -> float:
         return gain
 
 
@@ -100,8 +100,8 @@ class AdamScaleRule(NoiseRule):
     def check(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
         check_adam(optimizer, groups)
 
-    def scaled(self, gain: float) -> float:
+    def scaled(self, gain: float, step: Step) -> float:
         return math.sqrt(gain)
 
-    def worth(self, factor: float) -> float:
+    def worth(self, step: Step, factor: float) -> float:
         return factor**2
