@@ -12,6 +12,7 @@ from .planning.reports import trace_report as trace_report
 from .rules.adam import AdamRule as AdamRule
 from .rules.adascale import AdamScaleRule as AdamScaleRule
 from .rules.adascale import AdaScaleRule as AdaScaleRule
+from .rules.muon import MuonRule as MuonRule
 from .rules.noise import Noise as Noise
 from .rules.noise import NoiseAverage as NoiseAverage
 from .rules.registry import RULES as RULES
@@ -25,6 +26,7 @@ from .rules.scaling import LinearMomentumRule as LinearMomentumRule
 from .rules.scaling import LinearRule as LinearRule
 from .rules.scaling import RootRule as RootRule
 from .rules.scaling import ema_decay as ema_decay
+from .rules.surge import SurgeRule as SurgeRule
 from .rules.transition import Transition as Transition
 from .runs.checkpoint import Checkpoint as Checkpoint
 from .runs.log import Log as Log

@@ -69,6 +69,20 @@ def test_the_curve_is_that_of_a_plain_pytorch_loop(tmp_path, rule, cores, factor
         assert float(row["best_metric"]) == pytest.approx(min(expected["metric"]), rel=1e-5)
 
 
+def test_rules_with_a_setting_are_compared_under_the_name_that_gives_it(tmp_path):
+    vbs.Trace.from_sequence([8, 32] * 15).write(tmp_path / "jumps.csv")
+    options = ["--workload", "comparisons:line", "--traces", tmp_path / "jumps.csv", "--seeds", 1]
+    vbs_compare(*options, "--rules", "legw:64,surge", "--ref-batchsize", 8, "--out", tmp_path / "results")
+    assert rows_by_run(tmp_path / "results")["jumps", "legw:64", 0]["status"] == "done"
+    found = [record["factor"] for record in records(tmp_path / "results", "jumps", "legw:64", 0) if "factor" in record]
+    # a warm-up of 8 steps, at scales 1 and 4
+    assert found[:10] == pytest.approx([0.125, 0.5, 0.375, 1.0, 0.625, 1.5, 0.875, 2.0, 1.0, 2.0])
+    steps = [record for record in records(tmp_path / "results", "jumps", "surge", 0) if "gain" in record]
+    assert [step["factor"] for step in steps] == pytest.approx(
+        [step["gain"] / (step["batch_size"] / 8) ** 0.5 for step in steps]
+    )
+
+
 @pytest.mark.xla
 def test_on_xla_cores_the_curve_is_the_same(tmp_path):
     vbs.Trace.from_sequence([8, 24, 40, 16, 32] * 2).write(tmp_path / "jumps.csv")

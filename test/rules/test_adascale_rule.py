@@ -69,10 +69,10 @@ def test_averages_go_on_where_they_were_saved(starts_with_mean):
 
 
 def test_adamscale_is_worth_the_square_of_its_factor():
-    assert AdamScaleRule().scaled(4.0) == 2.0
-    assert AdamScaleRule().worth(3.0) == 9.0
-    assert AdaScaleRule().scaled(4.0) == 4.0
-    assert AdaScaleRule().worth(3.0) == 3.0
+    assert AdamScaleRule().scaled(4.0, TWO) == 2.0
+    assert AdamScaleRule().worth(TWO, 3.0) == 9.0
+    assert AdaScaleRule().scaled(4.0, TWO) == 4.0
+    assert AdaScaleRule().worth(TWO, 3.0) == 3.0
 
 
 def test_what_the_rules_ask_to_be_measured():

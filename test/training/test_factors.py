@@ -15,7 +15,7 @@ class OfGroups(Rule):
     def factor_of_group(self, step, group):
         return step.scale * 10**group
 
-    def worth(self, factor):
+    def worth(self, step, factor):
         return factor / 10
 
 

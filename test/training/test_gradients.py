@@ -199,18 +199,20 @@ def test_adam_under_changing_scale_makes_full_steps_of_a_constant_gradient():
             assert before - model.weight.item() == pytest.approx(optimizer.current_lr(), rel=1e-9)
 
 
-def test_adamw_decays_by_its_own_learning_rate_under_changing_scale():
+@pytest.mark.parametrize("scales_weight_decay", [True, False])
+def test_adamw_decays_by_its_own_learning_rate_under_changing_scale(scales_weight_decay):
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.ones_(model.weight)
     sampler = vbs.CustomSampler(dataset_size=64, trace=[1, 4, 1], minibatch_size=1, shuffle=False)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-30, weight_decay=0.1)
-    optimizer = vbs.AdamRuleOptimizer(inner, sampler, ref_batchsize=1)
+    optimizer = vbs.AdamRuleOptimizer(inner, sampler, ref_batchsize=1, scales_weight_decay=scales_weight_decay)
     for _ in range(6):
         before = model.weight.item()
         backward(model, 7)
         if optimizer.step():
             lr = optimizer.current_lr()
-            assert model.weight.item() == pytest.approx(before * (1 - lr * 0.1) - lr, rel=1e-9)
+            decay = 0.1 * optimizer.factor() if scales_weight_decay else 0.1
+            assert model.weight.item() == pytest.approx(before * (1 - lr * decay) - lr, rel=1e-9)
 
 
 def test_a_parameter_that_begins_later_has_a_bias_of_its_own():

@@ -43,7 +43,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rules",
         default=_DEFAULT_RULES,
-        help=f"some of {', '.join(RULES)}, with commas and no blanks between them (default: {_DEFAULT_RULES})",
+        help=f"some of {', '.join(RULES)}, with commas and no blanks between them; legw:5000 and adam:half-life give a "
+        f"rule its setting (default: {_DEFAULT_RULES})",
     )
     parser.add_argument("--traces", nargs="+", metavar="FILE", help="trace files (default: a ramp and a spot market)")
     parser.add_argument(
@@ -182,7 +183,7 @@ def _in_words(optimizer: Any) -> str:
 def _rules(text: str, until: str, on_end: str | None) -> list[str]:
     rules = text.split(",")
     for rule in rules:
-        if rule not in RULES or rules.count(rule) > 1:
+        if rule.partition(":")[0] not in RULES or rules.count(rule) > 1:
             raise ValueError(f"`rules` must be some of {', '.join(RULES)}, each once, got {text!r}")
     if until == "progress" and on_end == "stop":
         raise ValueError(

@@ -20,7 +20,7 @@ UNTIL = ("samples", "progress")
 
 DONE, DIVERGED, FAILED = "done", "diverged", "failed"
 
-RULES = tuple(name for name, rule in rules_by_name.items() if not rule.needs)
+RULES = tuple(rules_by_name)
 
 MEASURING_RULES = tuple(name for name in RULES if rules_by_name[name].measures_noise)
 """Rules whose progress can end a run."""

@@ -99,12 +99,12 @@ def refuse_impossible(workload: Workload, device: str, rules: Sequence[str]) -> 
     if device == "xla" and not xla.is_installed():
         raise ValueError("--device xla needs torch_xla: pip install 'variable_batch_size[xla]'")
     sampler = CustomSampler(dataset_size=1, trace=1, minibatch_size=1, num_replicas=1, rank=0)
-    for rule in rules:
-        inner = inner_optimizer(workload, workload.model(), None)
+    for name in rules:
+        inner, rule = inner_optimizer(workload, workload.model(), None), make_rule(name)
         try:
-            CustomOptimizer(inner, sampler, rule=make_rule(rule), ref_batchsize=1)
+            CustomOptimizer(inner, sampler, rule=rule, ref_batchsize=1)
         except ValueError as error:
-            raise ValueError(f"the rule {rule} does not go with this workload: {error}") from None
+            raise ValueError(f"the rule {name} does not go with this workload: {error}") from None
 
 
 def _seed(seed: int) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, final
+from typing import Any
 
 from variable_batch_size.checks import check_positive
 from variable_batch_size.planning.rows import (
@@ -18,33 +17,10 @@ from variable_batch_size.planning.rows import (
     planned_sizes,
     positions_of,
 )
-from variable_batch_size.rules.noise import Noise
-from variable_batch_size.rules.registry import make_rule
-from variable_batch_size.rules.rule import Rule, Step
+from variable_batch_size.planning.rules import RULES
+from variable_batch_size.rules.rule import Rule
 from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.schedule import Schedule
-
-RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}
-"""Rules by name, whose factor follows from the batch size alone, not from what a run measures or has done."""
-
-
-@final
-class SteadyAdaScaleRule(Rule):
-    """AdaScale's factor in a run whose noise scale V/G² stays the same; a real run measures it as it goes.
-
-    gain(B) = (V/B0 + G²) / (V/B + G²), at V/G² = `noise_scale`
-
-    >>> SteadyAdaScaleRule(noise_scale=100).factor(Step(batch_size=400, minibatch_size=50, ref_batchsize=100))
-    1.6
-    """
-
-    def __init__(self, *, noise_scale: float) -> None:
-        if not 0 < noise_scale < math.inf:
-            raise ValueError(f"`noise_scale` must be a positive number, got {noise_scale!r}")
-        self.noise = Noise(variance=noise_scale, square_norm=1.0)
-
-    def factor(self, step: Step) -> float:
-        return self.noise.gain(step.batch_size, step.ref_batchsize)
 
 
 @dataclass(frozen=True)
@@ -167,7 +143,7 @@ class Plan:
             rules=tuple(rules),
             sizes=sizes,
             epochs=epochs,
-            moments=moments_of(schedule, epochs, sizes, len(steps)),
+            moments=moments_of(schedule, epochs, sizes, rules, ref_batchsize),
             checkpoints=positions_of(schedule, epochs, len(steps), checkpoint_every),
         )
 

@@ -30,8 +30,8 @@ class NoiseRule(Rule):
         self.meter = NoiseMeter(starts_with_mean=starts_with_mean)
 
     @abstractmethod
-    def scaled(self, gain: float) -> float:
-        """The factor that a gain makes."""
+    def scaled(self, gain: float, step: Step) -> float:
+        """The factor that the gain of a step makes."""
 
     def observe(self, step: Step, norms: Sequence[Norms | None]) -> None:
         self.meter.observe(step, norms)
@@ -45,10 +45,10 @@ class NoiseRule(Rule):
         return self.meter.gain(batch_size, ref_batchsize, group)
 
     def factor(self, step: Step) -> float:
-        return self.scaled(self.gain(step.batch_size, step.ref_batchsize))
+        return self.scaled(self.gain(step.batch_size, step.ref_batchsize), step)
 
     def factor_of_group(self, step: Step, group: int) -> float:
-        return self.scaled(self.gain(step.batch_size, step.ref_batchsize, group))
+        return self.scaled(self.gain(step.batch_size, step.ref_batchsize, group), step)
 
     def report(self, step: Step) -> dict[str, float]:
         return self.meter.report(step)
@@ -67,7 +67,7 @@ class AdaScaleRule(NoiseRule):
     The gain (:meth:`Noise.gain`) comes from averages of the gradient noise that the optimizer measures.
     """
 
-    def scaled(self, gain: float) -> float:
+    def scaled(self, gain: float, step: Step) -> float:
         return gain
 
 
@@ -85,8 +85,8 @@ class AdamScaleRule(NoiseRule):
     def check(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
         check_adam(optimizer, groups)
 
-    def scaled(self, gain: float) -> float:
+    def scaled(self, gain: float, step: Step) -> float:
         return math.sqrt(gain)
 
-    def worth(self, factor: float) -> float:
+    def worth(self, step: Step, factor: float) -> float:
         return factor**2

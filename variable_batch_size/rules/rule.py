@@ -68,6 +68,9 @@ class Rule(ABC):
     needs: ClassVar[tuple[str, ...]] = ()
     """The settings without which the rule cannot be made, by their names."""
 
+    text_setting: ClassVar[tuple[str, type[int] | type[str]] | None] = None
+    """The setting that may follow the rule's name after a colon, and its type: ``legw:5000``, ``adam:half-life``."""
+
     sums_gradients = False
     """Whether the update gets the sum of the minibatches' gradients, instead of their mean."""
 
@@ -88,7 +91,7 @@ class Rule(ABC):
         """The factor of one parameter group, for a rule that gives each its own."""
         return self.factor(step)
 
-    def worth(self, factor: float) -> float:
+    def worth(self, step: Step, factor: float) -> float:
         """How many steps at the reference batch size a step with this factor counts for, as to progress."""
         return factor
 

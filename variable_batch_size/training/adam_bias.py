@@ -19,6 +19,15 @@ class _History(NamedTuple):
     second: float
 
 
+def is_decoupled(inner: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer decays the weights of a group apart from the gradient, as AdamW does.
+
+    Where its group does not say so, as in earlier versions of torch and outside of it, the name of its class does.
+    """
+    is_named_so = any("AdamW" in kind.__name__ for kind in type(inner).__mro__)
+    return bool(group.get("decoupled_weight_decay", is_named_so))
+
+
 class AdamBias:
     """Remembers the betas of past updates, for rules that change them from step to step.
 
@@ -39,7 +48,6 @@ class AdamBias:
         for p in group["params"]:
             if p.grad is not None:
                 by_history.setdefault(self._after_update(p, group, settings["betas"]), []).append(p)
-        is_decoupled = group.get("decoupled_weight_decay", isinstance(self._inner, torch.optim.AdamW))
         decay = {"weight_decay": group["weight_decay"]} if "weight_decay" in group else {}
         found = []
         for history, parameters in by_history.items():
@@ -48,7 +56,7 @@ class AdamBias:
                 {**decay, **settings},
                 num_updates=history.num_updates,
                 products=(history.first, history.second),
-                is_decoupled=is_decoupled,
+                is_decoupled=is_decoupled(self._inner, group),
             )
             found.append((parameters, corrected))
         return found or [(group["params"], dict(settings))]

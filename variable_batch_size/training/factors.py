@@ -35,7 +35,7 @@ class Factors:
 
     def move(self, step: Step, num_groups: int) -> list[float]:
         """The factors of all groups in a step, which is then taken as made."""
-        self.progress += self._rule.worth(self._of_all.move(self._rule.factor(step), step.batch_size))
+        self.progress += self._rule.worth(step, self._of_all.move(self._rule.factor(step), step.batch_size))
         return [
             self._of_group(group).move(self._rule.factor_of_group(step, group), step.batch_size)
             for group in range(num_groups)

@@ -7,7 +7,7 @@ from typing import final
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from variable_batch_size.rules.adam import AdamRule
+from variable_batch_size.rules.adam import AdamRule, Form
 from variable_batch_size.rules.adascale import AdamScaleRule, AdaScaleRule
 from variable_batch_size.rules.scaling import ConstantRule, LEGWRule, LinearMomentumRule, LinearRule, RootRule
 from variable_batch_size.training.optimizer import CustomOptimizer
@@ -74,12 +74,25 @@ class LEGWRuleOptimizer(CustomOptimizer):
 
 @final
 class AdamRuleOptimizer(CustomOptimizer):
-    """:class:`CustomOptimizer` with the square root rule for Adam's lr, betas and eps (:class:`AdamRule`)."""
+    """:class:`CustomOptimizer` with the square root rule for all of Adam's settings (:class:`AdamRule`).
+
+    Args:
+        form: what happens to the betas.
+        scales_weight_decay: whether a decoupled weight decay is scaled, so that the decay per sample stays.
+    """
 
     def __init__(
-        self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int, **options: Unpack[Options]
+        self,
+        inner: Optimizer,
+        sampler: CustomSampler,
+        *,
+        ref_batchsize: int,
+        form: Form = "sde",
+        scales_weight_decay: bool = True,
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(inner, sampler, rule=AdamRule(), ref_batchsize=ref_batchsize, **options)
+        rule = AdamRule(form=form, scales_weight_decay=scales_weight_decay)
+        super().__init__(inner, sampler, rule=rule, ref_batchsize=ref_batchsize, **options)
 
 
 @final

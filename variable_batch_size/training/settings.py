@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.rules.rule import Rule, Step
-from variable_batch_size.training.adam_bias import AdamBias
+from variable_batch_size.training.adam_bias import AdamBias, is_decoupled
 
 Group = dict[str, Any]
 
@@ -41,7 +41,7 @@ class Settings:
             parts: list[Group] = []
             lrs = []
             for group, factor in zip(found, factors, strict=True):
-                settings = rule.settings(group, step, factor)
+                settings = rule.settings(self._as_rules_see(group), step, factor)
                 lrs.append(float(settings.get("lr", group["lr"])))
                 variants = self._variants(group, settings)
                 if len(variants) == 1:
@@ -57,6 +57,10 @@ class Settings:
             groups[:] = found
             for group, values in changed:
                 group.update(values)
+
+    def _as_rules_see(self, group: Group) -> Group:
+        """The group, which says if its weight decay is decoupled also where AdamW does not."""
+        return {**group, "decoupled_weight_decay": True} if is_decoupled(self._inner, group) else group
 
     def _variants(self, group: Group, settings: Group) -> list[tuple[list[Any], Group]]:
         """The parameters of the group and their settings; several where these are not the same for all."""
