@@ -50,6 +50,8 @@ from .training.buffers import share_buffers as share_buffers
 from .training.optimizer import CustomOptimizer as CustomOptimizer
 from .training.options import Options as Options
 from .training.progress import follow_progress as follow_progress
+from .training.progress import follow_samples as follow_samples
+from .training.progress import follow_weight as follow_weight
 from .training.rule_optimizers import AdamRuleOptimizer as AdamRuleOptimizer
 from .training.rule_optimizers import AdamScaleOptimizer as AdamScaleOptimizer
 from .training.rule_optimizers import AdaScaleOptimizer as AdaScaleOptimizer
