@@ -42,6 +42,7 @@ from .traces.market import spot_market as spot_market
 from .traces.ramps import constant_trace as constant_trace
 from .traces.ramps import doubling_ramp as doubling_ramp
 from .traces.ramps import linear_ramp as linear_ramp
+from .traces.ramps import rampup as rampup
 from .traces.recording import Recording as Recording
 from .traces.stages import Stages as Stages
 from .traces.trace import Trace as Trace
