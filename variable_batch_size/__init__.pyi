@@ -44,6 +44,7 @@ from .traces.market import spot_market as spot_market
 from .traces.ramps import constant_trace as constant_trace
 from .traces.ramps import doubling_ramp as doubling_ramp
 from .traces.ramps import linear_ramp as linear_ramp
+from .traces.ramps import rampup as rampup
 from .traces.recording import Recording as Recording
 from .traces.stages import Stages as Stages
 from .traces.trace import Trace as Trace
@@ -52,6 +53,8 @@ from .training.buffers import share_buffers as share_buffers
 from .training.optimizer import CustomOptimizer as CustomOptimizer
 from .training.options import Options as Options
 from .training.progress import follow_progress as follow_progress
+from .training.progress import follow_samples as follow_samples
+from .training.progress import follow_weight as follow_weight
 from .training.rule_optimizers import AdamRuleOptimizer as AdamRuleOptimizer
 from .training.rule_optimizers import AdamScaleOptimizer as AdamScaleOptimizer
 from .training.rule_optimizers import AdaScaleOptimizer as AdaScaleOptimizer

@@ -58,13 +58,14 @@ def test_plan_prints_what_the_functions_say(run):
 def test_plan_takes_all_its_options(run):
     write("trace.csv", "# recorded by run 7\nstep,batchsize\n0,64\n1,96\n2,32\n3,256\n")
     options = "--epochs 5 --on-end cycle --rule root --rule linear --ref-batchsize 128 --checkpoint-every 2"
-    code, out, _ = run(f"{PLAN} {options} --noise-scale 1000 --json")
+    code, out, _ = run(f"{PLAN} {options} --noise-scale 1000 --tokens-per-sample 4096 --json")
     plan = json.loads(out)
     assert code == 0
     assert (plan["num_epochs"], plan["on_end"], plan["ref_batchsize"]) == (5, "cycle", 128)
     assert plan["rules"] == ["root", "linear", "adascale@1000"]
     assert plan["checkpoints"][0] == {"epoch": 0, "epoch_step": 2, "steps_done": 2, "samples_done": 160}
     assert plan["comment"] == "recorded by run 7"
+    assert plan["num_tokens"] == 4096 * plan["num_samples"]
 
 
 @pytest.mark.parametrize(
@@ -195,6 +196,12 @@ def test_a_command_line_that_is_not_understood_has_its_own_exit_code(run, comman
             vbs.Stages.parse("0:768 250K:1536 500K:3072", until=10**6, unit="samples").trace(),
         ),
         (
+            "stages '0:768 250B:1536' --unit tokens --tokens-per-sample 4096 --until 1T --change after",
+            vbs.Stages((0, 25 * 10**10), (768, 1536), 10**12, "tokens", 4096).trace(change="after"),
+        ),
+        ("rampup 16 16 960 --final 64", vbs.rampup(16, 16, 960, final=64)),
+        ("rampup 16 16 960 --final 64 --samples 10K", vbs.rampup(16, 16, 960, final=64, num_samples=10_000)),
+        (
             "decay 640 --factor 5 --at 60 120 160 --epochs 200 --dataset-size 50K --minibatch-size 32 --cap 5120",
             vbs.growth_for_decay(
                 640,
@@ -282,7 +289,7 @@ def test_convert_refuses_with_the_line(run):
     assert run(command) == (1, "", "vbs: devices.csv:3: no device is left (`when_empty`), got 0\n")
 
 
-@pytest.mark.parametrize("unit", ["steps", "samples"])
+@pytest.mark.parametrize("unit", ["steps", "samples", "tokens --tokens-per-sample 4096"])
 @pytest.mark.parametrize("name", TRACES)
 def test_a_trace_turned_into_stages_and_back_is_the_same(run, name, unit):
     trace = ROOT / "traces" / f"{name}.csv"

@@ -197,9 +197,18 @@ def test_a_plan_is_ready_for_json():
     assert plan["checkpoints"][1] == {"epoch": 0, "epoch_step": 2, "steps_done": 2, "samples_done": 96}
 
 
+def test_a_plan_counts_tokens_if_told_what_a_sample_has():
+    schedule = vbs.Schedule(vbs.Trace.from_sequence([32, 64]), dataset_size=300, minibatch_size=32)
+    plan = vbs.Plan.of(schedule, tokens_per_sample=4096).as_dict()
+    assert (plan["tokens_per_sample"], plan["num_tokens"]) == (4096, 96 * 4096)
+    plan = vbs.Plan.of(schedule).as_dict()
+    assert (plan["tokens_per_sample"], plan["num_tokens"]) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("trace", "options", "message"),
     [
+        ([32], {"tokens_per_sample": 0}, "`tokens_per_sample` must be a positive integer, got 0"),
         ([32], {"num_epochs": 2}, "trace holds 1 epoch of 300 samples, got epoch 1"),
         ([32], {"num_epochs": 0}, "`num_epochs` must be a positive integer, got 0"),
         (32, {}, "trace goes on forever: the number of epochs must be given"),

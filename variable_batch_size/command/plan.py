@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from variable_batch_size.command.options import add_minibatch_size, count, print_text
+from variable_batch_size.command.options import add_minibatch_size, add_tokens_per_sample, count, print_text
 from variable_batch_size.planning.picture import check_suffix, plot_plan
 from variable_batch_size.planning.plan import Plan
 from variable_batch_size.planning.reports import plan_report
@@ -25,6 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on-end", choices=ON_END, default="stop", help="what follows the last row of the trace (default: stop)"
     )
+    add_tokens_per_sample(parser, "also count tokens")
     parser.add_argument(
         "--rule",
         action="append",
@@ -69,6 +70,7 @@ def run(options: argparse.Namespace) -> None:
         rules=planned_rules(options.rule or list(RULES), noise_scale=options.noise_scale),
         ref_batchsize=options.ref_batchsize,
         checkpoint_every=options.checkpoint_every,
+        tokens_per_sample=options.tokens_per_sample,
     )
     if options.plot is not None:
         plot_plan(plan, schedule, options.plot)

@@ -36,6 +36,8 @@ class Plan:
         num_epochs: epochs of the run, the last one perhaps in part.
         num_steps: updates.
         num_samples: samples that these use.
+        tokens_per_sample: tokens of a sample; None if tokens are not counted.
+        num_tokens: tokens of all samples; None likewise.
         num_left_over: samples of the data set that are not used, over all epochs that do not end with the trace.
         num_rows_unused: rows of the trace that come after the last epoch.
         num_minibatches: minibatches of the run, over all cores.
@@ -71,6 +73,8 @@ class Plan:
     num_epochs: int
     num_steps: int
     num_samples: int
+    tokens_per_sample: int | None
+    num_tokens: int | None
     num_left_over: int
     num_rows_unused: int
     num_minibatches: int
@@ -96,6 +100,7 @@ class Plan:
         rules: Mapping[str, Rule] = RULES,
         ref_batchsize: int | None = None,
         checkpoint_every: int | None = None,
+        tokens_per_sample: int | None = None,
     ) -> Plan:
         """Summarise a schedule.
 
@@ -105,6 +110,7 @@ class Plan:
             rules: the rules whose factors to list, by name.
             ref_batchsize: the batch size at which the learning rate is right; the first of the trace if None.
             checkpoint_every: list the position every N steps.
+            tokens_per_sample: count tokens, too: so many of each sample.
         """
         if num_epochs is None:
             num_epochs = schedule.num_epochs
@@ -114,6 +120,8 @@ class Plan:
         schedule.steps(num_epochs - 1)  # refuses an epoch beyond the end, before the work of all others
         ref_batchsize = schedule.batch_size(0) if ref_batchsize is None else ref_batchsize
         check_positive(ref_batchsize=ref_batchsize)
+        if tokens_per_sample is not None:
+            check_positive(tokens_per_sample=tokens_per_sample)
         epochs = tuple(planned_epoch(schedule, epoch) for epoch in range(num_epochs))
         steps = range(epochs[-1].first_step + epochs[-1].num_steps)
         sizes = planned_sizes(schedule, steps, rules, ref_batchsize)
@@ -121,6 +129,7 @@ class Plan:
         core_idle_steps = schedule.core_idle_steps(steps)
         num_depths = sum(size.depth * size.num_steps for size in sizes)
         num_core_steps = schedule.num_replicas * len(steps)
+        num_samples = schedule.samples_before(steps.stop)
         return cls(
             trace=schedule.trace.name,
             dataset_size=schedule.dataset_size,
@@ -129,11 +138,13 @@ class Plan:
             on_end=schedule.on_end,
             num_epochs=num_epochs,
             num_steps=len(steps),
-            num_samples=schedule.samples_before(steps.stop),
+            num_samples=num_samples,
+            tokens_per_sample=tokens_per_sample,
+            num_tokens=None if tokens_per_sample is None else tokens_per_sample * num_samples,
             num_left_over=sum(epoch.num_left_over for epoch in epochs if not epoch.ends_with_trace),
             num_rows_unused=0 if schedule.trace.is_endless else max(0, len(schedule.trace) - len(steps)),
             num_minibatches=int(core_minibatches.sum()),
-            mean_batch_size=schedule.samples_before(steps.stop) / len(steps),
+            mean_batch_size=num_samples / len(steps),
             mean_depth=num_depths / len(steps),
             core_minibatches=tuple(core_minibatches.tolist()),
             core_idle_steps=tuple(core_idle_steps.tolist()),

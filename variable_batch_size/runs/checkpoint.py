@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ import torch
 from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.cores import loader_workers, stopping
 from variable_batch_size.cores.running import communicator_for
-from variable_batch_size.runs import randomness, storage
+from variable_batch_size.runs import fork, randomness, storage
 from variable_batch_size.runs.agreement import Agreement
 from variable_batch_size.runs.executed import Executed
 from variable_batch_size.runs.scheduler_state import Stateful, load_state, state_of
 from variable_batch_size.training.description import differences
-from variable_batch_size.training.optimizer import CustomOptimizer
+from variable_batch_size.training.optimizer import STATE_KEY, CustomOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,9 @@ class Checkpoint:
         every_steps: save every N steps.
         every_seconds: save when that much time has passed since the latest save, by the clock of core 0.
         keep: how many of the latest checkpoints stay.
+        accept: in what this run may be another than the one that was saved: ``"trace"``, ``"on_end"``,
+            ``"dataset_size"``, ``"minibatch_size"``, ``"seed"``, ``"shuffle"``, ``"rule"`` or ``"ref_batchsize"``; what
+            has changed is logged. Steps that were made stay as they were, and row r of another trace is step r.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Checkpoint:
         every_steps: int | None = None,
         every_seconds: float | None = None,
         keep: int = 2,
+        accept: Collection[str] = (),
     ) -> None:
         if not isinstance(optimizer, CustomOptimizer):
             raise ValueError(f"`optimizer` must be a CustomOptimizer, got {type(optimizer).__name__}")
@@ -72,6 +76,7 @@ class Checkpoint:
         if every_seconds is not None and not every_seconds > 0:
             raise ValueError(f"`every_seconds` must be positive, got {every_seconds!r}")
         check_positive(keep=keep)
+        self._accept = fork.check_accept(accept)
         loader_workers.shield_loader_workers()
         self.directory = None if directory is None else Path(directory)
         self.every_steps = every_steps
@@ -91,11 +96,10 @@ class Checkpoint:
         self._is_inside = False  # an epoch
         self._steps_of_epochs: list[int] = []  # how many steps of each epoch before this one were made
         self._random: dict[str, torch.Tensor] | None = None  # to be restored when the run goes on
+        self._changes: list[tuple[int, str]] = []  # after how many steps the run became another, and in what
         if self.directory is not None:
             if self._communicator.rank == 0:
                 storage.prepare(self.directory)
-            origin = ", ".join(f"{name} {value}" for name, value in self._identity.items())
-            self._executed = Executed(self.directory / "executed.csv", self._sampler.schedule, origin=origin)
             self._take_up(self.directory)
         self._agreement.note_saved()
         self._steps_seen = optimizer.steps_done
@@ -217,6 +221,9 @@ class Checkpoint:
             "optimizer": self._optimizer.state_dict(),
             "schedulers": [state_of(scheduler) for scheduler in self._schedulers],
             "random": random,
+            "past": fork.past_state(self._sampler.schedule.past(self._epoch, epoch_step)),
+            "sums_gradients": self._optimizer.rule.sums_gradients,
+            "changes": self._changes,
         }
         storage.save(path, state)
         storage.keep_only(directory, self.keep)
@@ -233,26 +240,45 @@ class Checkpoint:
                 f"the cores do not find the same checkpoint in {directory} (on core {self._communicator.rank}: "
                 f"{paths[-1].name if paths else 'none'}): it must be a directory that all machines share"
             )
-        if state is None:
-            return
+        if state is not None:
+            self._restore(state, paths[-1])
+        origin = ", ".join(f"{name} {value}" for name, value in self._identity.items())
+        path, schedule = directory / "executed.csv", self._sampler.schedule
+        self._executed = Executed(path, schedule, origin=origin, changes=self._changes)
+        if state is not None and self._communicator.rank == 0:
+            self._executed.cut_back([*self._steps_of_epochs, self._first_step])
+            logger.info("going on from %s: epoch %d, step %d of it", paths[-1], self._epoch, self._first_step)
+
+    def _restore(self, state: dict[str, Any], path: Path) -> None:
+        """Take over a state that was checked, and say in what the run is another now."""
+        place = fork.place_of(state, self._sampler.schedule, self._identity)
         try:
             self._model.load_state_dict(state["model"])
         except RuntimeError as error:
-            raise ValueError(f"{paths[-1]} does not fit the model: {error}") from error
-        self._optimizer.load_state_dict(state["optimizer"])
+            raise ValueError(f"{path} does not fit the model: {error}") from error
+        own = state["optimizer"][STATE_KEY]
+        if state["run"]["rule"] != self._identity["rule"]:
+            own = {**own, "rule": self._optimizer.rule.state_dict()}
+        self._optimizer.go_on_with(place.schedule)
+        self._optimizer.load_state_dict({**state["optimizer"], STATE_KEY: own})
         for optimizer in (self._optimizer, self._optimizer.inner):
             # else torch would warn of a scheduler that comes before the optimizer, where an epoch has no steps left
             optimizer._opt_called = self._optimizer.steps_done > 0  # type: ignore[attr-defined]
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             load_state(scheduler, saved)
-        self._epoch, self._first_step = state["epoch"], state["epoch_step"]
-        self._steps_of_epochs = state["steps_of_epochs"]
+        self._epoch, self._first_step, self._steps_of_epochs = place.epoch, place.first_step, place.steps_of_epochs
+        self._changes = [(steps, text) for steps, text in state.get("changes", [])]
+        self._note_changes(state, path)
         rank = self._communicator.rank
         if rank < len(state["random"]["torch"]):
             self._random = {name: rows[rank].clone() for name, rows in state["random"].items()}
-        if rank == 0:
-            self._executed.cut_back([*self._steps_of_epochs, self._first_step])
-            logger.info("going on from %s: epoch %d, step %d of it", paths[-1], self._epoch, self._first_step)
+
+    def _note_changes(self, state: dict[str, Any], path: Path) -> None:
+        changed = "; ".join(differences(state["run"], self._identity))
+        if changed:
+            self._changes.append((self._optimizer.steps_done, changed))
+            if self._communicator.rank == 0:
+                logger.warning("going on from %s as another run: %s", path, changed)
 
     def _read(self, paths: list[Path]) -> dict[str, Any]:
         path = paths[-1]
@@ -261,9 +287,10 @@ class Checkpoint:
         except ValueError as error:
             before = f"go on from {paths[-2].name}" if len(paths) > 1 else "start from the beginning"
             raise ValueError(f"{error}; move it away to {before}") from error
-        different = differences(state["run"], self._identity)
+        different = fork.refused(state["run"], self._identity, self._accept)
         if len(state["schedulers"]) != len(self._schedulers):
             different.append(f"schedulers were {len(state['schedulers'])} and are {len(self._schedulers)}")
         if different:
             raise ValueError(f"{path} was saved by another run: {'; '.join(different)}")
+        fork.refuse_other_sums(state, self._identity, sums_gradients=self._optimizer.rule.sums_gradients)
         return state

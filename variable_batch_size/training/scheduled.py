@@ -14,6 +14,7 @@ from variable_batch_size.rules.adascale import NoiseRule
 from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.noise_meter import NoiseMeter
 from variable_batch_size.rules.rule import Rule, Step
+from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.training.description import description_of
 from variable_batch_size.training.factors import Factors
 from variable_batch_size.training.position import Position
@@ -142,6 +143,11 @@ class ScheduledOptimizer(Wrapper, ABC):
     def is_idle(self) -> bool:
         """Whether the latest minibatch was a stand-in, because this core has none in that step."""
         return self._position.is_idle
+
+    def go_on_with(self, schedule: Schedule) -> None:
+        """Take another schedule in place of the sampler's, and give it to the sampler; ``set_epoch`` goes into it."""
+        self.sampler.schedule = schedule
+        self._position = Position(schedule, self.sampler.rank)
 
     # ------------------------------------------------------------------------------------------------------------- rule
 
