@@ -20,18 +20,6 @@ class Run:
     progress: float = 0.0
 
 
-class WeighedRun(vbs.ConstantOptimizer):
-    """STAND-IN until `step(weight=…)` is there: every sample weighs 7, and `weight_done` is their sum.
-
-    To be replaced by a real optimizer whose steps are given ``weight=7 * minibatch_size``.
-    """
-
-    @property
-    def weight_done(self):
-        assert not self.is_accumulating, "the device would be waited for"
-        return 7.0 * self.samples_done
-
-
 def new_optimizer():
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.8, momentum=0.9)
 
@@ -142,26 +130,26 @@ TRACES = {
 }
 
 
-def optimizer_of(trace, kind=vbs.ConstantOptimizer):
+def optimizer_of(trace):
     sampler = vbs.CustomSampler(dataset_size=1000, trace=trace, minibatch_size=2)
-    return kind(new_optimizer(), sampler)
+    return vbs.ConstantOptimizer(new_optimizer(), sampler)
 
 
-def steps_of(optimizer):
-    """Run all minibatches, and stop after each call of step()."""
+def steps_of(optimizer, **options):
+    """Run all minibatches, and stop after each call of step(), which is given the options."""
     parameter = optimizer.param_groups[0]["params"][0]
     for indices in optimizer.sampler:
         (parameter * len(indices)).sum().backward()
-        optimizer.step()
+        optimizer.step(**options)
         yield
 
 
-def by_samples(make, trace, per, follow=vbs.follow_samples, kind=vbs.ConstantOptimizer):
+def by_samples(make, trace, per, follow=vbs.follow_samples, **options):
     """The learning rate and momentum at each number of samples."""
-    optimizer = optimizer_of(trace, kind)
+    optimizer = optimizer_of(trace)
     scheduler = make(optimizer)
     found = {}
-    for _ in steps_of(optimizer):
+    for _ in steps_of(optimizer, **options):
         follow(scheduler, optimizer, per=per)
         found[optimizer.samples_done] = settings(optimizer)
     return found
@@ -180,21 +168,16 @@ def test_at_the_same_samples_the_learning_rate_is_the_same_to_the_last_bit_under
 @pytest.mark.parametrize("name", KINDS)
 def test_at_the_same_weight_the_learning_rate_is_the_same_to_the_last_bit_under_any_trace(name):
     for trace in TRACES.values():
-        by_weight = by_samples(KINDS[name], trace, 7 * 8, vbs.follow_weight, WeighedRun)
+        by_weight = by_samples(KINDS[name], trace, 7 * 8, vbs.follow_weight, weight=7 * 2)
         assert by_weight == by_samples(KINDS[name], trace, 8)
 
 
 def test_weights_may_be_fractions_whose_sum_falls_short_of_a_whole_step():
-    @dataclass
-    class Weighed:  # STAND-IN until `step(weight=…)` is there
-        weight_done: float
-        is_accumulating: bool = False
-
-    optimizer = new_optimizer()
+    optimizer = optimizer_of([2] * 10)
     scheduler = linear(optimizer)
-    optimizer.step()
-    assert sum([0.1] * 10) < 1
-    vbs.follow_weight(scheduler, Weighed(sum([0.1] * 10)), per=0.5)
+    for _ in steps_of(optimizer, weight=0.1):
+        vbs.follow_weight(scheduler, optimizer, per=0.5)
+    assert optimizer.weight_done < 1
     assert scheduler.last_epoch == 2
 
 
@@ -227,7 +210,7 @@ def test_samples_to_a_step_are_a_positive_integer(per):
 
 @pytest.mark.parametrize("per", [0, -1.5, math.inf, math.nan])
 def test_weight_to_a_step_is_a_positive_number(per):
-    optimizer = optimizer_of([4], WeighedRun)
+    optimizer = optimizer_of([4])
     with pytest.raises(ValueError, match=r"^`per` must be positive and finite, got (0|-1\.5|inf|nan)$"):
         vbs.follow_weight(linear(optimizer), optimizer, per=per)
 

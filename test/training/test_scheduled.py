@@ -44,6 +44,7 @@ def test_it_is_described_by_all_that_its_samples_and_state_depend_on():
         "seed": 0,
         "shuffle": False,
         "rule": "LinearRule",
+        "settings of the rule": "{}",
         "ref_batchsize": 2,
         "optimizer": "SGD",
         "exact": False,

@@ -45,7 +45,8 @@ def check_accept(accept: Collection[str]) -> frozenset[str]:
 
 def refused(saved: Mapping[str, object], now: Mapping[str, object], accept: Collection[str]) -> list[str]:
     """In what a run is not the one that was saved and may not be another, each in words."""
-    return differences(saved, {name: value for name, value in now.items() if name not in accept})
+    accepted = {*accept, *(("settings of the rule",) if "rule" in accept else ())}
+    return differences(saved, {name: value for name, value in now.items() if name not in accepted})
 
 
 def past_state(past: Past) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def description_of(
         "seed": sampler.seed,
         "shuffle": sampler.shuffle,
         "rule": type(rule).__name__,
+        "settings of the rule": settings_of_rule(rule),
         "ref_batchsize": ref_batchsize,
         "optimizer": type(inner).__name__,
     }
@@ -53,9 +54,10 @@ def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[
     >>> differences({"seed": 0, "rule": "LinearRule"}, {"seed": 3, "rule": "LinearRule"})
     ['seed was 0 and is 3']
     """
-    # what is off now was off, too, in a run that was saved before there was such a thing
-    before = {name: saved.get(name, False if now[name] is False else None) for name in now}
-    return [f"{name} was {before[name]} and is {now[name]}" for name in now if before[name] != now[name]]
+    # what a run did not note that was saved by an older version cannot be compared
+    return [
+        f"{name} was {saved[name]} and is {now[name]}" for name in now if name in saved and saved[name] != now[name]
+    ]
 
 
 def settings_of_rule(rule: Rule) -> str:

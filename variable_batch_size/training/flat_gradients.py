@@ -179,8 +179,8 @@ class FlatGradients(Gradients):
     def discard(self) -> None:
         self.clear()
 
-    def weight(self) -> torch.Tensor | None:
-        return torch.as_tensor(self._weight, device=self._device()) if self._is_weighted else None
+    def weight(self) -> Weight | None:
+        return self._weight if self._is_weighted else None
 
     def _numbers(self) -> torch.Tensor:
         numbers = self._square([]).repeat(len(self._inner.param_groups) + 2)

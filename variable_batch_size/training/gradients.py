@@ -144,8 +144,8 @@ class Gradients(ABC):
         return self._square(gradients).sqrt() / self._communicator.varying(self._mean.multiple)
 
     @abstractmethod
-    def weight(self) -> torch.Tensor | None:
-        """After :meth:`reduce`: the sum of all minibatches' weights, on the device; None if they have none."""
+    def weight(self) -> Weight | None:
+        """After :meth:`reduce`: the sum of all minibatches' weights, a tensor if it is on the device; None if none."""
 
     def state_dict(self) -> dict[str, Any]:
         """What has to be remembered from one step to the next."""
@@ -157,7 +157,8 @@ class Gradients(ABC):
     def weighs_nothing(self) -> bool:
         """After :meth:`reduce`: whether the weights are known to be 0 in all; what is on a device is not waited for."""
         weight = self.weight()
-        return weight is not None and weight.device.type == "cpu" and not weight
+        is_known = weight is not None and (not isinstance(weight, torch.Tensor) or weight.device.type == "cpu")
+        return is_known and not weight
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the inner optimizer."""

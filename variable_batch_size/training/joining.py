@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from variable_batch_size.cores.communicator import Communicator
-from variable_batch_size.training.description import settings_of, settings_of_rule, shapes_of
+from variable_batch_size.training.description import settings_of, shapes_of
 from variable_batch_size.training.sameness import begin_alike
 from variable_batch_size.training.scheduled import ScheduledOptimizer
 from variable_batch_size.training.wrapped import take_over_reduction
@@ -38,7 +38,6 @@ def join_other_cores(
     facts = {
         **optimizer.description,
         **options,
-        "settings of the rule": settings_of_rule(optimizer.rule),
         "settings": settings_of(optimizer.inner),
         "model": shapes_of(of_model),
     }

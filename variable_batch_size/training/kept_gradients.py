@@ -142,7 +142,7 @@ class KeptGradients(Gradients):
             p.grad = view
         self._note_versions()
 
-    def weight(self) -> torch.Tensor | None:
+    def weight(self) -> Weight | None:
         return self._memory.numbers[-2].clone() if self._is_weighted else None
 
     def _numbers(self) -> torch.Tensor:

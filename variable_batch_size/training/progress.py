@@ -50,7 +50,7 @@ def follow_weight(scheduler: LRScheduler, optimizer: CustomOptimizer, *, per: fl
     if not 0 < per < math.inf:
         raise ValueError(f"`per` must be positive and finite, got {per!r}")
     if not optimizer.is_accumulating:
-        weight: float = optimizer.weight_done  # type: ignore[attr-defined]
+        weight: float = optimizer.weight_done
         _bring(scheduler, to=math.floor(weight / per + _ROUNDING))
 
 

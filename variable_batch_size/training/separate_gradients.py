@@ -101,7 +101,7 @@ class SeparateGradients(Gradients):
             self.clear()
         self._fit()
 
-    def weight(self) -> torch.Tensor | None:
+    def weight(self) -> Weight | None:
         return self._weights[0] * 1 if self._is_weighted else None
 
     def _numbers(self) -> torch.Tensor:

@@ -19,7 +19,8 @@ class Weights:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._done: torch.Tensor | None = None
+        self._known = 0.0  # the part of the sum that is known on the host
+        self._done: torch.Tensor | None = None  # and the rest of it
         self._is_weighted: bool | None = None  # unknown before the first minibatch
 
     @property
@@ -46,15 +47,17 @@ class Weights:
         self._is_weighted = weight is not None
         return weight.detach().reshape(()) if isinstance(weight, torch.Tensor) else weight
 
-    def add(self, weight: torch.Tensor | None) -> None:
+    def add(self, weight: Weight | None) -> None:
         """Take in the sum over a step."""
-        if weight is not None:
+        if isinstance(weight, torch.Tensor):
             self._tensor().add_(weight.detach().view(1))
+        elif weight is not None:
+            self._known += weight
 
     @property
     def done(self) -> float:
         """The sum over all steps so far; waits for the device."""
-        return 0.0 if self._done is None else float(self._done)
+        return self._known + (0.0 if self._done is None else float(self._done))
 
     def _tensor(self) -> torch.Tensor:
         if self._done is None:
@@ -68,6 +71,5 @@ class Weights:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._is_weighted = state.get("is_weighted")
+        self._known = state.get("done", 0.0)
         self._done = None
-        if state.get("done"):
-            self._tensor().fill_(state["done"])
