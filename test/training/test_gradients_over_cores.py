@@ -64,6 +64,21 @@ def test_cores_with_uneven_shares_get_the_weighted_sum(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_each_core_divides_out_its_own_loss_scale(kind):
+    def run(core):
+        parameters, gradients = make(kind, core, measures=True)
+        loss_scale = [4.0, 0.5][core.rank]
+        take_all(
+            parameters, gradients, [[[1 * loss_scale, 2 * loss_scale]], [[3 * loss_scale, 4 * loss_scale]]][core.rank]
+        )
+        gradients.reduce(0.5, loss_scale=loss_scale)
+        return values_of(parameters), gradients.norms()
+
+    # (1 + 3)/2 and (2 + 4)/2; (1 + 4)/2 + (9 + 16)/2
+    assert run_on(2, run) == [([2.0, 3.0], ([Norms(15.0, pytest.approx(13.0))], True))] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("measures", [False, True])
 def test_what_weighs_nothing_leaves_no_mark_not_even_nan(kind, measures):
     found = reduced([[[1, 2]], [[math.nan, 7]]], [1.0, 0.0], kind=kind, measures=measures)

@@ -9,6 +9,9 @@ import torch
 from variable_batch_size.training.flat_memory import FlatMemory, square_of
 from variable_batch_size.training.gradients import Gradients
 
+_TINY = 1e-6
+"""Beside a norm, as torch has it where it clips."""
+
 
 @final
 class FlatGradients(Gradients):
@@ -78,30 +81,35 @@ class FlatGradients(Gradients):
             was_present = {id(p) for p, has in zip(old.parameters, self._is_present, strict=True) if has}
             self._is_present = [id(p) in was_present for p in parameters]
 
-    def reduce(self, weight: float) -> None:
+    def reduce(self, weight: float, *, loss_scale: float = 1.0) -> None:
+        if self._step_squares is not None:
+            weight_of_squares = weight / loss_scale**2
+            self._step_squares = self._step_squares * weight_of_squares if weight else self._step_squares.zero_()
         if not self._has_sums:
-            self._weigh(weight)
+            self._multiply(weight / loss_scale)
             return
         if weight == 0:
             self._memory.zero()
             self._is_present = [False] * len(self._is_present)
-        elif weight != 1:
-            self._memory.multiply(weight)
-        if self._step_squares is not None:
-            self._step_squares = self._step_squares * weight if weight else torch.zeros_like(self._step_squares)
+        elif weight != loss_scale:
+            self._memory.multiply(weight / loss_scale)
         if self._communicator.num_replicas > 1:
             self._sum_over_cores()
         for p, view, has in zip(self._memory.parameters, self._memory.views, self._is_present, strict=True):
             p.grad = view if has else None
 
-    def _weigh(self, weight: float) -> None:
+    def clip(self, largest: float) -> None:
+        if self._has_sums:
+            super().clip(largest)
+        else:
+            self._multiply((largest / (self.norm() + _TINY)).clamp(max=1.0))
+
+    def _multiply(self, factor: float | torch.Tensor) -> None:
         """A single minibatch, used as it is; what the user may still hold is left alone."""
-        if weight != 1:
+        if isinstance(factor, torch.Tensor) or factor != 1:
             for p in self.parameters():
                 if p.grad is not None:
-                    p.grad = p.grad.detach() * weight
-            if self._step_squares is not None:
-                self._step_squares *= weight
+                    p.grad = p.grad.detach() * factor
 
     def _sum_over_cores(self) -> None:
         memory = self._memory

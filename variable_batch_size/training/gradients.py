@@ -55,11 +55,19 @@ class Gradients(ABC):
         """
 
     @abstractmethod
-    def reduce(self, weight: float) -> None:
+    def reduce(self, weight: float, *, loss_scale: float = 1.0) -> None:
         """Let ``p.grad`` be the sum over all minibatches of all cores, those of this core times `weight`.
 
         What weighs 0 leaves no mark, not even where it is NaN.
+
+        Args:
+            weight: of this core's minibatches, and of their squared norms.
+            loss_scale: what their gradients are to be divided by, and the squared norms twice.
         """
+
+    def clip(self, largest: float) -> None:
+        """After :meth:`reduce`: let the norm of the result over all parameters be at most `largest`."""
+        torch.nn.utils.clip_grad_norm_([p for p in self.parameters() if p.grad is not None], largest)
 
     @abstractmethod
     def clear(self) -> None:

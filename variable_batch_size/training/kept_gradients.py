@@ -95,11 +95,13 @@ class KeptGradients(Gradients):
         """Another one for each change of the memory."""
         return [flat._version for flat in self._memory.flats]
 
-    def reduce(self, weight: float) -> None:
+    def reduce(self, weight: float, *, loss_scale: float = 1.0) -> None:
         if weight == 0:
             self._memory.zero()
-        elif weight != 1:
-            self._memory.multiply(weight)
+        elif weight != loss_scale:
+            self._memory.multiply(weight / loss_scale)
+        if loss_scale != 1:
+            self._memory.squares.div_(loss_scale)
         if self._communicator.num_replicas > 1:
             self._communicator.sum(self._memory.flats)
 

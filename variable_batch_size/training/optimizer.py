@@ -47,7 +47,8 @@ class CustomOptimizer(ScheduledOptimizer):
         max_factor: the largest factor; None for no bound.
         skip_nonfinite: make no update where the gradient is not finite, on all cores together; costs a wait for the
             device in every step. None for False, and True for rules that measure gradients anyway.
-        loss_scale: what the user multiplies the loss by, to be divided out of the gradient; may be set between steps.
+        loss_scale: what the user multiplies the loss by on this core, to be divided out of the gradient; may be set
+            between steps.
         keep_gradients: let gradients stay where they are, zeroed in place, and autograd accumulate there, for CUDA
             graphs and to save the memory of one gradient; they must then not be touched, nor may a parameter be frozen,
             added or converted within a step.
@@ -233,9 +234,9 @@ class CustomOptimizer(ScheduledOptimizer):
     def _complete_step(self) -> bool:
         """Reduce, update, and leave everything ready for the next step; False if the update was skipped."""
         step, is_idle = self._rule_step(), self.is_idle
-        weight = (1 if self.rule.sums_gradients else 1 / step.num_minibatches) / self.loss_scale
+        weight = 1.0 if self.rule.sums_gradients else 1 / step.num_minibatches
         try:
-            self._gradients.reduce(0.0 if is_idle else weight)
+            self._gradients.reduce(0.0 if is_idle else weight, loss_scale=self.loss_scale)
             self.gradient_norm = self._norm_of(step)
             is_skipped = (self.skip_nonfinite or self.rule.measures_noise) and self._observe(step)
             if is_skipped:
@@ -264,11 +265,10 @@ class CustomOptimizer(ScheduledOptimizer):
     def _observe(self, step: Step) -> bool:
         """Show the rule the norms of the gradients, unless they are not finite and the update is to be skipped."""
         size = self._size_of_sum(step)
-        # the squares of scaled gradients have been divided by the loss scale once, and by n unless they are of a sum
         found, is_finite = self._gradients.norms()
         if self.skip_nonfinite and not is_finite:
             return True
-        norms = [pair and Norms(pair[0] / self.loss_scale / size, pair[1] / size**2) for pair in found]
+        norms = [pair and Norms(pair[0] / size, pair[1] / size**2) for pair in found]
         if step.num_minibatches == 1:  # whose squared norm need not have been measured twice
             norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
         self.rule.observe(step, norms)
@@ -278,7 +278,7 @@ class CustomOptimizer(ScheduledOptimizer):
         """Let the inner optimizer make its step, with the settings that the rule gives it."""
         if self.clip_grad_norm is not None:
             largest = self._communicator.varying(self.clip_grad_norm * self._size_of_sum(step))
-            torch.nn.utils.clip_grad_norm_([p for p in self.parameters() if p.grad is not None], largest)
+            self._gradients.clip(largest)
         self._factors = self._scaling.move(step, len(self.param_groups))
         with self._settings.of_step(self.rule, step, self._factors) as self._lrs:
             self.inner.step()

@@ -52,16 +52,17 @@ class SeparateGradients(Gradients):
         self._step_squares += [torch.zeros(1).to(trainable[0].device) for _ in range(num_new)]
         return bool(new or num_new)
 
-    def reduce(self, weight: float) -> None:
+    def reduce(self, weight: float, *, loss_scale: float = 1.0) -> None:
         if not self._sums:
             return
-        sums = [*self._sums.values(), *self._step_squares]
-        weight_tensor = torch.tensor([weight]).to(sums[0].device)
-        counts = weight_tensor != 0
-        for tensor in sums:
-            weighted = torch.where(counts, tensor * weight_tensor, torch.zeros_like(tensor))
-            tensor.copy_(weighted.view_as(tensor))
-        self._communicator.sum(sums)
+        sums = list(self._sums.values())
+        weights = torch.tensor([weight / loss_scale, weight / loss_scale**2]).to(sums[0].device)
+        for tensors, factor in ((sums, weights[:1]), (self._step_squares, weights[1:])):
+            counts = factor != 0
+            for tensor in tensors:
+                weighted = torch.where(counts, tensor * factor, torch.zeros_like(tensor))
+                tensor.copy_(weighted.view_as(tensor))
+        self._communicator.sum([*sums, *self._step_squares])
         for p in self._present:
             p.grad = self._sums[p]
 
