@@ -11,8 +11,9 @@ from variable_batch_size.cores.communicator import Alone
 from variable_batch_size.rules.rule import Norms
 from variable_batch_size.training.flat_gradients import FlatGradients
 from variable_batch_size.training.kept_gradients import KeptGradients
+from variable_batch_size.training.separate_gradients import SeparateGradients
 
-KINDS = [FlatGradients, KeptGradients]
+KINDS = [FlatGradients, KeptGradients, SeparateGradients]
 
 
 def optimizer_of(num_groups=1, dtype=torch.float64):
@@ -232,7 +233,7 @@ def test_an_unfinished_step_is_dropped(kind):
     parameters, gradients = make(kind, Alone(), measures=True)
     with torch.no_grad():
         parameters[0].grad = (
-            torch.full_like(parameters[0], 5.0) if kind is FlatGradients else parameters[0].grad.add_(5)
+            parameters[0].grad.add_(5) if kind is KeptGradients else torch.full_like(parameters[0], 5.0)
         )
         gradients.take(is_last=False, is_only=False)
         gradients.discard()
