@@ -47,7 +47,7 @@ def model(schedule, num_epochs):
 def assert_offsets(schedule, epoch, rank, at_once, sizes, first_step=0):
     """Compare a core's way through an epoch with the definition, minibatch by minibatch."""
     blocks = list(schedule.offsets(epoch, rank, at_once=at_once, first_step=first_step))
-    assert all(len(block) <= at_once for block in blocks)
+    assert all(len(block) <= at_once and block.dtype == np.int64 for block in blocks)
     found = iter(np.concatenate(blocks).tolist() if blocks else [])
     begin = sum(sizes[:first_step])
     num_yielded = num_idle = 0
@@ -240,6 +240,8 @@ def test_a_trillion_steps_are_counted(on_end, counts):
     schedule = Schedule(Trace.of([64, 32, 96]), dataset_size=1000, minibatch_size=32, num_replicas=2, on_end=on_end)
     found = schedule.size_counts(range(10**12))
     assert [array.tolist() for array in found] == [[32, 64, 96], counts]
+    counted = (*found, schedule.core_minibatches(range(3)), schedule.core_idle_steps(range(3)))
+    assert {array.dtype for array in counted} == {np.dtype(np.int64)}
 
 
 def test_no_steps_have_no_batch_sizes():

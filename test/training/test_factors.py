@@ -56,3 +56,11 @@ def test_jumps_under_way_and_progress_go_on_where_they_were_saved():
     assert other.progress == factors.progress
     assert other.move(step(4), 2) == factors.move(step(4), 2) == [3, 30]
     assert other.progress == factors.progress == pytest.approx(0.1 + 0.2 + 0.3)
+
+
+def test_where_no_jump_of_all_was_saved_progress_goes_by_that_of_the_first_group():
+    factors = Factors(OfGroups(), smooth_steps=3, max_factor=None)
+    jumps = [{"factor": factor, "batch_size": 4, "steps_left": 2} for factor in (2.0, 20.0)]
+    factors.load_state_dict({"rule": {"progress": 5.0}, "transitions": jumps})
+    assert factors.move(step(4), 2) == [3, 30]
+    assert factors.progress == pytest.approx(5.0 + 0.3)

@@ -84,6 +84,23 @@ def test_what_the_loss_was_multiplied_by_is_divided_out_and_a_multiple_of_the_me
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights", [None, [2.0]])
+def test_each_core_divides_out_its_own_loss_scale(kind, weights):
+    def run(core):
+        parameters, gradients = make(kind, core, measures=True)
+        mean = Mean(2, loss_scale=[4.0, 0.5][core.rank])
+        own = [[1, 2], [3, 4]][core.rank]
+        take_all(parameters, gradients, [[value * mean.loss_scale for value in own]], mean=mean, weights=weights)
+        gradients.reduce(mean, is_idle=False)
+        return values_of(parameters), gradients.measured().norms
+
+    # (1 + 3)/2 and (2 + 4)/2; (1 + 4)/2 + (9 + 16)/2; all but the last divided by the weights
+    expected = ([2.0, 3.0], [Norms(15.0, pytest.approx(13.0))]) if weights is None else None
+    expected = expected or ([1.0, 1.5], [Norms(pytest.approx(3.75), pytest.approx(3.25))])
+    assert run_on(2, run) == [expected] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("measures", [False, True])
 def test_an_idle_core_leaves_no_mark_not_even_nan(kind, measures):
     found = reduced([[[1, 2]], [[math.nan, 7]]], idle=[1], kind=kind, measures=measures, mean=Mean(1))

@@ -108,13 +108,14 @@ class KeptGradients(Gradients):
         self._mean = mean
         if is_idle:
             self._memory.zero()
-        elif not self._is_weighted:
-            self._scale(mean.multiple / mean.num_minibatches / mean.loss_scale)
+        else:
+            self._scale(mean.factor(is_weighted=self._is_weighted))
+            self._memory.numbers[:-2].div_(mean.loss_scale**2)
         if self._communicator.num_replicas > 1:
             self._communicator.sum(self._memory.flats)
         if self._is_weighted:
             weight = self._memory.numbers[-2]
-            self._scale(torch.where(weight > 0, mean.multiple / mean.loss_scale / weight, 0.0))
+            self._scale(torch.where(weight > 0, 1 / weight, 0.0))
 
     def _scale(self, factor: Weight) -> None:
         """Multiply the gradients, and leave the numbers behind them as they are."""

@@ -51,7 +51,8 @@ class CustomOptimizer(ScheduledOptimizer):
         max_factor: the largest factor; None for no bound.
         skip_nonfinite: make no update where the gradient is not finite, on all cores together; costs a wait for the
             device in every step. None for False, and True for rules that measure gradients anyway.
-        loss_scale: what the user multiplies the loss by, to be divided out of the gradient; may be set between steps.
+        loss_scale: what the user multiplies the loss by on this core, to be divided out of the gradient; may be set
+            between steps.
         keep_gradients: let gradients stay where they are, zeroed in place, and autograd accumulate there, for CUDA
             graphs and to save the memory of one gradient; they must then not be touched, nor may a parameter be frozen,
             added or converted within a step.
@@ -100,10 +101,9 @@ class CustomOptimizer(ScheduledOptimizer):
         self._measures = rule.measures_noise or measure_noise
         self.skip_nonfinite = self._measures if skip_nonfinite is None else skip_nonfinite
         self._communicator = communicator_for(self.parameters())
-        self._passes = Passes(sampler)
         options = {"clip_grad_norm": clip_grad_norm, "smooth_steps": smooth_steps, "max_factor": max_factor}
         options |= {"skip_nonfinite": self.skip_nonfinite, "keep_gradients": keep_gradients, "loss_scale": loss_scale}
-        options |= {"threads": torch.get_num_threads()} if exact else {}
+        options |= {"measure_noise": measure_noise}
         join_other_cores(self, self._communicator, model, options)
         self._preconditioner = Preconditioner(inner) if rule.preconditions else None
         divisors = None if self._preconditioner is None else self._preconditioner.divisors
@@ -111,7 +111,7 @@ class CustomOptimizer(ScheduledOptimizer):
             inner, self._communicator, measures=self._measures, divisors=divisors, keeps=keep_gradients, exact=exact
         )
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
-        self._settings = Settings(inner, self._communicator)
+        self._settings, self._passes = Settings(inner, self._communicator), Passes(sampler)
         self._seeds = MinibatchSeeds(self.seeds_minibatches, sampler, self._position, next(self.parameters()), model)
         self._begin_epoch()
 
@@ -292,7 +292,7 @@ class CustomOptimizer(ScheduledOptimizer):
         """Let the inner optimizer make its step, with the settings that the rule gives it."""
         if self.clip_grad_norm is not None:
             largest = self._communicator.varying(self.clip_grad_norm * self._mean().multiple)
-            torch.nn.utils.clip_grad_norm_([p for p in self.parameters() if p.grad is not None], largest)
+            self._gradients.clip(largest)
         self._factors = self._scaling.move(step, len(self.param_groups))
         with self._settings.of_step(self.rule, step, self._factors) as self._lrs:
             self.inner.step()

@@ -69,16 +69,16 @@ class SeparateGradients(Gradients):
         self._mean = mean
         if not self._sums:
             return
-        sums, numbers = list(self._sums.values()), [*self._step_squares, *self._weights]
-        factor = mean.multiple / mean.loss_scale / (1 if self._is_weighted else mean.num_minibatches)
-        factors = torch.tensor([factor]).to(sums[0].device)
-        counts = torch.tensor([not is_idle]).to(sums[0].device)
-        for tensor in sums:
-            weighted = torch.where(counts, tensor * factors, torch.zeros_like(tensor))
-            tensor.copy_(weighted.view_as(tensor))
-        for number in numbers:
-            number.copy_(torch.where(counts, number, torch.zeros_like(number)))
-        self._communicator.sum([*sums, *numbers])
+        sums = list(self._sums.values())
+        values = [mean.factor(is_weighted=self._is_weighted), 1 / mean.loss_scale**2, 1.0]
+        factors = torch.tensor([0.0 if is_idle else value for value in values]).to(sums[0].device)
+        for place, tensors in enumerate((sums, self._step_squares, self._weights)):
+            factor = factors[place : place + 1]
+            counts = factor != 0
+            for tensor in tensors:
+                weighted = torch.where(counts, tensor * factor, torch.zeros_like(tensor))
+                tensor.copy_(weighted.view_as(tensor))
+        self._communicator.sum([*sums, *self._step_squares, *self._weights])
         if self._is_weighted:
             weight = self._weights[0]
             shares = torch.where(weight > 0, 1 / weight, torch.zeros_like(weight))
