@@ -10,12 +10,13 @@ from torch import nn
 from variable_batch_size.cores.communicator import Alone
 from variable_batch_size.rules.rule import Norms
 from variable_batch_size.training.exact_gradients import ExactGradients
+from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
 from variable_batch_size.training.flat_gradients import FlatGradients
 from variable_batch_size.training.gradients import Mean, Measured
 from variable_batch_size.training.kept_gradients import KeptGradients
 from variable_batch_size.training.separate_gradients import SeparateGradients
 
-KINDS = [FlatGradients, KeptGradients, SeparateGradients, ExactGradients]
+KINDS = [FlatGradients, KeptGradients, SeparateGradients, ExactGradients, ExactSeparateGradients]
 TWO = Mean(2)
 
 
@@ -27,7 +28,7 @@ def optimizer_of(num_groups=1, dtype=torch.float64):
 
 
 def make(kind, communicator, *, num_groups=1, dtype=torch.float64, **options):
-    parameters, inner = optimizer_of(num_groups, dtype)
+    parameters, inner = optimizer_of(num_groups, torch.float32 if kind is ExactSeparateGradients else dtype)
     return parameters, kind(inner, communicator, **options)
 
 

@@ -8,7 +8,7 @@ gradient of the step before, which is the same on all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,37 +30,37 @@ class Units:
     """
 
     def __init__(self) -> None:
-        self._exponents: dict[torch.Tensor, int] = {}
+        self._exponents: dict[Hashable, int] = {}
         self.has_asked = False  # whether core 0 has told the first ones
 
-    def learn(self, parameters: Sequence[torch.Tensor], largest: Iterable[float]) -> None:
+    def learn(self, parameters: Sequence[Hashable], largest: Iterable[float]) -> None:
         """Take in the largest element of each mean gradient; what is 0 or not finite tells nothing."""
         for p, value in zip(parameters, largest, strict=True):
             if 0 < value < math.inf:
                 self._exponents[p] = math.frexp(value)[1]
 
-    def limit(self, p: torch.Tensor) -> int:
+    def limit(self, p: Hashable) -> int:
         """The exponent up to which gradients are on rung 0."""
         exponent = self._exponents.get(p)
         if exponent is None:  # had no gradient yet
             exponent = max(self._exponents.values(), default=0)
         return exponent + HEADROOM
 
-    def rung(self, p: torch.Tensor, largest: float) -> int:
+    def rung(self, p: Hashable, largest: float) -> int:
         """On which rung a gradient is, by its largest element; one that is not finite stays so on any."""
         if not 0 < largest < math.inf:
             return 0
         return max(0, -(-(math.frexp(largest)[1] - self.limit(p)) // HEADROOM))
 
-    def rounder(self, p: torch.Tensor, rung: int, num_minibatches: int) -> float:
+    def rounder(self, p: Hashable, rung: int, num_minibatches: int) -> float:
         """What rounds a number in float64 to a whole multiple of the unit, if it is added and subtracted again."""
         num_bits = (num_minibatches - 1).bit_length()
         return math.ldexp(1.5, 52 + self.limit(p) + rung * HEADROOM + num_bits - _BITS)
 
-    def state_dict(self, parameters: Iterable[torch.Tensor]) -> dict[str, Any]:
+    def state_dict(self, parameters: Iterable[Hashable]) -> dict[str, Any]:
         return {"exponents": [self._exponents.get(p) for p in parameters], "has_asked": self.has_asked}
 
-    def load_state_dict(self, state: Mapping[str, Any], parameters: Iterable[torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], parameters: Iterable[Hashable]) -> None:
         pairs = zip(parameters, state["exponents"], strict=False)
         self._exponents = {p: exponent for p, exponent in pairs if exponent is not None}
         self.has_asked = state["has_asked"]

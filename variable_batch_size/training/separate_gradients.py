@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any
 
 import torch
 
@@ -10,7 +10,6 @@ from variable_batch_size.training.gradients import Gradients, Mean
 from variable_batch_size.training.weights import Weight
 
 
-@final
 class SeparateGradients(Gradients):
     """For devices whose compiler merges what it can.
 
@@ -32,7 +31,7 @@ class SeparateGradients(Gradients):
         self._is_weighted = weight is not None
         if self._fit():
             self._communicator.flush()
-        of_one = None if weight is None else _on_device(weight, next(self.parameters()).device)
+        of_one = None if weight is None else on_device(weight, next(self.parameters()).device)
         for number, group in enumerate(self._inner.param_groups):
             fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
             if self._measures:
@@ -122,7 +121,7 @@ class SeparateGradients(Gradients):
         return torch.stack(squares).sum() if len(squares) > 1 else squares[0]
 
 
-def _on_device(weight: Weight, device: torch.device) -> torch.Tensor:
+def on_device(weight: Weight, device: torch.device) -> torch.Tensor:
     """A weight as one element, which is data on all cores; what is made of a scalar may become part of the program."""
     if isinstance(weight, torch.Tensor):
         return weight.detach().to(device).float().view(1)
