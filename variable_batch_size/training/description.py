@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.training.sampler import CustomSampler
+from variable_batch_size.training.together import Together
 
 
 def description_of(
@@ -27,10 +28,10 @@ def description_of(
         "minibatch_size": schedule.minibatch_size,
         "seed": sampler.seed,
         "shuffle": sampler.shuffle,
-        "rule": type(rule).__name__,
+        "rule": " and ".join(type(one).__name__ for one in getattr(rule, "rules", [rule])),
         "settings of the rule": settings_of_rule(rule),
         "ref_batchsize": ref_batchsize,
-        "optimizer": type(inner).__name__,
+        "optimizer": inner.name if isinstance(inner, Together) else type(inner).__name__,
     }
 
 
@@ -62,7 +63,11 @@ def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[
 
 def settings_of_rule(rule: Rule) -> str:
     """The numbers among the settings of a rule."""
-    return str({name: value for name, value in vars(rule).items() if isinstance(value, (bool, int, float, str))})
+    found = [
+        str({name: value for name, value in vars(one).items() if isinstance(value, (bool, int, float, str))})
+        for one in getattr(rule, "rules", [rule])
+    ]
+    return " and ".join(found)
 
 
 def shapes_of(tensors: Iterable[torch.Tensor]) -> str:

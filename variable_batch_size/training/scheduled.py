@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.rules.adascale import NoiseRule
+from variable_batch_size.rules.each import RuleOfEach
 from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.noise_meter import NoiseMeter
 from variable_batch_size.rules.rule import Rule, Step
@@ -19,8 +22,9 @@ from variable_batch_size.training.description import description_of
 from variable_batch_size.training.factors import Factors
 from variable_batch_size.training.position import Position
 from variable_batch_size.training.sampler import CustomSampler
+from variable_batch_size.training.together import Inner
 from variable_batch_size.training.weights import Weights
-from variable_batch_size.training.wrapper import Wrapper, name_of
+from variable_batch_size.training.wrapper import Wrapper, name_of, optimizers_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +55,10 @@ class ScheduledOptimizer(Wrapper, ABC):
 
     def __init__(
         self,
-        inner: Optimizer,
+        inner: Inner,
         sampler: CustomSampler,
         *,
-        rule: Rule,
+        rule: Rule | Sequence[Rule],
         ref_batchsize: int,
         smooth_steps: int,
         max_factor: float | None,
@@ -67,9 +71,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         super().__init__(inner)
         if not isinstance(sampler, CustomSampler):
             raise ValueError(f"`sampler` must be a CustomSampler, got {type(sampler).__name__}")
-        if not isinstance(rule, Rule):
-            raise ValueError(f"`rule` must be a Rule, got {rule!r}")
-        rule.check(name_of(inner), inner.param_groups)
+        rule = rule_for(rule, self.inner)
         check_positive(ref_batchsize=ref_batchsize)
         check_not_negative(log_steps=log_steps)
         self.sampler = sampler
@@ -155,7 +157,9 @@ class ScheduledOptimizer(Wrapper, ABC):
         """The learning rate, scaled by the rule, of a parameter group in the step of the latest minibatch."""
         if self._is_known(group):
             return self._lrs[group]  # as it was then: a scheduler may have gone on
-        return float(self.rule.settings(self.param_groups[group], self._rule_step(), self.factor(group))["lr"])
+        return float(
+            self.rule.of_group(group)[0].settings(self.param_groups[group], self._rule_step(), self.factor(group))["lr"]
+        )
 
     def factor(self, group: int = 0) -> float:
         """What the learning rate is multiplied by in that step."""
@@ -233,6 +237,20 @@ class ScheduledOptimizer(Wrapper, ABC):
 
     def _place(self) -> tuple[int, int, int]:
         return self.epoch, self.epoch_step, self._position.num_epoch_steps
+
+
+def rule_for(rule: Rule | Sequence[Rule], inner: Optimizer) -> Rule:
+    """The rule of an optimizer, or one made of the rules of several; what does not fit is refused."""
+    optimizers = optimizers_of(inner)
+    rules: list[Any] = list(rule) if isinstance(rule, list | tuple) else [rule] * len(optimizers)
+    for one in rules:
+        if not isinstance(one, Rule):
+            raise ValueError(f"`rule` must be a Rule, got {one!r}")
+    for one, optimizer in zip(rules, optimizers, strict=False):
+        one.check(name_of(optimizer), optimizer.param_groups)
+    if isinstance(rule, Rule):
+        return rule
+    return RuleOfEach(rules, num_groups=[len(optimizer.param_groups) for optimizer in optimizers])
 
 
 def _checked_loss_scale(value: float) -> float:

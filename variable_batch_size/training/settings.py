@@ -41,8 +41,8 @@ class Settings:
         try:
             parts: list[Group] = []
             lrs = []
-            for group, factor in zip(found, factors, strict=True):
-                settings = rule.settings(self._as_rules_see(group), step, factor)
+            for number, (group, factor) in enumerate(zip(found, factors, strict=True)):
+                settings = rule.of_group(number)[0].settings(self._as_rules_see(group), step, factor)
                 lrs.append(float(settings.get("lr", group["lr"])))
                 variants = [(params, self._varying(values)) for params, values in self._variants(group, settings)]
                 if len(variants) == 1:
