@@ -11,6 +11,7 @@ stopped and called again; what was not noticed is tried again. `equivalent_mutan
 import argparse
 import compileall
 import difflib
+import gc
 import hashlib
 import importlib
 import json
@@ -37,17 +38,18 @@ PACKAGE = "variable_batch_size"
 RESULTS = PLACE / "results.json"
 EQUIVALENT = Path(__file__).parent / "equivalent_mutants.txt"
 
-OF_RULES = ["test/rules", "test/training/test_settings.py", "test/training/test_adascale.py"]
+OF_RULES = [f"test/rules/test_{name}.py" for name in ("rule", "adam", "adascale_rule", "noise", "registry")]
+OF_RULES += [f"test/training/test_{name}.py" for name in ("settings", "factors", "adascale")]
 OF_TRAINING = [f"test/training/test_{name}.py" for name in ("state", "optimizer", "adascale", "gradients")]
 OF_GRADIENTS = ["test/training/test_gradients_over_cores.py", "test/training/test_flat_memory.py", *OF_TRAINING]
 TESTS = {
-    "rules/noise.py": ["test/rules/test_noise.py", "test/training/test_adascale.py"],
-    "rules/adascale.py": ["test/rules/test_adascale_rule.py", *OF_RULES, *OF_TRAINING],
-    "rules/transition.py": [*OF_RULES, "test/training/test_factors.py", *OF_TRAINING],
-    "rules/adam.py": ["test/rules/test_adam.py", *OF_RULES, *OF_TRAINING],
-    "rules/scaling.py": [*OF_RULES, *OF_TRAINING],
-    "rules/rule.py": [*OF_RULES, *OF_TRAINING],
-    "rules/registry.py": OF_RULES,
+    "rules/noise.py": ["test/rules/test_noise.py", *OF_RULES],
+    "rules/transition.py": OF_RULES,
+    "rules/adam.py": ["test/rules/test_adam.py", *OF_RULES],
+    "rules/adascale.py": ["test/rules/test_adascale_rule.py", *OF_RULES],
+    "rules/scaling.py": OF_RULES,
+    "rules/rule.py": OF_RULES,
+    "rules/registry.py": ["test/rules/test_registry.py", *OF_RULES],
     "training/position.py": ["test/training/test_position.py", *OF_TRAINING],
     "training/factors.py": ["test/training/test_factors.py", *OF_TRAINING],
     "training/settings.py": ["test/training/test_settings.py", *OF_TRAINING],
@@ -110,8 +112,13 @@ def is_equivalent(module: str, change: str, named: set[tuple[str, str]]) -> bool
     return before == after or (module, change) in named
 
 
-def run_tests(tests: list[str], *, limit: float) -> bool:
-    """Whether the tests pass on the copy of the package, in a fork of this process."""
+def all_pass(tests: list[str], *, limit: float) -> bool:
+    """Whether the tests pass on the copy of the package; the first that notices a fault need not load the others."""
+    return all(passes(test, limit=limit) for test in dict.fromkeys(tests))
+
+
+def passes(test: str, *, limit: float) -> bool:
+    """Whether the tests of a file or folder pass, in a fork of this process."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -119,7 +126,7 @@ def run_tests(tests: list[str], *, limit: float) -> bool:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
             options = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain"]
-            os._exit(int(pytest.main([*options, *NOT_SLOW, *dict.fromkeys(tests)])))
+            os._exit(int(pytest.main([*options, *NOT_SLOW, test])))
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -146,6 +153,8 @@ def prepare() -> None:
     torch.set_num_threads(1)
     for name in USED_BY_TESTS:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else a collection in a fork would copy all that is loaded
     settings.register_profile("mutants", derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
     settings.load_profile("mutants")
 
@@ -157,7 +166,7 @@ def try_all(module: str, results: dict[str, str], named: set[tuple[str, str]], d
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
         compiled.unlink()
     start = time.monotonic()
-    if not run_tests(TESTS[module], limit=1200):
+    if not all_pass(TESTS[module], limit=1200):
         sys.exit(f"the tests of {module} fail without a fault, see {PLACE / 'output.txt'}")
     limit = 60 + 4 * (time.monotonic() - start)
     mutants = {hashlib.sha256(mutant.encode()).hexdigest()[:16]: mutant for mutant in mutants_of(source)}
@@ -166,7 +175,7 @@ def try_all(module: str, results: dict[str, str], named: set[tuple[str, str]], d
     for key in mutants:
         if key not in same and results.get(key) != NOTICED and time.monotonic() < deadline:
             path.write_text(mutants[key], encoding="utf-8")
-            results[key] = SURVIVED if run_tests(TESTS[module], limit=limit) else NOTICED
+            results[key] = SURVIVED if all_pass(TESTS[module], limit=limit) else NOTICED
             RESULTS.write_text(json.dumps(results), encoding="utf-8")
     path.write_text(source, encoding="utf-8")
     tried = [key for key in mutants if key not in same and key in results]
