@@ -43,3 +43,10 @@ def test_the_adam_rule_looks_at_the_groups_too():
     with pytest.raises(ValueError, match=r"^`inner` must be Adam or of its kind, with betas and eps, got SGD$"):
         AdamRule().check("SGD", [{"lr": 1}])
     assert AdamRule().check("AdamW", [SETTINGS]) is None
+
+
+@pytest.mark.parametrize("optimizer", ["NAdam", "RAdam", "Adamax", "SparseAdam"])
+def test_the_adam_rule_refuses_relatives_of_adam_with_another_correction(optimizer):
+    message = f"^`inner` must correct its bias as Adam and AdamW do, got {optimizer}$"
+    with pytest.raises(ValueError, match=message):
+        AdamRule().check(optimizer, [SETTINGS])
