@@ -21,6 +21,8 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import libcst as cst
@@ -160,7 +162,29 @@ def prepare() -> None:
 
 
 def try_all(module: str, results: dict[str, str], named: set[tuple[str, str]], deadline: float) -> list[str]:
-    """Try the faults of a file that no test has noticed yet; the changes that survive, and a row of the table."""
+    """Try the faults of a file that no test has noticed yet, print their row, and return the changes that survive."""
+    source = (PLACE / PACKAGE / module).read_text(encoding="utf-8")
+    mutants = {hashlib.sha256(mutant.encode()).hexdigest()[:16]: mutant for mutant in mutants_of(source)}
+    changes = {key: change_in(source, mutant) for key, mutant in mutants.items()}
+    same = {key for key, change in changes.items() if is_equivalent(module, change, named)}
+    left = [key for key in mutants if key not in same and results.get(key) != NOTICED]
+    if left and time.monotonic() < deadline:
+        with planting(module) as is_noticed:
+            for key in left:
+                if time.monotonic() < deadline:
+                    results[key] = NOTICED if is_noticed(mutants[key]) else SURVIVED
+                    RESULTS.write_text(json.dumps(results), encoding="utf-8")
+    survivors = [key for key in left if results.get(key) == SURVIVED]
+    untried = sum(key not in results for key in left)
+    num_noticed = len(mutants) - len(same) - len(survivors) - untried
+    row = [len(mutants), num_noticed, len(same), len(survivors), untried]
+    print(f"| `{module}` | {' | '.join(map(str, row))} |", flush=True)
+    return [f"{module}:\n{changes[key]}" for key in survivors]
+
+
+@contextmanager
+def planting(module: str) -> Iterator[Callable[[str], bool]]:
+    """Within, a file may be replaced by another source, to see whether a test notices it."""
     path = PLACE / PACKAGE / module
     source = path.read_text(encoding="utf-8")
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
@@ -169,21 +193,15 @@ def try_all(module: str, results: dict[str, str], named: set[tuple[str, str]], d
     if not all_pass(TESTS[module], limit=1200):
         sys.exit(f"the tests of {module} fail without a fault, see {PLACE / 'output.txt'}")
     limit = 60 + 4 * (time.monotonic() - start)
-    mutants = {hashlib.sha256(mutant.encode()).hexdigest()[:16]: mutant for mutant in mutants_of(source)}
-    changes = {key: change_in(source, mutant) for key, mutant in mutants.items()}
-    same = {key for key, change in changes.items() if is_equivalent(module, change, named)}
-    for key in mutants:
-        if key not in same and results.get(key) != NOTICED and time.monotonic() < deadline:
-            path.write_text(mutants[key], encoding="utf-8")
-            results[key] = SURVIVED if all_pass(TESTS[module], limit=limit) else NOTICED
-            RESULTS.write_text(json.dumps(results), encoding="utf-8")
-    path.write_text(source, encoding="utf-8")
-    tried = [key for key in mutants if key not in same and key in results]
-    survivors = [key for key in tried if results[key] == SURVIVED]
-    untried = len(mutants) - len(same) - len(tried)
-    row = [len(mutants), len(tried) - len(survivors), len(same), len(survivors), untried]
-    print(f"| `{module}` | {' | '.join(map(str, row))} |", flush=True)
-    return [f"{module}: \n{changes[key]}" for key in survivors]
+
+    def is_noticed(mutant: str) -> bool:
+        path.write_text(mutant, encoding="utf-8")
+        return not all_pass(TESTS[module], limit=limit)
+
+    try:
+        yield is_noticed
+    finally:
+        path.write_text(source, encoding="utf-8")
 
 
 def main() -> None:
