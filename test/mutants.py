@@ -71,7 +71,8 @@ TESTS = {
 }
 """The tests of each file, those first that notice most."""
 
-NOT_SLOW = ["-m", "not xla", "-k", "not at_scale_16 and not unbiased and not compiled and not frozen_when_it_is_added"]
+SLOW = ["at_scale_16", "unbiased", "compiled", "frozen_when_it_is_added", "find_different_checkpoints"]
+NOT_SLOW = ["-m", "not xla", "-k", " and ".join(f"not {name}" for name in SLOW)]
 USED_BY_TESTS = ["torch._dynamo", "pandas", "sklearn.datasets"]  # loaded once, not in every fork
 NOTICED, SURVIVED = "noticed", "survived"
 
