@@ -11,6 +11,7 @@ stopped and called again; what was not noticed is tried again. `equivalent_mutan
 import argparse
 import compileall
 import difflib
+import gc
 import hashlib
 import importlib
 import json
@@ -20,6 +21,8 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import libcst as cst
@@ -37,17 +40,18 @@ PACKAGE = "variable_batch_size"
 RESULTS = PLACE / "results.json"
 EQUIVALENT = Path(__file__).parent / "equivalent_mutants.txt"
 
-OF_RULES = ["test/rules", "test/training/test_settings.py", "test/training/test_adascale.py"]
+OF_RULES = [f"test/rules/test_{name}.py" for name in ("rule", "adam", "adascale_rule", "noise", "registry")]
+OF_RULES += [f"test/training/test_{name}.py" for name in ("settings", "factors", "adascale")]
 OF_TRAINING = [f"test/training/test_{name}.py" for name in ("state", "optimizer", "adascale", "gradients")]
 OF_GRADIENTS = ["test/training/test_gradients_over_cores.py", "test/training/test_flat_memory.py", *OF_TRAINING]
 TESTS = {
-    "rules/noise.py": ["test/rules/test_noise.py", "test/training/test_adascale.py"],
-    "rules/adascale.py": ["test/rules/test_adascale_rule.py", *OF_RULES, *OF_TRAINING],
-    "rules/transition.py": [*OF_RULES, "test/training/test_factors.py", *OF_TRAINING],
-    "rules/adam.py": ["test/rules/test_adam.py", *OF_RULES, *OF_TRAINING],
-    "rules/scaling.py": [*OF_RULES, *OF_TRAINING],
-    "rules/rule.py": [*OF_RULES, *OF_TRAINING],
-    "rules/registry.py": OF_RULES,
+    "rules/noise.py": ["test/rules/test_noise.py", *OF_RULES],
+    "rules/transition.py": OF_RULES,
+    "rules/adam.py": ["test/rules/test_adam.py", *OF_RULES],
+    "rules/adascale.py": ["test/rules/test_adascale_rule.py", *OF_RULES],
+    "rules/scaling.py": OF_RULES,
+    "rules/rule.py": OF_RULES,
+    "rules/registry.py": ["test/rules/test_registry.py", *OF_RULES],
     "training/position.py": ["test/training/test_position.py", *OF_TRAINING],
     "training/factors.py": ["test/training/test_factors.py", *OF_TRAINING],
     "training/settings.py": ["test/training/test_settings.py", *OF_TRAINING],
@@ -67,7 +71,8 @@ TESTS = {
 }
 """The tests of each file, those first that notice most."""
 
-NOT_SLOW = ["-m", "not xla", "-k", "not at_scale_16 and not unbiased and not compiled and not frozen_when_it_is_added"]
+SLOW = ["at_scale_16", "unbiased", "compiled", "frozen_when_it_is_added", "find_different_checkpoints"]
+NOT_SLOW = ["-m", "not xla", "-k", " and ".join(f"not {name}" for name in SLOW)]
 USED_BY_TESTS = ["torch._dynamo", "pandas", "sklearn.datasets"]  # loaded once, not in every fork
 NOTICED, SURVIVED = "noticed", "survived"
 
@@ -110,8 +115,13 @@ def is_equivalent(module: str, change: str, named: set[tuple[str, str]]) -> bool
     return before == after or (module, change) in named
 
 
-def run_tests(tests: list[str], *, limit: float) -> bool:
-    """Whether the tests pass on the copy of the package, in a fork of this process."""
+def all_pass(tests: list[str], *, limit: float) -> bool:
+    """Whether the tests pass on the copy of the package; the first that notices a fault need not load the others."""
+    return all(passes(test, limit=limit) for test in dict.fromkeys(tests))
+
+
+def passes(test: str, *, limit: float) -> bool:
+    """Whether the tests of a file or folder pass, in a fork of this process."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -119,7 +129,7 @@ def run_tests(tests: list[str], *, limit: float) -> bool:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
             options = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain"]
-            os._exit(int(pytest.main([*options, *NOT_SLOW, *dict.fromkeys(tests)])))
+            os._exit(int(pytest.main([*options, *NOT_SLOW, test])))
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -146,35 +156,53 @@ def prepare() -> None:
     torch.set_num_threads(1)
     for name in USED_BY_TESTS:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else a collection in a fork would copy all that is loaded
     settings.register_profile("mutants", derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
     settings.load_profile("mutants")
 
 
 def try_all(module: str, results: dict[str, str], named: set[tuple[str, str]], deadline: float) -> list[str]:
-    """Try the faults of a file that no test has noticed yet; the changes that survive, and a row of the table."""
+    """Try the faults of a file that no test has noticed yet, print their row, and return the changes that survive."""
+    source = (PLACE / PACKAGE / module).read_text(encoding="utf-8")
+    mutants = {hashlib.sha256(mutant.encode()).hexdigest()[:16]: mutant for mutant in mutants_of(source)}
+    changes = {key: change_in(source, mutant) for key, mutant in mutants.items()}
+    same = {key for key, change in changes.items() if is_equivalent(module, change, named)}
+    left = [key for key in mutants if key not in same and results.get(key) != NOTICED]
+    if left and time.monotonic() < deadline:
+        with planting(module) as is_noticed:
+            for key in left:
+                if time.monotonic() < deadline:
+                    results[key] = NOTICED if is_noticed(mutants[key]) else SURVIVED
+                    RESULTS.write_text(json.dumps(results), encoding="utf-8")
+    survivors = [key for key in left if results.get(key) == SURVIVED]
+    untried = sum(key not in results for key in left)
+    num_noticed = len(mutants) - len(same) - len(survivors) - untried
+    row = [len(mutants), num_noticed, len(same), len(survivors), untried]
+    print(f"| `{module}` | {' | '.join(map(str, row))} |", flush=True)
+    return [f"{module}:\n{changes[key]}" for key in survivors]
+
+
+@contextmanager
+def planting(module: str) -> Iterator[Callable[[str], bool]]:
+    """Within, a file may be replaced by another source, to see whether a test notices it."""
     path = PLACE / PACKAGE / module
     source = path.read_text(encoding="utf-8")
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
         compiled.unlink()
     start = time.monotonic()
-    if not run_tests(TESTS[module], limit=1200):
+    if not all_pass(TESTS[module], limit=1200):
         sys.exit(f"the tests of {module} fail without a fault, see {PLACE / 'output.txt'}")
     limit = 60 + 4 * (time.monotonic() - start)
-    mutants = {hashlib.sha256(mutant.encode()).hexdigest()[:16]: mutant for mutant in mutants_of(source)}
-    changes = {key: change_in(source, mutant) for key, mutant in mutants.items()}
-    same = {key for key, change in changes.items() if is_equivalent(module, change, named)}
-    for key in mutants:
-        if key not in same and results.get(key) != NOTICED and time.monotonic() < deadline:
-            path.write_text(mutants[key], encoding="utf-8")
-            results[key] = SURVIVED if run_tests(TESTS[module], limit=limit) else NOTICED
-            RESULTS.write_text(json.dumps(results), encoding="utf-8")
-    path.write_text(source, encoding="utf-8")
-    tried = [key for key in mutants if key not in same and key in results]
-    survivors = [key for key in tried if results[key] == SURVIVED]
-    untried = len(mutants) - len(same) - len(tried)
-    row = [len(mutants), len(tried) - len(survivors), len(same), len(survivors), untried]
-    print(f"| `{module}` | {' | '.join(map(str, row))} |", flush=True)
-    return [f"{module}: \n{changes[key]}" for key in survivors]
+
+    def is_noticed(mutant: str) -> bool:
+        path.write_text(mutant, encoding="utf-8")
+        return not all_pass(TESTS[module], limit=limit)
+
+    try:
+        yield is_noticed
+    finally:
+        path.write_text(source, encoding="utf-8")
 
 
 def main() -> None:

@@ -224,6 +224,14 @@ def test_a_jump_is_spread_over_the_steps_written_here():
     assert [transition.move(7, 896) for _ in range(6)] == [4, 5, 6, 7, 7, 7]
 
 
+def test_the_state_of_a_transition_is_the_way_it_still_has_to_go():
+    transition = Transition(smooth_steps=4)
+    assert transition.state_dict() == {"factor": None, "batch_size": 0, "steps_left": 1}
+    transition.move(1, 128)
+    transition.move(5, 640)
+    assert transition.state_dict() == {"factor": 2.0, "batch_size": 640, "steps_left": 3}
+
+
 def test_a_factor_is_bounded():
     transition = Transition(max_factor=4.0)
     assert [transition.move(goal, 128) for goal in (1, 3.5, 8, 4, 2)] == [1, 3.5, 4, 4, 2]

@@ -99,7 +99,7 @@ def _copy_of(buffer: torch.Tensor) -> torch.Tensor:
 
 def _copy_through_host(buffer: torch.Tensor) -> torch.Tensor:
     # with one dimension at least: XLA would make a scalar from the host that is 0 or 1 part of the program
-    return _copy_of(buffer.cpu()).to(buffer.device)
+    return _copy_of(each_element_once(buffer.detach()).cpu()).to(buffer.device)
 
 
 def _buffers_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
