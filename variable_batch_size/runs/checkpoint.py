@@ -13,7 +13,7 @@ import torch
 
 from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.cores import loader_workers, stopping
-from variable_batch_size.cores.running import communicator_for
+from variable_batch_size.cores.running import everyone_for
 from variable_batch_size.runs import fork, randomness, storage
 from variable_batch_size.runs.agreement import Agreement
 from variable_batch_size.runs.executed import Executed
@@ -87,7 +87,7 @@ class Checkpoint:
         self._schedulers = list(schedulers)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._device: torch.device = parameters[0].device
-        self._communicator = communicator_for(parameters)
+        self._communicator = everyone_for(parameters, self._sampler.process_group)
         self._agreement = Agreement(self._communicator, self._device, every_seconds=every_seconds)
         self._identity = optimizer.description
 

@@ -16,6 +16,9 @@ from variable_batch_size.training.weights import Weight
 
 Divisors = dict[torch.Tensor, torch.Tensor]
 
+TINY = 1e-6
+"""Beside a norm, as torch has it where it clips."""
+
 
 class Mean(NamedTuple):
     """How the gradient of a step follows from the sum over its minibatches.
@@ -189,14 +192,18 @@ class Gradients(ABC):
 
     def _squares(self, groups: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> torch.Tensor:
         """The squared norm of the gradients of each group, divided by what they are to be divided by."""
-        squares = []
+        lists: list[list[torch.Tensor]] = []
         for pairs in groups:
             if self._divisors is None:
                 gradients = [gradient for _, gradient in pairs]
             else:
                 gradients = [g / self._divisors[p] for p, g in pairs if p in self._divisors]
-            squares.append(self._square(gradients))
-        return torch.stack(squares)
+            lists.append(gradients)
+        return self._square_each(lists)
+
+    def _square_each(self, lists: list[list[torch.Tensor]]) -> torch.Tensor:
+        """The squared norm of each of several lists of tensors."""
+        return torch.stack([self._square(gradients) for gradients in lists])
 
     @abstractmethod
     def _square(self, gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -100,7 +100,7 @@ class CustomOptimizer(ScheduledOptimizer):
         self.clip_grad_norm = clip_grad_norm
         measures = self.rule.measures_noise or measure_noise
         self.skip_nonfinite = measures if skip_nonfinite is None else skip_nonfinite
-        self._communicator = communicator_for(self.parameters())
+        self._communicator = communicator_for(self.parameters(), sampler.process_group)
         options = {"clip_grad_norm": clip_grad_norm, "smooth_steps": smooth_steps, "max_factor": max_factor}
         options |= {"skip_nonfinite": self.skip_nonfinite, "keep_gradients": keep_gradients, "loss_scale": loss_scale}
         options |= {"measure_noise": measure_noise}
@@ -110,6 +110,7 @@ class CustomOptimizer(ScheduledOptimizer):
         self._gradients = gradients_for(
             self.inner,
             self._communicator,
+            process_group=sampler.process_group,
             measures=measures,
             divisors=divisors,
             keeps=keep_gradients,

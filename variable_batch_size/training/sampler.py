@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sized
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -34,6 +35,9 @@ class CustomSampler(Sampler[list[int]]):
             the same; multiples of `minibatch_size`.
         num_replicas: cores that share the work; those of the running backend if None.
         rank: which of them this is; as the running backend knows it if None.
+        process_group: the cores that share the work, where they are not all processes of torch.distributed: a group, or
+            the dimension of a DeviceMesh along which samples differ, as ``mesh["data"]``. The optimizer, checkpoint and
+            log of the run take it from here.
         minibatch_size: samples that one core runs at once.
         seed: chooses the order of the samples, together with the epoch.
         shuffle: whether samples come in an order of their own in each epoch, or as they are.
@@ -56,6 +60,7 @@ class CustomSampler(Sampler[list[int]]):
         minibatch_size: int,
         num_replicas: int | None = None,
         rank: int | None = None,
+        process_group: Any = None,
         seed: int = 0,
         shuffle: bool = True,
         on_end: OnEnd = "stop",
@@ -64,7 +69,7 @@ class CustomSampler(Sampler[list[int]]):
             given = "neither" if dataset is None else "both"
             raise ValueError(f"pass either `dataset` or `dataset_size`, got {given}")
         if num_replicas is None or rank is None:
-            running_rank, running_replicas = running_cores()
+            running_rank, running_replicas = running_cores(process_group)
             num_replicas = running_replicas if num_replicas is None else num_replicas
             rank = running_rank if rank is None else rank
         if not is_integer(seed):
@@ -78,6 +83,7 @@ class CustomSampler(Sampler[list[int]]):
         )
         check_within(num_replicas - 1, rank=rank)
         self.rank = int(rank)
+        self.process_group = process_group
         self.seed = int(seed)
         self.shuffle = shuffle
         self.epoch = 0
