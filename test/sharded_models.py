@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import variable_batch_size as vbs
 
 MINIBATCH = 4
-NUM_SAMPLES = 120
+NUM_SAMPLES = 64
 # 1 to 7 minibatches: uneven shares, idle cores, and last rounds that are full, in part, and of one core
-SIZES = [MINIBATCH * n for n in (3, 1, 4, 2, 5, 1, 7, 3, 6, 2)]
+SIZES = [MINIBATCH * n for n in (3, 1, 4, 2, 5, 7)]
 
 
 class Attention(nn.Module):
@@ -105,6 +105,29 @@ def sharded(model, **options):
     return fully_shard(model, **options), {}
 
 
+def sharded_narrow(model):
+    """Runs in bfloat16, and sums in float32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+
+
+def sharded_recomputed(model):
+    """Blocks run once more in the backward pass, instead of keeping what they need for it."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)
+    return sharded(model)
+
+
+def sharded_otherwise(model):
+    """With a divisor of gradients, and a reduction switched off, that another loop has wanted."""
+    model, options = sharded(model)
+    model.set_gradient_divide_factor(1.0)
+    model.set_requires_gradient_sync(False)
+    return model, options
+
+
 def hybrid(model):
     """Two sets of two cores: a copy in each set, split over its cores."""
     return sharded(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts")))
@@ -131,6 +154,11 @@ def split(model):
 def sharded_and_split(model):
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "model"))
     return sharded(_split(model, mesh["model"]), mesh=mesh["data"])[0], {"process_group": mesh["data"]}
+
+
+def in_lockstep(model):
+    """As for a model whose forward pass waits for all cores, without being one."""
+    return model, {"lockstep": True}
 
 
 def wrapped(model):
@@ -165,11 +193,12 @@ RUNS = {
     "adam": (vbs.AdamRuleOptimizer, adamw, {}),
 }
 MORE_RUNS = {
+    "zero": (vbs.AdaScaleOptimizer, zero, {}),
     "nan": (vbs.LinearRuleOptimizer, sgd, {"skip_nonfinite": True}),
     "weighted": (vbs.AdaScaleOptimizer, sgd, {}),
     "scaled": (vbs.AdaScaleOptimizer, sgd, {"loss_scale": 64.0}),
 }
-NAN_STEP = 4
+NAN_STEP = 4  # of 5 minibatches
 
 
 def whole(tensor):
@@ -178,7 +207,10 @@ def whole(tensor):
 
 def state_of(model):
     """All of the model's state, under the names of the plain one."""
-    return {name.removeprefix("module."): whole(value) for name, value in model.state_dict().items()}
+    names = {
+        name: name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "") for name in model.state_dict()
+    }
+    return {names[name]: whole(value) for name, value in model.state_dict().items()}
 
 
 def loss_of(model, x, y, *, is_sum=False):
@@ -200,17 +232,17 @@ def train(spread, kind, name, *, until=None, **sampler_options):
     for epoch in range(sampler.schedule.num_epochs):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
+        num_run = 0  # minibatches of the step so far
         for indices in sampler:
             loss = loss_of(model, x[indices], y[indices], is_sum=name == "weighted") * optimizer.loss_scale
             # in one step NaN of everybody; in all others NaN of stand-ins, which must leave no mark
-            is_nan = (
-                name == "nan" and optimizer.epoch_step + 100 * epoch == NAN_STEP and optimizer.steps_done == NAN_STEP
-            )
-            if is_nan or (name == "nan" and will_stand_in(optimizer, sampler)):
+            is_nan = name == "nan" and optimizer.steps_done == NAN_STEP
+            if is_nan or (name == "nan" and will_stand_in(optimizer, sampler, num_run)):
                 loss = loss * torch.nan
             loss.backward()
             weight = 1.0 + float(y[indices].float().sum()) if name == "weighted" else None
             has_updated = optimizer.step(weight=weight)
+            num_run = num_run + 1 if optimizer.is_accumulating else 0
             if not optimizer.is_accumulating:
                 updates.append(has_updated)
                 norms.append(float(optimizer.gradient_norm))
@@ -220,12 +252,9 @@ def train(spread, kind, name, *, until=None, **sampler_options):
     return {"state": state_of(model), "norms": norms, "updates": updates, "noise": noise, "steps": optimizer.steps_done}
 
 
-def will_stand_in(optimizer, sampler):
-    """Whether the minibatch that this core has just run is a stand-in, from the number of those before it."""
-    n, place = sampler.schedule.num_minibatches(optimizer.steps_done), 0
-    if optimizer.is_accumulating:
-        place = optimizer._position.num_run
-    return sampler.rank + place * sampler.num_replicas >= n
+def will_stand_in(optimizer, sampler, num_run):
+    """Whether the next minibatch is a stand-in, after some of this core's in the step."""
+    return sampler.rank + num_run * sampler.num_replicas >= sampler.schedule.num_minibatches(optimizer.steps_done)
 
 
 def reference(kind, names):

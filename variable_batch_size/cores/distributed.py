@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
 
 from variable_batch_size.cores.communicator import Communicator, each_element_once
-
-Group = Any
-"""A process group of torch.distributed; None for the default one. (Its class is not there where torch lacks it.)"""
+from variable_batch_size.cores.groups import Group, ranks_of
+from variable_batch_size.cores.meshes import dimensions_of, local_part
 
 _LARGE = 2**22
 """Elements from which on a second call surely costs less than it gains: at 1 M these are equal."""
@@ -44,38 +43,24 @@ class Distributed(Communicator):
                     work.wait()
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        for group in self._groups:
-            first = dist.get_process_group_ranks(group)[0]
-            for tensor in (each_element_once(tensor.detach()) for tensor in tensors if tensor.numel()):
-                # as bytes, which every backend knows how to send, whatever the kind of number
-                sent = tensor.contiguous()
-                dist.broadcast(sent.view(-1).view(torch.uint8), src=first, group=group)
-                if sent.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(sent)
+        for tensor in tensors:
+            for group in self._groups_with_copies(tensor):
+                _broadcast(each_element_once(local_part(tensor.detach())), group)
+
+    def _groups_with_copies(self, tensor: torch.Tensor) -> Sequence[Group]:
+        """Those whose processes are to have the same of a tensor: of one that is split over the cores, its copies."""
+        own = set().union(*map(ranks_of, self._groups))
+        among_cores = [dimension for dimension in dimensions_of(tensor) if own.issuperset(dimension.ranks)]
+        return [dimension.group for dimension in among_cores if dimension.is_copied] if among_cores else self._groups
 
 
-def is_running() -> bool:
-    """Whether a process group has been initialised."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def group_of(process_group: Any) -> Group:
-    """A process group, also from a mesh of devices with one dimension; anything else is refused."""
-    if process_group is None:
-        return None
-    if not is_running():
-        raise ValueError("`process_group` must be None where torch.distributed is not initialised")
-    if isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        return process_group
-    if not hasattr(process_group, "mesh_dim_names"):
-        kind = type(process_group).__name__
-        raise ValueError(f"`process_group` must be a group of torch.distributed or a DeviceMesh, got {kind}")
-    if process_group.ndim != 1:
-        raise ValueError(
-            "`process_group` must be the dimension of the mesh along which cores have different samples, as "
-            f'mesh["data"], got a mesh with the dimensions {process_group.mesh_dim_names or process_group.ndim}'
-        )
-    return process_group.get_group()
+def _broadcast(tensor: torch.Tensor, group: Group) -> None:
+    # as bytes, which every backend knows how to send, whatever the kind of number
+    sent = tensor.contiguous()
+    if sent.numel():
+        dist.broadcast(sent.view(-1).view(torch.uint8), src=ranks_of(group)[0], group=group)
+    if sent.data_ptr() != tensor.data_ptr():
+        tensor.copy_(sent)
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:

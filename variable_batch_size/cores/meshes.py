@@ -8,11 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from variable_batch_size.cores.distributed import Group
-
-Ranks = tuple[int, ...]
+from variable_batch_size.cores.groups import Group, Ranks, ranks_of
 
 
 class Dimension(NamedTuple):
@@ -72,11 +69,6 @@ def dimensions_of(tensor: torch.Tensor) -> list[Dimension]:
     return [dimension for dimension in dimensions if len(dimension.ranks) > 1]
 
 
-def ranks_of(group: Group) -> Ranks:
-    """The processes of a group, by their rank among all."""
-    return tuple(dist.get_process_group_ranks(group))
-
-
 def model_groups(tensors: Iterable[torch.Tensor], group: Group) -> dict[Ranks, Group]:
     """The groups over which tensors are split whose processes do not share the samples, as those of `group` do."""
     tensors = [tensor for tensor in tensors if is_split(tensor)]
@@ -103,13 +95,20 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def split_from(tensor: torch.Tensor, complete: torch.Tensor) -> torch.Tensor:
-    """A complete tensor, the same on all processes, split as another one is."""
+    """A complete tensor, the same on all processes, split as another one is; every process must call it."""
     if not is_split(tensor):
         return complete
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     where: Any = tensor
-    return distribute_tensor(complete.to(tensor.device), where.device_mesh, where.placements)
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, where.device_mesh, where.placements)
+    part = complete[tuple(slice(first, first + size) for size, first in zip(shape, offsets, strict=True))]
+    result = split_like(tensor, part.to(local_part(tensor).device, copy=True).contiguous())
+    # a dimension that is split twice may have its parts in an order that is no slice
+    is_doubtful = any(hasattr(placement, "split_factor") for placement in where.placements)
+    if is_doubtful and not torch.equal(whole(result).cpu(), complete.cpu()):
+        raise ValueError(f"a tensor of the shape {tuple(tensor.shape)} cannot be split over {where.device_mesh}")
+    return result
 
 
 def any_split(tensors: Sequence[torch.Tensor]) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from variable_batch_size.cores import distributed, meshes, xla
 from variable_batch_size.cores.communicator import Alone, Communicator
+from variable_batch_size.cores.groups import group_of, is_running
 
 
 def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:
@@ -22,8 +23,8 @@ def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None)
         if process_group is not None:
             raise ValueError("`process_group` must be None on XLA, whose cores are all of its devices")
         return xla.Xla()
-    group = distributed.group_of(process_group)
-    return distributed.Distributed(group) if distributed.is_running() else Alone()
+    group = group_of(process_group)
+    return distributed.Distributed(group) if is_running() else Alone()
 
 
 def everyone_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:
@@ -31,14 +32,14 @@ def everyone_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> 
     tensors = list(tensors)
     if not meshes.any_split(tensors):
         return communicator_for(tensors, process_group)
-    group = distributed.group_of(process_group)
+    group = group_of(process_group)
     return distributed.Distributed(group, *meshes.model_groups(tensors, group).values())
 
 
 def running_cores(process_group: Any = None) -> tuple[int, int]:
     """The rank of this core and the number of cores, as the running backend knows them."""
-    group = distributed.group_of(process_group)
-    if distributed.is_running():
+    group = group_of(process_group)
+    if is_running():
         communicator = distributed.Distributed(group)
         return communicator.rank, communicator.num_replicas
     return xla.cores() if xla.is_running() else (0, 1)
@@ -46,5 +47,5 @@ def running_cores(process_group: Any = None) -> tuple[int, int]:
 
 def device_for_sums(device: torch.device) -> torch.device:
     """Where values on a device must go to be summed over all cores: nowhere else, unless these are cores of XLA."""
-    is_xla = not distributed.is_running() and running_cores()[1] > 1
+    is_xla = not is_running() and running_cores()[1] > 1
     return xla.device() if is_xla else device

@@ -31,6 +31,8 @@ class Schedule:
         num_replicas: cores that share the work.
         on_end: what follows the last row of the trace: ``"stop"`` ends the last epoch there, ``"hold"`` repeats the
             last batch size forever, ``"cycle"`` starts over, forever.
+        lockstep: whether all cores run as many minibatches in a step as the busiest one, for models whose forward pass
+            waits for all of them; who has fewer runs a stand-in in the last round.
 
     >>> schedule = Schedule(Trace.from_sequence([64, 96, 32, 256]), dataset_size=300, minibatch_size=32, num_replicas=4)
     >>> schedule.steps(epoch=0), schedule.steps(epoch=1), schedule.num_epochs
@@ -42,7 +44,14 @@ class Schedule:
     """
 
     def __init__(
-        self, trace: Trace, *, dataset_size: int, minibatch_size: int, num_replicas: int = 1, on_end: OnEnd = "stop"
+        self,
+        trace: Trace,
+        *,
+        dataset_size: int,
+        minibatch_size: int,
+        num_replicas: int = 1,
+        on_end: OnEnd = "stop",
+        lockstep: bool = False,
     ) -> None:
         check_positive(dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas)
         if dataset_size < minibatch_size:
@@ -53,6 +62,7 @@ class Schedule:
         self.minibatch_size = int(minibatch_size)
         self.num_replicas = int(num_replicas)
         self.on_end = self._sizes.on_end
+        self.lockstep = lockstep
         self.capacity = self.dataset_size // self.minibatch_size * self.minibatch_size
         self._sizes.refuse_first(
             lambda sizes: sizes % minibatch_size != 0, f"a multiple of {minibatch_size} (the minibatch size)"
@@ -122,6 +132,12 @@ class Schedule:
         """The samples used by all steps before this one."""
         return self._sizes.samples_before(step)
 
+    def in_lockstep(self) -> Schedule:
+        """This schedule with cores in lockstep; the samples of each step are the same."""
+        schedule = copy.copy(self)
+        schedule.lockstep = True
+        return schedule
+
     # ------------------------------------------------------------------------------------------------ another trace
 
     def past(self, epoch: int, first_step: int) -> Past:
@@ -185,6 +201,15 @@ class Schedule:
         """Whether a core has no minibatch in a step, and so runs a stand-in."""
         return rank >= self.num_minibatches(step)
 
+    def num_rounds(self, step: int, rank: int) -> int:
+        """How many minibatches a core runs in a step, stand-ins included."""
+        first = 0 if self.lockstep else rank  # in lockstep all run as many as core 0, which has most
+        return max(1, -((first - self.num_minibatches(step)) // self.num_replicas))
+
+    def stands_in(self, step: int, rank: int, round: int) -> bool:
+        """Whether what a core runs in a round of a step, from 0, is a stand-in."""
+        return rank + round * self.num_replicas >= self.num_minibatches(step)
+
     # --------------------------------------------------------------------------------- all cores through many steps
 
     def size_counts(self, steps: range) -> tuple[Integers, Integers]:
@@ -221,23 +246,24 @@ class Schedule:
     def offsets(self, epoch: int, rank: int, *, at_once: int, first_step: int = 0) -> Iterator[Integers]:
         """Where each minibatch of a core starts in the epoch's order of samples, `at_once` of them at a time.
 
-        In an idle step that is a minibatch of another core, the stand-in.
+        A stand-in is a minibatch of another core.
         """
         steps = self.steps(epoch)
-        stride = self.num_replicas * self.minibatch_size
         begin = self._sizes.sum(steps[:first_step], lambda sizes: sizes)
         for start in range(steps.start + first_step, steps.stop, _STEPS_AT_ONCE):
             sizes = self._sizes.of_steps(range(start, min(start + _STEPS_AT_ONCE, steps.stop)))
-            step_ends = begin + sizes.cumsum()
-            begin = int(step_ends[-1])
-            first_ones = step_ends - sizes + rank % (sizes // self.minibatch_size) * self.minibatch_size
+            begins = begin + sizes.cumsum() - sizes
+            begin = int(begins[-1] + sizes[-1])
+            in_step = sizes // self.minibatch_size
             yielded = self._num_yielded(sizes, rank)
             ends = yielded.cumsum()
-            origins = first_ones - (ends - yielded) * stride  # so that all minibatches of a step lie on one line
             for first in range(0, int(ends[-1]), at_once):
                 number = np.arange(first, min(first + at_once, int(ends[-1])))
-                yield origins[ends.searchsorted(number, side="right")] + number * stride
+                step = ends.searchsorted(number, side="right")
+                places = rank + (number - (ends - yielded)[step]) * self.num_replicas
+                yield begins[step] + places % in_step[step] * self.minibatch_size
 
     def _num_yielded(self, sizes: Integers, rank: int) -> Integers:
-        rounded_down = (rank - sizes // self.minibatch_size) // self.num_replicas
+        first = 0 if self.lockstep else rank
+        rounded_down = (first - sizes // self.minibatch_size) // self.num_replicas
         return np.maximum(-rounded_down, 1)

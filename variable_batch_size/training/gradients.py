@@ -101,6 +101,13 @@ class Gradients(ABC):
             weight: w_i; the gradients are then those of a sum over so many.
         """
 
+    def expect(self, *, is_stand_in: bool) -> None:  # noqa: B027 (most kinds can leave it out afterwards)
+        """Before each minibatch of a core in lockstep with others: whether it is a stand-in."""
+
+    def leave_out(self) -> None:
+        """Before :meth:`take` of a stand-in in lockstep: let what this core has of it not count."""
+        self.drop()
+
     @abstractmethod
     def reduce(self, mean: Mean, *, is_idle: bool) -> None:
         """Let ``p.grad`` be the gradient of the step, from all minibatches of all cores.

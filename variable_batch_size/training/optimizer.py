@@ -22,6 +22,7 @@ from variable_batch_size.training.sameness import share_from_first
 from variable_batch_size.training.sampler import CustomSampler
 from variable_batch_size.training.scheduled import ScheduledOptimizer
 from variable_batch_size.training.settings import Settings
+from variable_batch_size.training.stand_ins import StandIns
 from variable_batch_size.training.together import Inner
 from variable_batch_size.training.weights import Weight
 from variable_batch_size.training.wrapped import refuse_other_reductions, take_over_reduction
@@ -110,13 +111,14 @@ class CustomOptimizer(ScheduledOptimizer):
         self._gradients = gradients_for(
             self.inner,
             self._communicator,
-            process_group=sampler.process_group,
+            sampler=sampler,
             measures=measures,
             divisors=divisors,
             keeps=keep_gradients,
             exact=exact,
         )
         self._observer = Observer(self._gradients, self.rule, self._own_meter, skip_nonfinite=self.skip_nonfinite)
+        self._stand_ins = StandIns(sampler.schedule.lockstep, self._gradients, model, self._communicator)
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
         self._settings, self._passes = Settings(self.inner, self._communicator), Passes(sampler)
         self._seeds = MinibatchSeeds(self.seeds_minibatches, sampler, self._position, next(self.parameters()), model)
@@ -204,7 +206,8 @@ class CustomOptimizer(ScheduledOptimizer):
         self._passes.begin()
         self._gradients.discard()
         self._factors = None
-        self._buffers.save(self.is_idle)
+        self._buffers.save(self._position.is_idle)
+        self._stand_ins.expect(self._position)
         self._communicator.flush()  # else what was noted down would make the first minibatch another program
         self._seeds.set()
 
@@ -236,9 +239,11 @@ class CustomOptimizer(ScheduledOptimizer):
             refuse_other_reductions(self.parameters(), self._communicator)
         self._position.advance()
         self._factors = None
+        weight = self._stand_ins.take_back(self._position, weight)
         with torch.no_grad():
             self._gradients.take(self._mean(), is_last=self._position.is_complete, weight=weight)
             has_updated = self._position.is_complete and self._complete_step()
+        self._stand_ins.expect(self._position)
         self._communicator.flush()
         self._seeds.set()
         for after in self._optimizer_step_post_hooks.values():
@@ -257,7 +262,7 @@ class CustomOptimizer(ScheduledOptimizer):
 
     def _complete_step(self) -> bool:
         """Reduce, update, and leave everything ready for the next step; False if the update was skipped."""
-        step, is_idle = self._rule_step(), self.is_idle
+        step, is_idle = self._rule_step(), self._position.is_idle
         try:
             self._gradients.reduce(self._mean(), is_idle=is_idle)
             self._weights.add(self._gradients.weight())

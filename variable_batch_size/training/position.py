@@ -50,7 +50,7 @@ class Position:
 
     def _share(self) -> int:
         """How many minibatches this core runs in the step: at least a stand-in."""
-        return max(1, len(self._schedule.minibatches(self.step, self._rank)))
+        return self._schedule.num_rounds(self.step, self._rank)
 
     @property
     def next_minibatch(self) -> int:
@@ -59,10 +59,15 @@ class Position:
         if self.is_complete:
             begin, step = begin + self.batch_size, step + 1
         else:
-            place += (self._share() - self._minibatches_left) * self._schedule.num_replicas
+            place += self._num_run * self._schedule.num_replicas
         if step not in self._steps:
             return begin // self._schedule.minibatch_size
         return begin // self._schedule.minibatch_size + place % self._schedule.num_minibatches(step)
+
+    @property
+    def _num_run(self) -> int:
+        """How many of the step's minibatches this core has run, stand-ins included."""
+        return self._share() - self._minibatches_left
 
     @property
     def is_complete(self) -> bool:
@@ -98,3 +103,15 @@ class Position:
     def is_idle_next(self) -> bool:
         """Whether it is so in the step after this one, if the epoch has one."""
         return self.step < self._steps[-1] and self._schedule.is_idle(self.step + 1, self._rank)
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether the latest minibatch was a stand-in: in lockstep a core may have others in the step."""
+        return self._schedule.stands_in(self.step, self._rank, max(0, self._num_run - 1))
+
+    @property
+    def is_stand_in_next(self) -> bool:
+        """Whether the next one is, if the epoch has one."""
+        if not self.is_complete:
+            return self._schedule.stands_in(self.step, self._rank, self._num_run)
+        return self.is_idle_next

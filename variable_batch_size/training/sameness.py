@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from variable_batch_size.cores.communicator import Communicator
-from variable_batch_size.cores.meshes import local_part
 
 _LONGEST = 120
 
@@ -26,7 +25,7 @@ def begin_alike(facts: Mapping[str, object], tensors: Sequence[torch.Tensor], co
 def share_from_first(tensors: Iterable[torch.Tensor], communicator: Communicator) -> None:
     """Let parameters and buffers be on all cores as they are on core 0."""
     if communicator.num_replicas > 1:
-        communicator.broadcast([local_part(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values()])
+        communicator.broadcast(list({id(tensor): tensor for tensor in tensors}.values()))
 
 
 def refuse_different(facts: Mapping[str, object], communicator: Communicator, device: torch.device) -> None:

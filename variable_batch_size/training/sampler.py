@@ -42,6 +42,9 @@ class CustomSampler(Sampler[list[int]]):
         seed: chooses the order of the samples, together with the epoch.
         shuffle: whether samples come in an order of their own in each epoch, or as they are.
         on_end: what follows the last row of the trace: ``"stop"``, ``"hold"`` the last size or ``"cycle"``.
+        lockstep: whether all cores get as many minibatches in a step, the last perhaps a stand-in, for models whose
+            forward pass waits for all cores; the optimizer sees to that by itself where the model is in
+            ``fully_shard``.
 
     Attributes:
         num_passes: how often :meth:`set_epoch` was called.
@@ -64,6 +67,7 @@ class CustomSampler(Sampler[list[int]]):
         seed: int = 0,
         shuffle: bool = True,
         on_end: OnEnd = "stop",
+        lockstep: bool = False,
     ) -> None:
         if (dataset is None) == (dataset_size is None):
             given = "neither" if dataset is None else "both"
@@ -80,6 +84,7 @@ class CustomSampler(Sampler[list[int]]):
             minibatch_size=minibatch_size,
             num_replicas=num_replicas,
             on_end=on_end,
+            lockstep=lockstep,
         )
         check_within(num_replicas - 1, rank=rank)
         self.rank = int(rank)
@@ -115,6 +120,17 @@ class CustomSampler(Sampler[list[int]]):
         self.num_passes += 1
         self._has_started = False
         self._when_read = None
+
+    def run_in_lockstep(self) -> None:
+        """Let all cores have as many minibatches in each step from now on; before the first one is read."""
+        if self.schedule.lockstep:
+            return
+        if self._has_started:
+            raise ValueError(
+                "the model is in fully_shard, so that all cores must run as many minibatches in a step, and the "
+                "sampler has been read already: make it with `lockstep=True`"
+            )
+        self.schedule = self.schedule.in_lockstep()
 
     def call_when_read(self, callback: Callable[[], None]) -> None:
         """Call something once, when the first minibatch of this pass is asked for: after the loader has set itself up,

@@ -20,6 +20,7 @@ from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.training.description import description_of
 from variable_batch_size.training.factors import Factors
+from variable_batch_size.training.fully_sharded import is_fully_sharded
 from variable_batch_size.training.position import Position
 from variable_batch_size.training.sampler import CustomSampler
 from variable_batch_size.training.together import Inner
@@ -83,6 +84,8 @@ class ScheduledOptimizer(Wrapper, ABC):
         self.steps_done = self.samples_done = self.steps_skipped = 0
         self.gradient_norm: torch.Tensor | None = None
         self._norm_every: set[int] = set()
+        if is_fully_sharded(self.parameters()):
+            sampler.run_in_lockstep()
         self._position = Position(sampler.schedule, sampler.rank)
         self._scaling = Factors(rule, smooth_steps=smooth_steps, max_factor=max_factor)
         self._factors: list[float] | None = None  # of the latest step, once it is complete
@@ -143,8 +146,8 @@ class ScheduledOptimizer(Wrapper, ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the latest minibatch was a stand-in, because this core has none in that step."""
-        return self._position.is_idle
+        """Whether the latest minibatch was a stand-in: this core has none in that step, or in lockstep no more."""
+        return self._position.is_stand_in
 
     def go_on_with(self, schedule: Schedule) -> None:
         """Take another schedule in place of the sampler's, and give it to the sampler; ``set_epoch`` goes into it."""

@@ -7,7 +7,8 @@ from typing import Any, final
 import torch
 
 from variable_batch_size.cores.communicator import Communicator
-from variable_batch_size.cores.meshes import Ranks, is_split, local_part, placed_like, split_like
+from variable_batch_size.cores.groups import Ranks
+from variable_batch_size.cores.meshes import is_split, local_part, placed_like, split_like
 from variable_batch_size.training.flat_gradients import FlatGradients
 from variable_batch_size.training.gradients import TINY, Mean
 from variable_batch_size.training.split_squares import SplitSquares

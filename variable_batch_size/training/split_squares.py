@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 import torch
 
 from variable_batch_size.cores.communicator import Communicator
-from variable_batch_size.cores.meshes import Ranks, local_part, num_copies
+from variable_batch_size.cores.groups import Ranks
+from variable_batch_size.cores.meshes import local_part, num_copies
 from variable_batch_size.training.flat_memory import square_of
 
 
@@ -31,10 +32,8 @@ class SplitSquares:
         by_copies: dict[int, list[torch.Tensor]] = {}
         for tensor in tensors:
             by_copies.setdefault(num_copies(tensor, self._groups), []).append(local_part(tensor))
-        total = square_of([], like=self._like)
-        for copies, parts in by_copies.items():
-            total = total + square_of(parts, like=self._like) / copies
-        return total
+        squares = [square_of(parts, like=self._like) / copies for copies, parts in by_copies.items()]
+        return torch.stack(squares).sum() if squares else square_of([], like=self._like)
 
     def total(self, squares: torch.Tensor) -> torch.Tensor:
         """The sum of such shares over all processes; every one of them must call it."""
