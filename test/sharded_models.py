@@ -270,3 +270,31 @@ def all_of(cases):
         except (ValueError, RuntimeError) as error:
             results[way, kind.__name__, name] = str(error)
     return copy.deepcopy(results)
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def go(directory, way, kind, name, *, until=None, forget=False, **how):
+    """Take up a run, if there is one, and go on to the end, or until some steps are saved; the state after that."""
+    optimizer_class, inner, options = (RUNS | MORE_RUNS)[name]
+    model, more = globals()[way](model_of(kind))
+    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=SIZES, minibatch_size=MINIBATCH, **more)
+    optimizer = optimizer_class(inner(list(model.parameters())), sampler, ref_batchsize=8, model=model, **options)
+    checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=1, **how)
+    if forget:
+        optimizer.inner.state.clear()
+    x, y = data()
+    for _ in checkpoint.epochs(sampler.schedule.num_epochs):
+        for indices in sampler:
+            loss_of(model, x[indices], y[indices]).backward()
+            optimizer.step()
+            checkpoint.step()
+            if optimizer.steps_done == until and not optimizer.is_accumulating:
+                return state_of(model)
+    return state_of(model)
+
+
+def largest_difference(state, other):
+    names = [name for name in other if "running" not in name and "tracked" not in name]
+    return max((state[name] - other[name]).abs().max().item() for name in names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -14,9 +14,10 @@ import torch
 from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.cores import loader_workers, stopping
 from variable_batch_size.cores.running import everyone_for
-from variable_batch_size.runs import fork, randomness, storage
+from variable_batch_size.runs import fork, randomness, spread_state, storage
 from variable_batch_size.runs.agreement import Agreement
 from variable_batch_size.runs.executed import Executed
+from variable_batch_size.runs.saving import Format, Saving, check_format
 from variable_batch_size.runs.scheduler_state import Stateful, load_state, state_of
 from variable_batch_size.training.description import differences
 from variable_batch_size.training.optimizer import STATE_KEY, CustomOptimizer
@@ -55,6 +56,9 @@ class Checkpoint:
         accept: in what this run may be another than the one that was saved: ``"trace"``, ``"on_end"``,
             ``"dataset_size"``, ``"minibatch_size"``, ``"seed"``, ``"shuffle"``, ``"rule"`` or ``"ref_batchsize"``; what
             has changed is logged. Steps that were made stay as they were, and row r of another trace is step r.
+        format: ``"file"`` for the whole state in one file, ``"sharded"`` for a directory in which each process writes
+            its part, for what does not fit one host. Either is gone on from in any way.
+        asynchronous: with ``"sharded"``, whether training goes on while the directory is written.
     """
 
     def __init__(
@@ -68,6 +72,8 @@ class Checkpoint:
         every_seconds: float | None = None,
         keep: int = 2,
         accept: Collection[str] = (),
+        format: Format = "file",
+        asynchronous: bool = False,
     ) -> None:
         if not isinstance(optimizer, CustomOptimizer):
             raise ValueError(f"`optimizer` must be a CustomOptimizer, got {type(optimizer).__name__}")
@@ -76,6 +82,7 @@ class Checkpoint:
         if every_seconds is not None and not every_seconds > 0:
             raise ValueError(f"`every_seconds` must be positive, got {every_seconds!r}")
         check_positive(keep=keep)
+        check_format(format, asynchronous=asynchronous)
         self._accept = fork.check_accept(accept)
         loader_workers.shield_loader_workers()
         self.directory = None if directory is None else Path(directory)
@@ -100,6 +107,8 @@ class Checkpoint:
         if self.directory is not None:
             if self._communicator.rank == 0:
                 storage.prepare(self.directory)
+            how: dict[str, Any] = {"keep": keep, "format": format, "asynchronous": asynchronous}
+            self._saving = Saving(self.directory, model, optimizer, self._communicator, **how)
             self._take_up(self.directory)
         self._agreement.note_saved()
         self._steps_seen = optimizer.steps_done
@@ -119,7 +128,8 @@ class Checkpoint:
         check_not_negative(num_epochs=num_epochs)
         if num_epochs:
             self._sampler.schedule.steps(num_epochs - 1)
-        with stopping.listening():
+        with stopping.listening(), contextlib.ExitStack() as at_end:
+            at_end.callback(self.wait)
             while self._epoch < num_epochs:
                 self._begin_epoch()
                 yield self._epoch
@@ -156,10 +166,16 @@ class Checkpoint:
             raise RuntimeError(
                 "save() was called in the middle of a step: call it when optimizer.step() has completed one"
             )
-        random = self._random_of_all_cores()
-        if self._communicator.rank == 0:
-            self._write(self.directory, random)
+        random = self._agreement.rows_of_all_cores(randomness.capture(self._device))
+        epoch_step = self._optimizer.epoch_step if self._is_inside else self._first_step
+        rows = [*self._steps_of_epochs, epoch_step]
+        self._saving.save({**self._state(epoch_step), "random": random}, when_done=lambda: self._executed.extend(rows))
         self._agreement.note_saved()
+
+    def wait(self) -> None:
+        """Until what is being written asynchronously is there; ``epochs`` does so at its end."""
+        if self.directory is not None:
+            self._saving.wait()
 
     # ------------------------------------------------------------------------------------------------- epochs and cores
 
@@ -187,6 +203,7 @@ class Checkpoint:
 
     def _stop(self) -> None:
         """End this process, once that all cores have come here: what there is to save has been saved."""
+        self.wait()
         self._agreement.sums([0])  # a core that ended now would have the others killed, perhaps core 0 as it writes
         stopping.obey()
         if self._communicator.rank == 0:
@@ -197,37 +214,20 @@ class Checkpoint:
             )
         raise SystemExit(stopping.EXIT_STOPPED)
 
-    def _random_of_all_cores(self) -> dict[str, torch.Tensor]:
-        """The states of the random generators, a row for each core."""
-        own = randomness.capture(self._device)
-        rank, num_replicas = self._communicator.rank, self._communicator.num_replicas
-        table = torch.zeros(num_replicas, sum(map(len, own.values())), dtype=torch.int32)
-        table[rank] = torch.cat(list(own.values()))
-        table = self._agreement.total(table).to(torch.uint8)
-        ends = itertools.accumulate(map(len, own.values()))
-        return {name: table[:, end - len(own[name]) : end].clone() for name, end in zip(own, ends, strict=True)}
-
     # ---------------------------------------------------------------------------------------------- writing and reading
 
-    def _write(self, directory: Path, random: dict[str, torch.Tensor]) -> None:
-        path = storage.path_of(directory, self._optimizer.steps_done)
-        epoch_step = self._optimizer.epoch_step if self._is_inside else self._first_step
-        state = {
+    def _state(self, epoch_step: int) -> dict[str, Any]:
+        """All but the model, the optimizer and the random generators."""
+        return {
             "run": self._identity,
             "epoch": self._epoch,
             "epoch_step": epoch_step,
-            "steps_of_epochs": self._steps_of_epochs,
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "steps_of_epochs": list(self._steps_of_epochs),
             "schedulers": [state_of(scheduler) for scheduler in self._schedulers],
-            "random": random,
             "past": fork.past_state(self._sampler.schedule.past(self._epoch, epoch_step)),
             "sums_gradients": self._optimizer.rule.sums_gradients,
             "changes": self._changes,
         }
-        storage.save(path, state)
-        storage.keep_only(directory, self.keep)
-        self._executed.extend([*self._steps_of_epochs, epoch_step])
 
     def _take_up(self, directory: Path) -> None:
         """Go on from the newest checkpoint, if there is one; it is read and checked before anything is changed."""
@@ -252,15 +252,17 @@ class Checkpoint:
     def _restore(self, state: dict[str, Any], path: Path) -> None:
         """Take over a state that was checked, and say in what the run is another now."""
         place = fork.place_of(state, self._sampler.schedule, self._identity)
+        state = self._saving.complete(path, state)
         try:
-            self._model.load_state_dict(state["model"])
+            spread_state.load_model(self._model, state["model"])
         except RuntimeError as error:
             raise ValueError(f"{path} does not fit the model: {error}") from error
         own = state["optimizer"][STATE_KEY]
         if state["run"]["rule"] != self._identity["rule"]:
             own = {**own, "rule": self._optimizer.rule.state_dict()}
         self._optimizer.go_on_with(place.schedule)
-        self._optimizer.load_state_dict({**state["optimizer"], STATE_KEY: own})
+        spread = spread_state.split_optimizer_state(self._optimizer.inner, state["optimizer"])
+        self._optimizer.load_state_dict({**spread, STATE_KEY: own})
         for optimizer in (self._optimizer, self._optimizer.inner):
             # else torch would warn of a scheduler that comes before the optimizer, where an epoch has no steps left
             optimizer._opt_called = self._optimizer.steps_done > 0  # type: ignore[attr-defined]
