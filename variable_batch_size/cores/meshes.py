@@ -30,7 +30,8 @@ def is_split(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor."""
     # where nobody has imported it there is none; the second name is that of torch 2.4
     modules = [sys.modules.get(name) for name in ("torch.distributed.tensor", "torch.distributed._tensor")]
-    return isinstance(tensor, tuple(vars(module)["DTensor"] for module in modules if module is not None))
+    kinds = [getattr(module, "DTensor", None) for module in modules]
+    return isinstance(tensor, tuple(kind for kind in kinds if kind is not None))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from variable_batch_size.cores.running import everyone_for
 from variable_batch_size.training.exact_gradients import ExactGradients
 from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
 from variable_batch_size.training.flat_gradients import FlatGradients
-from variable_batch_size.training.fully_sharded import sharding_modules
+from variable_batch_size.training.fully_sharded import is_fully_sharded
 from variable_batch_size.training.gradients import Divisors, Gradients
 from variable_batch_size.training.kept_gradients import KeptGradients
 from variable_batch_size.training.sampler import CustomSampler
@@ -72,10 +72,9 @@ def _of_split(
     cores = ranks_of(group)
     groups = meshes.model_groups(parameters, group)
     options |= {"model": Distributed(*groups.values()) if groups else Alone(), "model_groups": list(groups)}
-    modules = sharding_modules(parameters)
-    if modules:
+    if is_fully_sharded(parameters):
         everyone = everyone_for(parameters, process_group)
-        return ShardedGradients(inner, communicator, modules=modules, cores=cores, everyone=everyone, **options)
+        return ShardedGradients(inner, communicator, cores=cores, everyone=everyone, **options)
     if any(set(cores).issuperset(dimension.ranks) for p in parameters for dimension in meshes.dimensions_of(p)):
         raise ValueError(
             "parameters are split over processes that the sampler deals different samples: pass it the other dimension "

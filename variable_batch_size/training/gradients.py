@@ -101,6 +101,9 @@ class Gradients(ABC):
             weight: w_i; the gradients are then those of a sum over so many.
         """
 
+    def fit(self) -> None:  # noqa: B027 (most kinds see that by themselves)
+        """After a group of parameters was added: be ready for their gradients. Every core must call it."""
+
     def expect(self, *, is_stand_in: bool) -> None:  # noqa: B027 (most kinds can leave it out afterwards)
         """Before each minibatch of a core in lockstep with others: whether it is a stand-in."""
 

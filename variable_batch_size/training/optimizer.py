@@ -134,6 +134,7 @@ class CustomOptimizer(ScheduledOptimizer):
             p.grad = None  # of minibatches before, which nobody has taken over
         share_from_first(added, self._communicator)
         take_over_reduction(added, self._communicator)
+        self._gradients.fit()
         self._communicator.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -11,7 +11,7 @@ import torch
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.groups import Ranks
 from variable_batch_size.cores.meshes import dimensions_of, local_part, placed_like
-from variable_batch_size.training.fully_sharded import outermost, with_whole_parameters
+from variable_batch_size.training.fully_sharded import outermost, sharding_modules, with_whole_parameters
 from variable_batch_size.training.gradients import TINY, Gradients, Mean
 from variable_batch_size.training.split_squares import SplitSquares
 from variable_batch_size.training.weights import Weight
@@ -28,7 +28,6 @@ class ShardedGradients(Gradients):
     measures a minibatch: a loss times 0 would not do, as NaN survives that.
 
     Args:
-        modules: the modules in ``fully_shard``.
         cores: the ranks of the cores among all processes.
         everyone: all processes that have a shard.
         model: those that share this one's samples, because parameters are split over them, too.
@@ -38,14 +37,13 @@ class ShardedGradients(Gradients):
     def __init__(
         self,
         *args: Any,
-        modules: list[Any],
         cores: Ranks,
         everyone: Communicator,
         model: Communicator,
         model_groups: list[Ranks],
         **options: Any,
     ) -> None:
-        self._modules, self._cores = modules, set(cores)
+        self._cores = set(cores)
         self._everyone, self._model, self._model_groups = everyone, model, model_groups
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._num_seen: dict[torch.nn.Parameter, int] = {}  # how often each gradient of this minibatch has arrived
@@ -56,22 +54,18 @@ class ShardedGradients(Gradients):
         self._is_stand_in = False
         self._groups: dict[torch.nn.Parameter, int] = {}
         super().__init__(*args, **options)
-        for module in outermost(modules):
-            _let_reduce(module, ())
-            module.register_forward_pre_hook(_let_reduce)
-        for module in modules:
-            if hasattr(module, "set_gradient_divide_factor"):  # it may have been set for another way to accumulate
-                module.set_gradient_divide_factor(float(self._communicator.num_replicas))
         self._watch()
 
     # ------------------------------------------------------------------------------------------------------ a minibatch
 
     def _watch(self) -> None:
         """Have a hook on each whole parameter, instead of those that another optimizer has left there."""
+        modules = sharding_modules(list(self.parameters()))
+        self._let_reduce(modules)
         numbers = enumerate(self._inner.param_groups)
         self._groups = {p: number for number, group in numbers for p in group["params"]}
         device = None
-        for p, whole in with_whole_parameters(self._modules):
+        for p, whole in with_whole_parameters(modules):
             device = whole.device
             self._check_cores(p, whole)
             if p not in self._groups or not whole.requires_grad:
@@ -82,6 +76,15 @@ class ShardedGradients(Gradients):
             whole.register_hook(_Hook(self, p, whole))  # type: ignore[no-untyped-call]
         like = local_part(next(self.parameters()))
         self._like = torch.empty(0, dtype=like.dtype, device=device or like.device)
+
+    def _let_reduce(self, modules: list[Any]) -> None:
+        """See that the mean is taken in every round, whatever another way to accumulate has set."""
+        for module in outermost(modules):
+            _switch_on(module, ())
+            module.register_forward_pre_hook(_switch_on)
+        for module in modules:
+            if hasattr(module, "set_gradient_divide_factor"):
+                module.set_gradient_divide_factor(float(self._communicator.num_replicas))
 
     def _check_cores(self, p: torch.nn.Parameter, whole: torch.nn.Parameter) -> None:
         over_cores, of_whole = (
@@ -107,6 +110,10 @@ class ShardedGradients(Gradients):
     def _squares_here(self) -> SplitSquares:
         return SplitSquares(self._model, self._model_groups, self._like)
 
+    def fit(self) -> None:
+        self._watch()
+        self._forget_minibatch()
+
     def expect(self, *, is_stand_in: bool) -> None:
         self._is_stand_in = is_stand_in
 
@@ -130,12 +137,10 @@ class ShardedGradients(Gradients):
             else:
                 self._sums[p] = p.grad
         self._forget_minibatch()
-        if set(self._groups) != set(self.parameters()):
-            self._watch()
 
     def _check_seen(self, found: list[torch.nn.Parameter]) -> None:
         for p in found:
-            if p not in self._num_seen and p in self._groups:
+            if p not in self._num_seen:
                 raise RuntimeError(
                     f"the gradient of a parameter of the shape {tuple(p.shape)} was reduced unseen: make the optimizer "
                     "after the model is in fully_shard and on its device, and freeze and unfreeze before that"
@@ -245,6 +250,6 @@ class _Hook:
         return gradients.see(p, whole, gradient)
 
 
-def _let_reduce(module: Any, args: Any) -> None:
+def _switch_on(module: Any, args: Any) -> None:
     """Loops that accumulate by themselves switch the reduction off for all but the last of some minibatches."""
     module.set_requires_gradient_sync(True)
