@@ -197,7 +197,7 @@ def test_the_only_minibatch_of_a_step_is_not_measured_by_itself():
         p.grad = torch.full_like(p, 3.0)
     gradients.take(Mean(1), is_last=True)
     gradients.reduce(Mean(1), is_idle=False)
-    assert gradients.measured() == measured(Norms(0.0, 18.0))
+    assert gradients.measured() == measured(Norms(18.0, 18.0))
 
 
 def test_what_was_never_measured_is_zero():

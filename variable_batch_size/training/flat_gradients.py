@@ -122,7 +122,7 @@ class FlatGradients(Gradients):
             return mean.multiple / mean.num_minibatches / mean.loss_scale
         factor = mean.multiple / mean.loss_scale
         if isinstance(self._weight, torch.Tensor):
-            return torch.where(self._weight > 0, factor / self._weight, 0.0)
+            return torch.where(self._weight == 0, 0.0, factor / self._weight)  # NaN stays NaN, and is seen
         return factor / self._weight if self._weight else 0.0
 
     def _drop_sums(self) -> None:

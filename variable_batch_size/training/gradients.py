@@ -133,6 +133,8 @@ class Gradients(ABC):
             Norms(of_each / total, of_all / self._mean.multiple**2) if known and total else None
             for known, (of_each, of_all) in zip(is_known, pairs, strict=True)
         ]
+        if self._mean.num_minibatches == 1:  # whose squared norm need not have been measured twice
+            norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
         is_finite = all(map(math.isfinite, values))
         if not self._is_weighted or not is_finite:
             return Measured(norms, is_finite, None, None)

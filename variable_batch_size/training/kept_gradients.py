@@ -114,7 +114,7 @@ class KeptGradients(Gradients):
             self._communicator.sum(self._memory.flats)
         if self._is_weighted:
             weight = self._memory.numbers[-2]
-            self._scale(torch.where(weight > 0, mean.multiple / mean.loss_scale / weight, 0.0))
+            self._scale(torch.where(weight == 0, 0.0, mean.multiple / mean.loss_scale / weight))
 
     def _scale(self, factor: Weight) -> None:
         """Multiply the gradients, and leave the numbers behind them as they are."""

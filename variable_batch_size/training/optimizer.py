@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.cores.running import communicator_for
-from variable_batch_size.rules.rule import Norms, Rule, Step
+from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.training.buffers import Buffers
 from variable_batch_size.training.gradient_kinds import gradients_for
 from variable_batch_size.training.gradients import Mean
@@ -29,6 +29,7 @@ from variable_batch_size.training.wrapped import refuse_other_reductions, take_o
 logger = logging.getLogger(__name__)
 
 STATE_KEY = "variable_batch_size"
+_NO_WEIGHT = "all minibatches have the weight 0"
 
 
 class CustomOptimizer(ScheduledOptimizer):
@@ -142,7 +143,7 @@ class CustomOptimizer(ScheduledOptimizer):
             "rule": self.rule.state_dict(),
             **self._scaling.state_dict(),
             "adam_bias": self._settings.adam_bias.state_dict(),
-            "weights": self._weights.state_dict(),
+            "weights": self.minibatch_weights.state_dict(),
             "gradients": self._gradients.state_dict(),
             "noise": self._own_meter.state_dict() if self._own_meter else None,
         }
@@ -164,7 +165,7 @@ class CustomOptimizer(ScheduledOptimizer):
         self.rule.load_state_dict(own["rule"])
         self._scaling.load_state_dict(own)
         self._settings.adam_bias.load_state_dict(own.get("adam_bias", {}))
-        self._weights.load_state_dict(own.get("weights", {}))
+        self.minibatch_weights.load_state_dict(own.get("weights", {}))
         self._gradients.load_state_dict(own.get("gradients", {}))
         if self._own_meter is not None and own.get("noise"):
             self._own_meter.load_state_dict(own["noise"])
@@ -216,7 +217,7 @@ class CustomOptimizer(ScheduledOptimizer):
             True exactly when the weights changed: neither while accumulating nor if the update was skipped.
         """
         if closure is not None:
-            raise ValueError("`closure` must be None: run the backward pass, then call step()")
+            raise ValueError("`closure` must be None: run the backward pass, then call step() or step(weight=…)")
         if hasattr(self, "found_inf"):
             raise RuntimeError(
                 "GradScaler.step() would leave out minibatches that are not finite: call step() of the optimizer, with "
@@ -224,7 +225,7 @@ class CustomOptimizer(ScheduledOptimizer):
             )
         for before in self._optimizer_step_pre_hooks.values():
             before(self, (), {})
-        weight = self._weights.checked(weight)
+        weight = self.minibatch_weights.checked(weight)
         if self._passes.see(self._position):
             refuse_other_reductions(self.parameters(), self._communicator)
         self._position.advance()
@@ -253,7 +254,7 @@ class CustomOptimizer(ScheduledOptimizer):
         step, is_idle = self._rule_step(), self.is_idle
         try:
             self._gradients.reduce(self._mean(), is_idle=is_idle)
-            self._weights.add(self._gradients.weight())
+            weight = self._gradients.weight()
             keeps_norm = any((self.steps_done + 1) % every == 0 for every in self._norm_every)
             self.gradient_norm = self._gradients.norm() if keeps_norm else None
             reason = self._reason_to_skip(step)
@@ -265,27 +266,25 @@ class CustomOptimizer(ScheduledOptimizer):
             self._gradients.clear()
         self._buffers.settle(is_taken_back=is_idle or reason is not None)
         self._buffers.save(self._position.is_idle_next)
-        self.steps_done += 1
-        self.samples_done += step.batch_size
+        self._count(step, weight)
         self._say_done()
         return reason is None
 
     def _reason_to_skip(self, step: Step) -> str | None:
         """Why no update is to be made, if so; else the rule and the noise meter have seen what was measured."""
         if self._gradients.weighs_nothing():
-            return "all minibatches have the weight 0"
+            return _NO_WEIGHT
         if not self.skip_nonfinite and not self._measures:
             return None
         measured = self._gradients.measured()
         if self.skip_nonfinite and not measured.is_finite:
             return "the gradient is not finite"
-        norms = measured.norms
-        if step.num_minibatches == 1:  # whose squared norm need not have been measured twice
-            norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
+        if measured.weight == 0:
+            return _NO_WEIGHT
         step = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
-        self.rule.observe(step, norms)
+        self.rule.observe(step, measured.norms)
         if self._own_meter is not None:
-            self._own_meter.observe(step, norms)
+            self._own_meter.observe(step, measured.norms)
         return None
 
     def _update(self, step: Step) -> None:
