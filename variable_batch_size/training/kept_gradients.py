@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 
 from variable_batch_size.training.flat_memory import FlatMemory, square_of
-from variable_batch_size.training.gradients import Gradients, Mean
+from variable_batch_size.training.gradients import UNWEIGHTED, Gradients, Mean
 from variable_batch_size.training.weights import Weight
 
 
@@ -111,7 +111,10 @@ class KeptGradients(Gradients):
         elif not self._is_weighted:
             self._scale(mean.multiple / mean.num_minibatches / mean.loss_scale)
         if self._communicator.num_replicas > 1:
+            if not self._is_weighted and not self._has_compared:
+                self._memory.numbers[-1] = UNWEIGHTED
             self._communicator.sum(self._memory.flats)
+            self._compare(self._memory.numbers[-1])
         if self._is_weighted:
             weight = self._memory.numbers[-2]
             self._scale(torch.where(weight == 0, 0.0, mean.multiple / mean.loss_scale / weight))
