@@ -130,6 +130,8 @@ class Plan:
             ref_batchsize: the batch size at which the learning rate is right; the first of the trace if None.
             checkpoint_every: list the position every N steps.
         """
+        if schedule.dataset_size is None:
+            raise ValueError("a plan is one of epochs: the schedule must have a `dataset_size`, got None")
         if num_epochs is None:
             num_epochs = schedule.num_epochs
             if num_epochs is None:
