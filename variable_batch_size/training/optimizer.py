@@ -13,11 +13,11 @@ from variable_batch_size.checks import check_not_negative
 from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.rules.rule import Norms, Rule, Step
 from variable_batch_size.training.buffers import Buffers
+from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.gradient_kinds import gradients_for
 from variable_batch_size.training.joining import join_other_cores
 from variable_batch_size.training.preconditioner import Preconditioner
 from variable_batch_size.training.sameness import share_from_first
-from variable_batch_size.training.sampler import CustomSampler
 from variable_batch_size.training.scheduled import ScheduledOptimizer
 from variable_batch_size.training.settings import Settings
 from variable_batch_size.training.wrapped import refuse_other_reductions, take_over_reduction
@@ -37,7 +37,7 @@ class CustomOptimizer(ScheduledOptimizer):
 
     Args:
         inner: any optimizer of torch, with the settings that are right at `ref_batchsize`.
-        sampler: the sampler that deals the minibatches.
+        sampler: what deals the minibatches: a :class:`CustomSampler` or a :class:`Stream`.
         rule: what the batch size of a step makes of the settings.
         ref_batchsize: the batch size at which the settings of `inner` are right.
         log_steps: log every N steps on core 0; 0 for never.
@@ -56,7 +56,7 @@ class CustomOptimizer(ScheduledOptimizer):
     def __init__(
         self,
         inner: Optimizer,
-        sampler: CustomSampler,
+        sampler: Dealer,
         *,
         rule: Rule,
         ref_batchsize: int,
@@ -288,12 +288,9 @@ class CustomOptimizer(ScheduledOptimizer):
     def _say_skipped(self) -> None:
         self.steps_skipped += 1
         if self.sampler.rank == 0:
-            message = "epoch %d, step %d/%d: the gradient is not finite, the update is skipped (%d so far)"
-            logger.warning(message, *self._place(), self.steps_skipped)
+            message = "%s: the gradient is not finite, the update is skipped (%d so far)"
+            logger.warning(message, str(self._position), self.steps_skipped)
 
     def _log(self) -> None:
-        message = "epoch %d, step %d/%d: batch size %d, learning rate %g, %d samples in all"
-        logger.info(message, *self._place(), self.batch_size, self.current_lr(), self.samples_done)
-
-    def _place(self) -> tuple[int, int, int]:
-        return self.epoch, self.epoch_step, self._position.num_epoch_steps
+        message = "%s: batch size %d, learning rate %g, %d samples in all"
+        logger.info(message, str(self._position), self.batch_size, self.current_lr(), self.samples_done)

@@ -12,10 +12,10 @@ from variable_batch_size.checks import check_positive
 from variable_batch_size.rules.adascale import NoiseRule
 from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.rule import Rule, Step
+from variable_batch_size.training.dealer import Dealer, Description
 from variable_batch_size.training.description import description_of
 from variable_batch_size.training.factors import Factors
 from variable_batch_size.training.position import Position
-from variable_batch_size.training.sampler import CustomSampler
 from variable_batch_size.training.wrapper import Wrapper, name_of
 
 
@@ -24,7 +24,7 @@ class ScheduledOptimizer(Wrapper, ABC):
 
     Args:
         inner: any optimizer of torch, with the settings that are right at `ref_batchsize`.
-        sampler: the sampler that deals the minibatches.
+        sampler: what deals the minibatches: a :class:`CustomSampler` or a :class:`Stream`.
         rule: what the batch size of a step makes of the settings.
         ref_batchsize: the batch size at which the settings of `inner` are right.
         smooth_steps: spread a jump of the factor over N steps.
@@ -42,7 +42,7 @@ class ScheduledOptimizer(Wrapper, ABC):
     def __init__(
         self,
         inner: Optimizer,
-        sampler: CustomSampler,
+        sampler: Dealer,
         *,
         rule: Rule,
         ref_batchsize: int,
@@ -51,8 +51,8 @@ class ScheduledOptimizer(Wrapper, ABC):
         loss_scale: float,
     ) -> None:
         super().__init__(inner)
-        if not isinstance(sampler, CustomSampler):
-            raise ValueError(f"`sampler` must be a CustomSampler, got {type(sampler).__name__}")
+        if not isinstance(sampler, Dealer):
+            raise ValueError(f"`sampler` must be a CustomSampler or a Stream, got {type(sampler).__name__}")
         if not isinstance(rule, Rule):
             raise ValueError(f"`rule` must be a Rule, got {rule!r}")
         rule.check(name_of(inner), inner.param_groups)
@@ -73,7 +73,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         return f"{type(self).__name__}({self.inner!r}, ref_batchsize={self.ref_batchsize})"
 
     @property
-    def description(self) -> dict[str, str | int | bool]:
+    def description(self) -> Description:
         """What must be the same on all cores, and when a run goes on."""
         return description_of(self.sampler, self.rule, self.inner, self.ref_batchsize)
 
