@@ -10,18 +10,16 @@ from typing_extensions import Unpack
 from variable_batch_size.rules.adam import AdamRule
 from variable_batch_size.rules.adascale import AdamScaleRule, AdaScaleRule
 from variable_batch_size.rules.scaling import ConstantRule, LEGWRule, LinearMomentumRule, LinearRule, RootRule
+from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.optimizer import CustomOptimizer
 from variable_batch_size.training.options import Options
-from variable_batch_size.training.sampler import CustomSampler
 
 
 @final
 class LinearRuleOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 · S, S = batch size / `ref_batchsize` (:class:`LinearRule`)."""
 
-    def __init__(
-        self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int, **options: Unpack[Options]
-    ) -> None:
+    def __init__(self, inner: Optimizer, sampler: Dealer, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
         super().__init__(inner, sampler, rule=LinearRule(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -29,9 +27,7 @@ class LinearRuleOptimizer(CustomOptimizer):
 class RootRuleOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 · √S, S = batch size / `ref_batchsize` (:class:`RootRule`)."""
 
-    def __init__(
-        self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int, **options: Unpack[Options]
-    ) -> None:
+    def __init__(self, inner: Optimizer, sampler: Dealer, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
         super().__init__(inner, sampler, rule=RootRule(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -40,7 +36,7 @@ class ConstantOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 for every batch size, so that `ref_batchsize` only counts for progress."""
 
     def __init__(
-        self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int = 1, **options: Unpack[Options]
+        self, inner: Optimizer, sampler: Dealer, *, ref_batchsize: int = 1, **options: Unpack[Options]
     ) -> None:
         super().__init__(inner, sampler, rule=ConstantRule(), ref_batchsize=ref_batchsize, **options)
 
@@ -49,9 +45,7 @@ class ConstantOptimizer(CustomOptimizer):
 class LinearRuleMomentumOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with the linear rule in the form that suits momentum (:class:`LinearMomentumRule`)."""
 
-    def __init__(
-        self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int, **options: Unpack[Options]
-    ) -> None:
+    def __init__(self, inner: Optimizer, sampler: Dealer, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
         super().__init__(inner, sampler, rule=LinearMomentumRule(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -62,7 +56,7 @@ class LEGWRuleOptimizer(CustomOptimizer):
     def __init__(
         self,
         inner: Optimizer,
-        sampler: CustomSampler,
+        sampler: Dealer,
         *,
         ref_batchsize: int,
         warmup_samples: int,
@@ -76,9 +70,7 @@ class LEGWRuleOptimizer(CustomOptimizer):
 class AdamRuleOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with the square root rule for Adam's lr, betas and eps (:class:`AdamRule`)."""
 
-    def __init__(
-        self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int, **options: Unpack[Options]
-    ) -> None:
+    def __init__(self, inner: Optimizer, sampler: Dealer, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
         super().__init__(inner, sampler, rule=AdamRule(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -95,7 +87,7 @@ class AdaScaleOptimizer(CustomOptimizer):
     def __init__(
         self,
         inner: Optimizer,
-        sampler: CustomSampler,
+        sampler: Dealer,
         *,
         ref_batchsize: int,
         starts_with_mean: bool = False,
@@ -116,7 +108,7 @@ class AdamScaleOptimizer(CustomOptimizer):
     def __init__(
         self,
         inner: Optimizer,
-        sampler: CustomSampler,
+        sampler: Dealer,
         *,
         ref_batchsize: int,
         starts_with_mean: bool = False,
