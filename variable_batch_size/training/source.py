@@ -102,6 +102,8 @@ class Source:
 
     def skip(self, number: int) -> None:
         """Leave out the next samples."""
+        if not number:
+            return
         from_ahead = min(number, len(self._ahead))
         self._ahead = self._ahead[from_ahead:]
         with _as_outside_of_workers():

@@ -148,8 +148,9 @@ class Stream(Dealer, IterableDataset[Any]):
             if self._told[3] == number:
                 self._refuse_second_pass()
             self._told[3] = number
+        told = self._told.numpy()  # an element of a tensor takes long to compare
         for minibatch in reader.minibatches():
-            if self._told[2] != number:
+            if told[2] != number:
                 raise RuntimeError("set_epoch was called after the loader had been set up: call it before each pass")
             yield self.collate_fn(minibatch)
 
