@@ -163,7 +163,7 @@ class ExactSeparateGradients(SeparateGradients):
         if is_out:
             raise RuntimeError(
                 "with `exact` a minibatch's gradient must be at most 4096 times the largest of the step before, which "
-                "on XLA cannot be made good: go on from the latest checkpoint with `exact=False`"
+                "on XLA cannot be made good: go on from the latest checkpoint with `exact=False`, which it must accept"
             )
         self._learn(values)
 

@@ -11,6 +11,7 @@ import torch
 from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.training.buffers import Buffers
+from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.gradient_kinds import gradients_for
 from variable_batch_size.training.gradients import Mean
 from variable_batch_size.training.joining import join_other_cores
@@ -19,7 +20,6 @@ from variable_batch_size.training.observer import Observer
 from variable_batch_size.training.passes import Passes
 from variable_batch_size.training.preconditioner import Preconditioner
 from variable_batch_size.training.sameness import share_from_first
-from variable_batch_size.training.sampler import CustomSampler
 from variable_batch_size.training.scheduled import ScheduledOptimizer
 from variable_batch_size.training.settings import Settings
 from variable_batch_size.training.together import Inner
@@ -41,7 +41,7 @@ class CustomOptimizer(ScheduledOptimizer):
 
     Args:
         inner: any optimizer of torch, with the settings that are right at `ref_batchsize`; or several for one model.
-        sampler: the sampler that deals the minibatches.
+        sampler: what deals the minibatches: a :class:`CustomSampler` or a :class:`Stream`.
         rule: what the batch size of a step makes of the settings; or one for each of several optimizers.
         ref_batchsize: the batch size at which the settings of `inner` are right.
         log_steps: log every N steps on core 0; 0 for never.
@@ -66,7 +66,7 @@ class CustomOptimizer(ScheduledOptimizer):
     def __init__(
         self,
         inner: Inner,
-        sampler: CustomSampler,
+        sampler: Dealer,
         *,
         rule: Rule | Sequence[Rule],
         ref_batchsize: int,

@@ -18,10 +18,10 @@ from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.noise_meter import NoiseMeter
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.schedules.schedule import Schedule
+from variable_batch_size.training.dealer import Dealer, Description
 from variable_batch_size.training.description import description_of
 from variable_batch_size.training.factors import Factors
 from variable_batch_size.training.position import Position
-from variable_batch_size.training.sampler import CustomSampler
 from variable_batch_size.training.together import Inner
 from variable_batch_size.training.weights import Weights
 from variable_batch_size.training.wrapper import Wrapper, name_of, optimizers_of
@@ -34,7 +34,7 @@ class ScheduledOptimizer(Wrapper, ABC):
 
     Args:
         inner: any optimizer of torch, with the settings that are right at `ref_batchsize`.
-        sampler: the sampler that deals the minibatches.
+        sampler: what deals the minibatches: a :class:`CustomSampler` or a :class:`Stream`.
         rule: what the batch size of a step makes of the settings.
         ref_batchsize: the batch size at which the settings of `inner` are right.
         smooth_steps: spread a jump of the factor over N steps.
@@ -56,7 +56,7 @@ class ScheduledOptimizer(Wrapper, ABC):
     def __init__(
         self,
         inner: Inner,
-        sampler: CustomSampler,
+        sampler: Dealer,
         *,
         rule: Rule | Sequence[Rule],
         ref_batchsize: int,
@@ -69,8 +69,8 @@ class ScheduledOptimizer(Wrapper, ABC):
         seed_minibatches: bool,
     ) -> None:
         super().__init__(inner)
-        if not isinstance(sampler, CustomSampler):
-            raise ValueError(f"`sampler` must be a CustomSampler, got {type(sampler).__name__}")
+        if not isinstance(sampler, Dealer):
+            raise ValueError(f"`sampler` must be a CustomSampler or a Stream, got {type(sampler).__name__}")
         rule = rule_for(rule, self.inner)
         check_positive(ref_batchsize=ref_batchsize)
         check_not_negative(log_steps=log_steps)
@@ -95,7 +95,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         return f"{type(self).__name__}({self.inner!r}, ref_batchsize={self.ref_batchsize})"
 
     @property
-    def description(self) -> dict[str, str | int | bool]:
+    def description(self) -> Description:
         """What must be the same on all cores, and when a run goes on."""
         own = {"exact": self.exact, "seed_minibatches": self.seeds_minibatches}
         return {**description_of(self.sampler, self.rule, self.inner, self.ref_batchsize), **own}
@@ -226,17 +226,14 @@ class ScheduledOptimizer(Wrapper, ABC):
 
     def _say_done(self) -> None:
         if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
-            message = "epoch %d, step %d/%d: batch size %d, learning rate %g, %d samples in all"
-            logger.info(message, *self._place(), self.batch_size, self.current_lr(), self.samples_done)
+            message = "%s: batch size %d, learning rate %g, %d samples in all"
+            logger.info(message, str(self._position), self.batch_size, self.current_lr(), self.samples_done)
 
     def _say_skipped(self, reason: str) -> None:
         self.steps_skipped += 1
         if self.sampler.rank == 0:
-            message = "epoch %d, step %d/%d: %s, the update is skipped (%d so far)"
-            logger.warning(message, *self._place(), reason, self.steps_skipped)
-
-    def _place(self) -> tuple[int, int, int]:
-        return self.epoch, self.epoch_step, self._position.num_epoch_steps
+            message = "%s: %s, the update is skipped (%d so far)"
+            logger.warning(message, str(self._position), reason, self.steps_skipped)
 
 
 def rule_for(rule: Rule | Sequence[Rule], inner: Optimizer) -> Rule:
