@@ -35,6 +35,7 @@ def test_groups_are_bounded_and_smoothed_each_by_itself():
     assert factors.move(step(2), 2) == [2, 20]
     assert [factors.preview(step(4), group) for group in (0, 1)] == [3, 22.5]
     assert factors.move(step(4), 2) == [3, 22.5]
+    assert [factors.preview(step(4), group) for group in (0, 1)] == [4, 25]
     assert factors.move(step(4), 2) == [4, 25]
     assert factors.progress == pytest.approx(0.2 + 0.3 + 0.4)
 
