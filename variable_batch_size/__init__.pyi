@@ -64,4 +64,5 @@ from .training.rule_optimizers import LinearRuleMomentumOptimizer as LinearRuleM
 from .training.rule_optimizers import LinearRuleOptimizer as LinearRuleOptimizer
 from .training.rule_optimizers import RootRuleOptimizer as RootRuleOptimizer
 from .training.sampler import CustomSampler as CustomSampler
+from .training.stream import Stream as Stream
 from .version import __version__ as __version__

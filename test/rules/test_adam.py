@@ -106,3 +106,10 @@ def test_a_step_of_adam_counts_for_as_many_steps_as_it_has_batches():
 def test_an_unknown_form_is_refused():
     with pytest.raises(ValueError, match=r"^`form` must be one of 'sde', 'half-life', got 'halflife'$"):
         AdamRule(form="halflife")
+
+
+@pytest.mark.parametrize("optimizer", ["NAdam", "RAdam", "Adamax", "SparseAdam"])
+def test_the_adam_rule_refuses_relatives_of_adam_with_another_correction(optimizer):
+    message = f"^`inner` must correct its bias as Adam and AdamW do, got {optimizer}$"
+    with pytest.raises(ValueError, match=message):
+        AdamRule().check(optimizer, [SETTINGS])

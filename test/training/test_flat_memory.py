@@ -130,7 +130,8 @@ def test_tensors_of_several_dtypes_have_one_squared_norm():
 
 def test_a_narrow_dtype_does_not_overflow():
     tensor = torch.full((4,), 300.0, dtype=torch.float16)
-    assert square_of([tensor], like=tensor).item() == pytest.approx(360_000)
+    for like in (tensor, tensor.float()):
+        assert square_of([tensor, tensor], like=like).item() == pytest.approx(720_000)
 
 
 def test_float64_is_not_rounded_on_the_way():

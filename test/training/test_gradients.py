@@ -78,6 +78,15 @@ def test_a_buffer_that_the_user_keeps_is_not_touched():
     assert model.weight.item() == -(1 / 2 + (2 + 4) / 2 / 2)
 
 
+def test_clipping_does_not_touch_a_buffer_that_the_user_keeps():
+    model, _, optimizer = make([1, 1, 2], clip_grad_norm=1.5)
+    for value in (1.0, 4.0, 2.0, 5.0):
+        buffer = model.weight.grad = torch.full((1, 1), value, dtype=torch.float64)
+        optimizer.step()
+        assert buffer.item() == value
+    assert model.weight.item() == pytest.approx(-(1 + 1.5 + 1.5), abs=1e-5)
+
+
 def test_create_graph_is_like_any_other_backward_pass():
     model, _, optimizer = make()
     for x in (1, 3):
@@ -594,10 +603,10 @@ def test_conjugated_gradients_are_measured():
 def test_norms_travel_in_float32_at_least_whatever_the_default_is():
     torch.set_default_dtype(torch.bfloat16)
     try:
-        memory = FlatMemory(list(nn.Linear(1, 1).parameters()), num_squares=2)
+        memory = FlatMemory(list(nn.Linear(1, 1).parameters()), num_numbers=2)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert memory.squares.dtype == torch.float32
+    assert memory.numbers.dtype == torch.float32
 
 
 def with_a_frozen_group(**options):

@@ -10,12 +10,13 @@ from torch import nn
 from variable_batch_size.cores.communicator import Alone
 from variable_batch_size.rules.rule import Norms
 from variable_batch_size.training.exact_gradients import ExactGradients
+from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
 from variable_batch_size.training.flat_gradients import FlatGradients
 from variable_batch_size.training.gradients import Mean, Measured
 from variable_batch_size.training.kept_gradients import KeptGradients
 from variable_batch_size.training.separate_gradients import SeparateGradients
 
-KINDS = [FlatGradients, KeptGradients, SeparateGradients, ExactGradients]
+KINDS = [FlatGradients, KeptGradients, SeparateGradients, ExactGradients, ExactSeparateGradients]
 TWO = Mean(2)
 
 
@@ -27,7 +28,7 @@ def optimizer_of(num_groups=1, dtype=torch.float64):
 
 
 def make(kind, communicator, *, num_groups=1, dtype=torch.float64, **options):
-    parameters, inner = optimizer_of(num_groups, dtype)
+    parameters, inner = optimizer_of(num_groups, torch.float32 if kind is ExactSeparateGradients else dtype)
     return parameters, kind(inner, communicator, **options)
 
 
@@ -81,6 +82,23 @@ def test_what_the_loss_was_multiplied_by_is_divided_out_and_a_multiple_of_the_me
         assert gradients == pytest.approx([6.0, 12.0])
         # of the mean, and without the factor of the loss: (1² + 2² + 3² + 4² + 2² + 6²)/3 and 2² + 4²
         assert numbers.norms == [Norms(pytest.approx(70 / 3), pytest.approx(20.0))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights", [None, [2.0]])
+def test_each_core_divides_out_its_own_loss_scale(kind, weights):
+    def run(core):
+        parameters, gradients = make(kind, core, measures=True)
+        mean = Mean(2, loss_scale=[4.0, 0.5][core.rank])
+        own = [[1, 2], [3, 4]][core.rank]
+        take_all(parameters, gradients, [[value * mean.loss_scale for value in own]], mean=mean, weights=weights)
+        gradients.reduce(mean, is_idle=False)
+        return values_of(parameters), gradients.measured().norms
+
+    # (1 + 3)/2 and (2 + 4)/2; (1 + 4)/2 + (9 + 16)/2; all but the last divided by the weights
+    expected = ([2.0, 3.0], [Norms(15.0, pytest.approx(13.0))]) if weights is None else None
+    expected = expected or ([1.0, 1.5], [Norms(pytest.approx(3.75), pytest.approx(3.25))])
+    assert run_on(2, run) == [expected] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

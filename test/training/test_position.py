@@ -94,3 +94,13 @@ def test_more_minibatches_than_the_epoch_has_are_refused_in_words():
     )
     with pytest.raises(RuntimeError, match=message):
         position.advance()
+
+
+def test_a_position_says_where_it_is_and_of_how_many_steps_if_they_end():
+    position = position_of(0, trace=(32, 32), dataset_size=None)
+    position.advance()
+    assert str(position) == "epoch 0, step 1/2"
+    endless = Position(Schedule(Trace.of(32), dataset_size=None, minibatch_size=32), 0)
+    endless.advance()
+    assert str(endless) == "epoch 0, step 1"
+    assert endless.num_epoch_steps is None

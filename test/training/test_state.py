@@ -104,6 +104,7 @@ def test_a_state_of_the_first_version_goes_on():
     other.sampler.set_epoch(0, 2)
     run(weight, other, 1, 1, 1, 1)
     assert other.current_lr() == 3.0
+    assert other.progress == 7.0 + 3.0
 
 
 def test_a_state_of_the_first_version_may_have_neither_steps_nor_progress():

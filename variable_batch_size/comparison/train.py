@@ -184,6 +184,7 @@ class _Training:
     def _minibatches(self) -> Iterator[tuple[Any, Any]]:
         """The minibatches of all epochs, one after the other."""
         sampler, dataset = self._optimizer.sampler, self._workload.train
+        assert isinstance(sampler, CustomSampler)
         loader = DataLoader(dataset, batch_sampler=sampler)
         for epoch in itertools.count():
             sampler.set_epoch(epoch)

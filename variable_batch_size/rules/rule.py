@@ -91,6 +91,10 @@ class Rule(ABC):
         """The factor of one parameter group, for a rule that gives each its own."""
         return self.factor(step)
 
+    def of_group(self, group: int) -> tuple[Rule, int]:
+        """The rule of a parameter group, and its number there, where several optimizers have one each."""
+        return self, group
+
     def worth(self, step: Step, factor: float) -> float:
         """How many steps at the reference batch size a step with this factor counts for, as to progress."""
         return factor

@@ -174,16 +174,15 @@ class Checkpoint:
         self._is_inside = True
 
     def _restore_random(self) -> None:
-        """Once, after a checkpoint was loaded."""
+        """As a checkpoint has them that was loaded, until the epoch ends."""
         if self._random is not None:
             randomness.restore(self._random, self._device)
-            self._random = None
 
     def _end_epoch(self) -> None:
         if self._optimizer.is_accumulating:
             self._optimizer.set_epoch(self._epoch, self._optimizer.epoch_step)  # discards what there is of a step
         self._steps_of_epochs.append(self._optimizer.epoch_step)
-        self._epoch, self._first_step, self._is_inside = self._epoch + 1, 0, False
+        self._epoch, self._first_step, self._is_inside, self._random = self._epoch + 1, 0, False, None
 
     def _stop(self) -> None:
         """End this process, once that all cores have come here: what there is to save has been saved."""

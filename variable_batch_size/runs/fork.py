@@ -12,7 +12,18 @@ from variable_batch_size.schedules.past import Past
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.training.description import differences
 
-MAY_CHANGE = ("trace", "on_end", "dataset_size", "minibatch_size", "seed", "shuffle", "rule", "ref_batchsize")
+MAY_CHANGE = (
+    "trace",
+    "on_end",
+    "dataset_size",
+    "minibatch_size",
+    "seed",
+    "shuffle",
+    "rule",
+    "ref_batchsize",
+    "exact",
+    "seed_minibatches",
+)
 """What ``accept`` may name. With another inner optimizer the state means something else: that is a new run."""
 
 _CHANGE_THE_SCHEDULE = ("trace", "on_end", "dataset_size", "minibatch_size")

@@ -15,6 +15,7 @@ from variable_batch_size.traces.trace import Trace
 
 _STEPS_AT_ONCE = 4096
 _ROWS_PER_SEARCH = 512
+_ALL = 2**62  # more samples than any run has, and still a number that numpy can count with
 
 
 class Schedule:
@@ -26,7 +27,8 @@ class Schedule:
 
     Args:
         trace: the batch size of every step; a multiple of `minibatch_size`, at most the capacity of an epoch.
-        dataset_size: samples in the data set.
+        dataset_size: samples in the data set; None for data without a length, which are one epoch with room for all
+            steps.
         minibatch_size: samples that one core runs at once.
         num_replicas: cores that share the work.
         on_end: what follows the last row of the trace: ``"stop"`` ends the last epoch there, ``"hold"`` repeats the
@@ -42,24 +44,31 @@ class Schedule:
     """
 
     def __init__(
-        self, trace: Trace, *, dataset_size: int, minibatch_size: int, num_replicas: int = 1, on_end: OnEnd = "stop"
+        self,
+        trace: Trace,
+        *,
+        dataset_size: int | None,
+        minibatch_size: int,
+        num_replicas: int = 1,
+        on_end: OnEnd = "stop",
     ) -> None:
-        check_positive(dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas)
-        if dataset_size < minibatch_size:
-            raise ValueError(f"`dataset_size` must be at least one minibatch of {minibatch_size}, got {dataset_size}")
+        room = _ALL if dataset_size is None else dataset_size
+        check_positive(dataset_size=room, minibatch_size=minibatch_size, num_replicas=num_replicas)
+        if room < minibatch_size:
+            raise ValueError(f"`dataset_size` must be at least one minibatch of {minibatch_size}, got {room}")
         self._sizes = BatchSizes(trace, on_end)
         self.trace = trace
-        self.dataset_size = int(dataset_size)
+        self.dataset_size = None if dataset_size is None else int(dataset_size)
         self.minibatch_size = int(minibatch_size)
         self.num_replicas = int(num_replicas)
         self.on_end = self._sizes.on_end
-        self.capacity = self.dataset_size // self.minibatch_size * self.minibatch_size
+        self.capacity = int(room) // self.minibatch_size * self.minibatch_size
         self._sizes.refuse_first(
             lambda sizes: sizes % minibatch_size != 0, f"a multiple of {minibatch_size} (the minibatch size)"
         )
         self._sizes.refuse_first(
             lambda sizes: sizes > self.capacity,
-            f"at most {self.capacity} (the whole minibatches of {dataset_size} samples)",
+            f"at most {self.capacity} (the whole minibatches of {room} samples)",
         )
         self._starts = [0]  # first step of each epoch found so far
         self._epoch_of_row: dict[int, int] = {0: 0}  # which of them starts at a row, to find the period of a cycle
@@ -69,6 +78,8 @@ class Schedule:
     def steps(self, epoch: int) -> range:
         """The steps of an epoch."""
         check_not_negative(epoch=epoch)
+        if self.dataset_size is None and epoch:
+            raise ValueError(f"data without a `dataset_size` are one epoch, got epoch {epoch} (counting from 0)")
         start = self._start(epoch)
         stop = self._start(epoch + 1)
         if start == stop:
@@ -82,11 +93,18 @@ class Schedule:
     @property
     def num_epochs(self) -> int | None:
         """How many epochs the trace holds, the last one perhaps in part; None if it goes on forever."""
+        if self.dataset_size is None:
+            return 1
         if self.on_end != "stop":
             return None
         while self._starts[-1] < len(self.trace):
             self._append_starts()
         return len(self._starts) - 1
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether its only epoch goes on forever."""
+        return self.dataset_size is None and self.on_end != "stop"
 
     def _start(self, epoch: int) -> int:
         """The first step of an epoch; known ones are looked up, the next ones found by bisection."""

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.rules.adam import corrected_for_bias
+from variable_batch_size.training.together import Together
 
 
 class _History(NamedTuple):
@@ -24,7 +25,8 @@ def is_decoupled(inner: Optimizer, group: Mapping[str, Any]) -> bool:
 
     Where its group does not say so, as in earlier versions of torch and outside of it, the name of its class does.
     """
-    is_named_so = any("AdamW" in kind.__name__ for kind in type(inner).__mro__)
+    owner = inner.owner(group) if isinstance(inner, Together) else inner
+    is_named_so = any("AdamW" in kind.__name__ for kind in type(owner).__mro__)
     return bool(group.get("decoupled_weight_decay", is_named_so))
 
 

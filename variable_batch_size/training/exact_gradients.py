@@ -79,7 +79,8 @@ class ExactGradients(FlatGradients):
             squares = torch.where(of_one > 0, squares / of_one, 0.0)
         else:
             of_one = squares.new_zeros(())
-        parts = parts_of(torch.cat([squares.double(), torch.stack([of_one.double(), (of_one > 0).double()])]))
+        squares = squares.double() / self._mean.loss_scale**2
+        parts = parts_of(torch.cat([squares, torch.stack([of_one.double(), (of_one > 0).double()])]))
         if self._parts is not None and self._parts.shape != parts.shape:
             raise RuntimeError("with `exact` no parameter group can be added within a step")
         self._parts = parts if self._parts is None else self._parts + parts
@@ -95,9 +96,10 @@ class ExactGradients(FlatGradients):
             self._memory.zero()
         for number, gradient, value in zip(numbers, found, largest, strict=True):
             p = self._memory.parameters[number]
-            rung = self._units.rung(p, value, self._mean)
+            rung = self._units.rung(p, value / self._mean.loss_scale)
             view = (self._rung(rung) if rung else self._memory).views[number]
-            _add_rounded(view, gradient, self._units.rounder(p, rung, self._mean))
+            rounder = self._units.rounder(p, rung, self._mean.num_minibatches)
+            _add_rounded(view, gradient, rounder, divisor=self._mean.loss_scale)
 
     def _rung(self, rung: int) -> FlatMemory:
         if rung not in self._rungs:
@@ -122,13 +124,14 @@ class ExactGradients(FlatGradients):
         assert self._parts is not None
         *squares, self._weight, self._num_weighted = joined(self._parts).unbind()
         self._step_squares = torch.stack(squares)
-        factor, largest = self._factor(), []
+        unscaled = mean._replace(loss_scale=1.0)  # the loss scale is divided out already
+        factor, largest = unscaled.factor(is_weighted=self._is_weighted) * self._share_of_weight(), []
         for number, (p, has) in enumerate(zip(self._memory.parameters, self._is_present, strict=True)):
             total = self._total(number)
             largest.append(_largest_of(total))
             p.grad = (total * factor).to(p.dtype) if has else None
         if largest:
-            self._largest = torch.stack(largest) / (mean.num_minibatches * mean.loss_scale)
+            self._largest = torch.stack(largest) / mean.num_minibatches
 
     def _total(self, number: int) -> torch.Tensor:
         total = self._memory.views[number]
@@ -187,11 +190,13 @@ def _largest_of(gradient: torch.Tensor) -> torch.Tensor:
     return largest.double()
 
 
-def _add_rounded(view: torch.Tensor, gradient: torch.Tensor, rounder: float) -> None:
-    """Add a gradient, rounded to whole units, to a view of the memory."""
+def _add_rounded(view: torch.Tensor, gradient: torch.Tensor, rounder: float, *, divisor: float) -> None:
+    """Add a gradient, divided and rounded to whole units, to a view of the memory."""
     parts = [(view, gradient)]
     if gradient.device.type == "cpu" and view.is_contiguous() and gradient.is_contiguous():
         pieces = [torch.split(tensor.view(-1), _ELEMENTS_AT_ONCE) for tensor in (view, gradient.detach())]
         parts = list(zip(*pieces, strict=True))
     for place, piece in parts:
-        place.add_(piece.double().add_(rounder).sub_(rounder))
+        exact = piece.double() if divisor == 1 else piece.double().div_(divisor)
+        # where the gradient is of float64 itself, that is the user's own tensor
+        place.add_(exact.add(rounder).sub_(rounder) if exact is piece else exact.add_(rounder).sub_(rounder))

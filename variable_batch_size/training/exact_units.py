@@ -8,12 +8,10 @@ gradient of the step before, which is the same on all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-
-from variable_batch_size.training.gradients import Mean
 
 HEADROOM = 12
 """By how many powers of two a minibatch's gradient may exceed the step's mean gradient before, in the same unit."""
@@ -25,44 +23,44 @@ _BITS = 51
 class Units:
     """The unit of each parameter's gradient in each step.
 
-    With |mean gradient of the step before| < 2^e, a loss scale below 2^l and at most 2^k minibatches, a gradient up to
-    2^(e + l + 12) is rounded to multiples of u = 2^(e + l + 12 + k − 51): 39 − k bits below the mean gradient, where
-    float32 has 24. A larger one has a unit that is 2^12, 2^24 … times as large: it is on another *rung*, whose sum is
-    kept apart. On which rung it is depends on itself only, so every sum is exact.
+    With |mean gradient of the step before| < 2^e and at most 2^k minibatches, a gradient up to 2^(e + 12) is rounded to
+    multiples of u = 2^(e + 12 + k − 51): 39 − k bits below the mean gradient, where float32 has 24. A larger one has a
+    unit that is 2^12, 2^24 … times as large: it is on another *rung*, whose sum is kept apart. On which rung it is
+    depends on itself only, so every sum is exact.
     """
 
     def __init__(self) -> None:
-        self._exponents: dict[torch.Tensor, int] = {}
+        self._exponents: dict[Hashable, int] = {}
         self.has_asked = False  # whether core 0 has told the first ones
 
-    def learn(self, parameters: Sequence[torch.Tensor], largest: Iterable[float]) -> None:
+    def learn(self, parameters: Sequence[Hashable], largest: Iterable[float]) -> None:
         """Take in the largest element of each mean gradient; what is 0 or not finite tells nothing."""
         for p, value in zip(parameters, largest, strict=True):
             if 0 < value < math.inf:
                 self._exponents[p] = math.frexp(value)[1]
 
-    def limit(self, p: torch.Tensor, mean: Mean) -> int:
+    def limit(self, p: Hashable) -> int:
         """The exponent up to which gradients are on rung 0."""
         exponent = self._exponents.get(p)
         if exponent is None:  # had no gradient yet
             exponent = max(self._exponents.values(), default=0)
-        return exponent + math.frexp(mean.loss_scale)[1] + HEADROOM
+        return exponent + HEADROOM
 
-    def rung(self, p: torch.Tensor, largest: float, mean: Mean) -> int:
+    def rung(self, p: Hashable, largest: float) -> int:
         """On which rung a gradient is, by its largest element; one that is not finite stays so on any."""
         if not 0 < largest < math.inf:
             return 0
-        return max(0, -(-(math.frexp(largest)[1] - self.limit(p, mean)) // HEADROOM))
+        return max(0, -(-(math.frexp(largest)[1] - self.limit(p)) // HEADROOM))
 
-    def rounder(self, p: torch.Tensor, rung: int, mean: Mean) -> float:
+    def rounder(self, p: Hashable, rung: int, num_minibatches: int) -> float:
         """What rounds a number in float64 to a whole multiple of the unit, if it is added and subtracted again."""
-        num_bits = (mean.num_minibatches - 1).bit_length()
-        return math.ldexp(1.5, 52 + self.limit(p, mean) + rung * HEADROOM + num_bits - _BITS)
+        num_bits = (num_minibatches - 1).bit_length()
+        return math.ldexp(1.5, 52 + self.limit(p) + rung * HEADROOM + num_bits - _BITS)
 
-    def state_dict(self, parameters: Iterable[torch.Tensor]) -> dict[str, Any]:
+    def state_dict(self, parameters: Iterable[Hashable]) -> dict[str, Any]:
         return {"exponents": [self._exponents.get(p) for p in parameters], "has_asked": self.has_asked}
 
-    def load_state_dict(self, state: Mapping[str, Any], parameters: Iterable[torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], parameters: Iterable[Hashable]) -> None:
         pairs = zip(parameters, state["exponents"], strict=False)
         self._exponents = {p: exponent for p, exponent in pairs if exponent is not None}
         self.has_asked = state["has_asked"]

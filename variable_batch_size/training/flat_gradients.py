@@ -10,6 +10,9 @@ from variable_batch_size.training.flat_memory import FlatMemory, square_of
 from variable_batch_size.training.gradients import UNWEIGHTED, Gradients, Mean
 from variable_batch_size.training.weights import Weight
 
+_TINY = 1e-6
+"""Beside a norm, as torch has it where it clips."""
+
 
 class FlatGradients(Gradients):
     """Autograd hands over each minibatch's gradients as tensors of their own, which costs nothing.
@@ -101,29 +104,28 @@ class FlatGradients(Gradients):
 
     def reduce(self, mean: Mean, *, is_idle: bool) -> None:
         self._mean = mean
+        if self._step_squares is not None:
+            self._step_squares = self._step_squares / mean.loss_scale**2
         if not self._has_sums:
-            self._scale_single(self._factor())
+            self._scale_single(mean.factor(is_weighted=self._is_weighted) * self._share_of_weight())
             return
         if is_idle:
             self._drop_sums()
-        elif not self._is_weighted:
-            self._scale_sums(self._factor())
+        else:
+            self._scale_sums(mean.factor(is_weighted=self._is_weighted))
         if self._communicator.num_replicas > 1:
             self._sum_over_cores()
-        if self._is_weighted:
-            self._scale_sums(self._factor())
+        self._scale_sums(self._share_of_weight())
         for p, view, has in zip(self._memory.parameters, self._memory.views, self._is_present, strict=True):
             p.grad = view if has else None
 
-    def _factor(self) -> Weight:
-        """What the sum over all minibatches is to be multiplied by."""
-        mean = self._mean
+    def _share_of_weight(self) -> Weight:
+        """What the sum over all cores is to be multiplied by: 1/W, or 1 where minibatches have no weights."""
         if not self._is_weighted:
-            return mean.multiple / mean.num_minibatches / mean.loss_scale
-        factor = mean.multiple / mean.loss_scale
+            return 1.0
         if isinstance(self._weight, torch.Tensor):
-            return torch.where(self._weight == 0, 0.0, factor / self._weight)  # NaN stays NaN, and is seen
-        return factor / self._weight if self._weight else 0.0
+            return torch.where(self._weight == 0, 0.0, 1 / self._weight)  # NaN stays NaN, and is seen
+        return 1 / self._weight if self._weight else 0.0
 
     def _drop_sums(self) -> None:
         """Let what this core has not count."""
@@ -136,6 +138,12 @@ class FlatGradients(Gradients):
     def _scale_sums(self, factor: Weight) -> None:
         if isinstance(factor, torch.Tensor) or factor != 1:
             self._memory.multiply(factor)
+
+    def clip(self, largest: float) -> None:
+        if self._has_sums:
+            super().clip(largest)
+        else:
+            self._scale_single((largest / (self.norm() * self._mean.multiple + _TINY)).clamp(max=1.0))
 
     def _scale_single(self, factor: Weight) -> None:
         """A single minibatch, used as it is; what the user may still hold is left alone."""

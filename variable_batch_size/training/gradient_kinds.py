@@ -6,6 +6,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.training.exact_gradients import ExactGradients
+from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
 from variable_batch_size.training.flat_gradients import FlatGradients
 from variable_batch_size.training.gradients import Divisors, Gradients
 from variable_batch_size.training.kept_gradients import KeptGradients
@@ -25,7 +26,7 @@ def gradients_for(
     """
     if keeps and exact:
         raise ValueError("`keep_gradients` must be False with `exact`, which rounds each minibatch's gradient")
-    kind: type[Gradients] = SeparateGradients
+    kind: type[Gradients] = ExactSeparateGradients if exact else SeparateGradients
     if communicator.keeps_flat_gradients:
         kind = ExactGradients if exact else KeptGradients if keeps else FlatGradients
     return kind(inner, communicator, measures=measures, divisors=divisors)

@@ -35,6 +35,10 @@ class Mean(NamedTuple):
     loss_scale: float = 1.0
     multiple: float = 1.0
 
+    def factor(self, *, is_weighted: bool) -> float:
+        """What each core multiplies its sum by; with weights, their sum over all cores is still to be divided by."""
+        return self.multiple / self.loss_scale / (1 if is_weighted else self.num_minibatches)
+
 
 class Measured(NamedTuple):
     """What was measured of the gradients of a step.
@@ -105,6 +109,10 @@ class Gradients(ABC):
         What an idle core has leaves no mark, not even where it is NaN.
         """
 
+    def clip(self, largest: float) -> None:
+        """After :meth:`reduce`: let the norm of the result over all parameters be at most `largest`."""
+        torch.nn.utils.clip_grad_norm_([p for p in self.parameters() if p.grad is not None], largest)
+
     @abstractmethod
     def clear(self) -> None:
         """After the update: start the next step from nothing."""
@@ -130,7 +138,7 @@ class Gradients(ABC):
             numbers.append(self._square([p.grad for p in self.parameters() if p.grad is not None]).view(1))
         values = self._read(torch.cat([number.to(numbers[-1].dtype) for number in numbers]))
         *squares, weight, num_weighted = values[: len(groups) + 2]
-        total = (weight if self._is_weighted else self._mean.num_minibatches) * self._mean.loss_scale**2
+        total = weight if self._is_weighted else self._mean.num_minibatches
         is_known = [self._is_measurable(group["params"]) for group in groups]
         pairs = zip(squares, values[len(groups) + 2 : 2 * len(groups) + 2], strict=True)
         norms = [

@@ -40,6 +40,7 @@ def join_other_cores(
         **options,
         "settings": settings_of(optimizer.inner),
         "model": shapes_of(of_model),
+        **({"threads": torch.get_num_threads()} if optimizer.exact else {}),  # on which the bits of sums depend
     }
     begin_alike(facts, [*parameters, *of_model], communicator)
     take_over_reduction(parameters, communicator)

@@ -108,8 +108,9 @@ class KeptGradients(Gradients):
         self._mean = mean
         if is_idle:
             self._memory.zero()
-        elif not self._is_weighted:
-            self._scale(mean.multiple / mean.num_minibatches / mean.loss_scale)
+        else:
+            self._scale(mean.factor(is_weighted=self._is_weighted))
+            self._memory.numbers[:-2].div_(mean.loss_scale**2)
         if self._communicator.num_replicas > 1:
             if not self._is_weighted and not self._has_compared:
                 self._memory.numbers[-1] = UNWEIGHTED
@@ -117,7 +118,7 @@ class KeptGradients(Gradients):
             self._compare(self._memory.numbers[-1])
         if self._is_weighted:
             weight = self._memory.numbers[-2]
-            self._scale(torch.where(weight == 0, 0.0, mean.multiple / mean.loss_scale / weight))
+            self._scale(torch.where(weight == 0, 0.0, 1 / weight))
 
     def _scale(self, factor: Weight) -> None:
         """Multiply the gradients, and leave the numbers behind them as they are."""

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from variable_batch_size.cores import xla
+from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.position import Position
-from variable_batch_size.training.sampler import CustomSampler
 
 _LOOP, _MODEL = 0, 1
 
@@ -37,7 +37,7 @@ class MinibatchSeeds:
     def __init__(
         self,
         is_on: bool,
-        sampler: CustomSampler,
+        sampler: Dealer,
         position: Position,
         like: torch.Tensor,
         model: torch.nn.Module | None,

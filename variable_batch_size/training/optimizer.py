@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.training.buffers import Buffers
+from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.gradient_kinds import gradients_for
 from variable_batch_size.training.gradients import Mean
 from variable_batch_size.training.joining import join_other_cores
 from variable_batch_size.training.minibatch_seeds import MinibatchSeeds
+from variable_batch_size.training.observer import Observer
 from variable_batch_size.training.passes import Passes
 from variable_batch_size.training.preconditioner import Preconditioner
 from variable_batch_size.training.sameness import share_from_first
-from variable_batch_size.training.sampler import CustomSampler
 from variable_batch_size.training.scheduled import ScheduledOptimizer
 from variable_batch_size.training.settings import Settings
+from variable_batch_size.training.together import Inner
 from variable_batch_size.training.weights import Weight
 from variable_batch_size.training.wrapped import refuse_other_reductions, take_over_reduction
 
 logger = logging.getLogger(__name__)
 
 STATE_KEY = "variable_batch_size"
-_NO_WEIGHT = "all minibatches have the weight 0"
 
 
 class CustomOptimizer(ScheduledOptimizer):
@@ -41,9 +40,9 @@ class CustomOptimizer(ScheduledOptimizer):
     samples. Parameters and the model's buffers start out as they are on core 0.
 
     Args:
-        inner: any optimizer of torch, with the settings that are right at `ref_batchsize`.
-        sampler: the sampler that deals the minibatches.
-        rule: what the batch size of a step makes of the settings.
+        inner: any optimizer of torch, with the settings that are right at `ref_batchsize`; or several for one model.
+        sampler: what deals the minibatches: a :class:`CustomSampler` or a :class:`Stream`.
+        rule: what the batch size of a step makes of the settings; or one for each of several optimizers.
         ref_batchsize: the batch size at which the settings of `inner` are right.
         log_steps: log every N steps on core 0; 0 for never.
         clip_grad_norm: the largest norm of a step's mean gradient over all parameters; None for no bound.
@@ -52,7 +51,8 @@ class CustomOptimizer(ScheduledOptimizer):
         max_factor: the largest factor; None for no bound.
         skip_nonfinite: make no update where the gradient is not finite, on all cores together; costs a wait for the
             device in every step. None for False, and True for rules that measure gradients anyway.
-        loss_scale: what the user multiplies the loss by, to be divided out of the gradient; may be set between steps.
+        loss_scale: what the user multiplies the loss by on this core, to be divided out of the gradient; may be set
+            between steps.
         keep_gradients: let gradients stay where they are, zeroed in place, and autograd accumulate there, for CUDA
             graphs and to save the memory of one gradient; they must then not be touched, nor may a parameter be frozen,
             added or converted within a step.
@@ -65,10 +65,10 @@ class CustomOptimizer(ScheduledOptimizer):
 
     def __init__(
         self,
-        inner: Optimizer,
-        sampler: CustomSampler,
+        inner: Inner,
+        sampler: Dealer,
         *,
-        rule: Rule,
+        rule: Rule | Sequence[Rule],
         ref_batchsize: int,
         log_steps: int = 0,
         clip_grad_norm: float | None = None,
@@ -98,21 +98,26 @@ class CustomOptimizer(ScheduledOptimizer):
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}")
         self.clip_grad_norm = clip_grad_norm
-        self._measures = rule.measures_noise or measure_noise
-        self.skip_nonfinite = self._measures if skip_nonfinite is None else skip_nonfinite
+        measures = self.rule.measures_noise or measure_noise
+        self.skip_nonfinite = measures if skip_nonfinite is None else skip_nonfinite
         self._communicator = communicator_for(self.parameters())
-        self._passes = Passes(sampler)
         options = {"clip_grad_norm": clip_grad_norm, "smooth_steps": smooth_steps, "max_factor": max_factor}
         options |= {"skip_nonfinite": self.skip_nonfinite, "keep_gradients": keep_gradients, "loss_scale": loss_scale}
-        options |= {"threads": torch.get_num_threads()} if exact else {}
+        options |= {"measure_noise": measure_noise}
         join_other_cores(self, self._communicator, model, options)
-        self._preconditioner = Preconditioner(inner) if rule.preconditions else None
+        self._preconditioner = Preconditioner(self.inner) if self.rule.preconditions else None
         divisors = None if self._preconditioner is None else self._preconditioner.divisors
         self._gradients = gradients_for(
-            inner, self._communicator, measures=self._measures, divisors=divisors, keeps=keep_gradients, exact=exact
+            self.inner,
+            self._communicator,
+            measures=measures,
+            divisors=divisors,
+            keeps=keep_gradients,
+            exact=exact,
         )
+        self._observer = Observer(self._gradients, self.rule, self._own_meter, skip_nonfinite=self.skip_nonfinite)
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
-        self._settings = Settings(inner, self._communicator)
+        self._settings, self._passes = Settings(self.inner, self._communicator), Passes(sampler)
         self._seeds = MinibatchSeeds(self.seeds_minibatches, sampler, self._position, next(self.parameters()), model)
         self._begin_epoch()
 
@@ -257,7 +262,7 @@ class CustomOptimizer(ScheduledOptimizer):
             weight = self._gradients.weight()
             keeps_norm = any((self.steps_done + 1) % every == 0 for every in self._norm_every)
             self.gradient_norm = self._gradients.norm() if keeps_norm else None
-            reason = self._reason_to_skip(step)
+            reason = self._observer.reason_to_skip(step)
             if reason is None:
                 self._update(step)
             else:
@@ -270,28 +275,11 @@ class CustomOptimizer(ScheduledOptimizer):
         self._say_done()
         return reason is None
 
-    def _reason_to_skip(self, step: Step) -> str | None:
-        """Why no update is to be made, if so; else the rule and the noise meter have seen what was measured."""
-        if self._gradients.weighs_nothing():
-            return _NO_WEIGHT
-        if not self.skip_nonfinite and not self._measures:
-            return None
-        measured = self._gradients.measured()
-        if self.skip_nonfinite and not measured.is_finite:
-            return "the gradient is not finite"
-        if measured.weight == 0:
-            return _NO_WEIGHT
-        step = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
-        self.rule.observe(step, measured.norms)
-        if self._own_meter is not None:
-            self._own_meter.observe(step, measured.norms)
-        return None
-
     def _update(self, step: Step) -> None:
         """Let the inner optimizer make its step, with the settings that the rule gives it."""
         if self.clip_grad_norm is not None:
             largest = self._communicator.varying(self.clip_grad_norm * self._mean().multiple)
-            torch.nn.utils.clip_grad_norm_([p for p in self.parameters() if p.grad is not None], largest)
+            self._gradients.clip(largest)
         self._factors = self._scaling.move(step, len(self.param_groups))
         with self._settings.of_step(self.rule, step, self._factors) as self._lrs:
             self.inner.step()

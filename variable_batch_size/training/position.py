@@ -80,9 +80,13 @@ class Position:
         return self.step - self._steps.start + self.is_complete
 
     @property
-    def num_epoch_steps(self) -> int:
-        """How many steps the epoch has."""
-        return len(self._steps)
+    def num_epoch_steps(self) -> int | None:
+        """How many steps the epoch has; None if it goes on forever."""
+        return None if self._schedule.is_endless else len(self._steps)
+
+    def __str__(self) -> str:
+        of_all = "" if self.num_epoch_steps is None else f"/{self.num_epoch_steps}"
+        return f"epoch {self.epoch}, step {self.epoch_step}{of_all}"
 
     @property
     def batch_size(self) -> int:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.rules.adascale import NoiseRule
+from variable_batch_size.rules.each import RuleOfEach
 from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.noise_meter import NoiseMeter
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.schedules.schedule import Schedule
+from variable_batch_size.training.dealer import Dealer, Description
 from variable_batch_size.training.description import description_of
 from variable_batch_size.training.factors import Factors
 from variable_batch_size.training.position import Position
-from variable_batch_size.training.sampler import CustomSampler
+from variable_batch_size.training.together import Inner
 from variable_batch_size.training.weights import Weight, Weights
-from variable_batch_size.training.wrapper import Wrapper, name_of
+from variable_batch_size.training.wrapper import Wrapper, name_of, optimizers_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +34,7 @@ class ScheduledOptimizer(Wrapper, ABC):
 
     Args:
         inner: any optimizer of torch, with the settings that are right at `ref_batchsize`.
-        sampler: the sampler that deals the minibatches.
+        sampler: what deals the minibatches: a :class:`CustomSampler` or a :class:`Stream`.
         rule: what the batch size of a step makes of the settings.
         ref_batchsize: the batch size at which the settings of `inner` are right.
         smooth_steps: spread a jump of the factor over N steps.
@@ -52,10 +56,10 @@ class ScheduledOptimizer(Wrapper, ABC):
 
     def __init__(
         self,
-        inner: Optimizer,
-        sampler: CustomSampler,
+        inner: Inner,
+        sampler: Dealer,
         *,
-        rule: Rule,
+        rule: Rule | Sequence[Rule],
         ref_batchsize: int,
         smooth_steps: int,
         max_factor: float | None,
@@ -66,11 +70,9 @@ class ScheduledOptimizer(Wrapper, ABC):
         seed_minibatches: bool,
     ) -> None:
         super().__init__(inner)
-        if not isinstance(sampler, CustomSampler):
-            raise ValueError(f"`sampler` must be a CustomSampler, got {type(sampler).__name__}")
-        if not isinstance(rule, Rule):
-            raise ValueError(f"`rule` must be a Rule, got {rule!r}")
-        rule.check(name_of(inner), inner.param_groups)
+        if not isinstance(sampler, Dealer):
+            raise ValueError(f"`sampler` must be a CustomSampler or a Stream, got {type(sampler).__name__}")
+        rule = rule_for(rule, self.inner)
         check_positive(ref_batchsize=ref_batchsize)
         check_not_negative(log_steps=log_steps)
         self.sampler = sampler
@@ -94,7 +96,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         return f"{type(self).__name__}({self.inner!r}, ref_batchsize={self.ref_batchsize})"
 
     @property
-    def description(self) -> dict[str, str | int | bool]:
+    def description(self) -> Description:
         """What must be the same on all cores, and when a run goes on."""
         own = {"exact": self.exact, "seed_minibatches": self.seeds_minibatches}
         return {**description_of(self.sampler, self.rule, self.inner, self.ref_batchsize), **own}
@@ -156,7 +158,9 @@ class ScheduledOptimizer(Wrapper, ABC):
         """The learning rate, scaled by the rule, of a parameter group in the step of the latest minibatch."""
         if self._is_known(group):
             return self._lrs[group]  # as it was then: a scheduler may have gone on
-        return float(self.rule.settings(self.param_groups[group], self._rule_step(), self.factor(group))["lr"])
+        return float(
+            self.rule.of_group(group)[0].settings(self.param_groups[group], self._rule_step(), self.factor(group))["lr"]
+        )
 
     def factor(self, group: int = 0) -> float:
         """What the learning rate is multiplied by in that step."""
@@ -229,17 +233,28 @@ class ScheduledOptimizer(Wrapper, ABC):
 
     def _say_done(self) -> None:
         if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
-            message = "epoch %d, step %d/%d: batch size %d, learning rate %g, %d samples in all"
-            logger.info(message, *self._place(), self.batch_size, self.current_lr(), self.samples_done)
+            message = "%s: batch size %d, learning rate %g, %d samples in all"
+            logger.info(message, str(self._position), self.batch_size, self.current_lr(), self.samples_done)
 
     def _say_skipped(self, reason: str) -> None:
         self.steps_skipped += 1
         if self.sampler.rank == 0:
-            message = "epoch %d, step %d/%d: %s, the update is skipped (%d so far)"
-            logger.warning(message, *self._place(), reason, self.steps_skipped)
+            message = "%s: %s, the update is skipped (%d so far)"
+            logger.warning(message, str(self._position), reason, self.steps_skipped)
 
-    def _place(self) -> tuple[int, int, int]:
-        return self.epoch, self.epoch_step, self._position.num_epoch_steps
+
+def rule_for(rule: Rule | Sequence[Rule], inner: Optimizer) -> Rule:
+    """The rule of an optimizer, or one made of the rules of several; what does not fit is refused."""
+    optimizers = optimizers_of(inner)
+    rules: list[Any] = list(rule) if isinstance(rule, list | tuple) else [rule] * len(optimizers)
+    for one in rules:
+        if not isinstance(one, Rule):
+            raise ValueError(f"`rule` must be a Rule, got {one!r}")
+    for one, optimizer in zip(rules, optimizers, strict=False):
+        one.check(name_of(optimizer), optimizer.param_groups)
+    if isinstance(rule, Rule):
+        return rule
+    return RuleOfEach(rules, num_groups=[len(optimizer.param_groups) for optimizer in optimizers])
 
 
 def _checked_loss_scale(value: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, final
+from typing import Any
 
 import torch
 
@@ -11,7 +11,6 @@ from variable_batch_size.training.gradients import Gradients, Mean
 from variable_batch_size.training.weights import Weight
 
 
-@final
 class SeparateGradients(Gradients):
     """For devices whose compiler merges what it can.
 
@@ -33,7 +32,7 @@ class SeparateGradients(Gradients):
         self._is_weighted = weight is not None
         if self._fit():
             self._communicator.flush()
-        of_one = None if weight is None else _on_device(weight, next(self.parameters()).device)
+        of_one = None if weight is None else on_device(weight, next(self.parameters()).device)
         for number, group in enumerate(self._inner.param_groups):
             fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
             if self._measures:
@@ -70,16 +69,16 @@ class SeparateGradients(Gradients):
         self._mean = mean
         if not self._sums:
             return
-        sums, numbers = list(self._sums.values()), [*self._step_squares, *self._weights]
-        factor = mean.multiple / mean.loss_scale / (1 if self._is_weighted else mean.num_minibatches)
-        factors = torch.tensor([factor]).to(sums[0].device)
-        counts = torch.tensor([not is_idle]).to(sums[0].device)
-        for tensor in sums:
-            weighted = torch.where(counts, tensor * factors, torch.zeros_like(tensor))
-            tensor.copy_(weighted.view_as(tensor))
-        for number in numbers:
-            number.copy_(torch.where(counts, number, torch.zeros_like(number)))
-        self._communicator.sum([*sums, *numbers])
+        sums = list(self._sums.values())
+        values = [mean.factor(is_weighted=self._is_weighted), 1 / mean.loss_scale**2, 1.0]
+        factors = torch.tensor([0.0 if is_idle else value for value in values]).to(sums[0].device)
+        for place, tensors in enumerate((sums, self._step_squares, self._weights)):
+            factor = factors[place : place + 1]
+            counts = factor != 0
+            for tensor in tensors:
+                weighted = torch.where(counts, tensor * factor, torch.zeros_like(tensor))
+                tensor.copy_(weighted.view_as(tensor))
+        self._communicator.sum([*sums, *self._step_squares, *self._weights])
         if self._is_weighted:
             weight = self._weights[0]
             # where all weigh 0, the sums are divided by infinity
@@ -124,7 +123,7 @@ class SeparateGradients(Gradients):
         return torch.stack(squares).sum() if len(squares) > 1 else squares[0]
 
 
-def _on_device(weight: Weight, device: torch.device) -> torch.Tensor:
+def on_device(weight: Weight, device: torch.device) -> torch.Tensor:
     """A weight as one element, which is data on all cores; what is made of a scalar may become part of the program."""
     if isinstance(weight, torch.Tensor):
         return weight.detach().to(device).float().view(1)
