@@ -8,12 +8,12 @@ from variable_batch_size.rules.noise_meter import NoiseMeter
 from variable_batch_size.rules.rule import Norms, Step
 
 
-def step_of(weights, *, batch_size=None, ref_batchsize=2):
-    """A step of minibatches of one sample, which weigh so much."""
+def step_of(weights, *, minibatch_size=1):
+    """A step of minibatches which weigh so much."""
     return Step(
-        batch_size=batch_size or len(weights),
-        minibatch_size=1,
-        ref_batchsize=ref_batchsize,
+        batch_size=minibatch_size * len(weights),
+        minibatch_size=minibatch_size,
+        ref_batchsize=2,
         weight=float(sum(weights)),
         num_weighted=sum(weight > 0 for weight in weights),
     )
@@ -70,8 +70,8 @@ def test_where_one_minibatch_alone_weighs_there_is_no_estimate(weights):
 def test_the_gain_of_a_batch_size_in_samples_takes_what_a_sample_weighs_on_average():
     meter = NoiseMeter()
     meter.observe(step_of([1, 3]), [Norms(7.0, 6.25)])
-    meter.observe(step_of([26]), [None])  # 10 tokens a sample now
-    assert meter.gain(8, 2) == pytest.approx(Noise(3.0, 5.5).gain(80, 20))
+    meter.observe(step_of([26], minibatch_size=2), [None])  # 7.5 tokens a sample now
+    assert meter.gain(8, 2) == pytest.approx(Noise(3.0, 5.5).gain(60, 15))
     restored = NoiseMeter()
     restored.load_state_dict(meter.state_dict())
     assert restored.gain(8, 2) == meter.gain(8, 2)

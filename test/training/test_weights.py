@@ -257,6 +257,24 @@ def test_a_log_that_goes_on_with_a_state_weighs_its_own_steps_only_and_counts_al
     assert [(record.get("loss"), record["weight"]) for record in records] == [(2.0, 26.0), (None, 26.0)]
 
 
+def test_a_run_that_goes_back_to_an_earlier_state_counts_from_there():
+    p, optimizer = make()
+    records = []
+    log = vbs.Log(optimizer, every=1, to=[records.append])
+    state = None
+    for weight in (1, 5):
+        for _ in range(2):
+            step(p, optimizer, 1.0, weight=weight)
+            log.step(torch.tensor(10.0))
+        state = state or optimizer.state_dict()
+    load(optimizer, state)
+    assert optimizer.weight_done == 2
+    for _ in range(2):
+        step(p, optimizer, 1.0, weight=4)
+        log.step(torch.tensor(10.0))
+    assert [(record["loss"], record["weight"]) for record in records] == [(10.0, 2.0), (2.0, 12.0), (2.5, 10.0)]
+
+
 def test_sums_are_asked_for_where_means_would_be_wrong():
     p, optimizer = make()
     log = vbs.Log(optimizer, every=1, to=[])
