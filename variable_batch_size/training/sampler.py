@@ -85,7 +85,7 @@ class CustomSampler(Sampler[list[int]]):
         self.num_passes = 0
         self._has_started = False
         self._when_read: Callable[[], None] | None = None
-        self._when_each_is_read: Callable[[], None] | None = None
+        self._when_each_is_read: Callable[[bool], None] | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -115,8 +115,8 @@ class CustomSampler(Sampler[list[int]]):
         which draws a random number, and before anything is done with a sample."""
         self._when_read = callback
 
-    def call_when_each_is_read(self, callback: Callable[[], None]) -> None:
-        """The same in every pass from now on."""
+    def call_when_each_is_read(self, callback: Callable[[bool], None]) -> None:
+        """Call something before each minibatch from now on, in any pass; it is told whether that is the pass's first."""
         self._when_each_is_read = callback
 
     def _tell_if_cut_short(self) -> None:
@@ -142,16 +142,20 @@ class CustomSampler(Sampler[list[int]]):
                 "before each pass over the loader"
             )
         self._has_started = True
-        for callback in (self._when_read, self._when_each_is_read):
-            if callback is not None:
-                callback()
+        if self._when_read is not None:
+            self._when_read()
+        if self._when_each_is_read is not None:
+            self._when_each_is_read(True)
         self._tell_if_cut_short()
         within = np.arange(self.minibatch_size)
         order = Permutation(self.schedule.dataset_size, key=(self.seed, self.epoch)) if self.shuffle else None
         at_once = max(1, _SAMPLES_AT_ONCE // self.minibatch_size)
         for offsets in self.schedule.offsets(self.epoch, self.rank, at_once=at_once, first_step=self.first_step):
             positions = offsets[:, None] + within
-            yield from (order(positions) if order else positions).tolist()
+            for minibatch in (order(positions) if order else positions).tolist():
+                yield minibatch
+                if self._when_each_is_read is not None:
+                    self._when_each_is_read(False)
 
     def __len__(self) -> int:
         """How many minibatches this core gets in the epoch, stand-ins included."""
