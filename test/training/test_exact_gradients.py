@@ -247,10 +247,10 @@ def test_gradients_that_someone_keeps_do_not_keep_it_from_going_on():
 
 
 def test_complex_parameters_and_steps_of_too_many_minibatches_are_refused():
-    with pytest.raises(ValueError, match="^`exact` must be False where parameters are complex$"):
+    with pytest.raises(ValueError, match=r"^`exact` must be False where parameters are complex$"):
         ExactGradients(torch.optim.SGD([nn.Parameter(torch.zeros(1, dtype=torch.complex64))], lr=1.0), Alone())
     gradients = ExactGradients(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), Alone())
-    with pytest.raises(ValueError, match="^with `exact` a step must have at most 8192 minibatches, got 8193$"):
+    with pytest.raises(ValueError, match=r"^with `exact` a step must have at most 8192 minibatches, got 8193$"):
         gradients.take(Mean(8193), is_last=False)
 
 
@@ -261,7 +261,7 @@ def test_a_group_that_is_added_within_a_step_is_refused():
     p.grad = torch.ones(1)
     gradients.take(Mean(2), is_last=False)
     inner.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(RuntimeError, match="^with `exact` no parameter group can be added within a step$"):
+    with pytest.raises(RuntimeError, match=r"^with `exact` no parameter group can be added within a step$"):
         gradients.take(Mean(2), is_last=True)
 
 

@@ -32,8 +32,10 @@ def test_the_first_rung_has_room_for_twelve_powers_of_two_above_the_gradient_bef
 
 @pytest.mark.parametrize(
     ("growth", "rung"),
-    [(2**13, 0), (2**14 - 1, 0), (2**14, 1), (2**26 - 1, 1), (2**26, 2), (2.0**100, 8)]
-    + [(1, 0), (2.0**-10, 0), (2.0**-11, -1), (2.0**-22, -1), (2.0**-23, -2), (2.0**-100, -8)],
+    [
+        *((2**13, 0), (2**14 - 1, 0), (2**14, 1), (2**26 - 1, 1), (2**26, 2), (2.0**100, 8)),
+        *((1, 0), (2.0**-10, 0), (2.0**-11, -1), (2.0**-22, -1), (2.0**-23, -2), (2.0**-100, -8)),
+    ],
 )
 def test_a_gradient_that_has_grown_or_shrunk_is_on_another_rung(growth, rung):
     assert units(1.0).rung(P, growth, ONE) == rung

@@ -34,8 +34,8 @@ class Units:
 
     With |mean gradient of the step before| < 2^e, a loss scale below 2^l and at most 2^k minibatches, a gradient up to
     2^(e + l + 12) is rounded to multiples of u = 2^(e + l + 12 + k − 51): 39 − k bits below the mean gradient, where
-    float32 has 24. One that is larger, or smaller than 2^(e + l − 12), is on another *rung*, whose sum is kept apart and
-    whose unit is 2^12, 2^24 … times as large or as small; so at least 27 − k bits of its largest element remain. On
+    float32 has 24. One that is larger, or smaller than 2^(e + l − 12), is on another *rung*, whose sum is kept apart
+    and whose unit is 2^12, 2^24 … times as large or as small; so at least 27 − k bits of its largest element remain. On
     which rung it is depends on itself only, so every sum is exact.
     """
 

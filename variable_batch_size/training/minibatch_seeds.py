@@ -52,7 +52,7 @@ class MinibatchSeeds:
         self._was_evaluated = False  # likewise
         if not is_on:
             return
-        sampler.call_when_each_is_read(self._before_reading)
+        sampler.call_when_asked(self._when_asked)
         if model is not None:
             model.register_forward_pre_hook(self._before_forward)
 
@@ -67,7 +67,7 @@ class MinibatchSeeds:
         self._set_torch(self._of_loop)
         self._has_run = self._was_evaluated = False
 
-    def _before_reading(self, is_first: bool) -> None:
+    def _when_asked(self, is_first: bool) -> None:
         if is_first or self._was_evaluated:
             self.set()
 

@@ -85,7 +85,7 @@ class CustomSampler(Sampler[list[int]]):
         self.num_passes = 0
         self._has_started = False
         self._when_read: Callable[[], None] | None = None
-        self._when_each_is_read: Callable[[bool], None] | None = None
+        self._when_asked: Callable[[bool], None] | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -115,9 +115,13 @@ class CustomSampler(Sampler[list[int]]):
         which draws a random number, and before anything is done with a sample."""
         self._when_read = callback
 
-    def call_when_each_is_read(self, callback: Callable[[bool], None]) -> None:
-        """Call something before each minibatch from now on, in any pass; it is told whether that is the pass's first."""
-        self._when_each_is_read = callback
+    def call_when_asked(self, callback: Callable[[bool], None]) -> None:
+        """Call something whenever a minibatch is asked for, in every pass from now on, also where none is left.
+
+        It is told whether it is the first of a pass. A loader asks for one whenever it hands one over, even if its
+        workers are ahead.
+        """
+        self._when_asked = callback
 
     def _tell_if_cut_short(self) -> None:
         schedule = self.schedule
@@ -135,6 +139,10 @@ class CustomSampler(Sampler[list[int]]):
                 )
 
     def __iter__(self) -> Iterator[list[int]]:
+        minibatches = self._minibatches()
+        return minibatches if self._when_asked is None else _Asked(minibatches, self._when_asked)
+
+    def _minibatches(self) -> Iterator[list[int]]:
         # a DataLoader may make several iterators and use one: nothing happens before the first minibatch is asked for
         if self._has_started:
             raise RuntimeError(
@@ -144,19 +152,30 @@ class CustomSampler(Sampler[list[int]]):
         self._has_started = True
         if self._when_read is not None:
             self._when_read()
-        if self._when_each_is_read is not None:
-            self._when_each_is_read(True)
         self._tell_if_cut_short()
         within = np.arange(self.minibatch_size)
         order = Permutation(self.schedule.dataset_size, key=(self.seed, self.epoch)) if self.shuffle else None
         at_once = max(1, _SAMPLES_AT_ONCE // self.minibatch_size)
         for offsets in self.schedule.offsets(self.epoch, self.rank, at_once=at_once, first_step=self.first_step):
             positions = offsets[:, None] + within
-            for minibatch in (order(positions) if order else positions).tolist():
-                yield minibatch
-                if self._when_each_is_read is not None:
-                    self._when_each_is_read(False)
+            yield from (order(positions) if order else positions).tolist()
 
     def __len__(self) -> int:
         """How many minibatches this core gets in the epoch, stand-ins included."""
         return self.schedule.num_yielded(self.epoch, self.rank, self.first_step)
+
+
+class _Asked(Iterator[list[int]]):
+    """Minibatches, and somebody who is told whenever one has been asked for."""
+
+    def __init__(self, minibatches: Iterator[list[int]], tell: Callable[[bool], None]) -> None:
+        self._minibatches = minibatches
+        self._tell = tell
+        self._is_first = True
+
+    def __next__(self) -> list[int]:
+        try:
+            return next(self._minibatches)
+        finally:
+            is_first, self._is_first = self._is_first, False
+            self._tell(is_first)
