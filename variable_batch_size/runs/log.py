@@ -35,7 +35,8 @@ class Log:
     - ``loss``, ``samples_per_second`` and ``idle_share`` over all steps since the record before, or since the start:
       the mean of the minibatches' losses on all cores without stand-ins, and without those of a step that was left
       unfinished; by the clock, whatever else was done in that time; and the share of cores × steps without work;
-    - ``gain`` and ``noise_scale`` with AdaScale; ``graphs``, the programs compiled so far, on XLA.
+    - ``gain`` and ``noise_scale`` with AdaScale; ``graphs``, the programs compiled so far, on XLA; ``exact``, which is
+      1, in exact mode.
 
     The loss stays on the device until a record is due. Then all cores sum it, and it is read: the one wait.
 
@@ -152,6 +153,8 @@ class Log:
         record |= optimizer.report()
         if self._device.type == "xla":
             record["graphs"] = xla.num_programs()
+        if optimizer.exact:
+            record["exact"] = 1
         self._send(record)
         self._restart()
 

@@ -20,8 +20,12 @@ class Position:
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
-        self._schedule = schedule
         self._rank = rank
+        self.take(schedule)
+
+    def take(self, schedule: Schedule) -> None:
+        """Go to the start of another schedule."""
+        self._schedule = schedule
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
