@@ -11,7 +11,7 @@ import torch
 from variable_batch_size.training.exact_units import MOST_MINIBATCHES, MOST_RUNGS, NUM_PARTS, Units, joined, parts_of
 from variable_batch_size.training.flat_gradients import FlatGradients, dense
 from variable_batch_size.training.flat_memory import FlatMemory
-from variable_batch_size.training.gradients import Mean
+from variable_batch_size.training.gradients import UNWEIGHTED, Mean
 from variable_batch_size.training.weights import Weight
 
 _ELEMENTS_AT_ONCE = 2**16
@@ -156,7 +156,10 @@ class ExactGradients(FlatGradients):
         memory.numbers[: parts.numel()].copy_(parts.flatten())
         for rung in self._rungs:
             memory.numbers[parts.numel() + MOST_RUNGS + rung] = 1
+        if not self._is_weighted and not self._has_compared:
+            memory.numbers[parts.numel() - 1] = UNWEIGHTED  # the fraction of the number of weights, else 0
         self._communicator.sum(memory.flats)
+        self._compare(memory.numbers[parts.numel() - 1])
         self._parts = memory.numbers[: parts.numel()].view_as(parts).clone()
         used = memory.numbers[parts.numel() :].tolist()
         for rung in (rung for rung, count in enumerate(used, start=-MOST_RUNGS) if count):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from variable_batch_size.training.flat_memory import FlatMemory, square_of
-from variable_batch_size.training.gradients import Gradients, Mean
+from variable_batch_size.training.gradients import UNWEIGHTED, Gradients, Mean
 from variable_batch_size.training.weights import Weight
 
 _TINY = 1e-6
@@ -124,7 +124,7 @@ class FlatGradients(Gradients):
         if not self._is_weighted:
             return 1.0
         if isinstance(self._weight, torch.Tensor):
-            return torch.where(self._weight > 0, 1 / self._weight, 0.0)
+            return torch.where(self._weight == 0, 0.0, 1 / self._weight)  # NaN stays NaN, and is seen
         return 1 / self._weight if self._weight else 0.0
 
     def _drop_sums(self) -> None:
@@ -156,7 +156,10 @@ class FlatGradients(Gradients):
         memory = self._memory
         memory.note(self._is_present)
         self._write_numbers(memory.numbers)
+        if not self._is_weighted:
+            memory.numbers[-1] = 0.0 if self._has_compared else UNWEIGHTED
         self._communicator.sum(memory.flats)
+        self._compare(memory.numbers[-1])
         self._read_numbers(memory.numbers.clone())
         # who has all gradients here knows that none is missing on all cores, and need not wait for the device
         if not all(self._is_present):

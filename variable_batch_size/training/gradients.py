@@ -16,6 +16,9 @@ from variable_batch_size.training.weights import Weight
 
 Divisors = dict[torch.Tensor, torch.Tensor]
 
+UNWEIGHTED = -(2.0**20)
+"""How many weighted minibatches a core without weights says it has in the first step; no step has as many."""
+
 
 class Mean(NamedTuple):
     """How the gradient of a step follows from the sum over its minibatches.
@@ -85,6 +88,7 @@ class Gradients(ABC):
         self._measures = measures
         self._divisors = divisors
         self._is_weighted = False  # whether the minibatches of this step have weights
+        self._has_compared = False  # whether cores have seen that all of them have weights, or none
         self._mean = Mean(1)  # of the latest step
         self.discard()
 
@@ -141,6 +145,8 @@ class Gradients(ABC):
             Norms(of_each / total, of_all / self._mean.multiple**2) if known and total else None
             for known, (of_each, of_all) in zip(is_known, pairs, strict=True)
         ]
+        if self._mean.num_minibatches == 1:  # whose squared norm need not have been measured twice
+            norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
         is_finite = all(map(math.isfinite, values))
         if not self._is_weighted or not is_finite:
             return Measured(norms, is_finite, None, None)
@@ -167,6 +173,18 @@ class Gradients(ABC):
         weight = self.weight()
         is_known = weight is not None and (not isinstance(weight, torch.Tensor) or weight.device.type == "cpu")
         return is_known and not weight
+
+    def _compare(self, num_weighted: torch.Tensor) -> None:
+        """Refuse weights on some cores only; looked at in the first step, as no core may change its mind later."""
+        if self._has_compared:
+            return
+        self._has_compared = True
+        num_without, cores = math.ceil(float(num_weighted) / UNWEIGHTED), self._communicator.num_replicas
+        if num_without not in (0, cores):
+            raise ValueError(
+                f"`weight` must be given on all cores or on none, got none on {num_without} of {cores}; an idle core "
+                "gives that of its stand-in, which does not count"
+            )
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the inner optimizer."""

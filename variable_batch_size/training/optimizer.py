@@ -148,7 +148,7 @@ class CustomOptimizer(ScheduledOptimizer):
             "rule": self.rule.state_dict(),
             **self._scaling.state_dict(),
             "adam_bias": self._settings.adam_bias.state_dict(),
-            "weights": self._weights.state_dict(),
+            "weights": self.minibatch_weights.state_dict(),
             "gradients": self._gradients.state_dict(),
             "noise": self._own_meter.state_dict() if self._own_meter else None,
         }
@@ -170,7 +170,7 @@ class CustomOptimizer(ScheduledOptimizer):
         self.rule.load_state_dict(own["rule"])
         self._scaling.load_state_dict(own)
         self._settings.adam_bias.load_state_dict(own.get("adam_bias", {}))
-        self._weights.load_state_dict(own.get("weights", {}))
+        self.minibatch_weights.load_state_dict(own.get("weights", {}))
         self._gradients.load_state_dict(own.get("gradients", {}))
         if self._own_meter is not None and own.get("noise"):
             self._own_meter.load_state_dict(own["noise"])
@@ -222,7 +222,7 @@ class CustomOptimizer(ScheduledOptimizer):
             True exactly when the weights changed: neither while accumulating nor if the update was skipped.
         """
         if closure is not None:
-            raise ValueError("`closure` must be None: run the backward pass, then call step()")
+            raise ValueError("`closure` must be None: run the backward pass, then call step() or step(weight=…)")
         if hasattr(self, "found_inf"):
             raise RuntimeError(
                 "GradScaler.step() would leave out minibatches that are not finite: call step() of the optimizer, with "
@@ -230,7 +230,7 @@ class CustomOptimizer(ScheduledOptimizer):
             )
         for before in self._optimizer_step_pre_hooks.values():
             before(self, (), {})
-        weight = self._weights.checked(weight)
+        weight = self.minibatch_weights.checked(weight)
         if self._passes.see(self._position):
             refuse_other_reductions(self.parameters(), self._communicator)
         self._position.advance()
@@ -259,7 +259,7 @@ class CustomOptimizer(ScheduledOptimizer):
         step, is_idle = self._rule_step(), self.is_idle
         try:
             self._gradients.reduce(self._mean(), is_idle=is_idle)
-            self._weights.add(self._gradients.weight())
+            weight = self._gradients.weight()
             keeps_norm = any((self.steps_done + 1) % every == 0 for every in self._norm_every)
             self.gradient_norm = self._gradients.norm() if keeps_norm else None
             reason = self._observer.reason_to_skip(step)
@@ -271,8 +271,7 @@ class CustomOptimizer(ScheduledOptimizer):
             self._gradients.clear()
         self._buffers.settle(is_taken_back=is_idle or reason is not None)
         self._buffers.save(self._position.is_idle_next)
-        self.steps_done += 1
-        self.samples_done += step.batch_size
+        self._count(step, weight)
         self._say_done()
         return reason is None
 

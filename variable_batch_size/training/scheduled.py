@@ -23,7 +23,7 @@ from variable_batch_size.training.description import description_of
 from variable_batch_size.training.factors import Factors
 from variable_batch_size.training.position import Position
 from variable_batch_size.training.together import Inner
-from variable_batch_size.training.weights import Weights
+from variable_batch_size.training.weights import Weight, Weights
 from variable_batch_size.training.wrapper import Wrapper, name_of, optimizers_of
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,8 @@ class ScheduledOptimizer(Wrapper, ABC):
     Attributes:
         steps_done: steps so far, skipped ones included.
         samples_done: samples in these.
-        steps_skipped: steps whose gradient was not finite.
+        steps_skipped: steps whose gradient was not finite, or whose minibatches all have the weight 0.
+        minibatch_weights: what minibatches weigh, and how much that is so far.
         gradient_norm: the norm of the latest step's mean gradient before clipping, on the device; None unless that step
             is one of those for which :meth:`keep_gradient_norm` has asked.
     """
@@ -89,7 +90,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         self._lrs: list[float] = []  # likewise
         self._loss_scale = _checked_loss_scale(loss_scale)
         self._own_meter = NoiseMeter() if measure_noise and not isinstance(rule, NoiseRule) else None
-        self._weights = Weights(next(self.parameters()).device)
+        self.minibatch_weights = Weights(next(self.parameters()).device)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r}, ref_batchsize={self.ref_batchsize})"
@@ -179,7 +180,7 @@ class ScheduledOptimizer(Wrapper, ABC):
     @property
     def weight_done(self) -> float:
         """The sum of all minibatches' weights so far, such as the tokens seen; reading it waits for the device."""
-        return self._weights.done
+        return self.minibatch_weights.done
 
     def report(self) -> dict[str, float]:
         """What the rule, and the noise if it is measured, have to tell a log about the latest step."""
@@ -221,6 +222,12 @@ class ScheduledOptimizer(Wrapper, ABC):
 
     def _rule_step(self) -> Step:
         return Step(self.batch_size, self.sampler.minibatch_size, self.ref_batchsize, self.steps_done)
+
+    def _count(self, step: Step, weight: Weight | None) -> None:
+        """Note that a step is done, and what its minibatches weigh."""
+        self.steps_done += 1
+        self.samples_done += step.batch_size
+        self.minibatch_weights.add(weight)
 
     # ---------------------------------------------------------------------------------------------------------- telling
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -80,9 +81,10 @@ class SeparateGradients(Gradients):
         self._communicator.sum([*sums, *self._step_squares, *self._weights])
         if self._is_weighted:
             weight = self._weights[0]
-            shares = torch.where(weight > 0, 1 / weight, torch.zeros_like(weight))
+            # where all weigh 0, the sums are divided by infinity
+            divisors = torch.where(weight == 0, torch.full_like(weight, math.inf), weight)
             for tensor in sums:
-                tensor.copy_((tensor * shares).view_as(tensor))
+                tensor.copy_((tensor / divisors).view_as(tensor))
         for p in self._present:
             p.grad = self._sums[p]
 
