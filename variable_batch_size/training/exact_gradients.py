@@ -96,14 +96,15 @@ class ExactGradients(FlatGradients):
         largest = torch.stack([_largest_of(gradient) for gradient in found]).tolist() if found else []
         if not self._has_sums:
             self._memory.zero()
+        views, rounders = [], []
         for number, gradient, value in zip(numbers, found, largest, strict=True):
             p = self._memory.parameters[number]
             if not math.isfinite(value):  # the elements that are must still add up exactly
                 value = float(_largest_of(gradient.nan_to_num(0.0, 0.0, 0.0)))
             rung = self._units.rung(p, value / self._mean.loss_scale)
-            view = (self._rung(rung) if rung else self._memory).views[number]
-            rounder = self._units.rounder(p, rung, self._mean.num_minibatches)
-            _add_rounded(view, gradient, rounder, divisor=self._mean.loss_scale)
+            views.append((self._rung(rung) if rung else self._memory).views[number])
+            rounders.append(self._units.rounder(p, rung, self._mean.num_minibatches))
+        _add_rounded(views, found, rounders, divisor=self._mean.loss_scale)
 
     def _rung(self, rung: int) -> FlatMemory:
         if rung not in self._rungs:
@@ -194,13 +195,30 @@ def _largest_of(gradient: torch.Tensor) -> torch.Tensor:
     return largest.double()
 
 
-def _add_rounded(view: torch.Tensor, gradient: torch.Tensor, rounder: float, *, divisor: float) -> None:
-    """Add a gradient, divided and rounded to whole units, to a view of the memory."""
-    parts = [(view, gradient)]
-    if gradient.device.type == "cpu" and view.is_contiguous() and gradient.is_contiguous():
-        pieces = [torch.split(tensor.view(-1), _ELEMENTS_AT_ONCE) for tensor in (view, gradient.detach())]
-        parts = list(zip(*pieces, strict=True))
-    for place, piece in parts:
-        exact = piece.double() if divisor == 1 else piece.double().div_(divisor)
-        # where the gradient is of float64 itself, that is the user's own tensor
-        place.add_(exact.add(rounder).sub_(rounder) if exact is piece else exact.add_(rounder).sub_(rounder))
+def _add_rounded(
+    views: list[torch.Tensor], gradients: list[torch.Tensor], rounders: list[float], *, divisor: float
+) -> None:
+    """Add gradients, divided and rounded to whole units, to views of the memory."""
+    if all(gradient.device.type == "cpu" for gradient in gradients):
+        for view, gradient, rounder in zip(views, gradients, rounders, strict=True):
+            for place, piece in _pieces(view, gradient):
+                place.add_(_as_copy(piece, divisor).add_(rounder).sub_(rounder))
+        return
+    # all at once, which a GPU does much faster
+    exact = [_as_copy(gradient, divisor) for gradient in gradients]
+    torch._foreach_add_(exact, rounders)
+    torch._foreach_sub_(exact, rounders)
+    torch._foreach_add_(views, exact)
+
+
+def _as_copy(gradient: torch.Tensor, divisor: float) -> torch.Tensor:
+    exact = gradient.detach().to(torch.float64, copy=True)
+    return exact if divisor == 1 else exact.div_(divisor)
+
+
+def _pieces(view: torch.Tensor, gradient: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of a large gradient, parts that fit the cache."""
+    if not (view.is_contiguous() and gradient.is_contiguous()):
+        return [(view, gradient)]
+    parts = [torch.split(tensor.view(-1), _ELEMENTS_AT_ONCE) for tensor in (view, gradient.detach())]
+    return list(zip(*parts, strict=True))
