@@ -88,7 +88,7 @@ class CustomOptimizer(ScheduledOptimizer):
         self._pass = -1  # of the sampler, that of the latest minibatch
         options = {"clip_grad_norm": clip_grad_norm, "smooth_steps": smooth_steps, "max_factor": max_factor}
         options |= {"skip_nonfinite": self.skip_nonfinite, "keep_gradients": keep_gradients, "loss_scale": loss_scale}
-        join_other_cores(self, self._communicator, model, options)
+        complete_joining = join_other_cores(self, self._communicator, model, options)
         self._preconditioner = Preconditioner(inner) if rule.preconditions else None
         divisors = None if self._preconditioner is None else self._preconditioner.divisors
         self._gradients = gradients_for(
@@ -97,6 +97,7 @@ class CustomOptimizer(ScheduledOptimizer):
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
         self._settings = Settings(inner, self._communicator)
         self._begin_epoch()
+        complete_joining()
 
     # ---------------------------------------------------------------------------------------- a torch.optim.Optimizer
 
