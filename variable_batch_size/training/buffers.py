@@ -35,6 +35,7 @@ class Buffers:
 
     def __init__(self, model: torch.nn.Module | None, communicator: Communicator, *, may_skip: bool = False) -> None:
         self._model = model if communicator.num_replicas > 1 or may_skip else None
+        self._communicator = communicator
         self._is_one_program = communicator.is_one_program
         self._is_always_saved = self._is_one_program or may_skip
         self._saved: list[_Saved] = []
@@ -59,9 +60,10 @@ class Buffers:
         if torch.compiler.is_compiling() or not self._is_fresh or not model.training:
             return
         self._is_fresh = False
-        if not self._is_one_program and not self._is_as_saved():
+        if not self._is_as_saved():
             self.save(is_idle=True)
             self._is_fresh = False
+            self._communicator.flush()  # else it would be part of another program on a core that has more to run
 
     def _is_as_saved(self) -> bool:
         assert self._model is not None
