@@ -1,0 +1,133 @@
+"""Separate gradients, which XLA needs, give what flat ones give; looked at without XLA."""
+
+import pytest
+import torch
+from threaded_cores import run_on
+from torch import nn
+
+from variable_batch_size.cores.communicator import Alone
+from variable_batch_size.training.flat_gradients import FlatGradients
+from variable_batch_size.training.separate_gradients import SeparateGradients
+
+
+def layer():
+    """A matrix, a vector, a number and what never has a gradient, in two groups."""
+    torch.manual_seed(0)
+    shapes = [(3, 2), (4,), (), (2,)]
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    return parameters, torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
+
+
+def run_step(kind, core, *, weights=(0.5, 0.5), poison=None):
+    """Two minibatches on each core; returns gradients and norms."""
+    parameters, inner = layer()
+    gradients = kind(inner, core, measures=True)
+    for number in range(2):
+        generator = torch.Generator().manual_seed(2 * core.rank + number)
+        for p in parameters[:3]:
+            p.grad = torch.randn(p.shape, generator=generator)
+            if core.rank == poison:
+                p.grad.fill_(torch.nan)
+        gradients.take(is_last=number == 1, is_only=False)
+        assert all(p.grad is None for p in parameters)
+    gradients.reduce(weights[core.rank])
+    norms, is_finite = gradients.norms()
+    assert is_finite
+    return [p.grad if p.grad is None else p.grad.clone() for p in parameters], norms
+
+
+@pytest.mark.parametrize(("weights", "poison"), [((0.5, 0.5), None), ((0.25, 0.25), None), ((1.0, 0.0), 1)])
+def test_sums_and_norms_are_those_of_flat_gradients(weights, poison):
+    def run(core):
+        return [run_step(kind, core, weights=weights, poison=poison) for kind in (SeparateGradients, FlatGradients)]
+
+    for (separate, norms), (flat, expected) in run_on(2, run):
+        assert separate[3] is flat[3] is None
+        torch.testing.assert_close(separate[:3], flat[:3])
+        torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0)
+
+
+def test_a_step_starts_from_nothing():
+    parameters, inner = layer()
+    gradients = SeparateGradients(inner, Alone(), measures=True)
+    for value in (5.0, 2.0):
+        parameters[2].grad = torch.tensor(value)
+        gradients.take(is_last=True, is_only=True)
+        gradients.reduce(1.0)
+        assert parameters[2].grad.item() == value
+        assert parameters[0].grad is None  # of which this step has none
+        assert gradients.norms()[0][1] == (value**2, value**2)
+        gradients.clear()
+        assert parameters[2].grad is None
+
+
+def test_what_has_no_divisor_yet_is_divided_by_infinity_so_that_the_program_is_the_same():
+    parameters, inner = layer()
+    divisors = {}
+    gradients = SeparateGradients(inner, Alone(), measures=True, divisors=divisors)
+
+    def norms():
+        for p in parameters[:3]:
+            p.grad = torch.full(p.shape, 6.0)
+        gradients.take(is_last=True, is_only=True)
+        gradients.reduce(1.0)
+        found, is_finite = gradients.norms()
+        gradients.clear()
+        assert is_finite
+        return found
+
+    assert norms() == [None, None]
+    divisors[parameters[1]] = torch.full((4,), 2.0)
+    assert norms() == [(36.0, 36.0), None]
+    divisors |= {p: torch.ones(p.shape) for p in parameters}
+    assert norms() == [(360.0, 360.0), (36.0, 36.0)]
+
+
+class Noting(Alone):
+    """Counts how often what was noted down is started."""
+
+    def __init__(self):
+        self.num_flushes = 0
+
+    def flush(self):
+        self.num_flushes += 1
+
+
+def test_what_is_new_is_on_the_device_before_it_is_used():
+    parameters, inner = layer()
+    core = Noting()
+    gradients = SeparateGradients(inner, core, measures=True)
+    parameters[0].grad = torch.ones(3, 2)
+    gradients.take(is_last=False, is_only=False)
+    assert core.num_flushes == 0
+    added = nn.Parameter(torch.ones(2))
+    inner.add_param_group({"params": [added]})
+    added.grad = torch.ones(2)
+    gradients.take(is_last=False, is_only=False)
+    assert core.num_flushes == 1
+    gradients.take(is_last=True, is_only=False)
+    assert core.num_flushes == 1
+    gradients.reduce(1.0)
+    assert added.grad.tolist() == [1, 1]
+
+
+def test_a_parameter_may_be_converted_within_a_step():
+    parameters, inner = layer()
+    gradients = SeparateGradients(inner, Alone(), measures=True)
+    parameters[1].grad = torch.ones(4)
+    gradients.take(is_last=False, is_only=False)
+    parameters[1].data = parameters[1].data.double()
+    parameters[1].grad = torch.ones(4, dtype=torch.float64)
+    gradients.take(is_last=True, is_only=False)
+    gradients.reduce(1.0)
+    assert parameters[1].grad.tolist() == [2, 2, 2, 2]
+    assert parameters[1].grad.dtype == torch.float64
+
+
+def test_the_square_of_a_complex_gradient_is_that_of_its_size():
+    p = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    gradients = SeparateGradients(torch.optim.SGD([p], lr=0.1), Alone(), measures=True)
+    p.grad = torch.tensor([3 + 4j, 0])
+    gradients.take(is_last=True, is_only=True)
+    gradients.reduce(1.0)
+    assert gradients.norms()[0] == [(25.0, 25.0)]
