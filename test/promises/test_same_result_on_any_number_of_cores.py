@@ -63,6 +63,7 @@ def test_the_scenario_has_many_sizes_uneven_shares_and_idle_cores():
     assert sum(0 in share for share in shares) > 20
     assert schedule.num_epochs == scenarios.NUM_EPOCHS
     assert shares[0] == [2, 1, 1, 1, 1, 1, 1, 1]
+    assert any(1 - size / scenarios.REF_BATCHSIZE * (1 - 0.7) < 0 for size in scenarios.SIZES)  # where β is 0
 
 
 @each_run(["sgd", "adamw", "clipped", "momentum rule"])

@@ -4,6 +4,8 @@ import pytest
 import torch
 from threaded_cores import run_on
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from variable_batch_size.cores.communicator import Alone
 from variable_batch_size.training.flat_gradients import FlatGradients
@@ -61,26 +63,45 @@ def test_a_step_starts_from_nothing():
         assert parameters[2].grad is None
 
 
-def test_what_has_no_divisor_yet_is_divided_by_infinity_so_that_the_program_is_the_same():
+class Operations(TorchDispatchMode):
+    """What is done within, in order: a device that notes work down makes a program of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        shapes = [tuple(tensor.shape) for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
+        self.found.append((str(function), shapes))
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_has_no_divisor_yet_does_not_count_by_the_same_program():
     parameters, inner = layer()
     divisors = {}
     gradients = SeparateGradients(inner, Alone(), measures=True, divisors=divisors)
 
-    def norms():
+    def run():
         for p in parameters[:3]:
             p.grad = torch.full(p.shape, 6.0)
-        gradients.take(is_last=True, is_only=True)
-        gradients.reduce(1.0)
-        found, is_finite = gradients.norms()
-        gradients.clear()
+        with Operations() as operations:
+            gradients.take(is_last=True, is_only=True)
+            gradients.reduce(1.0)
+            norms, is_finite = gradients.norms()
+            gradients.clear()
         assert is_finite
-        return found
+        return norms, operations.found
 
-    assert norms() == [None, None]
+    without, first = run()
     divisors[parameters[1]] = torch.full((4,), 2.0)
-    assert norms() == [(36.0, 36.0), None]
+    of_one, second = run()
     divisors |= {p: torch.ones(p.shape) for p in parameters}
-    assert norms() == [(360.0, 360.0), (36.0, 36.0)]
+    of_all, third = run()
+    assert without == [None, None]
+    assert of_one == [(36.0, 36.0), None]
+    assert of_all == [(360.0, 360.0), (36.0, 36.0)]
+    assert first == second == third
+    assert len(first) > 20
 
 
 class Noting(Alone):
