@@ -93,15 +93,21 @@ class ExactGradients(FlatGradients):
         numbers = [number for number, gradient in enumerate(gradients) if gradient is not None]
         found = dense([gradients[number] for number in numbers])
         largest = torch.stack([_largest_of(gradient) for gradient in found]).tolist() if found else []
-        if not self._has_sums:
-            self._memory.zero()
+        is_first = not self._has_sums
+        written = set()
         for number, gradient, value in zip(numbers, found, largest, strict=True):
             p = self._memory.parameters[number]
             if not math.isfinite(value):  # the elements that are must still add up exactly
                 value = float(_largest_of(gradient.nan_to_num(0.0, 0.0, 0.0)))
             rung = self._units.rung(p, value, self._mean)
             view = (self._rung(rung) if rung else self._memory).views[number]
-            _add_rounded(view, gradient, self._units.rounder(p, rung, self._mean))
+            _add_rounded(view, gradient, self._units.rounder(p, rung, self._mean), is_first=is_first and not rung)
+            if not rung:
+                written.add(number)
+        if is_first:
+            self._memory.numbers.zero_()
+            for number in set(range(len(gradients))) - written:
+                self._memory.views[number].zero_()
 
     def _rung(self, rung: int) -> FlatMemory:
         if rung not in self._rungs:
@@ -130,7 +136,7 @@ class ExactGradients(FlatGradients):
         for number, (p, has) in enumerate(zip(self._memory.parameters, self._is_present, strict=True)):
             total = self._total(number)
             largest.append(_largest_of(total))
-            p.grad = (total * factor).to(p.dtype) if has else None
+            p.grad = _multiplied(total, factor, p.dtype) if has else None
         if largest:
             largest_means = torch.stack(largest) / (mean.num_minibatches * mean.loss_scale)
             self._latest = self._memory.parameters, largest_means
@@ -185,15 +191,30 @@ def _largest_of(gradient: torch.Tensor) -> torch.Tensor:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     if not values.numel():
         return torch.zeros((), dtype=torch.float64, device=gradient.device)
-    largest: torch.Tensor = torch.linalg.vector_norm(values, math.inf)
-    return largest.double()
+    smallest, largest = torch.aminmax(values)  # several times as fast as the norm
+    return torch.maximum(-smallest, largest).double()
 
 
-def _add_rounded(view: torch.Tensor, gradient: torch.Tensor, rounder: float) -> None:
-    """Add a gradient, rounded to whole units, to a view of the memory."""
-    parts = [(view, gradient)]
-    if gradient.device.type == "cpu" and view.is_contiguous() and gradient.is_contiguous():
-        pieces = [torch.split(tensor.view(-1), _ELEMENTS_AT_ONCE) for tensor in (view, gradient.detach())]
-        parts = list(zip(*pieces, strict=True))
-    for place, piece in parts:
-        place.add_(piece.to(torch.float64, copy=True).add_(rounder).sub_(rounder))
+def _add_rounded(view: torch.Tensor, gradient: torch.Tensor, rounder: float, *, is_first: bool) -> None:
+    """Add a gradient, rounded to whole units, to a view of the memory; or write it there if it is the first."""
+    for place, piece in _in_pieces(view, gradient.detach()):
+        if is_first:
+            place.copy_(piece).add_(rounder).sub_(rounder)
+        else:
+            place.add_(piece.to(torch.float64, copy=True).add_(rounder).sub_(rounder))
+
+
+def _multiplied(total: torch.Tensor, factor: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """A sum times a factor, rounded once, to another dtype."""
+    result = torch.empty_like(total, dtype=dtype)
+    for place, piece in _in_pieces(result, total):
+        place.copy_(piece * factor)
+    return result
+
+
+def _in_pieces(one: torch.Tensor, other: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Two tensors of the same shape in pairs of parts; on other devices than a CPU, or where it cannot be, whole."""
+    if one.device.type != "cpu" or not (one.is_contiguous() and other.is_contiguous()):
+        return [(one, other)]
+    pieces = [torch.split(tensor.view(-1), _ELEMENTS_AT_ONCE) for tensor in (one, other)]
+    return list(zip(*pieces, strict=True))
