@@ -48,6 +48,7 @@ bench: $(NEEDS) .peers
 	$(BIN)/python bench/command.py
 	$(BIN)/python bench/optimizer.py
 	$(BIN)/python bench/reduction.py
+	$(BIN)/python bench/exact.py
 	$(BIN)/python bench/logs.py
 	$(BIN)/python bench/xla.py
 

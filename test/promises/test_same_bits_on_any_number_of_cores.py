@@ -1,5 +1,6 @@
 """Promise: in exact mode the weights are the same to the last bit on any number of cores, wherever a run goes on."""
 
+import dataclasses
 import math
 import random
 
@@ -57,8 +58,8 @@ def test_so_they_are_in_a_run_that_is_handed_on_from_cores_to_cores(alone, found
 def test_the_scenarios_are_what_they_are_thought_to_be(alone, found):
     skipped = {name for name, result in alone.items() if result["steps_skipped"]}
     not_finite = {scenario.name for scenario in ALL if not math.isfinite(scenario.burst)}
-    assert {"overflow"} < skipped <= not_finite
-    assert len(ALL) > len({scenario.rule for scenario in ALL}) >= 7
+    assert {"overflow"} <= skipped <= not_finite
+    assert len({scenario.rule for scenario in ALL}) >= 6
     assert {scenario.net for scenario in ALL} == {"mlp", "conv", "tokens"}
     for result in alone.values():
         assert len(set(result["digests"].values())) == len(result["digests"]) > 8
@@ -67,16 +68,17 @@ def test_the_scenarios_are_what_they_are_thought_to_be(alone, found):
     assert 0 < sum(len(found[WAY[0]][0][name]["part"]) for name in NAMES) < 6 * len(ALL)
 
 
-def test_plain_runs_are_not_the_same_to_the_last_bit():
-    """So that the tests above could fail: the bits do depend on the order in which gradients are summed."""
-    scenario = SCENARIOS[0]
-    digests = [exact_runs.run(scenario, exact=exact)["digests"] for exact in (True, False)]
-    assert digests[0] != digests[1]
+def plainly(scenario):
+    """The same run, and the same random numbers, in plain mode."""
+    options = {**scenario.options, "seed_minibatches": True}
+    return exact_runs.run(dataclasses.replace(scenario, options=options), exact=False)
+
+
+def test_the_digests_see_the_rounding_of_plain_sums(alone):
+    assert plainly(SCENARIOS[0])["digests"] != alone[SCENARIOS[0].name]["digests"]
 
 
 @pytest.mark.parametrize("scenario", [s for s in ALL if s.burst == 1.0], ids=lambda scenario: scenario.name)
 def test_the_losses_are_those_of_plain_mode_within_rounding(alone, scenario):
-    options = {**scenario.options, "seed_minibatches": True}
-    plain = exact_runs.run(exact_runs.dataclasses.replace(scenario, options=options), exact=False)
-    exact = alone[scenario.name]
+    plain, exact = plainly(scenario), alone[scenario.name]
     torch.testing.assert_close(torch.tensor(exact["losses"]), torch.tensor(plain["losses"]), rtol=1e-3, atol=1e-4)

@@ -86,6 +86,14 @@ def test_the_sum_is_the_same_to_the_last_bit_where_plain_sums_differ(cores):
         torch.testing.assert_close(exact, rounded, rtol=1e-6, atol=1e-7)
 
 
+def test_what_cancels_leaves_the_same_on_any_cores():
+    """Where plain sums in float64 do not: (1 + 2⁻⁶⁰) − 1 is 0, and (1 − 1) + 2⁻⁶⁰ is not."""
+    steps = [[[[1.0, 1.0]], [[1.0, 2.0**-60]], [[1.0, -1.0]]], [[[1.0, 2.0**-60]], [[1.0, 1.0]], [[1.0, -1.0]]]]
+    alone = gradients_of(run_steps(steps, cores=1, shapes=[(2,)]))
+    for cores in CORES[1:]:
+        assert all(map(same, alone, gradients_of(run_steps(steps, cores=cores, shapes=[(2,)]))))
+
+
 @pytest.mark.parametrize("power", [10, 13, 40, 90, -10, -13, -40, -90])
 def test_one_minibatch_that_explodes_or_vanishes_is_summed_as_all_others(power):
     rng = random.Random(power)

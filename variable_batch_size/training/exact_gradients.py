@@ -94,9 +94,8 @@ class ExactGradients(FlatGradients):
         numbers = [number for number, gradient in enumerate(gradients) if gradient is not None]
         found = dense([gradients[number] for number in numbers])
         largest = torch.stack([_largest_of(gradient) for gradient in found]).tolist() if found else []
-        if not self._has_sums:
-            self._memory.zero()
-        views, rounders = [], []
+        is_first, written = not self._has_sums, set()
+        views, rounders, are_new = [], [], []
         for number, gradient, value in zip(numbers, found, largest, strict=True):
             p = self._memory.parameters[number]
             if not math.isfinite(value):  # the elements that are must still add up exactly
@@ -104,7 +103,14 @@ class ExactGradients(FlatGradients):
             rung = self._units.rung(p, value / self._mean.loss_scale)
             views.append((self._rung(rung) if rung else self._memory).views[number])
             rounders.append(self._units.rounder(p, rung, self._mean.num_minibatches))
-        _add_rounded(views, found, rounders, divisor=self._mean.loss_scale)
+            are_new.append(is_first and not rung)
+            if not rung:
+                written.add(number)
+        if is_first:
+            self._memory.numbers.zero_()
+            for number in set(range(len(gradients))) - written:
+                self._memory.views[number].zero_()
+        _add_rounded(views, found, rounders, are_new, divisor=self._mean.loss_scale)
 
     def _rung(self, rung: int) -> FlatMemory:
         if rung not in self._rungs:
@@ -134,7 +140,7 @@ class ExactGradients(FlatGradients):
         for number, (p, has) in enumerate(zip(self._memory.parameters, self._is_present, strict=True)):
             total = self._total(number)
             largest.append(_largest_of(total))
-            p.grad = (total * factor).to(p.dtype) if has else None
+            p.grad = _multiplied(total, factor, p.dtype) if has else None
         if largest:
             self._latest = self._memory.parameters, torch.stack(largest) / mean.num_minibatches
 
@@ -191,34 +197,53 @@ def _largest_of(gradient: torch.Tensor) -> torch.Tensor:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     if not values.numel():
         return torch.zeros((), dtype=torch.float64, device=gradient.device)
-    largest: torch.Tensor = torch.linalg.vector_norm(values, math.inf)
-    return largest.double()
+    smallest, largest = torch.aminmax(values)  # several times as fast as the norm
+    return torch.maximum(-smallest, largest).double()
 
 
 def _add_rounded(
-    views: list[torch.Tensor], gradients: list[torch.Tensor], rounders: list[float], *, divisor: float
+    views: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    rounders: list[float],
+    are_new: list[bool],
+    *,
+    divisor: float,
 ) -> None:
-    """Add gradients, divided and rounded to whole units, to views of the memory."""
+    """Add gradients, divided and rounded to whole units, to views of the memory; or write those that are new there."""
     if all(gradient.device.type == "cpu" for gradient in gradients):
-        for view, gradient, rounder in zip(views, gradients, rounders, strict=True):
-            for place, piece in _pieces(view, gradient):
-                place.add_(_as_copy(piece, divisor).add_(rounder).sub_(rounder))
+        for view, gradient, rounder, is_new in zip(views, gradients, rounders, are_new, strict=True):
+            for place, piece in _in_pieces(view, gradient.detach()):
+                exact = place.copy_(piece) if is_new else piece.to(torch.float64, copy=True)
+                exact = exact if divisor == 1 else exact.div_(divisor)
+                exact.add_(rounder).sub_(rounder)
+                if not is_new:
+                    place.add_(exact)
         return
     # all at once, which a GPU does much faster
-    exact = [_as_copy(gradient, divisor) for gradient in gradients]
-    torch._foreach_add_(exact, rounders)
-    torch._foreach_sub_(exact, rounders)
-    torch._foreach_add_(views, exact)
+    exact_of_all = [
+        view.copy_(gradient) if is_new else gradient.detach().to(torch.float64, copy=True)
+        for view, gradient, is_new in zip(views, gradients, are_new, strict=True)
+    ]
+    if divisor != 1:
+        torch._foreach_div_(exact_of_all, divisor)
+    torch._foreach_add_(exact_of_all, rounders)
+    torch._foreach_sub_(exact_of_all, rounders)
+    added = [(view, exact) for view, exact, is_new in zip(views, exact_of_all, are_new, strict=True) if not is_new]
+    if added:
+        torch._foreach_add_([view for view, _ in added], [exact for _, exact in added])
 
 
-def _as_copy(gradient: torch.Tensor, divisor: float) -> torch.Tensor:
-    exact = gradient.detach().to(torch.float64, copy=True)
-    return exact if divisor == 1 else exact.div_(divisor)
+def _multiplied(total: torch.Tensor, factor: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """A sum times a factor, rounded once, to another dtype."""
+    result = torch.empty_like(total, dtype=dtype)
+    for place, piece in _in_pieces(result, total):
+        place.copy_(piece * factor)
+    return result
 
 
-def _pieces(view: torch.Tensor, gradient: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of a large gradient, parts that fit the cache."""
-    if not (view.is_contiguous() and gradient.is_contiguous()):
-        return [(view, gradient)]
-    parts = [torch.split(tensor.view(-1), _ELEMENTS_AT_ONCE) for tensor in (view, gradient.detach())]
-    return list(zip(*parts, strict=True))
+def _in_pieces(one: torch.Tensor, other: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Two tensors of the same shape in pairs of parts; on other devices than a CPU, or where it cannot be, whole."""
+    if one.device.type != "cpu" or not (one.is_contiguous() and other.is_contiguous()):
+        return [(one, other)]
+    pieces = [torch.split(tensor.view(-1), _ELEMENTS_AT_ONCE) for tensor in (one, other)]
+    return list(zip(*pieces, strict=True))

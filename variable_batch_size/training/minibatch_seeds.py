@@ -47,6 +47,7 @@ class MinibatchSeeds:
         self._seed = sampler.seed
         self._position = position
         self._device = like.device
+        self._kind = like.device.type
         self._of_loop = self._of_model = 0  # the seeds of the next minibatch
         self._has_run = False  # the model, since the latest minibatch was taken over
         self._was_evaluated = False  # likewise
@@ -61,7 +62,7 @@ class MinibatchSeeds:
         if not self._is_on:
             return
         self._of_loop, self._of_model = self._seeds()
-        if self._device.type != "xla":
+        if self._kind != "xla":
             random.seed(self._of_loop)
             np.random.seed(self._of_loop % 2**32)
         self._set_torch(self._of_loop)
@@ -85,17 +86,17 @@ class MinibatchSeeds:
 
         Activation checkpointing puts the generators back to before the first run: what they were seeded with tells.
         """
-        if self._device.type == "xla":
+        if self._kind == "xla":
             return not self._has_run
         return torch.default_generator.initial_seed() != self._of_model
 
     def _set_torch(self, seed: int) -> None:
-        if self._device.type == "xla":
+        if self._kind == "xla":
             xla.set_random_seed(seed, self._device)
             return
         # torch.manual_seed would note down a call for every kind of device that there is not, for later
         torch.default_generator.manual_seed(seed)
-        if self._device.type != "cpu":
+        if self._kind != "cpu":
             torch.get_device_module(self._device).manual_seed_all(seed)
 
     def _seeds(self) -> tuple[int, int]:
