@@ -34,6 +34,7 @@ class Workload:
             self.model: nn.Module = gpt.GPT().cuda()
             self.x = torch.randint(0, gpt.VOCABULARY, (self.minibatch, gpt.CONTEXT + 1), device="cuda")
             self.loss = lambda model: gpt.loss(model, self.x)
+            self.total = lambda model: gpt.loss(model, self.x, reduction="sum")
             self.optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-5)
             self.rules["AdamScaleOptimizer"] = vbs.AdamScaleOptimizer
             return
@@ -61,7 +62,7 @@ class Workload:
 
         return update
 
-    def ours(self, kind: Any, accumulate: int, *, weight: float | None = None, **options: Any) -> Callable[[], None]:
+    def ours(self, kind: Any, accumulate: int, **options: Any) -> Callable[[], None]:
         model = copy.deepcopy(self.model)
         size = self.minibatch * accumulate
         sampler = vbs.CustomSampler(dataset_size=10**9, trace=size, minibatch_size=self.minibatch)
@@ -71,6 +72,20 @@ class Workload:
             for _ in range(accumulate):
                 self.loss(model).backward()
                 optimizer.step(weight=weight)
+
+        return update
+
+    def weighted(self, accumulate: int, **options: Any) -> Callable[[], None]:
+        """The sum over all tokens, and their number as a tensor on the device, as a mask would give it."""
+        model = copy.deepcopy(self.model)
+        size = self.minibatch * accumulate
+        sampler = vbs.CustomSampler(dataset_size=10**9, trace=size, minibatch_size=self.minibatch)
+        optimizer = vbs.LinearRuleOptimizer(self.optimizer(model), sampler, ref_batchsize=size, **options)
+
+        def update() -> None:
+            for _ in range(accumulate):
+                self.total(model).backward()
+                optimizer.step(weight=(self.x[:, 1:] >= 0).sum())
 
         return update
 
@@ -126,10 +141,12 @@ def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool, mo
         )
     if more:
         linear = partial(workload.ours, vbs.LinearRuleOptimizer, accumulate)
-        makers["linear, weights"] = partial(linear, weight=float(workload.minibatch))
-        makers["linear, noise"] = partial(linear, measure_noise=True)
+        makers["linear, noise measured"] = partial(linear, measure_noise=True)
         makers["linear, seeded"] = partial(linear, seed_minibatches=True)
         makers["linear, exact"] = partial(linear, exact=True)
+        if name == "gpt":
+            makers["linear, weights"] = partial(workload.weighted, accumulate)
+            makers["linear, weights and noise"] = partial(workload.weighted, accumulate, measure_noise=True)
     if accumulate > 1 and peer is not None and name != "gpt":  # FairScale's needs two gradients, and is for SGD
         makers["FairScale AdaScale"] = partial(workload.fairscale, peer, accumulate)
     gradient = sum(p.numel() * p.element_size() for p in workload.model.parameters()) / 2**20

@@ -7,7 +7,7 @@ import sys
 import pytest
 from documents import ROOT
 
-TOKENS = 6000
+TOKENS = 12_000
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,8 @@ def run():
         ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        *records, table = done.stdout.partition("\n\n")
-        return dict(re.findall(r"^(\S.*?) {2,}(.+)$", table, re.MULTILINE)), records[0].splitlines()
+        records = re.findall(r"^step .*$", done.stdout, re.MULTILINE)
+        return dict(re.findall(r"^(\S.*?) {2,}(.+)$", done.stdout.rpartition("\n\n")[2], re.MULTILINE)), records
 
     return run
 
