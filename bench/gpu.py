@@ -71,7 +71,7 @@ class Workload:
         def update() -> None:
             for _ in range(accumulate):
                 self.loss(model).backward()
-                optimizer.step(weight=weight)
+                optimizer.step()
 
         return update
 
