@@ -49,6 +49,7 @@ bench: $(NEEDS) .peers
 	$(BIN)/python bench/optimizer.py
 	$(BIN)/python bench/weights.py
 	$(BIN)/python bench/reduction.py
+	$(BIN)/python bench/exact.py
 	$(BIN)/python bench/logs.py
 	$(BIN)/python bench/xla.py
 

@@ -128,7 +128,7 @@ def peak_memory(make: Callable[[], Callable[[], None]]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool) -> None:
+def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool, more: bool) -> None:
     workload = Workload(name)
     makers = {
         "plain loop": partial(workload.plain, accumulate),
@@ -139,12 +139,14 @@ def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool) ->
         makers["linear, kept gradients"] = partial(
             workload.ours, vbs.LinearRuleOptimizer, accumulate, keep_gradients=True
         )
-    if name == "gpt":
-        makers["linear, noise measured"] = partial(
-            workload.ours, vbs.LinearRuleOptimizer, accumulate, measure_noise=True
-        )
-        makers["linear, weights"] = partial(workload.weighted, accumulate)
-        makers["linear, weights and noise"] = partial(workload.weighted, accumulate, measure_noise=True)
+    if more:
+        linear = partial(workload.ours, vbs.LinearRuleOptimizer, accumulate)
+        makers["linear, noise measured"] = partial(linear, measure_noise=True)
+        makers["linear, seeded"] = partial(linear, seed_minibatches=True)
+        makers["linear, exact"] = partial(linear, exact=True)
+        if name == "gpt":
+            makers["linear, weights"] = partial(workload.weighted, accumulate)
+            makers["linear, weights and noise"] = partial(workload.weighted, accumulate, measure_noise=True)
     if accumulate > 1 and peer is not None and name != "gpt":  # FairScale's needs two gradients, and is for SGD
         makers["FairScale AdaScale"] = partial(workload.fairscale, peer, accumulate)
     gradient = sum(p.numel() * p.element_size() for p in workload.model.parameters()) / 2**20
@@ -165,6 +167,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--fairscale", metavar="FILE", help="adascale.py of FairScale, where it is not installed")
     parser.add_argument("--kept", action="store_true", help="also gradients that stay where they are")
+    parser.add_argument("--more", action="store_true", help="also weights, noise, seeds by minibatch and exact sums")
     options = parser.parse_args()
     print_machine()
     print(torch.cuda.get_device_name(), flush=True)
@@ -172,7 +175,7 @@ def main() -> None:
     peer = fairscale_adascale(options.fairscale)
     for name in options.models:
         for accumulate in options.accumulate:
-            compare(name, accumulate, peer, options.repeats, options.kept)
+            compare(name, accumulate, peer, options.repeats, options.kept, options.more)
 
 
 if __name__ == "__main__":

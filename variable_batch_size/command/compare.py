@@ -93,6 +93,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--threads", type=positive, default=1, metavar="N", help="CPU threads of each core (default: 1)"
     )
     parser.add_argument(
+        "--exact", action="store_true", help="runs with the same weights to the last bit on any number of cores"
+    )
+    parser.add_argument(
         "--tests", type=positive, default=20, metavar="N", help="tests of the model in a run (default: 20)"
     )
     parser.add_argument(
@@ -139,6 +142,7 @@ def run(options: argparse.Namespace) -> None:
         on_end=on_end,
         num_tests=options.tests,
         log_steps=options.log_steps,
+        exact=options.exact,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interruption, too: workers must not be left behind
     try:

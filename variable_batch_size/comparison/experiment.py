@@ -50,6 +50,7 @@ class Settings:
         on_end: what follows the last row of a trace.
         num_tests: how often the model is tested within `num_samples`.
         log_steps: steps from one record to the next; about 500 records for each run if None.
+        exact: whether the weights are the same to the last bit on any number of cores.
     """
 
     workload: str
@@ -71,6 +72,7 @@ class Settings:
     on_end: OnEnd
     num_tests: int
     log_steps: int | None
+    exact: bool = False
 
     @property
     def progress_goal(self) -> int:

@@ -78,7 +78,12 @@ def _train_on_this_core(
     )
     inner = inner_optimizer(workload, model, settings.lr)
     optimizer = CustomOptimizer(
-        inner, sampler, rule=make_rule(run.rule), ref_batchsize=settings.ref_batchsize, model=model
+        inner,
+        sampler,
+        rule=make_rule(run.rule),
+        ref_batchsize=settings.ref_batchsize,
+        model=model,
+        exact=settings.exact,
     )
     training = _Training(settings, workload, model, optimizer, _goal(settings, run, updates))
     return training.run(Results(directory).run_directory(run))

@@ -38,7 +38,7 @@ class Checkpoint:
     generators. It is written by core 0 and read by all: machines share the directory. The model's buffers are those of
     core 0. The same run on the same cores goes on to the last bit, with three exceptions: what loader workers draw
     themselves starts anew; virtual XLA cores share the host's generators; and on another number or kind of cores only
-    the generators that were there before go on, so that dropout differs.
+    the generators that were there before go on, so that dropout differs unless minibatches are seeded.
 
     **SIGTERM**, which announces the end of a spot machine, saves at the end of a step, within about a second, and ends
     the process with :data:`EXIT_STOPPED`.

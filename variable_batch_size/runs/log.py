@@ -37,7 +37,8 @@ class Log:
       unfinished; by the clock, whatever else was done in that time; and the share of cores × steps without work;
     - ``weight``, where minibatches have weights: the sum so far in the run, as the tokens seen. The losses given to
       :meth:`step` are then sums, and ``loss`` is their sum over that of the weights;
-    - ``gain`` and ``noise_scale`` where the noise is measured; ``graphs``, the programs compiled so far, on XLA.
+    - ``gain`` and ``noise_scale`` where the noise is measured; ``graphs``, the programs compiled so far, on XLA;
+      ``exact``, which is 1, in exact mode.
 
     The loss stays on the device until a record is due. Then all cores sum it, and it is read: the one wait.
 
@@ -155,6 +156,8 @@ class Log:
         record |= optimizer.report()
         if self._device.type == "xla":
             record["graphs"] = xla.num_programs()
+        if optimizer.exact:
+            record["exact"] = 1
         self._send(record)
         self._restart()
 

@@ -62,7 +62,7 @@ class Dealer(ABC):
         self.first_step = 0
         self.num_passes = 0
         self._when_read: Callable[[], None] | None = None
-        self._when_each_is_read: Callable[[], None] | None = None
+        self._when_asked: Callable[[bool], None] | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -96,14 +96,17 @@ class Dealer(ABC):
         draws a random number, and before anything is done with a sample."""
         self._when_read = callback
 
-    def call_when_each_is_read(self, callback: Callable[[], None]) -> None:
-        """The same in every pass from now on."""
-        self._when_each_is_read = callback
+    def call_when_asked(self, callback: Callable[[bool], None]) -> None:
+        """Call something whenever a minibatch is asked for, in every pass from now on, also where none is left.
+
+        It is told whether it is the first of a pass. A loader asks for one whenever it hands one over, even if its
+        workers are ahead.
+        """
+        self._when_asked = callback
 
     def _begin_reading(self) -> None:
-        for callback in (self._when_read, self._when_each_is_read):
-            if callback is not None:
-                callback()
+        if self._when_read is not None:
+            self._when_read()
 
     def _refuse_second_pass(self) -> None:
         raise RuntimeError(

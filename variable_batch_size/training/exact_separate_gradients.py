@@ -50,6 +50,8 @@ class ExactSeparateGradients(SeparateGradients):
         if not trainable:
             return False
         self._limbs |= {p: [_zeros(p.shape, p.device) for _ in range(_NUM_LIMBS)] for p in new}
+        if self._divisors is not None:
+            self._infinities |= {p: torch.full(p.shape, torch.inf).to(p.device) for p in new if p not in self._divisors}
         device = trainable[0].device
         self._number_limbs = [_zeros((num_numbers,), device) for _ in range(_NUM_LIMBS)]
         self._flags = [_zeros((len(self._limbs) + num_numbers,), device) for _ in range(2)]

@@ -212,9 +212,13 @@ class Gradients(ABC):
             if self._divisors is None:
                 gradients = [gradient for _, gradient in pairs]
             else:
-                gradients = [g / self._divisors[p] for p, g in pairs if p in self._divisors]
+                gradients = [g / divisor for p, g in pairs if (divisor := self._divisor_of(p)) is not None]
             squares.append(self._square(gradients))
         return torch.stack(squares)
+
+    def _divisor_of(self, p: torch.Tensor) -> torch.Tensor | None:
+        assert self._divisors is not None
+        return self._divisors.get(p)
 
     @abstractmethod
     def _square(self, gradients: list[torch.Tensor]) -> torch.Tensor:

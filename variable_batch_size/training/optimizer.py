@@ -104,7 +104,7 @@ class CustomOptimizer(ScheduledOptimizer):
         options = {"clip_grad_norm": clip_grad_norm, "smooth_steps": smooth_steps, "max_factor": max_factor}
         options |= {"skip_nonfinite": self.skip_nonfinite, "keep_gradients": keep_gradients, "loss_scale": loss_scale}
         options |= {"measure_noise": measure_noise}
-        join_other_cores(self, self._communicator, model, options)
+        complete_joining = join_other_cores(self, self._communicator, model, options)
         self._preconditioner = Preconditioner(self.inner) if self.rule.preconditions else None
         divisors = None if self._preconditioner is None else self._preconditioner.divisors
         self._gradients = gradients_for(
@@ -120,6 +120,7 @@ class CustomOptimizer(ScheduledOptimizer):
         self._settings, self._passes = Settings(self.inner, self._communicator), Passes(sampler)
         self._seeds = MinibatchSeeds(self.seeds_minibatches, sampler, self._position, next(self.parameters()), model)
         self._begin_epoch()
+        complete_joining()
 
     # ---------------------------------------------------------------------------------------- a torch.optim.Optimizer
 

@@ -20,8 +20,12 @@ class Position:
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
-        self._schedule = schedule
         self._rank = rank
+        self.take(schedule)
+
+    def take(self, schedule: Schedule) -> None:
+        """Go to the start of another schedule."""
+        self._schedule = schedule
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
@@ -33,7 +37,8 @@ class Position:
         self._steps = steps
         self.step = steps[min(self.first_step, len(steps) - 1)]
         self._begin = self._schedule.samples_before(self.step) - self._schedule.samples_before(steps.start)
-        self._minibatches_left = self._share() if first_step < len(steps) else 0
+        self._share = self._share_of_step()
+        self._minibatches_left = self._share if first_step < len(steps) else 0
 
     def advance(self) -> None:
         """Note one more minibatch, which begins the next step if the latest is complete."""
@@ -45,24 +50,24 @@ class Position:
                 )
             self._begin += self.batch_size
             self.step += 1
-            self._minibatches_left = self._share()
+            self._minibatches_left = self._share = self._share_of_step()
         self._minibatches_left -= 1
 
-    def _share(self) -> int:
+    def _share_of_step(self) -> int:
         """How many minibatches this core runs in the step: at least a stand-in."""
         return max(1, len(self._schedule.minibatches(self.step, self._rank)))
 
     @property
     def next_minibatch(self) -> int:
         """The number of the minibatch that the core runs next, among all of the epoch; of a stand-in, its own."""
-        begin, step, place = self._begin, self.step, self._rank
-        if self.is_complete:
-            begin, step = begin + self.batch_size, step + 1
-        else:
-            place += (self._share() - self._minibatches_left) * self._schedule.num_replicas
-        if step not in self._steps:
-            return begin // self._schedule.minibatch_size
-        return begin // self._schedule.minibatch_size + place % self._schedule.num_minibatches(step)
+        schedule, step = self._schedule, self.step
+        done = self._share - self._minibatches_left  # of this core's in the step
+        before = self._begin // schedule.minibatch_size
+        if self._minibatches_left and done:
+            return before + self._rank + done * schedule.num_replicas
+        if not self._minibatches_left:
+            before, step = before + schedule.num_minibatches(step), step + 1
+        return before + self._rank % schedule.num_minibatches(step) if step in self._steps else before
 
     @property
     def is_complete(self) -> bool:
@@ -72,7 +77,7 @@ class Position:
     @property
     def is_accumulating(self) -> bool:
         """Whether this core has run some of its minibatches of a step, and not all."""
-        return self._minibatches_left not in (0, self._share())
+        return self._minibatches_left not in (0, self._share)
 
     @property
     def epoch_step(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -108,6 +108,10 @@ class CustomSampler(Dealer, Sampler[list[int]]):
                 )
 
     def __iter__(self) -> Iterator[list[int]]:
+        minibatches = self._minibatches()
+        return minibatches if self._when_asked is None else _Asked(minibatches, self._when_asked)
+
+    def _minibatches(self) -> Iterator[list[int]]:
         # a DataLoader may make several iterators and use one: nothing happens before the first minibatch is asked for
         if self._has_started:
             self._refuse_second_pass()
@@ -120,3 +124,19 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         for offsets in self.schedule.offsets(self.epoch, self.rank, at_once=at_once, first_step=self.first_step):
             positions = offsets[:, None] + within
             yield from (order(positions) if order else positions).tolist()
+
+
+class _Asked(Iterator[list[int]]):
+    """Minibatches, and somebody who is told whenever one has been asked for."""
+
+    def __init__(self, minibatches: Iterator[list[int]], tell: Callable[[bool], None]) -> None:
+        self._minibatches = minibatches
+        self._tell = tell
+        self._is_first = True
+
+    def __next__(self) -> list[int]:
+        try:
+            return next(self._minibatches)
+        finally:
+            is_first, self._is_first = self._is_first, False
+            self._tell(is_first)

@@ -150,7 +150,7 @@ class ScheduledOptimizer(Wrapper, ABC):
     def go_on_with(self, schedule: Schedule) -> None:
         """Take another schedule in place of the sampler's, and give it to the sampler; ``set_epoch`` goes into it."""
         self.sampler.schedule = schedule
-        self._position = Position(schedule, self.sampler.rank)
+        self._position.take(schedule)
 
     # ------------------------------------------------------------------------------------------------------------- rule
 

@@ -21,6 +21,7 @@ class SeparateGradients(Gradients):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        self._infinities: dict[torch.Tensor, torch.Tensor] = {}  # in place of divisors that there are not yet
         self._step_squares: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []  # their sum and how many are above 0, once there are any
         self._present: set[torch.Tensor] = set()
@@ -56,14 +57,18 @@ class SeparateGradients(Gradients):
         that of a core which has accumulated would be another one.
         """
         trainable = [p for p in self.parameters() if p.requires_grad or p.grad is not None or p in self._sums]
+        converted = [p for p, tensor in self._sums.items() if tensor.dtype != p.dtype]
+        self._sums |= {p: self._sums[p].to(p.dtype) for p in converted}
         new = [p for p in trainable if p not in self._sums]
         # made on the host: zeros made on the device would be a program of their own
         self._sums |= {p: torch.zeros(p.shape, dtype=p.dtype).to(p.device) for p in new}
+        if self._divisors is not None:
+            self._infinities |= {p: torch.full(p.shape, torch.inf).to(p.device) for p in new if p not in self._divisors}
         num_squares = len(self._inner.param_groups) - len(self._step_squares) if trainable else 0
         num_weights = 2 - len(self._weights) if self._is_weighted else 0
         self._step_squares += [torch.zeros(1).to(trainable[0].device) for _ in range(num_squares)]
         self._weights += [torch.zeros(1).to(trainable[0].device) for _ in range(num_weights)]
-        return bool(new or num_squares or num_weights)
+        return bool(converted or new or num_squares or num_weights)
 
     def reduce(self, mean: Mean, *, is_idle: bool) -> None:
         self._mean = mean
@@ -102,6 +107,13 @@ class SeparateGradients(Gradients):
             self.clear()
         self._fit()
 
+    def _divisor_of(self, p: torch.Tensor) -> torch.Tensor | None:
+        divisor = super()._divisor_of(p)
+        if divisor is None:
+            return self._infinities[p]  # which leaves nothing to count, by the same program
+        self._infinities.pop(p, None)
+        return divisor
+
     def weight(self) -> Weight | None:
         return self._weights[0] * 1 if self._is_weighted else None
 
@@ -119,7 +131,8 @@ class SeparateGradients(Gradients):
         if not gradients:
             # made on the host, as above
             return torch.zeros(()).to(next(self.parameters()).device)
-        squares = [gradient.float().pow(2).sum() for gradient in gradients]
+        sizes = [gradient.abs() if gradient.is_complex() else gradient for gradient in gradients]
+        squares = [size.float().pow(2).sum() for size in sizes]
         return torch.stack(squares).sum() if len(squares) > 1 else squares[0]
 
 

@@ -139,8 +139,11 @@ class Stream(Dealer, IterableDataset[Any]):
     def _minibatches(self, reader: Reader, number: int) -> Iterator[Any]:
         """What a reader deals in the pass of this number; nothing happens before the first minibatch is asked for."""
         _refuse_merging(sys._getframe(1))
+        tell = self._when_asked if get_worker_info() is None else None
         if get_worker_info() is None:
             self._begin_reading()
+        if tell is not None:
+            tell(True)
         if not reader.has_steps:
             return
         reader.refuse_other_epoch()
@@ -153,6 +156,8 @@ class Stream(Dealer, IterableDataset[Any]):
             if told[2] != number:
                 raise RuntimeError("set_epoch was called after the loader had been set up: call it before each pass")
             yield self.collate_fn(minibatch)
+            if tell is not None:
+                tell(False)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a loader worker needs that is not forked."""
@@ -161,7 +166,7 @@ class Stream(Dealer, IterableDataset[Any]):
             "_source": Source(self._samples),
             "_reader": None,
             "_when_read": None,
-            "_when_each_is_read": None,
+            "_when_asked": None,
         }
 
     # ---------------------------------------------------------------------------------------------------------- state
