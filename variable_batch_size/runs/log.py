@@ -57,7 +57,7 @@ class Log:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._communicator = communicator_for(parameters)
         self._device = parameters[0].device
-        self._steps_seen = optimizer.steps_done
+        self._steps_seen = optimizer.steps_made
         # made on the host, as what is made on an XLA device is a program of its own; and several, as is one used twice
         self._zeros = [torch.zeros(()).to(self._device) for _ in range(_LOSSES_AT_ONCE + 1)]
         self._losses_of_step: list[torch.Tensor] = []  # of this core's minibatches since the latest complete step
@@ -80,10 +80,9 @@ class Log:
             raise ValueError(f"`loss` must be the {kind} over a minibatch, got the shape {tuple(loss.shape)}")
         if not optimizer.is_idle:
             self._losses_of_step.append(loss.detach())
-        # the second, for a checkpoint that was loaded since has changed the number of steps and completed none
-        if optimizer.steps_done == self._steps_seen or optimizer.is_accumulating:
+        if optimizer.steps_made == self._steps_seen:
             return
-        self._steps_seen = optimizer.steps_done
+        self._steps_seen = optimizer.steps_made
         self._count_step()
         if optimizer.steps_done % self.every == 0:
             self._write_step()

@@ -48,6 +48,7 @@ class ScheduledOptimizer(Wrapper, ABC):
     Attributes:
         steps_done: steps so far, skipped ones included.
         samples_done: samples in these.
+        steps_made: steps with this object, whatever state was loaded meanwhile.
         steps_skipped: steps whose gradient was not finite, or whose minibatches all have the weight 0.
         minibatch_weights: what minibatches weigh, and how much that is so far.
         gradient_norm: the norm of the latest step's mean gradient before clipping, on the device; None unless that step
@@ -81,7 +82,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         self.log_steps = int(log_steps)
         self.exact = exact
         self.seeds_minibatches = seed_minibatches
-        self.steps_done = self.samples_done = self.steps_skipped = 0
+        self.steps_done = self.samples_done = self.steps_skipped = self.steps_made = 0
         self.gradient_norm: torch.Tensor | None = None
         self._norm_every: set[int] = set()
         self._position = Position(sampler.schedule, sampler.rank)
@@ -226,6 +227,7 @@ class ScheduledOptimizer(Wrapper, ABC):
     def _count(self, step: Step, weight: Weight | None) -> None:
         """Note that a step is done, and what its minibatches weigh."""
         self.steps_done += 1
+        self.steps_made += 1
         self.samples_done += step.batch_size
         self.minibatch_weights.add(weight)
 
