@@ -62,7 +62,7 @@ def test_the_scenarios_are_what_they_are_thought_to_be(alone, found):
     assert len({scenario.rule for scenario in ALL}) >= 6
     assert {scenario.net for scenario in ALL} == {"mlp", "conv", "tokens"}
     for result in alone.values():
-        assert len(set(result["digests"].values())) == len(result["digests"]) > 8
+        assert len(set(result["digests"].values())) == len(result["digests"]) > 5
         assert all(value.isfinite().all() for value in result["model"].values())
     # the parts that were handed on are parts
     assert 0 < sum(len(found[WAY[0]][0][name]["part"]) for name in NAMES) < 6 * len(ALL)

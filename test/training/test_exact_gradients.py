@@ -94,11 +94,19 @@ def test_what_cancels_leaves_the_same_on_any_cores():
         assert all(map(same, alone, gradients_of(run_steps(steps, cores=cores, shapes=[(2,)]))))
 
 
+def test_in_the_first_step_all_cores_have_the_units_of_the_first_minibatch():
+    steps = [[[[1.0, 0.0]], [[2.0**-6, 2.0**-38]]]]  # less than half a unit of 2⁻³⁶
+    for cores in CORES:
+        ((gradient,),) = gradients_of(run_steps(steps, cores=cores, shapes=[(2,)]))
+        assert gradient.tolist() == [0.5 + 2.0**-7, 0.0]
+
+
 @pytest.mark.parametrize("power", [10, 13, 40, 90, -10, -13, -40, -90])
 def test_one_minibatch_that_explodes_or_vanishes_is_summed_as_all_others(power):
     rng = random.Random(power)
     steps = [[[drawn(rng)] for _ in range(5)] for _ in range(6)]
     steps[2][3] = [[math.ldexp(value, power) for value in steps[2][3][0]]]
+    steps[2][1] = [[-value for value in steps[2][3][0]]]  # so that what is left shows the last bits
     steps[3] = [[[math.ldexp(value, power) for value in minibatch[0]]] for minibatch in steps[3]]
     alone = gradients_of(run_steps(steps, cores=1))
     for cores in CORES[1:]:
@@ -132,7 +140,7 @@ def test_zero_and_missing_gradients_stay_zero_and_missing():
 def test_one_element_that_is_not_finite_leaves_the_others_exact_and_the_next_step_alone(bad):
     rng = random.Random(1)
     steps = [[[drawn(rng)] for _ in range(4)] for _ in range(4)]
-    steps[1][2] = [[bad, 2.0**40 / 3, 1.0]]
+    steps[1][0], steps[1][2] = [[1.0, -(2.0**40) / 3, 1.0]], [[bad, 2.0**40 / 3, 1.0]]
     alone = gradients_of(run_steps(steps, cores=1))
     assert alone[1][0][0].item() == bad or math.isnan(bad)
     assert alone[1][0].isfinite().tolist() == [False, True, True]
