@@ -93,7 +93,7 @@ class ExactGradients(FlatGradients):
     def _put(self, gradients: list[torch.Tensor | None]) -> None:
         numbers = [number for number, gradient in enumerate(gradients) if gradient is not None]
         found = dense([gradients[number] for number in numbers])
-        largest = torch.stack([_largest_of(gradient) for gradient in found]).tolist() if found else []
+        largest = _largest_of_each(found).tolist() if found else []
         is_first, written = not self._has_sums, set()
         views, rounders, are_new = [], [], []
         for number, gradient, value in zip(numbers, found, largest, strict=True):
@@ -136,13 +136,12 @@ class ExactGradients(FlatGradients):
         *squares, self._weight, self._num_weighted = joined(self._parts).unbind()
         self._step_squares = torch.stack(squares)
         unscaled = mean._replace(loss_scale=1.0)  # the loss scale is divided out already
-        factor, largest = unscaled.factor(is_weighted=self._is_weighted) * self._share_of_weight(), []
+        factor, totals = unscaled.factor(is_weighted=self._is_weighted) * self._share_of_weight(), []
         for number, (p, has) in enumerate(zip(self._memory.parameters, self._is_present, strict=True)):
-            total = self._total(number)
-            largest.append(_largest_of(total))
-            p.grad = _multiplied(total, factor, p.dtype) if has else None
-        if largest:
-            self._latest = self._memory.parameters, torch.stack(largest) / mean.num_minibatches
+            totals.append(self._total(number))
+            p.grad = _multiplied(totals[-1], factor, p.dtype) if has else None
+        if totals:
+            self._latest = self._memory.parameters, _largest_of_each(totals) / mean.num_minibatches
 
     def _total(self, number: int) -> torch.Tensor:
         total = self._memory.views[number]
@@ -193,6 +192,13 @@ class ExactGradients(FlatGradients):
             self._units.load_state_dict(state, self.parameters())
 
 
+def _largest_of_each(gradients: list[torch.Tensor]) -> torch.Tensor:
+    if all(gradient.device.type != "cpu" and gradient.numel() for gradient in gradients):
+        # all at once, which a GPU does much faster
+        return torch.stack([norm.double() for norm in torch._foreach_norm(gradients, math.inf)])
+    return torch.stack([_largest_of(gradient) for gradient in gradients])
+
+
 def _largest_of(gradient: torch.Tensor) -> torch.Tensor:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     if not values.numel():
@@ -220,10 +226,8 @@ def _add_rounded(
                     place.add_(exact)
         return
     # all at once, which a GPU does much faster
-    exact_of_all = [
-        view.copy_(gradient) if is_new else gradient.detach().to(torch.float64, copy=True)
-        for view, gradient, is_new in zip(views, gradients, are_new, strict=True)
-    ]
+    exact_of_all = [view if is_new else torch.empty_like(view) for view, is_new in zip(views, are_new, strict=True)]
+    torch._foreach_copy_(exact_of_all, gradients)
     if divisor != 1:
         torch._foreach_div_(exact_of_all, divisor)
     torch._foreach_add_(exact_of_all, rounders)

@@ -148,9 +148,15 @@ class FlatGradients(Gradients):
     def _scale_single(self, factor: Weight) -> None:
         """A single minibatch, used as it is; what the user may still hold is left alone."""
         if isinstance(factor, torch.Tensor) or factor != 1:
-            for p in self.parameters():
-                if p.grad is not None:
-                    p.grad = p.grad.detach() * factor
+            owners = [p for p in self.parameters() if p.grad is not None]
+            gradients: list[Any] = [p.grad.detach() for p in owners]  # type: ignore[union-attr]
+            devices = {gradient.device for gradient in gradients}
+            if isinstance(factor, torch.Tensor) and devices != {factor.device}:
+                scaled = [gradient * factor.to(gradient.device) for gradient in gradients]
+            else:
+                scaled = list(torch._foreach_mul(gradients, factor))
+            for p, gradient in zip(owners, scaled, strict=True):
+                p.grad = gradient
 
     def _sum_over_cores(self) -> None:
         memory = self._memory
