@@ -15,6 +15,7 @@ PACKAGE = Path(variable_batch_size.__file__).parent
 FOR_ALL = {"checks", "files", "version"}
 LAYERS = {
     "rules": set(),
+    "policies": set(),
     "traces": set(),
     "schedules": {"traces"},
     "planning": {"rules", "traces", "schedules"},
@@ -24,7 +25,7 @@ LAYERS = {
     "comparison": {"cores", "rules", "traces", "schedules", "planning", "training", "runs"},
     "command": {"traces", "schedules", "planning", "comparison"},
 }
-WITHOUT_TORCH = {"rules", "traces", "schedules", "planning", "command", *FOR_ALL}
+WITHOUT_TORCH = {"rules", "policies", "traces", "schedules", "planning", "command", *FOR_ALL}
 
 MODULES = sorted(
     path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.stem not in ("__init__", "__main__")
