@@ -43,7 +43,12 @@ WITH_EXAMPLES = [
     "traces.convert",
     "planning.plan",
     "planning.sparkline",
+    "planning.profile",
+    "planning.noise_curve",
+    "planning.availability",
+    "planning.simulate",
     "planning.reports",
+    "comparison.profile",
     "comparison.report.estimates",
     "comparison.report.numbers",
 ]

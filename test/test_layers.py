@@ -18,12 +18,12 @@ LAYERS = {
     "policies": set(),
     "traces": set(),
     "schedules": {"traces"},
-    "planning": {"rules", "traces", "schedules"},
+    "planning": {"rules", "traces", "policies", "schedules"},
     "cores": set(),
     "training": {"cores", "rules", "traces", "schedules"},
     "runs": {"cores", "traces", "schedules", "training"},
-    "comparison": {"cores", "rules", "traces", "schedules", "planning", "training", "runs"},
-    "command": {"traces", "schedules", "planning", "comparison"},
+    "comparison": {"cores", "rules", "traces", "policies", "schedules", "planning", "training", "runs"},
+    "command": {"traces", "policies", "schedules", "planning", "comparison"},
 }
 WITHOUT_TORCH = {"rules", "policies", "traces", "schedules", "planning", "command", *FOR_ALL}
 

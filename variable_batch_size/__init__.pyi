@@ -4,11 +4,17 @@ from .comparison.workload import Workload as Workload
 from .cores.launch import launch as launch
 from .cores.loader_workers import leave_sigterm_to_parent as leave_sigterm_to_parent
 from .cores.stopping import EXIT_STOPPED as EXIT_STOPPED
+from .planning.availability import Availability as Availability
+from .planning.fit import fit_throughput as fit_throughput
+from .planning.noise_curve import NoiseCurve as NoiseCurve
 from .planning.picture import plot_plan as plot_plan
 from .planning.plan import Plan as Plan
+from .planning.profile import Profile as Profile
 from .planning.reports import conversion_report as conversion_report
 from .planning.reports import plan_report as plan_report
 from .planning.reports import trace_report as trace_report
+from .planning.simulate import Simulation as Simulation
+from .planning.simulate import simulate as simulate
 from .policies.autoscale import Autoscale as Autoscale
 from .policies.best_split import BestSplit as BestSplit
 from .policies.best_split import best_split as best_split

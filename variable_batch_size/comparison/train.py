@@ -61,7 +61,7 @@ def _train_on_this_core(
     settings: Settings, run: Run, directory: Path, datadir: str | None, updates: int | None
 ) -> Outcome:
     torch.set_num_threads(settings.threads)
-    device = _device(settings.device)
+    device = device_of(settings.device)
     with _one_at_a_time:  # virtual XLA cores are threads and share the random generators
         _seed(run.seed)  # a workload may draw its data
         workload = load_workload(settings.workload, datadir)
@@ -92,6 +92,19 @@ def inner_optimizer(workload: Workload, model: torch.nn.Module, lr: float | None
     return inner
 
 
+def minibatches_of(workload: Workload, optimizer: CustomOptimizer, device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """The minibatches of all epochs, one after the other."""
+    sampler, dataset = optimizer.sampler, workload.train
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        # tensors are cut at once, which is much faster than sample by sample
+        pairs = (dataset[indices] for indices in sampler) if type(dataset) is TensorDataset else loader
+        for inputs, targets in pairs:
+            yield inputs.to(device), targets.to(device)
+
+
 def refuse_impossible(workload: Workload, device: str, rules: Sequence[str]) -> None:
     """Say at once what every run would fail by: a device that is not there, a rule for another kind of optimizer."""
     if device == "cuda" and not torch.cuda.is_available():
@@ -114,7 +127,8 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device of a kind that this core runs on."""
     return xla.device() if name == "xla" else torch.device(name)
 
 
@@ -159,7 +173,7 @@ class _Training:
             TensorBoard(directory / "tensorboard"),
         ]
         with Log(optimizer, every=self._log_steps(), to=sinks) as log:
-            for inputs, targets in self._minibatches():
+            for inputs, targets in minibatches_of(self._workload, optimizer, self._device):
                 loss = self._workload.loss(self._model(inputs), targets)
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
@@ -180,18 +194,6 @@ class _Training:
                     return self._outcome(DONE, time.monotonic() - started_at)
                 progress_at_test = optimizer.progress
         raise AssertionError("minibatches never end")
-
-    def _minibatches(self) -> Iterator[tuple[Any, Any]]:
-        """The minibatches of all epochs, one after the other."""
-        sampler, dataset = self._optimizer.sampler, self._workload.train
-        loader = DataLoader(dataset, batch_sampler=sampler)
-        for epoch in itertools.count():
-            sampler.set_epoch(epoch)
-            self._optimizer.set_epoch(epoch)
-            # tensors are cut at once, which is much faster than sample by sample
-            pairs = (dataset[indices] for indices in sampler) if type(dataset) is TensorDataset else loader
-            for inputs, targets in pairs:
-                yield inputs.to(self._device), targets.to(self._device)
 
     def _set_lr(self) -> None:
         if self._workload.schedule is not None:
