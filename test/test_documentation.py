@@ -18,6 +18,7 @@ WITH_EXAMPLES = [
     "schedules.batch_sizes",
     "schedules.permutation",
     "schedules.schedule",
+    "schedules.live",
     "rules.rule",
     "policies.situation",
     "policies.bounds",

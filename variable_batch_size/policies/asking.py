@@ -34,9 +34,8 @@ class Asking:
 
     def num_rows(self, ahead: int) -> int:
         """How many rows are to be decided now, if so many are and were not executed yet; 0 for none."""
-        if self._batch_size is None:
-            return self.policy.lead + self.policy.every
-        return self.policy.every if ahead <= self.policy.lead else 0
+        lead, every = self.policy.lead, self.policy.every
+        return lead + every - ahead if ahead <= lead else 0
 
     def note_steps(self, batch_size: int, depth: int, seconds: float | None, number: int = 1) -> None:
         """Take in steps that were made.
@@ -61,9 +60,13 @@ class Asking:
             situation, batch_size=self._batch_size, seconds_accumulating=accumulating, seconds_updating=updating
         )
         decision = self.policy.answer(known)
-        if decision.batch_size != self._batch_size:
-            self._batch_size, self._num_made = decision.batch_size, 0
+        self.take_over(decision.batch_size)
         return decision
+
+    def take_over(self, batch_size: int) -> None:
+        """Take a batch size for the one decided last: an answer, perhaps of another core."""
+        if batch_size != self._batch_size:
+            self._batch_size, self._num_made = batch_size, 0
 
     def restart(self, batch_size: int | None) -> None:
         """Go on on other cores after steps of a batch size: what was measured no longer holds, and it asks at once."""

@@ -97,7 +97,8 @@ class Autoscale(Policy):
 
 def _size(situation: Situation, depth: int, allowed: range) -> int:
     """The batch size of steps in which all cores are equally deep, as far as that is allowed."""
-    return min(max(depth * situation.cores, allowed[0]), allowed[-1]) * situation.minibatch_size
+    whole = min(depth, max(1, allowed[-1] // situation.cores)) * situation.cores
+    return min(max(whole, allowed[0]), allowed[-1]) * situation.minibatch_size
 
 
 def _goodput(situation: Situation) -> Goodput | None:

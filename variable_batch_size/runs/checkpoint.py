@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from variable_batch_size.runs import randomness, storage
 from variable_batch_size.runs.agreement import Agreement
 from variable_batch_size.runs.executed import Executed
 from variable_batch_size.runs.scheduler_state import Stateful, load_state, state_of
+from variable_batch_size.runs.sinks import JsonLines
 from variable_batch_size.training.description import differences
 from variable_batch_size.training.optimizer import CustomOptimizer
 
@@ -97,6 +98,8 @@ class Checkpoint:
             origin = ", ".join(f"{name} {value}" for name, value in self._identity.items())
             self._executed = Executed(self.directory / "executed.csv", self._sampler.schedule, origin=origin)
             self._take_up(self.directory)
+            if self._communicator.rank == 0:
+                optimizer.call_when_decided(_closed_after_each(JsonLines(self.directory / "decisions.jsonl")))
         self._agreement.note_saved()
         self._steps_seen = optimizer.steps_done
 
@@ -267,3 +270,13 @@ class Checkpoint:
         if different:
             raise ValueError(f"{path} was saved by another run: {'; '.join(different)}")
         return state
+
+
+def _closed_after_each(sink: JsonLines) -> Callable[[dict[str, Any]], None]:
+    """A sink for the few records of a run that nobody ends."""
+
+    def write(record: dict[str, Any]) -> None:
+        sink(record)
+        sink.close()
+
+    return write

@@ -150,6 +150,7 @@ class Log:
             "idle_share": self._num_idle / (cores * self._num_steps),
         }
         record |= optimizer.report()
+        optimizer.note_loss(record["loss"])
         if self._device.type == "xla":
             record["graphs"] = xla.num_programs()
         self._send(record)

@@ -41,6 +41,7 @@ def join_other_cores(
         "settings of the rule": settings_of_rule(optimizer.rule),
         "settings": settings_of(optimizer.inner),
         "model": shapes_of(of_model),
+        "first batch size": optimizer.batch_size,
     }
     begin_alike(facts, [*parameters, *of_model], communicator)
     take_over_reduction(parameters, communicator)

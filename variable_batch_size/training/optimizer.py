@@ -117,11 +117,7 @@ class CustomOptimizer(ScheduledOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state and the position; in the middle of a step, the position before that step."""
         own = {
-            "epoch": self.epoch,
-            "epoch_step": self.epoch_step,
-            "steps_done": self.steps_done,
-            "samples_done": self.samples_done,
-            "steps_skipped": self.steps_skipped,
+            **self._state_of_run(),
             "rule": self.rule.state_dict(),
             **self._scaling.state_dict(),
             "adam_bias": self._settings.adam_bias.state_dict(),
@@ -137,12 +133,10 @@ class CustomOptimizer(ScheduledOptimizer):
             raise ValueError(f"the state has no {STATE_KEY!r}: it is that of another kind of optimizer")
         own = state_dict[STATE_KEY]
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
-        self.set_epoch(own["epoch"], own["epoch_step"])
-        self.steps_done = own["steps_done"]
-        self.samples_done = own["samples_done"]
-        self.steps_skipped = own["steps_skipped"]
         self.rule.load_state_dict(own["rule"])
         self._scaling.load_state_dict(own)
+        self._load_state_of_run(own)
+        self.set_epoch(own["epoch"], own["epoch_step"])
         self._settings.adam_bias.load_state_dict(own.get("adam_bias", {}))
         if self._preconditioner is not None:
             self._preconditioner.refresh()
@@ -246,8 +240,7 @@ class CustomOptimizer(ScheduledOptimizer):
             self._gradients.clear()
         self._buffers.settle(is_taken_back=is_idle or is_skipped)
         self._buffers.save(self._position.is_idle_next)
-        self.steps_done += 1
-        self.samples_done += step.batch_size
+        self._count_step(step)
         if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
             self._log()
         return not is_skipped

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sized
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
 
 from variable_batch_size.checks import check_within, is_integer
 from variable_batch_size.cores.running import running_cores
+from variable_batch_size.policies.policy import Policy, policy_of
+from variable_batch_size.policies.situation import Situation
 from variable_batch_size.schedules.batch_sizes import OnEnd
+from variable_batch_size.schedules.layout import Layout
+from variable_batch_size.schedules.live import LiveSchedule
 from variable_batch_size.schedules.permutation import Permutation
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Trace, TraceLike
@@ -31,7 +36,8 @@ class CustomSampler(Sampler[list[int]]):
         dataset: the data set, of which only the length is used; or else
         dataset_size: its length.
         trace: the batch size of every step: a path, a sequence, an array, a pandas column, or an integer for always
-            the same; multiples of `minibatch_size`.
+            the same; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides it while
+            the run goes on.
         num_replicas: cores that share the work; those of the running backend if None.
         rank: which of them this is; as the running backend knows it if None.
         minibatch_size: samples that one core runs at once.
@@ -52,7 +58,7 @@ class CustomSampler(Sampler[list[int]]):
         dataset: Sized | None = None,
         *,
         dataset_size: int | None = None,
-        trace: TraceLike,
+        trace: TraceLike | Policy | Callable[[Situation], float],
         minibatch_size: int,
         num_replicas: int | None = None,
         rank: int | None = None,
@@ -69,8 +75,8 @@ class CustomSampler(Sampler[list[int]]):
             rank = running_rank if rank is None else rank
         if not is_integer(seed):
             raise ValueError(f"`seed` must be an integer, got {seed!r}")
-        self.schedule = Schedule(
-            Trace.of(trace),
+        self.schedule = _schedule_of(
+            trace,
             dataset_size=len(dataset) if dataset is not None else dataset_size,  # type: ignore[arg-type]
             minibatch_size=minibatch_size,
             num_replicas=num_replicas,
@@ -101,6 +107,7 @@ class CustomSampler(Sampler[list[int]]):
             epoch: its number, from 0.
             first_step: how many of the epoch's steps to leave out, for a run that was stopped after them.
         """
+        self.schedule.begin_epoch(epoch)
         steps = self.schedule.steps(epoch)
         check_within(len(steps), first_step=first_step)
         self.epoch = int(epoch)
@@ -116,6 +123,8 @@ class CustomSampler(Sampler[list[int]]):
 
     def _tell_if_cut_short(self) -> None:
         schedule = self.schedule
+        if not isinstance(schedule, Schedule):
+            return
         steps = schedule.steps(self.epoch)
         if schedule.on_end == "stop" and steps.stop == len(schedule.trace) and self.rank == 0:
             used = schedule.samples_before(steps.stop) - schedule.samples_before(steps.start)
@@ -150,3 +159,18 @@ class CustomSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """How many minibatches this core gets in the epoch, stand-ins included."""
         return self.schedule.num_yielded(self.epoch, self.rank, self.first_step)
+
+
+def _schedule_of(trace: Any, *, dataset_size: int, minibatch_size: int, num_replicas: int, on_end: OnEnd) -> Layout:
+    """Of a trace, or of whoever decides one."""
+    if isinstance(trace, Policy) or (callable(trace) and not isinstance(trace, type)):
+        return LiveSchedule(
+            policy_of(trace), dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas
+        )
+    return Schedule(
+        Trace.of(trace),
+        dataset_size=dataset_size,
+        minibatch_size=minibatch_size,
+        num_replicas=num_replicas,
+        on_end=on_end,
+    )

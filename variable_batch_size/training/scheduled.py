@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.checks import check_positive
+from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.rules.adascale import NoiseRule
 from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.rule import Rule, Step
+from variable_batch_size.training.deciding import Record, deciding_for
 from variable_batch_size.training.description import description_of
 from variable_batch_size.training.factors import Factors
 from variable_batch_size.training.position import Position
@@ -39,6 +43,8 @@ class ScheduledOptimizer(Wrapper, ABC):
             is one of those for which :meth:`keep_gradient_norm` has asked.
     """
 
+    _communicator: Communicator
+
     def __init__(
         self,
         inner: Optimizer,
@@ -63,8 +69,9 @@ class ScheduledOptimizer(Wrapper, ABC):
         self.steps_done = self.samples_done = self.steps_skipped = 0
         self.gradient_norm: torch.Tensor | None = None
         self._norm_every: set[int] = set()
-        self._position = Position(sampler.schedule, sampler.rank)
         self._scaling = Factors(rule, smooth_steps=smooth_steps, max_factor=max_factor)
+        self._deciding = deciding_for(self)
+        self._position = Position(sampler.schedule, sampler.rank)
         self._factors: list[float] | None = None  # of the latest step, once it is complete
         self._lrs: list[float] = []  # likewise
         self._loss_scale = _checked_loss_scale(loss_scale)
@@ -76,6 +83,16 @@ class ScheduledOptimizer(Wrapper, ABC):
     def description(self) -> dict[str, str | int | bool]:
         """What must be the same on all cores, and when a run goes on."""
         return description_of(self.sampler, self.rule, self.inner, self.ref_batchsize)
+
+    def call_when_decided(self, listener: Callable[[Record], Any]) -> None:
+        """Give every decision of a policy to something that can be called with a record; nothing without a policy."""
+        if self._deciding is not None:
+            self._deciding.call_when_decided(listener)
+
+    def note_loss(self, loss: float) -> None:
+        """Let a policy know the loss that a log has recorded."""
+        if self._deciding is not None:
+            self._deciding.loss = loss
 
     def keep_gradient_norm(self, *, every: int) -> None:
         """From now on, leave the norm of every N-th step's mean gradient in `gradient_norm`; several N add up."""
@@ -147,8 +164,9 @@ class ScheduledOptimizer(Wrapper, ABC):
         return self._scaling.progress
 
     def report(self) -> dict[str, float]:
-        """What the rule has to tell a log about the latest step."""
-        return self.rule.report(self._rule_step())
+        """What the rule, and the policy if there is one, has to tell a log about the latest step."""
+        times = self._deciding.report() if self._deciding is not None else {}
+        return self.rule.report(self._rule_step()) | times
 
     def gain(self, batch_size: int | None = None, group: int | None = None) -> float:
         """How many steps at `ref_batchsize` a step is worth, from the noise as it is known now.
@@ -174,6 +192,33 @@ class ScheduledOptimizer(Wrapper, ABC):
         if not isinstance(self.rule, NoiseRule):
             raise RuntimeError(f"{type(self.rule).__name__} measures no noise: AdaScaleRule does")
         return self.rule
+
+    def _count_step(self, step: Step) -> None:
+        self.steps_done += 1
+        self.samples_done += step.batch_size
+        if self._deciding is not None:
+            self._deciding.after_step(self._communicator, self._position.step)
+
+    def _state_of_run(self) -> dict[str, Any]:
+        decided = {} if self._deciding is None else {"deciding": self._deciding.state_dict()}
+        return {
+            "epoch": self.epoch,
+            "epoch_step": self.epoch_step,
+            "steps_done": self.steps_done,
+            "samples_done": self.samples_done,
+            "steps_skipped": self.steps_skipped,
+            **decided,
+        }
+
+    def _load_state_of_run(self, own: Mapping[str, Any]) -> None:
+        if ("deciding" in own) != (self._deciding is not None):
+            was, is_ = ("a policy", "a trace") if "deciding" in own else ("a trace", "a policy")
+            raise ValueError(f"the state is that of a run with {was}, and this one has {is_}")
+        self.steps_done = own["steps_done"]
+        self.samples_done = own["samples_done"]
+        self.steps_skipped = own["steps_skipped"]
+        if self._deciding is not None:
+            self._deciding.load_state_dict(own["deciding"], self._communicator)
 
     def _rule_step(self) -> Step:
         return Step(self.batch_size, self.sampler.minibatch_size, self.ref_batchsize, self.steps_done)
