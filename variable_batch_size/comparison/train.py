@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.runs.log import Log
 from variable_batch_size.runs.metrics import Metrics
 from variable_batch_size.runs.sinks import JsonLines, TensorBoard
+from variable_batch_size.schedules.live import LiveSchedule
 from variable_batch_size.traces.trace import Trace
 from variable_batch_size.training.buffers import share_buffers
 from variable_batch_size.training.optimizer import CustomOptimizer
@@ -69,9 +71,7 @@ def _train_on_this_core(
         model = workload.model().to(device)
     sampler = CustomSampler(
         workload.train,  # type: ignore[arg-type]
-        trace=Trace.constant(settings.ref_batchsize)
-        if run.trace == REFERENCE
-        else Results(directory).trace_file(run.trace),
+        trace=Trace.constant(settings.ref_batchsize) if run.trace == REFERENCE else Results(directory).trace(run.trace),
         minibatch_size=settings.minibatch_size,
         seed=run.seed,
         on_end=settings.on_end,
@@ -172,7 +172,10 @@ class _Training:
             JsonLines(directory / "steps.jsonl"),
             TensorBoard(directory / "tensorboard"),
         ]
-        with Log(optimizer, every=self._log_steps(), to=sinks) as log:
+        decisions = JsonLines(directory / "decisions.jsonl")
+        if optimizer.sampler.rank == 0:
+            optimizer.call_when_decided(decisions)
+        with Log(optimizer, every=self._log_steps(), to=sinks) as log, closing(decisions):
             for inputs, targets in minibatches_of(self._workload, optimizer, self._device):
                 loss = self._workload.loss(self._model(inputs), targets)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -191,9 +194,17 @@ class _Training:
                 if optimizer.progress == progress_at_test or not all(map(math.isfinite, self._tests[-1])):
                     return self._outcome(DIVERGED, time.monotonic() - started_at)
                 if self._fraction >= 1:
+                    self._write_decided(directory)
                     return self._outcome(DONE, time.monotonic() - started_at)
                 progress_at_test = optimizer.progress
         raise AssertionError("minibatches never end")
+
+    def _write_decided(self, directory: Path) -> None:
+        """The trace that a policy has made of the run."""
+        schedule = self._optimizer.sampler.schedule
+        if isinstance(schedule, LiveSchedule) and self._optimizer.sampler.rank == 0:
+            executed = schedule.trace[: self._optimizer.steps_done]
+            executed.write(directory / "executed.csv", comment=schedule.description)
 
     def _set_lr(self) -> None:
         if self._workload.schedule is not None:

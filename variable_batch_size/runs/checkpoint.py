@@ -17,6 +17,7 @@ from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.runs import randomness, storage
 from variable_batch_size.runs.agreement import Agreement
 from variable_batch_size.runs.executed import Executed
+from variable_batch_size.runs.metrics import Metrics
 from variable_batch_size.runs.scheduler_state import Stateful, load_state, state_of
 from variable_batch_size.runs.sinks import JsonLines
 from variable_batch_size.training.description import differences
@@ -50,6 +51,7 @@ class Checkpoint:
         optimizer: what trains it; its sampler has the schedule.
         schedulers: schedulers of torch, or anything else with ``state_dict`` and ``load_state_dict``, alike on all
             cores.
+        metrics: sums over all cores, such as of an epoch that was stopped in the middle.
         every_steps: save every N steps.
         every_seconds: save when that much time has passed since the latest save, by the clock of core 0.
         keep: how many of the latest checkpoints stay.
@@ -62,6 +64,7 @@ class Checkpoint:
         model: torch.nn.Module,
         optimizer: CustomOptimizer,
         schedulers: Sequence[Stateful] = (),
+        metrics: Sequence[Metrics] = (),
         every_steps: int | None = None,
         every_seconds: float | None = None,
         keep: int = 2,
@@ -81,6 +84,7 @@ class Checkpoint:
         self._optimizer = optimizer
         self._sampler = optimizer.sampler
         self._schedulers = list(schedulers)
+        self._metrics = list(metrics)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._device: torch.device = parameters[0].device
         self._communicator = communicator_for(parameters)
@@ -156,8 +160,9 @@ class Checkpoint:
                 "save() was called in the middle of a step: call it when optimizer.step() has completed one"
             )
         random = self._random_of_all_cores()
+        sums = [metrics.read() for metrics in self._metrics]
         if self._communicator.rank == 0:
-            self._write(self.directory, random)
+            self._write(self.directory, random, sums)
         self._agreement.note_saved()
 
     # ------------------------------------------------------------------------------------------------- epochs and cores
@@ -208,7 +213,7 @@ class Checkpoint:
 
     # ---------------------------------------------------------------------------------------------- writing and reading
 
-    def _write(self, directory: Path, random: dict[str, torch.Tensor]) -> None:
+    def _write(self, directory: Path, random: dict[str, torch.Tensor], sums: list[dict[str, float]]) -> None:
         path = storage.path_of(directory, self._optimizer.steps_done)
         epoch_step = self._optimizer.epoch_step if self._is_inside else self._first_step
         state = {
@@ -219,6 +224,7 @@ class Checkpoint:
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "schedulers": [state_of(scheduler) for scheduler in self._schedulers],
+            "metrics": sums,
             "random": random,
         }
         storage.save(path, state)
@@ -248,6 +254,8 @@ class Checkpoint:
             optimizer._opt_called = self._optimizer.steps_done > 0  # type: ignore[attr-defined]
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             load_state(scheduler, saved)
+        for metrics, sums in zip(self._metrics, state.get("metrics", ()), strict=True):
+            metrics.restore(sums)
         self._epoch, self._first_step = state["epoch"], state["epoch_step"]
         self._steps_of_epochs = state["steps_of_epochs"]
         rank = self._communicator.rank
@@ -267,6 +275,8 @@ class Checkpoint:
         different = differences(state["run"], self._identity)
         if len(state["schedulers"]) != len(self._schedulers):
             different.append(f"schedulers were {len(state['schedulers'])} and are {len(self._schedulers)}")
+        if len(state.get("metrics", ())) != len(self._metrics):
+            different.append(f"metrics were {len(state.get('metrics', ()))} and are {len(self._metrics)}")
         if different:
             raise ValueError(f"{path} was saved by another run: {'; '.join(different)}")
         return state
