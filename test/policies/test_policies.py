@@ -107,6 +107,13 @@ def test_autoscale_starts_with_all_cores_at_the_reference_and_then_tries_twice_a
     assert policy.answer(situation(batch_size=128, **known)) == Decision(256, "times unknown, tries twice as deep")
 
 
+def test_autoscale_stays_for_a_while_where_it_was_when_the_cores_are_others():
+    policy = vbs.Autoscale(max_batch_size=4096)
+    for cores, size in ((4, 640), (3, 672), (1, 640)):  # whole multiples of the cores
+        decision = policy.answer(situation(cores=cores, batch_size=640, noise_scale=500.0, is_fresh=True))
+        assert decision == Decision(size, "begins anew on these cores")
+
+
 def test_autoscale_at_its_largest_tries_half_as_deep():
     policy = vbs.Autoscale(max_batch_size=256)
     assert policy.answer(situation(batch_size=256)) == Decision(128, "noise unknown, tries half as deep")

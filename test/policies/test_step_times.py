@@ -40,5 +40,7 @@ def test_they_are_saved_and_cleared():
     times, other = times_of({1: [4.0] * 5, 2: [5.0] * 5}), StepTimes()
     other.load_state_dict(times.state_dict())
     assert other.seconds == (1.0, 4.0)
+    assert not other.is_empty
     other.clear()
     assert other.seconds is None
+    assert other.is_empty

@@ -57,7 +57,11 @@ class Asking:
             return Decision(self._batch_size, "no steps of it yet")
         accumulating, updating = self.times.seconds or (None, None)
         known = replace(
-            situation, batch_size=self._batch_size, seconds_accumulating=accumulating, seconds_updating=updating
+            situation,
+            batch_size=self._batch_size,
+            seconds_accumulating=accumulating,
+            seconds_updating=updating,
+            is_fresh=self.times.is_empty,
         )
         decision = self.policy.answer(known)
         self.take_over(decision.batch_size)

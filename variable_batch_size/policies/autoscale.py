@@ -86,6 +86,9 @@ class Autoscale(Policy):
     def _probe(self, situation: Situation, size: int, allowed: range) -> float:
         """Once and twice as deep, in turns."""
         assert situation.depth is not None
+        if situation.is_fresh:
+            self.why = "begins anew on these cores"
+            return _size(situation, situation.depth, allowed)
         unknown = "times" if situation.knows_noise else "noise"
         deeper = _size(situation, 2 * situation.depth, allowed)
         if deeper > size:

@@ -18,6 +18,7 @@ class Situation:
         noise_scale: V/G² of the gradient, in samples; infinite where the signal drowns in the noise.
         seconds_accumulating: of a minibatch that is only accumulated.
         seconds_updating: of the minibatch that completes a step, all-reduce and update included.
+        is_fresh: whether no step was timed yet on these cores.
         steps_done: steps so far.
         samples_done: samples in these.
         progress: how many steps at `ref_batchsize` these are worth.
@@ -36,6 +37,7 @@ class Situation:
     noise_scale: float | None = None
     seconds_accumulating: float | None = None
     seconds_updating: float | None = None
+    is_fresh: bool = False
     steps_done: int = 0
     samples_done: int = 0
     progress: float = 0.0

@@ -46,6 +46,11 @@ class StepTimes:
         """How many steps of a depth are known."""
         return len(self._of_depth.get(depth, ()))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step is known."""
+        return not self._of_depth
+
     def clear(self) -> None:
         self._of_depth = {}
 
