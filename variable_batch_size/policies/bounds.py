@@ -11,7 +11,7 @@ from variable_batch_size.policies.situation import Situation
 
 
 class BoundsOptions(TypedDict, total=False):
-    """What every policy takes; :class:`Policy` says what each is."""
+    """The bounds that every policy takes; :class:`Bounds` says what each is."""
 
     min_batch_size: int | None
     max_batch_size: int | None

@@ -22,7 +22,7 @@ class CriticalBatch(Policy):
         cost: how many more samples, as a share, doubling may take.
         every: steps from one decision to the next.
         lead: how many steps ahead batch sizes are decided.
-        bounds: as of :class:`Policy`.
+        bounds: as of :class:`Bounds`.
 
     >>> policy = CriticalBatch(cost=0.25)
     >>> policy.answer(Situation(cores=2, minibatch_size=32, ref_batchsize=64, batch_size=64, noise_scale=200.0))

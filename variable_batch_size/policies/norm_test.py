@@ -23,7 +23,7 @@ class NormTest(Policy):
         eta: η, between 0 and 1; the smaller, the larger the batch size.
         every: steps from one decision to the next.
         lead: how many steps ahead batch sizes are decided.
-        bounds: as of :class:`Policy`.
+        bounds: as of :class:`Bounds`.
 
     >>> policy = NormTest(eta=0.5)
     >>> policy.answer(Situation(cores=2, minibatch_size=32, ref_batchsize=64, batch_size=64, noise_scale=100.0))

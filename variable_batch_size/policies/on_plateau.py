@@ -28,7 +28,7 @@ class OnPlateau(Policy):
         is_higher_better: whether a larger value is the better one, as of an accuracy.
         every: steps from one decision to the next.
         lead: how many steps ahead batch sizes are decided.
-        bounds: as of :class:`Policy`.
+        bounds: as of :class:`Bounds`.
 
     >>> policy = OnPlateau(patience=2)
     >>> for value in (1.0, 0.9, 0.9, 0.95):

@@ -20,7 +20,7 @@ class PerCore(Policy):
         samples: of each core in a step; None for one minibatch.
         every: steps from one decision to the next.
         lead: how many steps ahead batch sizes are decided.
-        bounds: as of :class:`Policy`.
+        bounds: as of :class:`Bounds`.
 
     >>> PerCore(64).answer(Situation(cores=3, minibatch_size=32, ref_batchsize=128)).batch_size
     192

@@ -36,12 +36,8 @@ class Policy(ABC):
         every: steps from one decision to the next.
         lead: how many steps ahead batch sizes are decided; at least as many as the minibatches that a loader reads
             ahead, which is its `num_workers` times its `prefetch_factor`.
-        min_batch_size: the smallest batch size; None for one minibatch.
-        max_batch_size: the largest; None for what an epoch holds.
-        min_per_core: the fewest samples that any core has in a step; None for none, so that cores may be idle.
-        max_per_core: the most samples that any core has in a step; None for no bound.
-        max_growth: by what one decision may multiply the batch size at most, unless the other bounds ask for more.
-        threshold: a change is made only if it changes what the policy goes by by this factor or more.
+        bounds: `min_batch_size`, `max_batch_size`, `min_per_core`, `max_per_core`, `max_growth` and `threshold`, as
+            :class:`Bounds` has them.
     """
 
     needs_noise: ClassVar[bool] = False
