@@ -49,6 +49,7 @@ WITH_EXAMPLES = [
     "planning.availability",
     "planning.simulate",
     "planning.reports",
+    "comparison.branches",
     "comparison.profile",
     "comparison.report.estimates",
     "comparison.report.numbers",

@@ -20,6 +20,7 @@ COMMANDS = {
     "report": "make that page anew, of results that are there",
     "profile": "measure how long minibatches take on some numbers of cores",
     "fit": "fit a model to such a profile, for numbers of cores that were not measured",
+    "cbs": "look for the largest batch size that costs nothing, with short branches of a run",
     "simulate": "say what policies would make of cores that come and go, before they are rented",
 }
 """What each command does. The file of that name beside this has its ``add_options(parser)`` and ``run(options)``."""

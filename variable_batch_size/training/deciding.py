@@ -102,9 +102,9 @@ class Deciding:
         situation = self._situation(_noise_scale(self._optimizer))
         decision = self._asking.answer(situation) if communicator.rank == 0 else Decision(0, "decided by core 0")
         if communicator.num_replicas > 1:
-            communicator.flush()  # else the update would be another program, together with the sum
             device = next(iter(self._optimizer.parameters())).device
             with xla.undisturbed(device) if device.type == "xla" else nullcontext():
+                communicator.flush()  # else the update would be another program, together with the sum
                 total = communicator.total(torch.tensor([decision.batch_size], dtype=torch.int64).to(device))
             decision = Decision(int(total), decision.reason)
             self._asking.take_over(decision.batch_size)
