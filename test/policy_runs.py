@@ -1,5 +1,6 @@
 """Runs whose batch sizes are decided as they go, on any number of cores, and their replays."""
 
+import scenarios
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,11 +29,20 @@ def dataset():
     return TensorDataset(inputs, torch.randint(0, 3, (NUM_SAMPLES,), generator=generator))
 
 
-def train(trace, *, directory=None, workers=0, stop_after=None):
-    """Train to the end, or stop, or go on; the weights, and the batch sizes of all steps."""
-    torch.manual_seed(0)
+def network():
+    """Weights from a generator of its own: virtual XLA cores are threads, which share the others."""
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
-    data = dataset()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / 3 - p)
+    return model
+
+
+def train(trace, *, backend="gloo", directory=None, workers=0, stop_after=None):
+    """Train to the end, or stop, or go on; the weights, and the batch sizes of all steps."""
+    device = scenarios.device_of(backend)
+    model, data = network().to(device), dataset()
     sampler = vbs.CustomSampler(data, trace=trace, minibatch_size=MINIBATCH)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=REF_BATCHSIZE, model=model)
@@ -41,24 +51,25 @@ def train(trace, *, directory=None, workers=0, stop_after=None):
     with vbs.Log(optimizer, every=2, to=[]) as log:
         for _ in checkpoint.epochs(NUM_EPOCHS):
             for x, y in loader:
-                loss = nn.functional.cross_entropy(model(x), y)
+                loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
                 loss.backward()
                 optimizer.step()
                 log.step(loss)
                 checkpoint.step()
                 if stop_after and optimizer.steps_done >= stop_after and not optimizer.is_accumulating:
                     return None
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     return weights, list(sampler.schedule.trace)[: optimizer.steps_done]
 
 
-def run_all(stopped, stop_after):
+def run_all(backend, stopped, stop_after):
     """Every policy with its replay on these cores; and a run that was stopped on others, taken up and stopped again."""
     torch.set_num_threads(1)
     results = {}
     for name, make in POLICIES.items():
-        weights, rows = train(make(), workers=2 if name == "autoscale" else 0)
-        results[name] = {"weights": weights, "rows": rows, "replayed": train(rows)[0]}
+        workers = 2 if name == "autoscale" and backend == "gloo" else 0
+        weights, rows = train(make(), backend=backend, workers=workers)
+        results[name] = {"weights": weights, "rows": rows, "replayed": train(rows, backend=backend)[0]}
     if stopped is not None:
         train(POLICIES["autoscale"](), directory=stopped, stop_after=stop_after)
     return results

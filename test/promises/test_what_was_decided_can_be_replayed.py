@@ -17,8 +17,8 @@ def on_cores(stopped):
     """Every policy on 1, 2 and 3 cores; and a run that is stopped on 2 of them, goes on on 3 and ends on 1."""
     found = {}
     for cores, stop_after in ((2, 13), (3, 31)):
-        found[cores] = vbs.launch(policy_runs.run_all, (stopped, stop_after), cores=cores, backend="gloo")
-    found[1] = [policy_runs.run_all(None, None)]
+        found[cores] = vbs.launch(policy_runs.run_all, ("gloo", stopped, stop_after), cores=cores, backend="gloo")
+    found[1] = [policy_runs.run_all("gloo", None, None)]
     return found
 
 
@@ -51,3 +51,14 @@ def test_a_run_goes_on_on_other_cores_and_its_executed_trace_gives_the_same_weig
     assert rows[0] % (2 * policy_runs.MINIBATCH) == 0
     assert rows[13 + 10] % (3 * policy_runs.MINIBATCH) == 0  # all three are equally deep
     assert largest_difference(policy_runs.train(stopped / "executed.csv")[0], weights) < 1e-9
+
+
+@pytest.mark.xla
+def test_policies_decide_alike_on_virtual_xla_cores_and_replay_to_the_same_weights():
+    results = vbs.launch(policy_runs.run_all, ("xla", None, None), cores=4, backend="xla")
+    for name in policy_runs.POLICIES:
+        for result in results:
+            assert result[name]["rows"] == results[0][name]["rows"]
+            assert largest_difference(result[name]["weights"], result[name]["replayed"]) < 1e-5
+        alone = policy_runs.train(results[0][name]["rows"])[0]
+        assert largest_difference(results[0][name]["weights"], alone) < 1e-5

@@ -35,7 +35,8 @@ class Log:
     - ``loss``, ``samples_per_second`` and ``idle_share`` over all steps since the record before, or since the start:
       the mean of the minibatches' losses on all cores without stand-ins, and without those of a step that was left
       unfinished; by the clock, whatever else was done in that time; and the share of cores × steps without work;
-    - ``gain`` and ``noise_scale`` with AdaScale; ``graphs``, the programs compiled so far, on XLA.
+    - ``gain`` and ``noise_scale`` with AdaScale; ``seconds_accumulating`` and ``seconds_updating`` with a policy;
+      ``graphs``, the programs compiled so far, on XLA.
 
     The loss stays on the device until a record is due. Then all cores sum it, and it is read: the one wait.
 
