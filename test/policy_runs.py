@@ -35,7 +35,7 @@ def network():
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / 3 - p)
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / 3)
     return model
 
 
