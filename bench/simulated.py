@@ -1,6 +1,7 @@
 """What vbs simulate predicts for runs on this machine, against what they take: python bench/simulated.py [--cores 2]
 
-The profile is measured before and after each run, as the load of a machine changes; the noise is that of the run.
+The profile is measured before and after each run, as the load of a machine changes; the noise is that of the run. One
+core is measured in CPU seconds, which other work does not prolong.
 """
 
 import argparse
@@ -20,7 +21,7 @@ POLICIES = ("64", "256", "autoscale:max_batch_size=512")
 STEPS = 1500
 
 
-def real(text, workload_name):
+def real(text, workload_name, clock):
     """Train with a policy on this core; the seconds, the progress and the noise over it."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -29,19 +30,26 @@ def real(text, workload_name):
     sampler = vbs.CustomSampler(workload.train, trace=parse_policy(text), minibatch_size=workload.minibatch_size)
     inner = inner_optimizer(workload, model, None)
     optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=workload.ref_batchsize, model=model)
-    noise, began = {}, time.perf_counter()
+    noise, began = {}, clock()
     for inputs, targets in minibatches_of(workload, optimizer, torch.device("cpu")):
         workload.loss(model(inputs), targets).backward()
         if optimizer.step() and optimizer.steps_done % 20 == 0:
             noise[optimizer.progress] = optimizer.noise_scale
         if optimizer.steps_done == STEPS:
             break
-    return time.perf_counter() - began, optimizer.progress, noise
+    return clock() - began, optimizer.progress, noise
 
 
-def profiled(workload_name, cores, size):
+def profiled(workload_name, cores, size, clock):
     rows = measure(
-        workload_name, cores=[cores], minibatch_sizes=[size], device="cpu", threads=1, rule="adascale", steps=40
+        workload_name,
+        cores=[cores],
+        minibatch_sizes=[size],
+        device="cpu",
+        threads=1,
+        rule="adascale",
+        steps=40,
+        clock=clock,
     )
     return next(rows)
 
@@ -53,16 +61,17 @@ def main():
     options = parser.parse_args()
     workload = load_workload(options.workload, None)
     size = workload.minibatch_size
+    clock = time.process_time if options.cores == 1 else time.perf_counter
     print(f"{'policy':<30}  real (s)  simulated (s)  ratio")
     for text in POLICIES:
-        before = profiled(options.workload, options.cores, size)
+        before = profiled(options.workload, options.cores, size, clock)
         if options.cores == 1:
-            seconds, progress, noise = real(text, options.workload)
+            seconds, progress, noise = real(text, options.workload, clock)
         else:
-            seconds, progress, noise = vbs.launch(real, (text, options.workload), cores=options.cores, backend="gloo")[
-                0
-            ]
-        after = profiled(options.workload, options.cores, size)
+            seconds, progress, noise = vbs.launch(
+                real, (text, options.workload, clock), cores=options.cores, backend="gloo"
+            )[0]
+        after = profiled(options.workload, options.cores, size, clock)
         row = Measured(
             1, options.cores, size, *(statistics.mean(pair) for pair in zip(before[3:], after[3:], strict=True))
         )

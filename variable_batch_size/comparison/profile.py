@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ def measure(
     rule: str,
     steps: int,
     datadir: str | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Measured]:
     """Train a little on each number of cores with each minibatch size, and give what it took.
 
@@ -48,11 +49,12 @@ def measure(
         rule: the name of the rule, some of which measure gradients.
         steps: of each kind, at least 5.
         datadir: where the workload finds its data.
+        clock: in seconds; ``time.process_time`` for one core of a machine that is busy with other work.
     """
     if steps < 5:
         raise ValueError(f"`steps` must be at least 5, for their median to tell anything, got {steps}")
     for number in cores:
-        args = (workload, datadir, device, threads, rule, list(minibatch_sizes), steps)
+        args = (workload, datadir, device, threads, rule, list(minibatch_sizes), steps, clock)
         if number == 1 and device != "xla":
             found = _measure_on_this_core(*args)
         else:
@@ -62,14 +64,23 @@ def measure(
 
 
 def _measure_on_this_core(
-    name: str, datadir: str | None, device: str, threads: int, rule: str, sizes: list[int], steps: int
+    name: str,
+    datadir: str | None,
+    device: str,
+    threads: int,
+    rule: str,
+    sizes: list[int],
+    steps: int,
+    clock: Callable[[], float],
 ) -> dict[int, tuple[float, float]]:
     torch.set_num_threads(threads)
     workload = load_workload(name, datadir)
-    return {size: _seconds(workload, size, device_of(device), rule, steps) for size in sizes}
+    return {size: _seconds(workload, size, device_of(device), rule, steps, clock) for size in sizes}
 
 
-def _seconds(workload: Workload, size: int, device: torch.device, rule: str, steps: int) -> tuple[float, float]:
+def _seconds(
+    workload: Workload, size: int, device: torch.device, rule: str, steps: int, clock: Callable[[], float]
+) -> tuple[float, float]:
     """Of an accumulating and of an updating minibatch."""
     model = workload.model().to(device)
     train: Any = workload.train
@@ -85,19 +96,19 @@ def _seconds(workload: Workload, size: int, device: torch.device, rule: str, ste
         model=model,
         skip_nonfinite=True,
     )
-    times, began = StepTimes(), time.perf_counter()
+    times, began = StepTimes(), clock()
     for inputs, targets in minibatches_of(workload, optimizer, device):
         workload.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         before = optimizer.steps_done
         optimizer.step()
         if optimizer.steps_done == before:
             continue
-        now = time.perf_counter()
+        now = clock()
         if optimizer.steps_done > _WARM_UP * len(_DEPTHS):
             times.add(optimizer.batch_size // trace[0], now - began)
         if optimizer.steps_done >= (_WARM_UP + steps) * len(_DEPTHS):
             break
-        began = time.perf_counter()
+        began = clock()
     found = times.seconds
     assert found is not None
     return found
