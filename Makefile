@@ -13,7 +13,7 @@ export PYTHONPATH := $(CURDIR)
 endif
 NEEDS = $(if $(filter-out .venv,$(VENV)),$(if $(wildcard $(BIN)/python),complete,$(VENV)/.installed),$(VENV)/.installed)
 
-.PHONY: demo test lint docs browser bench soak clean complete
+.PHONY: demo test lint docs browser bench soak mutants clean complete
 
 demo: EXTRAS = demo
 demo: $(NEEDS)
@@ -48,12 +48,18 @@ bench: $(NEEDS) .peers
 	$(BIN)/python bench/command.py
 	$(BIN)/python bench/optimizer.py
 	$(BIN)/python bench/reduction.py
+	$(BIN)/python bench/exact.py
 	$(BIN)/python bench/logs.py
 	$(BIN)/python bench/xla.py
 
 soak: EXTRAS = test
 soak: $(NEEDS)
 	$(BIN)/python test/soak.py --directory .soak
+
+# plants faults and shows those that no test notices; for some files: make mutants ONLY="rules/noise.py rules/adam.py"
+mutants: EXTRAS = test
+mutants: $(NEEDS) .mutmut
+	PYTHONPATH=$(CURDIR)/.mutmut $(BIN)/python test/mutants.py $(if $(ONLY),--only $(ONLY))
 
 # everything else needs the environment; it is made once, and again when the requirements change
 $(VENV)/.installed: setup.cfg pyproject.toml
@@ -72,5 +78,10 @@ complete:
 	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ fairscale==0.4.13 adaptdl==0.2.11 \
 		autograd portpicker psutil redis requests certifi charset_normalizer idna urllib3 semver 'setuptools<81'
 
+# apart from the environment, too; pytest and what it needs are those of the environment
+.mutmut: | $(NEEDS)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ mutmut==3.8.0 click coverage libcst \
+		linkify-it-py markdown-it-py mdit-py-plugins mdurl platformdirs pyyaml rich setproctitle textual
+
 clean:
-	rm -rf .venv .peers .soak build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .peers .soak .mutmut build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

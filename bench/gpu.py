@@ -61,7 +61,7 @@ class Workload:
 
         return update
 
-    def ours(self, kind: Any, accumulate: int, **options: Any) -> Callable[[], None]:
+    def ours(self, kind: Any, accumulate: int, *, weight: float | None = None, **options: Any) -> Callable[[], None]:
         model = copy.deepcopy(self.model)
         size = self.minibatch * accumulate
         sampler = vbs.CustomSampler(dataset_size=10**9, trace=size, minibatch_size=self.minibatch)
@@ -70,7 +70,7 @@ class Workload:
         def update() -> None:
             for _ in range(accumulate):
                 self.loss(model).backward()
-                optimizer.step()
+                optimizer.step(weight=weight)
 
         return update
 
@@ -113,7 +113,7 @@ def peak_memory(make: Callable[[], Callable[[], None]]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool) -> None:
+def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool, more: bool) -> None:
     workload = Workload(name)
     makers = {
         "plain loop": partial(workload.plain, accumulate),
@@ -124,6 +124,12 @@ def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool) ->
         makers["linear, kept gradients"] = partial(
             workload.ours, vbs.LinearRuleOptimizer, accumulate, keep_gradients=True
         )
+    if more:
+        linear = partial(workload.ours, vbs.LinearRuleOptimizer, accumulate)
+        makers["linear, weights"] = partial(linear, weight=float(workload.minibatch))
+        makers["linear, noise"] = partial(linear, measure_noise=True)
+        makers["linear, seeded"] = partial(linear, seed_minibatches=True)
+        makers["linear, exact"] = partial(linear, exact=True)
     if accumulate > 1 and peer is not None and name != "gpt":  # FairScale's needs two gradients, and is for SGD
         makers["FairScale AdaScale"] = partial(workload.fairscale, peer, accumulate)
     gradient = sum(p.numel() * p.element_size() for p in workload.model.parameters()) / 2**20
@@ -144,6 +150,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--fairscale", metavar="FILE", help="adascale.py of FairScale, where it is not installed")
     parser.add_argument("--kept", action="store_true", help="also gradients that stay where they are")
+    parser.add_argument("--more", action="store_true", help="also weights, noise, seeds by minibatch and exact sums")
     options = parser.parse_args()
     print_machine()
     print(torch.cuda.get_device_name(), flush=True)
@@ -151,7 +158,7 @@ def main() -> None:
     peer = fairscale_adascale(options.fairscale)
     for name in options.models:
         for accumulate in options.accumulate:
-            compare(name, accumulate, peer, options.repeats, options.kept)
+            compare(name, accumulate, peer, options.repeats, options.kept, options.more)
 
 
 if __name__ == "__main__":

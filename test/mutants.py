@@ -1,151 +1,222 @@
-"""Plants faults in what decides numbers, one at a time, and shows those that no test notices.
+"""Plants faults in what decides numbers and files, one at a time, and shows those that no test notices.
 
-python test/mutants.py --at-most 50 rules/noise.py training/position.py
+python test/mutants.py --only rules/noise.py training/position.py
 
 The faults are those of mutmut (https://mutmut.readthedocs.io): another operator, another number, an argument left out,
-a branch always taken. What survives the quick tests, which run in a process that has torch loaded, is shown to the
-tests that start processes; then to the reader.
+a branch always taken. Each is planted in a copy of the package, and a fork of this process, which has torch loaded,
+runs the tests of that file until one fails. What was noticed is remembered under `build/`, so that the program may be
+stopped and called again; what was not noticed is tried again. `equivalent_mutants.txt` names faults that are none.
 """
 
 import argparse
+import compileall
+import difflib
+import gc
+import hashlib
+import importlib
 import json
 import os
-import random
+import re
 import shutil
-import subprocess
+import signal
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import libcst as cst
+import pytest
+import torch
+from hypothesis import Phase, settings
+from libcst.metadata import MetadataWrapper
+from mutmut.mutation.file_mutation import MutationVisitor, deep_replace
+from mutmut.mutation.mutators import mutation_operators
+from mutmut.mutation.pragma_handling import IgnoredCode
 
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "build" / "mutants"
 PACKAGE = "variable_batch_size"
-MODULES = [
-    *(f"rules/{name}.py" for name in ("rule", "scaling", "adam", "noise", "adascale", "transition", "registry")),
-    "schedules/batch_sizes.py",
-    "schedules/schedule.py",
-    *(f"training/{name}.py" for name in ("position", "factors", "settings", "adam_bias", "preconditioner")),
-    *(f"training/{name}.py" for name in ("flat_memory", "gradients", "flat_gradients", "kept_gradients", "buffers")),
-    *(f"training/{name}.py" for name in ("sameness", "scheduled", "optimizer")),
-]
-QUICK = ["test/rules", "test/schedules/test_schedule.py", "test/training"]
-NOT_QUICK = [f"--ignore=test/training/test_{name}.py" for name in ("costs", "sampler", "sameness", "wrapped")]
-NOT_QUICK += ["-p", "no:cacheprovider", "-p", "no:unraisableexception", "-p", "no:threadexception"]
-NOT_QUICK += ["-k", "not idle_core and not at_scale_16 and not compiled and not unbiased"]
-WITH_PROCESSES = ["test/training/test_sameness.py", "test/training/test_buffers.py", "test/promises"]
-WITH_PROCESSES += ["-k", "not killed and not stopped and not compiled", "-m", "not xla"]
+RESULTS = PLACE / "results.json"
+EQUIVALENT = Path(__file__).parent / "equivalent_mutants.txt"
 
-MUTMUT = "from mutmut.__main__ import cli; cli()"
+OF_RULES = [f"test/rules/test_{name}.py" for name in ("rule", "adam", "adascale_rule", "noise", "registry")]
+OF_RULES += [f"test/training/test_{name}.py" for name in ("settings", "factors", "adascale")]
+OF_TRAINING = [f"test/training/test_{name}.py" for name in ("state", "optimizer", "adascale", "gradients")]
+OF_GRADIENTS = ["test/training/test_gradients_over_cores.py", "test/training/test_flat_memory.py", *OF_TRAINING]
+TESTS = {
+    "rules/noise.py": ["test/rules/test_noise.py", *OF_RULES],
+    "rules/transition.py": OF_RULES,
+    "rules/adam.py": ["test/rules/test_adam.py", *OF_RULES],
+    "rules/adascale.py": ["test/rules/test_adascale_rule.py", *OF_RULES],
+    "rules/scaling.py": OF_RULES,
+    "rules/rule.py": OF_RULES,
+    "rules/registry.py": ["test/rules/test_registry.py", *OF_RULES],
+    "training/position.py": ["test/training/test_position.py", *OF_TRAINING],
+    "training/factors.py": ["test/training/test_factors.py", *OF_TRAINING],
+    "training/settings.py": ["test/training/test_settings.py", *OF_TRAINING],
+    "training/adam_bias.py": ["test/training/test_settings.py", *OF_TRAINING],
+    "training/preconditioner.py": ["test/training/test_settings.py", *OF_TRAINING],
+    "training/flat_gradients.py": OF_GRADIENTS,
+    "training/flat_memory.py": ["test/training/test_flat_memory.py", *OF_GRADIENTS],
+    "training/gradients.py": OF_GRADIENTS,
+    "training/kept_gradients.py": OF_GRADIENTS,
+    "training/buffers.py": ["test/training/test_buffers.py", *OF_TRAINING],
+    "training/scheduled.py": ["test/training/test_scheduled.py", *OF_TRAINING],
+    "training/optimizer.py": [*OF_TRAINING, "test/training/test_scheduled.py"],
+    "runs/storage.py": ["test/runs/test_checkpoint.py"],
+    "runs/checkpoint.py": ["test/runs/test_checkpoint.py", "test/runs/test_executed.py"],
+    "schedules/batch_sizes.py": ["test/schedules/test_batch_sizes.py", "test/schedules/test_schedule.py"],
+    "schedules/schedule.py": ["test/schedules/test_schedule.py"],
+}
+"""The tests of each file, those first that notice most."""
 
-IN_CONFTEST = """
-
-import gc  # noqa: E402
-
-import torch._dynamo  # noqa: E402
-from hypothesis import Phase, settings  # noqa: E402
-
-import variable_batch_size as vbs  # noqa: E402
-
-settings.register_profile("mutants", derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
-settings.load_profile("mutants")
-for name in vbs.__all__:  # loaded once, before any mutant
-    getattr(vbs, name)
-gc.disable()
-
-
-def pytest_itemcollected(item):
-    item._nodeid = item.nodeid  # which mutmut reads
-"""
-
-
-class WithoutDecorators(cst.CSTTransformer):
-    """Writes ``@property def f`` as ``def f`` and ``f = property(f)``, as mutmut leaves decorated functions alone."""
-
-    def leave_FunctionDef(self, original_node, updated_node):
-        decorators = [decorator.decorator for decorator in updated_node.decorators]
-        names = {decorator.value for decorator in decorators if isinstance(decorator, cst.Name)}
-        if not decorators or names & {"abstractmethod", "classmethod", "staticmethod"}:
-            return updated_node
-        value = updated_node.name
-        for decorator in reversed(decorators):
-            value = cst.Call(decorator, [cst.Arg(value)])
-        assignment = cst.Assign([cst.AssignTarget(updated_node.name)], value)
-        return cst.FlattenSentinel([updated_node.with_changes(decorators=[]), cst.SimpleStatementLine([assignment])])
+SLOW = ["at_scale_16", "unbiased", "compiled", "frozen_when_it_is_added", "find_different_checkpoints"]
+NOT_SLOW = ["-m", "not xla", "-k", " and ".join(f"not {name}" for name in SLOW)]
+USED_BY_TESTS = ["torch._dynamo", "pandas", "sklearn.datasets"]  # loaded once, not in every fork
+NOTICED, SURVIVED = "noticed", "survived"
 
 
-def prepare(modules: list[str]) -> None:
-    """A copy of the package and its tests, with settings for mutmut."""
-    shutil.rmtree(PLACE, ignore_errors=True)
+class Visitor(MutationVisitor):
+    """Also looks into decorated functions, which need no care where a whole file is replaced."""
+
+    def _skip_node_and_children(self, node: cst.CSTNode) -> bool:
+        return not isinstance(node, cst.FunctionDef) and super()._skip_node_and_children(node)
+
+
+def mutants_of(source: str) -> list[str]:
+    """The source with a fault in it, for each fault there is."""
+    wrapper = MetadataWrapper(cst.parse_module(source))
+    visitor = Visitor(mutation_operators, IgnoredCode(set(), set(), set()))
+    module = wrapper.visit(visitor)
+    made = [deep_replace(module, found.original_node, found.mutated_node).code for found in visitor.mutations]
+    return [mutant for mutant in dict.fromkeys(made) if mutant != source]
+
+
+def change_in(source: str, mutant: str) -> str:
+    """The lines that a fault takes away, and those in their place."""
+    lines = list(difflib.unified_diff(source.splitlines(), mutant.splitlines(), n=0, lineterm=""))[2:]
+    return "\n".join(f"{line[0]} {line[1:].strip()}" for line in lines if line[0] in "+-")
+
+
+def equivalents() -> set[tuple[str, str]]:
+    """The files and changes that are named as no fault."""
+    blocks = EQUIVALENT.read_text(encoding="utf-8").strip().split("\n\n")
+    parts = [block.split("\n", 1) for block in blocks if not block.startswith("#")]
+    return {(head.split(":")[0], change) for head, change in parts}
+
+
+def is_equivalent(module: str, change: str, named: set[tuple[str, str]]) -> bool:
+    """Whether a fault is named as none, or is only less strict about lengths that are equal."""
+    before, after = (
+        "".join(re.sub(r", *(strict=\w+)?\)", ")", line[2:]) for line in change.splitlines() if line[0] == sign)
+        for sign in "-+"
+    )
+    return before == after or (module, change) in named
+
+
+def all_pass(tests: list[str], *, limit: float) -> bool:
+    """Whether the tests pass on the copy of the package; the first that notices a fault need not load the others."""
+    return all(passes(test, limit=limit) for test in dict.fromkeys(tests))
+
+
+def passes(test: str, *, limit: float) -> bool:
+    """Whether the tests of a file or folder pass, in a fork of this process."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        with open(PLACE / "output.txt", "w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            options = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain"]
+            os._exit(int(pytest.main([*options, *NOT_SLOW, test])))
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def prepare() -> None:
+    """A copy of the package, compiled, and of its tests, which this process and those that it starts use."""
     for name in (PACKAGE, "test"):
+        shutil.rmtree(PLACE / name, ignore_errors=True)
         shutil.copytree(ROOT / name, PLACE / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "setup.cfg", PLACE)
-    with (PLACE / "test" / "conftest.py").open("a") as file:
-        file.write(IN_CONFTEST)
-    for module in modules:
-        path = PLACE / PACKAGE / module
-        path.write_text(cst.parse_module(path.read_text()).visit(WithoutDecorators()).code)
-    settings = {
-        "source_paths": [PACKAGE],
-        "only_mutate": [f"{PACKAGE}/{module}" for module in modules],
-        "pytest_add_cli_args": NOT_QUICK,
-        "pytest_add_cli_args_test_selection": QUICK,
-        "process_isolation": "forkserver",  # torch has threads
-        "timeout_constant": 5.0,
-        "timeout_multiplier": 2.0,
-    }
-    lines = [f"{name} = {json.dumps(value)}\n" for name, value in settings.items()]
-    (PLACE / "pyproject.toml").write_text("[tool.mutmut]\n" + "".join(lines))
+    compileall.compile_dir(PLACE / PACKAGE, quiet=1)
+    sys.dont_write_bytecode = True  # two faults may have the same size in the same second
+    sys.path.insert(0, str(PLACE))
+    paths = os.pathsep.join([str(PLACE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ.update(PYTHONDONTWRITEBYTECODE="1", PYTHONPATH=paths, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    os.chdir(PLACE)
+    torch.set_num_threads(1)
+    for name in USED_BY_TESTS:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else a collection in a fork would copy all that is loaded
+    settings.register_profile("mutants", derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
+    settings.load_profile("mutants")
 
 
-def mutmut(*arguments: str, **how) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", MUTMUT, *arguments], cwd=PLACE, check=True, **how)
+def try_all(module: str, results: dict[str, str], named: set[tuple[str, str]], deadline: float) -> list[str]:
+    """Try the faults of a file that no test has noticed yet, print their row, and return the changes that survive."""
+    source = (PLACE / PACKAGE / module).read_text(encoding="utf-8")
+    mutants = {hashlib.sha256(mutant.encode()).hexdigest()[:16]: mutant for mutant in mutants_of(source)}
+    changes = {key: change_in(source, mutant) for key, mutant in mutants.items()}
+    same = {key for key, change in changes.items() if is_equivalent(module, change, named)}
+    left = [key for key in mutants if key not in same and results.get(key) != NOTICED]
+    if left and time.monotonic() < deadline:
+        with planting(module) as is_noticed:
+            for key in left:
+                if time.monotonic() < deadline:
+                    results[key] = NOTICED if is_noticed(mutants[key]) else SURVIVED
+                    RESULTS.write_text(json.dumps(results), encoding="utf-8")
+    survivors = [key for key in left if results.get(key) == SURVIVED]
+    untried = sum(key not in results for key in left)
+    num_noticed = len(mutants) - len(same) - len(survivors) - untried
+    row = [len(mutants), num_noticed, len(same), len(survivors), untried]
+    print(f"| `{module}` | {' | '.join(map(str, row))} |", flush=True)
+    return [f"{module}:\n{changes[key]}" for key in survivors]
 
 
-def verdicts_on(module: str) -> dict[str, int | None]:
-    """The exit code of the tests for each mutant of a module; 33 if there are none, None if they have not run."""
-    path = PLACE / "mutants" / PACKAGE / f"{module}.meta"
-    return json.loads(path.read_text())["exit_code_by_key"]
+@contextmanager
+def planting(module: str) -> Iterator[Callable[[str], bool]]:
+    """Within, a file may be replaced by another source, to see whether a test notices it."""
+    path = PLACE / PACKAGE / module
+    source = path.read_text(encoding="utf-8")
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+        compiled.unlink()
+    start = time.monotonic()
+    if not all_pass(TESTS[module], limit=1200):
+        sys.exit(f"the tests of {module} fail without a fault, see {PLACE / 'output.txt'}")
+    limit = 60 + 4 * (time.monotonic() - start)
 
+    def is_noticed(mutant: str) -> bool:
+        path.write_text(mutant, encoding="utf-8")
+        return not all_pass(TESTS[module], limit=limit)
 
-def drawn(module: str, at_most: int) -> list[str]:
-    names = sorted(verdicts_on(module))
-    return random.Random(0).sample(names, min(at_most, len(names)))
-
-
-def is_noticed_by_processes(name: str) -> bool:
-    environment = {**os.environ, "MUTANT_UNDER_TEST": name, "PYTHONPATH": str(PLACE / "mutants")}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", *WITH_PROCESSES]
     try:
-        return subprocess.run(
-            command, cwd=PLACE / "mutants", env=environment, capture_output=True, timeout=600
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return True
-
-
-def difference(name: str) -> str:
-    shown = mutmut("show", name, capture_output=True, text=True).stdout
-    return "\n".join(line for line in shown.splitlines() if line[:1] in "+-" and line[:3] not in ("---", "+++"))
+        yield is_noticed
+    finally:
+        path.write_text(source, encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("modules", nargs="*", default=MODULES, help="all by default")
-    parser.add_argument("--at-most", type=int, default=10**6, help="mutants of a module, drawn at random")
+    parser.add_argument("--only", nargs="+", choices=TESTS, default=list(TESTS), metavar="FILE", help="all by default")
+    parser.add_argument("--minutes", type=float, default=1e6, help="after which no further fault is tried")
     flags = parser.parse_args()
-    prepare(flags.modules)
-    # with the name of no mutant, so that they are made and the tests of each are found
-    subprocess.run([sys.executable, "-c", MUTMUT, "run", "--max-children", "1", "none"], cwd=PLACE)
-    chosen = {module: drawn(module, flags.at_most) for module in flags.modules}
-    mutmut("run", "--max-children", "1", *(name for names in chosen.values() for name in names))
-    print(f"{'module':32} mutants  of  noticed")
-    for module, names in chosen.items():
-        codes = verdicts_on(module)
-        survivors = [name for name in names if codes[name] in (0, 33) and not is_noticed_by_processes(name)]
-        print(f"{module:32} {len(names):7} {len(codes):4} {len(names) - len(survivors):7}", flush=True)
-        for name in survivors:
-            print(f"    {name}\n{difference(name)}", flush=True)
+    prepare()
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    named, deadline = equivalents(), time.monotonic() + 60 * flags.minutes
+    print("| file | faults | noticed | equivalent | survived | not tried |\n|---|---:|---:|---:|---:|---:|", flush=True)
+    survivors = [survivor for module in flags.only for survivor in try_all(module, results, named, deadline)]
+    print("", *survivors, sep="\n\n")
+    sys.exit(bool(survivors))
 
 
 if __name__ == "__main__":

@@ -3,19 +3,16 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from chromium import DESKTOP, PHONE, browser, requested_by
 from documents import ROOT
-from selenium import webdriver
 
 import variable_batch_size as vbs
-
-DESKTOP, PHONE = 1280, 390
 
 
 def build(directory, *, config="mkdocs.yml"):
@@ -136,34 +133,11 @@ def test_latex_that_cannot_be_rendered_fails_the_build(tmp_path, latex, is_known
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize(("width", "scheme"), [(DESKTOP, "default"), (PHONE, "slate")])
-def test_no_page_is_wider_than_the_screen_or_asks_anybody_for_anything(pages, width, scheme):
-    with browser(width, is_dark=scheme == "slate") as driver:
+@pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "default"), (PHONE, "slate")])
+def test_no_page_is_wider_than_the_screen_or_asks_anybody_for_anything(pages, size, scheme):
+    with browser(size, is_dark=scheme == "slate") as driver:
         for path in pages:
             driver.get(path.as_uri())
-            assert driver.execute_script("return document.documentElement.scrollWidth") <= width, path.name
+            assert driver.execute_script("return document.documentElement.scrollWidth") <= size[0], path.name
             assert driver.execute_script("return document.body.getAttribute('data-md-color-scheme')") == scheme
         assert {urlsplit(address).scheme for address in requested_by(driver)} <= {"file", "data", "blob"}
-
-
-def browser(width, *, is_dark):
-    """Chromium without a window, as wide as that."""
-    programs = [shutil.which("chromium"), shutil.which("chromedriver")]
-    assert all(programs), "needs chromium and chromedriver: apt-get install chromium chromium-driver"
-    options = webdriver.ChromeOptions()
-    options.binary_location = programs[0]
-    options.add_argument("--headless=new")
-    options.add_argument("--no-sandbox")  # which root may not have
-    options.add_argument("--disable-background-networking")
-    options.set_capability("goog:loggingPrefs", {"performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(programs[1]))
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == PHONE}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-    return driver
-
-
-def requested_by(driver):
-    messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]

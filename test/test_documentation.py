@@ -12,53 +12,16 @@ import variable_batch_size as vbs
 
 README = ROOT / "README.md"
 
-WITH_EXAMPLES = [
-    "traces.limits",
-    "traces.trace",
-    "schedules.batch_sizes",
-    "schedules.permutation",
-    "schedules.schedule",
-    "schedules.live",
-    "rules.rule",
-    "policies.situation",
-    "policies.bounds",
-    "policies.policy",
-    "policies.goodput",
-    "policies.autoscale",
-    "policies.per_core",
-    "policies.norm_test",
-    "policies.critical_batch",
-    "policies.on_plateau",
-    "policies.split",
-    "policies.registry",
-    "policies.step_times",
-    "policies.throughput",
-    "policies.best_split",
-    "training.sampler",
-    "traces.stages",
-    "traces.ramps",
-    "traces.growth",
-    "traces.market",
-    "traces.recording",
-    "traces.recording_tables",
-    "traces.convert",
-    "planning.plan",
-    "planning.sparkline",
-    "planning.profile",
-    "planning.noise_curve",
-    "planning.availability",
-    "planning.simulate",
-    "planning.reports",
-    "comparison.branches",
-    "comparison.profile",
-    "comparison.report.estimates",
-    "comparison.report.numbers",
-]
+WITH_EXAMPLES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (ROOT / "variable_batch_size").rglob("*.py")
+    if ">>> " in path.read_text(encoding="utf-8")
+)
 
 
 @pytest.mark.parametrize("module", WITH_EXAMPLES)
 def test_the_examples_in_docstrings_run(module):
-    results = doctest.testmod(importlib.import_module(f"variable_batch_size.{module}"))
+    results = doctest.testmod(importlib.import_module(module))
     assert results.attempted > 0
     assert results.failed == 0
 

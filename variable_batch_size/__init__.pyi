@@ -37,6 +37,7 @@ from .policies.throughput import Throughput as Throughput
 from .rules.adam import AdamRule as AdamRule
 from .rules.adascale import AdamScaleRule as AdamScaleRule
 from .rules.adascale import AdaScaleRule as AdaScaleRule
+from .rules.muon import MuonRule as MuonRule
 from .rules.noise import Noise as Noise
 from .rules.noise import NoiseAverage as NoiseAverage
 from .rules.registry import RULES as RULES
@@ -50,6 +51,7 @@ from .rules.scaling import LinearMomentumRule as LinearMomentumRule
 from .rules.scaling import LinearRule as LinearRule
 from .rules.scaling import RootRule as RootRule
 from .rules.scaling import ema_decay as ema_decay
+from .rules.surge import SurgeRule as SurgeRule
 from .rules.transition import Transition as Transition
 from .runs.checkpoint import Checkpoint as Checkpoint
 from .runs.log import Log as Log
@@ -67,6 +69,7 @@ from .traces.market import spot_market as spot_market
 from .traces.ramps import constant_trace as constant_trace
 from .traces.ramps import doubling_ramp as doubling_ramp
 from .traces.ramps import linear_ramp as linear_ramp
+from .traces.ramps import rampup as rampup
 from .traces.recording import Recording as Recording
 from .traces.stages import Stages as Stages
 from .traces.trace import Trace as Trace
@@ -75,6 +78,8 @@ from .training.buffers import share_buffers as share_buffers
 from .training.optimizer import CustomOptimizer as CustomOptimizer
 from .training.options import Options as Options
 from .training.progress import follow_progress as follow_progress
+from .training.progress import follow_samples as follow_samples
+from .training.progress import follow_weight as follow_weight
 from .training.rule_optimizers import AdamRuleOptimizer as AdamRuleOptimizer
 from .training.rule_optimizers import AdamScaleOptimizer as AdamScaleOptimizer
 from .training.rule_optimizers import AdaScaleOptimizer as AdaScaleOptimizer
@@ -84,4 +89,5 @@ from .training.rule_optimizers import LinearRuleMomentumOptimizer as LinearRuleM
 from .training.rule_optimizers import LinearRuleOptimizer as LinearRuleOptimizer
 from .training.rule_optimizers import RootRuleOptimizer as RootRuleOptimizer
 from .training.sampler import CustomSampler as CustomSampler
+from .training.stream import Stream as Stream
 from .version import __version__ as __version__

@@ -58,13 +58,37 @@ def test_plan_prints_what_the_functions_say(run):
 def test_plan_takes_all_its_options(run):
     write("trace.csv", "# recorded by run 7\nstep,batchsize\n0,64\n1,96\n2,32\n3,256\n")
     options = "--epochs 5 --on-end cycle --rule root --rule linear --ref-batchsize 128 --checkpoint-every 2"
-    code, out, _ = run(f"{PLAN} {options} --noise-scale 1000 --json")
+    code, out, _ = run(f"{PLAN} {options} --noise-scale 1000 --tokens-per-sample 4096 --json")
     plan = json.loads(out)
     assert code == 0
     assert (plan["num_epochs"], plan["on_end"], plan["ref_batchsize"]) == (5, "cycle", 128)
     assert plan["rules"] == ["root", "linear", "adascale@1000"]
     assert plan["checkpoints"][0] == {"epoch": 0, "epoch_step": 2, "steps_done": 2, "samples_done": 160}
     assert plan["comment"] == "recorded by run 7"
+    assert plan["num_tokens"] == 4096 * plan["num_samples"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("cubic", "`rule` must be one of 'linear', 'root', "),
+        ("legw", "`rule` legw needs warmup_samples, as in legw:5000, got 'legw'\n"),
+        ("surge", "the rule surge follows the noise that a run measures: a plan of it needs --noise-scale\n"),
+    ],
+)
+def test_plan_says_what_a_rule_needs(run, rule, message):
+    write("trace.csv", "step,batchsize\n0,64\n")
+    code, out, err = run(f"{PLAN} --rule {rule}")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"vbs: {message}")
+
+
+def test_plan_shows_rules_with_their_settings(run):
+    write("trace.csv", "step,batchsize\n0,64\n1,256\n")
+    _, out, _ = run(f"{PLAN} --rule legw:128 --rule adam:half-life --rule surge --noise-scale 64 --json")
+    last = json.loads(out)["moments"][-1]
+    # at twice the scale of the first step, in the last of two steps of warm-up; gain/√S is 2 · 2/5 at V/G² = B0
+    assert last["factors"] == {"legw:128": 2.0, "adam:half-life": 2.0, "surge@64": pytest.approx(0.8)}
 
 
 def test_plan_of_a_number_is_that_batch_size_for_ever(run):
@@ -139,7 +163,6 @@ def test_a_missing_file_is_told(run):
         ("vbs", "the following arguments are required: COMMAND"),
         ("vbs paln", "invalid choice: 'paln'"),
         ("vbs plan trace.csv", "the following arguments are required: --dataset-size, --minibatch-size, --cores"),
-        (f"{PLAN} --rule cubic", "invalid choice: 'cubic'"),
         (
             "vbs plan trace.csv --dataset-size 1.5 --minibatch-size 32 --cores 4",
             "argument --dataset-size: expected a whole number such as 96, 250K, 1.5M or 2B, got '1.5'",
@@ -172,6 +195,12 @@ def test_a_command_line_that_is_not_understood_has_its_own_exit_code(run, comman
             "stages '0:768 250K:1536 500K:3072' --unit samples --until 1M",
             vbs.Stages.parse("0:768 250K:1536 500K:3072", until=10**6, unit="samples").trace(),
         ),
+        (
+            "stages '0:768 250B:1536' --unit tokens --tokens-per-sample 4096 --until 1T --change after",
+            vbs.Stages((0, 25 * 10**10), (768, 1536), 10**12, "tokens", 4096).trace(change="after"),
+        ),
+        ("rampup 16 16 960 --final 64", vbs.rampup(16, 16, 960, final=64)),
+        ("rampup 16 16 960 --final 64 --samples 10K", vbs.rampup(16, 16, 960, final=64, num_samples=10_000)),
         (
             "decay 640 --factor 5 --at 60 120 160 --epochs 200 --dataset-size 50K --minibatch-size 32 --cap 5120",
             vbs.growth_for_decay(
@@ -260,7 +289,7 @@ def test_convert_refuses_with_the_line(run):
     assert run(command) == (1, "", "vbs: devices.csv:3: no device is left (`when_empty`), got 0\n")
 
 
-@pytest.mark.parametrize("unit", ["steps", "samples"])
+@pytest.mark.parametrize("unit", ["steps", "samples", "tokens --tokens-per-sample 4096"])
 @pytest.mark.parametrize("name", TRACES)
 def test_a_trace_turned_into_stages_and_back_is_the_same(run, name, unit):
     trace = ROOT / "traces" / f"{name}.csv"

@@ -1,6 +1,6 @@
 """Which runs an experiment has, and the traces that it has by default."""
 
-from variable_batch_size.comparison.experiment import RULES, Run, default_traces, runs_of
+from variable_batch_size.comparison.experiment import Run, default_traces, runs_of
 
 
 def test_runs_are_every_combination_after_the_yardstick():
@@ -12,10 +12,6 @@ def test_runs_are_every_combination_after_the_yardstick():
         Run("b", "root", 0),
         Run("b", "root", 1),
     ]
-
-
-def test_every_rule_that_needs_no_settings_can_be_compared():
-    assert set(RULES) == {"linear", "root", "constant", "linear_momentum", "adascale", "adam", "adamscale"}
 
 
 def test_default_traces_hold_the_samples_and_fit_the_data():

@@ -1,16 +1,11 @@
 """report.html in a real browser: it draws, asks nobody for anything, and says what results.csv says."""
 
-import json
-import shutil
 import statistics
-from contextlib import contextmanager
 
 import pytest
+from chromium import DESKTOP, PHONE, browser, requested_by
 from comparisons import rows, vbs_compare
 from outcomes import HOSTILE, HOSTILE_FOLDER, write_hostile_results
-from selenium import webdriver
-from selenium.webdriver.chrome.options import Options
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
@@ -18,7 +13,6 @@ from variable_batch_size.comparison.report.page import write_page
 
 pytestmark = pytest.mark.browser
 
-DESKTOP, PHONE = (1280, 900), (390, 800)
 ROWS = 6  # batch size, learning rate, loss, metric, gain, noise scale
 
 
@@ -30,37 +24,9 @@ def results(tmp_path_factory):
     return directory
 
 
-@contextmanager
-def browser(size, *, is_dark=False):
-    """Chromium without a window, as wide and high as that."""
-    programs = [shutil.which("chromium"), shutil.which("chromedriver")]
-    assert all(programs), "needs chromium and chromedriver: apt-get install chromium chromium-driver"
-    options = Options()
-    options.binary_location = programs[0]
-    options.add_argument("--headless=new")
-    options.add_argument("--no-sandbox")  # which root may not have
-    options.add_argument("--disable-background-networking")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(programs[1]))
-    try:
-        width, height = size
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == PHONE}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-        yield driver
-    finally:
-        driver.quit()
-
-
 def show(driver, directory):
     driver.get((directory / "report.html").as_uri())
     WebDriverWait(driver, 60).until(lambda driver: driver.find_elements(By.CSS_SELECTOR, ".chart .legendtoggle"))
-
-
-def requests(driver):
-    messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
 
 
 def texts(driver, selector):
@@ -92,7 +58,7 @@ def test_it_draws_at_any_width_without_errors_and_without_the_network(results, s
         colour = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
         assert colour == ("rgb(20, 24, 29)" if is_dark else "rgb(255, 255, 255)")
         assert driver.get_log("browser") == []
-        assert requests(driver) == [(results / "report.html").as_uri()]
+        assert requested_by(driver) == [(results / "report.html").as_uri()]
 
 
 def test_a_click_changes_the_axis(results):
@@ -113,7 +79,7 @@ def test_a_name_runs_nothing_and_is_drawn_as_it_is(tmp_path):
         assert texts(driver, ".chart .legendtext") == [HOSTILE_FOLDER, "reference"]
         assert f"test {HOSTILE}{HOSTILE}, after the first quarter" in texts(driver, ".chart .annotation-text")
         assert driver.get_log("browser") == []
-        assert requests(driver) == [(tmp_path / "report.html").as_uri()]
+        assert requested_by(driver) == [(tmp_path / "report.html").as_uri()]
 
 
 def finals(directory, trace, rule):

@@ -17,11 +17,11 @@ def compare(options, capsys):
 def test_a_policy_is_an_arm_with_a_trace_of_its_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     vbs.Trace.of([32] * 200).write("steady.csv")
-    options = "--rules adascale --traces steady.csv policy:autoscale --samples 5760 --tests 2"
+    options = "--rules linear --traces steady.csv policy:autoscale --samples 5760 --tests 2"
     code, out, _ = compare(options, capsys)
     assert code == 0
     assert "policy:autoscale" in out
-    run = tmp_path / "out" / "runs" / "policy:autoscale" / "adascale" / "seed-0"
+    run = tmp_path / "out" / "runs" / "policy:autoscale" / "linear" / "seed-0"
     trace = vbs.Trace.read(run / "executed.csv")
     assert trace.comment.startswith("decided by Autoscale(every=20, lead=16, ")
     assert len(trace) == json.loads((run / "run.json").read_text())["updates"]
@@ -34,10 +34,6 @@ def test_a_policy_is_an_arm_with_a_trace_of_its_own(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            "--traces policy:autoscale",
-            "policy:autoscale:max_batch_size=256 needs the noise of the gradient: --rules must",
-        ),
         ("--traces policy:per_core:samples=0", "`samples` must be a positive integer, got 0"),
         ("--traces policy:slow", "`policy` must be one of 'autoscale'"),
         ("--traces policy:per_core policy:per_core", "each trace needs a name of its own"),

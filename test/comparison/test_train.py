@@ -69,6 +69,20 @@ def test_the_curve_is_that_of_a_plain_pytorch_loop(tmp_path, rule, cores, factor
         assert float(row["best_metric"]) == pytest.approx(min(expected["metric"]), rel=1e-5)
 
 
+def test_rules_with_a_setting_are_compared_under_the_name_that_gives_it(tmp_path):
+    vbs.Trace.from_sequence([8, 32] * 15).write(tmp_path / "jumps.csv")
+    options = ["--workload", "comparisons:line", "--traces", tmp_path / "jumps.csv", "--seeds", 1]
+    vbs_compare(*options, "--rules", "legw:64,surge", "--ref-batchsize", 8, "--out", tmp_path / "results")
+    assert rows_by_run(tmp_path / "results")["jumps", "legw:64", 0]["status"] == "done"
+    found = [record["factor"] for record in records(tmp_path / "results", "jumps", "legw:64", 0) if "factor" in record]
+    # a warm-up of 8 steps, at scales 1 and 4
+    assert found[:10] == pytest.approx([0.125, 0.5, 0.375, 1.0, 0.625, 1.5, 0.875, 2.0, 1.0, 2.0])
+    steps = [record for record in records(tmp_path / "results", "jumps", "surge", 0) if "gain" in record]
+    assert [step["factor"] for step in steps] == pytest.approx(
+        [step["gain"] / (step["batch_size"] / 8) ** 0.5 for step in steps]
+    )
+
+
 @pytest.mark.xla
 def test_on_xla_cores_the_curve_is_the_same(tmp_path):
     vbs.Trace.from_sequence([8, 24, 40, 16, 32] * 2).write(tmp_path / "jumps.csv")
@@ -94,3 +108,18 @@ def test_until_progress_other_rules_make_as_many_updates_as_adascale(tmp_path):
         lrs = [r["lr"] / r["factor"] for r in records(tmp_path, trace, "linear", seed) if "lr" in r]
         assert lrs[0] == pytest.approx(0.02)  # the schedule is stretched over all updates: 1 − 0.9 · fraction
         assert lrs[-1] == pytest.approx(0.02 * (1 - 0.9 * (1 - 1 / int(linear["updates"]))), rel=1e-6)
+
+
+def test_exact_runs_are_the_same_to_the_last_bit_on_two_cores(tmp_path):
+    trace = tmp_path / "jumps.csv"
+    vbs.Trace.from_sequence([8, 24, 16, 40, 8, 8, 64, 16, 32, 24] * 2).write(trace)
+    options = ["--workload", "comparisons:line", "--traces", trace, "--seeds", 1, "--rules", "adascale", "--exact"]
+    found = []
+    for cores in (1, 2):
+        out = tmp_path / f"{cores} cores"
+        vbs_compare(*options, "--cores", cores, "--out", out, "--log-steps", 1)
+        steps = [record for record in records(out, "jumps", "adascale", 0) if "loss" in record]
+        assert all(record["exact"] == 1 for record in steps)
+        found.append([(record["gradient_norm"], record["gain"], record["lr"]) for record in steps])
+    assert found[0] == found[1]
+    assert len(found[0]) == 20

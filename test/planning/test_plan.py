@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from variable_batch_size.planning.plan import RULES, SteadyAdaScaleRule
+from variable_batch_size.planning.rules import RULES, planned_rules
 
 
 @st.composite
@@ -148,12 +148,34 @@ def test_a_run_of_billions_of_steps_is_planned_without_counting_them():
     assert plan.core_minibatches == (plan.num_steps, *[0] * 255)
 
 
-def test_adascale_at_a_steady_noise_scale_has_the_gain_of_the_paper():
-    rule = SteadyAdaScaleRule(noise_scale=1000)
+def test_rules_that_measure_noise_are_planned_at_a_noise_scale():
+    rules = planned_rules(["adascale", "adamscale", "surge"], noise_scale=1000)
+    assert list(rules) == ["adascale@1000", "adamscale@1000", "surge@1000"]
     for size in (32, 128, 2048):
-        assert rule.factor(vbs.Step(size, 32, 128)) == pytest.approx((1000 / 128 + 1) / (1000 / size + 1))
+        gain = (1000 / 128 + 1) / (1000 / size + 1)
+        found = [rule.factor(vbs.Step(size, 32, 128)) for rule in rules.values()]
+        assert found == pytest.approx([gain, math.sqrt(gain), gain / math.sqrt(size / 128)])
     with pytest.raises(ValueError, match="`noise_scale` must be a positive number, got 0"):
-        SteadyAdaScaleRule(noise_scale=0)
+        planned_rules(["surge"], noise_scale=0)
+    message = "^the rule surge follows the noise that a run measures: a plan of it needs --noise-scale$"
+    with pytest.raises(ValueError, match=message):
+        planned_rules(["root", "surge"])
+
+
+def test_a_warm_up_is_planned_step_by_step_and_batch_sizes_as_they_are_after_it():
+    schedule = vbs.Schedule(vbs.Trace.from_sequence([32, 128, 32, 128, 32]), dataset_size=400, minibatch_size=32)
+    plan = vbs.Plan.of(schedule, rules=planned_rules(["legw:128"]))  # 4 steps at 32
+    assert [moment.factors["legw:128"] for moment in plan.moments] == [0.25, 1.0, 0.75, 2.0, 1.0]
+    assert {size.batch_size: size.factors["legw:128"] for size in plan.sizes} == {32: 1.0, 128: 2.0}
+
+
+@pytest.mark.parametrize("name", vbs.RULES)
+def test_every_rule_can_be_planned(name):
+    schedule = vbs.Schedule(vbs.Trace.from_sequence([32, 64]), dataset_size=300, minibatch_size=32)
+    rules = planned_rules(["legw:1" if name == "legw" else name], noise_scale=1000)
+    plan = vbs.Plan.of(schedule, rules=rules, ref_batchsize=32)
+    assert plan.rules[0].startswith(name)
+    assert plan.moments[0].factors[plan.rules[0]] == 1.0
 
 
 def test_a_rule_of_ones_own_can_be_planned():
@@ -175,9 +197,18 @@ def test_a_plan_is_ready_for_json():
     assert plan["checkpoints"][1] == {"epoch": 0, "epoch_step": 2, "steps_done": 2, "samples_done": 96}
 
 
+def test_a_plan_counts_tokens_if_told_what_a_sample_has():
+    schedule = vbs.Schedule(vbs.Trace.from_sequence([32, 64]), dataset_size=300, minibatch_size=32)
+    plan = vbs.Plan.of(schedule, tokens_per_sample=4096).as_dict()
+    assert (plan["tokens_per_sample"], plan["num_tokens"]) == (4096, 96 * 4096)
+    plan = vbs.Plan.of(schedule).as_dict()
+    assert (plan["tokens_per_sample"], plan["num_tokens"]) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("trace", "options", "message"),
     [
+        ([32], {"tokens_per_sample": 0}, "`tokens_per_sample` must be a positive integer, got 0"),
         ([32], {"num_epochs": 2}, "trace holds 1 epoch of 300 samples, got epoch 1"),
         ([32], {"num_epochs": 0}, "`num_epochs` must be a positive integer, got 0"),
         (32, {}, "trace goes on forever: the number of epochs must be given"),
@@ -291,3 +322,11 @@ def test_every_number_of_a_plan_is_what_a_real_run_does(rule, cores, on_end, num
 
     positions = [tuple(position) for position in plan.checkpoints if position.steps_done % every == 0]
     assert positions == ran[0]["positions"]
+
+
+def test_a_plan_of_data_without_a_length_is_refused():
+    schedule = vbs.Schedule(vbs.Trace.of([64]), dataset_size=None, minibatch_size=32)
+    with pytest.raises(
+        ValueError, match=r"^a plan is one of epochs: the schedule must have a `dataset_size`, got None$"
+    ):
+        vbs.Plan.of(schedule)

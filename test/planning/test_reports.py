@@ -83,6 +83,20 @@ steps done  samples done  epoch  steps done in it
          5           576      2                 1"""
 
 
+def test_a_plan_is_told_in_tokens_too():
+    trace = vbs.Trace.from_sequence([64, 96, 32, 256])
+    schedule = vbs.Schedule(trace, dataset_size=310, minibatch_size=32, num_replicas=4)
+    report = vbs.plan_report(vbs.Plan.of(schedule, rules={}, tokens_per_sample=1000)).splitlines()
+    assert report[2] == "tokens        448,000 at 1,000 in a sample; 32,000 to 256,000 in a step, mean 112,000"
+    sizes = report.index("batch sizes")
+    assert report[sizes + 1 : sizes + 3] == [
+        "batch size   tokens  steps  minibatches  deep  idle cores",
+        "        32   32,000      1            1     1           3",
+    ]
+    assert report[-5] == "step  samples before  tokens before  epoch  batch size  deep  idle cores"
+    assert report[-1] == "   3             192        192,000      1         256     2           0"
+
+
 def test_of_many_rows_the_first_and_the_last_are_told():
     sizes = 32 * np.arange(1, 101)
     schedule = vbs.Schedule(vbs.Trace.from_sequence(sizes), dataset_size=10_000, minibatch_size=32)

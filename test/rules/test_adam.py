@@ -1,8 +1,9 @@
-"""Adam's correction of its bias, by hand-made numbers."""
+"""The rule for Adam and its correction of Adam's bias, by hand-made numbers."""
 
 import pytest
 
-from variable_batch_size.rules.adam import AdamRule, check_adam, corrected_for_bias
+from variable_batch_size import AdamRule, Step
+from variable_batch_size.rules.adam import check_adam, corrected_for_bias
 
 # 1 − β^t is 0.75 and 0.4375 after two updates; against 1 − Π β of 0.6 and 0.109375 that is 1.25 and 4 times as much
 SETTINGS = {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1.0}
@@ -43,3 +44,72 @@ def test_the_adam_rule_looks_at_the_groups_too():
     with pytest.raises(ValueError, match=r"^`inner` must be Adam or of its kind, with betas and eps, got SGD$"):
         AdamRule().check("SGD", [{"lr": 1}])
     assert AdamRule().check("AdamW", [SETTINGS]) is None
+
+
+# --------------------------------------------------------------------------------------------------------------- forms
+
+FOUR_TIMES = Step(batch_size=512, minibatch_size=32, ref_batchsize=128)
+A_QUARTER = Step(batch_size=32, minibatch_size=32, ref_batchsize=128)
+ADAMW = {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1.0, "weight_decay": 0.25, "decoupled_weight_decay": True}
+
+
+def settings_of(rule, group, step):
+    return rule.settings(group, step, rule.factor(step))
+
+
+def test_the_half_life_form_takes_betas_to_the_power_of_the_scale():
+    rule = AdamRule(form="half-life", scales_weight_decay=False)
+    assert settings_of(rule, ADAMW, FOUR_TIMES) == {"lr": 1.0, "betas": (0.0625, 0.31640625), "eps": 0.5}
+    root = pytest.approx(0.5**0.25), pytest.approx(0.75**0.25)
+    assert settings_of(rule, ADAMW, A_QUARTER) == {"lr": 0.25, "betas": root, "eps": 2.0}
+    # a factor that was bounded stands for the scale of which it is the root
+    assert rule.settings(ADAMW, FOUR_TIMES, 1.0) == {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1.0}
+
+
+def test_sixteen_times_the_batch_leaves_betas_within_their_range_in_the_half_life_form_only():
+    group = {"lr": 1.0, "betas": (0.9, 0.95), "eps": 1.0}
+    step = Step(batch_size=16, minibatch_size=1, ref_batchsize=1)
+    assert settings_of(AdamRule(form="half-life"), group, step)["betas"] == pytest.approx((0.1853, 0.4401), abs=1e-4)
+    assert settings_of(AdamRule(form="sde"), group, step)["betas"] == pytest.approx((0.0, 0.2))
+
+
+def test_both_forms_are_the_same_to_first_order():
+    group = {"lr": 1.0, "betas": (1 - 1e-6, 1 - 1e-7), "eps": 1.0}
+    found = [settings_of(AdamRule(form=form), group, FOUR_TIMES)["betas"] for form in ("sde", "half-life")]
+    assert [1 - beta for beta in found[0]] == pytest.approx([1 - beta for beta in found[1]], rel=1e-5)
+
+
+@pytest.mark.parametrize("form", ["sde", "half-life"])
+def test_a_decoupled_decay_grows_with_the_learning_rate(form):
+    assert settings_of(AdamRule(form=form), ADAMW, FOUR_TIMES)["weight_decay"] == 0.5
+    assert settings_of(AdamRule(form=form), ADAMW, A_QUARTER)["weight_decay"] == 0.125
+    assert AdamRule(form=form).settings(ADAMW, FOUR_TIMES, 1.5)["weight_decay"] == 0.375
+    assert "weight_decay" not in settings_of(AdamRule(form=form, scales_weight_decay=False), ADAMW, FOUR_TIMES)
+
+
+@pytest.mark.parametrize("says", [{"decoupled_weight_decay": False}, {}], ids=["said", "not said"])
+def test_a_decay_that_is_not_decoupled_is_left_alone(says):
+    group = {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1.0, "weight_decay": 0.25, **says}
+    assert settings_of(AdamRule(), group, FOUR_TIMES).keys() == {"lr", "betas", "eps"}
+
+
+@pytest.mark.parametrize("form", ["sde", "half-life"])
+def test_at_the_reference_batch_size_adam_is_left_as_it_is(form):
+    same = settings_of(AdamRule(form=form), ADAMW, Step(batch_size=128, minibatch_size=32, ref_batchsize=128))
+    assert {**ADAMW, **same} == ADAMW
+
+
+def test_a_step_of_adam_counts_for_as_many_steps_as_it_has_batches():
+    assert AdamRule().worth(FOUR_TIMES, AdamRule().factor(FOUR_TIMES)) == 4.0
+
+
+def test_an_unknown_form_is_refused():
+    with pytest.raises(ValueError, match=r"^`form` must be one of 'sde', 'half-life', got 'halflife'$"):
+        AdamRule(form="halflife")
+
+
+@pytest.mark.parametrize("optimizer", ["NAdam", "RAdam", "Adamax", "SparseAdam"])
+def test_the_adam_rule_refuses_relatives_of_adam_with_another_correction(optimizer):
+    message = f"^`inner` must correct its bias as Adam and AdamW do, got {optimizer}$"
+    with pytest.raises(ValueError, match=message):
+        AdamRule().check(optimizer, [SETTINGS])

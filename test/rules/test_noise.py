@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from known_gains import GAIN_OF_TWO_STEPS, TWO_STEPS, with_known_gains
 
 from variable_batch_size.rules.noise import Noise, NoiseAverage
 
@@ -12,15 +13,7 @@ def linear_norms(inputs):
     return (gradients**2).sum(1).mean(), (gradients.mean(0) ** 2).sum()
 
 
-@pytest.mark.parametrize(
-    ("inputs", "gain"),
-    [
-        ([[1, 0], [0, 1]], 4 / 3),
-        ([[-1, 1], [1, -1]], 2),
-        ([[1, 4], [5, 0.5]], 1.4688796680497926),
-        ([[-0.2, 3], [5, 0.5]], 1.8472893901708),
-    ],
-)
+@with_known_gains
 def test_known_gains_of_two_samples(inputs, gain):
     noise = Noise.from_norms(*linear_norms(inputs), batch_size=2, num_minibatches=2)
     assert noise.gain(2, 1) == pytest.approx(gain, rel=1e-7)
@@ -35,9 +28,9 @@ def test_four_orthogonal_gradients_have_gain_four_and_identical_ones_gain_one():
 
 def test_two_steps_average_to_the_known_gain():
     average = NoiseAverage()
-    for inputs in ([[-0.2, 3.3], [5.2, 0.7]], [[1, 4], [3.1, 0.1]]):
+    for inputs in TWO_STEPS:
         average.add(Noise.from_norms(*linear_norms(inputs), batch_size=2, num_minibatches=2), scale=2.0)
-    assert average.noise.gain(2, 1) == pytest.approx(1.6720968158031417, rel=1e-6)
+    assert average.noise.gain(2, 1) == pytest.approx(GAIN_OF_TWO_STEPS, rel=1e-6)
 
 
 def test_the_start_of_the_paper_is_the_plain_mean():

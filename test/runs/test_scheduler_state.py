@@ -32,12 +32,24 @@ KINDS = {
     "PolynomialLR": lambda optimizer: schedulers.PolynomialLR(optimizer, 6),
 }
 NUM_STEPS = 8
+RAMP = [2, 2, 4, 2, 6, 8, 4, 2]
 
 
-def learning_rates(directory, make, stop_after=NUM_STEPS):
+def step(scheduler, optimizer):
+    if optimizer.steps_done < NUM_STEPS:
+        scheduler.step()
+
+
+def follow(scheduler, optimizer):
+    vbs.follow_samples(scheduler, optimizer, per=3)
+
+
+def learning_rates(directory, make, stop_after=NUM_STEPS, *, move=step, trace=2):
     """Of each step of a run that goes on from what is in the directory, up to some step."""
     model = torch.nn.Linear(2, 1)
-    sampler = vbs.CustomSampler(dataset_size=2 * NUM_STEPS, trace=2, minibatch_size=2)
+    sampler = vbs.CustomSampler(
+        dataset_size=sum(RAMP) if trace is RAMP else 2 * NUM_STEPS, trace=trace, minibatch_size=2
+    )
     inner = torch.optim.SGD(model.parameters(), lr=0.8, momentum=0.9)
     optimizer = vbs.ConstantOptimizer(inner, sampler)
     scheduler = make(optimizer)
@@ -45,11 +57,12 @@ def learning_rates(directory, make, stop_after=NUM_STEPS):
     found = []
     for _ in checkpoint.epochs(1):
         for _ in sampler:
-            found.append(inner.param_groups[0]["lr"])
+            lr = inner.param_groups[0]["lr"]
             model(torch.ones(2, 2)).sum().backward()
-            optimizer.step()
-            if optimizer.steps_done < NUM_STEPS:
-                scheduler.step()
+            if not optimizer.step():
+                continue
+            found.append(lr)
+            move(scheduler, optimizer)
             checkpoint.step()
             if optimizer.steps_done == stop_after:
                 return found
@@ -64,3 +77,15 @@ def test_a_scheduler_goes_on_as_if_never_stopped(tmp_path, kind):
         directory = tmp_path / str(stop_after)
         first = learning_rates(directory, KINDS[kind], stop_after)
         assert first + learning_rates(directory, KINDS[kind]) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scheduler_that_follows_samples_goes_on_as_if_never_stopped(tmp_path, kind):
+    how = {"move": follow, "trace": RAMP}
+    expected = learning_rates(None, KINDS[kind], **how)
+    assert len(expected) == NUM_STEPS
+    assert len(set(expected)) > 2
+    for stop_after in range(1, NUM_STEPS):
+        directory = tmp_path / str(stop_after)
+        first = learning_rates(directory, KINDS[kind], stop_after, **how)
+        assert first + learning_rates(directory, KINDS[kind], **how) == expected

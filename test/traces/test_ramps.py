@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -36,6 +38,40 @@ def test_a_doubling_ramp_may_hold_its_end_or_be_cut():
     assert list(vbs.doubling_ramp(8, 32, every=2, minibatch_size=8, num_steps=3)) == [8, 8, 16]
 
 
+def runs_of(trace):
+    """The batch sizes, and how many steps each has."""
+    return [(size, len(list(steps))) for size, steps in itertools.groupby(trace)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        # 3 increments over 960 samples, one every 320. A step that begins after 0, 16, … 304 samples has 16; after
+        # 320, 352, … 608 it has 32; after 640, 688, … 928 it has 48; 976 is behind the ramp
+        ((16, 16, 960, 64), [(16, 20), (32, 10), (48, 7), (64, 1)]),
+        # one every 2000 samples: 2000 / 32 = 62.5 steps, then from 2016 on 31 of 64 to 4000, which begins 96
+        ((32, 32, 6000, 128), [(32, 63), (64, 31), (96, 21), (128, 1)]),
+        # one every 50 samples: 0, 5, … 45 have 5; 50 and 95 have 45; 140 is behind the ramp
+        ((5, 40, 100, 85), [(5, 10), (45, 2), (85, 1)]),
+        # 464 samples are done right where the ramp ends, and in floats 464 / (464 / 7) is 6.999999999999999
+        ((2, 2, 464, 16), [(2, 34), (4, 17), (6, 11), (8, 8), (10, 7), (12, 6), (14, 5), (16, 1)]),
+    ],
+)
+def test_a_ramp_up_has_the_sizes_of_megatrons_calculator(arguments, expected):
+    start, increment, ramp_samples, final = arguments
+    assert runs_of(vbs.rampup(start, increment, ramp_samples, final=final)) == expected
+
+
+def test_a_ramp_up_goes_on_to_the_end_of_the_training_in_whole_steps():
+    # 20 · 16 + 10 · 32 + 7 · 48 = 976 samples, then (10,000 − 976) / 64 = 141 steps
+    ramp = [(16, 20), (32, 10), (48, 7)]
+    assert runs_of(vbs.rampup(16, 16, 960, final=64, num_samples=10_000)) == [*ramp, (64, 141)]
+    assert runs_of(vbs.rampup(16, 16, 960, final=64, num_samples=9_999)) == [*ramp, (64, 140)]
+    assert runs_of(vbs.rampup(16, 16, 960, final=64, num_samples=976)) == ramp
+    assert runs_of(vbs.rampup(16, 16, 960, final=64, num_samples=975)) == [(16, 20), (32, 10), (48, 6)]
+    assert runs_of(vbs.rampup(16, 16, 960, final=64, num_samples=16)) == [(16, 1)]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -48,6 +84,18 @@ def test_a_doubling_ramp_may_hold_its_end_or_be_cut():
         (
             lambda: vbs.doubling_ramp(32, 64, every=0, minibatch_size=32),
             "`every` must be a positive integer, got 0",
+        ),
+        (lambda: vbs.rampup(16, 0, 960, final=64), "`increment` must be a positive integer, got 0"),
+        (lambda: vbs.rampup(16, 16, 0, final=64), "`ramp_samples` must be a positive integer, got 0"),
+        (lambda: vbs.rampup(16, 16, 960, final=72), "`final` must be 16 and one or more increments of 16, got 72"),
+        (lambda: vbs.rampup(16, 16, 960, final=16), "`final` must be 16 and one or more increments of 16, got 16"),
+        (
+            lambda: vbs.rampup(16, 16, 960, final=64, num_samples=15),
+            "`num_samples` must be at least one step of 16, got 15",
+        ),
+        (
+            lambda: vbs.rampup(1, 1, 10**12, final=2),
+            "a trace may have 20000000 steps at most, got 500000000000",
         ),
     ],
 )

@@ -11,11 +11,13 @@ TRACES = st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 50)), min_size
 )
 
 
-@given(TRACES, st.sampled_from(["steps", "samples"]))
-def test_the_stages_of_a_trace_make_the_same_trace_again(trace, unit):
-    stages = Stages.of(trace, unit=unit)
+@given(TRACES, st.sampled_from([("steps", None), ("samples", None), ("tokens", 4096), ("tokens", 1000)]))
+def test_the_stages_of_a_trace_make_the_same_trace_again(trace, counted):
+    unit, tokens = counted
+    stages = Stages.of(trace, unit=unit, tokens_per_sample=tokens)
     assert stages.trace() == trace
-    assert Stages.parse(str(stages), until=stages.until, unit=unit) == stages
+    assert stages.trace(change="after") == trace
+    assert Stages.parse(str(stages), until=stages.until, unit=unit, tokens_per_sample=tokens) == stages
 
 
 @given(st.integers(0, 10**18))
@@ -47,6 +49,53 @@ def test_thresholds_may_be_counted_in_samples():
     assert list(trace) == [100] * 10 + [250] * 4 + [500] * 4
 
 
+def test_thresholds_may_be_counted_in_tokens_and_sizes_remain_samples():
+    stages = Stages.parse("0:100 10M:250 20M:500", until=40_000_000, unit="tokens", tokens_per_sample=10_000)
+    assert list(stages.trace()) == [100] * 10 + [250] * 4 + [500] * 4
+
+
+def test_a_change_may_come_at_the_first_step_after_it_as_in_megatron():
+    # its calculator asks before each step which thresholds the samples so far have reached: 0, 4, … 24 are below 25
+    # (7 steps of 4); 28, 36, 44 and 52 are below 60 (4 of 8); what begins at 60, 76 and 92 ends within 120 (3 of 16)
+    expected = [4] * 7 + [8] * 4 + [16] * 3
+    stages = Stages.parse("0:4 25:8 60:16", until=120, unit="samples")
+    assert list(stages.trace(change="after")) == expected
+    assert list(stages.trace()) == [4] * 6 + [8] * 5 + [16] * 3  # 25/4 = 6.25, + 35/8 = 10.63, + 60/16 = 14.38
+    # with --seq-length 10 its thresholds are tokens // 10
+    stages = Stages.parse("0:4 259:8 600:16", until=1209, unit="tokens", tokens_per_sample=10)
+    assert list(stages.trace(change="after")) == expected
+
+
+def test_the_schedule_in_the_help_of_megatron_changes_at_its_tokens():
+    # 0:768 250B:1536 500B:3072 750B:6144 at a sequence length of 4096: 250e9 / 4096 = 61,035,156.25, so that
+    # ⌈61,035,156 / 768⌉ = 79,473 steps lead to 61,035,264; ⌈(122,070,312 − 61,035,264) / 1536⌉ = 39,737 to 122,071,296;
+    # ⌈(183,105,468 − 122,071,296) / 3072⌉ = 19,868 to 183,105,792; and ⌊(244,140,625 − 183,105,792) / 6144⌋ = 9,934
+    text = "0:768 250B:1536 500B:3072 750B:6144"
+    stages = Stages.parse(text, until=parse_count("1T"), unit="tokens", tokens_per_sample=4096)
+    trace = stages.trace(change="after")
+    assert [int(np.count_nonzero(trace.sizes == size)) for size in stages.sizes] == [79_473, 39_737, 19_868, 9_934]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 60)), min_size=1, max_size=6),
+    st.sampled_from([None, 1, 7, 64]),
+)
+def test_asked_before_each_step_which_starts_are_reached_the_answer_is_the_trace(lengths, tokens):
+    ends = np.cumsum([length for length, _ in lengths]).tolist()
+    starts, sizes, per = (0, *ends[:-1]), tuple(size for _, size in lengths), tokens or 1
+    expected, done = [], 0
+    while True:
+        size = max((start // per, row) for row, start in enumerate(starts) if start // per <= done)[1]
+        if done + sizes[size] > ends[-1] // per and size == len(sizes) - 1:
+            break
+        expected.append(sizes[size])
+        done += sizes[size]
+    unit = "samples" if tokens is None else "tokens"
+    stages = Stages(starts, sizes, ends[-1], unit, tokens)
+    if expected:
+        assert list(stages.trace(change="after")) == expected
+
+
 def test_the_example_of_the_documentation_has_its_numbers():
     # 250,000 / 768 = 325.52; + 250,000 / 1,536 = 488.28; + 500,000 / 3,072 = 651.04
     trace = Stages.parse("0:768 250K:1536 500K:3072", until=parse_count("1M"), unit="samples").trace()
@@ -55,7 +104,15 @@ def test_the_example_of_the_documentation_has_its_numbers():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("0", 0), ("96", 96), ("250K", 250_000), ("250k", 250_000), ("1.5M", 1_500_000), ("2B", 2 * 10**9)],
+    [
+        ("0", 0),
+        ("96", 96),
+        ("250K", 250_000),
+        ("250k", 250_000),
+        ("1.5M", 1_500_000),
+        ("2B", 2 * 10**9),
+        ("1T", 10**12),
+    ],
 )
 def test_counts_may_end_in_a_suffix(text, value):
     assert parse_count(text) == value
@@ -77,7 +134,7 @@ def test_what_is_no_count_is_refused(text):
         ("", 7, "steps", "^stage 1 must be written start:size, got ''$"),
         ("0:0", 7, "steps", "^the batch size of stage 1 must be positive, got 0$"),
         ("0:x", 7, "steps", "^expected a whole number .*, got 'x'$"),
-        ("0:32", 7, "epochs", "^`unit` must be one of 'steps', 'samples', got 'epochs'$"),
+        ("0:32", 7, "epochs", "^`unit` must be one of 'steps', 'samples', 'tokens', got 'epochs'$"),
         ("0:32", 7, "samples", "^the stages must make from 1 to 20000000 steps, got 0$"),
         ("0:1", 10**9, "steps", "^the stages must make from 1 to 20000000 steps, got 1000000000$"),
     ],
@@ -90,3 +147,21 @@ def test_wrong_stages_are_refused(text, until, unit, message):
 def test_an_endless_trace_has_no_stages():
     with pytest.raises(ValueError, match="a constant trace is endless and has no stages"):
         Stages.of(Trace.constant(32), unit="steps")
+
+
+@pytest.mark.parametrize(
+    ("unit", "tokens", "message"),
+    [
+        ("tokens", None, "^`tokens_per_sample` must be given where `unit` is 'tokens', got None$"),
+        ("tokens", 0, "^`tokens_per_sample` must be a positive integer, got 0$"),
+        ("samples", 4096, "^`tokens_per_sample` must be None unless `unit` is 'tokens', got 4096 with 'samples'$"),
+    ],
+)
+def test_tokens_of_a_sample_belong_to_stages_counted_in_tokens(unit, tokens, message):
+    with pytest.raises(ValueError, match=message):
+        Stages.parse("0:32", until=100, unit=unit, tokens_per_sample=tokens)
+
+
+def test_a_change_of_another_kind_is_refused():
+    with pytest.raises(ValueError, match=r"^`change` must be one of 'nearest', 'after', got 'before'$"):
+        Stages.parse("0:32", until=100, unit="samples").trace(change="before")

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from known_gains import GAIN_OF_TWO_STEPS, TWO_STEPS, with_known_gains
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -39,15 +40,7 @@ def run(model, optimizer, minibatches):
 # -------------------------------------------------------------------------------------------------------- known gains
 
 
-@pytest.mark.parametrize(
-    ("inputs", "gain"),
-    [
-        ([[1, 0], [0, 1]], 4 / 3),
-        ([[-1, 1], [1, -1]], 2),
-        ([[1, 4], [5, 0.5]], 1.4688796680497926),
-        ([[-0.2, 3], [5, 0.5]], 1.8472893901708),
-    ],
-)
+@with_known_gains
 def test_known_gains(inputs, gain):
     model, optimizer = make(trace=[2], minibatch_size=1, ref_batchsize=1)
     before = model.weight.detach().clone()
@@ -61,8 +54,8 @@ def test_known_gains(inputs, gain):
 
 def test_two_steps_give_the_known_gain():
     model, optimizer = make(trace=[2, 2], minibatch_size=1, ref_batchsize=1)
-    run(model, optimizer, [[-0.2, 3.3], [5.2, 0.7], [1, 4], [3.1, 0.1]])
-    assert optimizer.gain() == pytest.approx(1.6720968158031417, rel=1e-6)
+    run(model, optimizer, [inputs for step in TWO_STEPS for inputs in step])
+    assert optimizer.gain() == pytest.approx(GAIN_OF_TWO_STEPS, rel=1e-6)
 
 
 def test_four_orthogonal_minibatches_have_gain_four_and_identical_ones_gain_one():

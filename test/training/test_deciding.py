@@ -105,10 +105,22 @@ def test_a_policy_decides_for_one_optimizer():
 
 
 def test_a_policy_that_needs_noise_is_refused_where_nobody_measures_it():
-    made = run_with(vbs.Autoscale(max_batch_size=64), kind=vbs.LinearRuleOptimizer)
-    message = "Autoscale decides by the noise of the gradient, which LinearRule does not measure: AdaScaleRule does"
-    with pytest.raises(RuntimeError, match=message):
-        train(*made, epochs=1)
+    message = (
+        "Autoscale decides by the noise of the gradient, which LinearRule does not measure: AdaScaleRule"
+    )
+    with pytest.raises(ValueError, match=message):
+        run_with(vbs.Autoscale(max_batch_size=64), kind=vbs.LinearRuleOptimizer)
+
+
+def test_any_rule_may_measure_it():
+    def measuring(inner, sampler, **options):
+        return vbs.LinearRuleOptimizer(inner, sampler, measure_noise=True, **options)
+
+    made = run_with(vbs.Autoscale(max_batch_size=128, every=6, lead=4), kind=measuring)
+    weights = train(*made, epochs=3)
+    rows = rows_of(*made[1:])
+    assert len(set(rows)) > 1
+    assert are_equal(train(*run_with(rows, kind=measuring), epochs=3), weights)
 
 
 def test_other_policies_need_no_noise():
@@ -165,9 +177,9 @@ def test_a_log_has_the_times_and_tells_the_policy_the_loss():
     assert math.isnan(records[0]["seconds_updating"])
 
 
-def saved_run(directory, trace, *, epochs, stop_after=None):
+def saved_run(directory, trace, *, epochs, stop_after=None, **options):
     model, sampler, optimizer = run_with(trace)
-    checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=5)
+    checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=5, **options)
     loader = DataLoader(data(), batch_sampler=sampler)
     for _ in checkpoint.epochs(epochs):
         for x, y in loader:
@@ -217,12 +229,22 @@ def test_an_epoch_that_was_left_is_said_in_executed_csv(tmp_path, lead, number):
     assert f"\n# epoch 0 was left after {number} steps: replayed, the epochs begin elsewhere\n3,16\n" in text
 
 
-def test_a_state_of_the_other_kind_is_refused():
+def test_a_state_without_decisions_is_refused():
     live, fixed = run_with(vbs.PerCore())[2], run_with([16] * 20)[2]
     with pytest.raises(ValueError, match="the state is that of a run with a trace, and this one has a policy"):
         live.load_state_dict(fixed.state_dict())
-    with pytest.raises(ValueError, match="the state is that of a run with a policy, and this one has a trace"):
-        fixed.load_state_dict(live.state_dict())
+
+
+def test_a_run_may_be_forked_from_a_trace_to_a_policy_and_back(tmp_path):
+    saved_run(tmp_path, [16] * 60, epochs=2, stop_after=10)
+    accept = {"trace", "on_end"}
+    saved_run(tmp_path, vbs.PerCore(24, every=4, lead=2), epochs=2, stop_after=20, accept=accept)
+    saved_run(tmp_path, [40] * 60, epochs=2, accept=accept)
+    rows = list(vbs.Trace.read(tmp_path / "executed.csv"))
+    assert rows[:10] == [16] * 10
+    assert rows[10:20] == [24] * 10
+    assert set(rows[20:]) == {40}
+    assert sum(rows) <= 800
 
 
 def test_another_policy_does_not_go_on(tmp_path):

@@ -14,42 +14,42 @@ def parameters(*sizes, dtype=torch.float32):
 
 
 def test_gradients_begin_at_64_bytes_and_the_notes_and_norms_come_last():
-    memory = FlatMemory(parameters(3, 20), num_squares=4)
+    memory = FlatMemory(parameters(3, 20), num_numbers=4)
     (flat,) = memory.flats
     assert flat.shape == (16 + 32 + 2 + 4,)
     assert [view.storage_offset() for view in memory.views] == [0, 16]
     memory.views[0].fill_(1)
     memory.views[1].fill_(2)
     memory.note([False, True])
-    memory.squares.fill_(3)
+    memory.numbers.fill_(3)
     empty = [0] * 13, [0] * 12
     assert flat.tolist() == [1] * 3 + empty[0] + [2] * 20 + empty[1] + [0, 1] + [3] * 4
 
 
 def test_a_gradient_that_fills_its_place_leaves_no_gap():
-    memory = FlatMemory(parameters(8, 1, dtype=torch.float64), num_squares=1)
+    memory = FlatMemory(parameters(8, 1, dtype=torch.float64), num_numbers=1)
     assert memory.flats[0].shape == (8 + 8 + 2 + 1,)
 
 
 def test_each_dtype_has_a_tensor_and_the_norms_are_in_one_that_is_exact():
     narrow, exact = parameters(2, dtype=torch.bfloat16), parameters(2)
-    memory = FlatMemory([*narrow, *exact], num_squares=2)
+    memory = FlatMemory([*narrow, *exact], num_numbers=2)
     assert [(flat.dtype, len(flat)) for flat in memory.flats] == [(torch.bfloat16, 32 + 1), (torch.float32, 16 + 1 + 2)]
-    memory.squares.fill_(5)
+    memory.numbers.fill_(5)
     assert memory.flats[1][-2:].tolist() == [5, 5]
 
 
 @pytest.mark.parametrize("given", [[], parameters(2, dtype=torch.bfloat16)])
 def test_without_an_exact_tensor_the_norms_have_one_of_their_own(given):
-    memory = FlatMemory(given, num_squares=2)
-    assert memory.flats[-1] is memory.squares
+    memory = FlatMemory(given, num_numbers=2)
+    assert memory.flats[-1] is memory.numbers
     assert len(memory.flats) == len(given) + 1
-    assert (memory.squares.dtype, memory.squares.tolist()) == (torch.float32, [0, 0])
+    assert (memory.numbers.dtype, memory.numbers.tolist()) == (torch.float32, [0, 0])
 
 
 def test_it_fits_the_same_parameters_as_they_were():
     first, second = given = parameters(2, 2)
-    memory = FlatMemory(given, num_squares=1)
+    memory = FlatMemory(given, num_numbers=1)
     assert memory.fits([first, second], 1)
     assert not memory.fits([first], 1)
     assert not memory.fits([second, first], 1)
@@ -63,27 +63,27 @@ def test_it_fits_the_same_parameters_as_they_were():
 
 def test_gradients_are_taken_over_from_memory_for_other_parameters():
     first, second, third = parameters(2, 2, 2)
-    old = FlatMemory([first, second], num_squares=1)
+    old = FlatMemory([first, second], num_numbers=1)
     old.views[0].fill_(1)
     old.views[1].fill_(2)
-    new = FlatMemory([third, second], num_squares=1)
+    new = FlatMemory([third, second], num_numbers=1)
     new.take_over(old)
     assert [view.tolist() for view in new.views] == [[0, 0], [2, 2]]
 
 
 def test_a_copy_has_the_gradients_and_room_for_as_many_norms():
-    memory = FlatMemory(parameters(2, 3), num_squares=3)
+    memory = FlatMemory(parameters(2, 3), num_numbers=3)
     for number, view in enumerate(memory.views, start=1):
         view.fill_(number)
     copy = pickle.loads(pickle.dumps(memory))
     assert [view.tolist() for view in copy.views] == [[1, 1], [2, 2, 2]]
-    assert len(copy.squares) == 3
+    assert len(copy.numbers) == 3
     copy.zero()
     assert [view.tolist() for view in copy.views] == [[0, 0], [0, 0, 0]]
 
 
 def test_all_of_it_is_multiplied_and_zeroed():
-    memory = FlatMemory([*parameters(1), *parameters(1, dtype=torch.bfloat16)], num_squares=1)
+    memory = FlatMemory([*parameters(1), *parameters(1, dtype=torch.bfloat16)], num_numbers=1)
     for flat in memory.flats:
         flat.fill_(3)
     memory.multiply(0.5)
@@ -95,7 +95,7 @@ def test_all_of_it_is_multiplied_and_zeroed():
 @pytest.mark.parametrize("numbers", [(), (0,), (2,), (1, 2), (0, 1, 2, 3)])
 def test_what_was_noted_is_read_again_also_as_a_sum_over_cores(numbers):
     narrow, exact = parameters(2, 2, dtype=torch.bfloat16), parameters(2, 2)
-    memory = FlatMemory([narrow[0], exact[0], narrow[1], exact[1]], num_squares=1)
+    memory = FlatMemory([narrow[0], exact[0], narrow[1], exact[1]], num_numbers=1)
     is_present = [number in numbers for number in range(4)]
     memory.note([True, False, False, False])
     memory.note(is_present)
@@ -105,7 +105,7 @@ def test_what_was_noted_is_read_again_also_as_a_sum_over_cores(numbers):
 
 def test_a_view_has_the_layout_of_its_parameter():
     p = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
-    (view,) = FlatMemory([p], num_squares=0).views
+    (view,) = FlatMemory([p], num_numbers=0).views
     assert (view.shape, view.stride()) == (p.shape, p.stride())
 
 
@@ -130,7 +130,8 @@ def test_tensors_of_several_dtypes_have_one_squared_norm():
 
 def test_a_narrow_dtype_does_not_overflow():
     tensor = torch.full((4,), 300.0, dtype=torch.float16)
-    assert square_of([tensor], like=tensor).item() == pytest.approx(360_000)
+    for like in (tensor, tensor.float()):
+        assert square_of([tensor, tensor], like=like).item() == pytest.approx(720_000)
 
 
 def test_float64_is_not_rounded_on_the_way():

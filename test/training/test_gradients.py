@@ -78,6 +78,15 @@ def test_a_buffer_that_the_user_keeps_is_not_touched():
     assert model.weight.item() == -(1 / 2 + (2 + 4) / 2 / 2)
 
 
+def test_clipping_does_not_touch_a_buffer_that_the_user_keeps():
+    model, _, optimizer = make([1, 1, 2], clip_grad_norm=1.5)
+    for value in (1.0, 4.0, 2.0, 5.0):
+        buffer = model.weight.grad = torch.full((1, 1), value, dtype=torch.float64)
+        optimizer.step()
+        assert buffer.item() == value
+    assert model.weight.item() == pytest.approx(-(1 + 1.5 + 1.5), abs=1e-5)
+
+
 def test_create_graph_is_like_any_other_backward_pass():
     model, _, optimizer = make()
     for x in (1, 3):
@@ -199,18 +208,20 @@ def test_adam_under_changing_scale_makes_full_steps_of_a_constant_gradient():
             assert before - model.weight.item() == pytest.approx(optimizer.current_lr(), rel=1e-9)
 
 
-def test_adamw_decays_by_its_own_learning_rate_under_changing_scale():
+@pytest.mark.parametrize("scales_weight_decay", [True, False])
+def test_adamw_decays_by_its_own_learning_rate_under_changing_scale(scales_weight_decay):
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.ones_(model.weight)
     sampler = vbs.CustomSampler(dataset_size=64, trace=[1, 4, 1], minibatch_size=1, shuffle=False)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-30, weight_decay=0.1)
-    optimizer = vbs.AdamRuleOptimizer(inner, sampler, ref_batchsize=1)
+    optimizer = vbs.AdamRuleOptimizer(inner, sampler, ref_batchsize=1, scales_weight_decay=scales_weight_decay)
     for _ in range(6):
         before = model.weight.item()
         backward(model, 7)
         if optimizer.step():
             lr = optimizer.current_lr()
-            assert model.weight.item() == pytest.approx(before * (1 - lr * 0.1) - lr, rel=1e-9)
+            decay = 0.1 * optimizer.factor() if scales_weight_decay else 0.1
+            assert model.weight.item() == pytest.approx(before * (1 - lr * decay) - lr, rel=1e-9)
 
 
 def test_a_parameter_that_begins_later_has_a_bias_of_its_own():
@@ -592,10 +603,10 @@ def test_conjugated_gradients_are_measured():
 def test_norms_travel_in_float32_at_least_whatever_the_default_is():
     torch.set_default_dtype(torch.bfloat16)
     try:
-        memory = FlatMemory(list(nn.Linear(1, 1).parameters()), num_squares=2)
+        memory = FlatMemory(list(nn.Linear(1, 1).parameters()), num_numbers=2)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert memory.squares.dtype == torch.float32
+    assert memory.numbers.dtype == torch.float32
 
 
 def with_a_frozen_group(**options):

@@ -9,10 +9,15 @@ from torch import nn
 
 from variable_batch_size.cores.communicator import Alone
 from variable_batch_size.rules.rule import Norms
+from variable_batch_size.training.exact_gradients import ExactGradients
+from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
 from variable_batch_size.training.flat_gradients import FlatGradients
+from variable_batch_size.training.gradients import Mean, Measured
 from variable_batch_size.training.kept_gradients import KeptGradients
+from variable_batch_size.training.separate_gradients import SeparateGradients
 
-KINDS = [FlatGradients, KeptGradients]
+KINDS = [FlatGradients, KeptGradients, SeparateGradients, ExactGradients, ExactSeparateGradients]
+TWO = Mean(2)
 
 
 def optimizer_of(num_groups=1, dtype=torch.float64):
@@ -23,13 +28,13 @@ def optimizer_of(num_groups=1, dtype=torch.float64):
 
 
 def make(kind, communicator, *, num_groups=1, dtype=torch.float64, **options):
-    parameters, inner = optimizer_of(num_groups, dtype)
+    parameters, inner = optimizer_of(num_groups, torch.float32 if kind is ExactSeparateGradients else dtype)
     return parameters, kind(inner, communicator, **options)
 
 
-def take_all(parameters, gradients, minibatches):
+def take_all(parameters, gradients, minibatches, *, mean=TWO, weights=None):
     """Takes minibatches, each of a gradient for each parameter; None for none."""
-    for number, values in enumerate(minibatches, start=1):
+    for number, values in enumerate(minibatches):
         for p, value in zip(parameters, values, strict=True):
             if value is None:
                 continue
@@ -37,96 +42,169 @@ def take_all(parameters, gradients, minibatches):
                 p.grad = torch.full_like(p, value)
             else:
                 p.grad.add_(value)
-        gradients.take(is_last=number == len(minibatches), is_only=False)
+        is_last = number + 1 == len(minibatches)
+        gradients.take(mean, is_last=is_last, weight=None if weights is None else weights[number])
+
+
+def measured(*norms, is_finite=True, weight=None, num_weighted=None):
+    return Measured(list(norms), is_finite, weight, num_weighted)
 
 
 def values_of(parameters):
     return [None if p.grad is None else p.grad.item() for p in parameters]
 
 
-def reduced(minibatches_of_cores, weights, *, kind=FlatGradients, **options):
-    """On each core, the gradients after the reduction, and the norms where they are measured."""
+def reduced(minibatches_of_cores, *, kind=FlatGradients, idle=(), weights=None, mean=None, **options):
+    """On each core, the gradients after the reduction, and what was measured where it is."""
+    num_minibatches = sum(len(own) for rank, own in enumerate(minibatches_of_cores) if rank not in idle)
+    mean = mean or Mean(num_minibatches)
 
     def run(core):
         parameters, gradients = make(kind, core, **options)
-        take_all(parameters, gradients, minibatches_of_cores[core.rank])
-        gradients.reduce(weights[core.rank])
-        return values_of(parameters), gradients.norms() if options.get("measures") else None
+        own = None if weights is None else weights[core.rank]
+        take_all(parameters, gradients, minibatches_of_cores[core.rank], mean=mean, weights=own)
+        gradients.reduce(mean, is_idle=core.rank in idle)
+        return values_of(parameters), gradients.measured() if options.get("measures") else gradients.weight()
 
-    return run_on(len(weights), run)
+    return run_on(len(minibatches_of_cores), run)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_cores_with_uneven_shares_get_the_weighted_sum(kind):
-    found = reduced([[[1, 2], [3, 4]], [[5, 12]]], [0.5, 0.25], kind=kind)
-    # (1 + 3)/2 + 5/4 and (2 + 4)/2 + 12/4
-    assert [gradients for gradients, _ in found] == [[3.25, 6.0]] * 2
+def test_cores_with_uneven_shares_get_the_mean(kind):
+    found = reduced([[[1, 2], [3, 4]], [[5, 12]]], kind=kind)
+    assert [gradients for gradients, _ in found] == [pytest.approx([3.0, 6.0])] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_loss_was_multiplied_by_is_divided_out_and_a_multiple_of_the_mean_multiplied_in(kind):
+    found = reduced([[[2, 4], [6, 8]], [[4, 12]]], kind=kind, mean=Mean(3, loss_scale=2.0, multiple=3), measures=True)
+    for gradients, numbers in found:
+        assert gradients == pytest.approx([6.0, 12.0])
+        # of the mean, and without the factor of the loss: (1² + 2² + 3² + 4² + 2² + 6²)/3 and 2² + 4²
+        assert numbers.norms == [Norms(pytest.approx(70 / 3), pytest.approx(20.0))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights", [None, [2.0]])
+def test_each_core_divides_out_its_own_loss_scale(kind, weights):
+    def run(core):
+        parameters, gradients = make(kind, core, measures=True)
+        mean = Mean(2, loss_scale=[4.0, 0.5][core.rank])
+        own = [[1, 2], [3, 4]][core.rank]
+        take_all(parameters, gradients, [[value * mean.loss_scale for value in own]], mean=mean, weights=weights)
+        gradients.reduce(mean, is_idle=False)
+        return values_of(parameters), gradients.measured().norms
+
+    # (1 + 3)/2 and (2 + 4)/2; (1 + 4)/2 + (9 + 16)/2; all but the last divided by the weights
+    expected = ([2.0, 3.0], [Norms(15.0, pytest.approx(13.0))]) if weights is None else None
+    expected = expected or ([1.0, 1.5], [Norms(pytest.approx(3.75), pytest.approx(3.25))])
+    assert run_on(2, run) == [expected] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("measures", [False, True])
-def test_what_weighs_nothing_leaves_no_mark_not_even_nan(kind, measures):
-    found = reduced([[[1, 2]], [[math.nan, 7]]], [1.0, 0.0], kind=kind, measures=measures)
+def test_an_idle_core_leaves_no_mark_not_even_nan(kind, measures):
+    found = reduced([[[1, 2]], [[math.nan, 7]]], idle=[1], kind=kind, measures=measures, mean=Mean(1))
     assert [gradients for gradients, _ in found] == [[1.0, 2.0]] * 2
     if measures:
-        assert [norms for _, norms in found] == [([Norms(5.0, 5.0)], True)] * 2
+        assert all(numbers.is_finite and numbers.norms[0].square_of_mean == 5.0 for _, numbers in found)
 
 
 def test_a_gradient_that_one_core_has_is_there_on_all_and_one_that_none_has_on_none():
-    found = reduced([[[1, None]], [[None, None]], [[None, None]]], [1.0, 1.0, 0.0])
+    found = reduced([[[1, None]], [[None, None]], [[None, None]]], idle=[2], mean=Mean(1))
     assert [gradients for gradients, _ in found] == [[1.0, None]] * 3
 
 
-def test_a_gradient_that_only_an_idle_core_has_is_on_none():
-    found = reduced([[[1, None]], [[None, 3]]], [1.0, 0.0])
+@pytest.mark.parametrize("kind", [FlatGradients, ExactGradients])
+def test_a_gradient_that_only_an_idle_core_has_is_on_none(kind):
+    found = reduced([[[1, None]], [[None, 3]]], idle=[1], kind=kind)
     assert [gradients for gradients, _ in found] == [[1.0, None]] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_squared_norms_of_minibatches_are_summed_with_their_weights_over_cores_and_groups(kind):
-    found = reduced([[[1, 2], [3, 4]], [[5, 12]]], [0.5, 0.5], kind=kind, measures=True, num_groups=2)
-    # (1 + 9)/2 + 25/2 and (4 + 16)/2 + 144/2; of the sums 4.5 and 9
-    for gradients, (norms, is_finite) in found:
-        assert gradients == [4.5, 9.0]
-        assert norms == [Norms(17.5, 20.25), Norms(82.0, 81.0)]
-        assert is_finite
+def test_squared_norms_of_minibatches_are_averaged_over_cores_for_each_group(kind):
+    found = reduced([[[1, 2], [3, 4]], [[5, 12]]], kind=kind, measures=True, num_groups=2)
+    # (1 + 9 + 25)/3 and (4 + 16 + 144)/3; of the means 3 and 6
+    for gradients, numbers in found:
+        assert gradients == pytest.approx([3.0, 6.0])
+        expected = [Norms(35 / 3, 9.0), Norms(164 / 3, 36.0)]
+        assert numbers.norms == [pytest.approx(pair) for pair in expected]
+        assert numbers.is_finite
 
 
 def test_beside_narrow_gradients_norms_travel_in_float32():
-    found = reduced([[[1, 2]], [[3, 4]]], [0.5, 0.5], measures=True, dtype=torch.bfloat16)
-    for gradients, (norms, _) in found:
+    found = reduced([[[1, 2]], [[3, 4]]], measures=True, dtype=torch.bfloat16)
+    for gradients, numbers in found:
         assert gradients == [2.0, 3.0]
-        assert norms == [Norms(pytest.approx(15.0), pytest.approx(13.0))]
+        assert numbers.norms == [Norms(pytest.approx(15.0), pytest.approx(13.0))]
 
 
-def test_one_core_that_is_not_finite_is_known_to_all():
-    found = reduced([[[1, 2]], [[math.inf, 2]]], [0.5, 0.5], measures=True)
-    assert [is_finite for _, (_, is_finite) in found] == [False, False]
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_core_that_is_not_finite_is_known_to_all(kind):
+    found = reduced([[[1, 2]], [[math.inf, 2]]], measures=True, kind=kind)
+    assert [numbers.is_finite for _, numbers in found] == [False, False]
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_a_step_of_weighted_minibatches_has_the_mean_over_all_that_they_weigh(kind, as_tensors):
+    weights = [[2.0, 6.0], [8.0]]
+    if as_tensors:
+        weights = [[torch.tensor(weight) for weight in own] for own in weights]
+    found = reduced([[[1, 2], [3, 4]], [[4, 26]]], kind=kind, weights=weights, measures=True, num_groups=2)
+    for gradients, numbers in found:
+        assert gradients == [0.5, 2.0]
+        # Σ ‖s‖²/w / W: (1/2 + 9/6 + 16/8)/16 and (4/2 + 16/6 + 676/8)/16
+        expected = [Norms(4 / 16, 0.25), Norms((2 + 16 / 6 + 84.5) / 16, 4.0)]
+        assert numbers.norms == [pytest.approx(pair) for pair in expected]
+        assert (numbers.weight, numbers.num_weighted) == (16.0, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_weighs_nothing_counts_for_nothing(kind):
+    found = reduced([[[6, 2], [0, 0]], [[9, 9]]], kind=kind, weights=[[3, 0], [5]], idle=[1], measures=True)
+    for gradients, numbers in found:
+        assert gradients == pytest.approx([2.0, 2 / 3])
+        assert (numbers.weight, numbers.num_weighted) == (3.0, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_weighs_nothing_is_known_without_a_wait_and_has_no_gradient_that_is_not_finite(kind):
+    parameters, gradients = make(kind, Alone())
+    take_all(parameters, gradients, [[0, 0], [0, 0]], weights=[0, 0])
+    gradients.reduce(Mean(2), is_idle=False)
+    assert gradients.weighs_nothing()
+    assert values_of(parameters) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_minibatches", [1, 2])
-@pytest.mark.parametrize("weight", [1.0, 0.5, 2.0])
-def test_a_core_alone_weighs_its_own_minibatches(kind, num_minibatches, weight):
+@pytest.mark.parametrize("loss_scale", [1.0, 0.5, 2.0])
+def test_a_core_alone_takes_the_mean_of_its_own_minibatches(kind, num_minibatches, loss_scale):
     parameters, gradients = make(kind, Alone(), measures=True)
+    mean = Mean(2, loss_scale)
     for _ in range(2):  # the second step begins anew
         with torch.no_grad():
-            take_all(parameters, gradients, [[1, 2], [3, 4]][:num_minibatches])
-            gradients.reduce(weight)
+            take_all(parameters, gradients, [[1, 2], [3, 4]][:num_minibatches], mean=mean)
+            gradients.reduce(mean, is_idle=False)
         expected = [1, 2] if num_minibatches == 1 else [4, 6]
-        assert values_of(parameters) == [weight * value for value in expected]
+        assert values_of(parameters) == [value / 2 / loss_scale for value in expected]
         squares = 5 if num_minibatches == 1 else 30
-        of_sum = sum((weight * value) ** 2 for value in expected)
-        assert gradients.norms() == ([Norms(weight * squares, pytest.approx(of_sum))], True)
-        assert gradients.norm().item() == pytest.approx(math.sqrt(of_sum))
+        of_mean = sum((value / 2 / loss_scale) ** 2 for value in expected)
+        found = [Norms(pytest.approx(squares / 2 / loss_scale**2), pytest.approx(of_mean))]
+        assert gradients.measured() == measured(*found)
+        assert gradients.norm().item() == pytest.approx(math.sqrt(of_mean))
         gradients.clear()
 
 
 def test_a_single_minibatch_of_the_only_core_is_used_as_it_is():
     parameters, gradients = make(FlatGradients, Alone())
     own = parameters[0].grad = torch.ones(1, dtype=torch.float64)
-    gradients.take(is_last=True, is_only=False)
-    gradients.reduce(1.0)
+    gradients.take(Mean(2), is_last=True)
+    gradients.reduce(Mean(1), is_idle=False)
     assert parameters[0].grad is own
     assert parameters[1].grad is None
 
@@ -135,37 +213,37 @@ def test_the_only_minibatch_of_a_step_is_not_measured_by_itself():
     parameters, gradients = make(FlatGradients, Alone(), measures=True)
     for p in parameters:
         p.grad = torch.full_like(p, 3.0)
-    gradients.take(is_last=True, is_only=True)
-    gradients.reduce(1.0)
-    assert gradients.norms() == ([Norms(0.0, 18.0)], True)
+    gradients.take(Mean(1), is_last=True)
+    gradients.reduce(Mean(1), is_idle=False)
+    assert gradients.measured() == measured(Norms(18.0, 18.0))
 
 
 def test_what_was_never_measured_is_zero():
     parameters, gradients = make(FlatGradients, Alone(), num_groups=2)
     take_all(parameters, gradients, [[3, 4]])
-    gradients.reduce(1.0)
-    assert gradients.norms() == ([Norms(0.0, 9.0), Norms(0.0, 16.0)], True)
+    gradients.reduce(TWO, is_idle=False)
+    assert gradients.measured() == measured(Norms(0.0, 9 / 4), Norms(0.0, 16 / 4))
 
 
 def test_gradients_are_divided_before_they_are_measured_and_those_without_a_divisor_do_not_count():
     divisors = {}
     parameters, gradients = make(FlatGradients, Alone(), num_groups=2, measures=True, divisors=divisors)
     take_all(parameters, gradients, [[3, 4]])
-    gradients.reduce(1.0)
-    assert gradients.norms() == ([None, None], True)
+    gradients.reduce(Mean(1), is_idle=False)
+    assert gradients.measured() == measured(None, None)
     gradients.clear()
     divisors[parameters[1]] = torch.full((1,), 2.0, dtype=torch.float64)
     take_all(parameters, gradients, [[3, 4]])
-    gradients.reduce(1.0)
-    assert gradients.norms() == ([None, Norms(4.0, 4.0)], True)
+    gradients.reduce(Mean(1), is_idle=False)
+    assert gradients.measured() == measured(None, Norms(4.0, 4.0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_without_a_divisor_must_be_finite_all_the_same(kind):
     parameters, gradients = make(kind, Alone(), measures=True, divisors={})
     take_all(parameters, gradients, [[3, math.nan]])
-    gradients.reduce(1.0)
-    assert gradients.norms() == ([None], False)
+    gradients.reduce(Mean(1), is_idle=False)
+    assert gradients.measured() == measured(None, is_finite=False)
 
 
 def test_a_group_may_be_added_between_two_minibatches():
@@ -173,14 +251,14 @@ def test_a_group_may_be_added_between_two_minibatches():
     gradients = FlatGradients(inner, Alone(), measures=True)
     with torch.no_grad():
         parameters[0].grad = torch.full((1,), 3.0, dtype=torch.float64)
-        gradients.take(is_last=False, is_only=False)
+        gradients.take(Mean(2), is_last=False)
         late = nn.Parameter(torch.zeros(4, dtype=torch.float64))
         inner.add_param_group({"params": [late]})
         late.grad = torch.full((4,), 2.0, dtype=torch.float64)
         parameters[0].grad = torch.full((1,), 1.0, dtype=torch.float64)
-        gradients.take(is_last=True, is_only=False)
-        gradients.reduce(0.5)
-    assert gradients.norms() == ([Norms(5.0, 4.0), Norms(8.0, 4.0)], True)
+        gradients.take(Mean(2), is_last=True)
+        gradients.reduce(Mean(2), is_idle=False)
+    assert gradients.measured() == measured(Norms(5.0, 4.0), Norms(8.0, 4.0))
     assert late.grad.tolist() == [1.0] * 4
 
 
@@ -188,11 +266,11 @@ def test_a_frozen_parameter_that_was_given_a_gradient_counts():
     parameters, gradients = make(FlatGradients, Alone())
     parameters[1].requires_grad_(False)
     take_all(parameters, gradients, [[1, 2], [3, None]])
-    gradients.reduce(1.0)
+    gradients.reduce(Mean(1), is_idle=False)
     assert values_of(parameters) == [4.0, 2.0]
     gradients.clear()
     take_all(parameters, gradients, [[1, None], [3, None]])
-    gradients.reduce(1.0)
+    gradients.reduce(Mean(1), is_idle=False)
     assert values_of(parameters) == [4.0, None]
 
 
@@ -200,15 +278,15 @@ def test_a_parameter_frozen_within_a_step_keeps_what_it_had():
     parameters, gradients = make(FlatGradients, Alone())
     with torch.no_grad():
         take_all(parameters, gradients, [[1, 2]])  # the only one so far: used as it is
-        gradients.reduce(1.0)
+        gradients.reduce(Mean(1), is_idle=False)
         gradients.clear()
         for p, value in zip(parameters, (1.0, 2.0), strict=True):
             p.grad = torch.full_like(p, value)
-        gradients.take(is_last=False, is_only=False)
+        gradients.take(Mean(2), is_last=False)
         parameters[1].requires_grad_(False)
         parameters[0].grad = torch.full_like(parameters[0], 3.0)
-        gradients.take(is_last=True, is_only=False)
-        gradients.reduce(1.0)
+        gradients.take(Mean(2), is_last=True)
+        gradients.reduce(Mean(1), is_idle=False)
     assert values_of(parameters) == [4.0, 2.0]
 
 
@@ -217,14 +295,14 @@ def test_an_unfinished_step_is_dropped(kind):
     parameters, gradients = make(kind, Alone(), measures=True)
     with torch.no_grad():
         parameters[0].grad = (
-            torch.full_like(parameters[0], 5.0) if kind is FlatGradients else parameters[0].grad.add_(5)
+            parameters[0].grad.add_(5) if kind is KeptGradients else torch.full_like(parameters[0], 5.0)
         )
-        gradients.take(is_last=False, is_only=False)
+        gradients.take(Mean(2), is_last=False)
         gradients.discard()
         take_all(parameters, gradients, [[1, 2]])
-        gradients.reduce(1.0)
+        gradients.reduce(Mean(1), is_idle=False)
     assert values_of(parameters) == [1.0, 2.0]
-    assert gradients.norms() == ([Norms(5.0, 5.0)], True)
+    assert gradients.measured() == measured(Norms(5.0, 5.0))
 
 
 # ----------------------------------------------------------------------------------------------------------------- kept
@@ -235,7 +313,7 @@ def test_kept_gradients_stay_the_same_views_of_one_tensor():
     views = [p.grad for p in parameters]
     for _ in range(2):
         take_all(parameters, gradients, [[1, 2], [3, 4]])
-        gradients.reduce(0.5)
+        gradients.reduce(Mean(2), is_idle=False)
         assert values_of(parameters) == [2.0, 3.0]
         gradients.clear()
         assert values_of(parameters) == [0.0, 0.0]
@@ -250,20 +328,20 @@ def test_kept_gradients_have_room_for_a_parameter_that_comes_later():
     with torch.no_grad():
         parameters[0].grad.add_(3.0)
         late.grad = torch.full((4,), 2.0, dtype=torch.float64)
-        gradients.take(is_last=True, is_only=False)
-        gradients.reduce(1.0)
+        gradients.take(Mean(2), is_last=True)
+        gradients.reduce(Mean(1), is_idle=False)
     assert [p.grad.tolist() for p in (*parameters, late)] == [[3.0], [0.0], [2.0] * 4]
-    assert gradients.norms() == ([Norms(9.0, 9.0), Norms(16.0, 16.0)], True)
+    assert gradients.measured() == measured(Norms(9.0, 9.0), Norms(16.0, 16.0))
 
 
 def test_kept_gradients_refuse_other_parameters_within_a_step():
     parameters, gradients = make(KeptGradients, Alone(), measures=True)
     parameters[0].grad.add_(3.0)
-    gradients.take(is_last=False, is_only=False)
+    gradients.take(Mean(2), is_last=False)
     parameters[1].requires_grad_(False)
     message = "^with `keep_gradients` the trainable parameters must stay the same within a step, and where they are$"
     with pytest.raises(RuntimeError, match=message):
-        gradients.take(is_last=True, is_only=False)
+        gradients.take(Mean(2), is_last=True)
 
 
 def test_kept_gradients_say_which_one_was_replaced():
@@ -274,4 +352,4 @@ def test_kept_gradients_say_which_one_was_replaced():
         r"was replaced between backward\(\) and step\(\)$"
     )
     with pytest.raises(RuntimeError, match=message):
-        gradients.take(is_last=True, is_only=False)
+        gradients.take(Mean(2), is_last=True)

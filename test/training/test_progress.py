@@ -1,6 +1,8 @@
-"""A scheduler that follows progress: where torch has it after as many steps, and no further than its end."""
+"""A scheduler that follows what a run has done: where torch has it after as many steps, and no further than its end."""
 
 import math
+import random
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -47,6 +49,11 @@ ENDLESS = {
     "exponential": lambda optimizer: schedulers.ExponentialLR(optimizer, 0.9),
     "warm restarts": lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, T_0=3),
     "cyclic": lambda optimizer: schedulers.CyclicLR(optimizer, 0.1, 0.5, step_size_up=3),
+    "warm-up, stable, decay": lambda o: schedulers.LambdaLR(
+        o, lambda step: min(1.0, (step + 1) / 4, max(0.0, (12 - step) / 5))
+    ),
+    "steps": lambda optimizer: schedulers.MultiStepLR(optimizer, [3, 3, 7], gamma=0.3),
+    "products": lambda optimizer: schedulers.MultiplicativeLR(optimizer, lambda step: 0.9 + 0.01 * (step % 7)),
     "cosine, then exponential": lambda o: schedulers.SequentialLR(
         o, [cosine(o), schedulers.ExponentialLR(o, 0.9)], milestones=[6]
     ),
@@ -107,3 +114,115 @@ def test_a_part_of_a_chain_stays_at_its_end_while_the_others_go_on():
 def test_a_scheduler_that_goes_by_a_metric_is_refused():
     with pytest.raises(ValueError, match="`scheduler` must go by its steps alone, got ReduceLROnPlateau"):
         vbs.follow_progress(schedulers.ReduceLROnPlateau(new_optimizer()), Run(1.0))
+
+
+# ------------------------------------------------------------------------------------- by samples, whatever the trace
+
+KINDS = {name: make for name, (make, _) in ENDING.items()} | ENDLESS
+NUM_SAMPLES = 192
+PICK = random.Random(3)
+TRACES = {
+    "constant": [8] * 24,
+    "ramped": [2, 2, 4, 4, 6, 8, 10, 12, 16, 16, 16, 20, 24, 26, 26],
+    "shrinking": [48, 40, 32, 24, 16, 12, 8, 6, 4, 2],
+    "one large step": [2, 188, 2],
+    **{f"random {number}": [2 * PICK.randint(1, 12) for _ in range(12)] for number in range(3)},
+}
+
+
+def optimizer_of(trace):
+    sampler = vbs.CustomSampler(dataset_size=1000, trace=trace, minibatch_size=2)
+    return vbs.ConstantOptimizer(new_optimizer(), sampler)
+
+
+def steps_of(optimizer, **options):
+    """Run all minibatches, and stop after each call of step(), which is given the options."""
+    parameter = optimizer.param_groups[0]["params"][0]
+    for indices in optimizer.sampler:
+        (parameter * len(indices)).sum().backward()
+        optimizer.step(**options)
+        yield
+
+
+def by_samples(make, trace, per, follow=vbs.follow_samples, **options):
+    """The learning rate and momentum at each number of samples."""
+    optimizer = optimizer_of(trace)
+    scheduler = make(optimizer)
+    found = {}
+    for _ in steps_of(optimizer, **options):
+        follow(scheduler, optimizer, per=per)
+        found[optimizer.samples_done] = settings(optimizer)
+    return found
+
+
+@pytest.mark.parametrize("per", [2, 8, 15])
+@pytest.mark.parametrize("name", KINDS)
+def test_at_the_same_samples_the_learning_rate_is_the_same_to_the_last_bit_under_any_trace(name, per):
+    end = ENDING[name][1] if name in ENDING else NUM_SAMPLES
+    expected = by_steps(KINDS[name], min(end, NUM_SAMPLES // per))
+    for trace in TRACES.values():
+        for samples, found in by_samples(KINDS[name], trace, per).items():
+            assert found == expected[min(samples // per, len(expected) - 1)], (trace, samples)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_at_the_same_weight_the_learning_rate_is_the_same_to_the_last_bit_under_any_trace(name):
+    for trace in TRACES.values():
+        by_weight = by_samples(KINDS[name], trace, 7 * 8, vbs.follow_weight, weight=7 * 2)
+        assert by_weight == by_samples(KINDS[name], trace, 8)
+
+
+def test_weights_may_be_fractions_whose_sum_falls_short_of_a_whole_step():
+    optimizer = optimizer_of([2] * 10)
+    scheduler = linear(optimizer)
+    for _ in steps_of(optimizer, weight=0.1):
+        vbs.follow_weight(scheduler, optimizer, per=0.5)
+    assert optimizer.weight_done < 1
+    assert scheduler.last_epoch == 2
+
+
+def test_a_scheduler_of_the_inner_optimizer_follows_as_well():
+    optimizer = optimizer_of([4, 8, 4])
+    scheduler = linear(optimizer.inner)
+    for _ in steps_of(optimizer):
+        vbs.follow_samples(scheduler, optimizer, per=4)
+    assert settings(optimizer) == by_steps(linear, 4)[-1]
+
+
+def test_following_before_the_first_update_moves_nothing_and_torch_has_nothing_to_warn_of():
+    optimizer = optimizer_of([4, 8])
+    scheduler = linear(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        vbs.follow_samples(scheduler, optimizer, per=2)
+        assert scheduler.last_epoch == 0
+        next(steps_of(optimizer))  # one of the two minibatches of the first step
+        vbs.follow_samples(scheduler, optimizer, per=2)
+    assert scheduler.last_epoch == 0
+
+
+@pytest.mark.parametrize("per", [0, -8, 2.5, True, None])
+def test_samples_to_a_step_are_a_positive_integer(per):
+    optimizer = optimizer_of([4])
+    with pytest.raises(ValueError, match=r"^`per` must be a positive integer, got"):
+        vbs.follow_samples(linear(optimizer), optimizer, per=per)
+
+
+@pytest.mark.parametrize("per", [0, -1.5, math.inf, math.nan])
+def test_weight_to_a_step_is_a_positive_number(per):
+    optimizer = optimizer_of([4])
+    with pytest.raises(ValueError, match=r"^`per` must be positive and finite, got (0|-1\.5|inf|nan)$"):
+        vbs.follow_weight(linear(optimizer), optimizer, per=per)
+
+
+def test_a_scheduler_that_somebody_else_steps_too_is_refused():
+    optimizer = optimizer_of([4, 4])
+    scheduler = linear(optimizer)
+    for _ in steps_of(optimizer):
+        if optimizer.samples_done:
+            break
+    scheduler.step()
+    scheduler.step()
+    message = "^the scheduler has made 2 steps where it is to have made 1: call its step\\(\\) nowhere else"
+    with pytest.raises(RuntimeError, match=message):
+        vbs.follow_samples(scheduler, optimizer, per=4)

@@ -48,6 +48,9 @@ def test_the_state_is_the_position_the_counts_and_what_the_rule_remembers():
         "transitions": [jump],
         "transition_of_all": jump,
         "adam_bias": {},
+        "weights": {"is_weighted": False, "done": 0.0},
+        "gradients": {},
+        "noise": None,
     }
     assert state == optimizer.inner.state_dict()
 
@@ -101,6 +104,7 @@ def test_a_state_of_the_first_version_goes_on():
     other.sampler.set_epoch(0, 2)
     run(weight, other, 1, 1, 1, 1)
     assert other.current_lr() == 3.0
+    assert other.progress == 7.0 + 3.0
 
 
 def test_a_state_of_the_first_version_may_have_neither_steps_nor_progress():
@@ -164,7 +168,7 @@ def test_hooks_of_a_step_get_the_optimizer_and_no_arguments():
 
 def test_a_closure_is_refused_in_words():
     _, optimizer = make()
-    message = r"^`closure` must be None: run the backward pass, then call step\(\)$"
+    message = r"^`closure` must be None: run the backward pass, then call step\(\) or step\(weight=…\)$"
     with pytest.raises(ValueError, match=message):
         optimizer.step(lambda: 0.0)
 

@@ -46,7 +46,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rules",
         default=_DEFAULT_RULES,
-        help=f"some of {', '.join(RULES)}, with commas and no blanks between them (default: {_DEFAULT_RULES})",
+        help=f"some of {', '.join(RULES)}, with commas and no blanks between them; legw:5000 and adam:half-life give a "
+        f"rule its setting (default: {_DEFAULT_RULES})",
     )
     parser.add_argument(
         "--traces",
@@ -101,6 +102,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--threads", type=positive, default=1, metavar="N", help="CPU threads of each core (default: 1)"
     )
     parser.add_argument(
+        "--exact", action="store_true", help="runs with the same weights to the last bit on any number of cores"
+    )
+    parser.add_argument(
         "--tests", type=positive, default=20, metavar="N", help="tests of the model in a run (default: 20)"
     )
     parser.add_argument(
@@ -131,7 +135,7 @@ def run(options: argparse.Namespace) -> None:
     for trace in [Trace.constant(ref_batchsize), *files.values()]:
         Schedule(trace, dataset_size=train_size, minibatch_size=minibatch_size)  # refuses what does not fit
     for policy in [trace for trace in traces.values() if isinstance(trace, str)]:
-        _refuse_policy(policy, rules, options.cores, minibatch_size, ref_batchsize, train_size)
+        _refuse_policy(policy, options.cores, minibatch_size, ref_batchsize, train_size)
     if on_end == "stop":
         num_samples = _num_samples(files, num_samples, is_asked_for=options.samples is not None)
     settings = Settings(
@@ -154,6 +158,7 @@ def run(options: argparse.Namespace) -> None:
         on_end=on_end,
         num_tests=options.tests,
         log_steps=options.log_steps,
+        exact=options.exact,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interruption, too: workers must not be left behind
     try:
@@ -198,7 +203,7 @@ def _in_words(optimizer: Any) -> str:
 def _rules(text: str, until: str, on_end: str | None) -> list[str]:
     rules = text.split(",")
     for rule in rules:
-        if rule not in RULES or rules.count(rule) > 1:
+        if rule.partition(":")[0] not in RULES or rules.count(rule) > 1:
             raise ValueError(f"`rules` must be some of {', '.join(RULES)}, each once, got {text!r}")
     if until == "progress" and on_end == "stop":
         raise ValueError(
@@ -227,13 +232,9 @@ def _with_largest(text: str, largest: int) -> str:
     return f"{text}{',' if ':' in text.removeprefix(POLICY) else ':'}max_batch_size={largest}"
 
 
-def _refuse_policy(
-    text: str, rules: Sequence[str], cores: int, minibatch_size: int, ref_batchsize: int, dataset_size: int
-) -> None:
+def _refuse_policy(text: str, cores: int, minibatch_size: int, ref_batchsize: int, dataset_size: int) -> None:
     """Say at once what every run with a policy would fail by."""
     policy = parse_policy(text.removeprefix(POLICY))
-    if policy.needs_noise and not set(rules) <= set(MEASURING_RULES):
-        raise ValueError(f"{text} needs the noise of the gradient: --rules must be {' or '.join(MEASURING_RULES)}")
     capacity = dataset_size // minibatch_size * minibatch_size
     policy.answer(Situation(cores=cores, minibatch_size=minibatch_size, ref_batchsize=ref_batchsize, capacity=capacity))
 

@@ -9,6 +9,7 @@ from variable_batch_size.command.options import (
     add_minibatch_size,
     add_out,
     add_samples_per_device,
+    add_tokens_per_sample,
     print_text,
     print_trace,
     write_trace,
@@ -44,14 +45,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_out(trace)
     stages = parser.add_argument_group("the stages")
     stages.add_argument("--unit", choices=UNITS, default="steps", help="what starts count (default: steps)")
+    add_tokens_per_sample(stages, "with --unit tokens")
     parser.set_defaults(refuse=parser.error)
 
 
 def run(options: argparse.Namespace) -> None:
     if options.to == "stages":
-        stages = Stages.of(Trace.read(options.file), unit=options.unit)
+        stages = Stages.of(Trace.read(options.file), unit=options.unit, tokens_per_sample=options.tokens_per_sample)
         print_text(str(stages))
-        sys.stderr.write(f"to make it again: vbs make stages … --unit {stages.unit} --until {stages.until}\n")
+        tokens = f" --tokens-per-sample {stages.tokens_per_sample}" if stages.tokens_per_sample else ""
+        sys.stderr.write(f"to make it again: vbs make stages … --unit {stages.unit}{tokens} --until {stages.until}\n")
         return
     _require(options, "samples_per_device", "minibatch_size", "when_empty", "round")
     seconds_per_step = _seconds_per_step(options)

@@ -26,7 +26,7 @@ COMMANDS = {
 """What each command does. The file of that name beside this has its ``add_options(parser)`` and ``run(options)``."""
 
 NOTES = """\
-Counts may end in K, M or B (thousand, million, billion).
+Counts may end in K, M, B or T (thousand, million, billion, trillion).
 Exit codes: 0 all is well; 1 a file or a number is refused, or a run has failed, and standard error says where and why;
 2 the command line is not understood; 130 a comparison was interrupted.
 """

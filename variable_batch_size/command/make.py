@@ -10,14 +10,15 @@ from variable_batch_size.command.options import (
     add_minibatch_size,
     add_out,
     add_samples_per_device,
+    add_tokens_per_sample,
     count,
     print_trace,
     write_trace,
 )
 from variable_batch_size.traces.growth import growth_for_decay, seesaw
 from variable_batch_size.traces.market import spot_market
-from variable_batch_size.traces.ramps import constant_trace, doubling_ramp, linear_ramp
-from variable_batch_size.traces.stages import UNITS, Stages
+from variable_batch_size.traces.ramps import constant_trace, doubling_ramp, linear_ramp, rampup
+from variable_batch_size.traces.stages import CHANGES, UNITS, Stages
 from variable_batch_size.traces.trace import Trace
 
 
@@ -26,6 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_constant(kinds)
     _add_linear(kinds)
     _add_doubling(kinds)
+    _add_rampup(kinds)
     _add_stages(kinds)
     _add_decay(kinds)
     _add_seesaw(kinds)
@@ -83,14 +85,49 @@ def _add_doubling(kinds: Any) -> None:
     add_minibatch_size(kind)
 
 
+def _add_rampup(kinds: Any) -> None:
+    def make(options: argparse.Namespace) -> Trace:
+        return rampup(
+            options.start,
+            options.increment,
+            options.ramp_samples,
+            final=options.final,
+            num_samples=options.samples,
+        )
+
+    help = "from one batch size to another by equal increments over samples, as Megatron-LM's --rampup-batch-size"
+    kind = _add_kind(kinds, "rampup", help, make)
+    kind.add_argument("start", type=count, metavar="START", help="the first batch size")
+    kind.add_argument("increment", type=count, metavar="INCREMENT", help="by how much it grows at once")
+    kind.add_argument("ramp_samples", type=count, metavar="SAMPLES", help="samples over which it grows")
+    kind.add_argument("--final", type=count, required=True, metavar="B", help="the last batch size")
+    kind.add_argument(
+        "--samples",
+        type=count,
+        metavar="N",
+        help="samples of the whole training (default: up to the first step of the last batch size)",
+    )
+
+
 def _add_stages(kinds: Any) -> None:
     def make(options: argparse.Namespace) -> Trace:
-        return Stages.parse(options.stages, until=options.until, unit=options.unit).trace()
+        stages = Stages.parse(
+            options.stages, until=options.until, unit=options.unit, tokens_per_sample=options.tokens_per_sample
+        )
+        return stages.trace(change=options.change)
 
-    kind = _add_kind(kinds, "stages", "batch sizes from given steps or samples on", make)
+    kind = _add_kind(kinds, "stages", "batch sizes from given steps, samples or tokens on", make)
     kind.add_argument("stages", metavar="STAGES", help="start:size pairs, such as '0:768 250K:1536 500K:3072'")
     kind.add_argument("--unit", choices=UNITS, required=True, help="what starts and end count")
     kind.add_argument("--until", type=count, required=True, metavar="END", help="where the last stage ends")
+    add_tokens_per_sample(kind, "with --unit tokens")
+    kind.add_argument(
+        "--change",
+        choices=CHANGES,
+        default="nearest",
+        help="the step at which a stage begins: that nearest to its start (default), or the first one after it, as "
+        "with Megatron-LM's --step-batch-size-schedule",
+    )
 
 
 def _add_decay(kinds: Any) -> None:

@@ -41,6 +41,10 @@ def add_samples_per_device(parser: Any, *, is_required: bool = True) -> None:
     )
 
 
+def add_tokens_per_sample(parser: Any, help: str) -> None:
+    parser.add_argument("--tokens-per-sample", type=count, metavar="T", help=f"{help}: the tokens of a sample")
+
+
 def add_out(parser: Any) -> None:
     parser.add_argument(
         "--out", metavar="FILE", help="the trace file to write (default: none, the trace is only shown)"

@@ -6,10 +6,11 @@ import argparse
 import json
 from pathlib import Path
 
-from variable_batch_size.command.options import add_minibatch_size, count, print_text
+from variable_batch_size.command.options import add_minibatch_size, add_tokens_per_sample, count, print_text
 from variable_batch_size.planning.picture import check_suffix, plot_plan
-from variable_batch_size.planning.plan import RULES, Plan, SteadyAdaScaleRule
+from variable_batch_size.planning.plan import Plan
 from variable_batch_size.planning.reports import plan_report
+from variable_batch_size.planning.rules import NAMES, RULES, planned_rules
 from variable_batch_size.schedules.batch_sizes import ON_END
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Trace
@@ -24,18 +25,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on-end", choices=ON_END, default="stop", help="what follows the last row of the trace (default: stop)"
     )
+    add_tokens_per_sample(parser, "also count tokens")
     parser.add_argument(
         "--rule",
         action="append",
-        choices=RULES,
-        help="a learning-rate rule to show; may be given more than once (default: all). The linear-momentum rule has "
-        "the factor of linear, that for Adam the factor of root",
+        metavar="RULE",
+        help=f"a learning-rate rule to show, one of {', '.join(NAMES)}; legw:5000 and adam:half-life give a rule its "
+        f"setting; may be given more than once (default: {', '.join(RULES)})",
     )
     parser.add_argument(
         "--noise-scale",
         type=float,
         metavar="V",
-        help="also show AdaScale's factor, in a run whose gradient noise scale stays at this number",
+        help="the gradient noise scale that the run is taken to measure, for adascale, adamscale and surge; without "
+        "any of them adascale is shown, too",
     )
     parser.add_argument(
         "--ref-batchsize",
@@ -61,15 +64,13 @@ def run(options: argparse.Namespace) -> None:
         num_replicas=options.cores,
         on_end=options.on_end,
     )
-    rules = {name: RULES[name] for name in options.rule or RULES}
-    if options.noise_scale is not None:
-        rules[f"adascale@{options.noise_scale:g}"] = SteadyAdaScaleRule(noise_scale=options.noise_scale)
     plan = Plan.of(
         schedule,
         num_epochs=options.epochs,
-        rules=rules,
+        rules=planned_rules(options.rule or list(RULES), noise_scale=options.noise_scale),
         ref_batchsize=options.ref_batchsize,
         checkpoint_every=options.checkpoint_every,
+        tokens_per_sample=options.tokens_per_sample,
     )
     if options.plot is not None:
         plot_plan(plan, schedule, options.plot)

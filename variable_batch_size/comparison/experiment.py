@@ -23,7 +23,7 @@ UNTIL = ("samples", "progress")
 
 DONE, DIVERGED, FAILED = "done", "diverged", "failed"
 
-RULES = tuple(name for name, rule in rules_by_name.items() if not rule.needs)
+RULES = tuple(rules_by_name)
 
 MEASURING_RULES = tuple(name for name in RULES if rules_by_name[name].measures_noise)
 """Rules whose progress can end a run."""
@@ -53,6 +53,7 @@ class Settings:
         on_end: what follows the last row of a trace.
         num_tests: how often the model is tested within `num_samples`.
         log_steps: steps from one record to the next; about 500 records for each run if None.
+        exact: whether the weights are the same to the last bit on any number of cores.
     """
 
     workload: str
@@ -74,6 +75,7 @@ class Settings:
     on_end: OnEnd
     num_tests: int
     log_steps: int | None
+    exact: bool = False
 
     @property
     def progress_goal(self) -> int:

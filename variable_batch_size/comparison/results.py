@@ -56,7 +56,8 @@ class Results:
 
     def settings(self) -> Settings:
         found = self.read_experiment()["settings"]
-        return Settings(**{field.name: found[field.name] for field in fields(Settings)})
+        known = {field.name for field in fields(Settings)}  # an older version may not have noted all
+        return Settings(**{name: value for name, value in found.items() if name in known})
 
     def write_experiment(
         self, settings: Settings, origin: Mapping[str, Any], traces: Mapping[str, Trace | str], runs: Iterable[Run]

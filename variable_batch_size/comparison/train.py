@@ -22,6 +22,7 @@ from variable_batch_size.comparison.results import Results
 from variable_batch_size.comparison.workload import Workload, load_workload
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.launch import launch
+from variable_batch_size.policies.policy import Policy
 from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.runs.log import Log
 from variable_batch_size.runs.metrics import Metrics
@@ -69,16 +70,23 @@ def _train_on_this_core(
         workload = load_workload(settings.workload, datadir)
         _seed(run.seed)
         model = workload.model().to(device)
+    trace = Trace.constant(settings.ref_batchsize) if run.trace == REFERENCE else Results(directory).trace(run.trace)
     sampler = CustomSampler(
         workload.train,  # type: ignore[arg-type]
-        trace=Trace.constant(settings.ref_batchsize) if run.trace == REFERENCE else Results(directory).trace(run.trace),
+        trace=trace,
         minibatch_size=settings.minibatch_size,
         seed=run.seed,
         on_end=settings.on_end,
     )
     inner = inner_optimizer(workload, model, settings.lr)
     optimizer = CustomOptimizer(
-        inner, sampler, rule=make_rule(run.rule), ref_batchsize=settings.ref_batchsize, model=model
+        inner,
+        sampler,
+        rule=make_rule(run.rule),
+        ref_batchsize=settings.ref_batchsize,
+        model=model,
+        exact=settings.exact,
+        measure_noise=isinstance(trace, Policy) and trace.needs_noise,
     )
     training = _Training(settings, workload, model, optimizer, _goal(settings, run, updates))
     return training.run(Results(directory).run_directory(run))
@@ -95,6 +103,7 @@ def inner_optimizer(workload: Workload, model: torch.nn.Module, lr: float | None
 def minibatches_of(workload: Workload, optimizer: CustomOptimizer, device: torch.device) -> Iterator[tuple[Any, Any]]:
     """The minibatches of all epochs, one after the other."""
     sampler, dataset = optimizer.sampler, workload.train
+    assert isinstance(sampler, CustomSampler)
     loader = DataLoader(dataset, batch_sampler=sampler)
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
@@ -112,12 +121,12 @@ def refuse_impossible(workload: Workload, device: str, rules: Sequence[str]) -> 
     if device == "xla" and not xla.is_installed():
         raise ValueError("--device xla needs torch_xla: pip install 'variable_batch_size[xla]'")
     sampler = CustomSampler(dataset_size=1, trace=1, minibatch_size=1, num_replicas=1, rank=0)
-    for rule in rules:
-        inner = inner_optimizer(workload, workload.model(), None)
+    for name in rules:
+        inner, rule = inner_optimizer(workload, workload.model(), None), make_rule(name)
         try:
-            CustomOptimizer(inner, sampler, rule=make_rule(rule), ref_batchsize=1)
+            CustomOptimizer(inner, sampler, rule=rule, ref_batchsize=1)
         except ValueError as error:
-            raise ValueError(f"the rule {rule} does not go with this workload: {error}") from None
+            raise ValueError(f"the rule {name} does not go with this workload: {error}") from None
 
 
 def _seed(seed: int) -> None:

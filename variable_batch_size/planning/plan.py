@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, final
+from typing import Any
 
 from variable_batch_size.checks import check_positive
 from variable_batch_size.planning.rows import (
@@ -18,33 +17,10 @@ from variable_batch_size.planning.rows import (
     planned_sizes,
     positions_of,
 )
-from variable_batch_size.rules.noise import Noise
-from variable_batch_size.rules.registry import make_rule
-from variable_batch_size.rules.rule import Rule, Step
+from variable_batch_size.planning.rules import RULES
+from variable_batch_size.rules.rule import Rule
 from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.schedule import Schedule
-
-RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}
-"""Rules by name, whose factor follows from the batch size alone, not from what a run measures or has done."""
-
-
-@final
-class SteadyAdaScaleRule(Rule):
-    """AdaScale's factor in a run whose noise scale V/G² stays the same; a real run measures it as it goes.
-
-    gain(B) = (V/B0 + G²) / (V/B + G²), at V/G² = `noise_scale`
-
-    >>> SteadyAdaScaleRule(noise_scale=100).factor(Step(batch_size=400, minibatch_size=50, ref_batchsize=100))
-    1.6
-    """
-
-    def __init__(self, *, noise_scale: float) -> None:
-        if not 0 < noise_scale < math.inf:
-            raise ValueError(f"`noise_scale` must be a positive number, got {noise_scale!r}")
-        self.noise = Noise(variance=noise_scale, square_norm=1.0)
-
-    def factor(self, step: Step) -> float:
-        return self.noise.gain(step.batch_size, step.ref_batchsize)
 
 
 @dataclass(frozen=True)
@@ -60,6 +36,8 @@ class Plan:
         num_epochs: epochs of the run, the last one perhaps in part.
         num_steps: updates.
         num_samples: samples that these use.
+        tokens_per_sample: tokens of a sample; None if tokens are not counted.
+        num_tokens: tokens of all samples; None likewise.
         num_left_over: samples of the data set that are not used, over all epochs that do not end with the trace.
         num_rows_unused: rows of the trace that come after the last epoch.
         num_minibatches: minibatches of the run, over all cores.
@@ -95,6 +73,8 @@ class Plan:
     num_epochs: int
     num_steps: int
     num_samples: int
+    tokens_per_sample: int | None
+    num_tokens: int | None
     num_left_over: int
     num_rows_unused: int
     num_minibatches: int
@@ -120,6 +100,7 @@ class Plan:
         rules: Mapping[str, Rule] = RULES,
         ref_batchsize: int | None = None,
         checkpoint_every: int | None = None,
+        tokens_per_sample: int | None = None,
     ) -> Plan:
         """Summarise a schedule.
 
@@ -129,7 +110,10 @@ class Plan:
             rules: the rules whose factors to list, by name.
             ref_batchsize: the batch size at which the learning rate is right; the first of the trace if None.
             checkpoint_every: list the position every N steps.
+            tokens_per_sample: count tokens, too: so many of each sample.
         """
+        if schedule.dataset_size is None:
+            raise ValueError("a plan is one of epochs: the schedule must have a `dataset_size`, got None")
         if num_epochs is None:
             num_epochs = schedule.num_epochs
             if num_epochs is None:
@@ -138,6 +122,8 @@ class Plan:
         schedule.steps(num_epochs - 1)  # refuses an epoch beyond the end, before the work of all others
         ref_batchsize = schedule.batch_size(0) if ref_batchsize is None else ref_batchsize
         check_positive(ref_batchsize=ref_batchsize)
+        if tokens_per_sample is not None:
+            check_positive(tokens_per_sample=tokens_per_sample)
         epochs = tuple(planned_epoch(schedule, epoch) for epoch in range(num_epochs))
         steps = range(epochs[-1].first_step + epochs[-1].num_steps)
         sizes = planned_sizes(schedule, steps, rules, ref_batchsize)
@@ -145,6 +131,7 @@ class Plan:
         core_idle_steps = schedule.core_idle_steps(steps)
         num_depths = sum(size.depth * size.num_steps for size in sizes)
         num_core_steps = schedule.num_replicas * len(steps)
+        num_samples = schedule.samples_before(steps.stop)
         return cls(
             trace=schedule.trace.name,
             dataset_size=schedule.dataset_size,
@@ -153,11 +140,13 @@ class Plan:
             on_end=schedule.on_end,
             num_epochs=num_epochs,
             num_steps=len(steps),
-            num_samples=schedule.samples_before(steps.stop),
+            num_samples=num_samples,
+            tokens_per_sample=tokens_per_sample,
+            num_tokens=None if tokens_per_sample is None else tokens_per_sample * num_samples,
             num_left_over=sum(epoch.num_left_over for epoch in epochs if not epoch.ends_with_trace),
             num_rows_unused=0 if schedule.trace.is_endless else max(0, len(schedule.trace) - len(steps)),
             num_minibatches=int(core_minibatches.sum()),
-            mean_batch_size=schedule.samples_before(steps.stop) / len(steps),
+            mean_batch_size=num_samples / len(steps),
             mean_depth=num_depths / len(steps),
             core_minibatches=tuple(core_minibatches.tolist()),
             core_idle_steps=tuple(core_idle_steps.tolist()),
@@ -167,7 +156,7 @@ class Plan:
             rules=tuple(rules),
             sizes=sizes,
             epochs=epochs,
-            moments=moments_of(schedule, epochs, sizes, len(steps)),
+            moments=moments_of(schedule, epochs, sizes, rules, ref_batchsize),
             checkpoints=positions_of(schedule, epochs, len(steps), checkpoint_every),
         )
 

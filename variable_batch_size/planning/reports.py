@@ -118,6 +118,8 @@ def _summary(plan: Plan) -> str:
         ("idle", f"{100 * plan.idle_share:.1f} % of all cores in all steps, {idle} steps on a core"),
         ("accumulation", f"{_span(least.depth, most.depth)} minibatches deep, mean {_number(plan.mean_depth)}"),
     ]
+    if plan.tokens_per_sample is not None:
+        lines.insert(2, ("tokens", _tokens(plan, plan.tokens_per_sample)))
     last = plan.epochs[-1]
     if last.ends_with_trace:
         share = 100 * last.num_samples / plan.dataset_size
@@ -130,12 +132,28 @@ def _summary(plan: Plan) -> str:
     return "\n".join(f"{name:<14}{text}" for name, text in lines)
 
 
+def _tokens(plan: Plan, per_sample: int) -> str:
+    span = _span(per_sample * plan.sizes[0].batch_size, per_sample * plan.sizes[-1].batch_size)
+    mean = _number(per_sample * plan.mean_batch_size)
+    return f"{per_sample * plan.num_samples:,} at {per_sample:,} in a sample; {span} in a step, mean {mean}"
+
+
+def _tokens_of(plan: Plan, samples: int) -> list[int]:
+    """The cell of a table that says what so many samples are in tokens, if they are counted."""
+    return [] if plan.tokens_per_sample is None else [plan.tokens_per_sample * samples]
+
+
+def _tokens_head(plan: Plan, head: str) -> list[str]:
+    return [] if plan.tokens_per_sample is None else [head]
+
+
 def _sizes(plan: Plan) -> str:
     def cells(size: PlannedSize) -> list[str]:
-        counts = (size.batch_size, size.num_steps, size.num_minibatches, size.depth, size.num_idle_cores)
-        return [*map(_count, counts), *map(_factor, size.factors.values())]
+        counts = (size.num_steps, size.num_minibatches, size.depth, size.num_idle_cores)
+        sizes = (size.batch_size, *_tokens_of(plan, size.batch_size))
+        return [*map(_count, (*sizes, *counts)), *map(_factor, size.factors.values())]
 
-    head = ["batch size", "steps", "minibatches", "deep", "idle cores", *plan.rules]
+    head = ["batch size", *_tokens_head(plan, "tokens"), "steps", "minibatches", "deep", "idle cores", *plan.rules]
     return f"{_rules_title('batch sizes', plan)}\n{_table(head, plan.sizes, cells)}"
 
 
@@ -150,10 +168,12 @@ def _epochs(plan: Plan) -> str:
 
 def _over_time(plan: Plan) -> str:
     def cells(moment: Moment) -> list[str]:
-        counts = (moment.step, moment.samples_before, moment.epoch, moment.batch_size, moment.depth)
-        return [*map(_count, (*counts, moment.num_idle_cores)), *map(_factor, moment.factors.values())]
+        before = (moment.step, moment.samples_before, *_tokens_of(plan, moment.samples_before))
+        counts = (*before, moment.epoch, moment.batch_size, moment.depth, moment.num_idle_cores)
+        return [*map(_count, counts), *map(_factor, moment.factors.values())]
 
-    head = ["step", "samples before", "epoch", "batch size", "deep", "idle cores", *plan.rules]
+    before = ["step", "samples before", *_tokens_head(plan, "tokens before")]
+    head = [*before, "epoch", "batch size", "deep", "idle cores", *plan.rules]
     return f"{_rules_title('over time', plan)}\n{_table(head, plan.moments, cells)}"
 
 

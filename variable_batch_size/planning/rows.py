@@ -24,7 +24,7 @@ class PlannedSize(NamedTuple):
         num_minibatches: of such a step, over all cores.
         depth: how many of them the busiest core accumulates.
         num_idle_cores: how many cores have none.
-        factors: what each rule multiplies the learning rate by.
+        factors: what each rule multiplies the learning rate by, at the end of the run: when warm-ups are over.
     """
 
     batch_size: int
@@ -82,27 +82,34 @@ def planned_sizes(
     """The distinct batch sizes of some steps, ascending."""
     sizes, counts = (values.tolist() for values in schedule.size_counts(steps))
     return tuple(
-        _planned_size(schedule, size, count, rules, ref_batchsize) for size, count in zip(sizes, counts, strict=True)
+        _planned_size(schedule, size, count, factors_at(size, steps.stop - 1, schedule, rules, ref_batchsize))
+        for size, count in zip(sizes, counts, strict=True)
     )
 
 
-def _planned_size(
-    schedule: Schedule, size: int, num_steps: int, rules: Mapping[str, Rule], ref_batchsize: int
-) -> PlannedSize:
+def factors_at(
+    size: int, steps_done: int, schedule: Schedule, rules: Mapping[str, Rule], ref_batchsize: int
+) -> dict[str, float]:
+    """What each rule multiplies the learning rate by in a step of a batch size, after some steps."""
+    step = Step(size, schedule.minibatch_size, ref_batchsize, steps_done)
+    return {name: rule.factor(step) for name, rule in rules.items()}
+
+
+def _planned_size(schedule: Schedule, size: int, num_steps: int, factors: dict[str, float]) -> PlannedSize:
     num_minibatches = size // schedule.minibatch_size
-    step = Step(size, schedule.minibatch_size, ref_batchsize)
     return PlannedSize(
         batch_size=size,
         num_steps=num_steps,
         num_minibatches=num_minibatches,
         depth=-(-num_minibatches // schedule.num_replicas),
         num_idle_cores=max(0, schedule.num_replicas - num_minibatches),
-        factors={name: rule.factor(step) for name, rule in rules.items()},
+        factors=factors,
     )
 
 
 def planned_epoch(schedule: Schedule, epoch: int) -> PlannedEpoch:
     """What a schedule does in an epoch."""
+    assert schedule.dataset_size is not None
     steps = schedule.steps(epoch)
     num_samples = schedule.samples_before(steps.stop) - schedule.samples_before(steps.start)
     is_last = schedule.on_end == "stop" and steps.stop == len(schedule.trace)
@@ -117,10 +124,15 @@ def planned_epoch(schedule: Schedule, epoch: int) -> PlannedEpoch:
 
 
 def moments_of(
-    schedule: Schedule, epochs: tuple[PlannedEpoch, ...], sizes: tuple[PlannedSize, ...], num_steps: int
+    schedule: Schedule,
+    epochs: tuple[PlannedEpoch, ...],
+    sizes: tuple[PlannedSize, ...],
+    rules: Mapping[str, Rule],
+    ref_batchsize: int,
 ) -> tuple[Moment, ...]:
     """Steps spread evenly over the run, the first and the last included."""
     of_size = {size.batch_size: size for size in sizes}
+    num_steps = epochs[-1].first_step + epochs[-1].num_steps
     moments = []
     for step in np.linspace(0, num_steps - 1, min(num_steps, _NUM_MOMENTS)).round().astype(np.int64).tolist():
         size = of_size[schedule.batch_size(step)]
@@ -132,7 +144,7 @@ def moments_of(
                 batch_size=size.batch_size,
                 depth=size.depth,
                 num_idle_cores=size.num_idle_cores,
-                factors=size.factors,
+                factors=factors_at(size.batch_size, step, schedule, rules, ref_batchsize),
             )
         )
     return tuple(moments)

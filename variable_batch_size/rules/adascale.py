@@ -8,71 +8,56 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from variable_batch_size.rules.adam import check_adam
-from variable_batch_size.rules.noise import Noise, NoiseAverage
+from variable_batch_size.rules.noise import Noise
+from variable_batch_size.rules.noise_meter import NoiseMeter
 from variable_batch_size.rules.rule import Norms, Rule, Step
 
 
 class NoiseRule(Rule):
-    """A rule that averages the gradient noise of each parameter group over steps, and scales by the gain.
-
-    A step of a single minibatch gives no estimate and leaves the averages as they are. As long as there is none at
-    all, the gain is min(1, S), the smaller of the two ends between which it can lie.
+    """A rule that averages the gradient noise over steps (:class:`NoiseMeter`), and scales by the gain.
 
     Args:
-        starts_with_mean: average the first steps as the paper does; debiased otherwise (:class:`NoiseAverage`).
+        starts_with_mean: average the first steps as the paper does; debiased otherwise.
+
+    Attributes:
+        meter: the noise of the run.
     """
 
     measures_noise = True
 
     def __init__(self, *, starts_with_mean: bool = False) -> None:
         self.starts_with_mean = starts_with_mean
-        self.averages: list[NoiseAverage] = []
+        self.meter = NoiseMeter(starts_with_mean=starts_with_mean)
 
     @abstractmethod
-    def scaled(self, gain: float) -> float:
-        """The factor that a gain makes."""
+    def scaled(self, gain: float, step: Step) -> float:
+        """The factor that the gain of a step makes."""
 
     def observe(self, step: Step, norms: Sequence[Norms | None]) -> None:
-        while len(self.averages) < len(norms):
-            self.averages.append(NoiseAverage(starts_with_mean=self.starts_with_mean))
-        if step.num_minibatches == 1:
-            return
-        for average, measured in zip(self.averages, norms, strict=True):
-            if measured is not None:
-                noise = Noise.from_norms(*measured, batch_size=step.batch_size, num_minibatches=step.num_minibatches)
-                average.add(noise, step.scale)
+        self.meter.observe(step, norms)
 
     def noise(self, group: int | None = None) -> Noise | None:
         """The averaged noise of a parameter group, or of all together; None before the first estimate."""
-        chosen = self.averages if group is None else self.averages[group : group + 1]
-        known = [noise for average in chosen if (noise := average.noise) is not None]
-        return sum(known[1:], start=known[0]) if known else None
+        return self.meter.noise(group)
 
     def gain(self, batch_size: int, ref_batchsize: int, group: int | None = None) -> float:
         """How many steps at the reference batch size one step of this batch size is worth."""
-        noise = self.noise(group)
-        return noise.gain(batch_size, ref_batchsize) if noise else min(1.0, batch_size / ref_batchsize)
+        return self.meter.gain(batch_size, ref_batchsize, group)
 
     def factor(self, step: Step) -> float:
-        return self.scaled(self.gain(step.batch_size, step.ref_batchsize))
+        return self.scaled(self.gain(step.batch_size, step.ref_batchsize), step)
 
     def factor_of_group(self, step: Step, group: int) -> float:
-        return self.scaled(self.gain(step.batch_size, step.ref_batchsize, group))
+        return self.scaled(self.gain(step.batch_size, step.ref_batchsize, group), step)
 
     def report(self, step: Step) -> dict[str, float]:
-        noise = self.noise()
-        return {
-            "gain": self.gain(step.batch_size, step.ref_batchsize),
-            "noise_scale": math.nan if noise is None else noise.scale,
-        }
+        return self.meter.report(step)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"averages": [average.state_dict() for average in self.averages]}
+        return self.meter.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.averages = [NoiseAverage(starts_with_mean=self.starts_with_mean) for _ in state["averages"]]
-        for average, saved in zip(self.averages, state["averages"], strict=True):
-            average.load_state_dict(saved)
+        self.meter.load_state_dict(state)
 
 
 @final
@@ -82,7 +67,7 @@ class AdaScaleRule(NoiseRule):
     The gain (:meth:`Noise.gain`) comes from averages of the gradient noise that the optimizer measures.
     """
 
-    def scaled(self, gain: float) -> float:
+    def scaled(self, gain: float, step: Step) -> float:
         return gain
 
 
@@ -100,8 +85,8 @@ class AdamScaleRule(NoiseRule):
     def check(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
         check_adam(optimizer, groups)
 
-    def scaled(self, gain: float) -> float:
+    def scaled(self, gain: float, step: Step) -> float:
         return math.sqrt(gain)
 
-    def worth(self, factor: float) -> float:
+    def worth(self, step: Step, factor: float) -> float:
         return factor**2

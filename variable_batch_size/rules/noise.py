@@ -16,7 +16,8 @@ whose solution is unbiased:
 
 For n equal minibatches of a batch of B samples: V = (L − T) · B/(n − 1) and G² = T − V/B. Both are *per sample*: they
 are the same numbers at any batch size, minibatch size and number of cores, and are never rescaled when one of these
-changes.
+changes. Where minibatches hold different numbers b_i of tokens and weigh by them, w_i = b_i/W, it is the same with the
+W tokens of the step instead of B, and V is *per token*.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ class Noise:
 
     @classmethod
     def from_norms(
-        cls, mean_of_squares: float, square_of_mean: float, *, batch_size: int, num_minibatches: int
+        cls, mean_of_squares: float, square_of_mean: float, *, batch_size: float, num_minibatches: int
     ) -> Noise:
         """Estimate from n equal minibatches.
 
         Args:
             mean_of_squares: L, the mean of ‖g_i‖².
             square_of_mean: T = ‖ḡ‖².
-            batch_size: B, samples in all minibatches together.
+            batch_size: B, samples in all minibatches together; or tokens, W, where each weighs by its own.
             num_minibatches: n, at least 2.
 
         >>> Noise.from_norms(2.0, 1.0, batch_size=2, num_minibatches=2)

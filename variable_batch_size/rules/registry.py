@@ -8,8 +8,10 @@ from typing import Any
 from variable_batch_size.checks import check_one_of
 from variable_batch_size.rules.adam import AdamRule
 from variable_batch_size.rules.adascale import AdamScaleRule, AdaScaleRule
+from variable_batch_size.rules.muon import MuonRule
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.rules.scaling import ConstantRule, LEGWRule, LinearMomentumRule, LinearRule, RootRule
+from variable_batch_size.rules.surge import SurgeRule
 
 RULES: Mapping[str, type[Rule]] = {
     "linear": LinearRule,
@@ -19,6 +21,8 @@ RULES: Mapping[str, type[Rule]] = {
     "adascale": AdaScaleRule,
     "adam": AdamRule,
     "adamscale": AdamScaleRule,
+    "muon": MuonRule,
+    "surge": SurgeRule,
     "legw": LEGWRule,
 }
 
@@ -26,8 +30,30 @@ RULES: Mapping[str, type[Rule]] = {
 def make_rule(name: str, **settings: Any) -> Rule:
     """A new rule by its name, with the settings that it takes.
 
+    A command line gives the one setting that may come as a text after a colon.
+
     >>> make_rule("legw", warmup_samples=1280).warmup_samples
     1280
+    >>> make_rule("legw:1280").warmup_samples
+    1280
+    >>> make_rule("adam:half-life").form
+    'half-life'
     """
-    check_one_of(RULES, rule=name)
-    return RULES[name](**settings)
+    plain_name, colon, text = name.partition(":")
+    check_one_of(RULES, rule=plain_name)
+    kind = RULES[plain_name]
+    settings |= _from_text(kind, name, text) if colon else {}
+    missing = [needed for needed in kind.needs if needed not in settings]
+    if missing:
+        raise ValueError(f"`rule` {plain_name} needs {missing[0]}, as in {plain_name}:5000, got {name!r}")
+    return kind(**settings)
+
+
+def _from_text(kind: type[Rule], name: str, text: str) -> dict[str, Any]:
+    if kind.text_setting is None:
+        raise ValueError(f"`rule` must have no colon where the rule takes no setting as a text, got {name!r}")
+    setting, parse = kind.text_setting
+    try:
+        return {setting: parse(text)}
+    except ValueError:
+        raise ValueError(f"`rule` must have an integer after its colon, the {setting}, got {name!r}") from None

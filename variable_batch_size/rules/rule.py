@@ -17,12 +17,16 @@ class Step:
         minibatch_size: samples that one core runs at once.
         ref_batchsize: the batch size for which the inner optimizer's settings are right.
         steps_done: steps before this one.
+        weight: the sum of the minibatches' weights, such as the step's tokens; None if they have none.
+        num_weighted: how many minibatches have a weight above 0; None if they have none.
     """
 
     batch_size: int
     minibatch_size: int
     ref_batchsize: int
     steps_done: int = 0
+    weight: float | None = None
+    num_weighted: int | None = None
 
     @property
     def scale(self) -> float:
@@ -39,8 +43,8 @@ class Norms(NamedTuple):
     """What was measured of a step's gradients.
 
     Args:
-        mean_of_squares: the mean of ‖g_i‖² over the minibatches.
-        square_of_mean: ‖mean g_i‖².
+        mean_of_squares: the mean of ‖g_i‖² over the minibatches; with weights, their weighted mean.
+        square_of_mean: ‖mean g_i‖², likewise.
     """
 
     mean_of_squares: float
@@ -64,6 +68,9 @@ class Rule(ABC):
     needs: ClassVar[tuple[str, ...]] = ()
     """The settings without which the rule cannot be made, by their names."""
 
+    text_setting: ClassVar[tuple[str, type[int] | type[str]] | None] = None
+    """The setting that may follow the rule's name after a colon, and its type: ``legw:5000``, ``adam:half-life``."""
+
     sums_gradients = False
     """Whether the update gets the sum of the minibatches' gradients, instead of their mean."""
 
@@ -84,7 +91,11 @@ class Rule(ABC):
         """The factor of one parameter group, for a rule that gives each its own."""
         return self.factor(step)
 
-    def worth(self, factor: float) -> float:
+    def of_group(self, group: int) -> tuple[Rule, int]:
+        """The rule of a parameter group, and its number there, where several optimizers have one each."""
+        return self, group
+
+    def worth(self, step: Step, factor: float) -> float:
         """How many steps at the reference batch size a step with this factor counts for, as to progress."""
         return factor
 

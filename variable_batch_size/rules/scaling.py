@@ -91,6 +91,7 @@ class LEGWRule(Rule):
     """
 
     needs = ("warmup_samples",)
+    text_setting = ("warmup_samples", int)
 
     def __init__(self, *, warmup_samples: int) -> None:
         if not warmup_samples > 0:

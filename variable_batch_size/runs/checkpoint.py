@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,14 @@ import torch
 from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.cores import loader_workers, stopping
 from variable_batch_size.cores.running import communicator_for
-from variable_batch_size.runs import randomness, storage
+from variable_batch_size.runs import fork, randomness, storage
 from variable_batch_size.runs.agreement import Agreement
 from variable_batch_size.runs.executed import Executed
 from variable_batch_size.runs.metrics import Metrics
 from variable_batch_size.runs.scheduler_state import Stateful, load_state, state_of
-from variable_batch_size.runs.sinks import JsonLines
+from variable_batch_size.runs.sinks import ClosedAfterEach, JsonLines
 from variable_batch_size.training.description import differences
-from variable_batch_size.training.optimizer import CustomOptimizer
+from variable_batch_size.training.optimizer import STATE_KEY, CustomOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class Checkpoint:
     generators. It is written by core 0 and read by all: machines share the directory. The model's buffers are those of
     core 0. The same run on the same cores goes on to the last bit, with three exceptions: what loader workers draw
     themselves starts anew; virtual XLA cores share the host's generators; and on another number or kind of cores only
-    the generators that were there before go on, so that dropout differs.
+    the generators that were there before go on, so that dropout differs unless minibatches are seeded.
 
     **SIGTERM**, which announces the end of a spot machine, saves at the end of a step, within about a second, and ends
     the process with :data:`EXIT_STOPPED`.
@@ -55,6 +54,9 @@ class Checkpoint:
         every_steps: save every N steps.
         every_seconds: save when that much time has passed since the latest save, by the clock of core 0.
         keep: how many of the latest checkpoints stay.
+        accept: in what this run may be another than the one that was saved: ``"trace"``, ``"on_end"``,
+            ``"dataset_size"``, ``"minibatch_size"``, ``"seed"``, ``"shuffle"``, ``"rule"`` or ``"ref_batchsize"``; what
+            has changed is logged. Steps that were made stay as they were, and row r of another trace is step r.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Checkpoint:
         every_steps: int | None = None,
         every_seconds: float | None = None,
         keep: int = 2,
+        accept: Collection[str] = (),
     ) -> None:
         if not isinstance(optimizer, CustomOptimizer):
             raise ValueError(f"`optimizer` must be a CustomOptimizer, got {type(optimizer).__name__}")
@@ -76,6 +79,7 @@ class Checkpoint:
         if every_seconds is not None and not every_seconds > 0:
             raise ValueError(f"`every_seconds` must be positive, got {every_seconds!r}")
         check_positive(keep=keep)
+        self._accept = fork.check_accept(accept)
         loader_workers.shield_loader_workers()
         self.directory = None if directory is None else Path(directory)
         self.every_steps = every_steps
@@ -96,14 +100,13 @@ class Checkpoint:
         self._is_inside = False  # an epoch
         self._steps_of_epochs: list[int] = []  # how many steps of each epoch before this one were made
         self._random: dict[str, torch.Tensor] | None = None  # to be restored when the run goes on
+        self._changes: list[tuple[int, str]] = []  # after how many steps the run became another, and in what
         if self.directory is not None:
             if self._communicator.rank == 0:
                 storage.prepare(self.directory)
-            origin = ", ".join(f"{name} {value}" for name, value in self._identity.items())
-            self._executed = Executed(self.directory / "executed.csv", self._sampler.schedule, origin=origin)
             self._take_up(self.directory)
             if self._communicator.rank == 0:
-                optimizer.call_when_decided(_closed_after_each(JsonLines(self.directory / "decisions.jsonl")))
+                optimizer.call_when_decided(ClosedAfterEach(JsonLines(self.directory / "decisions.jsonl")))
         self._agreement.note_saved()
         self._steps_seen = optimizer.steps_done
 
@@ -159,7 +162,7 @@ class Checkpoint:
             raise RuntimeError(
                 "save() was called in the middle of a step: call it when optimizer.step() has completed one"
             )
-        random = self._random_of_all_cores()
+        random = randomness.of_all_cores(self._device, self._communicator, self._agreement.total)
         sums = [metrics.read() for metrics in self._metrics]
         if self._communicator.rank == 0:
             self._write(self.directory, random, sums)
@@ -178,16 +181,15 @@ class Checkpoint:
         self._is_inside = True
 
     def _restore_random(self) -> None:
-        """Once, after a checkpoint was loaded."""
+        """As a checkpoint has them that was loaded, until the epoch ends."""
         if self._random is not None:
             randomness.restore(self._random, self._device)
-            self._random = None
 
     def _end_epoch(self) -> None:
         if self._optimizer.is_accumulating:
             self._optimizer.set_epoch(self._epoch, self._optimizer.epoch_step)  # discards what there is of a step
         self._steps_of_epochs.append(self._optimizer.epoch_step)
-        self._epoch, self._first_step, self._is_inside = self._epoch + 1, 0, False
+        self._epoch, self._first_step, self._is_inside, self._random = self._epoch + 1, 0, False, None
 
     def _stop(self) -> None:
         """End this process, once that all cores have come here: what there is to save has been saved."""
@@ -200,16 +202,6 @@ class Checkpoint:
                 "" if self.directory is None else f", saved in {self.directory}",
             )
         raise SystemExit(stopping.EXIT_STOPPED)
-
-    def _random_of_all_cores(self) -> dict[str, torch.Tensor]:
-        """The states of the random generators, a row for each core."""
-        own = randomness.capture(self._device)
-        rank, num_replicas = self._communicator.rank, self._communicator.num_replicas
-        table = torch.zeros(num_replicas, sum(map(len, own.values())), dtype=torch.int32)
-        table[rank] = torch.cat(list(own.values()))
-        table = self._agreement.total(table).to(torch.uint8)
-        ends = itertools.accumulate(map(len, own.values()))
-        return {name: table[:, end - len(own[name]) : end].clone() for name, end in zip(own, ends, strict=True)}
 
     # ---------------------------------------------------------------------------------------------- writing and reading
 
@@ -226,6 +218,9 @@ class Checkpoint:
             "schedulers": [state_of(scheduler) for scheduler in self._schedulers],
             "metrics": sums,
             "random": random,
+            "past": fork.past_state(self._sampler.schedule.past(self._epoch, epoch_step)),
+            "sums_gradients": self._optimizer.rule.sums_gradients,
+            "changes": self._changes,
         }
         storage.save(path, state)
         storage.keep_only(directory, self.keep)
@@ -242,13 +237,27 @@ class Checkpoint:
                 f"the cores do not find the same checkpoint in {directory} (on core {self._communicator.rank}: "
                 f"{paths[-1].name if paths else 'none'}): it must be a directory that all machines share"
             )
-        if state is None:
-            return
+        if state is not None:
+            self._restore(state, paths[-1])
+        origin = ", ".join(f"{name} {value}" for name, value in self._identity.items())
+        path, schedule = directory / "executed.csv", self._sampler.schedule
+        self._executed = Executed(path, schedule, origin=origin, changes=self._changes)
+        if state is not None and self._communicator.rank == 0:
+            self._executed.cut_back([*self._steps_of_epochs, self._first_step])
+            logger.info("going on from %s: epoch %d, step %d of it", paths[-1], self._epoch, self._first_step)
+
+    def _restore(self, state: dict[str, Any], path: Path) -> None:
+        """Take over a state that was checked, and say in what the run is another now."""
+        place = fork.place_of(state, self._sampler.schedule, self._identity)
         try:
             self._model.load_state_dict(state["model"])
         except RuntimeError as error:
-            raise ValueError(f"{paths[-1]} does not fit the model: {error}") from error
-        self._optimizer.load_state_dict(state["optimizer"])
+            raise ValueError(f"{path} does not fit the model: {error}") from error
+        own = state["optimizer"][STATE_KEY]
+        if state["run"]["rule"] != self._identity["rule"]:
+            own = {**own, "rule": self._optimizer.rule.state_dict()}
+        self._optimizer.go_on_with(place.schedule)
+        self._optimizer.load_state_dict({**state["optimizer"], STATE_KEY: own})
         for optimizer in (self._optimizer, self._optimizer.inner):
             # else torch would warn of a scheduler that comes before the optimizer, where an epoch has no steps left
             optimizer._opt_called = self._optimizer.steps_done > 0  # type: ignore[attr-defined]
@@ -256,14 +265,19 @@ class Checkpoint:
             load_state(scheduler, saved)
         for metrics, sums in zip(self._metrics, state.get("metrics", ()), strict=True):
             metrics.restore(sums)
-        self._epoch, self._first_step = state["epoch"], state["epoch_step"]
-        self._steps_of_epochs = state["steps_of_epochs"]
+        self._epoch, self._first_step, self._steps_of_epochs = place.epoch, place.first_step, place.steps_of_epochs
+        self._changes = [(steps, text) for steps, text in state.get("changes", [])]
+        self._note_changes(state, path)
         rank = self._communicator.rank
         if rank < len(state["random"]["torch"]):
             self._random = {name: rows[rank].clone() for name, rows in state["random"].items()}
-        if rank == 0:
-            self._executed.cut_back([*self._steps_of_epochs, self._first_step])
-            logger.info("going on from %s: epoch %d, step %d of it", paths[-1], self._epoch, self._first_step)
+
+    def _note_changes(self, state: dict[str, Any], path: Path) -> None:
+        changed = "; ".join(differences(state["run"], self._identity))
+        if changed:
+            self._changes.append((self._optimizer.steps_done, changed))
+            if self._communicator.rank == 0:
+                logger.warning("going on from %s as another run: %s", path, changed)
 
     def _read(self, paths: list[Path]) -> dict[str, Any]:
         path = paths[-1]
@@ -272,21 +286,12 @@ class Checkpoint:
         except ValueError as error:
             before = f"go on from {paths[-2].name}" if len(paths) > 1 else "start from the beginning"
             raise ValueError(f"{error}; move it away to {before}") from error
-        different = differences(state["run"], self._identity)
+        different = fork.refused(state["run"], self._identity, self._accept)
         if len(state["schedulers"]) != len(self._schedulers):
             different.append(f"schedulers were {len(state['schedulers'])} and are {len(self._schedulers)}")
         if len(state.get("metrics", ())) != len(self._metrics):
             different.append(f"metrics were {len(state.get('metrics', ()))} and are {len(self._metrics)}")
         if different:
             raise ValueError(f"{path} was saved by another run: {'; '.join(different)}")
+        fork.refuse_other_sums(state, self._identity, sums_gradients=self._optimizer.rule.sums_gradients)
         return state
-
-
-def _closed_after_each(sink: JsonLines) -> Callable[[dict[str, Any]], None]:
-    """A sink for the few records of a run that nobody ends."""
-
-    def write(record: dict[str, Any]) -> None:
-        sink(record)
-        sink.close()
-
-    return write

@@ -22,11 +22,13 @@ class Executed:
         path: the CSV file.
         schedule: of the run.
         origin: what the run is, in one line; it is the comment on top.
+        changes: after how many steps the run became another, and in what; comments, too.
     """
 
-    def __init__(self, path: Path, schedule: Layout, *, origin: str) -> None:
+    def __init__(self, path: Path, schedule: Layout, *, origin: str, changes: Sequence[tuple[int, str]] = ()) -> None:
         self.path = path
         self._schedule = schedule
+        self._changes = changes
         self._top = f"# executed from {schedule.name}: {origin}\n{_HEADER}"
         self._num_rows = 0
         self._num_bytes = 0
@@ -59,6 +61,7 @@ class Executed:
                     yield from self._comments_before(epoch, steps_of_epochs)
                 steps = self._schedule.steps(epoch)
                 for step in range(first, number):
+                    yield from (f"# from here on: {text}\n" for after, text in self._changes if after == row + step)
                     yield f"{row + step},{self._schedule.batch_size(steps[step])}\n"
             row += number
 

@@ -52,6 +52,17 @@ class JsonLines:
         os.replace(temporary, self.path)
 
 
+class ClosedAfterEach:
+    """A sink whose file is closed after each record, for the few of a run that nobody ends."""
+
+    def __init__(self, sink: JsonLines) -> None:
+        self._sink = sink
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        self._sink(record)
+        self._sink.close()
+
+
 def _stays(line: str, first: Mapping[str, Any]) -> bool:
     """Whether a line was written before the first record of a run that goes on."""
     try:

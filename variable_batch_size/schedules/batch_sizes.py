@@ -69,6 +69,16 @@ class BatchSizes:
         numbers = np.arange(steps.start, steps.stop)
         return self.rows[np.minimum(numbers, num_rows - 1) if self.on_end == "hold" else numbers % num_rows]
 
+    def runs(self, num_steps: int) -> tuple[Integers, Integers]:
+        """The batch sizes of the first steps, in short: each, and how many steps in a row have it."""
+        num_held = max(0, num_steps - len(self.rows)) if self.on_end == "hold" else 0
+        sizes = self.of_steps(range(num_steps - num_held))
+        changes = np.flatnonzero(np.diff(sizes, prepend=0))
+        counts = np.diff(changes, append=len(sizes))
+        if num_held:
+            counts[-1] += num_held
+        return sizes[changes], counts
+
     # ------------------------------------------------------------------------------------------- samples and steps
 
     def samples_before(self, step: int) -> int:

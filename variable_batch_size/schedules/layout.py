@@ -9,7 +9,10 @@ import numpy as np
 
 from variable_batch_size.checks import check_positive
 from variable_batch_size.schedules.batch_sizes import Integers, OnEnd
+from variable_batch_size.schedules.past import Past
 from variable_batch_size.traces.trace import Trace
+
+_ALL = 2**62  # more samples than any run has, and still a number that numpy can count with
 
 
 class Layout(ABC):
@@ -20,7 +23,8 @@ class Layout(ABC):
     ``j % num_replicas``. Steps are numbered through the whole run, from 0.
 
     Args:
-        dataset_size: samples in the data set.
+        dataset_size: samples in the data set; None for data without a length, which are one epoch with room for all
+            steps.
         minibatch_size: samples that one core runs at once.
         num_replicas: cores that share the work.
 
@@ -31,14 +35,15 @@ class Layout(ABC):
 
     on_end: OnEnd
 
-    def __init__(self, *, dataset_size: int, minibatch_size: int, num_replicas: int) -> None:
-        check_positive(dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas)
-        if dataset_size < minibatch_size:
-            raise ValueError(f"`dataset_size` must be at least one minibatch of {minibatch_size}, got {dataset_size}")
-        self.dataset_size = int(dataset_size)
+    def __init__(self, *, dataset_size: int | None, minibatch_size: int, num_replicas: int) -> None:
+        room = _ALL if dataset_size is None else dataset_size
+        check_positive(dataset_size=room, minibatch_size=minibatch_size, num_replicas=num_replicas)
+        if room < minibatch_size:
+            raise ValueError(f"`dataset_size` must be at least one minibatch of {minibatch_size}, got {room}")
+        self.dataset_size = None if dataset_size is None else int(dataset_size)
         self.minibatch_size = int(minibatch_size)
         self.num_replicas = int(num_replicas)
-        self.capacity = self.dataset_size // self.minibatch_size * self.minibatch_size
+        self.capacity = int(room) // self.minibatch_size * self.minibatch_size
 
     # ------------------------------------------------------------------------------------------------ what may differ
 
@@ -65,6 +70,23 @@ class Layout(ABC):
     @abstractmethod
     def steps(self, epoch: int) -> range:
         """The steps of an epoch."""
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether its only epoch goes on forever."""
+        return self.dataset_size is None and self.on_end != "stop"
+
+    @abstractmethod
+    def samples_before(self, step: int) -> int:
+        """The samples used by all steps before this one."""
+
+    @abstractmethod
+    def past(self, epoch: int, first_step: int) -> Past:
+        """What a run has behind it that stands before the step number `first_step` of an epoch."""
+
+    @abstractmethod
+    def after(self, past: Past) -> Layout:
+        """This layout for a run that has begun with another: what is past stays, and the next step is the next row."""
 
     @abstractmethod
     def batch_size(self, step: int) -> int:

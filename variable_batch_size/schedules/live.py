@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
@@ -11,6 +12,7 @@ from variable_batch_size.checks import check_not_negative
 from variable_batch_size.policies.policy import Policy
 from variable_batch_size.schedules.batch_sizes import Integers
 from variable_batch_size.schedules.layout import Layout
+from variable_batch_size.schedules.past import Past
 from variable_batch_size.traces.trace import Trace
 
 
@@ -40,11 +42,12 @@ class LiveSchedule(Layout):
 
     on_end = "hold"
 
-    def __init__(self, policy: Policy, *, dataset_size: int, minibatch_size: int, num_replicas: int = 1) -> None:
+    def __init__(self, policy: Policy, *, dataset_size: int | None, minibatch_size: int, num_replicas: int = 1) -> None:
         super().__init__(dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas)
         self.policy = policy
         self.num_done = 0
         self._rows: list[int] = []
+        self._ends: list[int] = []  # samples up to and with each
         self._starts = [0]  # first row of each epoch that was opened
         self._used = 0  # samples of the latest
         self._left: set[int] = set()  # epochs that were left before they were full
@@ -60,6 +63,7 @@ class LiveSchedule(Layout):
                 self._starts.append(len(self._rows))
                 self._used = 0
             self._rows.append(batch_size)
+            self._ends.append(batch_size + (self._ends[-1] if self._ends else 0))
             self._used += batch_size
 
     def note_done(self, step: int) -> None:
@@ -86,7 +90,7 @@ class LiveSchedule(Layout):
         return self._rows[self.num_done - 1] if self.num_done else None
 
     def _restore(self, rows: list[int], starts: list[int]) -> None:
-        self._rows = rows
+        self._rows, self._ends = rows, list(itertools.accumulate(rows))
         self._starts = [start for start in starts if start < len(rows)] or [0]
         self._used = sum(rows[self._starts[-1] :])
 
@@ -126,15 +130,32 @@ class LiveSchedule(Layout):
             if self.capacity - self._used >= self.minibatch_size:
                 self._left.add(len(self._starts) - 1)
             ahead, self._rows = self._rows[self.num_done :], self._rows[: self.num_done]
+            self._ends = self._ends[: self.num_done]
             self._starts.append(self.num_done)
             self._used = 0
             for size in ahead:
                 self.append(size, number=1)
 
+    def past(self, epoch: int, first_step: int) -> Past:
+        starts = (*self._starts, *[self.num_done] * (epoch + 1 - len(self._starts)))[: epoch + 1]
+        rows = np.array(self._rows[: starts[-1] + first_step], dtype=np.int64)
+        changes = np.flatnonzero(np.diff(rows, prepend=0))
+        return Past(rows[changes], np.diff(changes, append=len(rows)), starts, has_ended=False)
+
+    def after(self, past: Past) -> LiveSchedule:
+        """This one, whose rows so far are the past ones; what comes is decided from there on."""
+        self.num_done = past.num_rows
+        self._restore(past.rows().tolist(), list(past.starts))
+        return self
+
     def was_left(self, epoch: int, num_steps: int) -> bool:
         return epoch in self._left or (epoch + 1 < len(self._starts) and super().was_left(epoch, num_steps))
 
     # -------------------------------------------------------------------------------------------------------- steps
+
+    def samples_before(self, step: int) -> int:
+        """The samples used by all steps before this one, of those that are decided."""
+        return self._ends[min(step, len(self._rows)) - 1] if step and self._rows else 0
 
     def batch_size(self, step: int) -> int:
         """The samples of a step, over all cores.

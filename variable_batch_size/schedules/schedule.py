@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import numpy as np
 from variable_batch_size.checks import check_not_negative
 from variable_batch_size.schedules.batch_sizes import BatchSizes, Integers, OnEnd, counted
 from variable_batch_size.schedules.layout import Layout
+from variable_batch_size.schedules.past import Past
 from variable_batch_size.traces.trace import Trace
 
 _STEPS_AT_ONCE = 4096
@@ -28,7 +30,8 @@ class Schedule(Layout):
 
     Args:
         trace: the batch size of every step; a multiple of `minibatch_size`, at most the capacity of an epoch.
-        dataset_size: samples in the data set.
+        dataset_size: samples in the data set; None for data without a length, which are one epoch with room for all
+            steps.
         minibatch_size: samples that one core runs at once.
         num_replicas: cores that share the work.
         on_end: what follows the last row of the trace: ``"stop"`` ends the last epoch there, ``"hold"`` repeats the
@@ -44,7 +47,13 @@ class Schedule(Layout):
     """
 
     def __init__(
-        self, trace: Trace, *, dataset_size: int, minibatch_size: int, num_replicas: int = 1, on_end: OnEnd = "stop"
+        self,
+        trace: Trace,
+        *,
+        dataset_size: int | None,
+        minibatch_size: int,
+        num_replicas: int = 1,
+        on_end: OnEnd = "stop",
     ) -> None:
         super().__init__(dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas)
         self._sizes = BatchSizes(trace, on_end)
@@ -81,6 +90,8 @@ class Schedule(Layout):
     def steps(self, epoch: int) -> range:
         """The steps of an epoch."""
         check_not_negative(epoch=epoch)
+        if self.dataset_size is None and epoch:
+            raise ValueError(f"data without a `dataset_size` are one epoch, got epoch {epoch} (counting from 0)")
         start = self._start(epoch)
         stop = self._start(epoch + 1)
         if start == stop:
@@ -94,6 +105,8 @@ class Schedule(Layout):
     @property
     def num_epochs(self) -> int | None:
         """How many epochs the trace holds, the last one perhaps in part; None if it goes on forever."""
+        if self.dataset_size is None:
+            return 1
         if self.on_end != "stop":
             return None
         while self._starts[-1] < len(self.trace):
@@ -133,6 +146,51 @@ class Schedule(Layout):
     def samples_before(self, step: int) -> int:
         """The samples used by all steps before this one."""
         return self._sizes.samples_before(step)
+
+    # ------------------------------------------------------------------------------------------------ another trace
+
+    def past(self, epoch: int, first_step: int) -> Past:
+        """What a run has behind it that stands before the step number `first_step` of an epoch."""
+        starts = tuple(self._start(number) for number in range(epoch + 1))
+        num_rows = starts[-1] + first_step
+        has_ended = self.on_end == "stop" and num_rows == len(self.trace)
+        return Past(*self._sizes.runs(num_rows), starts, has_ended)
+
+    def after(self, past: Past) -> Schedule:
+        """This schedule for a run that has begun with another: what is past stays, and the next step is the next row.
+
+        Row r of this trace is step r of the run, whatever rows were there before. The present epoch goes on behind the
+        samples that it has used; if these are more than an epoch holds now, the next one begins.
+        """
+        num_rows = past.num_rows
+        schedule = copy.copy(self)
+        if not self._begins_with(past):
+            schedule._trace = self.trace.with_rows(np.concatenate([past.rows(), self._rows_from(num_rows)]))
+            schedule._sizes = BatchSizes(schedule.trace, self.on_end)
+        starts = list(past.starts)
+        if schedule.samples_before(num_rows) - schedule.samples_before(starts[-1]) > self.capacity:
+            starts.append(num_rows)
+        schedule._starts = starts
+        schedule._epoch_of_row = {starts[-1] % len(schedule.trace.sizes): len(starts) - 1}
+        return schedule
+
+    def _begins_with(self, past: Past) -> bool:
+        if self.on_end == "stop" and past.num_rows > len(self.trace):
+            raise ValueError(
+                f"{self.trace.name} must go on behind the {counted(past.num_rows, 'step')} that the run has passed, "
+                f"got {counted(len(self.trace), 'step')}"
+            )
+        sizes, counts = self._sizes.runs(past.num_rows)
+        return np.array_equal(sizes, past.sizes) and np.array_equal(counts, past.counts)
+
+    def _rows_from(self, row: int) -> Integers:
+        if self.on_end == "cycle":
+            raise ValueError(
+                f"{self.trace.name} must begin with the {counted(row, 'step')} that the run has passed, because "
+                'on_end="cycle" starts over with them'
+            )
+        last = len(self.trace.sizes) - (self.on_end == "hold")
+        return self.trace.sizes[min(row, last) :]
 
     # -------------------------------------------------------------------------------------------------------- steps
 

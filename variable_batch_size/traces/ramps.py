@@ -58,3 +58,57 @@ def doubling_ramp(start: int, end: int, *, every: int, minibatch_size: int, num_
     sizes = start * 2.0 ** (np.arange(num_changes) * (1 if end > start else -1))
     changes = np.minimum(np.arange(num_steps) // every, num_changes)
     return Trace.from_sequence(np.append(whole_minibatches(sizes, minibatch_size), end)[changes])
+
+
+def rampup(start: int, increment: int, ramp_samples: int, *, final: int, num_samples: int | None = None) -> Trace:
+    """From one batch size to another by equal increments over a number of samples, as Megatron-LM does it.
+
+    Its option ``--rampup-batch-size START INCREMENT SAMPLES``: with N = (final − start) / increment, a step before
+    which s samples were used has the batch size
+
+        B(s) = start + increment · ⌊s / (ramp_samples / N)⌋   up to s = ramp_samples,   `final` from then on.
+
+    Args:
+        start: the first batch size.
+        increment: by how much it grows at once.
+        ramp_samples: the samples over which it grows.
+        final: the last batch size, a whole number of increments above the first.
+        num_samples: of the whole training, whose last step is the last one that still fits; by default the trace ends
+            with the first step of the final size, which ``on_end="hold"`` then goes on with.
+
+    >>> list(rampup(16, 16, 120, final=48))
+    [16, 16, 16, 16, 32, 32, 48]
+    >>> len(rampup(16, 16, 120, final=48, num_samples=1000))
+    24
+    """
+    check_positive(start=start, increment=increment, ramp_samples=ramp_samples, final=final)
+    if final <= start or (final - start) % increment:
+        raise ValueError(f"`final` must be {start} and one or more increments of {increment}, got {final}")
+    if num_samples is not None:
+        check_positive(num_samples=num_samples)
+        if num_samples < start:
+            raise ValueError(f"`num_samples` must be at least one step of {start}, got {num_samples}")
+    check_num_steps(ramp_samples // final)
+    sizes = np.array(_rampup_sizes(start, increment, ramp_samples, final))
+    if num_samples is None:
+        return Trace.from_sequence(np.append(sizes, final))
+    num_final = max(0, num_samples - int(sizes.sum())) // final
+    check_num_steps(len(sizes) + num_final)
+    fitting = sizes[np.cumsum(sizes) <= num_samples]
+    return Trace.from_sequence(np.append(fitting, np.full(num_final, final)))
+
+
+def _rampup_sizes(start: int, increment: int, ramp_samples: int, final: int) -> list[int]:
+    """The batch sizes of the steps before the final size."""
+    # a float, as there: its rounding decides which size a step has that begins right at a change
+    samples_per_size = ramp_samples / ((final - start) // increment)
+    sizes: list[int] = []
+    done = 0
+    while done <= ramp_samples:
+        size = start + increment * int(done / samples_per_size)
+        if size >= final:
+            break
+        sizes.append(size)
+        done += size
+        check_num_steps(len(sizes))
+    return sizes

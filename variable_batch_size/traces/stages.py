@@ -9,15 +9,18 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from variable_batch_size.checks import check_one_of
+from variable_batch_size.checks import check_one_of, check_positive
 from variable_batch_size.traces.limits import MOST_STEPS
 from variable_batch_size.traces.trace import Trace
 
-Unit = Literal["steps", "samples"]
+Unit = Literal["steps", "samples", "tokens"]
 UNITS: tuple[Unit, ...] = get_args(Unit)
 
-_SUFFIXES = {"B": 10**9, "M": 10**6, "K": 10**3, "": 1}
-_COUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMB]?)", re.IGNORECASE)
+Change = Literal["nearest", "after"]
+CHANGES: tuple[Change, ...] = get_args(Change)
+
+_SUFFIXES = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3, "": 1}
+_COUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMBT]?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,14 @@ class Stages:
 
     Counted in samples, a stage from s to t with the batch size B is worth (t − s) / B updates. A change comes at the
     step nearest to the updates so far, so that rounding errors never add up over stages; a stage of less than half an
-    update may have no step.
+    update may have no step. Counted in tokens, each sample is `tokens_per_sample` of them; sizes remain samples.
 
     Args:
         starts: where each stage begins, in `unit`; the first at 0.
-        sizes: the batch size of each stage.
+        sizes: the batch size of each stage, in samples.
         until: where the last stage ends, in `unit`.
-        unit: ``"steps"`` or ``"samples"``.
+        unit: ``"steps"``, ``"samples"`` or ``"tokens"``.
+        tokens_per_sample: the sequence length, where `unit` is ``"tokens"``; else None.
 
     >>> stages = Stages.parse("0:768 250K:1536 500K:3072", until=1_000_000, unit="samples")
     >>> [250_000 / 768, 250_000 / 1536, 500_000 / 3072]
@@ -41,18 +45,31 @@ class Stages:
     <Trace of 651 steps: 768, 768, 768, 768, 768, 768, …>
     >>> str(Stages.of(stages.trace(), unit="steps"))
     '0:768 326:1536 488:3072'
+    >>> stages = Stages.parse("0:768 1B:1536", until=2 * 10**9, unit="tokens", tokens_per_sample=4096)
+    >>> str(Stages.of(stages.trace(), unit="steps")), 10**9 / (768 * 4096)
+    ('0:768 318:1536', 317.8914388020833)
     """
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
     until: int
     unit: Unit
+    tokens_per_sample: int | None = None
 
     def __post_init__(self) -> None:
         check_one_of(UNITS, unit=self.unit)
+        if self.unit == "tokens" and self.tokens_per_sample is None:
+            raise ValueError("`tokens_per_sample` must be given where `unit` is 'tokens', got None")
+        if self.unit == "tokens":
+            check_positive(tokens_per_sample=self.tokens_per_sample)
+        elif self.tokens_per_sample is not None:
+            raise ValueError(
+                f"`tokens_per_sample` must be None unless `unit` is 'tokens', got {self.tokens_per_sample!r} with "
+                f"{self.unit!r}"
+            )
         if not self.starts or self.starts[0] != 0:
             raise ValueError(f"the first stage must begin at 0, got {self.starts[0] if self.starts else 'no stage'}")
-        for number, (start, end) in enumerate(zip(self.starts, (*self.starts[1:], self.until), strict=True), start=1):
+        for number, (start, end) in enumerate(zip(self.starts, self._ends, strict=True), start=1):
             if end <= start:
                 raise ValueError(f"stage {number} must end after its start at {start}, got {end}")
         for number, size in enumerate(self.sizes, start=1):
@@ -60,8 +77,8 @@ class Stages:
                 raise ValueError(f"the batch size of stage {number} must be positive, got {size}")
 
     @classmethod
-    def parse(cls, text: str, *, until: int, unit: Unit) -> Stages:
-        """Read ``start:size`` pairs, separated by blanks or commas; numbers may end in K, M or B."""
+    def parse(cls, text: str, *, until: int, unit: Unit, tokens_per_sample: int | None = None) -> Stages:
+        """Read ``start:size`` pairs, separated by blanks or commas; numbers may end in K, M, B or T."""
         pairs = []
         for number, stage in enumerate(re.split(r"[\s,]+", text.strip()), start=1):
             start, colon, size = stage.partition(":")
@@ -69,34 +86,63 @@ class Stages:
                 raise ValueError(f"stage {number} must be written start:size, got {stage!r}")
             pairs.append((parse_count(start), parse_count(size)))
         starts, sizes = zip(*pairs, strict=True)
-        return cls(starts, sizes, until, unit)
+        return cls(starts, sizes, until, unit, tokens_per_sample)
 
     @classmethod
-    def of(cls, trace: Trace, *, unit: Unit) -> Stages:
-        """The stages of a trace, which :meth:`trace` turns back into the same trace, in either unit."""
+    def of(cls, trace: Trace, *, unit: Unit, tokens_per_sample: int | None = None) -> Stages:
+        """The stages of a trace, which :meth:`trace` turns back into the same trace, in any unit."""
         if trace.is_endless:
             raise ValueError("a constant trace is endless and has no stages")
         changes = np.concatenate(([0], np.flatnonzero(np.diff(trace.sizes)) + 1))
-        positions = np.concatenate(([0], np.cumsum(trace.sizes))) if unit == "samples" else np.arange(len(trace) + 1)
-        return cls(tuple(positions[changes].tolist()), tuple(trace.sizes[changes].tolist()), int(positions[-1]), unit)
+        ends = np.arange(len(trace) + 1) if unit == "steps" else np.concatenate(([0], np.cumsum(trace.sizes)))
+        per = tokens_per_sample or 1
+        starts = tuple(per * end for end in ends[changes].tolist())
+        return cls(starts, tuple(trace.sizes[changes].tolist()), per * int(ends[-1]), unit, tokens_per_sample)
 
-    def trace(self) -> Trace:
-        """The trace that these stages make."""
-        sizes = np.array(self.sizes, dtype=np.int64)
-        ends = np.array((*self.starts[1:], self.until), dtype=np.int64)
-        if self.unit == "samples":
-            updates = np.cumsum(np.diff(ends, prepend=0) / sizes)
-            ends = np.floor(updates + 0.5).astype(np.int64)
-        if not 0 < ends[-1] <= MOST_STEPS:
-            raise ValueError(f"the stages must make from 1 to {MOST_STEPS} steps, got {ends[-1]}")
-        return Trace.from_sequence(np.repeat(sizes, np.diff(ends, prepend=0)))
+    def trace(self, *, change: Change = "nearest") -> Trace:
+        """The trace that these stages make.
+
+        Args:
+            change: at which step a stage begins that is counted in samples or tokens: the ``"nearest"``, or the first
+                one at or ``"after"`` its start (of tokens, after the samples that have begun), as in Megatron-LM; then
+                the trace ends with the last step that still fits.
+        """
+        check_one_of(CHANGES, change=change)
+        last_steps = self._last_steps_after() if change == "after" else self._last_steps_nearest()
+        if not 0 < last_steps[-1] <= MOST_STEPS:
+            raise ValueError(f"the stages must make from 1 to {MOST_STEPS} steps, got {last_steps[-1]}")
+        return Trace.from_sequence(np.repeat(np.array(self.sizes, dtype=np.int64), np.diff(last_steps, prepend=0)))
+
+    def _last_steps_nearest(self) -> list[int]:
+        """How many steps there are up to the end of each stage."""
+        ends, sizes = np.array(self._ends, dtype=np.int64), np.array(self.sizes, dtype=np.int64)
+        if self.unit == "steps":
+            return list(self._ends)
+        updates = np.cumsum(np.diff(ends, prepend=0) / sizes / (self.tokens_per_sample or 1))
+        return [int(number) for number in np.floor(updates + 0.5)]
+
+    def _last_steps_after(self) -> list[int]:
+        if self.unit == "steps":
+            return list(self._ends)
+        steps = samples = 0
+        found = []
+        for size, end in zip(self.sizes, self._ends, strict=True):
+            to_go = max(0, end // (self.tokens_per_sample or 1) - samples)
+            number = to_go // size if end == self.until else -(-to_go // size)
+            steps, samples = steps + number, samples + number * size
+            found.append(steps)
+        return found
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        return (*self.starts[1:], self.until)
 
     def __str__(self) -> str:
         return " ".join(f"{format_count(s)}:{format_count(b)}" for s, b in zip(self.starts, self.sizes, strict=True))
 
 
 def parse_count(text: str) -> int:
-    """A whole number that may end in K (thousand), M (million) or B (billion).
+    """A whole number that may end in K (thousand), M (million), B (billion) or T (trillion).
 
     >>> parse_count("250K"), parse_count("1.5M"), parse_count("96")
     (250000, 1500000, 96)

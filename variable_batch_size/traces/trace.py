@@ -94,6 +94,10 @@ class Trace:
         source = os.fspath(path)
         return cls(read_sizes(source), source=source)
 
+    def with_rows(self, sizes: npt.NDArray[np.int64]) -> Trace:
+        """A finite trace of the given batch sizes, by the name of this one."""
+        return Trace(sizes, source=self._source)
+
     def write(self, path: str | os.PathLike[str], *, comment: str | None = None) -> None:
         """Write a CSV file that :meth:`read` reads back, with the lines of `comment` on top, after ``#``."""
         if self.is_endless:

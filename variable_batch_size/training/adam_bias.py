@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.rules.adam import corrected_for_bias
+from variable_batch_size.training.together import Together
 
 
 class _History(NamedTuple):
@@ -17,6 +18,16 @@ class _History(NamedTuple):
     num_updates: int
     first: float
     second: float
+
+
+def is_decoupled(inner: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer decays the weights of a group apart from the gradient, as AdamW does.
+
+    Where its group does not say so, as in earlier versions of torch and outside of it, the name of its class does.
+    """
+    owner = inner.owner(group) if isinstance(inner, Together) else inner
+    is_named_so = any("AdamW" in kind.__name__ for kind in type(owner).__mro__)
+    return bool(group.get("decoupled_weight_decay", is_named_so))
 
 
 class AdamBias:
@@ -39,7 +50,6 @@ class AdamBias:
         for p in group["params"]:
             if p.grad is not None:
                 by_history.setdefault(self._after_update(p, group, settings["betas"]), []).append(p)
-        is_decoupled = group.get("decoupled_weight_decay", isinstance(self._inner, torch.optim.AdamW))
         decay = {"weight_decay": group["weight_decay"]} if "weight_decay" in group else {}
         found = []
         for history, parameters in by_history.items():
@@ -48,7 +58,7 @@ class AdamBias:
                 {**decay, **settings},
                 num_updates=history.num_updates,
                 products=(history.first, history.second),
-                is_decoupled=is_decoupled,
+                is_decoupled=is_decoupled(self._inner, group),
             )
             found.append((parameters, corrected))
         return found or [(group["params"], dict(settings))]

@@ -25,7 +25,7 @@ class Buffers:
     """Remembers a model's buffers before a step and puts them back if the core's minibatches in it do not count.
 
     They are remembered when the step before has ended. What the user does to them after that, such as loading weights,
-    is seen when the model next runs, and they are remembered again.
+    is seen when the model next runs, as a whole or in parts, and they are remembered again.
 
     Args:
         model: whose buffers; None for none.
@@ -35,12 +35,14 @@ class Buffers:
 
     def __init__(self, model: torch.nn.Module | None, communicator: Communicator, *, may_skip: bool = False) -> None:
         self._model = model if communicator.num_replicas > 1 or may_skip else None
+        self._communicator = communicator
         self._is_one_program = communicator.is_one_program
         self._is_always_saved = self._is_one_program or may_skip
         self._saved: list[_Saved] = []
         self._is_fresh = False  # whether the model has not run since they were saved
-        if self._model is not None:
-            self._model.register_forward_pre_hook(self._before_forward)
+        for module in self._model.modules() if self._model is not None else ():
+            if module is self._model or module._buffers:
+                module.register_forward_pre_hook(self._before_forward)
 
     def save(self, is_idle: bool) -> None:
         """Remember the buffers if what is next may have to be taken back; `is_idle` if it is a stand-in."""
@@ -48,20 +50,24 @@ class Buffers:
         if self._model is None or not (is_idle or self._is_always_saved):
             self._saved = []
         elif not (self._is_one_program and self._saved and self._is_as_saved()):  # there, a program is spared
-            self._saved = [
-                _Saved(owner, name, buffer, buffer._version, _copy_of(buffer))
-                for owner, name, buffer in _buffers_of(self._model)
-            ]
+            self._copy()
         self._is_fresh = bool(self._saved)
 
-    def _before_forward(self, model: torch.nn.Module, args: Any) -> None:
+    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         # what torch.compile sees of this must be nothing
-        if torch.compiler.is_compiling() or not self._is_fresh or not model.training:
+        if torch.compiler.is_compiling() or not self._is_fresh or not module.training:
             return
         self._is_fresh = False
-        if not self._is_one_program and not self._is_as_saved():
-            self.save(is_idle=True)
-            self._is_fresh = False
+        if not self._is_as_saved():
+            self._copy()
+            self._communicator.flush()  # else it would be part of another program on a core that has more to run
+
+    def _copy(self) -> None:
+        assert self._model is not None
+        self._saved = [
+            _Saved(owner, name, buffer, buffer._version, _copy_of(buffer))
+            for owner, name, buffer in _buffers_of(self._model)
+        ]
 
     def _is_as_saved(self) -> bool:
         assert self._model is not None
@@ -82,12 +88,14 @@ class Buffers:
                 written.copy_(torch.where(must_go, saved.values, written).view_as(written))
             return
         for saved in self._saved:
-            each_element_once(saved.buffer).copy_(saved.values)
+            written = each_element_once(saved.buffer)
+            written.copy_(saved.values.view_as(written))
             saved.owner._buffers[saved.name] = saved.buffer  # the minibatch may have put another tensor there
 
 
 def _copy_of(buffer: torch.Tensor) -> torch.Tensor:
-    return each_element_once(buffer.detach()).clone()
+    values = each_element_once(buffer.detach())
+    return (values if values.dim() else values.view(1)).clone()
 
 
 def _buffers_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:

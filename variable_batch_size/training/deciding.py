@@ -18,7 +18,7 @@ from variable_batch_size.policies.situation import Situation
 from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.schedules.live import LiveSchedule
-from variable_batch_size.training.sampler import CustomSampler
+from variable_batch_size.training.dealer import Dealer
 
 Record = dict[str, Any]
 
@@ -26,7 +26,7 @@ Record = dict[str, Any]
 class Run(Protocol):
     """What a policy is told of: an optimizer, while it trains."""
 
-    sampler: CustomSampler
+    sampler: Dealer
     rule: Rule
     ref_batchsize: int
     steps_done: int
@@ -64,7 +64,7 @@ class Deciding:
         self._listeners: list[Callable[[Record], Any]] = []
         self._began: float | None = None  # when the step under way did
         self._pass = 0  # of the sampler, that of the latest step
-        situation = self._situation(None)
+        situation = self._situation(_noise_scale(optimizer))  # refuses noise that is needed and nobody measures
         self._append(self._asking.answer(situation), situation)
 
     def call_when_decided(self, listener: Callable[[Record], Any]) -> None:
@@ -76,8 +76,6 @@ class Deciding:
     def after_step(self, communicator: Communicator, step: int) -> None:
         """Note a step, by its number in the run, and decide if it is time. Every core must call it."""
         schedule = self._schedule
-        if not schedule.num_done:
-            _noise_scale(self._optimizer)  # refuses one that the policy needs and nobody measures
         size = schedule.batch_size(step)
         depth = -(-size // (schedule.minibatch_size * schedule.num_replicas))
         self._asking.note_steps(size, depth, self._seconds())
@@ -149,14 +147,22 @@ class Deciding:
         schedule["rows"] = torch.tensor(schedule["rows"], dtype=torch.int64)  # there may be millions
         return {"cores": self._schedule.num_replicas, "schedule": schedule, "asking": self._asking.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any], communicator: Communicator) -> None:
-        """Go on where a run stopped; on another number of cores, with what is decided for these."""
-        schedule = dict(state["schedule"])
-        schedule["rows"] = schedule["rows"].tolist()
-        self._schedule.load_state_dict(schedule)
-        self._asking.load_state_dict(state["asking"])
+    def load_state_dict(self, state: Mapping[str, Any] | None, communicator: Communicator) -> None:
+        """Go on where a run stopped; on another number of cores, with what is decided for these.
+
+        Args:
+            state: what :meth:`state_dict` returned; None for a run that had a trace, whose past the schedule has.
+            communicator: the way to the other cores.
+        """
         self.latest = None  # it was of a run that begins
-        if state["cores"] != self._schedule.num_replicas:
+        if state is not None:
+            schedule = dict(state["schedule"])
+            schedule["rows"] = schedule["rows"].tolist()
+            self._schedule.load_state_dict(schedule)
+            self._asking.load_state_dict(state["asking"])
+        elif self._schedule.num_done != self._optimizer.steps_done or self._schedule.num_ahead:
+            raise ValueError("the state is that of a run with a trace, and this one has a policy")
+        if state is None or state["cores"] != self._schedule.num_replicas:
             self._schedule.cut()
             self._asking.restart(self._schedule.latest)
             self._decide(communicator)
@@ -175,9 +181,9 @@ def _noise_scale(optimizer: Run) -> float | None:
         schedule = optimizer.sampler.schedule
         assert isinstance(schedule, LiveSchedule)
         if schedule.policy.needs_noise:
-            raise RuntimeError(
+            raise ValueError(
                 f"{schedule.name} decides by the noise of the gradient, which {type(optimizer.rule).__name__} does not "
-                "measure: AdaScaleRule does"
+                "measure: AdaScaleRule does, and so does any rule with `measure_noise=True`"
             ) from None
         return None
     return None if noise is None else noise.scale

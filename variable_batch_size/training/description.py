@@ -8,24 +8,22 @@ import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.rules.rule import Rule
-from variable_batch_size.training.sampler import CustomSampler
+from variable_batch_size.training.dealer import Dealer, Description
+from variable_batch_size.training.together import Together
 
 
-def description_of(
-    sampler: CustomSampler, rule: Rule, inner: Optimizer, ref_batchsize: int
-) -> dict[str, str | int | bool]:
+def description_of(sampler: Dealer, rule: Rule, inner: Optimizer, ref_batchsize: int) -> Description:
     """What the samples of a step and the meaning of the state depend on; the number of cores is not among it."""
     schedule = sampler.schedule
     return {
         "trace": schedule.description,
         "on_end": schedule.on_end,
-        "dataset_size": schedule.dataset_size,
         "minibatch_size": schedule.minibatch_size,
-        "seed": sampler.seed,
-        "shuffle": sampler.shuffle,
-        "rule": type(rule).__name__,
+        **sampler.description,
+        "rule": " and ".join(type(one).__name__ for one in getattr(rule, "rules", [rule])),
+        "settings of the rule": settings_of_rule(rule),
         "ref_batchsize": ref_batchsize,
-        "optimizer": type(inner).__name__,
+        "optimizer": inner.name if isinstance(inner, Together) else type(inner).__name__,
     }
 
 
@@ -49,12 +47,19 @@ def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[
     >>> differences({"seed": 0, "rule": "LinearRule"}, {"seed": 3, "rule": "LinearRule"})
     ['seed was 0 and is 3']
     """
-    return [f"{name} was {saved.get(name)} and is {now[name]}" for name in now if saved.get(name) != now[name]]
+    # what a run did not note that was saved by an older version cannot be compared
+    return [
+        f"{name} was {saved[name]} and is {now[name]}" for name in now if name in saved and saved[name] != now[name]
+    ]
 
 
 def settings_of_rule(rule: Rule) -> str:
     """The numbers among the settings of a rule."""
-    return str({name: value for name, value in vars(rule).items() if isinstance(value, (bool, int, float, str))})
+    found = [
+        str({name: value for name, value in vars(one).items() if isinstance(value, (bool, int, float, str))})
+        for one in getattr(rule, "rules", [rule])
+    ]
+    return " and ".join(found)
 
 
 def shapes_of(tensors: Iterable[torch.Tensor]) -> str:

@@ -35,7 +35,7 @@ class Factors:
 
     def move(self, step: Step, num_groups: int) -> list[float]:
         """The factors of all groups in a step, which is then taken as made."""
-        self.progress += self._rule.worth(self._of_all.move(self._rule.factor(step), step.batch_size))
+        self.progress += self._rule.worth(step, self._of_all.move(self._rule.factor(step), step.batch_size))
         return [
             self._of_group(group).move(self._rule.factor_of_group(step, group), step.batch_size)
             for group in range(num_groups)
@@ -55,10 +55,10 @@ class Factors:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if "progress" in state:
-            self.progress = state["progress"]
-            self._of_all.load_state_dict(state["transition_of_all"])
-        else:  # the first version of the format
-            self.progress = state["rule"].get("progress", 0.0)
-        for group, saved in enumerate(state["transitions"]):
+        transitions = state["transitions"]
+        # the first version of the format has the progress with the rule, and transitions of groups only
+        self.progress = state["progress"] if "progress" in state else state["rule"].get("progress", 0.0)
+        for of_all in [state["transition_of_all"]] if "transition_of_all" in state else transitions[:1]:
+            self._of_all.load_state_dict(of_all)
+        for group, saved in enumerate(transitions):
             self._of_group(group).load_state_dict(saved)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any
 
 import torch
 
 from variable_batch_size.training.flat_memory import FlatMemory, square_of
-from variable_batch_size.training.gradients import Gradients
+from variable_batch_size.training.gradients import UNWEIGHTED, Gradients, Mean
+from variable_batch_size.training.weights import Weight
+
+_TINY = 1e-6
+"""Beside a norm, as torch has it where it clips."""
 
 
-@final
 class FlatGradients(Gradients):
     """Autograd hands over each minibatch's gradients as tensors of their own, which costs nothing.
 
@@ -19,21 +22,35 @@ class FlatGradients(Gradients):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._memory = FlatMemory([], num_squares=0)
+        self._memory = self._new_memory([], 0)
         self._has_sums = False  # whether the memory holds minibatches of this step
         self._is_present: list[bool] = []  # which of its parameters had a gradient in this step, on this core
         self._frozen: set[torch.Tensor] = set()  # parameters that need no gradient and were given one all the same
         self._step_squares: torch.Tensor | None = None
+        self._weight: Weight = 0.0
+        self._num_weighted: Weight = 0.0
         super().__init__(*args, **options)
 
-    def take(self, *, is_last: bool, is_only: bool) -> None:
-        if self._measures and not is_only:  # one minibatch tells nothing of the noise
-            self._measure()
+    def _new_memory(self, parameters: list[torch.nn.Parameter], num_numbers: int) -> FlatMemory:
+        return FlatMemory(parameters, num_numbers=num_numbers)
+
+    def take(self, mean: Mean, *, is_last: bool, weight: Weight | None = None) -> None:
+        self._mean = mean
+        self._is_weighted = weight is not None
+        if self._measures and mean.num_minibatches > 1:  # one minibatch tells nothing of the noise
+            self._measure(weight)
+        if weight is not None:
+            self._weight = self._weight + weight
+            self._num_weighted = self._num_weighted + (weight > 0)
         if not is_last or self._has_sums or self._communicator.num_replicas > 1:
             self._add()
 
-    def _measure(self) -> None:
+    def _measure(self, weight: Weight | None) -> None:
         squares = self._squares(self._with_gradients())
+        if isinstance(weight, torch.Tensor):
+            squares = torch.where(weight > 0, squares / weight, 0.0)
+        elif weight is not None:
+            squares = squares / weight if weight else torch.zeros_like(squares)
         if self._step_squares is not None:
             squares[: len(self._step_squares)] += self._step_squares  # a group may have been added since
         self._step_squares = squares
@@ -42,23 +59,27 @@ class FlatGradients(Gradients):
         """Add the gradients of the minibatch to the sums, and leave none behind."""
         self._frozen.update(p for p in self.parameters() if not p.requires_grad and p.grad is not None)
         self._fit([p for p in self.parameters() if p.requires_grad or p in self._frozen])
-        memory = self._memory
-        gradients = [p.grad for p in memory.parameters]
-        is_whole = not any(gradient is None for gradient in gradients)
-        if is_whole and not self._has_sums:
-            torch._foreach_copy_(memory.views, _dense(gradients))
-        else:
-            if not self._has_sums:
-                memory.zero()
-            found = [number for number, gradient in enumerate(gradients) if gradient is not None]
-            if found:
-                views = memory.views if is_whole else [memory.views[number] for number in found]
-                torch._foreach_add_(views, _dense([gradients[number] for number in found]))
+        gradients = [p.grad for p in self._memory.parameters]
+        self._put(gradients)
         before = self._is_present if self._has_sums else [False] * len(gradients)
         self._is_present = [was or gradient is not None for was, gradient in zip(before, gradients, strict=True)]
         self._has_sums = True
         for p in self.parameters():
             p.grad = None
+
+    def _put(self, gradients: list[torch.Tensor | None]) -> None:
+        """Copy gradients to the memory, or add them to what is there."""
+        memory = self._memory
+        is_whole = not any(gradient is None for gradient in gradients)
+        if is_whole and not self._has_sums:
+            torch._foreach_copy_(memory.views, dense(gradients))
+            return
+        if not self._has_sums:
+            memory.zero()
+        found = [number for number, gradient in enumerate(gradients) if gradient is not None]
+        if found:
+            views = memory.views if is_whole else [memory.views[number] for number in found]
+            torch._foreach_add_(views, dense([gradients[number] for number in found]))
 
     def _fit(self, parameters: list[torch.nn.Parameter]) -> None:
         """Have memory that fits the parameters as they are now, with the sums so far."""
@@ -69,66 +90,116 @@ class FlatGradients(Gradients):
             parameters = parameters + [
                 p for p, has in zip(old.parameters, self._is_present, strict=True) if has and id(p) not in known
             ]
-        num_squares = len(self._inner.param_groups)
-        if old.fits(parameters, num_squares, is_thorough=not self._has_sums):
+        num_numbers = self._num_numbers()
+        if old.fits(parameters, num_numbers, is_thorough=not self._has_sums):
             return
-        self._memory = FlatMemory(parameters, num_squares=num_squares)
+        self._memory = self._new_memory(parameters, num_numbers)
         if self._has_sums:
             self._memory.take_over(old)
             was_present = {id(p) for p, has in zip(old.parameters, self._is_present, strict=True) if has}
             self._is_present = [id(p) in was_present for p in parameters]
 
-    def reduce(self, weight: float) -> None:
-        if not self._has_sums:
-            self._weigh(weight)
-            return
-        if weight == 0:
-            self._memory.zero()
-            self._is_present = [False] * len(self._is_present)
-        elif weight != 1:
-            self._memory.multiply(weight)
+    def _num_numbers(self) -> int:
+        return len(self._inner.param_groups) + 2
+
+    def reduce(self, mean: Mean, *, is_idle: bool) -> None:
+        self._mean = mean
         if self._step_squares is not None:
-            self._step_squares = self._step_squares * weight if weight else torch.zeros_like(self._step_squares)
+            self._step_squares = self._step_squares / mean.loss_scale**2
+        if not self._has_sums:
+            self._scale_single(mean.factor(is_weighted=self._is_weighted) * self._share_of_weight())
+            return
+        if is_idle:
+            self._drop_sums()
+        else:
+            self._scale_sums(mean.factor(is_weighted=self._is_weighted))
         if self._communicator.num_replicas > 1:
             self._sum_over_cores()
+        self._scale_sums(self._share_of_weight())
         for p, view, has in zip(self._memory.parameters, self._memory.views, self._is_present, strict=True):
             p.grad = view if has else None
 
-    def _weigh(self, weight: float) -> None:
+    def _share_of_weight(self) -> Weight:
+        """What the sum over all cores is to be multiplied by: 1/W, or 1 where minibatches have no weights."""
+        if not self._is_weighted:
+            return 1.0
+        if isinstance(self._weight, torch.Tensor):
+            return torch.where(self._weight == 0, 0.0, 1 / self._weight)  # NaN stays NaN, and is seen
+        return 1 / self._weight if self._weight else 0.0
+
+    def _drop_sums(self) -> None:
+        """Let what this core has not count."""
+        self._memory.zero()
+        self._is_present = [False] * len(self._is_present)
+        self._weight = self._num_weighted = 0.0
+        if self._step_squares is not None:
+            self._step_squares = torch.zeros_like(self._step_squares)
+
+    def _scale_sums(self, factor: Weight) -> None:
+        if isinstance(factor, torch.Tensor) or factor != 1:
+            self._memory.multiply(factor)
+
+    def clip(self, largest: float) -> None:
+        if self._has_sums:
+            super().clip(largest)
+        else:
+            self._scale_single((largest / (self.norm() * self._mean.multiple + _TINY)).clamp(max=1.0))
+
+    def _scale_single(self, factor: Weight) -> None:
         """A single minibatch, used as it is; what the user may still hold is left alone."""
-        if weight != 1:
+        if isinstance(factor, torch.Tensor) or factor != 1:
             for p in self.parameters():
                 if p.grad is not None:
-                    p.grad = p.grad.detach() * weight
-            if self._step_squares is not None:
-                self._step_squares *= weight
+                    p.grad = p.grad.detach() * factor
 
     def _sum_over_cores(self) -> None:
         memory = self._memory
         memory.note(self._is_present)
-        if self._step_squares is not None:
-            memory.squares.copy_(self._step_squares)
-            self._step_squares = memory.squares
+        self._write_numbers(memory.numbers)
+        if not self._is_weighted:
+            memory.numbers[-1] = 0.0 if self._has_compared else UNWEIGHTED
         self._communicator.sum(memory.flats)
+        self._compare(memory.numbers[-1])
+        self._read_numbers(memory.numbers.clone())
         # who has all gradients here knows that none is missing on all cores, and need not wait for the device
         if not all(self._is_present):
             self._is_present = memory.noted()
 
+    def _write_numbers(self, numbers: torch.Tensor) -> None:
+        if self._step_squares is not None:
+            numbers[:-2].copy_(self._step_squares)
+        if self._is_weighted:
+            for place, number in enumerate((self._weight, self._num_weighted), start=len(numbers) - 2):
+                numbers[place] = number
+
+    def _read_numbers(self, numbers: torch.Tensor) -> None:
+        if self._step_squares is not None:
+            self._step_squares = numbers[:-2]
+        if self._is_weighted:
+            self._weight, self._num_weighted = numbers[-2], numbers[-1]
+
     def clear(self) -> None:
         self._has_sums = False
         self._step_squares = None
+        self._weight = self._num_weighted = 0.0
         for p in self.parameters():
             p.grad = None
         if self._memory.is_held():
-            self._memory = FlatMemory([], num_squares=0)
+            self._memory = self._new_memory([], 0)
 
     def discard(self) -> None:
         self.clear()
 
-    def _measured(self) -> torch.Tensor:
-        if self._step_squares is not None:
-            return self._step_squares
-        return torch.zeros(len(self._inner.param_groups), device=next(self.parameters()).device)
+    def weight(self) -> Weight | None:
+        return self._weight if self._is_weighted else None
+
+    def _numbers(self) -> torch.Tensor:
+        numbers = self._square([]).repeat(len(self._inner.param_groups) + 2)
+        self._write_numbers(numbers)
+        return numbers
+
+    def _device(self) -> torch.device:
+        return next(self.parameters()).device
 
     def _read(self, numbers: torch.Tensor) -> list[float]:
         return [float(number) for number in numbers.tolist()]
@@ -137,5 +208,6 @@ class FlatGradients(Gradients):
         return square_of(gradients, like=next(self.parameters()))
 
 
-def _dense(gradients: list[Any]) -> list[torch.Tensor]:
+def dense(gradients: list[Any]) -> list[torch.Tensor]:
+    """Gradients of embeddings may be sparse."""
     return [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]

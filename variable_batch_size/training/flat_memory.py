@@ -17,21 +17,25 @@ class FlatMemory:
     """One flat tensor for all gradients of a device and dtype; a gradient is a view of it with the parameter's strides.
 
     Behind the gradients there is one more element for each parameter, in which a core notes that it had a gradient, and
-    in one flat tensor of at least float32 one for each parameter group, for squared norms; so all of these travel in
-    the same reduction. (Beside narrower gradients only, the norms travel in a tensor of their own.)
+    in one flat tensor of at least float32 some for numbers, such as squared norms; so all of these travel in the same
+    reduction. (Beside narrower gradients only, the numbers travel in a tensor of their own.)
 
     Args:
         parameters: whose gradients are to be kept.
-        num_squares: for how many parameter groups there may be squared norms.
+        num_numbers: how many numbers there may be.
+        dtype: of the memory; the parameters' own if None.
 
     Attributes:
         flats: the flat tensors.
         views: the gradients, in the order of the parameters.
-        squares: the squared norms.
+        numbers: the numbers.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], *, num_squares: int) -> None:
+    def __init__(
+        self, parameters: list[torch.nn.Parameter], *, num_numbers: int, dtype: torch.dtype | None = None
+    ) -> None:
         self.parameters = parameters
+        self._dtype = dtype
         self._dtypes = [p.dtype for p in parameters]
         self._kinds = [(p.shape, p.device) for p in parameters]
         self.flats: list[torch.Tensor] = []
@@ -39,29 +43,29 @@ class FlatMemory:
         views: dict[int, torch.Tensor] = {}
         of_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for number, p in enumerate(parameters):
-            of_kind.setdefault((p.device, p.dtype), []).append(number)
+            of_kind.setdefault((p.device, dtype or p.dtype), []).append(number)
         carrier = next((kind for kind in of_kind if kind[1] in EXACT), None)
-        for (device, dtype), members in of_kind.items():
-            *offsets, end = _aligned_offsets((parameters[number].numel() for number in members), dtype)
-            num_extras = len(members) + (num_squares if (device, dtype) == carrier else 0)
-            flat = torch.zeros(end + num_extras, dtype=dtype, device=device)
+        for kind, members in of_kind.items():
+            *offsets, end = _aligned_offsets((parameters[number].numel() for number in members), kind[1])
+            num_extras = len(members) + (num_numbers if kind == carrier else 0)
+            flat = torch.zeros(end + num_extras, dtype=kind[1], device=kind[0])
             self.flats.append(flat)
             self._notes.append((flat[end : end + len(members)], members))
             views |= {n: _view(flat, parameters[n], offset) for n, offset in zip(members, offsets, strict=True)}
-            if (device, dtype) == carrier:
-                self.squares = flat[end + len(members) :]
+            if kind == carrier:
+                self.numbers = flat[end + len(members) :]
         self.views = [views.pop(number) for number in range(len(parameters))]  # nobody else may hold them, see is_held
         if carrier is None:
             place = parameters[0].device if parameters else None
-            self.squares = torch.zeros(num_squares, dtype=torch.float32, device=place)
-            self.flats.append(self.squares)
+            self.numbers = torch.zeros(num_numbers, dtype=torch.float32, device=place)
+            self.flats.append(self.numbers)
         self._addresses = [view.data_ptr() for view in self.views]
         self._holders = self._count_holders()
 
-    def fits(self, parameters: list[torch.nn.Parameter], num_squares: int, *, is_thorough: bool = True) -> bool:
+    def fits(self, parameters: list[torch.nn.Parameter], num_numbers: int, *, is_thorough: bool = True) -> bool:
         """Whether these are the parameters, of the same dtype and as many groups; if thorough, shape and device."""
         return (
-            num_squares == len(self.squares)
+            num_numbers == len(self.numbers)
             and len(parameters) == len(self.parameters)
             and all(map(is_, parameters, self.parameters))
             and [p.dtype for p in parameters] == self._dtypes
@@ -89,15 +93,16 @@ class FlatMemory:
 
     def __reduce__(self) -> Any:
         # a copy of the views would not be views of the copy
-        return _restored, (self.parameters, len(self.squares), [view.clone() for view in self.views])
+        return _restored, (self.parameters, len(self.numbers), self._dtype, [view.clone() for view in self.views])
 
     def zero(self) -> None:
         for flat in self.flats:
             flat.zero_()
 
-    def multiply(self, weight: float) -> None:
+    def multiply(self, factor: float | torch.Tensor) -> None:
+        """Multiply everything, the numbers included."""
         for flat in self.flats:
-            flat.mul_(weight)
+            flat.mul_(factor.to(flat.device) if isinstance(factor, torch.Tensor) else factor)
 
     def note(self, is_present: list[bool]) -> None:
         """Note which parameters had a gradient on this core."""
@@ -116,8 +121,10 @@ class FlatMemory:
         return [found[number] for number in range(len(self.parameters))]
 
 
-def _restored(parameters: list[torch.nn.Parameter], num_squares: int, values: list[torch.Tensor]) -> FlatMemory:
-    memory = FlatMemory(parameters, num_squares=num_squares)
+def _restored(
+    parameters: list[torch.nn.Parameter], num_numbers: int, dtype: torch.dtype | None, values: list[torch.Tensor]
+) -> FlatMemory:
+    memory = FlatMemory(parameters, num_numbers=num_numbers, dtype=dtype)
     for view, value in zip(memory.views, values, strict=True):
         view.copy_(value)
     return memory

@@ -4,15 +4,56 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.rules.rule import Norms
+from variable_batch_size.training.weights import Weight
 
 Divisors = dict[torch.Tensor, torch.Tensor]
+
+UNWEIGHTED = -(2.0**20)
+"""How many weighted minibatches a core without weights says it has in the first step; no step has as many."""
+
+
+class Mean(NamedTuple):
+    """How the gradient of a step follows from the sum over its minibatches.
+
+        gradient = Σ g_i · multiple / (n · loss_scale)        with weights: Σ g_i · multiple / (Σ w_i · loss_scale)
+
+    Args:
+        num_minibatches: n, on all cores.
+        loss_scale: what the user has multiplied the loss by.
+        multiple: how many times the mean the gradient is to be; n for rules that sum gradients.
+    """
+
+    num_minibatches: int
+    loss_scale: float = 1.0
+    multiple: float = 1.0
+
+    def factor(self, *, is_weighted: bool) -> float:
+        """What each core multiplies its sum by; with weights, their sum over all cores is still to be divided by."""
+        return self.multiple / self.loss_scale / (1 if is_weighted else self.num_minibatches)
+
+
+class Measured(NamedTuple):
+    """What was measured of the gradients of a step.
+
+    Args:
+        norms: for each parameter group; None for one of which nothing was measured.
+        is_finite: whether all of it is, as then the gradients themselves are.
+        weight: W, the sum of the minibatches' weights; None if they have none.
+        num_weighted: how many minibatches have a weight above 0; None if they have none.
+    """
+
+    norms: list[Norms | None]
+    is_finite: bool
+    weight: float | None
+    num_weighted: int | None
 
 
 class Gradients(ABC):
@@ -22,6 +63,9 @@ class Gradients(ABC):
     it. Then it is the library's, and ``p.grad`` is empty, so that the next backward pass begins anew. After
     :meth:`reduce`, ``p.grad`` is the gradient of the step; None where no minibatch on any core had one, so that the
     inner optimizer leaves such a parameter alone as it always does.
+
+    A few numbers travel with the gradients to the other cores: for each parameter group the sum of the minibatches'
+    squared norms, if these are measured, then the sum of the weights and the number of those above 0, if there are any.
 
     Args:
         inner: the inner optimizer, whose parameters they are.
@@ -43,23 +87,31 @@ class Gradients(ABC):
         self._communicator = communicator
         self._measures = measures
         self._divisors = divisors
+        self._is_weighted = False  # whether the minibatches of this step have weights
+        self._has_compared = False  # whether cores have seen that all of them have weights, or none
+        self._mean = Mean(1)  # of the latest step
         self.discard()
 
     @abstractmethod
-    def take(self, *, is_last: bool, is_only: bool) -> None:
+    def take(self, mean: Mean, *, is_last: bool, weight: Weight | None = None) -> None:
         """Take over the gradients of the latest minibatch.
 
         Args:
+            mean: of the step.
             is_last: whether it is the core's last one of the step.
-            is_only: whether it is the only one of the step on any core.
+            weight: w_i; the gradients are then those of a sum over so many.
         """
 
     @abstractmethod
-    def reduce(self, weight: float) -> None:
-        """Let ``p.grad`` be the sum over all minibatches of all cores, those of this core times `weight`.
+    def reduce(self, mean: Mean, *, is_idle: bool) -> None:
+        """Let ``p.grad`` be the gradient of the step, from all minibatches of all cores.
 
-        What weighs 0 leaves no mark, not even where it is NaN.
+        What an idle core has leaves no mark, not even where it is NaN.
         """
+
+    def clip(self, largest: float) -> None:
+        """After :meth:`reduce`: let the norm of the result over all parameters be at most `largest`."""
+        torch.nn.utils.clip_grad_norm_([p for p in self.parameters() if p.grad is not None], largest)
 
     @abstractmethod
     def clear(self) -> None:
@@ -75,34 +127,72 @@ class Gradients(ABC):
         for p in self.parameters():
             p.grad = None
 
-    def norms(self) -> tuple[list[Norms | None], bool]:
-        """After :meth:`reduce`: for each group, the weighted sum of minibatches' squared norms, and that of the sum.
+    def measured(self) -> Measured:
+        """After :meth:`reduce`: the norms of the minibatches' and of the mean gradient, as if there were no loss scale.
 
-        None for a group of which nothing was measured. And whether all of it is finite, as the sum itself is. The one
-        thing here that waits for the device.
+        The one thing here that waits for the device.
         """
         groups = self._inner.param_groups
-        numbers = [self._measured(), self._squares(self._with_gradients())]
+        numbers = [self._numbers(), self._squares(self._with_gradients())]
         if self._divisors is not None:
             numbers.append(self._square([p.grad for p in self.parameters() if p.grad is not None]).view(1))
-        values = self._read(torch.cat(numbers))
+        values = self._read(torch.cat([number.to(numbers[-1].dtype) for number in numbers]))
+        *squares, weight, num_weighted = values[: len(groups) + 2]
+        total = weight if self._is_weighted else self._mean.num_minibatches
         is_known = [self._is_measurable(group["params"]) for group in groups]
-        pairs = zip(values[: len(groups)], values[len(groups) : 2 * len(groups)], strict=True)
-        found = [Norms(*pair) if known else None for known, pair in zip(is_known, pairs, strict=True)]
-        return found, all(map(math.isfinite, values))
+        pairs = zip(squares, values[len(groups) + 2 : 2 * len(groups) + 2], strict=True)
+        norms = [
+            Norms(of_each / total, of_all / self._mean.multiple**2) if known and total else None
+            for known, (of_each, of_all) in zip(is_known, pairs, strict=True)
+        ]
+        if self._mean.num_minibatches == 1:  # whose squared norm need not have been measured twice
+            norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
+        is_finite = all(map(math.isfinite, values))
+        if not self._is_weighted or not is_finite:
+            return Measured(norms, is_finite, None, None)
+        return Measured(norms, is_finite, weight, round(num_weighted))
 
     def norm(self) -> torch.Tensor:
-        """After :meth:`reduce`: the norm of the result over all parameters, on the device."""
+        """After :meth:`reduce`: the norm of the mean gradient over all parameters, on the device."""
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        return self._square(gradients).sqrt()
+        return self._square(gradients).sqrt() / self._communicator.varying(self._mean.multiple)
+
+    @abstractmethod
+    def weight(self) -> Weight | None:
+        """After :meth:`reduce`: the sum of all minibatches' weights, a tensor if it is on the device; None if none."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to be remembered from one step to the next."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most kinds remember nothing)
+        """Take over what :meth:`state_dict` returned, on any number of cores."""
+
+    def weighs_nothing(self) -> bool:
+        """After :meth:`reduce`: whether the weights are known to be 0 in all; what is on a device is not waited for."""
+        weight = self.weight()
+        is_known = weight is not None and (not isinstance(weight, torch.Tensor) or weight.device.type == "cpu")
+        return is_known and not weight
+
+    def _compare(self, num_weighted: torch.Tensor) -> None:
+        """Refuse weights on some cores only; looked at in the first step, as no core may change its mind later."""
+        if self._has_compared:
+            return
+        self._has_compared = True
+        num_without, cores = math.ceil(float(num_weighted) / UNWEIGHTED), self._communicator.num_replicas
+        if num_without not in (0, cores):
+            raise ValueError(
+                f"`weight` must be given on all cores or on none, got none on {num_without} of {cores}; an idle core "
+                "gives that of its stand-in, which does not count"
+            )
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the inner optimizer."""
         return (p for group in self._inner.param_groups for p in group["params"])
 
     @abstractmethod
-    def _measured(self) -> torch.Tensor:
-        """The squared norms of the minibatches, an element for each group."""
+    def _numbers(self) -> torch.Tensor:
+        """The numbers that have travelled with the gradients, 0 where nothing was measured or weighted."""
 
     @abstractmethod
     def _read(self, numbers: torch.Tensor) -> list[float]:
@@ -122,9 +212,13 @@ class Gradients(ABC):
             if self._divisors is None:
                 gradients = [gradient for _, gradient in pairs]
             else:
-                gradients = [g / self._divisors[p] for p, g in pairs if p in self._divisors]
+                gradients = [g / divisor for p, g in pairs if (divisor := self._divisor_of(p)) is not None]
             squares.append(self._square(gradients))
         return torch.stack(squares)
+
+    def _divisor_of(self, p: torch.Tensor) -> torch.Tensor | None:
+        assert self._divisors is not None
+        return self._divisors.get(p)
 
     @abstractmethod
     def _square(self, gradients: list[torch.Tensor]) -> torch.Tensor:

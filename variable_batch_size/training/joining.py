@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from variable_batch_size.cores.communicator import Communicator
-from variable_batch_size.training.description import settings_of, settings_of_rule, shapes_of
+from variable_batch_size.training.description import settings_of, shapes_of
 from variable_batch_size.training.sameness import begin_alike
 from variable_batch_size.training.scheduled import ScheduledOptimizer
 from variable_batch_size.training.wrapped import take_over_reduction
@@ -19,7 +19,7 @@ def join_other_cores(
     communicator: Communicator,
     model: torch.nn.Module | None,
     options: Mapping[str, Any],
-) -> None:
+) -> Callable[[], None]:
     """See that all cores begin with the same, and that nobody else reduces the gradients.
 
     Args:
@@ -27,6 +27,9 @@ def join_other_cores(
         communicator: the way to the other cores.
         model: whose parameters and buffers are to be the same, too; None for none.
         options: further arguments of the optimizer that must be the same on all cores, by name.
+
+    Returns:
+        what must be called after the next flush.
     """
     parameters, sampler = list(optimizer.parameters()), optimizer.sampler
     if (sampler.rank, sampler.num_replicas) != (communicator.rank, communicator.num_replicas):
@@ -38,10 +41,11 @@ def join_other_cores(
     facts = {
         **optimizer.description,
         **options,
-        "settings of the rule": settings_of_rule(optimizer.rule),
         "settings": settings_of(optimizer.inner),
         "model": shapes_of(of_model),
         "first batch size": optimizer.batch_size,
+        **({"threads": torch.get_num_threads()} if optimizer.exact else {}),  # on which the bits of sums depend
     }
-    begin_alike(facts, [*parameters, *of_model], communicator)
+    complete = begin_alike(facts, [*parameters, *of_model], communicator)
     take_over_reduction(parameters, communicator)
+    return complete

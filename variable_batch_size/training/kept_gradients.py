@@ -7,7 +7,8 @@ from typing import Any, final
 import torch
 
 from variable_batch_size.training.flat_memory import FlatMemory, square_of
-from variable_batch_size.training.gradients import Gradients
+from variable_batch_size.training.gradients import UNWEIGHTED, Gradients, Mean
+from variable_batch_size.training.weights import Weight
 
 
 @final
@@ -21,27 +22,35 @@ class KeptGradients(Gradients):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._memory = FlatMemory([], num_squares=0)
+        self._memory = FlatMemory([], num_numbers=0)
         self._sums: list[torch.Tensor] = []
         self._has_taken = False  # minibatches of this step
         self._versions: list[int] = []
         super().__init__(*args, **options)
 
-    def take(self, *, is_last: bool, is_only: bool) -> None:
+    def take(self, mean: Mean, *, is_last: bool, weight: Weight | None = None) -> None:
         self._fit()
+        self._mean = mean
+        self._is_weighted = weight is not None
         is_first, self._has_taken = not self._has_taken, not is_last
         if self._measures:
-            self._measure(is_first=is_first, is_last=is_last)
+            self._measure(weight, is_first=is_first)
+        if weight is not None:
+            self._memory.numbers[-2].add_(weight)
+            self._memory.numbers[-1].add_(weight > 0)
+        if self._measures and not is_last:
+            self._hold()
         self._note_versions()
 
-    def _measure(self, *, is_first: bool, is_last: bool) -> None:
+    def _measure(self, weight: Weight | None, *, is_first: bool) -> None:
         squares = self._squares(self._with_gradients())
+        if weight is not None:
+            of_one = torch.as_tensor(weight, device=squares.device)
+            squares = torch.where(of_one > 0, squares / of_one, 0.0)
         if not is_first:
             for flat, held in zip(self._memory.flats, self._sums, strict=True):
-                flat.add_(held)  # the squared norms so far among them
-        self._memory.squares.add_(squares)
-        if not is_last:
-            self._hold()
+                flat.add_(held)  # the numbers so far among them
+        self._memory.numbers[:-2].add_(squares)
 
     def _hold(self) -> None:
         """Put the sums aside and clear the memory for the next minibatch."""
@@ -61,13 +70,13 @@ class KeptGradients(Gradients):
                     f"shape {tuple(p.shape)}, was replaced between backward() and step()"
                 )
         trainable = [p for p in self.parameters() if p.requires_grad]
-        if self._memory.fits(trainable, len(self._inner.param_groups)) and self._memory.is_in_place():
+        if self._memory.fits(trainable, len(self._inner.param_groups) + 2) and self._memory.is_in_place():
             return
         if self._has_taken:
             raise RuntimeError(
                 "with `keep_gradients` the trainable parameters must stay the same within a step, and where they are"
             )
-        memory = FlatMemory(trainable, num_squares=len(self._inner.param_groups))
+        memory = FlatMemory(trainable, num_numbers=len(self._inner.param_groups) + 2)
         for p, view in zip(trainable, memory.views, strict=True):
             if p.grad is not None:
                 view.copy_(p.grad)
@@ -95,13 +104,28 @@ class KeptGradients(Gradients):
         """Another one for each change of the memory."""
         return [flat._version for flat in self._memory.flats]
 
-    def reduce(self, weight: float) -> None:
-        if weight == 0:
+    def reduce(self, mean: Mean, *, is_idle: bool) -> None:
+        self._mean = mean
+        if is_idle:
             self._memory.zero()
-        elif weight != 1:
-            self._memory.multiply(weight)
+        else:
+            self._scale(mean.factor(is_weighted=self._is_weighted))
+            self._memory.numbers[:-2].div_(mean.loss_scale**2)
         if self._communicator.num_replicas > 1:
+            if not self._is_weighted and not self._has_compared:
+                self._memory.numbers[-1] = UNWEIGHTED
             self._communicator.sum(self._memory.flats)
+            self._compare(self._memory.numbers[-1])
+        if self._is_weighted:
+            weight = self._memory.numbers[-2]
+            self._scale(torch.where(weight == 0, 0.0, 1 / weight))
+
+    def _scale(self, factor: Weight) -> None:
+        """Multiply the gradients, and leave the numbers behind them as they are."""
+        if isinstance(factor, torch.Tensor) or factor != 1:
+            numbers = self._memory.numbers.clone()
+            self._memory.multiply(factor)
+            self._memory.numbers.copy_(numbers)
 
     def clear(self) -> None:
         self._has_taken = False
@@ -122,8 +146,11 @@ class KeptGradients(Gradients):
             p.grad = view
         self._note_versions()
 
-    def _measured(self) -> torch.Tensor:
-        return self._memory.squares
+    def weight(self) -> Weight | None:
+        return self._memory.numbers[-2].clone() if self._is_weighted else None
+
+    def _numbers(self) -> torch.Tensor:
+        return self._memory.numbers
 
     def _read(self, numbers: torch.Tensor) -> list[float]:
         return [float(number) for number in numbers.tolist()]

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from variable_batch_size.checks import check_not_negative
 from variable_batch_size.cores.running import communicator_for
-from variable_batch_size.rules.rule import Norms, Rule, Step
+from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.training.buffers import Buffers
+from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.gradient_kinds import gradients_for
+from variable_batch_size.training.gradients import Mean
 from variable_batch_size.training.joining import join_other_cores
+from variable_batch_size.training.minibatch_seeds import MinibatchSeeds
+from variable_batch_size.training.observer import Observer
+from variable_batch_size.training.passes import Passes
 from variable_batch_size.training.preconditioner import Preconditioner
 from variable_batch_size.training.sameness import share_from_first
-from variable_batch_size.training.sampler import CustomSampler
 from variable_batch_size.training.scheduled import ScheduledOptimizer
 from variable_batch_size.training.settings import Settings
+from variable_batch_size.training.together import Inner
+from variable_batch_size.training.weights import Weight
 from variable_batch_size.training.wrapped import refuse_other_reductions, take_over_reduction
 
 logger = logging.getLogger(__name__)
@@ -36,9 +40,9 @@ class CustomOptimizer(ScheduledOptimizer):
     samples. Parameters and the model's buffers start out as they are on core 0.
 
     Args:
-        inner: any optimizer of torch, with the settings that are right at `ref_batchsize`.
-        sampler: the sampler that deals the minibatches.
-        rule: what the batch size of a step makes of the settings.
+        inner: any optimizer of torch, with the settings that are right at `ref_batchsize`; or several for one model.
+        sampler: what deals the minibatches: a :class:`CustomSampler` or a :class:`Stream`.
+        rule: what the batch size of a step makes of the settings; or one for each of several optimizers.
         ref_batchsize: the batch size at which the settings of `inner` are right.
         log_steps: log every N steps on core 0; 0 for never.
         clip_grad_norm: the largest norm of a step's mean gradient over all parameters; None for no bound.
@@ -47,18 +51,24 @@ class CustomOptimizer(ScheduledOptimizer):
         max_factor: the largest factor; None for no bound.
         skip_nonfinite: make no update where the gradient is not finite, on all cores together; costs a wait for the
             device in every step. None for False, and True for rules that measure gradients anyway.
-        loss_scale: what the user multiplies the loss by, to be divided out of the gradient; may be set between steps.
+        loss_scale: what the user multiplies the loss by on this core, to be divided out of the gradient; may be set
+            between steps.
         keep_gradients: let gradients stay where they are, zeroed in place, and autograd accumulate there, for CUDA
             graphs and to save the memory of one gradient; they must then not be touched, nor may a parameter be frozen,
             added or converted within a step.
+        measure_noise: measure the gradient noise though the rule does not need it, for `noise_scale` and `gain()`.
+        exact: sum so that the weights are the same to the last bit on any number of cores; see the page on exactness
+            for what that needs and costs.
+        seed_minibatches: set the random generators before each minibatch, so that what it draws does not depend on the
+            core (:class:`MinibatchSeeds`); None for as `exact` is.
     """
 
     def __init__(
         self,
-        inner: Optimizer,
-        sampler: CustomSampler,
+        inner: Inner,
+        sampler: Dealer,
         *,
-        rule: Rule,
+        rule: Rule | Sequence[Rule],
         ref_batchsize: int,
         log_steps: int = 0,
         clip_grad_norm: float | None = None,
@@ -68,6 +78,9 @@ class CustomOptimizer(ScheduledOptimizer):
         skip_nonfinite: bool | None = None,
         loss_scale: float = 1.0,
         keep_gradients: bool = False,
+        measure_noise: bool = False,
+        exact: bool = False,
+        seed_minibatches: bool | None = None,
     ) -> None:
         super().__init__(
             inner,
@@ -77,26 +90,37 @@ class CustomOptimizer(ScheduledOptimizer):
             smooth_steps=smooth_steps,
             max_factor=max_factor,
             loss_scale=loss_scale,
+            measure_noise=measure_noise,
+            log_steps=log_steps,
+            exact=exact,
+            seed_minibatches=exact if seed_minibatches is None else seed_minibatches,
         )
-        check_not_negative(log_steps=log_steps)
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}")
-        self.log_steps = int(log_steps)
         self.clip_grad_norm = clip_grad_norm
-        self.skip_nonfinite = rule.measures_noise if skip_nonfinite is None else skip_nonfinite
+        measures = self.rule.measures_noise or measure_noise
+        self.skip_nonfinite = measures if skip_nonfinite is None else skip_nonfinite
         self._communicator = communicator_for(self.parameters())
-        self._pass = -1  # of the sampler, that of the latest minibatch
         options = {"clip_grad_norm": clip_grad_norm, "smooth_steps": smooth_steps, "max_factor": max_factor}
         options |= {"skip_nonfinite": self.skip_nonfinite, "keep_gradients": keep_gradients, "loss_scale": loss_scale}
-        join_other_cores(self, self._communicator, model, options)
-        self._preconditioner = Preconditioner(inner) if rule.preconditions else None
+        options |= {"measure_noise": measure_noise}
+        complete_joining = join_other_cores(self, self._communicator, model, options)
+        self._preconditioner = Preconditioner(self.inner) if self.rule.preconditions else None
         divisors = None if self._preconditioner is None else self._preconditioner.divisors
         self._gradients = gradients_for(
-            inner, self._communicator, measures=rule.measures_noise, divisors=divisors, keeps=keep_gradients
+            self.inner,
+            self._communicator,
+            measures=measures,
+            divisors=divisors,
+            keeps=keep_gradients,
+            exact=exact,
         )
+        self._observer = Observer(self._gradients, self.rule, self._own_meter, skip_nonfinite=self.skip_nonfinite)
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
-        self._settings = Settings(inner, self._communicator)
+        self._settings, self._passes = Settings(self.inner, self._communicator), Passes(sampler)
+        self._seeds = MinibatchSeeds(self.seeds_minibatches, sampler, self._position, next(self.parameters()), model)
         self._begin_epoch()
+        complete_joining()
 
     # ---------------------------------------------------------------------------------------- a torch.optim.Optimizer
 
@@ -121,6 +145,9 @@ class CustomOptimizer(ScheduledOptimizer):
             "rule": self.rule.state_dict(),
             **self._scaling.state_dict(),
             "adam_bias": self._settings.adam_bias.state_dict(),
+            "weights": self.minibatch_weights.state_dict(),
+            "gradients": self._gradients.state_dict(),
+            "noise": self._own_meter.state_dict() if self._own_meter else None,
         }
         return {**self.inner.state_dict(), STATE_KEY: own}
 
@@ -135,9 +162,13 @@ class CustomOptimizer(ScheduledOptimizer):
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
         self.rule.load_state_dict(own["rule"])
         self._scaling.load_state_dict(own)
+        if self._own_meter is not None and own.get("noise"):
+            self._own_meter.load_state_dict(own["noise"])
         self._load_state_of_run(own)
         self.set_epoch(own["epoch"], own["epoch_step"])
         self._settings.adam_bias.load_state_dict(own.get("adam_bias", {}))
+        self.minibatch_weights.load_state_dict(own.get("weights", {}))
+        self._gradients.load_state_dict(own.get("gradients", {}))
         if self._preconditioner is not None:
             self._preconditioner.refresh()
 
@@ -164,22 +195,29 @@ class CustomOptimizer(ScheduledOptimizer):
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
-        self._has_begun = False  # whether there was a minibatch since
+        self._passes.begin()
         self._gradients.discard()
         self._factors = None
         self._buffers.save(self.is_idle)
         self._communicator.flush()  # else what was noted down would make the first minibatch another program
+        self._seeds.set()
 
     # ------------------------------------------------------------------------------------------------------------- step
 
-    def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, weight: Weight | None = None
+    ) -> bool:
         """Take over the gradients of one minibatch, and update if that completes the step.
+
+        Args:
+            weight: what the minibatch weighs, as the number of its tokens, where the loss is the *sum* over them; the
+                gradient of the step is then the mean over all tokens of all cores. A number, or a tensor on the device.
 
         Returns:
             True exactly when the weights changed: neither while accumulating nor if the update was skipped.
         """
         if closure is not None:
-            raise ValueError("`closure` must be None: run the backward pass, then call step()")
+            raise ValueError("`closure` must be None: run the backward pass, then call step() or step(weight=…)")
         if hasattr(self, "found_inf"):
             raise RuntimeError(
                 "GradScaler.step() would leave out minibatches that are not finite: call step() of the optimizer, with "
@@ -187,17 +225,16 @@ class CustomOptimizer(ScheduledOptimizer):
             )
         for before in self._optimizer_step_pre_hooks.values():
             before(self, (), {})
-        self._refuse_other_epoch()
-        if not self._has_begun:
+        weight = self.minibatch_weights.checked(weight)
+        if self._passes.see(self._position):
             refuse_other_reductions(self.parameters(), self._communicator)
-            self._has_begun = True
         self._position.advance()
         self._factors = None
-        is_last = self._position.is_complete
         with torch.no_grad():
-            self._gradients.take(is_last=is_last, is_only=self.batch_size == self.sampler.minibatch_size)
-            has_updated = is_last and self._complete_step()
+            self._gradients.take(self._mean(), is_last=self._position.is_complete, weight=weight)
+            has_updated = self._position.is_complete and self._complete_step()
         self._communicator.flush()
+        self._seeds.set()
         for after in self._optimizer_step_post_hooks.values():
             after(self, (), {})
         return has_updated
@@ -208,85 +245,38 @@ class CustomOptimizer(ScheduledOptimizer):
     # torch would wrap step() for hooks and profiling, which takes longer than the accumulating; the inner step has it
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _refuse_other_epoch(self) -> None:
-        sampler, position = self.sampler, self._position
-        if sampler.epoch != position.epoch or sampler.first_step != position.first_step:
-            raise RuntimeError(
-                f"the sampler is in epoch {sampler.epoch} (from its step {sampler.first_step} on) but the optimizer in "
-                f"epoch {position.epoch} (from {position.first_step} on): call set_epoch on both, alike"
-            )
-        is_same_pass = sampler.num_passes == self._pass
-        if is_same_pass != self._has_begun:
-            who = "optimizer" if is_same_pass else "sampler"
-            raise RuntimeError(
-                f"set_epoch was called on the {who} only: call it on the sampler and the optimizer before each pass "
-                "over the loader"
-            )
-        self._pass = sampler.num_passes
+    def _mean(self) -> Mean:
+        n = self.batch_size // self.sampler.minibatch_size
+        return Mean(n, self.loss_scale, n if self.rule.sums_gradients else 1)
 
     def _complete_step(self) -> bool:
         """Reduce, update, and leave everything ready for the next step; False if the update was skipped."""
         step, is_idle = self._rule_step(), self.is_idle
-        weight = (1 if self.rule.sums_gradients else 1 / step.num_minibatches) / self.loss_scale
         try:
-            self._gradients.reduce(0.0 if is_idle else weight)
-            self.gradient_norm = self._norm_of(step)
-            is_skipped = (self.skip_nonfinite or self.rule.measures_noise) and self._observe(step)
-            if is_skipped:
-                self._say_skipped()
-            else:
+            self._gradients.reduce(self._mean(), is_idle=is_idle)
+            weight = self._gradients.weight()
+            keeps_norm = any((self.steps_done + 1) % every == 0 for every in self._norm_every)
+            self.gradient_norm = self._gradients.norm() if keeps_norm else None
+            reason = self._observer.reason_to_skip(step)
+            if reason is None:
                 self._update(step)
+            else:
+                self._say_skipped(reason)
         finally:
             self._gradients.clear()
-        self._buffers.settle(is_taken_back=is_idle or is_skipped)
+        self._buffers.settle(is_taken_back=is_idle or reason is not None)
         self._buffers.save(self._position.is_idle_next)
-        self._count_step(step)
-        if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
-            self._log()
-        return not is_skipped
-
-    def _size_of_sum(self, step: Step) -> int:
-        """By what the gradient of the update is larger than the mean."""
-        return step.num_minibatches if self.rule.sums_gradients else 1
-
-    def _norm_of(self, step: Step) -> torch.Tensor | None:
-        if not any((self.steps_done + 1) % every == 0 for every in self._norm_every):
-            return None
-        return self._gradients.norm() / self._communicator.varying(self._size_of_sum(step))
-
-    def _observe(self, step: Step) -> bool:
-        """Show the rule the norms of the gradients, unless they are not finite and the update is to be skipped."""
-        size = self._size_of_sum(step)
-        # the squares of scaled gradients have been divided by the loss scale once, and by n unless they are of a sum
-        found, is_finite = self._gradients.norms()
-        if self.skip_nonfinite and not is_finite:
-            return True
-        norms = [pair and Norms(pair[0] / self.loss_scale / size, pair[1] / size**2) for pair in found]
-        if step.num_minibatches == 1:  # whose squared norm need not have been measured twice
-            norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
-        self.rule.observe(step, norms)
-        return False
+        self._count(step, weight)
+        self._say_done()
+        return reason is None
 
     def _update(self, step: Step) -> None:
         """Let the inner optimizer make its step, with the settings that the rule gives it."""
         if self.clip_grad_norm is not None:
-            largest = self._communicator.varying(self.clip_grad_norm * self._size_of_sum(step))
-            torch.nn.utils.clip_grad_norm_([p for p in self.parameters() if p.grad is not None], largest)
+            largest = self._communicator.varying(self.clip_grad_norm * self._mean().multiple)
+            self._gradients.clip(largest)
         self._factors = self._scaling.move(step, len(self.param_groups))
         with self._settings.of_step(self.rule, step, self._factors) as self._lrs:
             self.inner.step()
         if self._preconditioner is not None:
             self._preconditioner.refresh()
-
-    def _say_skipped(self) -> None:
-        self.steps_skipped += 1
-        if self.sampler.rank == 0:
-            message = "epoch %d, step %d/%d: the gradient is not finite, the update is skipped (%d so far)"
-            logger.warning(message, *self._place(), self.steps_skipped)
-
-    def _log(self) -> None:
-        message = "epoch %d, step %d/%d: batch size %d, learning rate %g, %d samples in all"
-        logger.info(message, *self._place(), self.batch_size, self.current_lr(), self.samples_done)
-
-    def _place(self) -> tuple[int, int, int]:
-        return self.epoch, self.epoch_step, self._position.num_epoch_steps

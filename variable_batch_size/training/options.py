@@ -18,3 +18,6 @@ class Options(TypedDict, total=False):
     skip_nonfinite: bool | None
     loss_scale: float
     keep_gradients: bool
+    measure_noise: bool
+    exact: bool
+    seed_minibatches: bool | None

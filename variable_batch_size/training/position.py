@@ -20,8 +20,12 @@ class Position:
     """
 
     def __init__(self, schedule: Layout, rank: int) -> None:
-        self._schedule = schedule
         self._rank = rank
+        self.take(schedule)
+
+    def take(self, schedule: Layout) -> None:
+        """Go to the start of another schedule."""
+        self._schedule = schedule
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
@@ -32,7 +36,9 @@ class Position:
         self.epoch = int(epoch)
         self.first_step = int(first_step)
         self.step = steps[min(self.first_step, len(steps) - 1)]
-        self._minibatches_left = self._share() if first_step < len(steps) else 0
+        self._begin = self._schedule.samples_before(self.step) - self._schedule.samples_before(steps.start)
+        self._share = self._share_of_step()
+        self._minibatches_left = self._share if first_step < len(steps) else 0
 
     def advance(self) -> None:
         """Note one more minibatch, which begins the next step if the latest is complete."""
@@ -42,8 +48,9 @@ class Position:
                     f"epoch {self.epoch} has {len(self._steps)} steps and all are done: call set_epoch on the sampler "
                     "and the optimizer before the next pass over the loader"
                 )
+            self._begin += self.batch_size
             self.step += 1
-            self._minibatches_left = self._share()
+            self._minibatches_left = self._share = self._share_of_step()
         self._minibatches_left -= 1
 
     @property
@@ -51,9 +58,21 @@ class Position:
         """Of the epoch; asked for anew, as those of a policy become known while it goes on."""
         return self._schedule.steps(self.epoch)
 
-    def _share(self) -> int:
+    def _share_of_step(self) -> int:
         """How many minibatches this core runs in the step: at least a stand-in."""
         return max(1, len(self._schedule.minibatches(self.step, self._rank)))
+
+    @property
+    def next_minibatch(self) -> int:
+        """The number of the minibatch that the core runs next, among all of the epoch; of a stand-in, its own."""
+        schedule, step = self._schedule, self.step
+        done = self._share - self._minibatches_left  # of this core's in the step
+        before = self._begin // schedule.minibatch_size
+        if self._minibatches_left and done:
+            return before + self._rank + done * schedule.num_replicas
+        if not self._minibatches_left:
+            before, step = before + schedule.num_minibatches(step), step + 1
+        return before + self._rank % schedule.num_minibatches(step) if step in self._steps else before
 
     @property
     def is_complete(self) -> bool:
@@ -63,7 +82,7 @@ class Position:
     @property
     def is_accumulating(self) -> bool:
         """Whether this core has run some of its minibatches of a step, and not all."""
-        return self._minibatches_left not in (0, self._share())
+        return self._minibatches_left not in (0, self._share)
 
     @property
     def epoch_step(self) -> int:
@@ -71,9 +90,13 @@ class Position:
         return self.step - self._steps.start + self.is_complete
 
     @property
-    def num_epoch_steps(self) -> int:
-        """How many steps the epoch has."""
-        return len(self._steps)
+    def num_epoch_steps(self) -> int | None:
+        """How many steps the epoch has; None if it goes on forever."""
+        return None if self._schedule.is_endless else len(self._steps)
+
+    def __str__(self) -> str:
+        of_all = "" if self.num_epoch_steps is None else f"/{self.num_epoch_steps}"
+        return f"epoch {self.epoch}, step {self.epoch_step}{of_all}"
 
     @property
     def batch_size(self) -> int:

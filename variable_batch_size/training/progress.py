@@ -13,9 +13,45 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from variable_batch_size.checks import check_positive
 from variable_batch_size.training.optimizer import CustomOptimizer
 
-_ROUNDING = 1e-9  # by which a sum of gains of 1 may fall short
+_ROUNDING = 1e-9  # by which a sum of fractions may fall short of the whole number that it stands for
+
+
+def follow_samples(scheduler: LRScheduler, optimizer: CustomOptimizer, *, per: int) -> None:
+    """Bring a scheduler of torch to where the run's samples are; call it after each ``optimizer.step()``.
+
+    After s samples the scheduler has made ⌊s / per⌋ of its steps, one by one: at the same number of samples the
+    learning rate is the same, to the last bit, whatever batch sizes led there. Once a schedule has ended, it stays at
+    its end.
+
+    Args:
+        scheduler: one that goes by its steps alone.
+        optimizer: whose samples are counted, those of skipped updates too.
+        per: samples to a step of the scheduler. The minibatch size lets every update move it, by whole steps; the
+            reference batch size takes a schedule as it was written for that batch size.
+    """
+    check_positive(per=per)
+    _bring(scheduler, to=optimizer.samples_done // per)
+
+
+def follow_weight(scheduler: LRScheduler, optimizer: CustomOptimizer, *, per: float) -> None:
+    """Bring a scheduler of torch to where the weight of all minibatches so far is, in most cases their tokens.
+
+    As :func:`follow_samples` does, with ⌊w / per⌋ steps at the weight w. The weight is read from the device once in an
+    update, not while the optimizer accumulates.
+
+    Args:
+        scheduler: one that goes by its steps alone.
+        optimizer: whose ``step(weight=…)`` says what minibatches weigh.
+        per: weight to a step of the scheduler, such as the tokens of a minibatch or of a million.
+    """
+    if not 0 < per < math.inf:
+        raise ValueError(f"`per` must be positive and finite, got {per!r}")
+    if not optimizer.is_accumulating:
+        weight: float = optimizer.weight_done
+        _bring(scheduler, to=math.floor(weight / per + _ROUNDING))
 
 
 def follow_progress(scheduler: LRScheduler, optimizer: CustomOptimizer) -> None:
@@ -24,10 +60,10 @@ def follow_progress(scheduler: LRScheduler, optimizer: CustomOptimizer) -> None:
     At progress τ the scheduler has made ⌊τ⌋ of its steps, so that a run at scale 8 walks its schedule as the run at
     scale 1 does, in fewer updates. Once a schedule has ended, it stays at its end.
     """
-    bring(scheduler, to=optimizer.progress)
+    _bring(scheduler, to=math.floor(optimizer.progress + _ROUNDING))
 
 
-def bring(scheduler: LRScheduler, *, to: float) -> None:
+def _bring(scheduler: LRScheduler, *, to: int) -> None:
     """Let a scheduler make its steps up to a position, or up to its end if that comes first.
 
     Cosine annealing ends at ``T_max``, where it would rise again; one cycle one step before ``total_steps``, behind
@@ -36,11 +72,17 @@ def bring(scheduler: LRScheduler, *, to: float) -> None:
 
     Args:
         scheduler: one that goes by its steps alone.
-        to: the position, in steps of the scheduler; never less than before.
+        to: how many steps it is to have made; never less than before.
     """
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError("`scheduler` must go by its steps alone, got ReduceLROnPlateau, which goes by a metric")
-    while _position(scheduler) < math.floor(to + _ROUNDING) and not _has_ended(scheduler):
+    if _position(scheduler) > to:
+        raise RuntimeError(
+            f"the scheduler has made {_position(scheduler)} steps where it is to have made {to}: call its step() "
+            "nowhere else, and always follow by the same measure"
+        )
+    # one by one, never in a jump: a schedule that multiplies goes through the same products on every way
+    while _position(scheduler) < to and not _has_ended(scheduler):
         _step(scheduler)
 
 

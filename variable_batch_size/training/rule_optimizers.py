@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from typing import final
 
-from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from variable_batch_size.rules.adam import AdamRule
+from variable_batch_size.rules.adam import AdamRule, Form
 from variable_batch_size.rules.adascale import AdamScaleRule, AdaScaleRule
 from variable_batch_size.rules.scaling import ConstantRule, LEGWRule, LinearMomentumRule, LinearRule, RootRule
+from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.optimizer import CustomOptimizer
 from variable_batch_size.training.options import Options
-from variable_batch_size.training.sampler import CustomSampler
+from variable_batch_size.training.together import Inner
 
 
 @final
 class LinearRuleOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 · S, S = batch size / `ref_batchsize` (:class:`LinearRule`)."""
 
-    def __init__(
-        self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int, **options: Unpack[Options]
-    ) -> None:
+    def __init__(self, inner: Inner, sampler: Dealer, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
         super().__init__(inner, sampler, rule=LinearRule(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -29,9 +27,7 @@ class LinearRuleOptimizer(CustomOptimizer):
 class RootRuleOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 · √S, S = batch size / `ref_batchsize` (:class:`RootRule`)."""
 
-    def __init__(
-        self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int, **options: Unpack[Options]
-    ) -> None:
+    def __init__(self, inner: Inner, sampler: Dealer, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
         super().__init__(inner, sampler, rule=RootRule(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -39,9 +35,7 @@ class RootRuleOptimizer(CustomOptimizer):
 class ConstantOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 for every batch size, so that `ref_batchsize` only counts for progress."""
 
-    def __init__(
-        self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int = 1, **options: Unpack[Options]
-    ) -> None:
+    def __init__(self, inner: Inner, sampler: Dealer, *, ref_batchsize: int = 1, **options: Unpack[Options]) -> None:
         super().__init__(inner, sampler, rule=ConstantRule(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -49,9 +43,7 @@ class ConstantOptimizer(CustomOptimizer):
 class LinearRuleMomentumOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with the linear rule in the form that suits momentum (:class:`LinearMomentumRule`)."""
 
-    def __init__(
-        self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int, **options: Unpack[Options]
-    ) -> None:
+    def __init__(self, inner: Inner, sampler: Dealer, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
         super().__init__(inner, sampler, rule=LinearMomentumRule(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -61,8 +53,8 @@ class LEGWRuleOptimizer(CustomOptimizer):
 
     def __init__(
         self,
-        inner: Optimizer,
-        sampler: CustomSampler,
+        inner: Inner,
+        sampler: Dealer,
         *,
         ref_batchsize: int,
         warmup_samples: int,
@@ -74,12 +66,25 @@ class LEGWRuleOptimizer(CustomOptimizer):
 
 @final
 class AdamRuleOptimizer(CustomOptimizer):
-    """:class:`CustomOptimizer` with the square root rule for Adam's lr, betas and eps (:class:`AdamRule`)."""
+    """:class:`CustomOptimizer` with the square root rule for all of Adam's settings (:class:`AdamRule`).
+
+    Args:
+        form: what happens to the betas.
+        scales_weight_decay: whether a decoupled weight decay is scaled, so that the decay per sample stays.
+    """
 
     def __init__(
-        self, inner: Optimizer, sampler: CustomSampler, *, ref_batchsize: int, **options: Unpack[Options]
+        self,
+        inner: Inner,
+        sampler: Dealer,
+        *,
+        ref_batchsize: int,
+        form: Form = "sde",
+        scales_weight_decay: bool = True,
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(inner, sampler, rule=AdamRule(), ref_batchsize=ref_batchsize, **options)
+        rule = AdamRule(form=form, scales_weight_decay=scales_weight_decay)
+        super().__init__(inner, sampler, rule=rule, ref_batchsize=ref_batchsize, **options)
 
 
 @final
@@ -94,8 +99,8 @@ class AdaScaleOptimizer(CustomOptimizer):
 
     def __init__(
         self,
-        inner: Optimizer,
-        sampler: CustomSampler,
+        inner: Inner,
+        sampler: Dealer,
         *,
         ref_batchsize: int,
         starts_with_mean: bool = False,
@@ -115,8 +120,8 @@ class AdamScaleOptimizer(CustomOptimizer):
 
     def __init__(
         self,
-        inner: Optimizer,
-        sampler: CustomSampler,
+        inner: Inner,
+        sampler: Dealer,
         *,
         ref_batchsize: int,
         starts_with_mean: bool = False,

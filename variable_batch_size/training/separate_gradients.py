@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+import math
+from typing import Any
 
 import torch
 
-from variable_batch_size.training.gradients import Gradients
+from variable_batch_size.training.gradients import Gradients, Mean
+from variable_batch_size.training.weights import Weight
 
 
-@final
 class SeparateGradients(Gradients):
     """For devices whose compiler merges what it can.
 
@@ -20,53 +21,80 @@ class SeparateGradients(Gradients):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        self._infinities: dict[torch.Tensor, torch.Tensor] = {}  # in place of divisors that there are not yet
         self._step_squares: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor] = []  # their sum and how many are above 0, once there are any
         self._present: set[torch.Tensor] = set()
         self._has_sums = False
         super().__init__(*args, **options)
 
-    def take(self, *, is_last: bool, is_only: bool) -> None:
+    def take(self, mean: Mean, *, is_last: bool, weight: Weight | None = None) -> None:
+        self._mean = mean
+        self._is_weighted = weight is not None
         if self._fit():
             self._communicator.flush()
+        of_one = None if weight is None else on_device(weight, next(self.parameters()).device)
         for number, group in enumerate(self._inner.param_groups):
             fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
             if self._measures:
-                self._step_squares[number].add_(self._squares([fresh]))
+                squares = self._squares([fresh])
+                if of_one is not None:
+                    squares = torch.where(of_one > 0, squares / of_one, torch.zeros_like(squares))
+                self._step_squares[number].add_(squares)
             for p, gradient in fresh:
                 self._sums[p].add_(gradient)
                 self._present.add(p)
                 p.grad = None
+        if of_one is not None:
+            self._weights[0].add_(of_one)
+            self._weights[1].add_((of_one > 0).float())
         self._has_sums = True
 
     def _fit(self) -> bool:
-        """Have a sum for each parameter that may get a gradient, and a number for each group; True if some are new.
+        """Have a sum for each parameter that may get a gradient, and the numbers; True if some are new.
 
         They must be on the device before they are used, as a scalar of exactly 0 would be made part of the program, and
         that of a core which has accumulated would be another one.
         """
         trainable = [p for p in self.parameters() if p.requires_grad or p.grad is not None or p in self._sums]
+        converted = [p for p, tensor in self._sums.items() if tensor.dtype != p.dtype]
+        self._sums |= {p: self._sums[p].to(p.dtype) for p in converted}
         new = [p for p in trainable if p not in self._sums]
         # made on the host: zeros made on the device would be a program of their own
         self._sums |= {p: torch.zeros(p.shape, dtype=p.dtype).to(p.device) for p in new}
-        num_new = len(self._inner.param_groups) - len(self._step_squares) if trainable else 0
-        self._step_squares += [torch.zeros(1).to(trainable[0].device) for _ in range(num_new)]
-        return bool(new or num_new)
+        if self._divisors is not None:
+            self._infinities |= {p: torch.full(p.shape, torch.inf).to(p.device) for p in new if p not in self._divisors}
+        num_squares = len(self._inner.param_groups) - len(self._step_squares) if trainable else 0
+        num_weights = 2 - len(self._weights) if self._is_weighted else 0
+        self._step_squares += [torch.zeros(1).to(trainable[0].device) for _ in range(num_squares)]
+        self._weights += [torch.zeros(1).to(trainable[0].device) for _ in range(num_weights)]
+        return bool(converted or new or num_squares or num_weights)
 
-    def reduce(self, weight: float) -> None:
+    def reduce(self, mean: Mean, *, is_idle: bool) -> None:
+        self._mean = mean
         if not self._sums:
             return
-        sums = [*self._sums.values(), *self._step_squares]
-        weight_tensor = torch.tensor([weight]).to(sums[0].device)
-        counts = weight_tensor != 0
-        for tensor in sums:
-            weighted = torch.where(counts, tensor * weight_tensor, torch.zeros_like(tensor))
-            tensor.copy_(weighted.view_as(tensor))
-        self._communicator.sum(sums)
+        sums = list(self._sums.values())
+        values = [mean.factor(is_weighted=self._is_weighted), 1 / mean.loss_scale**2, 1.0]
+        factors = torch.tensor([0.0 if is_idle else value for value in values]).to(sums[0].device)
+        for place, tensors in enumerate((sums, self._step_squares, self._weights)):
+            factor = factors[place : place + 1]
+            counts = factor != 0
+            for tensor in tensors:
+                weighted = torch.where(counts, tensor * factor, torch.zeros_like(tensor))
+                tensor.copy_(weighted.view_as(tensor))
+        self._communicator.sum([*sums, *self._step_squares, *self._weights])
+        if self._is_weighted:
+            weight = self._weights[0]
+            # where all weigh 0, the sums are divided by infinity
+            divisors = torch.where(weight == 0, torch.full_like(weight, math.inf), weight)
+            for tensor in sums:
+                tensor.copy_((tensor / divisors).view_as(tensor))
         for p in self._present:
             p.grad = self._sums[p]
 
     def clear(self) -> None:
-        for tensor in (*self._sums.values(), *self._step_squares):
+        for tensor in (*self._sums.values(), *self._step_squares, *self._weights):
             tensor.zero_()
         self._has_sums = False
         self._present.clear()
@@ -79,8 +107,21 @@ class SeparateGradients(Gradients):
             self.clear()
         self._fit()
 
-    def _measured(self) -> torch.Tensor:
-        return torch.cat(self._step_squares) if self._step_squares else torch.zeros(len(self._inner.param_groups))
+    def _divisor_of(self, p: torch.Tensor) -> torch.Tensor | None:
+        divisor = super()._divisor_of(p)
+        if divisor is None:
+            return self._infinities[p]  # which leaves nothing to count, by the same program
+        self._infinities.pop(p, None)
+        return divisor
+
+    def weight(self) -> Weight | None:
+        return self._weights[0] * 1 if self._is_weighted else None
+
+    def _numbers(self) -> torch.Tensor:
+        if not self._sums:
+            return torch.zeros(len(self._inner.param_groups) + 2)
+        weights = self._weights or [torch.zeros(2).to(self._step_squares[0].device)]
+        return torch.cat([*self._step_squares, *weights])
 
     def _read(self, numbers: torch.Tensor) -> list[float]:
         self._communicator.flush()
@@ -90,5 +131,13 @@ class SeparateGradients(Gradients):
         if not gradients:
             # made on the host, as above
             return torch.zeros(()).to(next(self.parameters()).device)
-        squares = [gradient.float().pow(2).sum() for gradient in gradients]
+        sizes = [gradient.abs() if gradient.is_complex() else gradient for gradient in gradients]
+        squares = [size.float().pow(2).sum() for size in sizes]
         return torch.stack(squares).sum() if len(squares) > 1 else squares[0]
+
+
+def on_device(weight: Weight, device: torch.device) -> torch.Tensor:
+    """A weight as one element, which is data on all cores; what is made of a scalar may become part of the program."""
+    if isinstance(weight, torch.Tensor):
+        return weight.detach().to(device).float().view(1)
+    return torch.tensor([float(weight)]).to(device)

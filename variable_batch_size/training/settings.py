@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.rules.rule import Rule, Step
-from variable_batch_size.training.adam_bias import AdamBias
+from variable_batch_size.training.adam_bias import AdamBias, is_decoupled
 
 Group = dict[str, Any]
 
@@ -37,26 +37,35 @@ class Settings:
         groups = self._inner.param_groups
         found = list(groups)
         changed: list[tuple[Group, Group]] = []  # groups, and their values before
+        split: list[tuple[Group, Group, Group]] = []  # groups, a part of them, and what was given to that alone
         try:
             parts: list[Group] = []
             lrs = []
-            for group, factor in zip(found, factors, strict=True):
-                settings = rule.settings(group, step, factor)
+            for number, (group, factor) in enumerate(zip(found, factors, strict=True)):
+                settings = rule.of_group(number)[0].settings(self._as_rules_see(group), step, factor)
                 lrs.append(float(settings.get("lr", group["lr"])))
-                variants = self._variants(group, settings)
+                variants = [(params, self._varying(values)) for params, values in self._variants(group, settings)]
                 if len(variants) == 1:
-                    values = self._varying(variants[0][1])
+                    values = variants[0][1]
                     changed.append((group, {name: group[name] for name in values}))
                     group.update(values)
                     parts.append(group)
                 else:
-                    parts += [{**group, **self._varying(values), "params": params} for params, values in variants]
+                    own = [{**values, "params": params} for params, values in variants]
+                    split += [(group, group | values, values) for values in own]
+                    parts += [part for _, part, _ in split[-len(own) :]]
             groups[:] = parts
             yield lrs
         finally:
             groups[:] = found
             for group, values in changed:
                 group.update(values)
+            for group, part, values in split:  # what the optimizer has noted there, such as a count of its own
+                group.update({name: value for name, value in part.items() if name not in values})
+
+    def _as_rules_see(self, group: Group) -> Group:
+        """The group, which says if its weight decay is decoupled also where AdamW does not."""
+        return {**group, "decoupled_weight_decay": True} if is_decoupled(self._inner, group) else group
 
     def _variants(self, group: Group, settings: Group) -> list[tuple[list[Any], Group]]:
         """The parameters of the group and their settings; several where these are not the same for all."""

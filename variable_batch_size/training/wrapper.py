@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from variable_batch_size.training.together import Inner, Together
 
 
 class Wrapper(Optimizer):
     """Reads everything that an optimizer has from the inner one; a copy would go stale when a state is loaded.
 
     Args:
-        inner: any optimizer of torch that updates from one gradient.
+        inner: any optimizer of torch that updates from one gradient, or several for one model.
     """
 
-    def __init__(self, inner: Optimizer) -> None:
+    def __init__(self, inner: Inner) -> None:
+        inner = inner if isinstance(inner, Optimizer) or not isinstance(inner, Sequence) else Together(inner)
         if not isinstance(inner, Optimizer) or isinstance(inner, Wrapper):
             raise ValueError(f"`inner` must be an optimizer of torch, got {type(inner).__name__}")
-        if isinstance(inner, torch.optim.LBFGS):
+        if any(isinstance(one, torch.optim.LBFGS) for one in optimizers_of(inner)):
             raise ValueError(
                 "`inner` must update from one gradient, got LBFGS, which evaluates the loss again and again"
             )
         if any(len(set(group["params"])) < len(group["params"]) for group in inner.param_groups):
             raise ValueError("`inner` must have each parameter once, got one that is in a group several times")
-        self.inner = inner
+        self.inner: Optimizer = inner
         # sets up hooks and profiling as Optimizer.__init__ does, without a second set of param_groups and state
         super().__setstate__({})
 
@@ -51,6 +54,11 @@ class Wrapper(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def optimizers_of(inner: Optimizer) -> list[Optimizer]:
+    """The optimizer itself, or the several that it is."""
+    return inner.optimizers if isinstance(inner, Together) else [inner]
 
 
 def name_of(inner: Optimizer) -> str:

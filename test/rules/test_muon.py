@@ -1,0 +1,37 @@
+"""The rule for Muon, by hand-made numbers."""
+
+import pytest
+
+from variable_batch_size import MuonRule, Step
+
+GROUP = {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.95}
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "expected"),
+    [
+        (128, {"lr": 0.5, "weight_decay": 0.25}),
+        (512, {"lr": 1.0, "weight_decay": 0.5}),
+        (32, {"lr": 0.25, "weight_decay": 0.125}),
+    ],
+)
+def test_learning_rate_and_decay_grow_with_the_root(batch_size, expected):
+    rule, step = MuonRule(), Step(batch_size, minibatch_size=32, ref_batchsize=128)
+    assert rule.settings(GROUP, step, rule.factor(step)) == expected
+    assert rule.worth(step, rule.factor(step)) == batch_size / 128
+
+
+def test_decay_is_left_alone_if_asked_for_or_not_there():
+    step = Step(512, minibatch_size=32, ref_batchsize=128)
+    assert MuonRule(scales_weight_decay=False).settings(GROUP, step, 2.0) == {"lr": 1.0}
+    assert MuonRule().settings({"lr": 0.5}, step, 2.0) == {"lr": 1.0}
+
+
+def test_what_is_not_muon_is_refused():
+    with pytest.raises(ValueError, match=r"^`inner` must be Muon, got SGD$"):
+        MuonRule().check("SGD", [GROUP])
+    groups = [GROUP, {"lr": 0.5, "betas": (0.9, 0.95)}]
+    message = "^`inner` must have no groups with betas, which are Adam's and need AdamRule, got MuonWithAuxAdam$"
+    with pytest.raises(ValueError, match=message):
+        MuonRule().check("MuonWithAuxAdam", groups)
+    assert MuonRule().check("SingleDeviceMuon", [GROUP]) is None

@@ -1,0 +1,294 @@
+"""A run that goes on as another: with another trace, minibatch size or rule, on purpose."""
+
+import logging
+import math
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+import variable_batch_size as vbs
+
+LONG = [8, 16, 8, 24, 8, 8, 16, 32, 8, 24, 16]  # epochs of 40 samples: 3, 3, 1, 2 and 2 steps
+
+
+class Run:
+    """A run that goes on from what is in a directory; it notes down each step that it makes."""
+
+    def __init__(self, directory, trace, *, kind=vbs.LinearRuleOptimizer, accept=(), keep=2, inner=None, **how):
+        generator = torch.Generator().manual_seed(3)
+        self.data = torch.randn(400, 6, generator=generator)
+        self.model = nn.Linear(6, 1)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        how = {"dataset_size": 40, "minibatch_size": 4, **how}
+        self.sampler = vbs.CustomSampler(trace=trace, **how)
+        settings = inner or {"lr": 0.01, "momentum": 0.9}
+        self.optimizer = kind(torch.optim.SGD(self.model.parameters(), **settings), self.sampler, ref_batchsize=16)
+        self.checkpoint = vbs.Checkpoint(
+            directory, model=self.model, optimizer=self.optimizer, every_steps=1, keep=keep, accept=accept
+        )
+        self.steps = []  # epoch, samples and learning rate
+
+    def go(self, *, until=math.inf, epochs=None, leave=()):
+        """Up to some step of the whole run; `leave` has steps after which an epoch is left."""
+        epochs = self.sampler.schedule.num_epochs if epochs is None else epochs
+        samples = []
+        for epoch in self.checkpoint.epochs(epochs):
+            for indices in self.sampler:
+                samples += indices
+                self.model(self.data[indices]).square().mean().backward()
+                if self.optimizer.step():
+                    self.steps.append((epoch, samples, self.optimizer.current_lr()))
+                    samples = []
+                    self.checkpoint.step()
+                    if self.optimizer.steps_done >= until:
+                        return self
+                    if self.optimizer.steps_done in leave:
+                        break
+        return self
+
+    @property
+    def sizes(self):
+        return [len(samples) for _, samples, _ in self.steps]
+
+    @property
+    def weights(self):
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+
+def samples_of(run):
+    return [(epoch, samples) for epoch, samples, _ in run.steps]
+
+
+def executed(directory):
+    return list(vbs.Trace.read(directory / "executed.csv"))
+
+
+# ------------------------------------------------------------------------------------------------------ another trace
+
+
+@pytest.mark.parametrize("length", range(1, len(LONG)))
+def test_on_a_longer_trace_with_the_same_beginning_it_is_the_run_that_had_it_from_the_start(tmp_path, length):
+    expected = Run(tmp_path / "whole", LONG).go()
+    for until in {max(1, length - 1), math.inf}:  # stopped, or at the end of its trace
+        directory = tmp_path / str(until)
+        first = Run(directory, LONG[:length]).go(until=until)
+        second = Run(directory, LONG, accept={"trace"}).go()
+        assert first.steps + second.steps == expected.steps
+        assert torch.equal(second.weights, expected.weights)
+        assert executed(directory) == LONG
+
+
+OTHER = [24, 24, 8, 16, 40, 8, 8, 24, 32, 16, 8, 8]
+
+
+@pytest.mark.parametrize("until", range(1, len(LONG) + 1))
+def test_row_r_of_another_trace_is_step_r_and_what_was_done_stays(tmp_path, until):
+    first = Run(tmp_path, LONG).go(until=until)
+    second = Run(tmp_path, OTHER, accept={"trace"}).go()
+    steps = first.steps + second.steps
+    assert first.sizes + second.sizes == LONG[:until] + OTHER[until:] == executed(tmp_path)
+    for epoch in range(steps[-1][0] + 1):
+        used = [sample for number, samples, _ in steps if number == epoch for sample in samples]
+        assert len(used) == len(set(used)) <= 40
+
+
+@pytest.mark.parametrize("until", [1, 3, 6, 7])
+def test_what_was_executed_replays_to_the_same_weights(tmp_path, until):
+    first = Run(tmp_path / "a", LONG).go(until=until)
+    second = Run(tmp_path / "a", OTHER, accept={"trace"}).go()
+    replayed = Run(tmp_path / "b", tmp_path / "a" / "executed.csv").go()
+    assert first.steps + second.steps == replayed.steps
+    assert torch.equal(second.weights, replayed.weights)
+
+
+@pytest.mark.parametrize("stop", range(5, 12))
+def test_a_forked_run_stops_and_goes_on_like_any_other_and_needs_no_accept_for_it(tmp_path, stop):
+    Run(tmp_path / "a", LONG).go(until=4)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    expected = Run(tmp_path / "a", OTHER, accept={"trace"}).go()
+    first = Run(tmp_path / "b", OTHER, accept={"trace"}).go(until=stop)
+    (tmp_path / "b" / "executed.csv").unlink()
+    second = Run(tmp_path / "b", OTHER).go()
+    assert first.steps + second.steps == expected.steps
+    assert torch.equal(second.weights, expected.weights)
+    assert executed(tmp_path / "b") == executed(tmp_path / "a")
+
+
+def test_it_may_be_forked_again_and_again(tmp_path):
+    Run(tmp_path, LONG).go(until=3)
+    Run(tmp_path, OTHER, accept={"trace"}).go(until=6)
+    Run(tmp_path, 16, accept={"trace", "on_end"}).go(until=9, epochs=20)
+    Run(tmp_path, LONG + OTHER, accept={"trace", "on_end"}).go(until=14)
+    assert executed(tmp_path) == LONG[:3] + OTHER[3:6] + [16] * 3 + (LONG + OTHER)[9:14]
+
+
+@pytest.mark.parametrize(("on_end", "goes_on"), [("hold", [8, 8, 8]), ("cycle", [8, 16, 8])])
+def test_a_trace_that_has_ended_may_be_held_or_repeated(tmp_path, on_end, goes_on):
+    trace = [8, 16, 8]
+    Run(tmp_path, trace).go()
+    second = Run(tmp_path, trace, on_end=on_end, accept={"on_end"}).go(until=6, epochs=10)
+    assert second.sizes == goes_on
+    assert second.steps[0][0] == 0, "the epoch that ended with the trace goes on"
+
+
+def test_an_epoch_that_was_left_early_stays_left(tmp_path):
+    first = Run(tmp_path, LONG[:6]).go(leave={2, 4})  # the last of three and of three steps are left out
+    assert first.sizes == [8, 16, 24, 8]
+    second = Run(tmp_path, LONG, accept={"trace"}).go()
+    assert [epoch for epoch, *_ in second.steps] == [2, 3, 3, 4, 4]
+    assert second.sizes == LONG[6:]
+    assert executed(tmp_path) == first.sizes + second.sizes
+
+
+def test_a_trace_that_is_shorter_than_what_was_done_is_refused(tmp_path):
+    Run(tmp_path, LONG).go(until=5)
+    message = "^trace must go on behind the 5 steps that the run has passed, got 3 steps$"
+    with pytest.raises(ValueError, match=message):
+        Run(tmp_path, OTHER[:3], accept={"trace"})
+
+
+def test_a_trace_that_starts_over_must_begin_with_what_was_done(tmp_path):
+    Run(tmp_path, LONG).go(until=2)
+    message = (
+        '^trace must begin with the 2 steps that the run has passed, because on_end="cycle" starts over with them$'
+    )
+    with pytest.raises(ValueError, match=message):
+        Run(tmp_path, OTHER, on_end="cycle", accept={"trace", "on_end"})
+
+
+# ---------------------------------------------------------------------------------- another minibatch size or data set
+
+
+@pytest.mark.parametrize("minibatch_size", [1, 2, 8])
+@pytest.mark.parametrize("until", range(1, len(LONG)))
+def test_with_another_minibatch_size_the_steps_have_the_same_samples(tmp_path, minibatch_size, until):
+    expected = Run(None, LONG).go()
+    first = Run(tmp_path, LONG).go(until=until)
+    second = Run(tmp_path, LONG, minibatch_size=minibatch_size, accept={"minibatch_size"}).go()
+    assert samples_of(first) + samples_of(second) == samples_of(expected)
+    torch.testing.assert_close(second.weights, expected.weights)
+
+
+def test_past_steps_need_not_be_whole_minibatches_of_the_new_size(tmp_path):
+    trace = [4, 12, 8, 24, 8, 16]
+    Run(tmp_path, trace).go(until=2)
+    second = Run(tmp_path, [8, 8, *trace[2:]], minibatch_size=8, accept={"minibatch_size", "trace"}).go()
+    assert second.sizes == [8, 24, 8, 16]
+    assert executed(tmp_path) == trace
+    assert samples_of(second) == samples_of(Run(None, trace).go())[2:]
+
+
+def test_an_epoch_that_holds_less_now_than_it_has_used_is_over(tmp_path):
+    trace = [20, 16, 4, 16, 8]
+    first = Run(tmp_path, trace).go(until=2)
+    second = Run(tmp_path, trace, dataset_size=30, accept={"dataset_size"}).go()
+    assert [epoch for epoch, *_ in first.steps + second.steps] == [0, 0, 1, 1, 1]
+    assert max(sample for _, samples, _ in second.steps for sample in samples) < 30
+
+
+@pytest.mark.parametrize("change", [{"seed": 7}, {"shuffle": False}, {"dataset_size": 400}])
+def test_another_order_holds_from_the_next_step_on(tmp_path, change):
+    Run(tmp_path, LONG).go(until=4)
+    second = Run(tmp_path, LONG, accept=set(change), **change).go()
+    assert second.sizes == LONG[4:]
+    if "dataset_size" in change:
+        assert {epoch for epoch, *_ in second.steps} == {1}  # all of it fits now
+    else:
+        assert samples_of(second)[-1] == samples_of(Run(None, LONG, **change).go())[-1]
+
+
+# ------------------------------------------------------------------------------------------------------- another rule
+
+
+def test_another_rule_holds_from_the_next_step_on_and_momentum_stays(tmp_path):
+    first = Run(tmp_path, LONG).go(until=4)
+    second = Run(tmp_path, LONG, kind=vbs.RootRuleOptimizer, accept={"rule"}).go()
+    lrs = [0.01 * size / 16 for size in LONG[:4]] + [0.01 * math.sqrt(size / 16) for size in LONG[4:]]
+    assert [lr for *_, lr in first.steps + second.steps] == pytest.approx(lrs)
+    plain = Run(None, LONG)
+    inner = torch.optim.SGD(plain.model.parameters(), lr=0.01, momentum=0.9)
+    for (_, samples, _), lr in zip(first.steps + second.steps, lrs, strict=True):
+        inner.param_groups[0]["lr"] = lr
+        inner.zero_grad()
+        plain.model(plain.data[samples]).square().mean().backward()
+        inner.step()
+    torch.testing.assert_close(second.weights, plain.weights)
+
+
+def test_a_rule_that_was_not_there_before_begins_without_measurements(tmp_path):
+    Run(tmp_path, LONG).go(until=4)
+    second = Run(tmp_path, LONG, kind=vbs.AdaScaleOptimizer, accept={"rule"})
+    assert second.optimizer.noise is None
+    assert second.optimizer.progress == pytest.approx(sum(LONG[:4]) / 16)
+    second.go(until=8)
+    noise = second.optimizer.noise
+    assert noise is not None
+    assert Run(tmp_path, LONG, kind=vbs.AdaScaleOptimizer).optimizer.noise == noise
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "change"),
+    [
+        (vbs.LinearRuleMomentumOptimizer, vbs.LinearRuleOptimizer, "rule"),
+        (vbs.LinearRuleOptimizer, vbs.LinearRuleMomentumOptimizer, "rule"),
+        (vbs.LinearRuleMomentumOptimizer, vbs.LinearRuleMomentumOptimizer, "minibatch_size"),
+    ],
+)
+def test_momentum_of_summed_gradients_is_not_taken_for_that_of_means(tmp_path, before, now, change):
+    Run(tmp_path, LONG, kind=before).go(until=2)
+    how = {"minibatch_size": 2} if change == "minibatch_size" else {}
+    with pytest.raises(ValueError, match=f"^{change} must stay where a rule sums gradients instead of averaging them"):
+        Run(tmp_path, LONG, kind=now, accept={"rule", "minibatch_size"}, **how)
+
+
+# ------------------------------------------------------------------------------------------- what is said and refused
+
+
+def test_what_changed_is_said_from_what_to_what(tmp_path, caplog):
+    Run(tmp_path, LONG).go(until=3)
+    with caplog.at_level(logging.WARNING):
+        Run(tmp_path, LONG, seed=5, minibatch_size=2, accept={"trace", "seed", "minibatch_size"}).go(until=4)
+    said = "minibatch_size was 4 and is 2; seed was 0 and is 5"
+    assert f"step-000000003.pt as another run: {said}" in caplog.text
+    assert (tmp_path / "executed.csv").read_text().splitlines()[4:] == ["2,8", f"# from here on: {said}", "3,24"]
+    caplog.clear()
+    Run(tmp_path, LONG, seed=5, minibatch_size=2, accept={"trace", "seed", "minibatch_size"})
+    assert "another run" not in caplog.text
+
+
+def test_what_is_not_accepted_is_refused_as_ever(tmp_path):
+    Run(tmp_path, LONG).go(until=3)
+    with pytest.raises(ValueError, match=r"step-000000003\.pt was saved by another run: seed was 0 and is 5$"):
+        Run(tmp_path, OTHER, seed=5, accept={"trace"})
+
+
+@pytest.mark.parametrize(
+    ("accept", "message"),
+    [
+        (
+            {"batch_size"},
+            "`accept` must be one of 'trace', 'on_end', 'dataset_size', 'minibatch_size', 'seed', 'shuffle', 'rule', "
+            "'ref_batchsize', got 'batch_size'",
+        ),
+        ({"optimizer"}, "`accept` must be one of .*, got 'optimizer'"),
+        ("trace", "`accept` must be a set of names, got the text 'trace'"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_those_that_are_known(tmp_path, accept, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Run(tmp_path, LONG, accept=accept)
+
+
+def test_a_checkpoint_without_the_rows_of_its_trace_keeps_its_trace(tmp_path):
+    run = Run(tmp_path, LONG).go(until=3)
+    path = tmp_path / "step-000000003.pt"
+    state = torch.load(path, weights_only=True)
+    torch.save({name: value for name, value in state.items() if name not in ("past", "changes")}, path)
+    with pytest.raises(ValueError, match=r"^trace must stay: the checkpoint is too old to hold the rows of its trace$"):
+        Run(tmp_path, OTHER, accept={"trace"})
+    second = Run(tmp_path, LONG, kind=vbs.RootRuleOptimizer, accept={"rule"}).go()
+    assert run.sizes + second.sizes == LONG

@@ -1,0 +1,95 @@
+"""Together: several optimizers that update one model, such as Muon for matrices and AdamW for the rest, as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+Inner = Optimizer | Sequence[Optimizer]
+Group = dict[str, Any]
+
+
+class Together(Optimizer):
+    """Has the parameter groups of all, in their order, and the state of all.
+
+    Args:
+        optimizers: each with parameters of its own.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
+            kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+            raise ValueError(f"`inner` must be one or several optimizers of torch, got {kinds}")
+        self.optimizers = list(optimizers)
+        super().__setstate__({})  # hooks and profiling, as Optimizer.__init__ sets them up
+        self._collect()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if len(set(parameters)) < len(parameters):
+            raise ValueError("`inner` must be optimizers with parameters of their own, got one that several have")
+
+    def _collect(self) -> None:
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self.param_groups = groups
+        self._owners = {p: owner for owner in self.optimizers for group in owner.param_groups for p in group["params"]}
+
+    @property
+    def name(self) -> str:
+        """Of all: ``Muon and AdamW``."""
+        return " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizers[0].defaults
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
+        return _States(self._owners)
+
+    def owner(self, group: Mapping[str, Any]) -> Optimizer:
+        """The optimizer that a parameter group, or a part of one, belongs to."""
+        return next((self._owners[p] for p in group["params"]), self.optimizers[-1])
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Let each make its step, on its own of the parameter groups as they are now."""
+        for optimizer in self.optimizers:
+            found = optimizer.param_groups
+            optimizer.param_groups = [group for group in self.param_groups if self.owner(group) is optimizer]
+            try:
+                optimizer.step()
+            finally:
+                optimizer.param_groups = found
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters to the last one."""
+        self.optimizers[-1].add_param_group(param_group)
+        self._collect()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for optimizer, saved in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self._collect()
+
+
+class _States(Mapping[torch.Tensor, Any]):
+    """The state of each parameter, at its owner."""
+
+    def __init__(self, owners: Mapping[torch.Tensor, Optimizer]) -> None:
+        self._owners = owners
+
+    def __getitem__(self, p: torch.Tensor) -> Any:
+        return self._owners[p].state[p]
+
+    def get(self, p: torch.Tensor, default: Any = None) -> Any:
+        return self._owners[p].state.get(p, default)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (p for p, owner in self._owners.items() if p in owner.state)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
