@@ -16,6 +16,9 @@ from variable_batch_size.traces.trace import Trace
 REFERENCE = "reference"
 """The name of the yardstick's trace: always the reference batch size."""
 
+POLICY = "policy:"
+"""What the name of a trace begins with that a policy decides."""
+
 UNTIL = ("samples", "progress")
 
 DONE, DIVERGED, FAILED = "done", "diverged", "failed"

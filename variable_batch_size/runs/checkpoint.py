@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -17,7 +16,9 @@ from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.runs import fork, randomness, storage
 from variable_batch_size.runs.agreement import Agreement
 from variable_batch_size.runs.executed import Executed
+from variable_batch_size.runs.metrics import Metrics
 from variable_batch_size.runs.scheduler_state import Stateful, load_state, state_of
+from variable_batch_size.runs.sinks import ClosedAfterEach, JsonLines
 from variable_batch_size.training.description import differences
 from variable_batch_size.training.optimizer import STATE_KEY, CustomOptimizer
 
@@ -49,6 +50,7 @@ class Checkpoint:
         optimizer: what trains it; its sampler has the schedule.
         schedulers: schedulers of torch, or anything else with ``state_dict`` and ``load_state_dict``, alike on all
             cores.
+        metrics: sums over all cores, such as of an epoch that was stopped in the middle.
         every_steps: save every N steps.
         every_seconds: save when that much time has passed since the latest save, by the clock of core 0.
         keep: how many of the latest checkpoints stay.
@@ -64,6 +66,7 @@ class Checkpoint:
         model: torch.nn.Module,
         optimizer: CustomOptimizer,
         schedulers: Sequence[Stateful] = (),
+        metrics: Sequence[Metrics] = (),
         every_steps: int | None = None,
         every_seconds: float | None = None,
         keep: int = 2,
@@ -85,6 +88,7 @@ class Checkpoint:
         self._optimizer = optimizer
         self._sampler = optimizer.sampler
         self._schedulers = list(schedulers)
+        self._metrics = list(metrics)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._device: torch.device = parameters[0].device
         self._communicator = communicator_for(parameters)
@@ -101,6 +105,8 @@ class Checkpoint:
             if self._communicator.rank == 0:
                 storage.prepare(self.directory)
             self._take_up(self.directory)
+            if self._communicator.rank == 0:
+                optimizer.call_when_decided(ClosedAfterEach(JsonLines(self.directory / "decisions.jsonl")))
         self._agreement.note_saved()
         self._steps_seen = optimizer.steps_done
 
@@ -156,9 +162,10 @@ class Checkpoint:
             raise RuntimeError(
                 "save() was called in the middle of a step: call it when optimizer.step() has completed one"
             )
-        random = self._random_of_all_cores()
+        random = randomness.of_all_cores(self._device, self._communicator, self._agreement.total)
+        sums = [metrics.read() for metrics in self._metrics]
         if self._communicator.rank == 0:
-            self._write(self.directory, random)
+            self._write(self.directory, random, sums)
         self._agreement.note_saved()
 
     # ------------------------------------------------------------------------------------------------- epochs and cores
@@ -196,19 +203,9 @@ class Checkpoint:
             )
         raise SystemExit(stopping.EXIT_STOPPED)
 
-    def _random_of_all_cores(self) -> dict[str, torch.Tensor]:
-        """The states of the random generators, a row for each core."""
-        own = randomness.capture(self._device)
-        rank, num_replicas = self._communicator.rank, self._communicator.num_replicas
-        table = torch.zeros(num_replicas, sum(map(len, own.values())), dtype=torch.int32)
-        table[rank] = torch.cat(list(own.values()))
-        table = self._agreement.total(table).to(torch.uint8)
-        ends = itertools.accumulate(map(len, own.values()))
-        return {name: table[:, end - len(own[name]) : end].clone() for name, end in zip(own, ends, strict=True)}
-
     # ---------------------------------------------------------------------------------------------- writing and reading
 
-    def _write(self, directory: Path, random: dict[str, torch.Tensor]) -> None:
+    def _write(self, directory: Path, random: dict[str, torch.Tensor], sums: list[dict[str, float]]) -> None:
         path = storage.path_of(directory, self._optimizer.steps_done)
         epoch_step = self._optimizer.epoch_step if self._is_inside else self._first_step
         state = {
@@ -219,6 +216,7 @@ class Checkpoint:
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "schedulers": [state_of(scheduler) for scheduler in self._schedulers],
+            "metrics": sums,
             "random": random,
             "past": fork.past_state(self._sampler.schedule.past(self._epoch, epoch_step)),
             "sums_gradients": self._optimizer.rule.sums_gradients,
@@ -265,6 +263,8 @@ class Checkpoint:
             optimizer._opt_called = self._optimizer.steps_done > 0  # type: ignore[attr-defined]
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             load_state(scheduler, saved)
+        for metrics, sums in zip(self._metrics, state.get("metrics", ()), strict=True):
+            metrics.restore(sums)
         self._epoch, self._first_step, self._steps_of_epochs = place.epoch, place.first_step, place.steps_of_epochs
         self._changes = [(steps, text) for steps, text in state.get("changes", [])]
         self._note_changes(state, path)
@@ -289,6 +289,8 @@ class Checkpoint:
         different = fork.refused(state["run"], self._identity, self._accept)
         if len(state["schedulers"]) != len(self._schedulers):
             different.append(f"schedulers were {len(state['schedulers'])} and are {len(self._schedulers)}")
+        if len(state.get("metrics", ())) != len(self._metrics):
+            different.append(f"metrics were {len(state.get('metrics', ()))} and are {len(self._metrics)}")
         if different:
             raise ValueError(f"{path} was saved by another run: {'; '.join(different)}")
         fork.refuse_other_sums(state, self._identity, sums_gradients=self._optimizer.rule.sums_gradients)

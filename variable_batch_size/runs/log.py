@@ -37,6 +37,7 @@ class Log:
       unfinished; by the clock, whatever else was done in that time; and the share of cores × steps without work;
     - ``weight``, where minibatches have weights: the sum so far in the run, as the tokens seen. The losses given to
       :meth:`step` are then sums, and ``loss`` is their sum over that of the weights;
+    - ``seconds_accumulating`` and ``seconds_updating`` with a policy;
     - ``gain`` and ``noise_scale`` where the noise is measured; ``graphs``, the programs compiled so far, on XLA;
       ``exact``, which is 1, in exact mode.
 
@@ -153,6 +154,7 @@ class Log:
             "idle_share": self._num_idle / (cores * self._num_steps),
         }
         record |= optimizer.report()
+        optimizer.note_loss(record["loss"])
         if self._device.type == "xla":
             record["graphs"] = xla.num_programs()
         if optimizer.exact:

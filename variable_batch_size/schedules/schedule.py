@@ -1,24 +1,27 @@
-"""Schedule: which steps make up an epoch, and which minibatches of a step go to which core."""
+"""Schedule: a trace that is known before the run, laid out over epochs and cores."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator
+from typing import final
 
 import numpy as np
 
-from variable_batch_size.checks import check_not_negative, check_positive
+from variable_batch_size.checks import check_not_negative
 from variable_batch_size.schedules.batch_sizes import BatchSizes, Integers, OnEnd, counted
+from variable_batch_size.schedules.layout import Layout
 from variable_batch_size.schedules.past import Past
 from variable_batch_size.traces.trace import Trace
 
 _STEPS_AT_ONCE = 4096
 _ROWS_PER_SEARCH = 512
-_ALL = 2**62  # more samples than any run has, and still a number that numpy can count with
 
 
-class Schedule:
+@final
+class Schedule(Layout):
     """A trace laid out over epochs of a data set and over cores.
 
     An epoch takes steps while their batch sizes still fit into its capacity, `dataset_size` rounded down to whole
@@ -52,26 +55,35 @@ class Schedule:
         num_replicas: int = 1,
         on_end: OnEnd = "stop",
     ) -> None:
-        room = _ALL if dataset_size is None else dataset_size
-        check_positive(dataset_size=room, minibatch_size=minibatch_size, num_replicas=num_replicas)
-        if room < minibatch_size:
-            raise ValueError(f"`dataset_size` must be at least one minibatch of {minibatch_size}, got {room}")
+        super().__init__(dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas)
         self._sizes = BatchSizes(trace, on_end)
-        self.trace = trace
-        self.dataset_size = None if dataset_size is None else int(dataset_size)
-        self.minibatch_size = int(minibatch_size)
-        self.num_replicas = int(num_replicas)
+        self._trace = trace
         self.on_end = self._sizes.on_end
-        self.capacity = int(room) // self.minibatch_size * self.minibatch_size
         self._sizes.refuse_first(
             lambda sizes: sizes % minibatch_size != 0, f"a multiple of {minibatch_size} (the minibatch size)"
         )
         self._sizes.refuse_first(
             lambda sizes: sizes > self.capacity,
-            f"at most {self.capacity} (the whole minibatches of {room} samples)",
+            f"at most {self.capacity} (the whole minibatches of {dataset_size} samples)",
         )
         self._starts = [0]  # first step of each epoch found so far
         self._epoch_of_row: dict[int, int] = {0: 0}  # which of them starts at a row, to find the period of a cycle
+
+    @property
+    def trace(self) -> Trace:
+        """The trace."""
+        return self._trace
+
+    @property
+    def name(self) -> str:
+        return self._trace.name
+
+    @property
+    def description(self) -> str:
+        sizes = self._trace.sizes
+        if self._trace.is_endless:
+            return f"always {sizes[0]}"
+        return f"{len(sizes)} steps, sha256 {hashlib.sha256(sizes.astype('<i8').tobytes()).hexdigest()[:16]}"
 
     # ------------------------------------------------------------------------------------------------------- epochs
 
@@ -100,11 +112,6 @@ class Schedule:
         while self._starts[-1] < len(self.trace):
             self._append_starts()
         return len(self._starts) - 1
-
-    @property
-    def is_endless(self) -> bool:
-        """Whether its only epoch goes on forever."""
-        return self.dataset_size is None and self.on_end != "stop"
 
     def _start(self, epoch: int) -> int:
         """The first step of an epoch; known ones are looked up, the next ones found by bisection."""
@@ -158,7 +165,7 @@ class Schedule:
         num_rows = past.num_rows
         schedule = copy.copy(self)
         if not self._begins_with(past):
-            schedule.trace = self.trace.with_rows(np.concatenate([past.rows(), self._rows_from(num_rows)]))
+            schedule._trace = self.trace.with_rows(np.concatenate([past.rows(), self._rows_from(num_rows)]))
             schedule._sizes = BatchSizes(schedule.trace, self.on_end)
         starts = list(past.starts)
         if schedule.samples_before(num_rows) - schedule.samples_before(starts[-1]) > self.capacity:
@@ -190,18 +197,6 @@ class Schedule:
     def batch_size(self, step: int) -> int:
         """The samples of a step, over all cores."""
         return self._sizes.of_step(step)
-
-    def num_minibatches(self, step: int) -> int:
-        """The minibatches of a step, over all cores."""
-        return self.batch_size(step) // self.minibatch_size
-
-    def minibatches(self, step: int, rank: int) -> range:
-        """The minibatches of a step that a core runs, by their number in the step; none if it is idle."""
-        return range(rank, self.num_minibatches(step), self.num_replicas)
-
-    def is_idle(self, step: int, rank: int) -> bool:
-        """Whether a core has no minibatch in a step, and so runs a stand-in."""
-        return rank >= self.num_minibatches(step)
 
     # --------------------------------------------------------------------------------- all cores through many steps
 
@@ -242,20 +237,8 @@ class Schedule:
         In an idle step that is a minibatch of another core, the stand-in.
         """
         steps = self.steps(epoch)
-        stride = self.num_replicas * self.minibatch_size
         begin = self._sizes.sum(steps[:first_step], lambda sizes: sizes)
         for start in range(steps.start + first_step, steps.stop, _STEPS_AT_ONCE):
             sizes = self._sizes.of_steps(range(start, min(start + _STEPS_AT_ONCE, steps.stop)))
-            step_ends = begin + sizes.cumsum()
-            begin = int(step_ends[-1])
-            first_ones = step_ends - sizes + rank % (sizes // self.minibatch_size) * self.minibatch_size
-            yielded = self._num_yielded(sizes, rank)
-            ends = yielded.cumsum()
-            origins = first_ones - (ends - yielded) * stride  # so that all minibatches of a step lie on one line
-            for first in range(0, int(ends[-1]), at_once):
-                number = np.arange(first, min(first + at_once, int(ends[-1])))
-                yield origins[ends.searchsorted(number, side="right")] + number * stride
-
-    def _num_yielded(self, sizes: Integers, rank: int) -> Integers:
-        rounded_down = (rank - sizes // self.minibatch_size) // self.num_replicas
-        return np.maximum(-rounded_down, 1)
+            yield from self._offsets_of(sizes, rank, begin=begin, at_once=at_once)
+            begin += int(sizes.sum())

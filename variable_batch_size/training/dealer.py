@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 from variable_batch_size.checks import check_within
 from variable_batch_size.cores.running import running_cores
+from variable_batch_size.policies.policy import Policy, policy_of
+from variable_batch_size.policies.situation import Situation
 from variable_batch_size.schedules.batch_sizes import OnEnd
+from variable_batch_size.schedules.layout import Layout
+from variable_batch_size.schedules.live import LiveSchedule
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Trace, TraceLike
 
@@ -19,7 +24,8 @@ class Dealer(ABC):
 
     Args:
         trace: the batch size of every step: a path, a sequence, an array, a pandas column, or an integer for always
-            the same; multiples of `minibatch_size`.
+            the same; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides it while
+            the run goes on.
         dataset_size: samples in an epoch; None for a single epoch with room for all steps.
         minibatch_size: samples that one core runs at once.
         num_replicas: cores that share the work; those of the running backend if None.
@@ -37,7 +43,7 @@ class Dealer(ABC):
 
     def __init__(
         self,
-        trace: TraceLike,
+        trace: TraceLike | Policy | Callable[[Situation], float],
         *,
         dataset_size: int | None,
         minibatch_size: int,
@@ -49,8 +55,8 @@ class Dealer(ABC):
             running_rank, running_replicas = running_cores()
             num_replicas = running_replicas if num_replicas is None else num_replicas
             rank = running_rank if rank is None else rank
-        self.schedule = Schedule(
-            Trace.of(trace),
+        self.schedule = _schedule_of(
+            trace,
             dataset_size=dataset_size,
             minibatch_size=minibatch_size,
             num_replicas=num_replicas,
@@ -84,6 +90,7 @@ class Dealer(ABC):
             epoch: its number, from 0.
             first_step: how many of the epoch's steps to leave out, for a run that was stopped after them.
         """
+        self.schedule.begin_epoch(epoch)
         steps = self.schedule.steps(epoch)
         check_within(len(steps), first_step=first_step)
         self.epoch = int(epoch)
@@ -117,3 +124,24 @@ class Dealer(ABC):
     def __len__(self) -> int:
         """How many minibatches this core gets in the epoch, stand-ins included."""
         return self.schedule.num_yielded(self.epoch, self.rank, self.first_step)
+
+
+def is_decided(trace: Any) -> bool:
+    """Whether what was given as a trace decides it while the run goes on."""
+    return isinstance(trace, Policy) or (callable(trace) and not isinstance(trace, type))
+
+
+def _schedule_of(
+    trace: Any, *, dataset_size: int | None, minibatch_size: int, num_replicas: int, on_end: OnEnd
+) -> Layout:
+    if is_decided(trace):
+        return LiveSchedule(
+            policy_of(trace), dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas
+        )
+    return Schedule(
+        Trace.of(trace),
+        dataset_size=dataset_size,
+        minibatch_size=minibatch_size,
+        num_replicas=num_replicas,
+        on_end=on_end,
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -16,11 +15,8 @@ from variable_batch_size.training.together import Together
 def description_of(sampler: Dealer, rule: Rule, inner: Optimizer, ref_batchsize: int) -> Description:
     """What the samples of a step and the meaning of the state depend on; the number of cores is not among it."""
     schedule = sampler.schedule
-    sizes = schedule.trace.sizes
-    digest = hashlib.sha256(sizes.astype("<i8").tobytes()).hexdigest()[:16]
-    length = f"always {sizes[0]}" if schedule.trace.is_endless else f"{len(sizes)} steps, sha256 {digest}"
     return {
-        "trace": length,
+        "trace": schedule.description,
         "on_end": schedule.on_end,
         "minibatch_size": schedule.minibatch_size,
         **sampler.description,

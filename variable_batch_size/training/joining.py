@@ -43,6 +43,7 @@ def join_other_cores(
         **options,
         "settings": settings_of(optimizer.inner),
         "model": shapes_of(of_model),
+        "first batch size": optimizer.batch_size,
         **({"threads": torch.get_num_threads()} if optimizer.exact else {}),  # on which the bits of sums depend
     }
     complete = begin_alike(facts, [*parameters, *of_model], communicator)

@@ -141,11 +141,7 @@ class CustomOptimizer(ScheduledOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state and the position; in the middle of a step, the position before that step."""
         own = {
-            "epoch": self.epoch,
-            "epoch_step": self.epoch_step,
-            "steps_done": self.steps_done,
-            "samples_done": self.samples_done,
-            "steps_skipped": self.steps_skipped,
+            **self._state_of_run(),
             "rule": self.rule.state_dict(),
             **self._scaling.state_dict(),
             "adam_bias": self._settings.adam_bias.state_dict(),
@@ -164,17 +160,15 @@ class CustomOptimizer(ScheduledOptimizer):
             raise ValueError(f"the state has no {STATE_KEY!r}: it is that of another kind of optimizer")
         own = state_dict[STATE_KEY]
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
-        self.set_epoch(own["epoch"], own["epoch_step"])
-        self.steps_done = own["steps_done"]
-        self.samples_done = own["samples_done"]
-        self.steps_skipped = own["steps_skipped"]
         self.rule.load_state_dict(own["rule"])
         self._scaling.load_state_dict(own)
+        if self._own_meter is not None and own.get("noise"):
+            self._own_meter.load_state_dict(own["noise"])
+        self._load_state_of_run(own)
+        self.set_epoch(own["epoch"], own["epoch_step"])
         self._settings.adam_bias.load_state_dict(own.get("adam_bias", {}))
         self.minibatch_weights.load_state_dict(own.get("weights", {}))
         self._gradients.load_state_dict(own.get("gradients", {}))
-        if self._own_meter is not None and own.get("noise"):
-            self._own_meter.load_state_dict(own["noise"])
         if self._preconditioner is not None:
             self._preconditioner.refresh()
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from variable_batch_size.checks import check_within
-from variable_batch_size.schedules.schedule import Schedule
+from variable_batch_size.schedules.layout import Layout
 
 
 class Position:
     """The step and minibatch that a core is at, moved on by one minibatch at a time.
 
     Args:
-        schedule: the trace, laid out over epochs and cores.
+        schedule: batch sizes, laid out over epochs and cores.
         rank: of this core.
 
     Attributes:
@@ -19,22 +19,22 @@ class Position:
         step: the number in the run of the step that the latest minibatch belongs to; at first, of the epoch's first.
     """
 
-    def __init__(self, schedule: Schedule, rank: int) -> None:
+    def __init__(self, schedule: Layout, rank: int) -> None:
         self._rank = rank
         self.take(schedule)
 
-    def take(self, schedule: Schedule) -> None:
+    def take(self, schedule: Layout) -> None:
         """Go to the start of another schedule."""
         self._schedule = schedule
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Go to an epoch, and leave out so many of its steps."""
+        self._schedule.begin_epoch(epoch)
         steps = self._schedule.steps(epoch)
         check_within(len(steps), first_step=first_step)
         self.epoch = int(epoch)
         self.first_step = int(first_step)
-        self._steps = steps
         self.step = steps[min(self.first_step, len(steps) - 1)]
         self._begin = self._schedule.samples_before(self.step) - self._schedule.samples_before(steps.start)
         self._share = self._share_of_step()
@@ -52,6 +52,11 @@ class Position:
             self.step += 1
             self._minibatches_left = self._share = self._share_of_step()
         self._minibatches_left -= 1
+
+    @property
+    def _steps(self) -> range:
+        """Of the epoch; asked for anew, as those of a policy become known while it goes on."""
+        return self._schedule.steps(self.epoch)
 
     def _share_of_step(self) -> int:
         """How many minibatches this core runs in the step: at least a stand-in."""

@@ -9,8 +9,11 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from variable_batch_size.checks import is_integer
+from variable_batch_size.policies.policy import Policy
+from variable_batch_size.policies.situation import Situation
 from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.permutation import Permutation
+from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import TraceLike
 from variable_batch_size.training.dealer import Dealer, Description
 
@@ -30,7 +33,8 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         dataset: the data set, of which only the length is used; or else
         dataset_size: its length.
         trace: the batch size of every step: a path, a sequence, an array, a pandas column, or an integer for always
-            the same; multiples of `minibatch_size`.
+            the same; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides it while
+            the run goes on.
         num_replicas: cores that share the work; those of the running backend if None.
         rank: which of them this is; as the running backend knows it if None.
         minibatch_size: samples that one core runs at once.
@@ -51,7 +55,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         dataset: Sized | None = None,
         *,
         dataset_size: int | None = None,
-        trace: TraceLike,
+        trace: TraceLike | Policy | Callable[[Situation], float],
         minibatch_size: int,
         num_replicas: int | None = None,
         rank: int | None = None,
@@ -94,6 +98,8 @@ class CustomSampler(Dealer, Sampler[list[int]]):
 
     def _tell_if_cut_short(self) -> None:
         schedule = self.schedule
+        if not isinstance(schedule, Schedule):
+            return
         steps = schedule.steps(self.epoch)
         if schedule.on_end == "stop" and steps.stop == len(schedule.trace) and self.rank == 0:
             used = schedule.samples_before(steps.stop) - schedule.samples_before(steps.start)

@@ -5,26 +5,27 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from variable_batch_size.checks import check_not_negative, check_positive
+from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.rules.adascale import NoiseRule
-from variable_batch_size.rules.each import RuleOfEach
 from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.noise_meter import NoiseMeter
 from variable_batch_size.rules.rule import Rule, Step
-from variable_batch_size.schedules.schedule import Schedule
+from variable_batch_size.schedules.layout import Layout
 from variable_batch_size.training.dealer import Dealer, Description
+from variable_batch_size.training.deciding import Record, deciding_for
 from variable_batch_size.training.description import description_of
 from variable_batch_size.training.factors import Factors
 from variable_batch_size.training.position import Position
+from variable_batch_size.training.rule_for import rule_for
 from variable_batch_size.training.together import Inner
 from variable_batch_size.training.weights import Weight, Weights
-from variable_batch_size.training.wrapper import Wrapper, name_of, optimizers_of
+from variable_batch_size.training.wrapper import Wrapper
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class ScheduledOptimizer(Wrapper, ABC):
         gradient_norm: the norm of the latest step's mean gradient before clipping, on the device; None unless that step
             is one of those for which :meth:`keep_gradient_norm` has asked.
     """
+
+    _communicator: Communicator
 
     def __init__(
         self,
@@ -85,12 +88,13 @@ class ScheduledOptimizer(Wrapper, ABC):
         self.steps_done = self.samples_done = self.steps_skipped = self.steps_made = 0
         self.gradient_norm: torch.Tensor | None = None
         self._norm_every: set[int] = set()
-        self._position = Position(sampler.schedule, sampler.rank)
         self._scaling = Factors(rule, smooth_steps=smooth_steps, max_factor=max_factor)
         self._factors: list[float] | None = None  # of the latest step, once it is complete
         self._lrs: list[float] = []  # likewise
         self._loss_scale = _checked_loss_scale(loss_scale)
         self._own_meter = NoiseMeter() if measure_noise and not isinstance(rule, NoiseRule) else None
+        self._deciding = deciding_for(self)
+        self._position = Position(sampler.schedule, sampler.rank)
         self.minibatch_weights = Weights(next(self.parameters()).device)
 
     def __repr__(self) -> str:
@@ -101,6 +105,16 @@ class ScheduledOptimizer(Wrapper, ABC):
         """What must be the same on all cores, and when a run goes on."""
         own = {"exact": self.exact, "seed_minibatches": self.seeds_minibatches}
         return {**description_of(self.sampler, self.rule, self.inner, self.ref_batchsize), **own}
+
+    def call_when_decided(self, listener: Callable[[Record], Any]) -> None:
+        """Give every decision of a policy to something that can be called with a record; nothing without a policy."""
+        if self._deciding is not None:
+            self._deciding.call_when_decided(listener)
+
+    def note_loss(self, loss: float) -> None:
+        """Let a policy know the loss that a log has recorded."""
+        if self._deciding is not None:
+            self._deciding.loss = loss
 
     def keep_gradient_norm(self, *, every: int) -> None:
         """From now on, leave the norm of every N-th step's mean gradient in `gradient_norm`; several N add up."""
@@ -148,7 +162,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         """Whether the latest minibatch was a stand-in, because this core has none in that step."""
         return self._position.is_idle
 
-    def go_on_with(self, schedule: Schedule) -> None:
+    def go_on_with(self, schedule: Layout) -> None:
         """Take another schedule in place of the sampler's, and give it to the sampler; ``set_epoch`` goes into it."""
         self.sampler.schedule = schedule
         self._position.take(schedule)
@@ -184,9 +198,10 @@ class ScheduledOptimizer(Wrapper, ABC):
         return self.minibatch_weights.done
 
     def report(self) -> dict[str, float]:
-        """What the rule, and the noise if it is measured, have to tell a log about the latest step."""
+        """What the rule, the noise if it is measured, and a policy have to tell a log about the latest step."""
         step = self._rule_step()
-        return {**(self._own_meter.report(step) if self._own_meter else {}), **self.rule.report(step)}
+        times = self._deciding.report() if self._deciding is not None else {}
+        return {**(self._own_meter.report(step) if self._own_meter else {}), **self.rule.report(step), **times}
 
     def gain(self, batch_size: int | None = None, group: int | None = None) -> float:
         """How many steps at `ref_batchsize` a step is worth, from the noise as it is known now.
@@ -230,6 +245,26 @@ class ScheduledOptimizer(Wrapper, ABC):
         self.steps_made += 1
         self.samples_done += step.batch_size
         self.minibatch_weights.add(weight)
+        if self._deciding is not None:
+            self._deciding.after_step(self._communicator, self._position.step)
+
+    def _state_of_run(self) -> dict[str, Any]:
+        decided = {} if self._deciding is None else {"deciding": self._deciding.state_dict()}
+        return {
+            "epoch": self.epoch,
+            "epoch_step": self.epoch_step,
+            "steps_done": self.steps_done,
+            "samples_done": self.samples_done,
+            "steps_skipped": self.steps_skipped,
+            **decided,
+        }
+
+    def _load_state_of_run(self, own: Mapping[str, Any]) -> None:
+        self.steps_done = own["steps_done"]
+        self.samples_done = own["samples_done"]
+        self.steps_skipped = own["steps_skipped"]
+        if self._deciding is not None:
+            self._deciding.load_state_dict(own.get("deciding"), self._communicator)
 
     # ---------------------------------------------------------------------------------------------------------- telling
 
@@ -243,20 +278,6 @@ class ScheduledOptimizer(Wrapper, ABC):
         if self.sampler.rank == 0:
             message = "%s: %s, the update is skipped (%d so far)"
             logger.warning(message, str(self._position), reason, self.steps_skipped)
-
-
-def rule_for(rule: Rule | Sequence[Rule], inner: Optimizer) -> Rule:
-    """The rule of an optimizer, or one made of the rules of several; what does not fit is refused."""
-    optimizers = optimizers_of(inner)
-    rules: list[Any] = list(rule) if isinstance(rule, list | tuple) else [rule] * len(optimizers)
-    for one in rules:
-        if not isinstance(one, Rule):
-            raise ValueError(f"`rule` must be a Rule, got {one!r}")
-    for one, optimizer in zip(rules, optimizers, strict=False):
-        one.check(name_of(optimizer), optimizer.param_groups)
-    if isinstance(rule, Rule):
-        return rule
-    return RuleOfEach(rules, num_groups=[len(optimizer.param_groups) for optimizer in optimizers])
 
 
 def _checked_loss_scale(value: float) -> float:

@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from variable_batch_size.schedules.batch_sizes import OnEnd
+from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import TraceLike
-from variable_batch_size.training.dealer import Dealer, Description
+from variable_batch_size.training.dealer import Dealer, Description, is_decided
 from variable_batch_size.training.reader import Reader
 from variable_batch_size.training.source import Samples, Source
 from variable_batch_size.training.turns import Turns
@@ -71,6 +72,8 @@ class Stream(Dealer, IterableDataset[Any]):
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         is_sharded: bool = False,
     ) -> None:
+        if is_decided(trace):
+            raise ValueError("a stream needs a `trace` that is known before it is read, got a policy")
         super().__init__(
             trace,
             dataset_size=dataset_size,
@@ -122,6 +125,7 @@ class Stream(Dealer, IterableDataset[Any]):
     # -------------------------------------------------------------------------------------------------------- reading
 
     def __iter__(self) -> Iterator[Any]:
+        assert isinstance(self.schedule, Schedule)
         epoch, first_step, number, _ = self._told.tolist()
         state, self._loaded = self._loaded, None
         self._reader = Reader(
