@@ -105,9 +105,7 @@ def test_a_policy_decides_for_one_optimizer():
 
 
 def test_a_policy_that_needs_noise_is_refused_where_nobody_measures_it():
-    message = (
-        "Autoscale decides by the noise of the gradient, which LinearRule does not measure: AdaScaleRule"
-    )
+    message = "Autoscale decides by the noise of the gradient, which LinearRule does not measure: AdaScaleRule"
     with pytest.raises(ValueError, match=message):
         run_with(vbs.Autoscale(max_batch_size=64), kind=vbs.LinearRuleOptimizer)
 
@@ -133,6 +131,11 @@ def test_a_policy_class_or_no_policy_at_all_is_refused():
     for wrong in (vbs.PerCore, None):
         with pytest.raises(ValueError, match="`trace` must be a path, a sequence of batch sizes or an integer, got"):
             run_with(wrong)
+
+
+def test_a_stream_needs_a_trace_that_is_known():
+    with pytest.raises(ValueError, match="a stream needs a `trace` that is known before it is read, got a policy"):
+        vbs.Stream(range(100), trace=vbs.PerCore(), minibatch_size=MINIBATCH)
 
 
 def test_bounds_that_the_data_set_breaks_are_refused_at_the_start():
