@@ -133,6 +133,11 @@ def test_a_policy_class_or_no_policy_at_all_is_refused():
             run_with(wrong)
 
 
+def test_a_stream_needs_a_trace_that_is_known():
+    with pytest.raises(ValueError, match="a stream needs a `trace` that is known before it is read, got a policy"):
+        vbs.Stream(range(100), trace=vbs.PerCore(), minibatch_size=MINIBATCH)
+
+
 def test_bounds_that_the_data_set_breaks_are_refused_at_the_start():
     with pytest.raises(
         ValueError, match="no batch size keeps all bounds on 1 cores with minibatches of 8: at least 500 in"
