@@ -4,10 +4,9 @@ import random
 
 import pytest
 import torch
+from noted_programs import Noting, Programs
 from threaded_cores import run_on
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from variable_batch_size.cores.communicator import Alone
 from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
@@ -57,34 +56,6 @@ def test_gradients_and_norms_have_the_same_bits_on_any_number_of_cores(cores, we
         for (one, measured), (other, of_one_core) in zip(found, expected, strict=True):
             assert [a.numpy().tobytes() for a in one] == [b.numpy().tobytes() for b in other]
             assert measured == of_one_core
-
-
-class Programs(TorchDispatchMode):
-    """What is done between two flushes, with the scalars that XLA makes part of a program."""
-
-    def __init__(self):
-        super().__init__()
-        self.current = []
-        self.found = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        leaves = tree_leaves(args)
-        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        constants = [leaf for leaf in leaves if isinstance(leaf, int | float) and leaf in (0, 1, -1)]
-        if function is not torch.ops.aten.lift_fresh.default:  # made on the host, so data
-            self.current.append((str(function), str(shapes), str(constants)))
-        return function(*args, **(kwargs or {}))
-
-    def end(self):
-        self.found.append(tuple(self.current))
-        self.current = []
-
-
-class Noting(Alone):
-    """Says where what was noted down is started."""
-
-    def __init__(self, programs):
-        self.flush = programs.end
 
 
 @pytest.mark.parametrize("weighted", [False, True])
