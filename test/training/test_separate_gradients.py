@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+from noted_programs import Noting, Programs
 from threaded_cores import run_on
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from variable_batch_size.cores.communicator import Alone
 from variable_batch_size.training.flat_gradients import FlatGradients
@@ -68,19 +67,6 @@ def test_a_step_starts_from_nothing():
         assert parameters[2].grad is None
 
 
-class Operations(TorchDispatchMode):
-    """What is done within, in order: a device that notes work down makes a program of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        shapes = [tuple(tensor.shape) for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
-        self.found.append((str(function), shapes))
-        return function(*args, **(kwargs or {}))
-
-
 def test_what_has_no_divisor_yet_does_not_count_by_the_same_program():
     parameters, inner = layer()
     divisors = {}
@@ -89,13 +75,13 @@ def test_what_has_no_divisor_yet_does_not_count_by_the_same_program():
     def run():
         for p in parameters[:3]:
             p.grad = torch.full(p.shape, 6.0)
-        with Operations() as operations:
+        with Programs() as programs:
             gradients.take(ONE, is_last=True)
             gradients.reduce(ONE, is_idle=False)
             measured = gradients.measured()
             gradients.clear()
         assert measured.is_finite
-        return measured.norms, operations.found
+        return measured.norms, programs.current
 
     without, first = run()
     divisors[parameters[1]] = torch.full((4,), 2.0)
@@ -109,32 +95,49 @@ def test_what_has_no_divisor_yet_does_not_count_by_the_same_program():
     assert len(first) > 20
 
 
-class Noting(Alone):
-    """Counts how often what was noted down is started."""
-
-    def __init__(self):
-        self.num_flushes = 0
-
-    def flush(self):
-        self.num_flushes += 1
-
-
 def test_what_is_new_is_on_the_device_before_it_is_used():
     parameters, inner = layer()
-    core = Noting()
-    gradients = SeparateGradients(inner, core, measures=True)
+    programs = Programs()
+    gradients = SeparateGradients(inner, Noting(programs), measures=True)
     parameters[0].grad = torch.ones(3, 2)
     gradients.take(ONE, is_last=False)
-    assert core.num_flushes == 0
+    assert len(programs.found) == 0
     added = nn.Parameter(torch.ones(2))
     inner.add_param_group({"params": [added]})
     added.grad = torch.ones(2)
     gradients.take(ONE, is_last=False)
-    assert core.num_flushes == 1
+    assert len(programs.found) == 1
     gradients.take(ONE, is_last=True)
-    assert core.num_flushes == 1
+    assert len(programs.found) == 1
     gradients.reduce(ONE, is_idle=False)
     assert added.grad.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("changes", ["weights", "unfreezing", "group"])
+def test_cores_with_one_minibatch_and_with_two_sum_by_the_same_program(changes):
+    """In the step in which the first weights come, or the first gradients of a parameter, as in any other."""
+
+    def last_program(num_minibatches):
+        parameters, inner = layer()
+        parameters[0].requires_grad_(changes != "unfreezing")
+        programs = Programs()
+        core = Noting(programs)
+        gradients = SeparateGradients(inner, core, measures=True)
+        parameters[0].requires_grad_(True)
+        added = [nn.Parameter(torch.ones(2))] if changes == "group" else []
+        if added:
+            inner.add_param_group({"params": added})
+        with programs:
+            for _ in range(num_minibatches):
+                core.flush()
+                for p in (*parameters[:3], *added):
+                    p.grad = torch.ones_like(p)
+                gradients.take(Mean(3), is_last=False, weight=2.0 if changes == "weights" else None)
+            gradients.reduce(Mean(3), is_idle=False)
+        return programs.current
+
+    assert last_program(1) == last_program(2)
+    assert len(last_program(1)) > 20
 
 
 def test_a_parameter_may_be_converted_within_a_step():

@@ -23,9 +23,10 @@ class SeparateGradients(Gradients):
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._infinities: dict[torch.Tensor, torch.Tensor] = {}  # in place of divisors that there are not yet
         self._step_squares: list[torch.Tensor] = []
-        self._weights: list[torch.Tensor] = []  # their sum and how many are above 0, once there are any
+        self._weights: list[torch.Tensor] = []  # their sum and how many are above 0
         self._present: set[torch.Tensor] = set()
         self._has_sums = False
+        self._is_cut = False  # whether the programs of this step are not those of others
         super().__init__(*args, **options)
 
     def take(self, mean: Mean, *, is_last: bool, weight: Weight | None = None) -> None:
@@ -33,6 +34,7 @@ class SeparateGradients(Gradients):
         self._is_weighted = weight is not None
         if self._fit():
             self._communicator.flush()
+            self._is_cut = True
         of_one = None if weight is None else on_device(weight, next(self.parameters()).device)
         for number, group in enumerate(self._inner.param_groups):
             fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
@@ -65,7 +67,7 @@ class SeparateGradients(Gradients):
         if self._divisors is not None:
             self._infinities |= {p: torch.full(p.shape, torch.inf).to(p.device) for p in new if p not in self._divisors}
         num_squares = len(self._inner.param_groups) - len(self._step_squares) if trainable else 0
-        num_weights = 2 - len(self._weights) if self._is_weighted else 0
+        num_weights = 2 - len(self._weights) if trainable else 0  # always, as they must not come later on some cores
         self._step_squares += [torch.zeros(1).to(trainable[0].device) for _ in range(num_squares)]
         self._weights += [torch.zeros(1).to(trainable[0].device) for _ in range(num_weights)]
         return bool(converted or new or num_squares or num_weights)
@@ -74,6 +76,8 @@ class SeparateGradients(Gradients):
         self._mean = mean
         if not self._sums:
             return
+        if self._is_cut:  # a core that has taken one minibatch must sum by the same program as one that has taken two
+            self._communicator.flush()
         sums = list(self._sums.values())
         values = [mean.factor(is_weighted=self._is_weighted), 1 / mean.loss_scale**2, 1.0]
         factors = torch.tensor([0.0 if is_idle else value for value in values]).to(sums[0].device)
@@ -96,7 +100,7 @@ class SeparateGradients(Gradients):
     def clear(self) -> None:
         for tensor in (*self._sums.values(), *self._step_squares, *self._weights):
             tensor.zero_()
-        self._has_sums = False
+        self._has_sums = self._is_cut = False
         self._present.clear()
         for p in self.parameters():
             p.grad = None
@@ -120,8 +124,7 @@ class SeparateGradients(Gradients):
     def _numbers(self) -> torch.Tensor:
         if not self._sums:
             return torch.zeros(len(self._inner.param_groups) + 2)
-        weights = self._weights or [torch.zeros(2).to(self._step_squares[0].device)]
-        return torch.cat([*self._step_squares, *weights])
+        return torch.cat([*self._step_squares, *self._weights])
 
     def _read(self, numbers: torch.Tensor) -> list[float]:
         self._communicator.flush()
