@@ -118,3 +118,16 @@ def test_the_loss_scale_is_divided_out_to_the_last_bit_where_it_is_a_power_of_tw
         gradients.reduce(Mean(1, loss_scale), is_idle=False)
         found.append(p.grad.tolist())
     assert found[0] == found[1] == pytest.approx(values)
+
+
+def test_a_gradient_that_vanishes_in_its_unit_is_there_again_in_the_next_steps():
+    p = torch.nn.Parameter(torch.zeros(2))
+    gradients = ExactSeparateGradients(torch.optim.SGD([p], lr=0.1), Alone())
+    found = []
+    for size in (1.0, *[2.0**-58] * 4, 0.0, 2.0**-58):
+        p.grad = torch.full((2,), size)
+        gradients.take(Mean(1), is_last=True)
+        gradients.reduce(Mean(1), is_idle=False)
+        found.append(p.grad[0].item())
+        gradients.clear()
+    assert found == [1.0, 0.0, *[2.0**-58] * 3, 0.0, 2.0**-58]

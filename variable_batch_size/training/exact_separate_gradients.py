@@ -27,7 +27,8 @@ class ExactSeparateGradients(SeparateGradients):
     A TPU has no float64, and cannot sum what stands for it over cores; integers of 32 bits it can. The units follow
     from the step before, as on other devices (:class:`Units`), are known on the host and are data to the program. What
     is out of their range is seen in the sum, by all cores, and raises: which sum it goes into cannot depend on its size
-    where every core must run the same program.
+    where every core must run the same program. A gradient that falls to less than 2^-24 of the one before is rounded
+    coarsely in that step.
 
     How a compiler rounds may depend on all that is in a program. So work is started, first of all, when a minibatch has
     been run and when it has been added: what rounds in it is the same two programs for each minibatch, on any core.
@@ -38,7 +39,9 @@ class ExactSeparateGradients(SeparateGradients):
         self._number_units = Units()
         self._limbs: dict[torch.Tensor, list[torch.Tensor]] = {}
         self._number_limbs: list[torch.Tensor] = []
-        self._flags: list[torch.Tensor] = []  # for each parameter and number: whether it was out of range, not finite
+        self._flags: list[
+            torch.Tensor
+        ] = []  # for each parameter and number: where it was out of range, not finite, not 0
         super().__init__(*args, **options)
         if any(p.dtype == torch.float64 or p.is_complex() for p in self.parameters()):
             raise ValueError("`exact` must be False where parameters are of float64 or complex on an XLA device")
@@ -57,7 +60,7 @@ class ExactSeparateGradients(SeparateGradients):
             self._infinities |= {p: torch.full(p.shape, torch.inf).to(p.device) for p in new if p not in self._divisors}
         device = trainable[0].device
         self._number_limbs = [_zeros((num_numbers,), device) for _ in range(_NUM_LIMBS)]
-        self._flags = [_zeros((len(self._limbs) + num_numbers,), device) for _ in range(2)]
+        self._flags = [_zeros((len(self._limbs) + num_numbers,), device) for _ in range(3)]
         return True
 
     # ------------------------------------------------------------------------------------------------------ a minibatch
@@ -118,6 +121,7 @@ class ExactSeparateGradients(SeparateGradients):
         is_finite = torch.isfinite(sizes)
         self._flags[0].add_((is_finite & (sizes > self._limits)).int())
         self._flags[1].add_((~is_finite).int())
+        self._flags[2].add_((sizes > 0).int())
         for place, (p, limbs) in enumerate(self._limbs.items()):
             if p in fresh:
                 here = slice(place, place + 1)
@@ -172,13 +176,17 @@ class ExactSeparateGradients(SeparateGradients):
 
     def _look_at(self, sizes: torch.Tensor) -> None:
         """Learn from the step for the next one, and refuse one that was out of range; waits for the device."""
-        *values, is_out = self._read(torch.cat([sizes, self._flags[0].sum().float().view(1)]))
+        *values, is_out = self._read(torch.cat([sizes, self._flags[2].float(), self._flags[0].sum().float().view(1)]))
         if is_out:
             raise RuntimeError(
                 "with `exact` a minibatch's gradient must be at most 4096 times the largest of the step before, which "
                 "on XLA cannot be made good: go on from the latest checkpoint with `exact=False`, which it must accept"
             )
-        self._learn([value / self._mean.num_minibatches for value in values])
+        sizes_of_means = [value / self._mean.num_minibatches for value in values[: len(values) // 2]]
+        self._learn(sizes_of_means)
+        for place, key in enumerate([*self._limbs, *range(len(self._number_limbs[0]))]):
+            if not sizes_of_means[place] and values[len(values) // 2 + place]:  # all of it was rounded to 0
+                (self._units if place < len(self._limbs) else self._number_units).lower(key)
 
     def clear(self) -> None:
         for tensor in (*(limb for limbs in self._limbs.values() for limb in limbs), *self._number_limbs, *self._flags):

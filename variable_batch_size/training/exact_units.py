@@ -47,6 +47,10 @@ class Units:
             if 0 < value < math.inf:
                 self._exponents[p] = math.frexp(value)[1]
 
+    def lower(self, p: Hashable) -> None:
+        """Let the unit be much smaller, after all of a gradient was too small for it."""
+        self._exponents[p] = self.limit(p) - 3 * HEADROOM
+
     def limit(self, p: Hashable) -> int:
         """The exponent up to which gradients are on rung 0."""
         exponent = self._exponents.get(p)
