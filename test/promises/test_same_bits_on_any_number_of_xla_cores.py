@@ -26,7 +26,9 @@ def test_after_every_step_the_weights_are_those_of_one_core(cores, name):
     for result in results_on(cores):
         assert result[name]["digests"] == expected["digests"]
         assert result[name]["factor"] == expected["factor"]
-    assert len(set(expected["digests"])) == len(FIRST) + len(LATER)
+    num_steps = len(FIRST) + len(LATER)
+    assert len(expected["digests"]) == num_steps
+    assert len(set(expected["digests"])) >= num_steps - 1  # of one step the minibatches may all weigh nothing
 
 
 @each_run
