@@ -128,7 +128,7 @@ def peak_memory(make: Callable[[], Callable[[], None]]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool, more: bool) -> None:
+def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool, more: bool, sides: list[str]) -> None:
     workload = Workload(name)
     makers = {
         "plain loop": partial(workload.plain, accumulate),
@@ -149,6 +149,8 @@ def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool, mo
             makers["linear, weights and noise"] = partial(workload.weighted, accumulate, measure_noise=True)
     if accumulate > 1 and peer is not None and name != "gpt":  # FairScale's needs two gradients, and is for SGD
         makers["FairScale AdaScale"] = partial(workload.fairscale, peer, accumulate)
+    if sides:
+        makers = {side: make for side, make in makers.items() if side.startswith("plain") or side in sides}
     gradient = sum(p.numel() * p.element_size() for p in workload.model.parameters()) / 2**20
     print(f"\n{name}, {workload.minibatch} samples, accumulation {accumulate}, gradient {gradient:.0f} MiB")
     peak_memory(makers["plain loop"])  # the first run also tries algorithms, which takes memory of its own
@@ -168,6 +170,7 @@ def main() -> None:
     parser.add_argument("--fairscale", metavar="FILE", help="adascale.py of FairScale, where it is not installed")
     parser.add_argument("--kept", action="store_true", help="also gradients that stay where they are")
     parser.add_argument("--more", action="store_true", help="also weights, noise, seeds by minibatch and exact sums")
+    parser.add_argument("--sides", nargs="+", default=[], help="only these beside the plain loop, by their names")
     options = parser.parse_args()
     print_machine()
     print(torch.cuda.get_device_name(), flush=True)
@@ -175,7 +178,7 @@ def main() -> None:
     peer = fairscale_adascale(options.fairscale)
     for name in options.models:
         for accumulate in options.accumulate:
-            compare(name, accumulate, peer, options.repeats, options.kept, options.more)
+            compare(name, accumulate, peer, options.repeats, options.kept, options.more, options.sides)
 
 
 if __name__ == "__main__":
