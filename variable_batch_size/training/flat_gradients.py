@@ -150,11 +150,13 @@ class FlatGradients(Gradients):
         if isinstance(factor, torch.Tensor) or factor != 1:
             owners = [p for p in self.parameters() if p.grad is not None]
             gradients: list[Any] = [p.grad.detach() for p in owners]  # type: ignore[union-attr]
-            devices = {gradient.device for gradient in gradients}
-            if isinstance(factor, torch.Tensor) and devices != {factor.device}:
-                scaled = [gradient * factor.to(gradient.device) for gradient in gradients]
-            else:
+            kinds = {(gradient.device, gradient.dtype) for gradient in gradients}
+            if not isinstance(factor, torch.Tensor):
                 scaled = list(torch._foreach_mul(gradients, factor))
+            elif len(kinds) == 1:  # all at once, if the factor is of their kind
+                scaled = list(torch._foreach_mul(gradients, factor.to(*kinds.pop())))
+            else:
+                scaled = [gradient * factor.to(gradient.device) for gradient in gradients]
             for p, gradient in zip(owners, scaled, strict=True):
                 p.grad = gradient
 
