@@ -185,8 +185,12 @@ def all_of(minibatches: list[list[int]]) -> list[int]:
 
 
 @functools.cache
-def train_plainly(rule, *, clip=None):
-    """Every step as one padded batch, its loss the mean over all tokens; and the losses that a log is to show."""
+def train_plainly(rule, *, clip=None, skips=True):
+    """Every step as one padded batch, its loss the mean over all tokens; and the losses that a log is to show.
+
+    Args:
+        skips: whether a step without tokens is left out; else it is made, with a gradient of 0.
+    """
     model = reader()
     optimizer = sgd(model)
     group, lr, weight_decay = optimizer.param_groups[0], 0.05, 1e-3
@@ -194,13 +198,13 @@ def train_plainly(rule, *, clip=None):
     for minibatches in steps_of_samples():
         samples = all_of(minibatches)
         num_tokens, scale = num_targets(samples), len(samples) / REF_BATCHSIZE
-        if not num_tokens:
+        if not num_tokens and skips:
             losses.append((0.0, 0))
             continue
         optimizer.zero_grad()
-        mean = loss_of(model, padded(samples), "mean")
-        losses.append((mean.item() * num_tokens, num_tokens))
-        mean.backward()
+        total = loss_of(model, padded(samples), "sum")
+        losses.append((total.item(), num_tokens))
+        (total / max(num_tokens, 1)).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         group["lr"] = lr * (math.sqrt(scale) if rule == "root" else scale)
