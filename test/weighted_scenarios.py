@@ -2,6 +2,7 @@
 
 import functools
 import math
+import threading
 
 import numpy as np
 import torch
@@ -51,9 +52,13 @@ class Reader(nn.Module):
         return self.head(torch.tanh(self.hidden(embedded.cumsum(1) / counts.view(1, -1, 1))))
 
 
+_one_at_a_time = threading.Lock()  # as cores that are threads share a generator
+
+
 def reader(dtype=torch.float64) -> nn.Module:
-    torch.manual_seed(0)
-    return Reader().to(dtype)
+    with _one_at_a_time:
+        torch.manual_seed(0)
+        return Reader().to(dtype)
 
 
 @functools.cache
@@ -182,8 +187,12 @@ def all_of(minibatches: list[list[int]]) -> list[int]:
 
 
 @functools.cache
-def train_plainly(rule, *, clip=None):
-    """Every step as one padded batch, its loss the mean over all tokens; and the losses that a log is to show."""
+def train_plainly(rule, *, clip=None, skips=True):
+    """Every step as one padded batch, its loss the mean over all tokens; and the losses that a log is to show.
+
+    Args:
+        skips: whether a step without tokens is left out; else it is made, with a gradient of 0.
+    """
     model = reader()
     optimizer = sgd(model)
     group, lr, weight_decay = optimizer.param_groups[0], 0.05, 1e-3
@@ -191,13 +200,13 @@ def train_plainly(rule, *, clip=None):
     for minibatches in steps_of_samples():
         samples = all_of(minibatches)
         num_tokens, scale = num_targets(samples), len(samples) / REF_BATCHSIZE
-        if not num_tokens:
+        if not num_tokens and skips:
             losses.append((0.0, 0))
             continue
         optimizer.zero_grad()
-        mean = loss_of(model, padded(samples), "mean")
-        losses.append((mean.item() * num_tokens, num_tokens))
-        mean.backward()
+        total = loss_of(model, padded(samples), "sum")
+        losses.append((total.item(), num_tokens))
+        (total / max(num_tokens, 1)).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         group["lr"] = lr * (math.sqrt(scale) if rule == "root" else scale)

@@ -113,9 +113,9 @@ def test_what_is_new_is_on_the_device_before_it_is_used():
     assert added.grad.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("changes", ["weights", "unfreezing", "group"])
+@pytest.mark.parametrize("changes", ["weights", "unfreezing", "group", "loop"])
 def test_cores_with_one_minibatch_and_with_two_sum_by_the_same_program(changes):
-    """In the step in which the first weights come, or the first gradients of a parameter, as in any other."""
+    """Also where the first weights come, or gradients of another parameter, or the loop adds up what it has found."""
 
     def last_program(num_minibatches):
         parameters, inner = layer()
@@ -128,8 +128,10 @@ def test_cores_with_one_minibatch_and_with_two_sum_by_the_same_program(changes):
         if added:
             inner.add_param_group({"params": added})
         with programs:
-            for _ in range(num_minibatches):
+            for number in range(num_minibatches):
                 core.flush()
+                if number and changes == "loop":
+                    torch.ones(1).add_(torch.ones(1))  # losses of the minibatches so far
                 for p in (*parameters[:3], *added):
                     p.grad = torch.ones_like(p)
                 gradients.take(Mean(3), is_last=False, weight=2.0 if changes == "weights" else None)

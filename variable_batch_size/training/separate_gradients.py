@@ -16,7 +16,8 @@ class SeparateGradients(Gradients):
 
     Every minibatch adds its gradients to sums that stay where they are, also where a core has a single one: all cores
     run the same program, so whether a core is idle is data, in a tensor, and no branch. As their programs are the same,
-    the same parameters have a gradient on all of them.
+    the same parameters have a gradient on all of them. What sums over cores is a program of its own, as in that of a
+    minibatch the user's loop has a share.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -26,7 +27,6 @@ class SeparateGradients(Gradients):
         self._weights: list[torch.Tensor] = []  # their sum and how many are above 0
         self._present: set[torch.Tensor] = set()
         self._has_sums = False
-        self._is_cut = False  # whether the programs of this step are not those of others
         super().__init__(*args, **options)
 
     def take(self, mean: Mean, *, is_last: bool, weight: Weight | None = None) -> None:
@@ -34,7 +34,6 @@ class SeparateGradients(Gradients):
         self._is_weighted = weight is not None
         if self._fit():
             self._communicator.flush()
-            self._is_cut = True
         of_one = None if weight is None else on_device(weight, next(self.parameters()).device)
         for number, group in enumerate(self._inner.param_groups):
             fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
@@ -76,8 +75,7 @@ class SeparateGradients(Gradients):
         self._mean = mean
         if not self._sums:
             return
-        if self._is_cut:  # a core that has taken one minibatch must sum by the same program as one that has taken two
-            self._communicator.flush()
+        self._communicator.flush()  # what the loop has noted down may differ between cores, as a sum of losses does
         sums = list(self._sums.values())
         values = [mean.factor(is_weighted=self._is_weighted), 1 / mean.loss_scale**2, 1.0]
         factors = torch.tensor([0.0 if is_idle else value for value in values]).to(sums[0].device)
@@ -100,7 +98,7 @@ class SeparateGradients(Gradients):
     def clear(self) -> None:
         for tensor in (*self._sums.values(), *self._step_squares, *self._weights):
             tensor.zero_()
-        self._has_sums = self._is_cut = False
+        self._has_sums = False
         self._present.clear()
         for p in self.parameters():
             p.grad = None
