@@ -305,3 +305,25 @@ def test_what_is_to_be_called_is_called_before_the_first_minibatch(num_workers):
 def test_what_makes_no_stream_is_refused(kwargs, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make(**kwargs)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_a_minibatch_draws_follows_from_the_seed_of_the_stream(num_workers):
+    def draws_with(seed):
+        stream = vbs.Stream(range(100), trace=[4, 6], minibatch_size=2, seed=seed)
+        inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        optimizer = vbs.ConstantOptimizer(inner, stream, seed_minibatches=True)
+        found = []
+        for _ in DataLoader(stream, batch_size=None, num_workers=num_workers):
+            found.append(np.random.rand())
+            optimizer.step()
+        return found
+
+    assert draws_with(3) == draws_with(3)
+    assert len(set(draws_with(3) + draws_with(4))) == 10
+
+
+def test_a_seed_that_is_no_integer_is_refused_and_another_one_is_another_run():
+    with pytest.raises(ValueError, match=r"^`seed` must be an integer, got 0\.5$"):
+        vbs.Stream(range(4), trace=[2], minibatch_size=2, seed=0.5)
+    assert vbs.Stream(range(4), trace=[2], minibatch_size=2, seed=7).description["seed"] == 7

@@ -1,4 +1,4 @@
-"""Observer: shows the rule what was measured of a step's gradients, and sees whether the update is to be made."""
+"""Observer: what is seen of a step's gradients before the update, which they may rule out."""
 
 from __future__ import annotations
 

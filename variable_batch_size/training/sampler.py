@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sized
 import numpy as np
 from torch.utils.data import Sampler
 
-from variable_batch_size.checks import is_integer
+from variable_batch_size.checks import check_integer
 from variable_batch_size.policies.policy import Policy
 from variable_batch_size.policies.situation import Situation
 from variable_batch_size.schedules.batch_sizes import OnEnd
@@ -66,8 +66,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         if (dataset is None) == (dataset_size is None):
             given = "neither" if dataset is None else "both"
             raise ValueError(f"pass either `dataset` or `dataset_size`, got {given}")
-        if not is_integer(seed):
-            raise ValueError(f"`seed` must be an integer, got {seed!r}")
+        check_integer(seed=seed)
         self.dataset_size: int = len(dataset) if dataset is not None else dataset_size  # type: ignore[assignment]
         super().__init__(
             trace,

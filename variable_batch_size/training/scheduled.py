@@ -13,6 +13,7 @@ import torch
 from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.rules.adascale import NoiseRule
+from variable_batch_size.rules.each import RuleOfEach
 from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.noise_meter import NoiseMeter
 from variable_batch_size.rules.rule import Rule, Step
@@ -92,7 +93,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         self._factors: list[float] | None = None  # of the latest step, once it is complete
         self._lrs: list[float] = []  # likewise
         self._loss_scale = _checked_loss_scale(loss_scale)
-        self._own_meter = NoiseMeter() if measure_noise and not isinstance(rule, NoiseRule) else None
+        self._own_meter = NoiseMeter() if measure_noise and not isinstance(rule, NoiseRule) else None  # over all groups
         self._deciding = deciding_for(self)
         self._position = Position(sampler.schedule, sampler.rank)
         self.minibatch_weights = Weights(next(self.parameters()).device)
@@ -228,7 +229,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         return noise.scale if noise else math.nan
 
     def _meter(self) -> NoiseMeter:
-        meter = self.rule.meter if isinstance(self.rule, NoiseRule) else self._own_meter
+        meter = self._own_meter or (self.rule.meter if isinstance(self.rule, NoiseRule | RuleOfEach) else None)
         if meter is None:
             raise RuntimeError(
                 f"{type(self.rule).__name__} measures no noise: AdaScaleRule does, and so does any rule with "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+from variable_batch_size.checks import check_integer
 from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import TraceLike
@@ -48,6 +49,7 @@ class Stream(Dealer, IterableDataset[Any]):
         dataset_size: samples in an epoch, each of which reads the stream from its beginning; None for a single epoch.
         num_replicas: cores that share the work; those of the running backend if None.
         rank: which of them this is; as the running backend knows it if None.
+        seed: what random numbers of minibatches follow from, with ``seed_minibatches=True``; it shuffles nothing.
         on_end: what follows the last row of the trace: ``"stop"``, ``"hold"`` the last size or ``"cycle"``.
         collate_fn: makes a minibatch of a list of samples; as a DataLoader does by default.
         is_sharded: whether `samples` are this core's part of the data only, as of ``split_dataset_by_node``. Then the
@@ -68,12 +70,14 @@ class Stream(Dealer, IterableDataset[Any]):
         dataset_size: int | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
+        seed: int = 0,
         on_end: OnEnd = "stop",
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         is_sharded: bool = False,
     ) -> None:
         if is_decided(trace):
             raise ValueError("a stream needs a `trace` that is known before it is read, got a policy")
+        check_integer(seed=seed)
         super().__init__(
             trace,
             dataset_size=dataset_size,
@@ -82,6 +86,7 @@ class Stream(Dealer, IterableDataset[Any]):
             rank=rank,
             on_end=on_end,
         )
+        self.seed = int(seed)
         self.collate_fn = collate_fn
         self.is_sharded = is_sharded
         self._samples = samples
@@ -95,7 +100,7 @@ class Stream(Dealer, IterableDataset[Any]):
     @property
     def description(self) -> Description:
         """What the samples of a step depend on, besides the trace and the minibatch size."""
-        depends: Description = {"dataset_size": self.schedule.dataset_size, "data": "stream"}
+        depends: Description = {"dataset_size": self.schedule.dataset_size, "seed": self.seed, "data": "stream"}
         return depends | {"data": "sharded stream", "cores": self.num_replicas} if self.is_sharded else depends
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
