@@ -47,7 +47,9 @@ bench: $(NEEDS) .peers
 	$(BIN)/python bench/scaling.py
 	$(BIN)/python bench/command.py
 	$(BIN)/python bench/optimizer.py
+	$(BIN)/python bench/weights.py
 	$(BIN)/python bench/reduction.py
+	$(BIN)/python bench/exact.py
 	$(BIN)/python bench/logs.py
 	$(BIN)/python bench/xla.py
 

@@ -38,7 +38,7 @@ class GPT(nn.Module):
         return self.norm(self.blocks(x)) @ self.tokens.weight.T  # tied to the embedding
 
 
-def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def loss(model: nn.Module, tokens: torch.Tensor, *, reduction: str = "mean") -> torch.Tensor:
     """Of predicting each token from those before it."""
     with torch.autocast("cuda", torch.bfloat16):
-        return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction)

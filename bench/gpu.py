@@ -34,6 +34,7 @@ class Workload:
             self.model: nn.Module = gpt.GPT().cuda()
             self.x = torch.randint(0, gpt.VOCABULARY, (self.minibatch, gpt.CONTEXT + 1), device="cuda")
             self.loss = lambda model: gpt.loss(model, self.x)
+            self.total = lambda model: gpt.loss(model, self.x, reduction="sum")
             self.optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-5)
             self.rules["AdamScaleOptimizer"] = vbs.AdamScaleOptimizer
             return
@@ -71,6 +72,20 @@ class Workload:
             for _ in range(accumulate):
                 self.loss(model).backward()
                 optimizer.step()
+
+        return update
+
+    def weighted(self, accumulate: int, **options: Any) -> Callable[[], None]:
+        """The sum over all tokens, and their number as a tensor on the device, as a mask would give it."""
+        model = copy.deepcopy(self.model)
+        size = self.minibatch * accumulate
+        sampler = vbs.CustomSampler(dataset_size=10**9, trace=size, minibatch_size=self.minibatch)
+        optimizer = vbs.LinearRuleOptimizer(self.optimizer(model), sampler, ref_batchsize=size, **options)
+
+        def update() -> None:
+            for _ in range(accumulate):
+                self.total(model).backward()
+                optimizer.step(weight=(self.x[:, 1:] >= 0).sum())
 
         return update
 
@@ -113,7 +128,7 @@ def peak_memory(make: Callable[[], Callable[[], None]]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool) -> None:
+def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool, more: bool, sides: list[str]) -> None:
     workload = Workload(name)
     makers = {
         "plain loop": partial(workload.plain, accumulate),
@@ -124,8 +139,18 @@ def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool) ->
         makers["linear, kept gradients"] = partial(
             workload.ours, vbs.LinearRuleOptimizer, accumulate, keep_gradients=True
         )
+    if more:
+        linear = partial(workload.ours, vbs.LinearRuleOptimizer, accumulate)
+        makers["linear, noise measured"] = partial(linear, measure_noise=True)
+        makers["linear, seeded"] = partial(linear, seed_minibatches=True)
+        makers["linear, exact"] = partial(linear, exact=True)
+        if name == "gpt":
+            makers["linear, weights"] = partial(workload.weighted, accumulate)
+            makers["linear, weights and noise"] = partial(workload.weighted, accumulate, measure_noise=True)
     if accumulate > 1 and peer is not None and name != "gpt":  # FairScale's needs two gradients, and is for SGD
         makers["FairScale AdaScale"] = partial(workload.fairscale, peer, accumulate)
+    if sides:
+        makers = {side: make for side, make in makers.items() if side.startswith("plain") or side in sides}
     gradient = sum(p.numel() * p.element_size() for p in workload.model.parameters()) / 2**20
     print(f"\n{name}, {workload.minibatch} samples, accumulation {accumulate}, gradient {gradient:.0f} MiB")
     peak_memory(makers["plain loop"])  # the first run also tries algorithms, which takes memory of its own
@@ -144,6 +169,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--fairscale", metavar="FILE", help="adascale.py of FairScale, where it is not installed")
     parser.add_argument("--kept", action="store_true", help="also gradients that stay where they are")
+    parser.add_argument("--more", action="store_true", help="also weights, noise, seeds by minibatch and exact sums")
+    parser.add_argument("--sides", nargs="+", default=[], help="only these beside the plain loop, by their names")
     options = parser.parse_args()
     print_machine()
     print(torch.cuda.get_device_name(), flush=True)
@@ -151,7 +178,7 @@ def main() -> None:
     peer = fairscale_adascale(options.fairscale)
     for name in options.models:
         for accumulate in options.accumulate:
-            compare(name, accumulate, peer, options.repeats, options.kept)
+            compare(name, accumulate, peer, options.repeats, options.kept, options.more, options.sides)
 
 
 if __name__ == "__main__":

@@ -273,10 +273,19 @@ def same(one, other):
     )
 
 
+def _parameters_of_both(one, other):
+    """The parameters of two models in pairs; the statistics of BatchNorm are each core's own."""
+    return [(one[name], other[name]) for name, _ in network().named_parameters()]
+
+
 def largest_difference(one, other):
-    """Between the parameters of two models; the statistics of BatchNorm are each core's own."""
-    names = [name for name, _ in network().named_parameters()]
-    return max((one[name].double() - other[name].double()).abs().max().item() for name in names)
+    """Between the parameters of two models."""
+    return max((a.double() - b.double()).abs().max().item() for a, b in _parameters_of_both(one, other))
+
+
+def same_parameters(one, other):
+    """Whether the parameters of two models are equal to the last bit."""
+    return all(torch.equal(a, b) for a, b in _parameters_of_both(one, other))
 
 
 def device_of(backend):

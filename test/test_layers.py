@@ -15,16 +15,17 @@ PACKAGE = Path(variable_batch_size.__file__).parent
 FOR_ALL = {"checks", "files", "version"}
 LAYERS = {
     "rules": set(),
+    "policies": set(),
     "traces": set(),
-    "schedules": {"traces"},
-    "planning": {"rules", "traces", "schedules"},
+    "schedules": {"traces", "policies"},
+    "planning": {"rules", "traces", "policies", "schedules"},
     "cores": set(),
-    "training": {"cores", "rules", "traces", "schedules"},
+    "training": {"cores", "rules", "traces", "policies", "schedules"},
     "runs": {"cores", "traces", "schedules", "training"},
-    "comparison": {"cores", "rules", "traces", "schedules", "planning", "training", "runs"},
-    "command": {"traces", "schedules", "planning", "comparison"},
+    "comparison": {"cores", "rules", "traces", "policies", "schedules", "planning", "training", "runs"},
+    "command": {"traces", "policies", "schedules", "planning", "comparison"},
 }
-WITHOUT_TORCH = {"rules", "traces", "schedules", "planning", "command", *FOR_ALL}
+WITHOUT_TORCH = {"rules", "policies", "traces", "schedules", "planning", "command", *FOR_ALL}
 
 MODULES = sorted(
     path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.stem not in ("__init__", "__main__")

@@ -61,6 +61,17 @@ def train_with_each_trace(dataset: torch.utils.data.TensorDataset, frame: pd.Dat
     train(dataset, model, 64, 1)
     train(dataset, model, np.int64(64), 1)
     train(dataset, model, vbs.linear_ramp(32, 256, num_steps=100, minibatch_size=32), 1)
+
+
+def train_on_a_stream(samples: torch.utils.data.IterableDataset[torch.Tensor], model: nn.Module) -> None:
+    stream = vbs.Stream(samples, trace="trace.csv", minibatch_size=32, on_end="hold", collate_fn=torch.stack)
+    loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=2)
+    inner = optim.SGD(model.parameters(), lr=0.1)
+    optimizer: vbs.CustomOptimizer = vbs.LinearRuleOptimizer(inner, stream, ref_batchsize=128)
+    optimizer = vbs.CustomOptimizer(inner, stream, rule=vbs.RootRule(), ref_batchsize=128)
+    for data in loader:
+        model(data).sum().backward()
+        optimizer.step()
 """
 
 ABOVE_WRONG = """
@@ -78,6 +89,8 @@ WRONG = {
     "vbs.CustomSampler(dataset_size=100, trace=None, minibatch_size=32)": '"trace"',
     "vbs.CustomSampler(dataset_size=100, trace=64)": '"minibatch_size"',
     'vbs.Schedule(vbs.Trace.of(64), dataset_size=100, minibatch_size=32, on_end="halt")': '"on_end"',
+    'vbs.Stream(range(9), trace=64, minibatch_size=32, on_end="halt")': '"on_end"',
+    "vbs.Stream(9, trace=64, minibatch_size=32)": '"Stream"',
     "vbs.LinearRuleOptimizer(inner, sampler)": '"ref_batchsize"',
     "vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=128, log_step=5)": '"log_step"',
     'vbs.RootRuleOptimizer(inner, sampler, ref_batchsize=128, log_steps="5")': '"log_steps"',

@@ -43,6 +43,7 @@ def parse_flags(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--momentum", type=float, default=0.5)
     parser.add_argument("--num_epochs", type=int, default=5)
+    parser.add_argument("--exact", action="store_true", help="the same weights to the last bit on any number of cores")
     parser.add_argument("--target_accuracy", type=float, default=97.0, help="exit with 21 below so many per cent")
     parser.add_argument("--num_cores", type=int, default=8, help="ignored under torchrun, which has started them")
     parser.add_argument("--backend", choices=["xla", "gloo", "nccl", "none"], help="none: this process alone")
@@ -127,11 +128,14 @@ def train(flags: argparse.Namespace, model: nn.Module) -> float:
     train_data, test_data = load_data(flags)
     device = device_of_this_core(flags)
     model = model.to(device)
+    if flags.exact and device.type == "cpu":
+        torch.set_num_threads(1)  # on which the bits depend, and which launchers set differently
 
     sampler = vbs.CustomSampler(train_data, trace=flags.trace, minibatch_size=flags.batch_size)
     loader = DataLoader(train_data, batch_sampler=sampler, num_workers=flags.num_workers)
     inner = torch.optim.SGD(model.parameters(), lr=flags.lr, momentum=flags.momentum)
-    optimizer = OPTIMIZERS[flags.rule](inner, sampler, ref_batchsize=flags.ref_batchsize, model=model)
+    kind = OPTIMIZERS[flags.rule]
+    optimizer = kind(inner, sampler, ref_batchsize=flags.ref_batchsize, model=model, exact=flags.exact)
     # every core tests its part of the test data, each sample once
     part = Subset(test_data, range(sampler.rank, len(test_data), sampler.num_replicas))
     test_loader = DataLoader(part, batch_size=flags.batch_size, drop_last=flags.drop_last)

@@ -16,6 +16,13 @@ def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def check_integer(**values: Any) -> None:
+    """Refuse an argument that is no integer."""
+    for name, value in values.items():
+        if not is_integer(value):
+            raise ValueError(f"`{name}` must be an integer, got {value!r}")
+
+
 def check_positive(**values: Any) -> None:
     """Refuse an argument that is not a positive integer.
 

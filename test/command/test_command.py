@@ -371,3 +371,22 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_show_tells_the_decisions_that_an_executed_trace_was_made_of(run):
+    write("executed.csv", "step,batchsize\n0,64\n1,64\n2,128\n")
+    assert "noise scale" not in run("vbs show executed.csv")[1]
+    assert "there is no decisions.jsonl; vbs plan draws a trace" in run("vbs show executed.csv --plot a.png")[2]
+    start = {"step": 0, "from_step": 0, "batch_size": 64, "cores": 2, "noise_scale": None, "why": "the start"}
+    kept = {**start, "step": 1, "from_step": 1, "why": "goodput +0 %"}
+    grown = {**start, "step": 2, "from_step": 2, "batch_size": 128, "noise_scale": 1234.5, "why": "goodput +9 %"}
+    write("decisions.jsonl", "".join(json.dumps(record) + "\n" for record in (start, kept, grown)))
+    assert run("vbs show executed.csv")[1].endswith(
+        "at step  from step  batch size  cores  noise scale  why\n"
+        "      0          0          64      2            –  the start\n"
+        "      2          2         128      2        1,234  goodput +9 %\n"
+        "(1 decision more changed nothing)\n"
+    )
+    assert run("vbs show executed.csv --plot decided.png")[0] == 0
+    assert Path("decided.png").stat().st_size > 1000
+    assert "a plot must be a file that ends in .png or .svg" in run("vbs show executed.csv --plot decided.txt")[2]

@@ -108,3 +108,18 @@ def test_until_progress_other_rules_make_as_many_updates_as_adascale(tmp_path):
         lrs = [r["lr"] / r["factor"] for r in records(tmp_path, trace, "linear", seed) if "lr" in r]
         assert lrs[0] == pytest.approx(0.02)  # the schedule is stretched over all updates: 1 − 0.9 · fraction
         assert lrs[-1] == pytest.approx(0.02 * (1 - 0.9 * (1 - 1 / int(linear["updates"]))), rel=1e-6)
+
+
+def test_exact_runs_are_the_same_to_the_last_bit_on_two_cores(tmp_path):
+    trace = tmp_path / "jumps.csv"
+    vbs.Trace.from_sequence([8, 24, 16, 40, 8, 8, 64, 16, 32, 24] * 2).write(trace)
+    options = ["--workload", "comparisons:line", "--traces", trace, "--seeds", 1, "--rules", "adascale", "--exact"]
+    found = []
+    for cores in (1, 2):
+        out = tmp_path / f"{cores} cores"
+        vbs_compare(*options, "--cores", cores, "--out", out, "--log-steps", 1)
+        steps = [record for record in records(out, "jumps", "adascale", 0) if "loss" in record]
+        assert all(record["exact"] == 1 for record in steps)
+        found.append([(record["gradient_norm"], record["gain"], record["lr"]) for record in steps])
+    assert found[0] == found[1]
+    assert len(found[0]) == 20

@@ -327,3 +327,11 @@ def test_every_number_of_a_plan_is_what_a_real_run_does(rule, cores, on_end, num
 
     positions = [tuple(position) for position in plan.checkpoints if position.steps_done % every == 0]
     assert positions == ran[0]["positions"]
+
+
+def test_a_plan_of_data_without_a_length_is_refused():
+    schedule = vbs.Schedule(vbs.Trace.of([64]), dataset_size=None, minibatch_size=32)
+    with pytest.raises(
+        ValueError, match=r"^a plan is one of epochs: the schedule must have a `dataset_size`, got None$"
+    ):
+        vbs.Plan.of(schedule)

@@ -63,12 +63,20 @@ def test_the_scenario_has_many_sizes_uneven_shares_and_idle_cores():
     assert sum(0 in share for share in shares) > 20
     assert schedule.num_epochs == scenarios.NUM_EPOCHS
     assert shares[0] == [2, 1, 1, 1, 1, 1, 1, 1]
+    assert any(1 - size / scenarios.REF_BATCHSIZE * (1 - 0.7) < 0 for size in scenarios.SIZES)  # where β is 0
 
 
 @each_run(["sgd", "adamw", "clipped", "momentum rule"])
 def test_weights_are_those_of_plain_pytorch(results_on, plain, backend, cores, name):
     for result in results_on(backend, cores):
         assert largest_difference(result[name]["state"], plain[name]) < 1e-5
+
+
+@each_run(["adam rule"])
+def test_weights_are_those_of_the_library_alone(results_on, backend, cores, name):
+    expected = results_on("alone", 1)[0][name]["state"]
+    for result in results_on(backend, cores):
+        assert largest_difference(result[name]["state"], expected) < 1e-5
 
 
 @each_run(["adascale", "adamscale"])
@@ -150,8 +158,9 @@ def test_a_run_stopped_on_four_cores_goes_on_on_three(results_on, plain_adascale
 
 
 @pytest.mark.xla
-@pytest.mark.parametrize("cores", [1, 8])
-@pytest.mark.parametrize("name", scenarios.RUNS)
+@pytest.mark.parametrize(
+    ("cores", "name"), [(cores, name) for cores in (1, 2, 8) for name in scenarios.names_on("xla", cores)]
+)
 def test_the_number_of_xla_graphs_does_not_grow_with_the_trace(results_on, cores, name):
     logs = [result[name]["log"] for result in results_on("xla", cores)]
     # a core may be ahead of another, in the next run: the first to read the count has read it before that

@@ -97,6 +97,12 @@ def test_only_the_linear_momentum_rule_sums_gradients():
     assert [rule.sums_gradients for rule in rules] == [False, False, False, True]
 
 
+def test_a_step_counts_whole_minibatches_and_is_the_first_unless_said():
+    step = Step(batch_size=96, minibatch_size=32, ref_batchsize=128)
+    assert (step.num_minibatches, type(step.num_minibatches)) == (3, int)
+    assert (step.scale, step.steps_done) == (0.75, 0)
+
+
 def test_a_rule_without_a_factor_is_no_rule():
     with pytest.raises(TypeError, match="abstract class Rule"):
         Rule()
@@ -119,7 +125,7 @@ def test_a_rule_of_ones_own_needs_only_a_factor():
     step = Step(batch_size=512, minibatch_size=32, ref_batchsize=128)
     assert settings_of(CappedRule(3.0), {"lr": 0.5, "eps": 1e-8}, step) == {"lr": 1.5}
     assert settings_of(CappedRule(8.0), {"lr": 0.5, "eps": 1e-8}, step) == {"lr": 2.0}
-    assert CappedRule(8.0).sums_gradients is False
+    assert (CappedRule.sums_gradients, CappedRule.preconditions, CappedRule.needs) == (False, False, ())
 
 
 def test_a_rule_of_ones_own_may_change_other_settings():

@@ -272,7 +272,7 @@ def test_what_is_not_accepted_is_refused_as_ever(tmp_path):
         (
             {"batch_size"},
             "`accept` must be one of 'trace', 'on_end', 'dataset_size', 'minibatch_size', 'seed', 'shuffle', 'rule', "
-            "'ref_batchsize', got 'batch_size'",
+            "'ref_batchsize', 'exact', 'seed_minibatches', got 'batch_size'",
         ),
         ({"optimizer"}, "`accept` must be one of .*, got 'optimizer'"),
         ("trace", "`accept` must be a set of names, got the text 'trace'"),

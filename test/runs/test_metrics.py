@@ -59,3 +59,50 @@ def test_values_are_checked():
         metrics.add(lost=1)
     with pytest.raises(ValueError, match=r"'loss' must be one number, got a tensor of the shape \(2,\)"):
         metrics.add(loss=torch.ones(2))
+
+
+def test_sums_go_on_from_where_they_were_read():
+    metrics, other = (vbs.Metrics("loss", "seen", device="cpu") for _ in range(2))
+    metrics.add(loss=torch.tensor(0.5), seen=2**40 + 1)
+    other.add(seen=7)
+    other.restore(metrics.read())
+    other.add(seen=1)
+    assert other.read() == {"loss": 0.5, "seen": 2**40 + 2}
+    with pytest.raises(ValueError, match="the sums must be of loss, seen, got seen"):
+        other.restore({"seen": 1.0})
+
+
+def trained(directory, *, stop_after=None, metrics=True):
+    """An epoch of eight steps whose samples are counted; the sums, or None if it stopped."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    sampler = vbs.CustomSampler(dataset_size=64, trace=8, minibatch_size=8)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=8)
+    sums = vbs.Metrics("loss", "seen", device="cpu")
+    options = {"metrics": [sums] if metrics else []}
+    checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=1, **options)
+    inputs = torch.randn(64, 3)
+    for _ in checkpoint.epochs(1):
+        for indices in sampler:
+            loss = model(inputs[indices]).square().mean()
+            loss.backward()
+            optimizer.step()
+            sums.add(loss=loss, seen=len(indices))
+            checkpoint.step()
+            if optimizer.steps_done == stop_after:
+                return None
+    return sums.read()
+
+
+def test_sums_of_an_epoch_survive_a_stop_in_its_middle(tmp_path):
+    whole = trained(tmp_path / "whole")
+    trained(tmp_path / "stopped", stop_after=3)
+    found = trained(tmp_path / "stopped")
+    assert found["seen"] == whole["seen"] == 64
+    assert found["loss"] == pytest.approx(whole["loss"], rel=1e-12)
+
+
+def test_a_run_with_other_metrics_is_another_run(tmp_path):
+    trained(tmp_path, stop_after=3)
+    with pytest.raises(ValueError, match="was saved by another run: metrics were 1 and are 0"):
+        trained(tmp_path, metrics=False)

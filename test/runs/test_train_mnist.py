@@ -11,6 +11,7 @@ import pytest
 import variable_train_mnist
 
 import variable_batch_size as vbs
+from variable_batch_size.runs import storage
 
 SCRIPT = Path(__file__).parents[1] / "variable_train_mnist.py"
 NO_DATA = ["--datadir", "there/is/nothing/here"]
@@ -88,3 +89,20 @@ def test_the_flags_are_those_that_people_know():
     }
     assert expected.items() <= flags.items()
     assert {"datadir", "num_workers", "log_steps", "download"} <= flags.keys()
+
+
+def weights_of(directory, *flags):
+    """The bytes of the weights after a run, as its last checkpoint has them."""
+    code, output = run(*BRIEFLY, "--exact", "--rule", "adascale", "--checkpoint_dir", directory, *flags)
+    assert code == 0, output
+    state = storage.load(storage.checkpoints(directory)[-1])
+    assert state["run"]["exact"]
+    assert "exact True" in (directory / "executed.csv").read_text().splitlines()[0]
+    return {name: value.numpy().tobytes() for name, value in state["model"].items()}
+
+
+def test_exact_runs_have_the_same_weights_to_the_last_bit_in_one_process_and_on_two_cores(tmp_path):
+    alone = weights_of(tmp_path / "alone", "--backend", "none", "--logdir", tmp_path)
+    assert weights_of(tmp_path / "gloo", "--backend", "gloo", "--num_cores", 2, "--num_workers", 1) == alone
+    record = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
+    assert record["exact"] == 1

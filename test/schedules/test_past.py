@@ -47,7 +47,8 @@ def test_behind_another_past_the_next_step_is_the_next_row(rows, others, on_end,
         return
     schedule = second.after(past)
     assert epochs_of(schedule, epoch) == epochs_of(first, epoch)
-    assert schedule.steps(epoch)[:step] == first.steps(epoch)[:step] or past.num_rows == len(others)
+    # where the other trace ends just there, the epoch may have no step left
+    assert past.num_rows == len(others) or schedule.steps(epoch)[:step] == first.steps(epoch)[:step]
     assert [schedule.batch_size(row) for row in range(past.num_rows)] == rows[: past.num_rows]
     for row in range(past.num_rows, past.num_rows + 5):
         if on_end == "hold" or row < len(others):

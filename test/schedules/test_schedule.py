@@ -1,6 +1,6 @@
 import re
 from collections import Counter
-from itertools import chain, cycle, repeat
+from itertools import chain, cycle, product, repeat
 
 import numpy as np
 import pytest
@@ -271,10 +271,10 @@ def test_in_lockstep_all_cores_run_as_many_rounds_and_the_rest_are_stand_ins():
     assert starts == [[0, 4, 5, 7, 11], [1, 0, 6, 8, 12], [2, 1, 5, 9, 13], [3, 2, 6, 10, 14]]
 
 
-def test_a_schedule_in_lockstep_has_the_same_steps_and_leaves_the_other_as_it_was():
-    schedule = Schedule(Trace.of([5, 2, 8]), dataset_size=9, minibatch_size=1, num_replicas=4)
-    together = schedule.in_lockstep()
-    assert (schedule.lockstep, together.lockstep) == (False, True)
+def test_a_schedule_in_lockstep_has_the_same_steps_also_when_a_run_goes_on():
+    how = {"dataset_size": 9, "minibatch_size": 1, "num_replicas": 4}
+    schedule = Schedule(Trace.of([5, 2, 8]), **how)
+    together = Schedule(Trace.of([5, 2, 8]), lockstep=True, **how)
     assert [together.steps(epoch) for epoch in range(2)] == [schedule.steps(epoch) for epoch in range(2)]
     assert [schedule.num_rounds(0, rank) for rank in range(4)] == [2, 1, 1, 1]
     assert together.after(together.past(0, 1)).lockstep
@@ -298,11 +298,45 @@ def test_minibatches_start_where_it_is_written_here():
     assert np.concatenate(list(schedule.offsets(0, 1, at_once=2, first_step=1))).tolist() == [96, 160]
 
 
+# ----------------------------------------------------------------------------------------------------- without a length
+
+
+def test_data_without_a_length_are_one_epoch_with_all_steps_of_the_trace():
+    schedule = Schedule(Trace.of([64, 96, 32] * 2000), dataset_size=None, minibatch_size=32, num_replicas=2)
+    assert schedule.steps(0) == range(6000)
+    assert (schedule.num_epochs, schedule.is_endless, schedule.dataset_size) == (1, False, None)
+    assert schedule.num_yielded(0, 1) == 2000 * (1 + 1 + 1)
+    assert schedule.samples_before(6000) == 192 * 2000
+
+
+@pytest.mark.parametrize(("on_end", "size"), [("hold", 32), ("cycle", 96)])
+def test_data_without_a_length_go_on_forever_if_the_trace_does(on_end, size):
+    schedule = Schedule(Trace.of([64, 96, 32]), dataset_size=None, minibatch_size=32, on_end=on_end)
+    assert (schedule.num_epochs, schedule.is_endless) == (1, True)
+    assert 10**15 < len(schedule.steps(0)) < 2**63
+    assert schedule.batch_size(schedule.steps(0)[10**15 + 3]) == size
+    first, second = (schedule.num_yielded(0, 0, step) for step in (10**15, 10**15 + 3))
+    assert first - second == {"hold": 3, "cycle": 6}[on_end]
+
+
+def test_data_without_a_length_have_no_second_epoch():
+    schedule = Schedule(Trace.of(64), dataset_size=None, minibatch_size=32)
+    message = "data without a `dataset_size` are one epoch, got epoch 1 (counting from 0)"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        schedule.steps(1)
+
+
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("name", ["dataset_size", "minibatch_size", "num_replicas"])
-@pytest.mark.parametrize("value", [0, -32, 32.0, True, "32", None, float("nan")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *product(["dataset_size", "minibatch_size", "num_replicas"], [0, -32, 32.0, True, "32", float("nan")]),
+        ("minibatch_size", None),
+        ("num_replicas", None),
+    ],
+)
 def test_a_count_that_is_no_positive_integer_is_refused(name, value):
     counts = {"dataset_size": 1000, "minibatch_size": 32, "num_replicas": 1, name: value}
     with pytest.raises(ValueError, match=rf"^`{name}` must be a positive integer, got {re.escape(repr(value))}$"):

@@ -152,6 +152,10 @@ class OfTwo(Communicator):
 
     def __init__(self, *, is_one_program=False):
         self.is_one_program = is_one_program
+        self.num_flushes = 0
+
+    def flush(self):
+        self.num_flushes += 1
 
     def sum(self, tensors):
         raise AssertionError("buffers are each core's own")
@@ -181,14 +185,16 @@ def test_a_stand_in_is_undone_and_a_minibatch_that_counts_is_not(is_one_program)
 @pytest.mark.parametrize("is_one_program", [False, True])
 def test_a_stand_in_is_undone_to_what_the_user_has_put_into_the_buffers(is_one_program):
     model = Statistics()
-    buffers = Buffers(model, OfTwo(is_one_program=is_one_program))
+    core = OfTwo(is_one_program=is_one_program)
+    buffers = Buffers(model, core)
     buffers.save(is_idle=True)
     with torch.no_grad():
         model.mean.fill_(5.0)
-        model.count.fill_(3.0)
-    model(torch.randn(4, 2))
+    for _ in range(2):
+        model(torch.randn(4, 2))
     buffers.settle(is_taken_back=True)
-    assert (model.mean.tolist(), model.count.item()) == ([5.0, 5.0], 3)
+    assert (model.mean.tolist(), model.count.item()) == ([5.0, 5.0], 0)
+    assert core.num_flushes == 1  # before the model runs, so that its program is that of every minibatch
 
 
 @pytest.mark.parametrize("is_one_program", [False, True])

@@ -16,6 +16,7 @@ import variable_batch_size as vbs
 from variable_batch_size.cores.distributed import Distributed
 
 RULES = ("linear", "linear_momentum", "adascale", "adamscale")
+WEIGHTED = ("linear weighted", "adascale weighted", "linear measured")
 TRACE = [4 * n for n in (4, 1, 3, 6, 2, 5, 1, 4)]  # on two cores: even, uneven and idle
 NUM_WARM = 3  # updates after which everything that stays has been made
 
@@ -82,10 +83,17 @@ def count(rule, trace=TRACE, model=None, clip_grad_norm=1.0):
     """What every call of step() did."""
     model = model or network()
     num_parameters = sum(p.numel() for p in model.parameters())
+    rule, *way = rule.split()
     inner = torch.optim.AdamW(model.parameters()) if rule == "adamscale" else torch.optim.SGD(model.parameters(), 0.1)
     sampler = vbs.CustomSampler(dataset_size=1000, trace=trace, minibatch_size=4)
     optimizer = vbs.CustomOptimizer(
-        inner, sampler, rule=vbs.make_rule(rule), ref_batchsize=8, model=model, clip_grad_norm=clip_grad_norm
+        inner,
+        sampler,
+        rule=vbs.make_rule(rule),
+        ref_batchsize=8,
+        model=model,
+        clip_grad_norm=clip_grad_norm,
+        measure_noise="measured" in way,
     )
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -110,7 +118,7 @@ def count(rule, trace=TRACE, model=None, clip_grad_norm=1.0):
             model(torch.randn(4, 6)).square().mean().backward()
             before, num_collectives = optimizer.steps_done, 0
             with CountReads() as reads, CountAllocations(num_parameters) as allocations:
-                optimizer.step()
+                optimizer.step(weight=3 if "weighted" in way else None)
             ends_step = optimizer.steps_done > before
             is_looked_at = ends_step and optimizer.steps_done in (NUM_WARM, len(trace))
             calls.append(
@@ -129,7 +137,7 @@ def count(rule, trace=TRACE, model=None, clip_grad_norm=1.0):
 
 
 def count_all():
-    return {rule: count(rule) for rule in RULES}
+    return {rule: count(rule) for rule in (*RULES, *WEIGHTED)}
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +148,7 @@ def calls_on():
 
 
 on_cores = pytest.mark.parametrize("cores", [1, 2])
-for_rules = pytest.mark.parametrize("rule", RULES)
+for_rules = pytest.mark.parametrize("rule", (*RULES, *WEIGHTED))
 
 
 @on_cores
@@ -154,13 +162,19 @@ def test_one_collective_ends_a_step_and_there_is_no_other(calls_on, cores, rule)
 @on_cores
 @for_rules
 def test_rules_that_measure_read_from_the_device_once_a_step_and_others_never(calls_on, cores, rule):
-    reads = int("scale" in rule)
+    # with weights on a CPU, which knows it at once, a step on several cores looks whether it weighs nothing
+    knows_at_once = int("weighted" in rule and cores > 1)
+    reads = int("scale" in rule or "measured" in rule) + knows_at_once
     for calls in calls_on(cores, rule):
+        # in the first step cores see that all of them have weights, or none
+        num_first = next(number for number, call in enumerate(calls, start=1) if call.ends_step)
+        assert sum(call.num_reads for call in calls[:num_first]) == reads + (cores > 1)
+        calls = calls[num_first:]
         assert {call.num_reads for call in calls if call.ends_step and not call.is_idle} <= {reads}
         # an idle core learns from the others which parameters have a gradient
         assert {call.num_reads for call in calls if call.is_idle} <= {reads + 1}
         assert {call.num_reads for call in calls if not call.ends_step} <= {0}
-    assert any(call.num_reads for call in calls_on(cores, rule)[0]) == bool(reads)
+        assert any(call.num_reads for call in calls if not call.is_idle) == bool(reads)
 
 
 @on_cores

@@ -35,6 +35,7 @@ def test_groups_are_bounded_and_smoothed_each_by_itself():
     assert factors.move(step(2), 2) == [2, 20]
     assert [factors.preview(step(4), group) for group in (0, 1)] == [3, 22.5]
     assert factors.move(step(4), 2) == [3, 22.5]
+    assert [factors.preview(step(4), group) for group in (0, 1)] == [4, 25]
     assert factors.move(step(4), 2) == [4, 25]
     assert factors.progress == pytest.approx(0.2 + 0.3 + 0.4)
 
@@ -64,3 +65,11 @@ def test_where_no_jump_of_all_was_saved_progress_goes_by_that_of_the_first_group
     factors.load_state_dict({"rule": {"progress": 5.0}, "transitions": jumps})
     assert factors.move(step(4), 2) == [3, 30]
     assert factors.progress == pytest.approx(5.0 + 0.3)
+
+
+def test_the_jump_of_all_is_its_own_where_it_was_saved():
+    factors = Factors(OfGroups(), smooth_steps=3, max_factor=None)
+    of_group, of_all = ({"factor": factor, "batch_size": 4, "steps_left": 2} for factor in (2.0, 1.0))
+    factors.load_state_dict({"progress": 5.0, "transitions": [of_group], "transition_of_all": of_all})
+    assert factors.move(step(4), 1) == [3]
+    assert factors.progress == pytest.approx(5.0 + 0.25)

@@ -215,14 +215,14 @@ def test_the_only_minibatch_of_a_step_is_not_measured_by_itself():
         p.grad = torch.full_like(p, 3.0)
     gradients.take(Mean(1), is_last=True)
     gradients.reduce(Mean(1), is_idle=False)
-    assert gradients.measured() == measured(Norms(0.0, 18.0))
+    assert gradients.measured() == measured(Norms(18.0, 18.0))
 
 
 def test_what_was_never_measured_is_zero():
     parameters, gradients = make(FlatGradients, Alone(), num_groups=2)
     take_all(parameters, gradients, [[3, 4]])
-    gradients.reduce(Mean(1), is_idle=False)
-    assert gradients.measured() == measured(Norms(0.0, 9.0), Norms(0.0, 16.0))
+    gradients.reduce(TWO, is_idle=False)
+    assert gradients.measured() == measured(Norms(0.0, 9 / 4), Norms(0.0, 16 / 4))
 
 
 def test_gradients_are_divided_before_they_are_measured_and_those_without_a_divisor_do_not_count():

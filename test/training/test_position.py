@@ -1,6 +1,8 @@
 """Position: a core's way through its steps, minibatch by minibatch."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from variable_batch_size import Schedule, Trace
 from variable_batch_size.training.position import Position
@@ -113,3 +115,50 @@ def test_more_minibatches_than_the_epoch_has_are_refused_in_words():
     )
     with pytest.raises(RuntimeError, match=message):
         position.advance()
+
+
+def test_a_position_says_where_it_is_and_of_how_many_steps_if_they_end():
+    position = position_of(0, trace=(32, 32), dataset_size=None)
+    position.advance()
+    assert str(position) == "epoch 0, step 1/2"
+    endless = Position(Schedule(Trace.of(32), dataset_size=None, minibatch_size=32), 0)
+    endless.advance()
+    assert str(endless) == "epoch 0, step 1"
+    assert endless.num_epoch_steps is None
+
+
+@given(
+    counts=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    num_replicas=st.integers(1, 6),
+    capacity=st.integers(9, 30),
+    data=st.data(),
+)
+def test_the_next_minibatch_has_the_number_that_counting_gives_it(counts, num_replicas, capacity, data):
+    trace = [32 * count for count in counts]
+    schedule = Schedule(Trace.of(trace), dataset_size=32 * capacity, minibatch_size=32, num_replicas=num_replicas)
+    epoch = data.draw(st.integers(0, schedule.num_epochs - 1))
+    of_steps = [counts[step] for step in schedule.steps(epoch)]
+    first_step = data.draw(st.integers(0, len(of_steps)))
+    rank = data.draw(st.integers(0, num_replicas - 1))
+    expected = []
+    for number, count in enumerate(of_steps[first_step:], start=first_step):
+        before = sum(of_steps[:number])
+        expected += [before + place for place in range(rank, count, num_replicas)] or [before + rank % count]
+    position = Position(schedule, rank)
+    position.set_epoch(epoch, first_step)
+    found = []
+    for _ in expected:
+        found.append(position.next_minibatch)
+        assert position.next_minibatch == found[-1]
+        position.advance()
+    assert found == expected
+    assert position.next_minibatch == sum(of_steps)  # behind the last, what an evaluation may draw from
+    offsets = schedule.offsets(epoch, rank, at_once=5, first_step=first_step)
+    assert found == [int(offset) // 32 for part in offsets for offset in part]
+
+
+def test_another_schedule_begins_at_its_start():
+    position = position_of(0, trace=(64, 96), num_replicas=1)
+    position.advance()
+    position.take(Schedule(Trace.of([32, 64]), dataset_size=1000, minibatch_size=32))
+    assert (position.step, position.batch_size, position.next_minibatch) == (0, 32, 0)

@@ -5,7 +5,7 @@ import torch
 from threaded_cores import run_on
 
 from variable_batch_size.cores.communicator import Alone
-from variable_batch_size.training.sameness import begin_alike, refuse_different
+from variable_batch_size.training.sameness import Comparison, begin_alike
 
 CPU = torch.device("cpu")
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 def messages(*facts_of_cores):
     def run(core):
         with pytest.raises(ValueError) as raised:
-            refuse_different(facts_of_cores[core.rank], core, CPU)
+            Comparison(facts_of_cores[core.rank], core, CPU).refuse_different()
         return str(raised.value)
 
     return run_on(len(facts_of_cores), run)
@@ -45,7 +45,7 @@ def test_what_is_written_alike_is_the_same_only_if_it_is_of_one_kind(one, other)
 
 def test_cores_that_are_set_up_alike_begin():
     facts = {"seed": 3, "settings": "x" * 500, "clip": None}
-    assert run_on(3, lambda core: refuse_different(facts, core, CPU)) == [None] * 3
+    assert run_on(3, lambda core: Comparison(facts, core, CPU).refuse_different()) == [None] * 3
 
 
 def test_differences_that_add_up_to_nothing_are_seen():
@@ -57,7 +57,7 @@ def test_differences_that_add_up_to_nothing_are_seen():
 def test_all_tensors_are_those_of_core_0(is_one_program):
     def run(core):
         first, second = torch.full((2,), core.rank + 1.0), torch.tensor(core.rank == 0)
-        begin_alike({"seed": 1}, [first, second, first], core)
+        begin_alike({"seed": 1}, [first, second, first], core)()
         return first.tolist(), second.item()
 
     assert run_on(2, run, is_one_program=is_one_program) == [([1.0, 1.0], True)] * 2
@@ -69,12 +69,12 @@ def test_cores_that_differ_do_not_begin(is_one_program):
         with pytest.raises(
             ValueError, match=r"^all cores must be set up alike, but they differ in seed: 0 on core 0, 1"
         ):
-            begin_alike({"seed": core.rank}, [torch.zeros(1)], core)
+            begin_alike({"seed": core.rank}, [torch.zeros(1)], core)()
 
     run_on(2, run, is_one_program=is_one_program)
 
 
 def test_a_core_alone_is_like_itself():
     tensor = torch.ones(1)
-    begin_alike({"seed": 1}, [tensor], Alone())
+    begin_alike({"seed": 1}, [tensor], Alone())()
     assert tensor.item() == 1

@@ -55,7 +55,7 @@ def test_it_is_described_by_all_that_its_samples_and_state_depend_on():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"sampler": [0]}, r"^`sampler` must be a CustomSampler, got list$"),
+        ({"sampler": [0]}, r"^`sampler` must be a CustomSampler or a Stream, got list$"),
         ({"rule": "linear"}, r"^`rule` must be a Rule, got 'linear'$"),
         ({"rule": vbs.AdamRule()}, r"^`inner` must be Adam or of its kind, with betas and eps, got SGD$"),
         ({"ref_batchsize": 0}, r"^`ref_batchsize` must be a positive integer, got 0$"),

@@ -106,19 +106,20 @@ def test_parameters_with_another_past_are_a_group_of_their_own_within_a_step():
     assert (group["params"], group["lr"], group["betas"]) == ([old, new], 0.25, (0.75, 0.875))
 
 
-def test_what_the_optimizer_writes_into_a_group_stays_there_also_where_it_is_split_for_a_step():
-    old, new = parameters(2)
-    inner = torch.optim.Adam([old, new], lr=0.25)
+def test_what_the_optimizer_writes_into_groups_stays_there_also_where_they_are_split_for_a_step():
+    old, new, other_old, other_new = parameters(4)
+    inner = torch.optim.Adam([{"params": [old, new]}, {"params": [other_old, other_new], "lr": 0.5}], lr=0.25)
     settings = Settings(inner, Alone())
     for gradient in (None, torch.ones_like(new), torch.ones_like(new)):
-        new.grad = gradient
-        with settings.of_step(vbs.AdamRule(), STEP, [2.0]):
-            assert len(inner.param_groups) == (1 if gradient is None else 2)
+        new.grad = other_new.grad = gradient
+        whole, split = [[old, new], [other_old, other_new]], [[old], [new], [other_old], [other_new]]
+        with settings.of_step(vbs.AdamRule(), STEP, [2.0, 2.0]):
+            assert [group["params"] for group in inner.param_groups] == (whole if gradient is None else split)
             for group in inner.param_groups:
                 group["count"] = group.get("count", 0) + 1
                 group["lr"] = 7.0  # which is the step's
-    (group,) = inner.param_groups
-    assert (group["count"], group["lr"], group["params"]) == (3, 0.25, [old, new])
+    assert [group["params"] for group in inner.param_groups] == whole
+    assert [(group["count"], group["lr"]) for group in inner.param_groups] == [(3, 0.25), (3, 0.5)]
 
 
 # --------------------------------------------------------------------------------------------------------------- biases

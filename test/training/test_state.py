@@ -168,7 +168,7 @@ def test_hooks_of_a_step_get_the_optimizer_and_no_arguments():
 
 def test_a_closure_is_refused_in_words():
     _, optimizer = make()
-    message = r"^`closure` must be None: run the backward pass, then call step\(\)$"
+    message = r"^`closure` must be None: run the backward pass, then call step\(\) or step\(weight=…\)$"
     with pytest.raises(ValueError, match=message):
         optimizer.step(lambda: 0.0)
 

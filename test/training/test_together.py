@@ -1,6 +1,7 @@
 """Several optimizers for one model, wrapped as one."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import variable_batch_size as vbs
 
 TRACE = [8, 32, 16, 8, 64, 24]
 MINIBATCH = 8
+SAME = vbs.AdaScaleRule()
 
 
 def data():
@@ -151,6 +153,38 @@ def test_a_run_that_is_saved_goes_on_bit_for_bit(rules):
     assert torch.equal(weights_of(whole), weights_of(second))
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_goes_on_by_itself(copied):
+    model = network()
+    optimizer = make(model, sgd_and_adam(model), [vbs.LinearRule(), vbs.AdamRule()])
+    train(model, optimizer, num_steps=2)
+    other = copied(optimizer)
+    assert [group["lr"] for group in other.param_groups] == [0.1, 0.02]
+    (parameter,) = other.inner.optimizers[1].param_groups[0]["params"][:1]
+    before, ours = parameter.detach().clone(), weights_of(model).clone()
+    parameter.grad = torch.ones_like(parameter)
+    other.inner.step()
+    assert not torch.equal(parameter, before)
+    assert torch.equal(weights_of(model), ours)
+
+
+def test_the_noise_is_that_of_the_rule_that_measures_it_or_of_all_parameters_if_asked_for():
+    model = network()
+    optimizer = make(model, sgd_and_adam(model), [vbs.RootRule(), vbs.AdaScaleRule()])
+    train(model, optimizer)
+    assert optimizer.noise == optimizer.rule.rules[1].noise()
+    assert optimizer.report()["noise_scale"] == optimizer.noise_scale
+    alone = network()
+    groups = [{"params": part} for part in parts_of(alone)]
+    one = make(alone, torch.optim.SGD(groups, lr=0.0), vbs.AdaScaleRule())
+    train(alone, one, num_steps=2)
+    again = network()
+    at_rest = [torch.optim.SGD(part, lr=0.0) for part in parts_of(again)]
+    both = make(again, at_rest, vbs.LinearRule(), measure_noise=True)
+    train(again, both, num_steps=2)
+    assert both.noise == one.noise
+
+
 def test_schedulers_see_the_groups_of_all():
     model = network()
     optimizer = make(model, sgd_and_adam(model), vbs.ConstantRule())
@@ -180,6 +214,7 @@ def test_a_group_that_is_added_belongs_to_the_last_one():
             [vbs.LinearRule(), vbs.LinearMomentumRule()],
             r"^`rule` must be rules of which all or none sum gradients, got",
         ),
+        ([SAME, SAME], r"^`rule` must be a rule of its own for each optimizer, got one AdaScaleRule twice$"),
         ([vbs.LinearRule(), "root"], r"^`rule` must be a Rule, got 'root'$"),
     ],
 )

@@ -20,6 +20,7 @@ from variable_batch_size.command.report import print_verdicts
 from variable_batch_size.comparison.experiment import (
     FAILED,
     MEASURING_RULES,
+    POLICY,
     REFERENCE,
     RULES,
     UNTIL,
@@ -27,6 +28,8 @@ from variable_batch_size.comparison.experiment import (
     default_traces,
 )
 from variable_batch_size.comparison.results import Results
+from variable_batch_size.policies.registry import parse_policy
+from variable_batch_size.policies.situation import Situation
 from variable_batch_size.schedules.batch_sizes import ON_END, OnEnd
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Trace
@@ -46,7 +49,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"some of {', '.join(RULES)}, with commas and no blanks between them; legw:5000 and adam:half-life give a "
         f"rule its setting (default: {_DEFAULT_RULES})",
     )
-    parser.add_argument("--traces", nargs="+", metavar="FILE", help="trace files (default: a ramp and a spot market)")
+    parser.add_argument(
+        "--traces",
+        nargs="+",
+        metavar="FILE",
+        help=f"trace files, or policies such as {POLICY}autoscale:max_batch_size=1024 (default: a ramp and a spot "
+        "market)",
+    )
     parser.add_argument(
         "--seeds", type=positive, default=3, metavar="N", help="how many runs of each rule on each trace (default: 3)"
     )
@@ -93,6 +102,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--threads", type=positive, default=1, metavar="N", help="CPU threads of each core (default: 1)"
     )
     parser.add_argument(
+        "--exact", action="store_true", help="runs with the same weights to the last bit on any number of cores"
+    )
+    parser.add_argument(
         "--tests", type=positive, default=20, metavar="N", help="tests of the model in a run (default: 20)"
     )
     parser.add_argument(
@@ -114,11 +126,18 @@ def run(options: argparse.Namespace) -> None:
     minibatch_size = options.minibatch_size or workload.minibatch_size
     on_end: OnEnd = options.on_end or ("cycle" if options.until == "progress" else "stop")
     num_samples = options.samples or workload.num_samples
-    traces = _read_traces(options.traces) if options.traces else default_traces(ref_batchsize, num_samples, train_size)
-    for trace in [Trace.constant(ref_batchsize), *traces.values()]:
+    traces: dict[str, Trace | str] = (
+        _read_traces(options.traces, 16 * ref_batchsize)
+        if options.traces
+        else {**default_traces(ref_batchsize, num_samples, train_size)}
+    )
+    files = {name: trace for name, trace in traces.items() if isinstance(trace, Trace)}
+    for trace in [Trace.constant(ref_batchsize), *files.values()]:
         Schedule(trace, dataset_size=train_size, minibatch_size=minibatch_size)  # refuses what does not fit
+    for policy in [trace for trace in traces.values() if isinstance(trace, str)]:
+        _refuse_policy(policy, options.cores, minibatch_size, ref_batchsize, train_size)
     if on_end == "stop":
-        num_samples = _num_samples(traces, num_samples, is_asked_for=options.samples is not None)
+        num_samples = _num_samples(files, num_samples, is_asked_for=options.samples is not None)
     settings = Settings(
         workload=options.workload,
         source=source_of(options.workload),
@@ -139,6 +158,7 @@ def run(options: argparse.Namespace) -> None:
         on_end=on_end,
         num_tests=options.tests,
         log_steps=options.log_steps,
+        exact=options.exact,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interruption, too: workers must not be left behind
     try:
@@ -194,15 +214,29 @@ def _rules(text: str, until: str, on_end: str | None) -> list[str]:
     return rules
 
 
-def _read_traces(paths: Sequence[str]) -> dict[str, Trace]:
-    """The traces by the names of their files."""
-    traces: dict[str, Trace] = {}
-    for path in paths:
-        name = Path(path).stem
+def _read_traces(texts: Sequence[str], largest: int) -> dict[str, Trace | str]:
+    """The traces by the names of their files, and policies by what they were asked for as."""
+    traces: dict[str, Trace | str] = {}
+    for text in texts:
+        name = text if text.startswith(POLICY) else Path(text).stem
         if name in traces or name == REFERENCE:
-            raise ValueError(f"each trace needs a name of its own, other than {REFERENCE!r}, got {name!r} in {path}")
-        traces[name] = Trace.read(path)
+            raise ValueError(f"each trace needs a name of its own, other than {REFERENCE!r}, got {name!r} in {text}")
+        traces[name] = _with_largest(text, largest) if text.startswith(POLICY) else Trace.read(text)
     return traces
+
+
+def _with_largest(text: str, largest: int) -> str:
+    """A policy with a largest batch size, as that of the traces that are there by default, if it has none."""
+    if "max_batch_size=" in text or text.removeprefix(POLICY).isdecimal():
+        return text
+    return f"{text}{',' if ':' in text.removeprefix(POLICY) else ':'}max_batch_size={largest}"
+
+
+def _refuse_policy(text: str, cores: int, minibatch_size: int, ref_batchsize: int, dataset_size: int) -> None:
+    """Say at once what every run with a policy would fail by."""
+    policy = parse_policy(text.removeprefix(POLICY))
+    capacity = dataset_size // minibatch_size * minibatch_size
+    policy.answer(Situation(cores=cores, minibatch_size=minibatch_size, ref_batchsize=ref_batchsize, capacity=capacity))
 
 
 def _num_samples(traces: Mapping[str, Trace], num_samples: int, *, is_asked_for: bool) -> int:

@@ -18,6 +18,10 @@ COMMANDS = {
     "convert": "make a trace of recorded devices, or stages of a trace",
     "compare": "train with several learning-rate rules on several traces, and make a page of what came out",
     "report": "make that page anew, of results that are there",
+    "profile": "measure how long minibatches take on some numbers of cores",
+    "fit": "fit a model to such a profile, for numbers of cores that were not measured",
+    "cbs": "look for the largest batch size that costs nothing, with short branches of a run",
+    "simulate": "say what policies would make of cores that come and go, before they are rented",
 }
 """What each command does. The file of that name beside this has its ``add_options(parser)`` and ``run(options)``."""
 

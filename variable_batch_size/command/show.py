@@ -1,15 +1,24 @@
-"""``vbs show``: draws a trace in the terminal."""
+"""``vbs show``: draws a trace in the terminal, with the decisions that it was made of."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 
 from variable_batch_size.command.options import add_width, print_text, print_trace
+from variable_batch_size.planning.decisions_picture import plot_decisions
+from variable_batch_size.planning.reports import decisions_report
 from variable_batch_size.traces.trace import Trace
+
+DECISIONS = "decisions.jsonl"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", help="a trace file")
+    parser.add_argument(
+        "trace", metavar="TRACE", help=f"a trace file; beside an executed.csv of a policy, {DECISIONS} is shown too"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="also draw both, as a .png or .svg file (needs matplotlib)")
     add_width(parser)
 
 
@@ -18,3 +27,11 @@ def run(options: argparse.Namespace) -> None:
     if trace.comment:
         print_text(trace.comment)
     print_trace(trace, options.width)
+    decisions = Path(options.trace).with_name(DECISIONS)
+    if options.plot is not None and not decisions.exists():
+        raise ValueError(f"--plot draws the decisions of a policy, and there is no {decisions}; vbs plan draws a trace")
+    if decisions.exists():
+        records = [json.loads(line) for line in decisions.read_text(encoding="utf-8").splitlines()]
+        print_text(decisions_report(records))
+        if options.plot is not None:
+            plot_decisions(trace, records, options.plot)

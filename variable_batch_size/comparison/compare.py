@@ -34,7 +34,7 @@ from variable_batch_size.traces.trace import Trace
 def compare(
     settings: Settings,
     *,
-    traces: Mapping[str, Trace],
+    traces: Mapping[str, Trace | str],
     rules: Sequence[str],
     num_seeds: int,
     directory: Path,
@@ -49,7 +49,7 @@ def compare(
 
     Args:
         settings: that all runs have in common.
-        traces: by name.
+        traces: by name; of a policy, the text that it is parsed of.
         rules: their names.
         num_seeds: seeds from 0 on.
         directory: for the results.

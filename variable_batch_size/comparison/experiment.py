@@ -16,6 +16,9 @@ from variable_batch_size.traces.trace import Trace
 REFERENCE = "reference"
 """The name of the yardstick's trace: always the reference batch size."""
 
+POLICY = "policy:"
+"""What the name of a trace begins with that a policy decides."""
+
 UNTIL = ("samples", "progress")
 
 DONE, DIVERGED, FAILED = "done", "diverged", "failed"
@@ -50,6 +53,7 @@ class Settings:
         on_end: what follows the last row of a trace.
         num_tests: how often the model is tested within `num_samples`.
         log_steps: steps from one record to the next; about 500 records for each run if None.
+        exact: whether the weights are the same to the last bit on any number of cores.
     """
 
     workload: str
@@ -71,6 +75,7 @@ class Settings:
     on_end: OnEnd
     num_tests: int
     log_steps: int | None
+    exact: bool = False
 
     @property
     def progress_goal(self) -> int:

@@ -9,8 +9,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from variable_batch_size.comparison.experiment import REFERENCE, Outcome, Run, Settings
+from variable_batch_size.comparison.experiment import POLICY, REFERENCE, Outcome, Run, Settings
 from variable_batch_size.files import write, write_text
+from variable_batch_size.policies.policy import Policy
+from variable_batch_size.policies.registry import parse_policy
 from variable_batch_size.traces.trace import Trace
 
 
@@ -37,6 +39,12 @@ class Results:
     def trace_file(self, name: str) -> Path:
         return self.directory / "traces" / f"{name}.csv"
 
+    def trace(self, name: str) -> Path | Policy:
+        """What a run is given as its trace: a file, or a new policy."""
+        if not name.startswith(POLICY):
+            return self.trace_file(name)
+        return parse_policy(self.read_experiment()["traces"][name].removeprefix(POLICY))
+
     def run_directory(self, run: Run) -> Path:
         return self.directory / "runs" / run.trace / run.rule / f"seed-{run.seed}"
 
@@ -48,26 +56,32 @@ class Results:
 
     def settings(self) -> Settings:
         found = self.read_experiment()["settings"]
-        return Settings(**{field.name: found[field.name] for field in fields(Settings)})
+        known = {field.name for field in fields(Settings)}  # an older version may not have noted all
+        return Settings(**{name: value for name, value in found.items() if name in known})
 
     def write_experiment(
-        self, settings: Settings, origin: Mapping[str, Any], traces: Mapping[str, Trace], runs: Iterable[Run]
+        self, settings: Settings, origin: Mapping[str, Any], traces: Mapping[str, Trace | str], runs: Iterable[Run]
     ) -> None:
         """Set down settings, traces and planned runs beside those that are there; refuse what does not go with them.
 
         Args:
             settings: of all runs.
             origin: what else is needed to reproduce them: the command, versions, the commit.
-            traces: by name.
+            traces: by name; of policies, with their settings.
             runs: that are planned.
         """
         old: dict[str, Any] = {"traces": {}, "origins": [], "runs": []}
         if self.experiment_file.exists():
             self._refuse_other_settings(settings)
             old = self.read_experiment()
-        hashes = {name: trace_hash(trace) for name, trace in traces.items()}
+        hashes = {name: trace if isinstance(trace, str) else trace_hash(trace) for name, trace in traces.items()}
         for name, trace in traces.items():
-            self._write_trace(name, trace)
+            if not isinstance(trace, str):
+                self._write_trace(name, trace)
+            elif old["traces"].get(name, trace) != trace:
+                raise ValueError(
+                    f"{self.directory} holds results of {old['traces'][name]} as {name}: choose another --out"
+                )
         planned = sorted({*self._planned(old), *runs}, key=_order)
         experiment = {
             "settings": asdict(settings),

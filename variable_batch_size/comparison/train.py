@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from variable_batch_size.comparison.results import Results
 from variable_batch_size.comparison.workload import Workload, load_workload
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.launch import launch
+from variable_batch_size.policies.policy import Policy
 from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.runs.log import Log
 from variable_batch_size.runs.metrics import Metrics
 from variable_batch_size.runs.sinks import JsonLines, TensorBoard
+from variable_batch_size.schedules.live import LiveSchedule
 from variable_batch_size.traces.trace import Trace
 from variable_batch_size.training.buffers import share_buffers
 from variable_batch_size.training.optimizer import CustomOptimizer
@@ -61,24 +64,29 @@ def _train_on_this_core(
     settings: Settings, run: Run, directory: Path, datadir: str | None, updates: int | None
 ) -> Outcome:
     torch.set_num_threads(settings.threads)
-    device = _device(settings.device)
+    device = device_of(settings.device)
     with _one_at_a_time:  # virtual XLA cores are threads and share the random generators
         _seed(run.seed)  # a workload may draw its data
         workload = load_workload(settings.workload, datadir)
         _seed(run.seed)
         model = workload.model().to(device)
+    trace = Trace.constant(settings.ref_batchsize) if run.trace == REFERENCE else Results(directory).trace(run.trace)
     sampler = CustomSampler(
         workload.train,  # type: ignore[arg-type]
-        trace=Trace.constant(settings.ref_batchsize)
-        if run.trace == REFERENCE
-        else Results(directory).trace_file(run.trace),
+        trace=trace,
         minibatch_size=settings.minibatch_size,
         seed=run.seed,
         on_end=settings.on_end,
     )
     inner = inner_optimizer(workload, model, settings.lr)
     optimizer = CustomOptimizer(
-        inner, sampler, rule=make_rule(run.rule), ref_batchsize=settings.ref_batchsize, model=model
+        inner,
+        sampler,
+        rule=make_rule(run.rule),
+        ref_batchsize=settings.ref_batchsize,
+        model=model,
+        exact=settings.exact,
+        measure_noise=isinstance(trace, Policy) and trace.needs_noise,
     )
     training = _Training(settings, workload, model, optimizer, _goal(settings, run, updates))
     return training.run(Results(directory).run_directory(run))
@@ -90,6 +98,20 @@ def inner_optimizer(workload: Workload, model: torch.nn.Module, lr: float | None
     for group in inner.param_groups:
         group["lr"] = group["lr"] if lr is None else lr
     return inner
+
+
+def minibatches_of(workload: Workload, optimizer: CustomOptimizer, device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """The minibatches of all epochs, one after the other."""
+    sampler, dataset = optimizer.sampler, workload.train
+    assert isinstance(sampler, CustomSampler)
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        # tensors are cut at once, which is much faster than sample by sample
+        pairs = (dataset[indices] for indices in sampler) if type(dataset) is TensorDataset else loader
+        for inputs, targets in pairs:
+            yield inputs.to(device), targets.to(device)
 
 
 def refuse_impossible(workload: Workload, device: str, rules: Sequence[str]) -> None:
@@ -114,7 +136,8 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device of a kind that this core runs on."""
     return xla.device() if name == "xla" else torch.device(name)
 
 
@@ -158,8 +181,11 @@ class _Training:
             JsonLines(directory / "steps.jsonl"),
             TensorBoard(directory / "tensorboard"),
         ]
-        with Log(optimizer, every=self._log_steps(), to=sinks) as log:
-            for inputs, targets in self._minibatches():
+        decisions = JsonLines(directory / "decisions.jsonl")
+        if optimizer.sampler.rank == 0:
+            optimizer.call_when_decided(decisions)
+        with Log(optimizer, every=self._log_steps(), to=sinks) as log, closing(decisions):
+            for inputs, targets in minibatches_of(self._workload, optimizer, self._device):
                 loss = self._workload.loss(self._model(inputs), targets)
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
@@ -177,21 +203,17 @@ class _Training:
                 if optimizer.progress == progress_at_test or not all(map(math.isfinite, self._tests[-1])):
                     return self._outcome(DIVERGED, time.monotonic() - started_at)
                 if self._fraction >= 1:
+                    self._write_decided(directory)
                     return self._outcome(DONE, time.monotonic() - started_at)
                 progress_at_test = optimizer.progress
         raise AssertionError("minibatches never end")
 
-    def _minibatches(self) -> Iterator[tuple[Any, Any]]:
-        """The minibatches of all epochs, one after the other."""
-        sampler, dataset = self._optimizer.sampler, self._workload.train
-        loader = DataLoader(dataset, batch_sampler=sampler)
-        for epoch in itertools.count():
-            sampler.set_epoch(epoch)
-            self._optimizer.set_epoch(epoch)
-            # tensors are cut at once, which is much faster than sample by sample
-            pairs = (dataset[indices] for indices in sampler) if type(dataset) is TensorDataset else loader
-            for inputs, targets in pairs:
-                yield inputs.to(self._device), targets.to(self._device)
+    def _write_decided(self, directory: Path) -> None:
+        """The trace that a policy has made of the run."""
+        schedule = self._optimizer.sampler.schedule
+        if isinstance(schedule, LiveSchedule) and self._optimizer.sampler.rank == 0:
+            executed = schedule.trace[: self._optimizer.steps_done]
+            executed.write(directory / "executed.csv", comment=schedule.description)
 
     def _set_lr(self) -> None:
         if self._workload.schedule is not None:

@@ -17,7 +17,7 @@ from variable_batch_size.schedules.schedule import Schedule
 SUFFIXES = (".png", ".svg")
 
 # the colours of Okabe and Ito, which any colour vision can tell apart; dashes tell apart lines that coincide
-_STYLES: list[dict[str, Any]] = [
+STYLES: list[dict[str, Any]] = [
     {"color": "#000000", "linestyle": "-"},
     {"color": "#D55E00", "linestyle": (0, (6, 2))},
     {"color": "#0072B2", "linestyle": (0, (2, 1.5))},
@@ -119,7 +119,7 @@ def _curves(plan: Plan, schedule: Schedule, edges: list[int]) -> dict[str, dict[
 
 def _draw(panel: Any, positions: list[int], curves: dict[str, Curve]) -> None:
     for number, (name, curve) in enumerate(curves.items()):
-        style = _STYLES[number % len(_STYLES)]
+        style = STYLES[number % len(STYLES)]
         least, mean, most = np.append(curve, curve[:, -1:], axis=1)  # a step is drawn to the beginning of the next
         panel.plot(positions, mean, drawstyle="steps-post", label=name, linewidth=1.5, **style)
         if (least < most).any():

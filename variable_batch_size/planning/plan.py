@@ -118,6 +118,8 @@ class Plan:
             checkpoint_every: list the position every N steps.
             tokens_per_sample: count tokens, too: so many of each sample.
         """
+        if schedule.dataset_size is None:
+            raise ValueError("a plan is one of epochs: the schedule must have a `dataset_size`, got None")
         if num_epochs is None:
             num_epochs = schedule.num_epochs
             if num_epochs is None:

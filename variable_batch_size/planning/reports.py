@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -58,6 +58,30 @@ def conversion_report(conversion: Conversion) -> str:
             f"left at end    {_number(conversion.seconds_left)} s, less than a step",
         ]
     )
+
+
+def decisions_report(records: Sequence[Mapping[str, Any]]) -> str:
+    """The decisions of a policy that changed the batch size or came on other cores, one in a line.
+
+    >>> start = {"step": 0, "from_step": 0, "batch_size": 64, "cores": 2, "noise_scale": None, "why": "the start"}
+    >>> print(decisions_report([start, {**start, "step": 20, "why": "kept"}]))
+    at step  from step  batch size  cores  noise scale  why
+          0          0          64      2            –  the start
+    (1 decision more changed nothing)
+    """
+    changes = [
+        record
+        for before, record in zip([None, *records], records, strict=False)
+        if before is None or any(before[name] != record[name] for name in ("batch_size", "cores"))
+    ]
+    lines = ["at step  from step  batch size  cores  noise scale  why"]
+    for record in changes:
+        noise = "–" if record["noise_scale"] is None else f"{record['noise_scale']:,.4g}"
+        counts = f"{record['step']:7,}  {record['from_step']:9,}  {record['batch_size']:10,}  {record['cores']:5,}"
+        lines.append(f"{counts}  {noise:>11}  {record['why']}".rstrip())
+    if len(changes) < len(records):
+        lines.append(f"({_counted(len(records) - len(changes), 'decision')} more changed nothing)")
+    return "\n".join(lines)
 
 
 def plan_report(plan: Plan) -> str:

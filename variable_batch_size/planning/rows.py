@@ -109,6 +109,7 @@ def _planned_size(schedule: Schedule, size: int, num_steps: int, factors: dict[s
 
 def planned_epoch(schedule: Schedule, epoch: int) -> PlannedEpoch:
     """What a schedule does in an epoch."""
+    assert schedule.dataset_size is not None
     steps = schedule.steps(epoch)
     num_samples = schedule.samples_before(steps.stop) - schedule.samples_before(steps.start)
     is_last = schedule.on_end == "stop" and steps.stop == len(schedule.trace)

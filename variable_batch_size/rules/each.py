@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+from variable_batch_size.rules.adascale import NoiseRule
+from variable_batch_size.rules.noise_meter import NoiseMeter
 from variable_batch_size.rules.rule import Norms, Rule, Step
 
 
@@ -26,6 +28,10 @@ class RuleOfEach(Rule):
     def __init__(self, rules: Sequence[Rule], *, num_groups: Sequence[int]) -> None:
         if len(rules) != len(num_groups):
             raise ValueError(f"`rule` must be one, or one for each of {len(num_groups)} optimizers, got {len(rules)}")
+        if len(set(rules)) < len(rules):
+            raise ValueError(
+                f"`rule` must be a rule of its own for each optimizer, got one {type(rules[0]).__name__} twice"
+            )
         for trait, words in (("sums_gradients", "sum gradients"), ("preconditions", "measure divided gradients")):
             if len({getattr(rule, trait) for rule in rules}) > 1:
                 names = " and ".join(type(rule).__name__ for rule in rules)
@@ -35,6 +41,11 @@ class RuleOfEach(Rule):
         self.sums_gradients = rules[0].sums_gradients
         self.preconditions = rules[0].preconditions
         self.measures_noise = any(rule.measures_noise for rule in rules)
+
+    @property
+    def meter(self) -> NoiseMeter | None:
+        """That of the first rule that has one, which sees the parameters of its optimizer."""
+        return next((rule.meter for rule in self.rules if isinstance(rule, NoiseRule)), None)
 
     def of_group(self, group: int) -> tuple[Rule, int]:
         for rule, count in zip(self.rules, self._num_groups, strict=True):

@@ -42,6 +42,8 @@ class Agreement:
     """
 
     def __init__(self, communicator: Communicator, device: torch.device, *, every_seconds: float | None) -> None:
+        if every_seconds is not None and not every_seconds > 0:
+            raise ValueError(f"`every_seconds` must be positive, got {every_seconds!r}")
         self.every_seconds = every_seconds
         self._communicator = communicator
         self._device = device

@@ -14,11 +14,13 @@ import torch
 from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.cores import loader_workers, stopping
 from variable_batch_size.cores.running import everyone_for
-from variable_batch_size.runs import fork, randomness, spread_state, storage
+from variable_batch_size.runs import fork, randomness, storage
 from variable_batch_size.runs.agreement import Agreement
 from variable_batch_size.runs.executed import Executed
+from variable_batch_size.runs.metrics import Metrics
 from variable_batch_size.runs.saving import Format, Saving, check_format
 from variable_batch_size.runs.scheduler_state import Stateful, load_state, state_of
+from variable_batch_size.runs.sinks import ClosedAfterEach, JsonLines
 from variable_batch_size.training.description import differences
 from variable_batch_size.training.optimizer import STATE_KEY, CustomOptimizer
 
@@ -39,7 +41,7 @@ class Checkpoint:
     generators. It is written by core 0 and read by all: machines share the directory. The model's buffers are those of
     core 0. The same run on the same cores goes on to the last bit, with three exceptions: what loader workers draw
     themselves starts anew; virtual XLA cores share the host's generators; and on another number or kind of cores only
-    the generators that were there before go on, so that dropout differs.
+    the generators that were there before go on, so that dropout differs unless minibatches are seeded.
 
     **SIGTERM**, which announces the end of a spot machine, saves at the end of a step, within about a second, and ends
     the process with :data:`EXIT_STOPPED`.
@@ -50,6 +52,7 @@ class Checkpoint:
         optimizer: what trains it; its sampler has the schedule.
         schedulers: schedulers of torch, or anything else with ``state_dict`` and ``load_state_dict``, alike on all
             cores.
+        metrics: sums over all cores, such as of an epoch that was stopped in the middle.
         every_steps: save every N steps.
         every_seconds: save when that much time has passed since the latest save, by the clock of core 0.
         keep: how many of the latest checkpoints stay.
@@ -68,6 +71,7 @@ class Checkpoint:
         model: torch.nn.Module,
         optimizer: CustomOptimizer,
         schedulers: Sequence[Stateful] = (),
+        metrics: Sequence[Metrics] = (),
         every_steps: int | None = None,
         every_seconds: float | None = None,
         keep: int = 2,
@@ -79,19 +83,17 @@ class Checkpoint:
             raise ValueError(f"`optimizer` must be a CustomOptimizer, got {type(optimizer).__name__}")
         if every_steps is not None:
             check_positive(every_steps=every_steps)
-        if every_seconds is not None and not every_seconds > 0:
-            raise ValueError(f"`every_seconds` must be positive, got {every_seconds!r}")
         check_positive(keep=keep)
         check_format(format, asynchronous=asynchronous)
         self._accept = fork.check_accept(accept)
         loader_workers.shield_loader_workers()
         self.directory = None if directory is None else Path(directory)
         self.every_steps = every_steps
-        self.keep = keep
         self._model = model
         self._optimizer = optimizer
         self._sampler = optimizer.sampler
         self._schedulers = list(schedulers)
+        self._metrics = list(metrics)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._device: torch.device = parameters[0].device
         self._communicator = everyone_for(parameters, self._sampler.process_group)
@@ -110,6 +112,8 @@ class Checkpoint:
             how: dict[str, Any] = {"keep": keep, "format": format, "asynchronous": asynchronous}
             self._saving = Saving(self.directory, model, optimizer, self._communicator, **how)
             self._take_up(self.directory)
+            if self._communicator.rank == 0:
+                optimizer.call_when_decided(ClosedAfterEach(JsonLines(self.directory / "decisions.jsonl")))
         self._agreement.note_saved()
         self._steps_seen = optimizer.steps_done
 
@@ -168,8 +172,12 @@ class Checkpoint:
             )
         random = self._agreement.rows_of_all_cores(randomness.capture(self._device))
         epoch_step = self._optimizer.epoch_step if self._is_inside else self._first_step
+        sums = [metrics.read() for metrics in self._metrics]
         rows = [*self._steps_of_epochs, epoch_step]
-        self._saving.save({**self._state(epoch_step), "random": random}, when_done=lambda: self._executed.extend(rows))
+        self._saving.save(
+            {**self._state(epoch_step), "random": random, "metrics": sums},
+            when_done=lambda: self._executed.extend(rows),
+        )
         self._agreement.note_saved()
 
     def wait(self) -> None:
@@ -190,16 +198,15 @@ class Checkpoint:
         self._is_inside = True
 
     def _restore_random(self) -> None:
-        """Once, after a checkpoint was loaded."""
+        """As a checkpoint has them that was loaded, until the epoch ends."""
         if self._random is not None:
             randomness.restore(self._random, self._device)
-            self._random = None
 
     def _end_epoch(self) -> None:
         if self._optimizer.is_accumulating:
             self._optimizer.set_epoch(self._epoch, self._optimizer.epoch_step)  # discards what there is of a step
         self._steps_of_epochs.append(self._optimizer.epoch_step)
-        self._epoch, self._first_step, self._is_inside = self._epoch + 1, 0, False
+        self._epoch, self._first_step, self._is_inside, self._random = self._epoch + 1, 0, False, None
 
     def _stop(self) -> None:
         """End this process, once that all cores have come here: what there is to save has been saved."""
@@ -252,22 +259,14 @@ class Checkpoint:
     def _restore(self, state: dict[str, Any], path: Path) -> None:
         """Take over a state that was checked, and say in what the run is another now."""
         place = fork.place_of(state, self._sampler.schedule, self._identity)
-        state = self._saving.complete(path, state)
-        try:
-            spread_state.load_model(self._model, state["model"])
-        except RuntimeError as error:
-            raise ValueError(f"{path} does not fit the model: {error}") from error
         own = state["optimizer"][STATE_KEY]
         if state["run"]["rule"] != self._identity["rule"]:
             own = {**own, "rule": self._optimizer.rule.state_dict()}
-        self._optimizer.go_on_with(place.schedule)
-        spread = spread_state.split_optimizer_state(self._optimizer.inner, state["optimizer"])
-        self._optimizer.load_state_dict({**spread, STATE_KEY: own})
-        for optimizer in (self._optimizer, self._optimizer.inner):
-            # else torch would warn of a scheduler that comes before the optimizer, where an epoch has no steps left
-            optimizer._opt_called = self._optimizer.steps_done > 0  # type: ignore[attr-defined]
+        self._saving.load(path, state, own=own, schedule=place.schedule)
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             load_state(scheduler, saved)
+        for metrics, sums in zip(self._metrics, state.get("metrics", ()), strict=True):
+            metrics.restore(sums)
         self._epoch, self._first_step, self._steps_of_epochs = place.epoch, place.first_step, place.steps_of_epochs
         self._changes = [(steps, text) for steps, text in state.get("changes", [])]
         self._note_changes(state, path)
@@ -292,6 +291,8 @@ class Checkpoint:
         different = fork.refused(state["run"], self._identity, self._accept)
         if len(state["schedulers"]) != len(self._schedulers):
             different.append(f"schedulers were {len(state['schedulers'])} and are {len(self._schedulers)}")
+        if len(state.get("metrics", ())) != len(self._metrics):
+            different.append(f"metrics were {len(state.get('metrics', ()))} and are {len(self._metrics)}")
         if different:
             raise ValueError(f"{path} was saved by another run: {'; '.join(different)}")
         fork.refuse_other_sums(state, self._identity, sums_gradients=self._optimizer.rule.sums_gradients)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from variable_batch_size.schedules.schedule import Schedule
+from variable_batch_size.schedules.layout import Layout
 from variable_batch_size.traces.trace_file import COLUMNS
 
 _HEADER = f"{','.join(COLUMNS)}\n"
@@ -25,11 +25,11 @@ class Executed:
         changes: after how many steps the run became another, and in what; comments, too.
     """
 
-    def __init__(self, path: Path, schedule: Schedule, *, origin: str, changes: Sequence[tuple[int, str]] = ()) -> None:
+    def __init__(self, path: Path, schedule: Layout, *, origin: str, changes: Sequence[tuple[int, str]] = ()) -> None:
         self.path = path
         self._schedule = schedule
         self._changes = changes
-        self._top = f"# executed from {schedule.trace.name}: {origin}\n{_HEADER}"
+        self._top = f"# executed from {schedule.name}: {origin}\n{_HEADER}"
         self._num_rows = 0
         self._num_bytes = 0
 
@@ -70,9 +70,9 @@ class Executed:
         first = next((e for e in reversed(range(epoch)) if steps_of_epochs[e]), 0)
         for before in range(first, epoch):
             number, whole = steps_of_epochs[before], len(self._schedule.steps(before))
-            if number < whole:
-                left = f"epoch {before} was left after {number} of its {whole} steps"
-                yield f"# {left}: replayed, the epochs begin elsewhere\n"
+            if self._schedule.was_left(before, number):
+                of_its = f" of its {whole}" if number < whole else ""
+                yield f"# epoch {before} was left after {number}{of_its} steps: replayed, the epochs begin elsewhere\n"
 
     def _append(self, text: str) -> None:
         content = text.encode()

@@ -8,11 +8,22 @@ from typing import Any, NamedTuple
 import torch
 
 from variable_batch_size.checks import check_one_of
+from variable_batch_size.schedules.layout import Layout
 from variable_batch_size.schedules.past import Past
-from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.training.description import differences
 
-MAY_CHANGE = ("trace", "on_end", "dataset_size", "minibatch_size", "seed", "shuffle", "rule", "ref_batchsize")
+MAY_CHANGE = (
+    "trace",
+    "on_end",
+    "dataset_size",
+    "minibatch_size",
+    "seed",
+    "shuffle",
+    "rule",
+    "ref_batchsize",
+    "exact",
+    "seed_minibatches",
+)
 """What ``accept`` may name. With another inner optimizer the state means something else: that is a new run."""
 
 _CHANGE_THE_SCHEDULE = ("trace", "on_end", "dataset_size", "minibatch_size")
@@ -28,7 +39,7 @@ class Place(NamedTuple):
         steps_of_epochs: how many steps of each epoch before this one were made.
     """
 
-    schedule: Schedule
+    schedule: Layout
     epoch: int
     first_step: int
     steps_of_epochs: list[int]
@@ -55,7 +66,7 @@ def past_state(past: Past) -> dict[str, Any]:
     return {"sizes": sizes, "counts": counts, "starts": list(past.starts), "has_ended": past.has_ended}
 
 
-def place_of(state: Mapping[str, Any], schedule: Schedule, now: Mapping[str, object]) -> Place:
+def place_of(state: Mapping[str, Any], schedule: Layout, now: Mapping[str, object]) -> Place:
     """Where a run stands in a schedule, which need not be the one that it was saved with.
 
     An epoch that ended because its trace did goes on, if the trace now does.

@@ -35,7 +35,11 @@ class Log:
     - ``loss``, ``samples_per_second`` and ``idle_share`` over all steps since the record before, or since the start:
       the mean of the minibatches' losses on all cores without stand-ins, and without those of a step that was left
       unfinished; by the clock, whatever else was done in that time; and the share of cores × steps without work;
-    - ``gain`` and ``noise_scale`` with AdaScale; ``graphs``, the programs compiled so far, on XLA.
+    - ``weight``, where minibatches have weights: the sum so far in the run, as the tokens seen. The losses given to
+      :meth:`step` are then sums, and ``loss`` is their sum over that of the weights;
+    - ``seconds_accumulating`` and ``seconds_updating`` with a policy;
+    - ``gain`` and ``noise_scale`` where the noise is measured; ``graphs``, the programs compiled so far, on XLA;
+      ``exact``, which is 1, in exact mode.
 
     The loss stays on the device until a record is due. Then all cores sum it, and it is read: the one wait.
 
@@ -55,7 +59,7 @@ class Log:
         self._communicator = communicator_for(parameters, optimizer.sampler.process_group)
         self._is_first = everyone_for(parameters, optimizer.sampler.process_group).rank == 0
         self._device = parameters[0].device
-        self._steps_seen = optimizer.steps_done
+        self._steps_seen = optimizer.steps_made
         # made on the host, as what is made on an XLA device is a program of its own; and several, as is one used twice
         self._zeros = [torch.zeros(()).to(self._device) for _ in range(_LOSSES_AT_ONCE + 1)]
         self._losses_of_step: list[torch.Tensor] = []  # of this core's minibatches since the latest complete step
@@ -66,27 +70,28 @@ class Log:
         self._num_steps: int
         self._num_idle: int
         self._started_at: float
+        self._weight_seen = optimizer.minibatch_weights.since
         self._restart()
         optimizer.keep_gradient_norm(every=every)
 
     def step(self, loss: torch.Tensor) -> None:
-        """Take in the loss of a minibatch, a mean over its samples; call it after every ``optimizer.step()``."""
-        if loss.dim():
-            raise ValueError(f"`loss` must be the mean over a minibatch, got the shape {tuple(loss.shape)}")
+        """Take in a minibatch's loss, as ``backward()`` was called on it; call it after every ``optimizer.step()``."""
         optimizer = self._optimizer
+        if loss.dim():
+            kind = "sum" if optimizer.minibatch_weights.is_weighted else "mean"
+            raise ValueError(f"`loss` must be the {kind} over a minibatch, got the shape {tuple(loss.shape)}")
         if not optimizer.is_idle:
             self._losses_of_step.append(loss.detach())
-        # the second, for a checkpoint that was loaded since has changed the number of steps and completed none
-        if optimizer.steps_done == self._steps_seen or optimizer.is_accumulating:
+        if optimizer.steps_made == self._steps_seen:
             return
-        self._steps_seen = optimizer.steps_done
+        self._steps_seen = optimizer.steps_made
         self._count_step()
         if optimizer.steps_done % self.every == 0:
             self._write_step()
 
     def write(self, **values: float) -> None:
         """Give the sinks a record of your own, such as a test accuracy, with the position of the run."""
-        self._send({**self._position(), **values})
+        self._send({**self._position(self._optimizer.weight_done), **values})
 
     def close(self) -> None:
         """Close the sinks that can be closed."""
@@ -137,12 +142,11 @@ class Log:
         norm_there = torch.tensor(math.nan) if optimizer.gradient_norm is None else optimizer.gradient_norm
         # the norm is the same on all cores: summed beside the loss, it travels with it
         self._add_losses()
-        both = torch.stack([self._loss, norm_there.float().to(self._device)])
-        loss, norm = self._communicator.total(both).tolist()
+        loss, norm, weight = self._read(torch.stack([self._loss, norm_there.float().to(self._device)]))
         seconds = time.monotonic() - self._started_at
         record = {
-            **self._position(),
-            "loss": loss * self._schedule.minibatch_size / self._num_samples,
+            **self._position(optimizer.minibatch_weights.before + weight),
+            "loss": self._mean_loss(loss, weight),
             "batch_size": optimizer.batch_size,
             "lr": optimizer.current_lr(),
             "factor": optimizer.factor(),
@@ -151,19 +155,37 @@ class Log:
             "idle_share": self._num_idle / (cores * self._num_steps),
         }
         record |= optimizer.report()
+        optimizer.note_loss(record["loss"])
         if self._device.type == "xla":
             record["graphs"] = xla.num_programs()
+        if optimizer.exact:
+            record["exact"] = 1
         self._send(record)
         self._restart()
 
-    def _position(self) -> Record:
+    def _read(self, numbers: torch.Tensor) -> list[float]:
+        """The sums of numbers over all cores, and behind them the weight since the start, by one wait."""
+        weights = self._optimizer.minibatch_weights
+        if weights.unread is None:
+            return [*self._communicator.total(numbers).tolist(), weights.known]
+        *sums, unread = self._communicator.total(torch.cat([numbers.to(weights.unread), weights.unread])).tolist()
+        return [*sums, weights.known + unread / self._schedule.num_replicas]
+
+    def _mean_loss(self, loss: float, weight: float) -> float:
+        if not self._optimizer.minibatch_weights.is_weighted:
+            return loss * self._schedule.minibatch_size / self._num_samples
+        added, self._weight_seen = weight - self._weight_seen, weight
+        return loss / added if added else math.nan
+
+    def _position(self, weight: float) -> Record:
         optimizer = self._optimizer
-        return {
+        position = {
             "epoch": optimizer.epoch,
             "step": optimizer.steps_done,
             "samples": optimizer.samples_done,
             "progress": optimizer.progress,
         }
+        return {**position, "weight": weight} if optimizer.minibatch_weights.is_weighted else position
 
     def _send(self, record: Record) -> None:
         if self._is_first:

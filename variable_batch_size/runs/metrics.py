@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -65,3 +66,11 @@ class Metrics:
         own = torch.cat(list(self._sums.values())) + host
         total = self._communicator.total(own.to(self._device_for_sums))
         return dict(zip(self._names, total.tolist(), strict=True))
+
+    def restore(self, sums: Mapping[str, float]) -> None:
+        """Go on from sums that :meth:`read` gave, on any number of cores. Every core must call it."""
+        if set(sums) != set(self._names):
+            raise ValueError(f"the sums must be of {', '.join(self._names)}, got {', '.join(sums)}")
+        self.reset()
+        if self._communicator.rank == 0:
+            self._host_sums = {name: float(sums[name]) for name in self._names}

@@ -1,4 +1,4 @@
-"""Saving: writes the checkpoints of a run, in one file each or in parts."""
+"""Saving: writes the checkpoints of a run, in one file each or in parts, and takes them up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from variable_batch_size.checks import check_one_of
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.runs import sharded_files, spread_state, storage
-from variable_batch_size.training.optimizer import CustomOptimizer
+from variable_batch_size.schedules.layout import Layout
+from variable_batch_size.training.optimizer import STATE_KEY, CustomOptimizer
 
 Format = Literal["file", "sharded"]
 FORMATS: tuple[Format, ...] = ("file", "sharded")
@@ -83,6 +84,24 @@ class Saving:
         if self._sharded is not None:
             self._sharded.wait()
 
-    def complete(self, path: Path, state: dict[str, Any]) -> dict[str, Any]:
-        """What was read of a checkpoint, with its parts; every core must call it."""
-        return sharded_files.filled(path, state, self._model, self._optimizer)
+    def load(self, path: Path, state: dict[str, Any], *, own: dict[str, Any], schedule: Layout) -> None:
+        """Give what was read of a checkpoint to the model and the optimizer; every core must call it.
+
+        Args:
+            path: of the checkpoint, which may be a directory with more of it.
+            state: what was read.
+            own: the part of the optimizer's state that is not the inner one's.
+            schedule: with which the run goes on.
+        """
+        state = sharded_files.filled(path, state, self._model, self._optimizer)
+        try:
+            spread_state.load_model(self._model, state["model"])
+        except RuntimeError as error:
+            raise ValueError(f"{path} does not fit the model: {error}") from error
+        optimizer = self._optimizer
+        optimizer.go_on_with(schedule)
+        spread = spread_state.split_optimizer_state(optimizer.inner, state["optimizer"])
+        optimizer.load_state_dict({**spread, STATE_KEY: own})
+        for one in (optimizer, optimizer.inner):
+            # else torch would warn of a scheduler that comes before the optimizer, where an epoch has no steps left
+            one._opt_called = optimizer.steps_done > 0  # type: ignore[attr-defined]

@@ -25,12 +25,15 @@ class JsonLines:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._has_begun = False
         self._file: IO[str] | None = None
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._drop_what_is_done_again(record)
+            if not self._has_begun:
+                self._drop_what_is_done_again(record)
+                self._has_begun = True
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(json.dumps({name: _finite_or_none(value) for name, value in record.items()}) + "\n")
         self._file.flush()
@@ -47,6 +50,17 @@ class JsonLines:
         temporary = self.path.with_name(self.path.name + ".tmp")
         temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         os.replace(temporary, self.path)
+
+
+class ClosedAfterEach:
+    """A sink whose file is closed after each record, for the few of a run that nobody ends."""
+
+    def __init__(self, sink: JsonLines) -> None:
+        self._sink = sink
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        self._sink(record)
+        self._sink.close()
 
 
 def _stays(line: str, first: Mapping[str, Any]) -> bool:

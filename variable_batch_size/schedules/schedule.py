@@ -1,15 +1,18 @@
-"""Schedule: which steps make up an epoch, and which minibatches of a step go to which core."""
+"""Schedule: a trace that is known before the run, laid out over epochs and cores."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator
+from typing import final
 
 import numpy as np
 
-from variable_batch_size.checks import check_not_negative, check_positive
+from variable_batch_size.checks import check_not_negative
 from variable_batch_size.schedules.batch_sizes import BatchSizes, Integers, OnEnd, counted
+from variable_batch_size.schedules.layout import Layout
 from variable_batch_size.schedules.past import Past
 from variable_batch_size.traces.trace import Trace
 
@@ -17,7 +20,8 @@ _STEPS_AT_ONCE = 4096
 _ROWS_PER_SEARCH = 512
 
 
-class Schedule:
+@final
+class Schedule(Layout):
     """A trace laid out over epochs of a data set and over cores.
 
     An epoch takes steps while their batch sizes still fit into its capacity, `dataset_size` rounded down to whole
@@ -26,7 +30,8 @@ class Schedule:
 
     Args:
         trace: the batch size of every step; a multiple of `minibatch_size`, at most the capacity of an epoch.
-        dataset_size: samples in the data set.
+        dataset_size: samples in the data set; None for data without a length, which are one epoch with room for all
+            steps.
         minibatch_size: samples that one core runs at once.
         num_replicas: cores that share the work.
         on_end: what follows the last row of the trace: ``"stop"`` ends the last epoch there, ``"hold"`` repeats the
@@ -47,23 +52,18 @@ class Schedule:
         self,
         trace: Trace,
         *,
-        dataset_size: int,
+        dataset_size: int | None,
         minibatch_size: int,
         num_replicas: int = 1,
         on_end: OnEnd = "stop",
         lockstep: bool = False,
     ) -> None:
-        check_positive(dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas)
-        if dataset_size < minibatch_size:
-            raise ValueError(f"`dataset_size` must be at least one minibatch of {minibatch_size}, got {dataset_size}")
+        super().__init__(
+            dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas, lockstep=lockstep
+        )
         self._sizes = BatchSizes(trace, on_end)
-        self.trace = trace
-        self.dataset_size = int(dataset_size)
-        self.minibatch_size = int(minibatch_size)
-        self.num_replicas = int(num_replicas)
+        self._trace = trace
         self.on_end = self._sizes.on_end
-        self.lockstep = lockstep
-        self.capacity = self.dataset_size // self.minibatch_size * self.minibatch_size
         self._sizes.refuse_first(
             lambda sizes: sizes % minibatch_size != 0, f"a multiple of {minibatch_size} (the minibatch size)"
         )
@@ -74,11 +74,29 @@ class Schedule:
         self._starts = [0]  # first step of each epoch found so far
         self._epoch_of_row: dict[int, int] = {0: 0}  # which of them starts at a row, to find the period of a cycle
 
+    @property
+    def trace(self) -> Trace:
+        """The trace."""
+        return self._trace
+
+    @property
+    def name(self) -> str:
+        return self._trace.name
+
+    @property
+    def description(self) -> str:
+        sizes = self._trace.sizes
+        if self._trace.is_endless:
+            return f"always {sizes[0]}"
+        return f"{len(sizes)} steps, sha256 {hashlib.sha256(sizes.astype('<i8').tobytes()).hexdigest()[:16]}"
+
     # ------------------------------------------------------------------------------------------------------- epochs
 
     def steps(self, epoch: int) -> range:
         """The steps of an epoch."""
         check_not_negative(epoch=epoch)
+        if self.dataset_size is None and epoch:
+            raise ValueError(f"data without a `dataset_size` are one epoch, got epoch {epoch} (counting from 0)")
         start = self._start(epoch)
         stop = self._start(epoch + 1)
         if start == stop:
@@ -92,6 +110,8 @@ class Schedule:
     @property
     def num_epochs(self) -> int | None:
         """How many epochs the trace holds, the last one perhaps in part; None if it goes on forever."""
+        if self.dataset_size is None:
+            return 1
         if self.on_end != "stop":
             return None
         while self._starts[-1] < len(self.trace):
@@ -132,12 +152,6 @@ class Schedule:
         """The samples used by all steps before this one."""
         return self._sizes.samples_before(step)
 
-    def in_lockstep(self) -> Schedule:
-        """This schedule with cores in lockstep; the samples of each step are the same."""
-        schedule = copy.copy(self)
-        schedule.lockstep = True
-        return schedule
-
     # ------------------------------------------------------------------------------------------------ another trace
 
     def past(self, epoch: int, first_step: int) -> Past:
@@ -156,7 +170,7 @@ class Schedule:
         num_rows = past.num_rows
         schedule = copy.copy(self)
         if not self._begins_with(past):
-            schedule.trace = self.trace.with_rows(np.concatenate([past.rows(), self._rows_from(num_rows)]))
+            schedule._trace = self.trace.with_rows(np.concatenate([past.rows(), self._rows_from(num_rows)]))
             schedule._sizes = BatchSizes(schedule.trace, self.on_end)
         starts = list(past.starts)
         if schedule.samples_before(num_rows) - schedule.samples_before(starts[-1]) > self.capacity:
@@ -188,27 +202,6 @@ class Schedule:
     def batch_size(self, step: int) -> int:
         """The samples of a step, over all cores."""
         return self._sizes.of_step(step)
-
-    def num_minibatches(self, step: int) -> int:
-        """The minibatches of a step, over all cores."""
-        return self.batch_size(step) // self.minibatch_size
-
-    def minibatches(self, step: int, rank: int) -> range:
-        """The minibatches of a step that a core runs, by their number in the step; none if it is idle."""
-        return range(rank, self.num_minibatches(step), self.num_replicas)
-
-    def is_idle(self, step: int, rank: int) -> bool:
-        """Whether a core has no minibatch in a step, and so runs a stand-in."""
-        return rank >= self.num_minibatches(step)
-
-    def num_rounds(self, step: int, rank: int) -> int:
-        """How many minibatches a core runs in a step, stand-ins included."""
-        first = 0 if self.lockstep else rank  # in lockstep all run as many as core 0, which has most
-        return max(1, -((first - self.num_minibatches(step)) // self.num_replicas))
-
-    def stands_in(self, step: int, rank: int, round: int) -> bool:
-        """Whether what a core runs in a round of a step, from 0, is a stand-in."""
-        return rank + round * self.num_replicas >= self.num_minibatches(step)
 
     # --------------------------------------------------------------------------------- all cores through many steps
 
@@ -252,18 +245,5 @@ class Schedule:
         begin = self._sizes.sum(steps[:first_step], lambda sizes: sizes)
         for start in range(steps.start + first_step, steps.stop, _STEPS_AT_ONCE):
             sizes = self._sizes.of_steps(range(start, min(start + _STEPS_AT_ONCE, steps.stop)))
-            begins = begin + sizes.cumsum() - sizes
-            begin = int(begins[-1] + sizes[-1])
-            in_step = sizes // self.minibatch_size
-            yielded = self._num_yielded(sizes, rank)
-            ends = yielded.cumsum()
-            for first in range(0, int(ends[-1]), at_once):
-                number = np.arange(first, min(first + at_once, int(ends[-1])))
-                step = ends.searchsorted(number, side="right")
-                places = rank + (number - (ends - yielded)[step]) * self.num_replicas
-                yield begins[step] + places % in_step[step] * self.minibatch_size
-
-    def _num_yielded(self, sizes: Integers, rank: int) -> Integers:
-        first = 0 if self.lockstep else rank
-        rounded_down = (first - sizes // self.minibatch_size) // self.num_replicas
-        return np.maximum(-rounded_down, 1)
+            yield from self._offsets_of(sizes, rank, begin=begin, at_once=at_once)
+            begin += int(sizes.sum())

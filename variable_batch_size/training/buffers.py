@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ class Buffers:
 
     def __init__(self, model: torch.nn.Module | None, communicator: Communicator, *, may_skip: bool = False) -> None:
         self._model = model if communicator.num_replicas > 1 or may_skip else None
+        self._communicator = communicator
         self._is_one_program = communicator.is_one_program
         self._is_always_saved = self._is_one_program or may_skip
         self._saved: list[_Saved] = []
@@ -49,7 +50,7 @@ class Buffers:
         if self._model is None or not (is_idle or self._is_always_saved):
             self._saved = []
         elif not (self._is_one_program and self._saved and self._is_as_saved()):  # there, a program is spared
-            self._copy(_copy_of)
+            self._copy()
         self._is_fresh = bool(self._saved)
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
@@ -58,13 +59,13 @@ class Buffers:
             return
         self._is_fresh = False
         if not self._is_as_saved():
-            # a copy on the device would be noted down, and make the minibatch another program
-            self._copy(_copy_through_host if self._is_one_program else _copy_of)
+            self._copy()
+            self._communicator.flush()  # else it would be part of another program on a core that has more to run
 
-    def _copy(self, copy_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _copy(self) -> None:
         assert self._model is not None
         self._saved = [
-            _Saved(owner, name, buffer, buffer._version, copy_of(buffer))
+            _Saved(owner, name, buffer, buffer._version, _copy_of(buffer))
             for owner, name, buffer in _buffers_of(self._model)
         ]
 
@@ -95,11 +96,6 @@ class Buffers:
 def _copy_of(buffer: torch.Tensor) -> torch.Tensor:
     values = each_element_once(buffer.detach())
     return (values if values.dim() else values.view(1)).clone()
-
-
-def _copy_through_host(buffer: torch.Tensor) -> torch.Tensor:
-    # with one dimension at least: XLA would make a scalar from the host that is 0 or 1 part of the program
-    return _copy_of(each_element_once(buffer.detach()).cpu()).to(buffer.device)
 
 
 def _buffers_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.rules.rule import Rule
-from variable_batch_size.training.sampler import CustomSampler
+from variable_batch_size.training.dealer import Dealer, Description
 from variable_batch_size.training.together import Together
 
 
-def description_of(
-    sampler: CustomSampler, rule: Rule, inner: Optimizer, ref_batchsize: int
-) -> dict[str, str | int | bool]:
+def description_of(sampler: Dealer, rule: Rule, inner: Optimizer, ref_batchsize: int) -> Description:
     """What the samples of a step and the meaning of the state depend on; the number of cores is not among it."""
     schedule = sampler.schedule
-    sizes = schedule.trace.sizes
-    digest = hashlib.sha256(sizes.astype("<i8").tobytes()).hexdigest()[:16]
-    length = f"always {sizes[0]}" if schedule.trace.is_endless else f"{len(sizes)} steps, sha256 {digest}"
     return {
-        "trace": length,
+        "trace": schedule.description,
         "on_end": schedule.on_end,
-        "dataset_size": schedule.dataset_size,
         "minibatch_size": schedule.minibatch_size,
-        "seed": sampler.seed,
-        "shuffle": sampler.shuffle,
+        **sampler.description,
         "rule": " and ".join(type(one).__name__ for one in getattr(rule, "rules", [rule])),
         "settings of the rule": settings_of_rule(rule),
         "ref_batchsize": ref_batchsize,

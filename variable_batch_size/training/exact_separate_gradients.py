@@ -27,7 +27,11 @@ class ExactSeparateGradients(SeparateGradients):
     A TPU has no float64, and cannot sum what stands for it over cores; integers of 32 bits it can. The units follow
     from the step before, as on other devices (:class:`Units`), are known on the host and are data to the program. What
     is out of their range is seen in the sum, by all cores, and raises: which sum it goes into cannot depend on its size
-    where every core must run the same program.
+    where every core must run the same program. A gradient that falls to less than 2^-24 of the one before is rounded
+    coarsely in that step.
+
+    How a compiler rounds may depend on all that is in a program. So work is started, first of all, when a minibatch has
+    been run and when it has been added: what rounds in it is the same two programs for each minibatch, on any core.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -35,7 +39,9 @@ class ExactSeparateGradients(SeparateGradients):
         self._number_units = Units()
         self._limbs: dict[torch.Tensor, list[torch.Tensor]] = {}
         self._number_limbs: list[torch.Tensor] = []
-        self._flags: list[torch.Tensor] = []  # for each parameter and number: whether it was out of range, not finite
+        self._flags: list[
+            torch.Tensor
+        ] = []  # for each parameter and number: where it was out of range, not finite, not 0
         super().__init__(*args, **options)
         if any(p.dtype == torch.float64 or p.is_complex() for p in self.parameters()):
             raise ValueError("`exact` must be False where parameters are of float64 or complex on an XLA device")
@@ -50,9 +56,11 @@ class ExactSeparateGradients(SeparateGradients):
         if not trainable:
             return False
         self._limbs |= {p: [_zeros(p.shape, p.device) for _ in range(_NUM_LIMBS)] for p in new}
+        if self._divisors is not None:
+            self._infinities |= {p: torch.full(p.shape, torch.inf).to(p.device) for p in new if p not in self._divisors}
         device = trainable[0].device
         self._number_limbs = [_zeros((num_numbers,), device) for _ in range(_NUM_LIMBS)]
-        self._flags = [_zeros((len(self._limbs) + num_numbers,), device) for _ in range(2)]
+        self._flags = [_zeros((len(self._limbs) + num_numbers,), device) for _ in range(3)]
         return True
 
     # ------------------------------------------------------------------------------------------------------ a minibatch
@@ -62,19 +70,22 @@ class ExactSeparateGradients(SeparateGradients):
             raise ValueError(f"`exact` sums {_MOST_MINIBATCHES} minibatches at most on XLA, got {mean.num_minibatches}")
         self._mean = mean
         self._is_weighted = weight is not None
-        if self._fit():
-            self._communicator.flush()
-        # data, as a loss scale of exactly 1 would be part of the program
-        divisor = on_device(mean.loss_scale, next(iter(self._limbs)).device)
-        fresh = {p: p.grad.detach().float() / divisor for p in self._limbs if p.grad is not None}
-        numbers = self._numbers_of(fresh, weight)
+        self._fit()
+        self._communicator.flush()
         if not self._has_sums:
-            self._begin(fresh, numbers)
-        self._add(fresh, numbers)
+            self._begin(mean, weight)
+        fresh = self._fresh(mean)
+        self._add(fresh, self._numbers_of(fresh, weight))
         self._present.update(fresh)
         self._has_sums = True
         for p in self.parameters():
             p.grad = None
+
+    def _fresh(self, mean: Mean) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients of the latest minibatch, as if there were no loss scale."""
+        # data, as a loss scale of exactly 1 would be part of the program
+        divisor = on_device(mean.loss_scale, next(iter(self._limbs)).device)
+        return {p: p.grad.detach().float() / divisor for p in self._limbs if p.grad is not None}
 
     def _numbers_of(self, fresh: Mapping[torch.Tensor, torch.Tensor], weight: Weight | None) -> torch.Tensor:
         groups = [[(p, fresh[p]) for p in group["params"] if p in fresh] for group in self._inner.param_groups]
@@ -85,25 +96,32 @@ class ExactSeparateGradients(SeparateGradients):
             squares = torch.where(of_one > 0, squares / of_one, torch.zeros_like(squares))
         return torch.cat([squares.float(), of_one, (of_one > 0).float()])
 
-    def _begin(self, fresh: Mapping[torch.Tensor, torch.Tensor], numbers: torch.Tensor) -> None:
+    def _begin(self, mean: Mean, weight: Weight | None) -> None:
         """Before the first minibatch of a step counts: let the units be known to the device."""
         if not self._units.has_asked:
-            told = torch.cat([self._largest_of(fresh), numbers])
-            self._communicator.broadcast([told])
-            self._learn(self._read(told))
-            self._units.has_asked = True
+            self._ask(mean, weight)
+        num_numbers, device = len(self._number_limbs[0]), self._flags[0].device
         limits = [self._units.limit(p) for p in self._limbs]
-        limits += [self._number_units.limit(number) + _MORE_HEADROOM for number in range(len(numbers))]
+        limits += [self._number_units.limit(number) + _MORE_HEADROOM for number in range(num_numbers)]
         limits = [min(max(limit, _LEAST_LIMIT), 127) for limit in limits]
-        self._limits = torch.tensor([math.ldexp(1.0, limit) for limit in limits]).to(numbers.device)
-        self._unit = torch.tensor([math.ldexp(1.0, limit - _BITS) for limit in limits]).to(numbers.device)
-        self._inverse = torch.tensor([math.ldexp(1.0, _BITS - limit) for limit in limits]).to(numbers.device)
+        self._limits = torch.tensor([math.ldexp(1.0, limit) for limit in limits]).to(device)
+        self._unit = torch.tensor([math.ldexp(1.0, limit - _BITS) for limit in limits]).to(device)
+        self._inverse = torch.tensor([math.ldexp(1.0, _BITS - limit) for limit in limits]).to(device)
+
+    def _ask(self, mean: Mean, weight: Weight | None) -> None:
+        """Let core 0 tell all others how large its first minibatch is."""
+        fresh = self._fresh(mean)
+        told = torch.cat([self._largest_of(fresh), self._numbers_of(fresh, weight)])
+        self._communicator.broadcast([told])
+        self._learn(self._read(told))
+        self._units.has_asked = True
 
     def _add(self, fresh: Mapping[torch.Tensor, torch.Tensor], numbers: torch.Tensor) -> None:
         sizes = torch.cat([self._largest_of(fresh), numbers])
         is_finite = torch.isfinite(sizes)
         self._flags[0].add_((is_finite & (sizes > self._limits)).int())
         self._flags[1].add_((~is_finite).int())
+        self._flags[2].add_((sizes > 0).int())
         for place, (p, limbs) in enumerate(self._limbs.items()):
             if p in fresh:
                 here = slice(place, place + 1)
@@ -126,6 +144,7 @@ class ExactSeparateGradients(SeparateGradients):
         self._mean = mean
         if not self._limbs:
             return
+        self._communicator.flush()
         sums = [*(limb for limbs in self._limbs.values() for limb in limbs), *self._number_limbs, *self._flags]
         counts = torch.tensor([0 if is_idle else 1], dtype=torch.int32).to(sums[0].device)
         for tensor in sums:
@@ -152,20 +171,22 @@ class ExactSeparateGradients(SeparateGradients):
         if self._is_weighted:
             weight = self._weights[0]
             factor = torch.where(weight > 0, factor / weight, torch.zeros_like(weight))
-        for p in self._present:
+        for p in [p for p in self._limbs if p in self._present]:  # in the same order on all cores, which a set has not
             p.grad = (totals[p] * factor).view(p.shape).to(p.dtype)
 
     def _look_at(self, sizes: torch.Tensor) -> None:
         """Learn from the step for the next one, and refuse one that was out of range; waits for the device."""
-        *values, is_out = self._read(
-            torch.cat([sizes / self._mean.num_minibatches, self._flags[0].sum().float().view(1)])
-        )
+        *values, is_out = self._read(torch.cat([sizes, self._flags[2].float(), self._flags[0].sum().float().view(1)]))
         if is_out:
             raise RuntimeError(
                 "with `exact` a minibatch's gradient must be at most 4096 times the largest of the step before, which "
-                "on XLA cannot be made good: go on from the latest checkpoint with `exact=False`"
+                "on XLA cannot be made good: go on from the latest checkpoint with `exact=False`, which it must accept"
             )
-        self._learn(values)
+        sizes_of_means = [value / self._mean.num_minibatches for value in values[: len(values) // 2]]
+        self._learn(sizes_of_means)
+        for place, key in enumerate([*self._limbs, *range(len(self._number_limbs[0]))]):
+            if not sizes_of_means[place] and values[len(values) // 2 + place]:  # all of it was rounded to 0
+                (self._units if place < len(self._limbs) else self._number_units).lower(key)
 
     def clear(self) -> None:
         for tensor in (*(limb for limbs in self._limbs.values() for limb in limbs), *self._number_limbs, *self._flags):

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 HEADROOM = 12
-"""By how many powers of two a minibatch's gradient may exceed the step's mean gradient before, in the same unit."""
+"""By how many powers of two a minibatch's gradient may exceed the step's mean gradient before, in the same unit, and by
+how many it may be smaller."""
+
+MOST_RUNGS = 180
+"""In each direction, at 12 powers of two a rung: more than float64 has."""
+
+MOST_MINIBATCHES = 2**13
+"""In a step."""
 
 _BITS = 51
 """How many powers of two the sum may be larger than the unit, for adding 1.5 · 2⁵² units to round to whole ones."""
@@ -24,9 +31,10 @@ class Units:
     """The unit of each parameter's gradient in each step.
 
     With |mean gradient of the step before| < 2^e and at most 2^k minibatches, a gradient up to 2^(e + 12) is rounded to
-    multiples of u = 2^(e + 12 + k − 51): 39 − k bits below the mean gradient, where float32 has 24. A larger one has a
-    unit that is 2^12, 2^24 … times as large: it is on another *rung*, whose sum is kept apart. On which rung it is
-    depends on itself only, so every sum is exact.
+    multiples of u = 2^(e + 12 + k − 51): 39 − k bits below the mean gradient, where float32 has 24. One that is larger,
+    or smaller than 2^(e − 12), is on another *rung*, whose sum is kept apart and whose unit is 2^12, 2^24 … times as
+    large or as small; so at least 27 − k bits of its largest element remain. On which rung it is depends on itself
+    only, so every sum is exact.
     """
 
     def __init__(self) -> None:
@@ -39,6 +47,10 @@ class Units:
             if 0 < value < math.inf:
                 self._exponents[p] = math.frexp(value)[1]
 
+    def lower(self, p: Hashable) -> None:
+        """Let the unit be much smaller, after all of a gradient was too small for it."""
+        self._exponents[p] = self.limit(p) - 3 * HEADROOM
+
     def limit(self, p: Hashable) -> int:
         """The exponent up to which gradients are on rung 0."""
         exponent = self._exponents.get(p)
@@ -50,7 +62,8 @@ class Units:
         """On which rung a gradient is, by its largest element; one that is not finite stays so on any."""
         if not 0 < largest < math.inf:
             return 0
-        return max(0, -(-(math.frexp(largest)[1] - self.limit(p)) // HEADROOM))
+        above = math.frexp(largest)[1] - self.limit(p)
+        return -(-above // HEADROOM) if above > 0 else min(0, (above - 1) // HEADROOM + 2)
 
     def rounder(self, p: Hashable, rung: int, num_minibatches: int) -> float:
         """What rounds a number in float64 to a whole multiple of the unit, if it is added and subtracted again."""
@@ -71,10 +84,16 @@ _RUNGS_OF_NUMBERS = tuple(range(88, -153, -40))
 
 NUM_PARTS = len(_RUNGS_OF_NUMBERS)
 
+_LARGEST = 2.0**128
+"""From which on a number counts as infinite."""
+
 
 def parts_of(numbers: torch.Tensor) -> torch.Tensor:
-    """Split each number, at least 0, into parts that add up exactly over up to 2¹³ minibatches; a row for each part."""
-    rest = numbers.double()
+    """Split each number, at least 0, into parts that add up exactly over up to 2¹³ minibatches; a row for each part.
+
+    What is not finite stays so.
+    """
+    rest = torch.where(numbers < _LARGEST, numbers.double(), math.inf)
     parts = []
     for exponent in _RUNGS_OF_NUMBERS:
         rounder = math.ldexp(1.5, 52 + exponent)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from variable_batch_size.training.flat_memory import FlatMemory, square_of
-from variable_batch_size.training.gradients import TINY, Gradients, Mean
+from variable_batch_size.training.gradients import TINY, UNWEIGHTED, Gradients, Mean
 from variable_batch_size.training.weights import Weight
 
 
@@ -124,7 +124,7 @@ class FlatGradients(Gradients):
         if not self._is_weighted:
             return 1.0
         if isinstance(self._weight, torch.Tensor):
-            return torch.where(self._weight > 0, 1 / self._weight, 0.0)
+            return torch.where(self._weight == 0, 0.0, 1 / self._weight)  # NaN stays NaN, and is seen
         return 1 / self._weight if self._weight else 0.0
 
     def _drop_sums(self) -> None:
@@ -148,15 +148,26 @@ class FlatGradients(Gradients):
     def _scale_single(self, factor: Weight) -> None:
         """A single minibatch, used as it is; what the user may still hold is left alone."""
         if isinstance(factor, torch.Tensor) or factor != 1:
-            for p in self.parameters():
-                if p.grad is not None:
-                    p.grad = p.grad.detach() * factor
+            owners = [p for p in self.parameters() if p.grad is not None]
+            gradients: list[Any] = [p.grad.detach() for p in owners]  # type: ignore[union-attr]
+            kinds = {(gradient.device, gradient.dtype) for gradient in gradients}
+            if not isinstance(factor, torch.Tensor):
+                scaled = list(torch._foreach_mul(gradients, factor))
+            elif len(kinds) == 1:  # all at once, if the factor is of their kind
+                scaled = list(torch._foreach_mul(gradients, factor.to(*kinds.pop())))
+            else:
+                scaled = [gradient * factor.to(gradient.device) for gradient in gradients]
+            for p, gradient in zip(owners, scaled, strict=True):
+                p.grad = gradient
 
     def _sum_over_cores(self) -> None:
         memory = self._memory
         memory.note(self._is_present)
         self._write_numbers(memory.numbers)
+        if not self._is_weighted:
+            memory.numbers[-1] = 0.0 if self._has_compared else UNWEIGHTED
         self._communicator.sum(memory.flats)
+        self._compare(memory.numbers[-1])
         self._read_numbers(memory.numbers.clone())
         # who has all gradients here knows that none is missing on all cores, and need not wait for the device
         if not all(self._is_present):

@@ -12,13 +12,13 @@ from variable_batch_size.cores.communicator import Alone, Communicator
 from variable_batch_size.cores.distributed import Distributed
 from variable_batch_size.cores.groups import group_of, ranks_of
 from variable_batch_size.cores.running import everyone_for
+from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.exact_gradients import ExactGradients
 from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
 from variable_batch_size.training.flat_gradients import FlatGradients
 from variable_batch_size.training.fully_sharded import is_fully_sharded
 from variable_batch_size.training.gradients import Divisors, Gradients
 from variable_batch_size.training.kept_gradients import KeptGradients
-from variable_batch_size.training.sampler import CustomSampler
 from variable_batch_size.training.separate_gradients import SeparateGradients
 from variable_batch_size.training.sharded_gradients import ShardedGradients
 from variable_batch_size.training.split_gradients import SplitGradients
@@ -28,7 +28,7 @@ def gradients_for(
     inner: Optimizer,
     communicator: Communicator,
     *,
-    sampler: CustomSampler,
+    sampler: Dealer,
     measures: bool,
     divisors: Divisors | None,
     keeps: bool,

@@ -19,6 +19,9 @@ Divisors = dict[torch.Tensor, torch.Tensor]
 TINY = 1e-6
 """Beside a norm, as torch has it where it clips."""
 
+UNWEIGHTED = -(2.0**20)
+"""How many weighted minibatches a core without weights says it has in the first step; no step has as many."""
+
 
 class Mean(NamedTuple):
     """How the gradient of a step follows from the sum over its minibatches.
@@ -88,6 +91,7 @@ class Gradients(ABC):
         self._measures = measures
         self._divisors = divisors
         self._is_weighted = False  # whether the minibatches of this step have weights
+        self._has_compared = False  # whether cores have seen that all of them have weights, or none
         self._mean = Mean(1)  # of the latest step
         self.discard()
 
@@ -154,6 +158,8 @@ class Gradients(ABC):
             Norms(of_each / total, of_all / self._mean.multiple**2) if known and total else None
             for known, (of_each, of_all) in zip(is_known, pairs, strict=True)
         ]
+        if self._mean.num_minibatches == 1:  # whose squared norm need not have been measured twice
+            norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
         is_finite = all(map(math.isfinite, values))
         if not self._is_weighted or not is_finite:
             return Measured(norms, is_finite, None, None)
@@ -181,6 +187,18 @@ class Gradients(ABC):
         is_known = weight is not None and (not isinstance(weight, torch.Tensor) or weight.device.type == "cpu")
         return is_known and not weight
 
+    def _compare(self, num_weighted: torch.Tensor) -> None:
+        """Refuse weights on some cores only; looked at in the first step, as no core may change its mind later."""
+        if self._has_compared:
+            return
+        self._has_compared = True
+        num_without, cores = math.ceil(float(num_weighted) / UNWEIGHTED), self._communicator.num_replicas
+        if num_without not in (0, cores):
+            raise ValueError(
+                f"`weight` must be given on all cores or on none, got none on {num_without} of {cores}; an idle core "
+                "gives that of its stand-in, which does not count"
+            )
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the inner optimizer."""
         return (p for group in self._inner.param_groups for p in group["params"])
@@ -207,13 +225,17 @@ class Gradients(ABC):
             if self._divisors is None:
                 gradients = [gradient for _, gradient in pairs]
             else:
-                gradients = [g / self._divisors[p] for p, g in pairs if p in self._divisors]
+                gradients = [g / divisor for p, g in pairs if (divisor := self._divisor_of(p)) is not None]
             lists.append(gradients)
         return self._square_each(lists)
 
     def _square_each(self, lists: list[list[torch.Tensor]]) -> torch.Tensor:
         """The squared norm of each of several lists of tensors."""
         return torch.stack([self._square(gradients) for gradients in lists])
+
+    def _divisor_of(self, p: torch.Tensor) -> torch.Tensor | None:
+        assert self._divisors is not None
+        return self._divisors.get(p)
 
     @abstractmethod
     def _square(self, gradients: list[torch.Tensor]) -> torch.Tensor:

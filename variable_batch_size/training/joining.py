@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ def join_other_cores(
     communicator: Communicator,
     model: torch.nn.Module | None,
     options: Mapping[str, Any],
-) -> None:
+) -> Callable[[], None]:
     """See that all cores begin with the same, and that nobody else reduces the gradients.
 
     Args:
@@ -28,6 +28,9 @@ def join_other_cores(
         communicator: the way to the other cores.
         model: whose parameters and buffers are to be the same, too; None for none.
         options: further arguments of the optimizer that must be the same on all cores, by name.
+
+    Returns:
+        what must be called after the next flush.
     """
     parameters, sampler = list(optimizer.parameters()), optimizer.sampler
     refuse_unsupported(parameters, model)
@@ -43,7 +46,9 @@ def join_other_cores(
         **options,
         "settings": settings_of(optimizer.inner),
         "model": shapes_of(of_model),
+        "first batch size": optimizer.batch_size,
         **({"threads": torch.get_num_threads()} if optimizer.exact else {}),  # on which the bits of sums depend
     }
-    begin_alike(facts, [*parameters, *of_model], communicator)
+    complete = begin_alike(facts, [*parameters, *of_model], communicator)
     take_over_reduction(parameters, communicator)
+    return complete

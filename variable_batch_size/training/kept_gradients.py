@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 
 from variable_batch_size.training.flat_memory import FlatMemory, square_of
-from variable_batch_size.training.gradients import Gradients, Mean
+from variable_batch_size.training.gradients import UNWEIGHTED, Gradients, Mean
 from variable_batch_size.training.weights import Weight
 
 
@@ -112,10 +112,13 @@ class KeptGradients(Gradients):
             self._scale(mean.factor(is_weighted=self._is_weighted))
             self._memory.numbers[:-2].div_(mean.loss_scale**2)
         if self._communicator.num_replicas > 1:
+            if not self._is_weighted and not self._has_compared:
+                self._memory.numbers[-1] = UNWEIGHTED
             self._communicator.sum(self._memory.flats)
+            self._compare(self._memory.numbers[-1])
         if self._is_weighted:
             weight = self._memory.numbers[-2]
-            self._scale(torch.where(weight > 0, 1 / weight, 0.0))
+            self._scale(torch.where(weight == 0, 0.0, 1 / weight))
 
     def _scale(self, factor: Weight) -> None:
         """Multiply the gradients, and leave the numbers behind them as they are."""

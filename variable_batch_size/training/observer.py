@@ -1,12 +1,14 @@
-"""Observer: shows the rule what was measured of a step's gradients, and sees whether the update is to be made."""
+"""Observer: what is seen of a step's gradients before the update, which they may rule out."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from variable_batch_size.rules.noise_meter import NoiseMeter
-from variable_batch_size.rules.rule import Norms, Rule, Step
+from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.training.gradients import Gradients
+
+_NO_WEIGHT = "all minibatches have the weight 0"
 
 
 class Observer:
@@ -28,17 +30,16 @@ class Observer:
     def reason_to_skip(self, step: Step) -> str | None:
         """Why no update is to be made, if so; else rule and meter have seen what was measured."""
         if self._gradients.weighs_nothing():
-            return "all minibatches have the weight 0"
+            return _NO_WEIGHT
         if not (self._skips or self._rule.measures_noise or self._meter is not None):
             return None
         measured = self._gradients.measured()
         if self._skips and not measured.is_finite:
             return "the gradient is not finite"
-        norms = measured.norms
-        if step.num_minibatches == 1:  # whose squared norm need not have been measured twice
-            norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
+        if measured.weight == 0:
+            return _NO_WEIGHT
         step = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
         for observing in (self._rule, self._meter):
             if observing is not None:
-                observing.observe(step, norms)
+                observing.observe(step, measured.norms)
         return None

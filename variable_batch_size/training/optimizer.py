@@ -11,6 +11,7 @@ import torch
 from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.training.buffers import Buffers
+from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.gradient_kinds import gradients_for
 from variable_batch_size.training.gradients import Mean
 from variable_batch_size.training.joining import join_other_cores
@@ -19,7 +20,6 @@ from variable_batch_size.training.observer import Observer
 from variable_batch_size.training.passes import Passes
 from variable_batch_size.training.preconditioner import Preconditioner
 from variable_batch_size.training.sameness import share_from_first
-from variable_batch_size.training.sampler import CustomSampler
 from variable_batch_size.training.scheduled import ScheduledOptimizer
 from variable_batch_size.training.settings import Settings
 from variable_batch_size.training.stand_ins import StandIns
@@ -42,7 +42,7 @@ class CustomOptimizer(ScheduledOptimizer):
 
     Args:
         inner: any optimizer of torch, with the settings that are right at `ref_batchsize`; or several for one model.
-        sampler: the sampler that deals the minibatches.
+        sampler: what deals the minibatches: a :class:`CustomSampler` or a :class:`Stream`.
         rule: what the batch size of a step makes of the settings; or one for each of several optimizers.
         ref_batchsize: the batch size at which the settings of `inner` are right.
         log_steps: log every N steps on core 0; 0 for never.
@@ -67,7 +67,7 @@ class CustomOptimizer(ScheduledOptimizer):
     def __init__(
         self,
         inner: Inner,
-        sampler: CustomSampler,
+        sampler: Dealer,
         *,
         rule: Rule | Sequence[Rule],
         ref_batchsize: int,
@@ -105,7 +105,7 @@ class CustomOptimizer(ScheduledOptimizer):
         options = {"clip_grad_norm": clip_grad_norm, "smooth_steps": smooth_steps, "max_factor": max_factor}
         options |= {"skip_nonfinite": self.skip_nonfinite, "keep_gradients": keep_gradients, "loss_scale": loss_scale}
         options |= {"measure_noise": measure_noise}
-        join_other_cores(self, self._communicator, model, options)
+        complete_joining = join_other_cores(self, self._communicator, model, options)
         self._preconditioner = Preconditioner(self.inner) if self.rule.preconditions else None
         divisors = None if self._preconditioner is None else self._preconditioner.divisors
         self._gradients = gradients_for(
@@ -123,6 +123,7 @@ class CustomOptimizer(ScheduledOptimizer):
         self._settings, self._passes = Settings(self.inner, self._communicator), Passes(sampler)
         self._seeds = MinibatchSeeds(self.seeds_minibatches, sampler, self._position, next(self.parameters()), model)
         self._begin_epoch()
+        complete_joining()
 
     # ---------------------------------------------------------------------------------------- a torch.optim.Optimizer
 
@@ -144,15 +145,11 @@ class CustomOptimizer(ScheduledOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state and the position; in the middle of a step, the position before that step."""
         own = {
-            "epoch": self.epoch,
-            "epoch_step": self.epoch_step,
-            "steps_done": self.steps_done,
-            "samples_done": self.samples_done,
-            "steps_skipped": self.steps_skipped,
+            **self._state_of_run(),
             "rule": self.rule.state_dict(),
             **self._scaling.state_dict(),
             "adam_bias": self._settings.adam_bias.state_dict(),
-            "weights": self._weights.state_dict(),
+            "weights": self.minibatch_weights.state_dict(),
             "gradients": self._gradients.state_dict(),
             "noise": self._own_meter.state_dict() if self._own_meter else None,
         }
@@ -167,17 +164,15 @@ class CustomOptimizer(ScheduledOptimizer):
             raise ValueError(f"the state has no {STATE_KEY!r}: it is that of another kind of optimizer")
         own = state_dict[STATE_KEY]
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
-        self.set_epoch(own["epoch"], own["epoch_step"])
-        self.steps_done = own["steps_done"]
-        self.samples_done = own["samples_done"]
-        self.steps_skipped = own["steps_skipped"]
         self.rule.load_state_dict(own["rule"])
         self._scaling.load_state_dict(own)
-        self._settings.adam_bias.load_state_dict(own.get("adam_bias", {}))
-        self._weights.load_state_dict(own.get("weights", {}))
-        self._gradients.load_state_dict(own.get("gradients", {}))
         if self._own_meter is not None and own.get("noise"):
             self._own_meter.load_state_dict(own["noise"])
+        self._load_state_of_run(own)
+        self.set_epoch(own["epoch"], own["epoch_step"])
+        self._settings.adam_bias.load_state_dict(own.get("adam_bias", {}))
+        self.minibatch_weights.load_state_dict(own.get("weights", {}))
+        self._gradients.load_state_dict(own.get("gradients", {}))
         if self._preconditioner is not None:
             self._preconditioner.refresh()
 
@@ -227,7 +222,7 @@ class CustomOptimizer(ScheduledOptimizer):
             True exactly when the weights changed: neither while accumulating nor if the update was skipped.
         """
         if closure is not None:
-            raise ValueError("`closure` must be None: run the backward pass, then call step()")
+            raise ValueError("`closure` must be None: run the backward pass, then call step() or step(weight=…)")
         if hasattr(self, "found_inf"):
             raise RuntimeError(
                 "GradScaler.step() would leave out minibatches that are not finite: call step() of the optimizer, with "
@@ -235,7 +230,7 @@ class CustomOptimizer(ScheduledOptimizer):
             )
         for before in self._optimizer_step_pre_hooks.values():
             before(self, (), {})
-        weight = self._weights.checked(weight)
+        weight = self.minibatch_weights.checked(weight)
         if self._passes.see(self._position):
             refuse_other_reductions(self.parameters(), self._communicator)
         self._position.advance()
@@ -266,7 +261,7 @@ class CustomOptimizer(ScheduledOptimizer):
         step, is_idle = self._rule_step(), self._position.is_idle
         try:
             self._gradients.reduce(self._mean(), is_idle=is_idle)
-            self._weights.add(self._gradients.weight())
+            weight = self._gradients.weight()
             keeps_norm = any((self.steps_done + 1) % every == 0 for every in self._norm_every)
             self.gradient_norm = self._gradients.norm() if keeps_norm else None
             reason = self._observer.reason_to_skip(step)
@@ -278,8 +273,7 @@ class CustomOptimizer(ScheduledOptimizer):
             self._gradients.clear()
         self._buffers.settle(is_taken_back=is_idle or reason is not None)
         self._buffers.save(self._position.is_idle_next)
-        self.steps_done += 1
-        self.samples_done += step.batch_size
+        self._count(step, weight)
         self._say_done()
         return reason is None
 

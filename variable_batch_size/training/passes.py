@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.position import Position
-from variable_batch_size.training.sampler import CustomSampler
 
 
 class Passes:
     """Sees the minibatches of each pass over the loader, and refuses those of a pass that only one of the two began."""
 
-    def __init__(self, sampler: CustomSampler) -> None:
+    def __init__(self, sampler: Dealer) -> None:
         self._sampler = sampler
         self._has_begun = False  # whether there was a minibatch since the optimizer's set_epoch
         self._pass = -1  # of the sampler, that of the latest minibatch

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from variable_batch_size.checks import check_within
-from variable_batch_size.schedules.schedule import Schedule
+from variable_batch_size.schedules.layout import Layout
 
 
 class Position:
     """The step and minibatch that a core is at, moved on by one minibatch at a time.
 
     Args:
-        schedule: the trace, laid out over epochs and cores.
+        schedule: batch sizes, laid out over epochs and cores.
         rank: of this core.
 
     Attributes:
@@ -19,21 +19,26 @@ class Position:
         step: the number in the run of the step that the latest minibatch belongs to; at first, of the epoch's first.
     """
 
-    def __init__(self, schedule: Schedule, rank: int) -> None:
-        self._schedule = schedule
+    def __init__(self, schedule: Layout, rank: int) -> None:
         self._rank = rank
+        self.take(schedule)
+
+    def take(self, schedule: Layout) -> None:
+        """Go to the start of another schedule."""
+        self._schedule = schedule
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Go to an epoch, and leave out so many of its steps."""
+        self._schedule.begin_epoch(epoch)
         steps = self._schedule.steps(epoch)
         check_within(len(steps), first_step=first_step)
         self.epoch = int(epoch)
         self.first_step = int(first_step)
-        self._steps = steps
         self.step = steps[min(self.first_step, len(steps) - 1)]
         self._begin = self._schedule.samples_before(self.step) - self._schedule.samples_before(steps.start)
-        self._minibatches_left = self._share() if first_step < len(steps) else 0
+        self._share = self._share_of_step()
+        self._minibatches_left = self._share if first_step < len(steps) else 0
 
     def advance(self) -> None:
         """Note one more minibatch, which begins the next step if the latest is complete."""
@@ -45,10 +50,15 @@ class Position:
                 )
             self._begin += self.batch_size
             self.step += 1
-            self._minibatches_left = self._share()
+            self._minibatches_left = self._share = self._share_of_step()
         self._minibatches_left -= 1
 
-    def _share(self) -> int:
+    @property
+    def _steps(self) -> range:
+        """Of the epoch; asked for anew, as those of a policy become known while it goes on."""
+        return self._schedule.steps(self.epoch)
+
+    def _share_of_step(self) -> int:
         """How many minibatches this core runs in the step: at least a stand-in."""
         return self._schedule.num_rounds(self.step, self._rank)
 
@@ -67,7 +77,7 @@ class Position:
     @property
     def _num_run(self) -> int:
         """How many of the step's minibatches this core has run, stand-ins included."""
-        return self._share() - self._minibatches_left
+        return self._share - self._minibatches_left
 
     @property
     def is_complete(self) -> bool:
@@ -77,7 +87,7 @@ class Position:
     @property
     def is_accumulating(self) -> bool:
         """Whether this core has run some of its minibatches of a step, and not all."""
-        return self._minibatches_left not in (0, self._share())
+        return self._minibatches_left not in (0, self._share)
 
     @property
     def epoch_step(self) -> int:
@@ -85,9 +95,13 @@ class Position:
         return self.step - self._steps.start + self.is_complete
 
     @property
-    def num_epoch_steps(self) -> int:
-        """How many steps the epoch has."""
-        return len(self._steps)
+    def num_epoch_steps(self) -> int | None:
+        """How many steps the epoch has; None if it goes on forever."""
+        return None if self._schedule.is_endless else len(self._steps)
+
+    def __str__(self) -> str:
+        of_all = "" if self.num_epoch_steps is None else f"/{self.num_epoch_steps}"
+        return f"epoch {self.epoch}, step {self.epoch_step}{of_all}"
 
     @property
     def batch_size(self) -> int:

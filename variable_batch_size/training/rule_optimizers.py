@@ -9,9 +9,9 @@ from typing_extensions import Unpack
 from variable_batch_size.rules.adam import AdamRule, Form
 from variable_batch_size.rules.adascale import AdamScaleRule, AdaScaleRule
 from variable_batch_size.rules.scaling import ConstantRule, LEGWRule, LinearMomentumRule, LinearRule, RootRule
+from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.optimizer import CustomOptimizer
 from variable_batch_size.training.options import Options
-from variable_batch_size.training.sampler import CustomSampler
 from variable_batch_size.training.together import Inner
 
 
@@ -19,7 +19,7 @@ from variable_batch_size.training.together import Inner
 class LinearRuleOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 · S, S = batch size / `ref_batchsize` (:class:`LinearRule`)."""
 
-    def __init__(self, inner: Inner, sampler: CustomSampler, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
+    def __init__(self, inner: Inner, sampler: Dealer, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
         super().__init__(inner, sampler, rule=LinearRule(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -27,7 +27,7 @@ class LinearRuleOptimizer(CustomOptimizer):
 class RootRuleOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 · √S, S = batch size / `ref_batchsize` (:class:`RootRule`)."""
 
-    def __init__(self, inner: Inner, sampler: CustomSampler, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
+    def __init__(self, inner: Inner, sampler: Dealer, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
         super().__init__(inner, sampler, rule=RootRule(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -35,9 +35,7 @@ class RootRuleOptimizer(CustomOptimizer):
 class ConstantOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 for every batch size, so that `ref_batchsize` only counts for progress."""
 
-    def __init__(
-        self, inner: Inner, sampler: CustomSampler, *, ref_batchsize: int = 1, **options: Unpack[Options]
-    ) -> None:
+    def __init__(self, inner: Inner, sampler: Dealer, *, ref_batchsize: int = 1, **options: Unpack[Options]) -> None:
         super().__init__(inner, sampler, rule=ConstantRule(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -45,7 +43,7 @@ class ConstantOptimizer(CustomOptimizer):
 class LinearRuleMomentumOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with the linear rule in the form that suits momentum (:class:`LinearMomentumRule`)."""
 
-    def __init__(self, inner: Inner, sampler: CustomSampler, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
+    def __init__(self, inner: Inner, sampler: Dealer, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
         super().__init__(inner, sampler, rule=LinearMomentumRule(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -56,7 +54,7 @@ class LEGWRuleOptimizer(CustomOptimizer):
     def __init__(
         self,
         inner: Inner,
-        sampler: CustomSampler,
+        sampler: Dealer,
         *,
         ref_batchsize: int,
         warmup_samples: int,
@@ -78,7 +76,7 @@ class AdamRuleOptimizer(CustomOptimizer):
     def __init__(
         self,
         inner: Inner,
-        sampler: CustomSampler,
+        sampler: Dealer,
         *,
         ref_batchsize: int,
         form: Form = "sde",
@@ -102,7 +100,7 @@ class AdaScaleOptimizer(CustomOptimizer):
     def __init__(
         self,
         inner: Inner,
-        sampler: CustomSampler,
+        sampler: Dealer,
         *,
         ref_batchsize: int,
         starts_with_mean: bool = False,
@@ -123,7 +121,7 @@ class AdamScaleOptimizer(CustomOptimizer):
     def __init__(
         self,
         inner: Inner,
-        sampler: CustomSampler,
+        sampler: Dealer,
         *,
         ref_batchsize: int,
         starts_with_mean: bool = False,

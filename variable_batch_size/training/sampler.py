@@ -9,19 +9,21 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from variable_batch_size.checks import check_within, is_integer
-from variable_batch_size.cores.running import running_cores
+from variable_batch_size.checks import check_integer
+from variable_batch_size.policies.policy import Policy
+from variable_batch_size.policies.situation import Situation
 from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.permutation import Permutation
 from variable_batch_size.schedules.schedule import Schedule
-from variable_batch_size.traces.trace import Trace, TraceLike
+from variable_batch_size.traces.trace import TraceLike
+from variable_batch_size.training.dealer import Dealer, Description
 
 logger = logging.getLogger(__name__)
 
 _SAMPLES_AT_ONCE = 8192
 
 
-class CustomSampler(Sampler[list[int]]):
+class CustomSampler(Dealer, Sampler[list[int]]):
     """Deals this core its minibatches of every step, in the order of the steps.
 
     Which samples make up a step, and in which order, depends on the trace, the seed and the epoch only, never on the
@@ -32,7 +34,8 @@ class CustomSampler(Sampler[list[int]]):
         dataset: the data set, of which only the length is used; or else
         dataset_size: its length.
         trace: the batch size of every step: a path, a sequence, an array, a pandas column, or an integer for always
-            the same; multiples of `minibatch_size`.
+            the same; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides it while
+            the run goes on.
         num_replicas: cores that share the work; those of the running backend if None.
         rank: which of them this is; as the running backend knows it if None.
         process_group: the cores that share the work, where they are not all processes of torch.distributed: a group, or
@@ -59,7 +62,7 @@ class CustomSampler(Sampler[list[int]]):
         dataset: Sized | None = None,
         *,
         dataset_size: int | None = None,
-        trace: TraceLike,
+        trace: TraceLike | Policy | Callable[[Situation], float],
         minibatch_size: int,
         num_replicas: int | None = None,
         rank: int | None = None,
@@ -72,39 +75,30 @@ class CustomSampler(Sampler[list[int]]):
         if (dataset is None) == (dataset_size is None):
             given = "neither" if dataset is None else "both"
             raise ValueError(f"pass either `dataset` or `dataset_size`, got {given}")
-        if num_replicas is None or rank is None:
-            running_rank, running_replicas = running_cores(process_group)
-            num_replicas = running_replicas if num_replicas is None else num_replicas
-            rank = running_rank if rank is None else rank
-        if not is_integer(seed):
-            raise ValueError(f"`seed` must be an integer, got {seed!r}")
-        self.schedule = Schedule(
-            Trace.of(trace),
-            dataset_size=len(dataset) if dataset is not None else dataset_size,  # type: ignore[arg-type]
+        check_integer(seed=seed)
+        self.dataset_size: int = len(dataset) if dataset is not None else dataset_size  # type: ignore[assignment]
+        super().__init__(
+            trace,
+            dataset_size=self.dataset_size,
             minibatch_size=minibatch_size,
             num_replicas=num_replicas,
+            rank=rank,
+            process_group=process_group,
             on_end=on_end,
             lockstep=lockstep,
         )
-        check_within(num_replicas - 1, rank=rank)
-        self.rank = int(rank)
-        self.process_group = process_group
         self.seed = int(seed)
         self.shuffle = shuffle
-        self.epoch = 0
-        self.first_step = 0
-        self.num_passes = 0
         self._has_started = False
-        self._when_read: Callable[[], None] | None = None
-        self._when_each_is_read: Callable[[], None] | None = None
 
     @property
-    def num_replicas(self) -> int:
-        return self.schedule.num_replicas
+    def description(self) -> Description:
+        """What the samples of a step depend on, besides the trace and the minibatch size."""
+        return {"dataset_size": int(self.dataset_size), "seed": self.seed, "shuffle": self.shuffle}
 
     @property
-    def minibatch_size(self) -> int:
-        return self.schedule.minibatch_size
+    def _has_been_read(self) -> bool:
+        return self._has_started
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Go to an epoch. Call it before each pass over the loader, and on the optimizer too.
@@ -113,36 +107,13 @@ class CustomSampler(Sampler[list[int]]):
             epoch: its number, from 0.
             first_step: how many of the epoch's steps to leave out, for a run that was stopped after them.
         """
-        steps = self.schedule.steps(epoch)
-        check_within(len(steps), first_step=first_step)
-        self.epoch = int(epoch)
-        self.first_step = int(first_step)
-        self.num_passes += 1
+        super().set_epoch(epoch, first_step)
         self._has_started = False
-        self._when_read = None
-
-    def run_in_lockstep(self) -> None:
-        """Let all cores have as many minibatches in each step from now on; before the first one is read."""
-        if self.schedule.lockstep:
-            return
-        if self._has_started:
-            raise ValueError(
-                "the model is in fully_shard, so that all cores must run as many minibatches in a step, and the "
-                "sampler has been read already: make it with `lockstep=True`"
-            )
-        self.schedule = self.schedule.in_lockstep()
-
-    def call_when_read(self, callback: Callable[[], None]) -> None:
-        """Call something once, when the first minibatch of this pass is asked for: after the loader has set itself up,
-        which draws a random number, and before anything is done with a sample."""
-        self._when_read = callback
-
-    def call_when_each_is_read(self, callback: Callable[[], None]) -> None:
-        """The same in every pass from now on."""
-        self._when_each_is_read = callback
 
     def _tell_if_cut_short(self) -> None:
         schedule = self.schedule
+        if not isinstance(schedule, Schedule):
+            return
         steps = schedule.steps(self.epoch)
         if schedule.on_end == "stop" and steps.stop == len(schedule.trace) and self.rank == 0:
             used = schedule.samples_before(steps.stop) - schedule.samples_before(steps.start)
@@ -157,24 +128,35 @@ class CustomSampler(Sampler[list[int]]):
                 )
 
     def __iter__(self) -> Iterator[list[int]]:
+        minibatches = self._minibatches()
+        return minibatches if self._when_asked is None else _Asked(minibatches, self._when_asked)
+
+    def _minibatches(self) -> Iterator[list[int]]:
         # a DataLoader may make several iterators and use one: nothing happens before the first minibatch is asked for
         if self._has_started:
-            raise RuntimeError(
-                f"epoch {self.epoch} is read for the second time: call set_epoch on the sampler and the optimizer "
-                "before each pass over the loader"
-            )
+            self._refuse_second_pass()
         self._has_started = True
-        for callback in (self._when_read, self._when_each_is_read):
-            if callback is not None:
-                callback()
+        self._begin_reading()
         self._tell_if_cut_short()
         within = np.arange(self.minibatch_size)
-        order = Permutation(self.schedule.dataset_size, key=(self.seed, self.epoch)) if self.shuffle else None
+        order = Permutation(self.dataset_size, key=(self.seed, self.epoch)) if self.shuffle else None
         at_once = max(1, _SAMPLES_AT_ONCE // self.minibatch_size)
         for offsets in self.schedule.offsets(self.epoch, self.rank, at_once=at_once, first_step=self.first_step):
             positions = offsets[:, None] + within
             yield from (order(positions) if order else positions).tolist()
 
-    def __len__(self) -> int:
-        """How many minibatches this core gets in the epoch, stand-ins included."""
-        return self.schedule.num_yielded(self.epoch, self.rank, self.first_step)
+
+class _Asked(Iterator[list[int]]):
+    """Minibatches, and somebody who is told whenever one has been asked for."""
+
+    def __init__(self, minibatches: Iterator[list[int]], tell: Callable[[bool], None]) -> None:
+        self._minibatches = minibatches
+        self._tell = tell
+        self._is_first = True
+
+    def __next__(self) -> list[int]:
+        try:
+            return next(self._minibatches)
+        finally:
+            is_first, self._is_first = self._is_first, False
+            self._tell(is_first)

@@ -5,27 +5,29 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from variable_batch_size.checks import check_not_negative, check_positive
+from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.rules.adascale import NoiseRule
 from variable_batch_size.rules.each import RuleOfEach
 from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.noise_meter import NoiseMeter
 from variable_batch_size.rules.rule import Rule, Step
-from variable_batch_size.schedules.schedule import Schedule
+from variable_batch_size.schedules.layout import Layout
+from variable_batch_size.training.dealer import Dealer, Description
+from variable_batch_size.training.deciding import Record, deciding_for
 from variable_batch_size.training.description import description_of
 from variable_batch_size.training.factors import Factors
 from variable_batch_size.training.fully_sharded import is_fully_sharded
 from variable_batch_size.training.position import Position
-from variable_batch_size.training.sampler import CustomSampler
+from variable_batch_size.training.rule_for import rule_for
 from variable_batch_size.training.together import Inner
-from variable_batch_size.training.weights import Weights
-from variable_batch_size.training.wrapper import Wrapper, name_of, optimizers_of
+from variable_batch_size.training.weights import Weight, Weights
+from variable_batch_size.training.wrapper import Wrapper
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ class ScheduledOptimizer(Wrapper, ABC):
 
     Args:
         inner: any optimizer of torch, with the settings that are right at `ref_batchsize`.
-        sampler: the sampler that deals the minibatches.
+        sampler: what deals the minibatches: a :class:`CustomSampler` or a :class:`Stream`.
         rule: what the batch size of a step makes of the settings.
         ref_batchsize: the batch size at which the settings of `inner` are right.
         smooth_steps: spread a jump of the factor over N steps.
@@ -49,15 +51,19 @@ class ScheduledOptimizer(Wrapper, ABC):
     Attributes:
         steps_done: steps so far, skipped ones included.
         samples_done: samples in these.
-        steps_skipped: steps whose gradient was not finite.
+        steps_made: steps with this object, whatever state was loaded meanwhile.
+        steps_skipped: steps whose gradient was not finite, or whose minibatches all have the weight 0.
+        minibatch_weights: what minibatches weigh, and how much that is so far.
         gradient_norm: the norm of the latest step's mean gradient before clipping, on the device; None unless that step
             is one of those for which :meth:`keep_gradient_norm` has asked.
     """
 
+    _communicator: Communicator
+
     def __init__(
         self,
         inner: Inner,
-        sampler: CustomSampler,
+        sampler: Dealer,
         *,
         rule: Rule | Sequence[Rule],
         ref_batchsize: int,
@@ -70,8 +76,8 @@ class ScheduledOptimizer(Wrapper, ABC):
         seed_minibatches: bool,
     ) -> None:
         super().__init__(inner)
-        if not isinstance(sampler, CustomSampler):
-            raise ValueError(f"`sampler` must be a CustomSampler, got {type(sampler).__name__}")
+        if not isinstance(sampler, Dealer):
+            raise ValueError(f"`sampler` must be a CustomSampler or a Stream, got {type(sampler).__name__}")
         rule = rule_for(rule, self.inner)
         check_positive(ref_batchsize=ref_batchsize)
         check_not_negative(log_steps=log_steps)
@@ -81,27 +87,38 @@ class ScheduledOptimizer(Wrapper, ABC):
         self.log_steps = int(log_steps)
         self.exact = exact
         self.seeds_minibatches = seed_minibatches
-        self.steps_done = self.samples_done = self.steps_skipped = 0
+        self.steps_done = self.samples_done = self.steps_skipped = self.steps_made = 0
         self.gradient_norm: torch.Tensor | None = None
         self._norm_every: set[int] = set()
         if is_fully_sharded(self.parameters()):
             sampler.run_in_lockstep()
-        self._position = Position(sampler.schedule, sampler.rank)
         self._scaling = Factors(rule, smooth_steps=smooth_steps, max_factor=max_factor)
         self._factors: list[float] | None = None  # of the latest step, once it is complete
         self._lrs: list[float] = []  # likewise
         self._loss_scale = _checked_loss_scale(loss_scale)
-        self._own_meter = NoiseMeter() if measure_noise and not isinstance(rule, NoiseRule) else None
-        self._weights = Weights(next(self.parameters()).device)
+        self._own_meter = NoiseMeter() if measure_noise and not isinstance(rule, NoiseRule) else None  # over all groups
+        self._deciding = deciding_for(self)
+        self._position = Position(sampler.schedule, sampler.rank)
+        self.minibatch_weights = Weights(next(self.parameters()).device)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r}, ref_batchsize={self.ref_batchsize})"
 
     @property
-    def description(self) -> dict[str, str | int | bool]:
+    def description(self) -> Description:
         """What must be the same on all cores, and when a run goes on."""
         own = {"exact": self.exact, "seed_minibatches": self.seeds_minibatches}
         return {**description_of(self.sampler, self.rule, self.inner, self.ref_batchsize), **own}
+
+    def call_when_decided(self, listener: Callable[[Record], Any]) -> None:
+        """Give every decision of a policy to something that can be called with a record; nothing without a policy."""
+        if self._deciding is not None:
+            self._deciding.call_when_decided(listener)
+
+    def note_loss(self, loss: float) -> None:
+        """Let a policy know the loss that a log has recorded."""
+        if self._deciding is not None:
+            self._deciding.loss = loss
 
     def keep_gradient_norm(self, *, every: int) -> None:
         """From now on, leave the norm of every N-th step's mean gradient in `gradient_norm`; several N add up."""
@@ -149,10 +166,10 @@ class ScheduledOptimizer(Wrapper, ABC):
         """Whether the latest minibatch was a stand-in: this core has none in that step, or in lockstep no more."""
         return self._position.is_stand_in
 
-    def go_on_with(self, schedule: Schedule) -> None:
+    def go_on_with(self, schedule: Layout) -> None:
         """Take another schedule in place of the sampler's, and give it to the sampler; ``set_epoch`` goes into it."""
         self.sampler.schedule = schedule
-        self._position = Position(schedule, self.sampler.rank)
+        self._position.take(schedule)
 
     # ------------------------------------------------------------------------------------------------------------- rule
 
@@ -182,12 +199,13 @@ class ScheduledOptimizer(Wrapper, ABC):
     @property
     def weight_done(self) -> float:
         """The sum of all minibatches' weights so far, such as the tokens seen; reading it waits for the device."""
-        return self._weights.done
+        return self.minibatch_weights.done
 
     def report(self) -> dict[str, float]:
-        """What the rule, and the noise if it is measured, have to tell a log about the latest step."""
+        """What the rule, the noise if it is measured, and a policy have to tell a log about the latest step."""
         step = self._rule_step()
-        return {**(self._own_meter.report(step) if self._own_meter else {}), **self.rule.report(step)}
+        times = self._deciding.report() if self._deciding is not None else {}
+        return {**(self._own_meter.report(step) if self._own_meter else {}), **self.rule.report(step), **times}
 
     def gain(self, batch_size: int | None = None, group: int | None = None) -> float:
         """How many steps at `ref_batchsize` a step is worth, from the noise as it is known now.
@@ -214,7 +232,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         return noise.scale if noise else math.nan
 
     def _meter(self) -> NoiseMeter:
-        meter = self.rule.meter if isinstance(self.rule, NoiseRule) else self._own_meter
+        meter = self._own_meter or (self.rule.meter if isinstance(self.rule, NoiseRule | RuleOfEach) else None)
         if meter is None:
             raise RuntimeError(
                 f"{type(self.rule).__name__} measures no noise: AdaScaleRule does, and so does any rule with "
@@ -225,35 +243,45 @@ class ScheduledOptimizer(Wrapper, ABC):
     def _rule_step(self) -> Step:
         return Step(self.batch_size, self.sampler.minibatch_size, self.ref_batchsize, self.steps_done)
 
+    def _count(self, step: Step, weight: Weight | None) -> None:
+        """Note that a step is done, and what its minibatches weigh."""
+        self.steps_done += 1
+        self.steps_made += 1
+        self.samples_done += step.batch_size
+        self.minibatch_weights.add(weight)
+        if self._deciding is not None:
+            self._deciding.after_step(self._position.step)
+
+    def _state_of_run(self) -> dict[str, Any]:
+        decided = {} if self._deciding is None else {"deciding": self._deciding.state_dict()}
+        return {
+            "epoch": self.epoch,
+            "epoch_step": self.epoch_step,
+            "steps_done": self.steps_done,
+            "samples_done": self.samples_done,
+            "steps_skipped": self.steps_skipped,
+            **decided,
+        }
+
+    def _load_state_of_run(self, own: Mapping[str, Any]) -> None:
+        self.steps_done = own["steps_done"]
+        self.samples_done = own["samples_done"]
+        self.steps_skipped = own["steps_skipped"]
+        if self._deciding is not None:
+            self._deciding.load_state_dict(own.get("deciding"))
+
     # ---------------------------------------------------------------------------------------------------------- telling
 
     def _say_done(self) -> None:
         if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
-            message = "epoch %d, step %d/%d: batch size %d, learning rate %g, %d samples in all"
-            logger.info(message, *self._place(), self.batch_size, self.current_lr(), self.samples_done)
+            message = "%s: batch size %d, learning rate %g, %d samples in all"
+            logger.info(message, str(self._position), self.batch_size, self.current_lr(), self.samples_done)
 
     def _say_skipped(self, reason: str) -> None:
         self.steps_skipped += 1
         if self.sampler.rank == 0:
-            message = "epoch %d, step %d/%d: %s, the update is skipped (%d so far)"
-            logger.warning(message, *self._place(), reason, self.steps_skipped)
-
-    def _place(self) -> tuple[int, int, int]:
-        return self.epoch, self.epoch_step, self._position.num_epoch_steps
-
-
-def rule_for(rule: Rule | Sequence[Rule], inner: Optimizer) -> Rule:
-    """The rule of an optimizer, or one made of the rules of several; what does not fit is refused."""
-    optimizers = optimizers_of(inner)
-    rules: list[Any] = list(rule) if isinstance(rule, list | tuple) else [rule] * len(optimizers)
-    for one in rules:
-        if not isinstance(one, Rule):
-            raise ValueError(f"`rule` must be a Rule, got {one!r}")
-    for one, optimizer in zip(rules, optimizers, strict=False):
-        one.check(name_of(optimizer), optimizer.param_groups)
-    if isinstance(rule, Rule):
-        return rule
-    return RuleOfEach(rules, num_groups=[len(optimizer.param_groups) for optimizer in optimizers])
+            message = "%s: %s, the update is skipped (%d so far)"
+            logger.warning(message, str(self._position), reason, self.steps_skipped)
 
 
 def _checked_loss_scale(value: float) -> float:

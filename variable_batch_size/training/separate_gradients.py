@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ class SeparateGradients(Gradients):
 
     Every minibatch adds its gradients to sums that stay where they are, also where a core has a single one: all cores
     run the same program, so whether a core is idle is data, in a tensor, and no branch. As their programs are the same,
-    the same parameters have a gradient on all of them.
+    the same parameters have a gradient on all of them. What sums over cores is a program of its own, as in that of a
+    minibatch the user's loop has a share.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        self._infinities: dict[torch.Tensor, torch.Tensor] = {}  # in place of divisors that there are not yet
         self._step_squares: list[torch.Tensor] = []
-        self._weights: list[torch.Tensor] = []  # their sum and how many are above 0, once there are any
+        self._weights: list[torch.Tensor] = []  # their sum and how many are above 0
         self._present: set[torch.Tensor] = set()
         self._has_sums = False
         super().__init__(*args, **options)
@@ -55,19 +58,24 @@ class SeparateGradients(Gradients):
         that of a core which has accumulated would be another one.
         """
         trainable = [p for p in self.parameters() if p.requires_grad or p.grad is not None or p in self._sums]
+        converted = [p for p, tensor in self._sums.items() if tensor.dtype != p.dtype]
+        self._sums |= {p: self._sums[p].to(p.dtype) for p in converted}
         new = [p for p in trainable if p not in self._sums]
         # made on the host: zeros made on the device would be a program of their own
         self._sums |= {p: torch.zeros(p.shape, dtype=p.dtype).to(p.device) for p in new}
+        if self._divisors is not None:
+            self._infinities |= {p: torch.full(p.shape, torch.inf).to(p.device) for p in new if p not in self._divisors}
         num_squares = len(self._inner.param_groups) - len(self._step_squares) if trainable else 0
-        num_weights = 2 - len(self._weights) if self._is_weighted else 0
+        num_weights = 2 - len(self._weights) if trainable else 0  # always, as they must not come later on some cores
         self._step_squares += [torch.zeros(1).to(trainable[0].device) for _ in range(num_squares)]
         self._weights += [torch.zeros(1).to(trainable[0].device) for _ in range(num_weights)]
-        return bool(new or num_squares or num_weights)
+        return bool(converted or new or num_squares or num_weights)
 
     def reduce(self, mean: Mean, *, is_idle: bool) -> None:
         self._mean = mean
         if not self._sums:
             return
+        self._communicator.flush()  # what the loop has noted down may differ between cores, as a sum of losses does
         sums = list(self._sums.values())
         values = [mean.factor(is_weighted=self._is_weighted), 1 / mean.loss_scale**2, 1.0]
         factors = torch.tensor([0.0 if is_idle else value for value in values]).to(sums[0].device)
@@ -80,9 +88,10 @@ class SeparateGradients(Gradients):
         self._communicator.sum([*sums, *self._step_squares, *self._weights])
         if self._is_weighted:
             weight = self._weights[0]
-            shares = torch.where(weight > 0, 1 / weight, torch.zeros_like(weight))
+            # where all weigh 0, the sums are divided by infinity
+            divisors = torch.where(weight == 0, torch.full_like(weight, math.inf), weight)
             for tensor in sums:
-                tensor.copy_((tensor * shares).view_as(tensor))
+                tensor.copy_((tensor / divisors).view_as(tensor))
         for p in self._present:
             p.grad = self._sums[p]
 
@@ -100,14 +109,20 @@ class SeparateGradients(Gradients):
             self.clear()
         self._fit()
 
+    def _divisor_of(self, p: torch.Tensor) -> torch.Tensor | None:
+        divisor = super()._divisor_of(p)
+        if divisor is None:
+            return self._infinities[p]  # which leaves nothing to count, by the same program
+        self._infinities.pop(p, None)
+        return divisor
+
     def weight(self) -> Weight | None:
         return self._weights[0] * 1 if self._is_weighted else None
 
     def _numbers(self) -> torch.Tensor:
         if not self._sums:
             return torch.zeros(len(self._inner.param_groups) + 2)
-        weights = self._weights or [torch.zeros(2).to(self._step_squares[0].device)]
-        return torch.cat([*self._step_squares, *weights])
+        return torch.cat([*self._step_squares, *self._weights])
 
     def _read(self, numbers: torch.Tensor) -> list[float]:
         self._communicator.flush()
@@ -117,7 +132,8 @@ class SeparateGradients(Gradients):
         if not gradients:
             # made on the host, as above
             return torch.zeros(()).to(next(self.parameters()).device)
-        squares = [gradient.float().pow(2).sum() for gradient in gradients]
+        sizes = [gradient.abs() if gradient.is_complex() else gradient for gradient in gradients]
+        squares = [size.float().pow(2).sum() for size in sizes]
         return torch.stack(squares).sum() if len(squares) > 1 else squares[0]
 
 

@@ -30,6 +30,13 @@ class Together(Optimizer):
         if len(set(parameters)) < len(parameters):
             raise ValueError("`inner` must be optimizers with parameters of their own, got one that several have")
 
+    def __getstate__(self) -> dict[str, Any]:
+        # a scheduler puts a step() there that is bound to this very object
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
     def _collect(self) -> None:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self.param_groups = groups

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from variable_batch_size.comparison.experiment import DIVERGED, Outcome, Run, Settings
+from variable_batch_size.comparison.experiment import DIVERGED, POLICY, Outcome, Run, Settings
 from variable_batch_size.comparison.report.arm import Arm, Arms, ranking
 from variable_batch_size.comparison.report.charts import charts
 from variable_batch_size.comparison.report.numbers import number, with_deviation
@@ -140,5 +140,6 @@ def _facts(experiment: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     latest = experiment["origins"][-1]
     yield from latest["versions"].items()
     yield "commit", latest["commit"]
-    yield from ((f"SHA-256 of {name}", value) for name, value in experiment["traces"].items())
+    for name, value in experiment["traces"].items():
+        yield (name if name.startswith(POLICY) else f"SHA-256 of {name}"), value
     yield from experiment["settings"].items()

@@ -1,0 +1,93 @@
+"""What vbs simulate predicts for runs on this machine, against what they take: python bench/simulated.py [--cores 2]
+
+The profile is measured before and after each run, as the load of a machine changes; the noise is that of the run. One
+core is measured in CPU seconds, which other work does not prolong.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+
+import variable_batch_size as vbs
+from variable_batch_size.comparison.profile import measure
+from variable_batch_size.comparison.train import inner_optimizer, minibatches_of
+from variable_batch_size.comparison.workload import load_workload
+from variable_batch_size.planning.profile import Measured
+from variable_batch_size.policies.registry import parse_policy
+
+POLICIES = ("64", "256", "autoscale:max_batch_size=512")
+STEPS = 1500
+
+
+def real(text, workload_name, clock):
+    """Train with a policy on this core; the seconds, the progress and the noise over it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    workload = load_workload(workload_name, None)
+    model = workload.model()
+    sampler = vbs.CustomSampler(workload.train, trace=parse_policy(text), minibatch_size=workload.minibatch_size)
+    inner = inner_optimizer(workload, model, None)
+    optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=workload.ref_batchsize, model=model)
+    noise, began = {}, clock()
+    for inputs, targets in minibatches_of(workload, optimizer, torch.device("cpu")):
+        workload.loss(model(inputs), targets).backward()
+        if optimizer.step() and optimizer.steps_done % 20 == 0:
+            noise[optimizer.progress] = optimizer.noise_scale
+        if optimizer.steps_done == STEPS:
+            break
+    return clock() - began, optimizer.progress, noise
+
+
+def profiled(workload_name, cores, size, clock):
+    rows = measure(
+        workload_name,
+        cores=[cores],
+        minibatch_sizes=[size],
+        device="cpu",
+        threads=1,
+        rule="adascale",
+        steps=40,
+        clock=clock,
+    )
+    return next(rows)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cores", type=int, default=1)
+    parser.add_argument("--workload", default="digits")
+    options = parser.parse_args()
+    workload = load_workload(options.workload, None)
+    size = workload.minibatch_size
+    clock = time.process_time if options.cores == 1 else time.perf_counter
+    print(f"{'policy':<30}  real (s)  simulated (s)  ratio")
+    for text in POLICIES:
+        before = profiled(options.workload, options.cores, size, clock)
+        if options.cores == 1:
+            seconds, progress, noise = real(text, options.workload, clock)
+        else:
+            seconds, progress, noise = vbs.launch(
+                real, (text, options.workload, clock), cores=options.cores, backend="gloo"
+            )[0]
+        after = profiled(options.workload, options.cores, size, clock)
+        row = Measured(
+            1, options.cores, size, *(statistics.mean(pair) for pair in zip(before[3:], after[3:], strict=True))
+        )
+        known = {p: n for p, n in noise.items() if 0 < n < float("inf")}
+        run = vbs.simulate(
+            parse_policy(text),
+            profile=vbs.Profile((row,)),
+            noise=vbs.NoiseCurve(list(known), list(known.values())),
+            availability=vbs.Availability.constant(options.cores),
+            minibatch_size=size,
+            ref_batchsize=workload.ref_batchsize,
+            progress=progress,
+            capacity=len(workload.train) // size * size,
+        )
+        print(f"{text:<30}  {seconds:8.2f}  {run.seconds:13.2f}  {run.seconds / seconds:5.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

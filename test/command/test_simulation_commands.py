@@ -1,0 +1,123 @@
+"""vbs profile, vbs fit and vbs simulate."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+import variable_batch_size as vbs
+from variable_batch_size.command.main import main
+
+PROFILE = """machines,cores,minibatch_size,seconds_accumulating,seconds_updating
+1,1,32,0.01,0.012
+1,2,32,0.01,0.02
+1,4,32,0.011,0.03
+"""
+SIMULATE = (
+    "vbs simulate 256 autoscale:max_batch_size=4096 --profile profile.csv --minibatch-size 32 --ref-batchsize 128"
+)
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("profile.csv").write_text(PROFILE)
+
+    def run(command):
+        code = main(shlex.split(command)[1:])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_profile_measures_and_simulate_takes_what_it_wrote(run):
+    code, out, err = run("vbs profile digits --cores 1 --minibatch-sizes 8 16 --steps 6 --out measured.csv")
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) == 3
+    profile = vbs.Profile.read("measured.csv")
+    assert [(row.machines, row.cores, row.minibatch_size) for row in profile.rows] == [(1, 1, 8), (1, 1, 16)]
+    assert all(0 < row.seconds_accumulating <= row.seconds_updating < 1 for row in profile.rows)
+    assert Path("measured.csv").read_text().startswith("# made by: vbs profile digits --cores 1")
+    options = "--noise 500 --cores 1 --minibatch-size 16 --ref-batchsize 16 --samples 14400"
+    code, out, _ = run(f"vbs simulate 64 --profile measured.csv {options}")
+    assert code == 0
+    assert "64" in out
+
+
+def test_profile_measures_several_cores(run):
+    code, _, _ = run("vbs profile digits --cores 2 --steps 5")
+    assert code == 0
+    assert [row.cores for row in vbs.Profile.read("profile.csv").rows] == [2]
+
+
+def test_fit_prints_the_model_and_its_times(run):
+    code, out, _ = run("vbs fit profile.csv --cores 4 8")
+    assert code == 0
+    assert "updating with it on 8 cores:" in out
+    code, out, _ = run("vbs fit profile.csv --json")
+    model = vbs.Throughput(**json.loads(out))
+    assert model.updating(1, 4, 32) == pytest.approx(0.03, rel=0.05)
+
+
+def test_simulate_writes_a_page_a_table_a_picture_and_the_traces(run):
+    often = "--arrive .1 --leave .1"
+    run(f"vbs make spot --devices 4 --at-least 1 {often} --samples-per-device 1 --steps 50 --seed 0 --out m.csv")
+    code, out, err = run(f"{SIMULATE} --noise 2000 --market m.csv --samples 1M --price 2 --restart-seconds 3 --out out")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0].split() == [
+        *("policy", "hours", "device-hours", "cost", "updates", "samples", "progress", "restarts", "batch", "sizes")
+    ]
+    page = Path("out/simulation.html").read_text()
+    assert "<svg" in page
+    assert "autoscale:max_batch_size=4096" in page
+    assert "http" not in page.partition("<svg")[0]
+    assert Path("out/simulation.png").stat().st_size > 1000
+    rows = Path("out/table.csv").read_text().splitlines()
+    assert len(rows) == 3
+    updates = {row.split(",")[0]: int(row.split(",")[4]) for row in rows[1:]}
+    assert len(vbs.Trace.read("out/traces/256.csv")) == updates["256"]
+    trace = vbs.Trace.read("out/traces/autoscale-max_batch_size=4096.csv")
+    assert len(trace) == updates["autoscale:max_batch_size=4096"]
+    assert "made by: vbs simulate" in trace.comment
+
+
+def test_simulate_takes_recorded_devices_and_the_noise_of_a_log(run):
+    Path("devices.csv").write_text("time,devices\n0,4\n100,2\n200,0\n250,4\n300,0\n")
+    Path("log.jsonl").write_text('{"progress": 0, "noise_scale": 100}\n{"progress": 900, "noise_scale": 9000}\n')
+    code, out, _ = run(f"{SIMULATE} --noise log.jsonl --recording devices.csv --samples 200K")
+    assert code == 0
+    assert "cost" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--noise x --cores 2", "--noise must be the log of a run or a positive number, got 'x'"),
+        ("--noise 5 --cores 9", "profile.csv was measured with 1 to 4 cores, got 9"),
+        ("slow --noise 5 --cores 2", "`policy` must be one of 'autoscale'"),
+        (
+            "autoscale --noise 5 --cores 2",
+            "missing 1 required keyword-only argument: 'max_batch_size', got 'autoscale'",
+        ),
+        ("norm_test:eta --noise 5 --cores 2", "a setting of a policy must be name=number, got 'eta'"),
+        ("per_core:pace=3 --noise 5 --cores 2", "got an unexpected keyword argument 'pace', got 'per_core:pace=3'"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_with_the_reason(run, options, message):
+    code, _, err = run(
+        f"vbs simulate 256 {options} --profile profile.csv --minibatch-size 32 --ref-batchsize 128 --samples 9K"
+    )
+    assert code == 1
+    assert message in err
+
+
+def test_simulate_goes_far_beyond_the_profile_if_told(run):
+    assert run(f"{SIMULATE} --noise 500 --cores 64 --samples 100K --extrapolate")[0] == 0
+
+
+def test_profile_needs_steps_for_a_median(run):
+    code, _, err = run("vbs profile digits --cores 1 --steps 4")
+    assert code == 1
+    assert "`steps` must be at least 5, for their median to tell anything, got 4" in err

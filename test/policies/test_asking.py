@@ -1,0 +1,89 @@
+"""Asking: when a policy is asked, and what it is told."""
+
+import variable_batch_size as vbs
+from variable_batch_size.policies.asking import Asking
+
+
+class Counting(vbs.Policy):
+    """Answers with one minibatch more each time, and remembers what it was asked."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.asked = []
+
+    def decide(self, situation):
+        self.asked.append(situation)
+        return 32 * len(self.asked)
+
+
+SITUATION = vbs.Situation(cores=2, minibatch_size=32, ref_batchsize=64, steps_done=7)
+
+
+def test_rows_are_decided_as_far_ahead_as_the_lead_and_so_many_at_a_time():
+    asking = Asking(vbs.PerCore(every=20, lead=16))
+    assert [asking.num_rows(ahead) for ahead in (0, 1, 16, 17, 36)] == [36, 35, 20, 0, 0]
+
+
+def test_a_policy_is_not_asked_again_before_its_answer_was_executed_for_a_while():
+    asking = Asking(Counting())
+    assert asking.answer(SITUATION).batch_size == 32
+    for number in (0, 4):
+        asking.note_steps(32, 1, 1.0, number)
+        assert asking.answer(SITUATION) == (32, "no steps of it yet")
+    asking.note_steps(64, 1, 1.0, 10)  # of another batch size
+    assert asking.answer(SITUATION).batch_size == 32
+    asking.note_steps(32, 1, 1.0)
+    assert asking.answer(SITUATION).batch_size == 64
+    assert asking.answer(SITUATION).batch_size == 64
+    assert [found.batch_size for found in asking.policy.asked] == [None, 32]
+
+
+def test_a_policy_is_told_the_times_once_that_two_depths_are_known():
+    asking = Asking(Counting())
+    asking.answer(SITUATION)
+    asking.note_steps(32, 1, None, 9)  # whose time tells nothing
+    asking.answer(SITUATION)
+    asking.note_steps(64, 1, 4.0, 9)
+    asking.answer(SITUATION)
+    asking.note_steps(96, 2, 5.0, 9)
+    asking.answer(SITUATION)
+    told = [(s.seconds_accumulating, s.seconds_updating, s.is_fresh) for s in asking.policy.asked]
+    assert told == [(None, None, True), (None, None, True), (None, None, False), (1.0, 4.0, False)]
+    assert {found.steps_done for found in asking.policy.asked} == {7}
+
+
+def test_on_other_cores_it_asks_at_once_and_knows_no_times():
+    asking = Asking(Counting())
+    asking.answer(SITUATION)
+    asking.note_steps(32, 1, 4.0, 9)
+    asking.note_steps(64, 2, 5.0, 9)
+    asking.answer(SITUATION)
+    asking.restart(32)
+    assert asking.answer(SITUATION).batch_size == 96
+    assert (asking.policy.asked[-1].batch_size, asking.policy.asked[-1].seconds_updating) == (32, None)
+    asking.restart(None)
+    asking.answer(SITUATION)
+    assert asking.policy.asked[-1].batch_size is None
+
+
+def test_the_answer_of_another_core_counts_as_its_own():
+    asking = Asking(Counting())
+    asking.take_over(128)
+    assert asking.answer(SITUATION).batch_size == 128
+    asking.note_steps(128, 2, 1.0, 5)
+    asking.take_over(128)  # again, which is no change
+    asking.answer(SITUATION)
+    assert asking.policy.asked[0].batch_size == 128
+
+
+def test_it_is_saved():
+    asking, other = Asking(vbs.OnPlateau(patience=1)), Asking(vbs.OnPlateau(patience=1))
+    asking.answer(SITUATION)
+    asking.policy.tell(1.0)
+    asking.policy.tell(1.0)
+    asking.note_steps(64, 1, 4.0, 5)
+    asking.note_steps(96, 2, 5.0, 5)
+    other.load_state_dict(asking.state_dict())
+    assert other.state_dict() == asking.state_dict()
+    assert other.times.seconds == (1.0, 4.0)
+    assert other.answer(SITUATION) == (128, "1 values no better than 1")

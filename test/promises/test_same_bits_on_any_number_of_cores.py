@@ -1,0 +1,84 @@
+"""Promise: in exact mode the weights are the same to the last bit on any number of cores, wherever a run goes on."""
+
+import dataclasses
+import math
+import random
+
+import exact_runs
+import pytest
+import torch
+from exact_runs import SCENARIOS, drawn
+
+import variable_batch_size as vbs
+
+ALL = [*SCENARIOS, *(drawn(seed) for seed in range(100, 104))]
+NAMES = [scenario.name for scenario in ALL]
+WAY = [2, 3, 1, 4]  # numbers of cores, on which each run is made, and over which another one of it is handed on
+
+# newer Pythons warn when a process with threads is forked
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {scenario.name: exact_runs.run(scenario) for scenario in ALL}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """By the number of cores, what each core has found of each run."""
+    root, rng, results = tmp_path_factory.mktemp("exact"), random.Random(0), {}
+    for cores in WAY:
+        stops = [None if cores == WAY[-1] else rng.randint(0, 5) for _ in ALL]
+        results[cores] = vbs.launch(exact_runs.run_all, (ALL, root, stops), cores=cores, backend="gloo")
+    return results
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("cores", WAY)
+def test_after_every_step_the_weights_are_those_of_one_process(alone, found, cores, name):
+    for result in found[cores]:
+        assert result[name]["digests"] == alone[name]["digests"]
+        assert result[name]["steps_skipped"] == alone[name]["steps_skipped"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_so_they_are_in_a_run_that_is_handed_on_from_cores_to_cores(alone, found, name):
+    last = max(alone[name]["digests"])
+    done = {}
+    for cores in WAY:
+        for result in found[cores]:
+            part = result[name]["part"]
+            assert part.items() <= alone[name]["digests"].items()
+            done |= part
+    assert last in done
+    assert done == alone[name]["digests"]
+
+
+def test_the_scenarios_are_what_they_are_thought_to_be(alone, found):
+    skipped = {name for name, result in alone.items() if result["steps_skipped"]}
+    not_finite = {scenario.name for scenario in ALL if not math.isfinite(scenario.burst)}
+    assert {"overflow"} <= skipped <= not_finite
+    assert len({scenario.rule for scenario in ALL}) >= 6
+    assert {scenario.net for scenario in ALL} == {"mlp", "conv", "tokens"}
+    for result in alone.values():
+        assert len(set(result["digests"].values())) == len(result["digests"]) > 5
+        assert all(value.isfinite().all() for value in result["model"].values())
+    # the parts that were handed on are parts
+    assert 0 < sum(len(found[WAY[0]][0][name]["part"]) for name in NAMES) < 6 * len(ALL)
+
+
+def plainly(scenario):
+    """The same run, and the same random numbers, in plain mode."""
+    options = {**scenario.options, "seed_minibatches": True}
+    return exact_runs.run(dataclasses.replace(scenario, options=options), exact=False)
+
+
+def test_the_digests_see_the_rounding_of_plain_sums(alone):
+    assert plainly(SCENARIOS[0])["digests"] != alone[SCENARIOS[0].name]["digests"]
+
+
+@pytest.mark.parametrize("scenario", [s for s in ALL if s.burst == 1.0], ids=lambda scenario: scenario.name)
+def test_the_losses_are_those_of_plain_mode_within_rounding(alone, scenario):
+    plain, exact = plainly(scenario), alone[scenario.name]
+    torch.testing.assert_close(torch.tensor(exact["losses"]), torch.tensor(plain["losses"]), rtol=1e-3, atol=1e-4)

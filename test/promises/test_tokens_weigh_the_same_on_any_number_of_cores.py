@@ -1,0 +1,169 @@
+"""Promise: with weights a step has the mean over all its tokens, however they are spread over minibatches and cores."""
+
+import pytest
+import torch
+import weighted_scenarios as scenarios
+from weighted_scenarios import ALL_RUNS, LENGTHS, LOG_STEPS, MINIBATCH, RUNS, TRACE, WEIGHTS
+
+import variable_batch_size as vbs
+
+CORES = [
+    ("alone", 1),
+    *(("gloo", cores) for cores in (2, 4)),
+    *(pytest.param("xla", cores, marks=pytest.mark.xla) for cores in (1, 4)),
+]
+on_all_cores = pytest.mark.parametrize(("backend", "cores"), CORES)
+PLAIN = {
+    **{name: {"rule": name} for name in ("linear", "root", "linear_momentum")},
+    **{name: {"rule": "linear"} for name in ("scaled", "careful", "measured", "kept", "exact")},
+    "clipped": {"rule": "linear", "clip": 0.2},
+}
+BY_MEANS = ("adam", "adam:half-life")
+NOISE = {
+    **{name: RUNS[name][:2] for name in ("adascale", "adamscale", "surge")},
+    **dict.fromkeys(("scaled adascale", "kept adascale", "exact adascale"), RUNS["adascale"][:2]),
+}
+
+
+@pytest.fixture(scope="module")
+def results_on():
+    found = {}
+
+    def run(backend, cores):
+        if (backend, cores) not in found:
+            args = ("cpu" if backend == "alone" else backend,)
+            found[backend, cores] = (
+                [scenarios.run_all(*args)]
+                if backend == "alone"
+                else vbs.launch(scenarios.run_all, args, cores=cores, backend=backend)
+            )
+        return found[backend, cores]
+
+    return run
+
+
+def runs_of(results_on, backend, cores, names):
+    """The result of each run of these names, and its type of numbers, on every core."""
+    for rank, results in enumerate(results_on(backend, cores)):
+        for key, result in results.items():
+            if key[0] in names:
+                yield *key, rank, result
+
+
+def tolerance(name, dtype):
+    """Exact sums round to units that suit float32."""
+    return 1e-6 if dtype == torch.float32 else 1e-9 if name.startswith("exact") else 1e-12
+
+
+def difference(state, other):
+    return max((state[name] - other[name]).abs().max().item() for name in state)
+
+
+def is_told(backend, name):
+    """Whether the host knows that a step weighs nothing; on XLA only where it waits for the device anyway."""
+    measures = ALL_RUNS[name][0] in ("adascale", "adamscale", "surge") or name in ("careful", "measured")
+    return backend != "xla" or measures
+
+
+def test_the_scenario_has_idle_cores_long_and_short_samples_and_such_as_weigh_nothing():
+    steps = scenarios.steps_of_samples()
+    counts = [[scenarios.num_targets(samples) for samples in minibatches] for minibatches in steps]
+    assert any(len(minibatches) < 4 for minibatches in steps)
+    assert max(max(step) for step in counts) > 10 * min(count for step in counts for count in step if count)
+    assert [step for step, own in enumerate(counts) if not any(own)] == [6]
+    assert any(0 in own and any(own) for own in counts)
+    assert sum(sum(count > 0 for count in own) == 1 for own in counts) > 0
+    assert all(key in {*PLAIN, *BY_MEANS, *NOISE, "measured at rest", "adascale at rest"} for key in ALL_RUNS)
+
+
+@on_all_cores
+def test_weights_are_those_of_the_mean_over_all_tokens(results_on, backend, cores):
+    for name, dtype, _, result in runs_of(results_on, backend, cores, PLAIN):
+        expected, _ = scenarios.train_plainly(**PLAIN[name], skips=is_told(backend, name))
+        assert difference(result["state"], expected) < tolerance(name, dtype), (name, dtype)
+
+
+@on_all_cores
+def test_weights_of_adams_rules_are_those_of_losses_that_make_up_for_the_lengths(results_on, backend, cores):
+    for name, dtype, _, result in runs_of(results_on, backend, cores, BY_MEANS):
+        if not is_told(backend, name):
+            continue  # the step that weighs nothing is made there, with a gradient of 0, by which Adam moves on
+        expected = scenarios.train_by_means(*RUNS[name][:2])
+        assert difference(result["state"], expected) < tolerance(name, dtype), (name, dtype)
+
+
+@on_all_cores
+def test_rules_that_measure_follow_the_formulas_per_token(results_on, backend, cores):
+    for name, dtype, _, result in runs_of(results_on, backend, cores, NOISE):
+        expected, factors = scenarios.noise_plainly(*NOISE[name])
+        found = [
+            factor for factor, has_updated in zip(result["factors"], result["updates"], strict=True) if has_updated
+        ]
+        assert found == pytest.approx(factors, rel=10 * tolerance(name, dtype)), (name, dtype)
+        assert difference(result["state"], expected) < tolerance(name, dtype), (name, dtype)
+
+
+@on_all_cores
+def test_a_step_that_weighs_nothing_is_skipped_on_all_cores(results_on, backend, cores):
+    for name, dtype, rank, result in runs_of(results_on, backend, cores, ALL_RUNS):
+        assert not is_told(backend, name) or result["updates"] == [step != 6 for step in range(len(TRACE))], (
+            name,
+            dtype,
+            rank,
+        )
+
+
+@on_all_cores
+def test_stand_ins_do_not_weigh(results_on, backend, cores):
+    for name, dtype, rank, result in runs_of(results_on, backend, cores, ALL_RUNS):
+        assert result["weight_done"] == sum(LENGTHS[: sum(TRACE)]) - sum(TRACE), (name, dtype, rank)
+
+
+@on_all_cores
+def test_the_log_shows_the_mean_loss_of_a_token_and_the_tokens_seen(results_on, backend, cores):
+    ends = [sum(TRACE[:step]) for step in range(LOG_STEPS, len(TRACE) + 1, LOG_STEPS)]
+    for name, dtype, rank, result in runs_of(results_on, backend, cores, ("linear", "kept", "exact", "measured")):
+        records = result["records"]
+        if rank:
+            assert records == []
+            continue
+        _, losses = scenarios.train_plainly("linear", skips=is_told(backend, name))
+        assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-5), (name, dtype)
+        assert [record["weight"] for record in records] == [sum(LENGTHS[:end]) - end for end in ends]
+        assert [record["samples"] for record in records] == ends
+        assert all(("noise_scale" in record) == (name == "measured") for record in records)
+
+
+@on_all_cores
+def test_measuring_noise_under_any_rule_finds_what_adascale_finds_and_changes_no_weight(results_on, backend, cores):
+    for results in results_on(backend, cores):
+        for dtype in {key[1] for key in results if key[0] == "measured"}:
+            measured, adascale = results["measured at rest", dtype], results["adascale at rest", dtype]
+            assert measured["noise"] == adascale["noise"]
+            assert measured["noise"]["variance"] > 0
+            assert [record.get("noise_scale") for record in measured["records"]] == pytest.approx(
+                [record["noise_scale"] for record in adascale["records"]], nan_ok=True
+            )
+            assert difference(results["measured", dtype]["state"], results["linear", dtype]["state"]) == 0
+
+
+@pytest.mark.parametrize(("backend", "cores"), CORES[:3])
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_a_weight_may_be_any_kind_of_number(results_on, backend, cores, kind):
+    for results in results_on(backend, cores):
+        expected = results["adascale", torch.float64]
+        assert difference(results[kind]["state"], expected["state"]) == 0
+        assert results[kind]["factors"] == expected["factors"]
+        assert results[kind]["weight_done"] == expected["weight_done"]
+
+
+def test_equal_weights_would_have_been_another_result():
+    state, _ = scenarios.train_plainly("linear")
+    model = scenarios.reader()
+    sampler = vbs.CustomSampler(dataset_size=len(LENGTHS), trace=TRACE, minibatch_size=MINIBATCH, shuffle=False)
+    optimizer = vbs.LinearRuleOptimizer(scenarios.sgd(model), sampler, ref_batchsize=scenarios.REF_BATCHSIZE)
+    for samples in sampler:
+        loss = scenarios.loss_of(model, scenarios.padded(samples), "sum")
+        (loss / max(1, scenarios.num_targets(samples))).backward()
+        optimizer.step()
+    assert difference(dict(model.state_dict()), state) > 1e-3

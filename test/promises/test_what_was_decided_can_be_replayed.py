@@ -1,0 +1,64 @@
+"""What policies decide is a trace, which gives the same weights again: on the same cores to the last bit."""
+
+import policy_runs
+import pytest
+import torch
+
+import variable_batch_size as vbs
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    return tmp_path_factory.mktemp("stopped")
+
+
+@pytest.fixture(scope="module")
+def on_cores(stopped):
+    """Every policy on 1, 2 and 3 cores; and a run that is stopped on 2 of them, goes on on 3 and ends on 1."""
+    found = {}
+    for cores, stop_after in ((2, 13), (3, 31)):
+        found[cores] = vbs.launch(policy_runs.run_all, ("gloo", stopped, stop_after), cores=cores, backend="gloo")
+    found[1] = [policy_runs.run_all("gloo", None, None)]
+    return found
+
+
+def largest_difference(some, others):
+    return max((some[name] - others[name]).abs().max().item() for name in some)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+@pytest.mark.parametrize("name", policy_runs.POLICIES)
+def test_all_cores_decide_the_same_and_replay_to_the_same_bits(on_cores, cores, name):
+    results = [result[name] for result in on_cores[cores]]
+    for result in results:
+        assert result["rows"] == results[0]["rows"]
+        assert all(torch.equal(result["weights"][key], results[0]["weights"][key]) for key in result["weights"])
+        assert all(torch.equal(result["weights"][key], result["replayed"][key]) for key in result["weights"])
+    assert name == "per core" or len(set(results[0]["rows"])) > 1
+
+
+@pytest.mark.parametrize("cores", [2, 3])
+@pytest.mark.parametrize("name", ["autoscale", "norm test", "function"])
+def test_they_replay_to_the_same_weights_on_one_core(on_cores, cores, name):
+    result = on_cores[cores][0][name]
+    assert largest_difference(policy_runs.train(result["rows"])[0], result["weights"]) < 1e-9
+
+
+def test_a_run_goes_on_on_other_cores_and_its_executed_trace_gives_the_same_weights(on_cores, stopped):
+    weights, rows = policy_runs.train(policy_runs.POLICIES["autoscale"](), directory=stopped)
+    trace = vbs.Trace.read(stopped / "executed.csv")
+    assert list(trace) == rows
+    assert rows[0] % (2 * policy_runs.MINIBATCH) == 0
+    assert rows[13 + 10] % (3 * policy_runs.MINIBATCH) == 0  # all three are equally deep
+    assert largest_difference(policy_runs.train(stopped / "executed.csv")[0], weights) < 1e-9
+
+
+@pytest.mark.xla
+def test_policies_decide_alike_on_virtual_xla_cores_and_replay_to_the_same_weights():
+    results = vbs.launch(policy_runs.run_all, ("xla", None, None), cores=4, backend="xla")
+    for name in policy_runs.POLICIES:
+        for result in results:
+            assert result[name]["rows"] == results[0][name]["rows"]
+            assert largest_difference(result[name]["weights"], result[name]["replayed"]) < 1e-5
+        alone = policy_runs.train(results[0][name]["rows"])[0]
+        assert largest_difference(results[0][name]["weights"], alone) < 1e-5

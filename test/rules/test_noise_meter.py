@@ -1,0 +1,87 @@
+"""NoiseMeter: the noise of a run, with weights against every token by itself."""
+
+import numpy as np
+import pytest
+
+from variable_batch_size.rules.noise import Noise
+from variable_batch_size.rules.noise_meter import NoiseMeter
+from variable_batch_size.rules.rule import Norms, Step
+
+
+def step_of(weights, *, minibatch_size=1):
+    """A step of minibatches which weigh so much."""
+    return Step(
+        batch_size=minibatch_size * len(weights),
+        minibatch_size=minibatch_size,
+        ref_batchsize=2,
+        weight=float(sum(weights)),
+        num_weighted=sum(weight > 0 for weight in weights),
+    )
+
+
+def norms_of(sums, weights):
+    """L and T of the sums of gradients over the tokens of each minibatch."""
+    total = sum(weights)
+    each = sum((s**2).sum() / weight for s, weight in zip(sums, weights, strict=True) if weight)
+    return Norms(each / total, ((np.sum(sums, axis=0) / total) ** 2).sum())
+
+
+def test_two_minibatches_of_one_and_three_tokens_by_hand():
+    # tokens 4 | 1, 2, 3: mean 2.5, s = 4 and 6, L = (16/1 + 36/3)/4 = 7, T = 6.25, V = 0.75 · 4/1, G² = 6.25 − 3/4
+    meter = NoiseMeter()
+    meter.observe(step_of([1, 3]), [norms_of(np.array([[4.0], [6.0]]), [1, 3])])
+    assert meter.noise() == Noise(variance=3.0, square_norm=5.5)
+
+
+def test_it_is_the_estimate_for_minibatches_of_any_size():
+    generator = np.random.default_rng(0)
+    weights = [5, 1, 17, 2]
+    sums = generator.normal(size=(4, 3)) * np.array(weights)[:, None]
+    meter = NoiseMeter()
+    meter.observe(step_of(weights), [norms_of(sums, weights)])
+    shares = [weight / sum(weights) for weight in weights]
+    squares = [((s / weight) ** 2).sum() for s, weight in zip(sums, weights, strict=True)]
+    expected = Noise.from_weighted_norms(squares, norms_of(sums, weights).square_of_mean, weights=shares, sizes=weights)
+    assert vars(meter.noise()) == pytest.approx(vars(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize("weights", [[1, 1, 1, 1], [2, 16], [0, 3, 1, 40, 0, 7], [64, 1, 1]])
+def test_it_is_unbiased_per_token_however_tokens_are_spread(weights):
+    generator = np.random.default_rng(1)
+    mean, deviations = np.array([0.3, -0.2, 0.1]), np.array([1.0, 0.5, 2.0])
+    found = []
+    for _ in range(20_000):
+        tokens = [mean + deviations * generator.normal(size=(weight, 3)) for weight in weights]
+        meter = NoiseMeter()
+        meter.observe(step_of(weights), [norms_of([own.sum(0) for own in tokens], weights)])
+        found.append((meter.noise().variance, meter.noise().square_norm))
+    error = np.std(found, axis=0) / np.sqrt(len(found))
+    expected = np.array([(deviations**2).sum(), (mean**2).sum()])
+    assert np.all(np.abs(np.mean(found, axis=0) - expected) < 4 * error)
+
+
+@pytest.mark.parametrize("weights", [[5], [0, 5, 0]])
+def test_where_one_minibatch_alone_weighs_there_is_no_estimate(weights):
+    meter = NoiseMeter()
+    meter.observe(step_of(weights), [Norms(3.0, 1.0)])
+    assert meter.noise() is None
+
+
+def test_the_gain_of_a_batch_size_in_samples_takes_what_a_sample_weighs_on_average():
+    meter = NoiseMeter()
+    meter.observe(step_of([1, 3]), [Norms(7.0, 6.25)])
+    meter.observe(step_of([26], minibatch_size=2), [None])  # 7.5 tokens a sample now
+    assert meter.gain(8, 2) == pytest.approx(Noise(3.0, 5.5).gain(60, 15))
+    restored = NoiseMeter()
+    restored.load_state_dict(meter.state_dict())
+    assert restored.gain(8, 2) == meter.gain(8, 2)
+    assert restored.noise() == meter.noise()
+
+
+def test_the_same_weight_for_all_is_the_noise_without_weights_in_other_units():
+    plain, weighted = NoiseMeter(), NoiseMeter()
+    norms = Norms(2.0, 0.75)
+    plain.observe(Step(batch_size=4, minibatch_size=1, ref_batchsize=2), [norms])
+    weighted.observe(step_of([8, 8, 8, 8]), [norms])
+    assert weighted.noise() == Noise(plain.noise().variance * 8, plain.noise().square_norm)
+    assert weighted.gain(16, 2) == pytest.approx(plain.gain(16, 2), rel=1e-12)

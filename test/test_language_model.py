@@ -1,0 +1,55 @@
+"""The example of a language model: it runs, learns, and gives the same on two cores."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from documents import ROOT
+
+TOKENS = 12_000
+
+
+@pytest.fixture(scope="module")
+def run():
+    """What the example prints: the rows of its table, and the lines before it."""
+
+    def run(*arguments):
+        command = [
+            sys.executable,
+            "examples/language_model.py",
+            "--tokens",
+            str(TOKENS),
+            "--log-steps",
+            "2",
+            *arguments,
+        ]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        records = re.findall(r"^step .*$", done.stdout, re.MULTILINE)
+        return dict(re.findall(r"^(\S.*?) {2,}(.+)$", done.stdout.rpartition("\n\n")[2], re.MULTILINE)), records
+
+    return run
+
+
+def test_windows_of_the_text_that_comes_with_python(run):
+    table, records = run()
+    assert table["text"].startswith("pydoc_data.topics")
+    assert int(table["tokens"].replace(",", "")) == pytest.approx(TOKENS, rel=0.2)
+    assert float(table["noise scale"].split()[0].replace(",", "")) > 0
+    losses = [float(re.search(r"loss ([\d.]+)", line)[1]) for line in records]
+    assert losses[-1] < losses[0]
+    assert 3 < losses[0] < 6  # of one character, though minibatches hold hundreds
+
+
+def test_padded_paragraphs_of_a_file_on_two_cores(run, tmp_path):
+    file = tmp_path / "text.txt"
+    words = ["a", "variable", "batch", "size", "is", "what", "it", "says"]
+    file.write_text("\n\n".join(" ".join(words[i % 8] for i in range(length)) for length in list(range(1, 60)) * 4))
+    alone, records = run("--padded", "--text", str(file))
+    on_two, others = run("--padded", "--text", str(file), "--cores", "2")
+    assert alone["text"] == str(file)
+    for name in ("tokens", "updates", "noise scale"):
+        assert on_two[name] == alone[name], name
+    assert float(on_two["test loss"].split(",")[0]) == pytest.approx(float(alone["test loss"].split(",")[0]), abs=0.002)
+    assert len(others) == len(records)

@@ -1,0 +1,258 @@
+"""Runs whose batch sizes are decided as they go, in one process."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import variable_batch_size as vbs
+
+MINIBATCH = 8
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(400, 6, generator=generator, dtype=torch.float64), torch.randint(0, 3, (400,), generator=generator)
+    )
+
+
+def run_with(trace, *, kind=vbs.AdaScaleOptimizer, **options):
+    """A model, its sampler and optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    sampler = vbs.CustomSampler(data(), trace=trace, minibatch_size=MINIBATCH, **options)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, sampler, kind(inner, sampler, ref_batchsize=2 * MINIBATCH, model=model)
+
+
+def train(model, sampler, optimizer, *, epochs, log=None, workers=0):
+    loader = DataLoader(data(), batch_sampler=sampler, num_workers=workers)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            if log is not None:
+                log.step(loss)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def rows_of(sampler, optimizer):
+    return list(sampler.schedule.trace)[: optimizer.steps_done]
+
+
+def are_equal(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+POLICIES = {
+    "autoscale": lambda: vbs.Autoscale(max_batch_size=128, every=6, lead=4),
+    "per core": lambda: vbs.PerCore(24),
+    "norm test": lambda: vbs.NormTest(eta=0.3, max_batch_size=200, max_growth=1.6, every=7, lead=2),
+    "critical batch": lambda: vbs.CriticalBatch(cost=0.4, max_batch_size=96, every=5, lead=1),
+    "on plateau": lambda: vbs.OnPlateau(patience=1, factor=1.5, every=5),
+    "function": lambda: lambda situation: 8 * (1 + situation.steps_done % 7),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_was_decided_replays_to_the_same_bits(name):
+    model, sampler, optimizer = run_with(POLICIES[name]())
+    with vbs.Log(optimizer, every=3, to=[]) as log:
+        weights = train(model, sampler, optimizer, epochs=4, log=log)
+    rows = rows_of(sampler, optimizer)
+    assert name == "per core" or len(set(rows)) > 1
+    replayed = run_with(rows)
+    assert are_equal(train(*replayed, epochs=4), weights)
+    assert replayed[2].progress == optimizer.progress
+    assert replayed[2].epoch_step == optimizer.epoch_step
+
+
+def test_loader_workers_read_ahead_what_is_decided():
+    model, sampler, optimizer = run_with(vbs.Autoscale(max_batch_size=128, every=6, lead=4))
+    weights = train(model, sampler, optimizer, epochs=2, workers=2)
+    assert are_equal(train(*run_with(rows_of(sampler, optimizer)), epochs=2), weights)
+
+
+def test_too_short_a_lead_is_refused_where_loader_workers_read_ahead():
+    made = run_with(vbs.PerCore(every=2, lead=1))
+    with pytest.raises(
+        RuntimeError, match="step 3 is read before it is decided: the `lead` of a policy must be at least"
+    ):
+        train(*made, epochs=1, workers=2)
+
+
+def test_a_sampler_without_an_optimizer_has_nothing_decided():
+    sampler = vbs.CustomSampler(data(), trace=vbs.PerCore(), minibatch_size=MINIBATCH)
+    with pytest.raises(
+        RuntimeError, match="no batch size is decided yet: make the optimizer before the sampler is read"
+    ):
+        next(iter(sampler))
+
+
+def test_a_policy_decides_for_one_optimizer():
+    model, sampler, _ = run_with(vbs.PerCore())
+    with pytest.raises(
+        RuntimeError, match="the policy of this sampler decides for another optimizer: make a sampler for ea"
+    ):
+        vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=8)
+
+
+def test_a_policy_that_needs_noise_is_refused_where_nobody_measures_it():
+    message = "Autoscale decides by the noise of the gradient, which LinearRule does not measure: AdaScaleRule"
+    with pytest.raises(ValueError, match=message):
+        run_with(vbs.Autoscale(max_batch_size=64), kind=vbs.LinearRuleOptimizer)
+
+
+def test_any_rule_may_measure_it():
+    def measuring(inner, sampler, **options):
+        return vbs.LinearRuleOptimizer(inner, sampler, measure_noise=True, **options)
+
+    made = run_with(vbs.Autoscale(max_batch_size=128, every=6, lead=4), kind=measuring)
+    weights = train(*made, epochs=3)
+    rows = rows_of(*made[1:])
+    assert len(set(rows)) > 1
+    assert are_equal(train(*run_with(rows, kind=measuring), epochs=3), weights)
+
+
+def test_other_policies_need_no_noise():
+    made = run_with(vbs.OnPlateau(patience=1, every=4), kind=vbs.LinearRuleOptimizer)
+    train(*made, epochs=1)
+    assert made[2].steps_done > 0
+
+
+def test_a_policy_class_or_no_policy_at_all_is_refused():
+    for wrong in (vbs.PerCore, None):
+        with pytest.raises(ValueError, match="`trace` must be a path, a sequence of batch sizes or an integer, got"):
+            run_with(wrong)
+
+
+def test_a_stream_needs_a_trace_that_is_known():
+    with pytest.raises(ValueError, match="a stream needs a `trace` that is known before it is read, got a policy"):
+        vbs.Stream(range(100), trace=vbs.PerCore(), minibatch_size=MINIBATCH)
+
+
+def test_bounds_that_the_data_set_breaks_are_refused_at_the_start():
+    with pytest.raises(
+        ValueError, match="no batch size keeps all bounds on 1 cores with minibatches of 8: at least 500 in"
+    ):
+        run_with(vbs.PerCore(min_batch_size=500))
+
+
+def test_every_decision_is_told_with_its_reason():
+    model, sampler, optimizer = run_with(vbs.Autoscale(max_batch_size=128, every=6, lead=4))
+    seen = []
+    optimizer.call_when_decided(seen.append)
+    assert [record["why"] for record in seen] == ["the start"]
+    train(model, sampler, optimizer, epochs=2)
+    assert [record["step"] for record in seen[:4]] == [0, 6, 12, 18]
+    assert [record["from_step"] for record in seen[:4]] == [0, 10, 16, 22]
+    assert seen[1]["why"] == "times unknown, tries twice as deep"
+    rows = rows_of(sampler, optimizer)
+    for record in seen:
+        assert rows[record["from_step"] : record["from_step"] + 1] in ([], [record["batch_size"]])
+    assert seen[0]["noise_scale"] is None
+    assert seen[-1]["noise_scale"] > 0
+    assert 0 < seen[-1]["seconds_accumulating"] <= seen[-1]["seconds_updating"]
+
+
+def test_a_log_has_the_times_and_tells_the_policy_the_loss():
+    losses = []
+
+    def decide(situation):
+        losses.append(situation.loss)
+        return 16
+
+    model, sampler, optimizer = run_with(vbs.FunctionPolicy(decide, every=6, lead=2))
+    records = []
+    with vbs.Log(optimizer, every=2, to=[records.append]) as log:
+        train(model, sampler, optimizer, epochs=1, log=log)
+    assert losses[0] is None
+    assert losses[1] == records[1]["loss"]  # that of step 4, as it is decided after step 6 before this is logged
+    assert losses[2] == records[4]["loss"]
+    assert {"seconds_accumulating", "seconds_updating"} <= records[0].keys()
+    assert math.isnan(records[0]["seconds_updating"])
+
+
+def saved_run(directory, trace, *, epochs, stop_after=None, **options):
+    model, sampler, optimizer = run_with(trace)
+    checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=5, **options)
+    loader = DataLoader(data(), batch_sampler=sampler)
+    for _ in checkpoint.epochs(epochs):
+        for x, y in loader:
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            checkpoint.step()
+            if optimizer.steps_done == stop_after:
+                return None
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["per core", "function", "critical batch"])  # which go by no clock
+@pytest.mark.parametrize("stop_after", [5, 17, 30])
+def test_a_stopped_run_goes_on_as_if_never_stopped(tmp_path, name, stop_after):
+    whole = saved_run(tmp_path / "whole", POLICIES[name](), epochs=3)
+    saved_run(tmp_path / "stopped", POLICIES[name](), epochs=3, stop_after=stop_after)
+    assert are_equal(saved_run(tmp_path / "stopped", POLICIES[name](), epochs=3), whole)
+    traces = [vbs.Trace.read(tmp_path / part / "executed.csv") for part in ("whole", "stopped")]
+    assert traces[0] == traces[1]
+    decisions = [(tmp_path / part / "decisions.jsonl").read_text().splitlines() for part in ("whole", "stopped")]
+    told = [
+        [{**json.loads(line), "seconds_accumulating": 0, "seconds_updating": 0} for line in part] for part in decisions
+    ]
+    assert told[0] == told[1]
+
+
+def test_executed_csv_is_the_trace_and_replays_to_the_same_bits(tmp_path):
+    policy = vbs.Autoscale(max_batch_size=128, every=6, lead=4)
+    weights = saved_run(tmp_path / "live", policy, epochs=3)
+    executed = tmp_path / "live" / "executed.csv"
+    assert executed.read_text().startswith("# executed from Autoscale: trace decided by Autoscale(every=6, lead=4, ")
+    assert are_equal(saved_run(tmp_path / "replayed", executed, epochs=3), weights)
+
+
+@pytest.mark.parametrize(("lead", "number"), [(1, "3"), (30, "3 of its 25")])  # its end may be decided already
+def test_an_epoch_that_was_left_is_said_in_executed_csv(tmp_path, lead, number):
+    model, sampler, optimizer = run_with(vbs.PerCore(16, every=1, lead=lead))
+    checkpoint = vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer)
+    for epoch in checkpoint.epochs(2):
+        for x, y in DataLoader(data(), batch_sampler=sampler):
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if epoch == 0 and optimizer.epoch_step == 3:
+                break
+    assert optimizer.steps_done == 3 + 25
+    text = (tmp_path / "executed.csv").read_text()
+    assert f"\n# epoch 0 was left after {number} steps: replayed, the epochs begin elsewhere\n3,16\n" in text
+
+
+def test_a_state_without_decisions_is_refused():
+    live, fixed = run_with(vbs.PerCore())[2], run_with([16] * 20)[2]
+    with pytest.raises(ValueError, match="the state is that of a run with a trace, and this one has a policy"):
+        live.load_state_dict(fixed.state_dict())
+
+
+def test_a_run_may_be_forked_from_a_trace_to_a_policy_and_back(tmp_path):
+    saved_run(tmp_path, [16] * 60, epochs=2, stop_after=10)
+    accept = {"trace", "on_end"}
+    saved_run(tmp_path, vbs.PerCore(24, every=4, lead=2), epochs=2, stop_after=20, accept=accept)
+    saved_run(tmp_path, [40] * 60, epochs=2, accept=accept)
+    rows = list(vbs.Trace.read(tmp_path / "executed.csv"))
+    assert rows[:10] == [16] * 10
+    assert rows[10:20] == [24] * 10
+    assert set(rows[20:]) == {40}
+    assert sum(rows) <= 800
+
+
+def test_another_policy_does_not_go_on(tmp_path):
+    saved_run(tmp_path, vbs.PerCore(16), epochs=2, stop_after=5)
+    with pytest.raises(
+        ValueError, match=r"was saved by another run: trace was decided by PerCore\(.*samples=16.* and is "
+    ):
+        saved_run(tmp_path, vbs.PerCore(24), epochs=2)

@@ -1,0 +1,133 @@
+"""ExactSeparateGradients, which XLA needs: the bits, and the programs that a device would make of them, without XLA."""
+
+import random
+
+import pytest
+import torch
+from noted_programs import Noting, Programs
+from threaded_cores import run_on
+from torch import nn
+
+from variable_batch_size.cores.communicator import Alone
+from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
+from variable_batch_size.training.gradients import Mean
+
+SHAPES = [(3, 2), (4,), ()]
+STEPS = [3, 1, 2, 5, 1, 4]  # minibatches: uneven shares and idle cores
+LATER = [7, 2, 1, 8, 6, 9]
+
+
+def gradient(step, place, shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + place))
+
+
+def run_steps(core, steps, *, weighted=False, loss_scale=1.0, on_minibatch=lambda: None):
+    """The gradients and norms of every step."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    inner = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=1.0)
+    gradients, found = ExactSeparateGradients(inner, core, measures=True), []
+    gradients._communicator.flush()
+    for step, num_minibatches in enumerate(steps):
+        mean = Mean(num_minibatches, loss_scale)
+        own = range(core.rank, num_minibatches, core.num_replicas)
+        for place in own or [0]:  # a stand-in
+            for p in parameters:
+                p.grad = gradient(step, place, p.shape)
+            on_minibatch()
+            is_last = not own or place == own[-1]
+            gradients.take(mean, is_last=is_last, weight=float(place % 3) if weighted else None)
+            if not is_last:
+                core.flush()
+        gradients.reduce(mean, is_idle=not own)
+        found.append(([p.grad.clone() for p in parameters], gradients.measured()))
+        gradients.clear()
+        core.flush()
+    return found
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("cores", [2, 3, 4])
+def test_gradients_and_norms_have_the_same_bits_on_any_number_of_cores(cores, weighted):
+    steps = [*STEPS, *LATER]
+    if weighted:
+        steps = [max(2, num) for num in steps]  # the first minibatch of each step weighs nothing
+    expected = run_steps(Alone(), steps, weighted=weighted)
+    for found in run_on(cores, lambda core: run_steps(core, steps, weighted=weighted), is_one_program=True):
+        for (one, measured), (other, of_one_core) in zip(found, expected, strict=True):
+            assert [a.numpy().tobytes() for a in one] == [b.numpy().tobytes() for b in other]
+            assert measured == of_one_core
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_later_steps_need_no_other_programs_than_the_first_ones(weighted):
+    def programs_of(steps):
+        with Programs() as programs:
+            run_steps(Noting(programs), steps, weighted=weighted)
+        return set(programs.found)
+
+    programs = programs_of(STEPS)
+    assert programs_of([*STEPS, *LATER]) == programs
+    assert len(programs) < 10
+
+
+def test_parameters_get_their_gradients_in_the_same_order_on_all_cores():
+    """Else the programs of the cores differ, and sums over cores never meet."""
+    kept, orders = [], []
+    for _ in range(2):
+        parameters = [nn.Parameter(torch.zeros(size)) for size in range(1, 20)]
+        gradients = ExactSeparateGradients(torch.optim.SGD(parameters, lr=1.0), Alone())
+        kept.append(gradients)  # so that the other ones are elsewhere in memory
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        with Programs() as programs:
+            gradients.take(Mean(1), is_last=True)
+            gradients.reduce(Mean(1), is_idle=False)
+        orders.append(programs.current)
+    assert orders[0] == orders[1]
+    assert len(orders[0]) > 19
+
+
+def test_what_a_minibatch_has_run_is_a_program_of_its_own_in_every_minibatch():
+    """As its gradient may be rounded otherwise where the compiler sees more of what becomes of it."""
+    programs = Programs()
+    of_user = []
+
+    def on_minibatch():
+        of_user.append(len(programs.found))
+        programs.current = ["of the user"]
+
+    with programs:
+        run_steps(Noting(programs), STEPS, on_minibatch=on_minibatch)
+    assert len(of_user) == sum(STEPS)
+    assert {programs.found[place] for place in of_user} == {("of the user",)}
+    # and so is what rounds in adding it up
+    adding = {programs.found[place + 1] for place in of_user[1:]}
+    assert len(adding) == 1
+    assert programs.found[of_user[0] + 2] in adding  # after the program that tells the first units
+
+
+def test_the_loss_scale_is_divided_out_to_the_last_bit_where_it_is_a_power_of_two():
+    rng = random.Random(0)
+    values = [rng.gauss(0, 1) for _ in range(3)]
+    found = []
+    for loss_scale in (1.0, 1024.0):
+        p = nn.Parameter(torch.zeros(3))
+        gradients = ExactSeparateGradients(torch.optim.SGD([p], lr=1.0), Alone())
+        p.grad = torch.tensor(values) * loss_scale
+        gradients.take(Mean(1, loss_scale), is_last=True)
+        gradients.reduce(Mean(1, loss_scale), is_idle=False)
+        found.append(p.grad.tolist())
+    assert found[0] == found[1] == pytest.approx(values)
+
+
+def test_a_gradient_that_vanishes_in_its_unit_is_there_again_in_the_next_steps():
+    p = torch.nn.Parameter(torch.zeros(2))
+    gradients = ExactSeparateGradients(torch.optim.SGD([p], lr=0.1), Alone())
+    found = []
+    for size in (1.0, *[2.0**-58] * 4, 0.0, 2.0**-58):
+        p.grad = torch.full((2,), size)
+        gradients.take(Mean(1), is_last=True)
+        gradients.reduce(Mean(1), is_idle=False)
+        found.append(p.grad[0].item())
+        gradients.clear()
+    assert found == [1.0, 0.0, *[2.0**-58] * 3, 0.0, 2.0**-58]

@@ -1,0 +1,120 @@
+"""Units of exact sums: powers of two that follow the gradients, and numbers in parts that add up in any order."""
+
+import itertools
+import math
+import operator
+import random
+from functools import reduce
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from variable_batch_size.training.exact_units import HEADROOM, MOST_RUNGS, NUM_PARTS, Units, joined, parts_of
+
+P, Q = torch.zeros(1), torch.zeros(1)
+
+
+def units(largest=1.0):
+    made = Units()
+    made.learn([P], [largest])
+    return made
+
+
+def test_the_first_rung_has_room_for_twelve_powers_of_two_above_the_gradient_before():
+    assert units(0.75).limit(P) == 0 + 12  # 0.75 < 2^0
+    assert units(8.0).limit(P) == 4 + 12
+    assert units(2.0**-70).limit(P) == -69 + 12
+
+
+@pytest.mark.parametrize(
+    ("growth", "rung"),
+    [
+        *((2**12, 0), (2**13 - 1, 0), (2**13, 1), (2**25 - 1, 1), (2**25, 2), (2.0**100, 8)),
+        *((1, 0), (2.0**-11, 0), (2.0**-12, -1), (2.0**-23, -1), (2.0**-24, -2), (2.0**-100, -8)),
+    ],
+)
+def test_a_gradient_that_has_grown_or_shrunk_is_on_another_rung(growth, rung):
+    assert units(1.0).rung(P, growth) == rung
+
+
+@pytest.mark.parametrize("largest", [0.0, math.inf, math.nan])
+def test_what_is_zero_or_not_finite_is_on_the_first_rung_and_tells_nothing(largest):
+    made = units(8.0)
+    made.learn([P], [largest])
+    assert made.limit(P) == 4 + 12
+    assert made.rung(P, largest) == 0
+
+
+def test_a_parameter_that_had_no_gradient_has_the_largest_unit_of_all():
+    made = units(8.0)
+    assert made.limit(Q) == made.limit(P)
+    assert Units().limit(Q) == 0 + 12
+
+
+@given(before=st.integers(-148, 128), now=st.integers(-148, 128), num_minibatches=st.integers(1, 2**13))
+def test_on_its_rung_every_gradient_of_float32_is_in_range_and_keeps_its_bits(before, now, num_minibatches):
+    made = units(math.ldexp(0.5, before))
+    rung = made.rung(P, math.ldexp(0.5, now))
+    rounder = made.rounder(P, rung, num_minibatches)
+    unit = math.ulp(rounder)
+    assert abs(rung) <= MOST_RUNGS
+    assert math.ldexp(1.0, now) * num_minibatches <= 2**51 * unit  # the sum is, too
+    assert math.ldexp(0.5, now) >= unit * 2 ** (26 - (num_minibatches - 1).bit_length())
+
+
+@given(st.floats(-(2.0**13), 2.0**13, width=32), st.integers(1, 5000))
+def test_adding_and_subtracting_rounds_to_the_nearest_unit(number, num_minibatches):
+    rounder = units(0.75).rounder(P, 0, num_minibatches)
+    unit = math.ulp(rounder)
+    rounded = (number + rounder) - rounder
+    assert rounded / unit == int(rounded / unit)
+    assert abs(rounded - number) <= unit / 2
+
+
+def test_units_are_remembered_by_the_order_of_the_parameters():
+    made = units(8.0)
+    made.has_asked = True
+    other = Units()
+    other.load_state_dict(made.state_dict([Q, P]), [Q, P])
+    assert other.has_asked
+    assert other.state_dict([Q, P]) == {"exponents": [None, 4], "has_asked": True}
+    other.load_state_dict(made.state_dict([P]), [Q])
+    assert other.limit(Q) == 4 + HEADROOM
+
+
+@given(st.lists(st.floats(0, 2.0**126, width=32), min_size=1, max_size=40), st.randoms(use_true_random=False))
+@example([1.0, 2.0**100, 2.0**-120, 2.0**-149, 3.0], random.Random(0))
+def test_parts_add_up_to_the_same_in_any_order_and_in_any_groups(numbers, rng):
+    exact = math.fsum(numbers)
+    sums = set()
+    for _ in range(4):
+        shuffled = rng.sample(numbers, len(numbers))
+        cut = rng.randint(0, len(numbers))
+        cores = [sum_of_parts(part) for part in (shuffled[:cut], shuffled[cut:])]
+        sums.add(joined(cores[0] + cores[1]).item())
+    (found,) = sums
+    assert found == pytest.approx(exact, rel=1e-15, abs=len(numbers) * 2.0**-153)
+
+
+def sum_of_parts(numbers):
+    total = torch.zeros(NUM_PARTS, 1, dtype=torch.float64)
+    for number in numbers:
+        total = total + parts_of(torch.tensor([number]))
+    return total
+
+
+def test_plain_sums_of_such_numbers_do_depend_on_the_order():
+    orders = list(itertools.permutations([1.0, 2.0**53, 2.0**-60, 1.0]))
+    assert len({reduce(operator.add, order) for order in orders}) > 1
+    exact = [sum_of_parts(order) for order in orders]
+    assert all(torch.equal(parts, exact[0]) for parts in exact)
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan, 2.0**128])
+def test_what_is_not_finite_stays_so(number):
+    parts = parts_of(torch.tensor([number, 3.0], dtype=torch.float64))
+    first, second = joined(parts).tolist()
+    assert not math.isfinite(first)
+    assert second == 3.0

@@ -1,0 +1,164 @@
+"""Separate gradients, which XLA needs, give what flat ones give; looked at without XLA."""
+
+import pytest
+import torch
+from noted_programs import Noting, Programs
+from threaded_cores import run_on
+from torch import nn
+
+from variable_batch_size.cores.communicator import Alone
+from variable_batch_size.training.flat_gradients import FlatGradients
+from variable_batch_size.training.gradients import Mean
+from variable_batch_size.training.separate_gradients import SeparateGradients
+
+ONE = Mean(1)
+
+
+def layer():
+    """A matrix, a vector, a number and what never has a gradient, in two groups."""
+    torch.manual_seed(0)
+    shapes = [(3, 2), (4,), (), (2,)]
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    return parameters, torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
+
+
+def run_step(kind, core, *, loss_scale=1.0, poison=None):
+    """Two minibatches on each core; returns gradients and norms."""
+    parameters, inner = layer()
+    gradients = kind(inner, core, measures=True)
+    mean = Mean(4 if poison is None else 2, loss_scale)
+    for number in range(2):
+        generator = torch.Generator().manual_seed(2 * core.rank + number)
+        for p in parameters[:3]:
+            p.grad = torch.randn(p.shape, generator=generator)
+            if core.rank == poison:
+                p.grad.fill_(torch.nan)
+        gradients.take(mean, is_last=number == 1)
+        assert all(p.grad is None for p in parameters)
+    gradients.reduce(mean, is_idle=core.rank == poison)
+    measured = gradients.measured()
+    assert measured.is_finite
+    return [p.grad if p.grad is None else p.grad.clone() for p in parameters], measured.norms
+
+
+@pytest.mark.parametrize(("loss_scale", "poison"), [(1.0, None), (4.0, None), (1.0, 1)])
+def test_sums_and_norms_are_those_of_flat_gradients(loss_scale, poison):
+    def run(core):
+        kinds = (SeparateGradients, FlatGradients)
+        return [run_step(kind, core, loss_scale=loss_scale, poison=poison) for kind in kinds]
+
+    for (separate, norms), (flat, expected) in run_on(2, run):
+        assert separate[3] is flat[3] is None
+        torch.testing.assert_close(separate[:3], flat[:3])
+        torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0)
+
+
+def test_a_step_starts_from_nothing():
+    parameters, inner = layer()
+    gradients = SeparateGradients(inner, Alone(), measures=True)
+    for value in (5.0, 2.0):
+        parameters[2].grad = torch.tensor(value)
+        gradients.take(ONE, is_last=True)
+        gradients.reduce(ONE, is_idle=False)
+        assert parameters[2].grad.item() == value
+        assert parameters[0].grad is None  # of which this step has none
+        assert gradients.measured().norms[1] == (value**2, value**2)
+        gradients.clear()
+        assert parameters[2].grad is None
+
+
+def test_what_has_no_divisor_yet_does_not_count_by_the_same_program():
+    parameters, inner = layer()
+    divisors = {}
+    gradients = SeparateGradients(inner, Alone(), measures=True, divisors=divisors)
+
+    def run():
+        for p in parameters[:3]:
+            p.grad = torch.full(p.shape, 6.0)
+        with Programs() as programs:
+            gradients.take(ONE, is_last=True)
+            gradients.reduce(ONE, is_idle=False)
+            measured = gradients.measured()
+            gradients.clear()
+        assert measured.is_finite
+        return measured.norms, programs.current
+
+    without, first = run()
+    divisors[parameters[1]] = torch.full((4,), 2.0)
+    of_one, second = run()
+    divisors |= {p: torch.ones(p.shape) for p in parameters}
+    of_all, third = run()
+    assert without == [None, None]
+    assert of_one == [(36.0, 36.0), None]
+    assert of_all == [(360.0, 360.0), (36.0, 36.0)]
+    assert first == second == third
+    assert len(first) > 20
+
+
+def test_what_is_new_is_on_the_device_before_it_is_used():
+    parameters, inner = layer()
+    programs = Programs()
+    gradients = SeparateGradients(inner, Noting(programs), measures=True)
+    parameters[0].grad = torch.ones(3, 2)
+    gradients.take(ONE, is_last=False)
+    assert len(programs.found) == 0
+    added = nn.Parameter(torch.ones(2))
+    inner.add_param_group({"params": [added]})
+    added.grad = torch.ones(2)
+    gradients.take(ONE, is_last=False)
+    assert len(programs.found) == 1
+    gradients.take(ONE, is_last=True)
+    assert len(programs.found) == 1
+    gradients.reduce(ONE, is_idle=False)
+    assert added.grad.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("changes", ["weights", "unfreezing", "group", "loop"])
+def test_cores_with_one_minibatch_and_with_two_sum_by_the_same_program(changes):
+    """Also where the first weights come, or gradients of another parameter, or the loop adds up what it has found."""
+
+    def last_program(num_minibatches):
+        parameters, inner = layer()
+        parameters[0].requires_grad_(changes != "unfreezing")
+        programs = Programs()
+        core = Noting(programs)
+        gradients = SeparateGradients(inner, core, measures=True)
+        parameters[0].requires_grad_(True)
+        added = [nn.Parameter(torch.ones(2))] if changes == "group" else []
+        if added:
+            inner.add_param_group({"params": added})
+        with programs:
+            for number in range(num_minibatches):
+                core.flush()
+                if number and changes == "loop":
+                    torch.ones(1).add_(torch.ones(1))  # losses of the minibatches so far
+                for p in (*parameters[:3], *added):
+                    p.grad = torch.ones_like(p)
+                gradients.take(Mean(3), is_last=False, weight=2.0 if changes == "weights" else None)
+            gradients.reduce(Mean(3), is_idle=False)
+        return programs.current
+
+    assert last_program(1) == last_program(2)
+    assert len(last_program(1)) > 20
+
+
+def test_a_parameter_may_be_converted_within_a_step():
+    parameters, inner = layer()
+    gradients = SeparateGradients(inner, Alone(), measures=True)
+    parameters[1].grad = torch.ones(4)
+    gradients.take(ONE, is_last=False)
+    parameters[1].data = parameters[1].data.double()
+    parameters[1].grad = torch.ones(4, dtype=torch.float64)
+    gradients.take(ONE, is_last=True)
+    gradients.reduce(ONE, is_idle=False)
+    assert parameters[1].grad.tolist() == [2, 2, 2, 2]
+    assert parameters[1].grad.dtype == torch.float64
+
+
+def test_the_square_of_a_complex_gradient_is_that_of_its_size():
+    p = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    gradients = SeparateGradients(torch.optim.SGD([p], lr=0.1), Alone(), measures=True)
+    p.grad = torch.tensor([3 + 4j, 0])
+    gradients.take(ONE, is_last=True)
+    gradients.reduce(ONE, is_idle=False)
+    assert gradients.measured().norms == [(25.0, 25.0)]

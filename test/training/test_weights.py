@@ -1,0 +1,320 @@
+"""What minibatches weigh: what is refused, what is counted, and that nobody waits for it."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from threaded_cores import run_on
+from torch import nn
+
+import variable_batch_size as vbs
+from variable_batch_size.training.exact_gradients import ExactGradients
+from variable_batch_size.training.flat_gradients import FlatGradients
+from variable_batch_size.training.gradients import Mean
+from variable_batch_size.training.kept_gradients import KeptGradients
+
+
+def make(trace=(2, 2, 2, 2), *, rule=None, device="cpu", lr=1.0, **options):
+    """A weight of 0 whose gradient is what it is told; minibatches of one sample."""
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64, device=device))
+    sampler = vbs.CustomSampler(dataset_size=64, trace=list(trace), minibatch_size=1, shuffle=False)
+    inner = torch.optim.SGD([p], lr=lr, momentum=0.5, weight_decay=0.1)
+    optimizer = vbs.CustomOptimizer(inner, sampler, rule=rule or vbs.LinearRule(), ref_batchsize=2, **options)
+    return p, optimizer
+
+
+def step(p, optimizer, gradient, **how):
+    if p.grad is None:
+        p.grad = torch.zeros_like(p)
+    p.grad.add_(gradient)
+    return optimizer.step(**how)
+
+
+def load(optimizer, state):
+    optimizer.load_state_dict(state)
+    optimizer.sampler.set_epoch(optimizer.epoch, optimizer.epoch_step)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (-1, r"^`weight` must be finite and at least 0, got -1\.0$"),
+        (float("nan"), r"^`weight` must be finite and at least 0, got nan$"),
+        (float("inf"), r"^`weight` must be finite and at least 0, got inf$"),
+        (torch.tensor(-3), r"^`weight` must be finite and at least 0, got -3\.0$"),
+        (np.float32("nan"), r"^`weight` must be finite and at least 0, got nan$"),
+        (torch.ones(2), r"^`weight` must be one number, got something of the shape \(2,\)$"),
+        (torch.ones(0), r"^`weight` must be one number, got something of the shape \(0,\)$"),
+        (torch.ones(2, device="meta"), r"^`weight` must be one number, got something of the shape \(2,\)$"),
+        (np.ones((1, 3)), r"^`weight` must be one number, got something of the shape \(1, 3\)$"),
+        ("5", r"^`weight` must be one number, got '5'$"),
+        ([5], r"^`weight` must be one number, got \[5\]$"),
+        pytest.param(10**400, r"^`weight` must be one number, got 1000", id="too large"),
+        (1j, r"^`weight` must be one number, got 1j$"),
+        (
+            torch.tensor(7, dtype=torch.bfloat16),
+            r"^`weight` must be of a type that can count, .*, got torch\.bfloat16: ",
+        ),
+        (torch.tensor(7, dtype=torch.float16, device="meta"), r"^`weight` must be of a type that can count"),
+        (torch.tensor(7j), r"^`weight` must be of a type that can count, .*, got torch\.complex64: "),
+    ],
+)
+def test_a_weight_that_cannot_be_right_is_refused_and_changes_nothing(wrong, message):
+    p, optimizer = make()
+    with pytest.raises(ValueError, match=message):
+        step(p, optimizer, 1.0, weight=wrong)
+    optimizer.zero_grad()
+    step(p, optimizer, 1.0)  # not even whether there are weights is decided
+    step(p, optimizer, 3.0)
+    assert p.item() == -2.0
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_all_minibatches_of_a_run_have_a_weight_or_none_has(loads):
+    for first, then, message in (
+        ({"weight": 2}, {}, r"got none after some had one$"),
+        ({}, {"weight": 2}, r"got one after some had none$"),
+    ):
+        p, optimizer = make()
+        for _ in range(2):
+            step(p, optimizer, 1.0, **first)
+        if loads:
+            state = optimizer.state_dict()
+            p, optimizer = make()
+            load(optimizer, state)
+        with pytest.raises(
+            ValueError, match=r"^`weight` must be given in all minibatches of a run or in none, " + message
+        ):
+            step(p, optimizer, 1.0, **then)
+        step(p, optimizer, 1.0, **first)
+
+
+def test_a_weight_that_is_not_named_is_no_closure():
+    _, optimizer = make()
+    with pytest.raises(ValueError, match=r"call step\(\) or step\(weight=…\)$"):
+        optimizer.step(16)
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_gradients": True}, {"skip_nonfinite": True}, {"measure_noise": True}])
+def test_a_step_that_weighs_nothing_moves_nothing_and_says_so(caplog, options):
+    p, optimizer = make(**options)
+    step(p, optimizer, 4.0, weight=1)
+    step(p, optimizer, 4.0, weight=3)
+    before = p.item()
+    with caplog.at_level(logging.WARNING):
+        assert not step(p, optimizer, 0.0, weight=0)
+        assert not step(p, optimizer, 0.0, weight=0.0)
+    # neither momentum nor weight decay has moved it
+    assert p.item() == before == -2.0
+    assert "step 2/4: all minibatches have the weight 0, the update is skipped (1 so far)" in caplog.text
+    assert (optimizer.steps_done, optimizer.steps_skipped, optimizer.weight_done) == (2, 1, 4.0)
+
+
+def test_where_something_is_read_from_a_device_a_step_that_weighs_nothing_is_skipped(monkeypatch):
+    p, optimizer = make(skip_nonfinite=True)
+    monkeypatch.setattr(optimizer._gradients, "weighs_nothing", lambda: False)  # as on a device
+    step(p, optimizer, 0.0, weight=0)
+    assert not step(p, optimizer, 0.0, weight=0)
+    assert optimizer.steps_skipped == 1
+
+
+def test_a_weight_that_is_nan_on_a_device_does_not_pass_for_a_gradient_of_zero():
+    for kind in (FlatGradients, KeptGradients, ExactGradients):
+
+        def run(core, kind=kind):
+            p = nn.Parameter(torch.zeros(1))
+            gradients = kind(torch.optim.SGD([p], lr=1.0), core)
+            p.grad = torch.ones(1) if p.grad is None else p.grad.fill_(1.0)
+            gradients.take(Mean(2), is_last=True, weight=torch.tensor(float("nan") if core.rank else 2.0))
+            gradients.reduce(Mean(2), is_idle=False)
+            return p.grad.item()
+
+        assert all(np.isnan(value) for value in run_on(2, run))
+
+
+def test_a_step_that_fails_does_not_count(monkeypatch):
+    p, optimizer = make()
+    step(p, optimizer, 1.0, weight=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer.inner, "step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(p, optimizer, 1.0, weight=2)
+    assert optimizer.weight_done == 0
+    for gradient in (1.0, 3.0):
+        step(p, optimizer, gradient, weight=4)
+    assert optimizer.weight_done == 8
+    assert p.item() == -0.5
+
+
+@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients, ExactGradients])
+@pytest.mark.parametrize("without", [(0,), (1,), (2,), (0, 2), (0, 1), (1, 2)])
+def test_weights_on_some_cores_only_are_refused_on_all(kind, without):
+    """The last core is idle."""
+
+    def run(core):
+        p = nn.Parameter(torch.zeros(1))
+        gradients = kind(torch.optim.SGD([p], lr=1.0), core)
+        if p.grad is None:
+            p.grad = torch.zeros(1)
+        p.grad.add_(1.0)
+        gradients.take(Mean(2), is_last=True, weight=None if core.rank in without else 0 if core.rank else 3)
+        try:
+            gradients.reduce(Mean(2), is_idle=core.rank == 2)
+        except ValueError as error:
+            return str(error)
+
+    message = (
+        f"`weight` must be given on all cores or on none, got none on {len(without)} of 3; an idle core gives that"
+    )
+    assert all(found.startswith(message) for found in run_on(3, run))
+
+
+@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients, ExactGradients])
+@pytest.mark.parametrize("weights", [None, [0, 0, 0], [5, 0, 7]])
+def test_cores_that_agree_on_weights_go_on(kind, weights):
+    def run(core):
+        p = nn.Parameter(torch.zeros(1))
+        gradients = kind(torch.optim.SGD([p], lr=1.0), core)
+        found = []
+        for _ in range(3):
+            if p.grad is None:
+                p.grad = torch.zeros(1)
+            p.grad.add_(1.0)
+            gradients.take(Mean(2), is_last=True, weight=weights and weights[core.rank])
+            gradients.reduce(Mean(2), is_idle=core.rank == 2)
+            found.append(p.grad.item())
+            gradients.clear()
+        return found
+
+    expected = 1.0 if weights is None else 2 / 5 if any(weights) else 0.0  # the third core is idle
+    assert run_on(3, run) == [pytest.approx([expected] * 3)] * 3
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_gradients": True}])
+@pytest.mark.parametrize(
+    "weight_of", [lambda: torch.ones((), device="meta"), lambda: torch.ones(1, device="meta").long()]
+)
+def test_nothing_on_a_device_is_waited_for(options, weight_of):
+    """On the device without values, whatever wants one fails."""
+    p, optimizer = make([2, 1, 3, 2], device="meta", **options)
+    for _ in range(8):
+        step(p, optimizer, 1.0, weight=weight_of())
+    assert optimizer.steps_done == 4
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        optimizer.weight_done  # noqa: B018 (reading it is what waits)
+
+
+# ------------------------------------------------------------------------------------------------- logs and checkpoints
+
+
+def logged(optimizer, p, minibatches, every=1):
+    records = []
+    log = vbs.Log(optimizer, every=every, to=[records.append])
+    for loss, count in minibatches:
+        step(p, optimizer, 1.0, weight=count)
+        log.step(torch.tensor(loss))
+    return records
+
+
+def test_a_record_has_the_mean_over_all_that_was_weighed_since_the_one_before():
+    p, optimizer = make()
+    records = logged(optimizer, p, [(8.0, 4), (4.0, 8), (0.0, 0), (3.0, 1), (6.0, 2), (1.0, 1), (9.0, 8), (0.0, 1)], 2)
+    assert [(record["loss"], record["weight"]) for record in records] == [(15 / 13, 13.0), (16 / 12, 25.0)]
+
+
+def test_a_record_of_nothing_has_no_loss():
+    p, optimizer = make()
+    records = logged(optimizer, p, [(0.0, 0), (0.0, 0), (4.0, 1), (4.0, 1)])
+    assert np.isnan(records[0]["loss"])
+    assert (records[1]["loss"], records[1]["weight"]) == (4.0, 2.0)
+
+
+def test_without_weights_a_record_has_none():
+    p, optimizer = make()
+    records = []
+    log = vbs.Log(optimizer, every=1, to=[records.append])
+    for loss in (1.0, 3.0):
+        step(p, optimizer, 1.0)
+        log.step(torch.tensor(loss))
+    assert records[0]["loss"] == 2.0
+    assert "weight" not in records[0]
+
+
+def test_a_log_that_goes_on_with_a_state_weighs_its_own_steps_only_and_counts_all():
+    p, optimizer = make()
+    for _ in range(2):
+        step(p, optimizer, 1.0, weight=10)
+    state = optimizer.state_dict()
+    p, optimizer = make()
+    records = []
+    log = vbs.Log(optimizer, every=1, to=[records.append])
+    load(optimizer, state)
+    for _ in range(2):
+        step(p, optimizer, 1.0, weight=3)
+        log.step(torch.tensor(6.0))
+    log.write(accuracy=0.5)
+    assert [(record.get("loss"), record["weight"]) for record in records] == [(2.0, 26.0), (None, 26.0)]
+
+
+def test_a_run_that_goes_back_to_an_earlier_state_counts_from_there():
+    p, optimizer = make()
+    records = []
+    log = vbs.Log(optimizer, every=1, to=[records.append])
+    state = None
+    for weight in (1, 5):
+        for _ in range(2):
+            step(p, optimizer, 1.0, weight=weight)
+            log.step(torch.tensor(10.0))
+        state = state or optimizer.state_dict()
+    load(optimizer, state)
+    assert optimizer.weight_done == 2
+    for _ in range(2):
+        step(p, optimizer, 1.0, weight=4)
+        log.step(torch.tensor(10.0))
+    assert [(record["loss"], record["weight"]) for record in records] == [(10.0, 2.0), (2.0, 12.0), (2.5, 10.0)]
+
+
+def test_sums_are_asked_for_where_means_would_be_wrong():
+    p, optimizer = make()
+    log = vbs.Log(optimizer, every=1, to=[])
+    step(p, optimizer, 1.0, weight=3)
+    with pytest.raises(ValueError, match=r"^`loss` must be the sum over a minibatch, got the shape \(2,\)$"):
+        log.step(torch.ones(2))
+
+
+def test_the_sinks_show_the_weight(tmp_path):
+    p, optimizer = make()
+    sinks = [vbs.JsonLines(tmp_path / "log.jsonl"), vbs.TensorBoard(tmp_path / "board")]
+    log = vbs.Log(optimizer, every=1, to=sinks)
+    for _ in range(2):
+        step(p, optimizer, 1.0, weight=3)
+        log.step(torch.tensor(6.0))
+    log.close()
+    assert '"weight": 6.0, "loss": 2.0' in (tmp_path / "log.jsonl").read_text()
+    assert b"steps/weight" in b"".join(path.read_bytes() for path in (tmp_path / "board" / "steps").iterdir())
+
+
+@pytest.mark.parametrize("rule", [vbs.LinearRule, vbs.AdaScaleRule])
+def test_a_run_that_goes_on_has_the_noise_and_the_weight_that_it_had(tmp_path, rule):
+    def session(records, num_steps):
+        p, optimizer = make(rule=rule(), lr=0.1, measure_noise=True)
+        model = nn.Module()
+        model.weight = p
+        checkpoint = vbs.Checkpoint(tmp_path / rule.__name__, model=model, optimizer=optimizer, every_steps=1)
+        log = vbs.Log(optimizer, every=1, to=[records.append])
+        for _ in checkpoint.epochs(1):
+            for number in range(2 * optimizer.steps_done, 2 * (optimizer.steps_done + num_steps)):
+                step(p, optimizer, float(number % 5), weight=number % 3 + 1)
+                log.step(torch.tensor(float(number)))
+                checkpoint.step()
+            if num_steps < 4:
+                break
+        return optimizer
+
+    records, resumed = [], []
+    optimizer = session(records, 2)
+    other = session(resumed, 0)
+    assert (other.noise, other.weight_done, other.gain()) == (optimizer.noise, optimizer.weight_done, optimizer.gain())
+    assert records[-1]["noise_scale"] == optimizer.noise_scale == other.noise_scale
+    assert other.noise is not None

@@ -1,0 +1,131 @@
+"""Profile: measured seconds of minibatches on numbers of cores, and what lies between and beyond them."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from variable_batch_size.checks import refuse
+from variable_batch_size.files import write_text
+from variable_batch_size.planning.fit import fit_throughput
+from variable_batch_size.policies.throughput import Throughput
+
+COLUMNS = ("machines", "cores", "minibatch_size", "seconds_accumulating", "seconds_updating")
+
+_FARTHEST = 2
+"""By what factor measured numbers of cores and samples may be exceeded without being told to."""
+
+
+class Measured(NamedTuple):
+    """A row of a profile."""
+
+    machines: int
+    cores: int
+    minibatch_size: int
+    seconds_accumulating: float
+    seconds_updating: float
+
+
+class Times(NamedTuple):
+    """Seconds of a minibatch that is only accumulated, and of the one that completes a step."""
+
+    accumulating: float
+    updating: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured of a workload.
+
+    Args:
+        rows: the measurements.
+        name: where they come from.
+        extrapolates: whether times may be asked for beyond twice what was measured.
+
+    >>> profile = Profile((Measured(1, 1, 32, 0.04, 0.05), Measured(1, 4, 32, 0.04, 0.11)))
+    >>> profile.times(cores=2, minibatch_size=32)
+    Times(accumulating=0.04, updating=0.07)
+    """
+
+    rows: Sequence[Measured]
+    name: str = "profile"
+    extrapolates: bool = False
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str], *, extrapolates: bool = False) -> Profile:
+        """Read a CSV file with the columns machines, cores, minibatch_size and the two times."""
+        name = os.fspath(path)
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = tuple(_rows(file, name))
+        if not rows:
+            refuse(name, "a profile must have a row", "none")
+        return cls(rows, name, extrapolates)
+
+    def write(self, path: str | os.PathLike[str], *, comment: str | None = None) -> None:
+        """Write such a file."""
+        top = "".join(f"# {line}\n" for line in (comment or "").splitlines())
+        lines = [",".join(COLUMNS), *(",".join(f"{value:.6g}" for value in row) for row in self.rows)]
+        write_text(Path(path), top + "\n".join(lines) + "\n")
+
+    def times(self, *, cores: int, minibatch_size: int, machines: int = 1) -> Times:
+        """The seconds of minibatches: as measured, on a line between the nearest numbers of cores, or as fitted.
+
+        Raises:
+            ValueError: beyond twice what was measured, unless `extrapolates`.
+        """
+        found = sorted(
+            (row.cores, Times(row.seconds_accumulating, row.seconds_updating))
+            for row in self.rows
+            if (row.machines, row.minibatch_size) == (machines, minibatch_size)
+        )
+        for number, times in found:
+            if number == cores:
+                return times
+        for (low, at_low), (high, at_high) in pairwise(found):
+            if low < cores < high:
+                share = (cores - low) / (high - low)
+                return Times(*(a + share * (b - a) for a, b in zip(at_low, at_high, strict=True)))
+        self._refuse_far("cores", cores, [row.cores for row in self.rows])
+        self._refuse_far("samples in a minibatch", minibatch_size, [row.minibatch_size for row in self.rows])
+        return Times(
+            self.throughput.accumulating(minibatch_size), self.throughput.updating(machines, cores, minibatch_size)
+        )
+
+    @cached_property
+    def throughput(self) -> Throughput:
+        """The model that fits the measurements best."""
+        return fit_throughput(self.rows)
+
+    def _refuse_far(self, what: str, number: int, measured: Sequence[int]) -> None:
+        low, high = min(measured), max(measured)
+        if not self.extrapolates and not low / _FARTHEST <= number <= high * _FARTHEST:
+            raise ValueError(
+                f"{self.name} was measured with {low} to {high} {what}, got {number}: times beyond twice that are "
+                "guesses, which must be asked for (extrapolates)"
+            )
+
+
+def _rows(lines: Iterator[str], name: str) -> Iterator[Measured]:
+    """The rows, each checked."""
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
+    if not numbered or tuple(cell.strip() for cell in numbered[0][1].split(",")) != COLUMNS:
+        refuse(f"{name}:1", f"the columns of a profile must be {','.join(COLUMNS)}", numbered[0][1] if numbered else "")
+    for (number, _), cells in zip(numbered[1:], csv.reader(line for _, line in numbered[1:]), strict=True):
+        yield _row(cells, f"{name}:{number}")
+
+
+def _row(cells: Sequence[str], place: str) -> Measured:
+    try:
+        row = Measured(*map(int, cells[:3]), *map(float, cells[3:]))
+    except (ValueError, TypeError):
+        refuse(place, "a row of a profile must be three counts and two numbers of seconds", ",".join(cells))
+    if min(row[:3]) < 1 or not all(0 < seconds < math.inf for seconds in row[3:]):
+        refuse(place, "counts and seconds must be positive", ",".join(cells))
+    return row

@@ -1,0 +1,1 @@
+"""Policies: batch sizes decided while a run goes on; numbers in, a batch size out."""
