@@ -111,20 +111,21 @@ def train(run: Run, options: argparse.Namespace, folder: Path, *, seed: int) -> 
                     continue
                 is_done = run.done(optimizer) >= run.num_steps
                 if num_tests < (num_tests := _tests_due(run, optimizer, most_tests)):
-                    log.write(accuracy=cifar10.accuracy(model, test_set), factor=optimizer.factor())
+                    noise = {"noise_scale": optimizer.noise_scale} if rule.measures_noise else {}
+                    log.write(accuracy=cifar10.accuracy(model, test_set), factor=optimizer.factor(), **noise)
                 checkpoint.step()
                 if is_done:
                     break
             if is_done:
                 break
-    curve = curve_of(folder, "step", "samples", "progress", "accuracy", "factor")
+    keys = ("step", "samples", "progress", "accuracy", "factor", *["noise_scale"] * rule.measures_noise)
     return {
         "updates": optimizer.steps_done,
         "samples": optimizer.samples_done,
         "progress": optimizer.progress,
         "accuracy": cifar10.accuracy(model, test_set),
         "seconds": time.monotonic() - started,
-        "curve": curve,
+        "curve": curve_of(folder, *keys),
     }
 
 
