@@ -48,8 +48,31 @@ def in_pairs(directory):
             error_of(sampler_of, process_group="data"),
         ],
         "split": sharded_models.all_of([("split", Transformer, name) for name in names]),
+        "decided": [decided(way) for way in (sharded_models.split, sharded_models.sharded_and_split)],
         "written": written_by(mesh, directory),
     }
+
+
+def decided(spread):
+    """Seeded differently on each process, with a policy and dropout: processes that share samples must agree on all."""
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    model, options = spread(Transformer())
+    sampler = vbs.CustomSampler(
+        dataset_size=64,
+        trace=lambda seen: 4 * (1 + int(7 * seen.steps_done + (seen.noise_scale or 0)) % 6),
+        minibatch_size=4,
+        **options,
+    )
+    inner = sharded_models.sgd(model.parameters())
+    optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=8, model=model, seed_minibatches=True)
+    x, y = sharded_models.data()
+    sizes = []
+    for indices in sampler:
+        embedded = torch.nn.functional.dropout(model(x[indices]), 0.3)
+        torch.nn.functional.cross_entropy(embedded, y[indices]).backward()
+        if optimizer.step():
+            sizes.append(optimizer.batch_size)
+    return sharded_models.state_of(model), sizes
 
 
 def written_by(mesh, directory):
@@ -118,3 +141,16 @@ def test_tensor_parallel_pairs_train_as_one_plain_process(results, name):
 def test_one_process_of_all_writes_the_log(results):
     records = [result["written"] for result in results]
     assert [len(own) for own in records] == [2, 0, 0, 0]
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["split", "sharded and split"])
+def test_processes_that_share_samples_begin_alike_draw_alike_and_decide_alike(results, way):
+    state, sizes = results[0]["decided"][way]
+    assert len(set(sizes)) > 1
+    for result in results[1:]:
+        assert result["decided"][way][1] == sizes
+        assert sharded_models.largest_difference(result["decided"][way][0], state) < 1e-6
+    if way == 0:  # of a model that is sharded, too, each process has made its part
+        expected, plain_sizes = decided(sharded_models.plain)
+        assert sizes == plain_sizes
+        assert sharded_models.largest_difference(state, expected) < 1e-5
