@@ -6,10 +6,9 @@ import pytest
 import torch
 from sharded_models import Normed, Transformer, go, largest_difference
 
-import variable_batch_size as vbs
 from variable_batch_size.runs import storage
 
-STOP_AFTER = 3
+STOP_AFTER = 2
 
 
 def save_all(root):
@@ -45,14 +44,14 @@ def go_all(cases):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory, on_cores):
     root = tmp_path_factory.mktemp("saved")
-    vbs.launch(save_all, (root,), cores=4, backend="gloo")
+    on_cores(4, save_all, root)
     return root
 
 
 @pytest.fixture(scope="module")
-def resumed(saved, tmp_path_factory):
+def resumed(saved, tmp_path_factory, on_cores):
     root, found = tmp_path_factory.mktemp("resumed"), {}
     for cores in (1, 2):
         own = [case for case in RESUMED if case[1] == cores]
@@ -60,7 +59,7 @@ def resumed(saved, tmp_path_factory):
         for key, _, way, how in own:
             shutil.copytree(saved / key, root / f"{key}-{cores}")
             cases.append((root / f"{key}-{cores}", way, *SAVED[key], how))
-        results = [go_all(cases)] if cores == 1 else vbs.launch(go_all, (cases,), cores=cores, backend="gloo")
+        results = [go_all(cases)] if cores == 1 else on_cores(cores, go_all, cases)
         for place, (key, *_) in enumerate(own):
             found[key, cores] = [core[place] for core in results], root / f"{key}-{cores}"
     return found
@@ -92,7 +91,7 @@ def test_what_is_split_is_in_parts_and_the_rest_in_a_file_that_runs_no_code(save
 def test_a_directory_that_was_not_completed_is_cleaned_up_and_the_one_before_is_gone_on_from(saved, tmp_path):
     shutil.copytree(saved / "sharded", tmp_path / "run")
     (*_, path) = storage.checkpoints(tmp_path / "run")
-    unfinished = path.with_name("step-000000004-1.tmp")
+    unfinished = path.with_name("step-000000003-1.tmp")
     shutil.copytree(path, unfinished)
     storage.rest_of(unfinished).unlink()
     state = go(tmp_path / "run", "plain", Transformer, "adam")
@@ -105,7 +104,7 @@ def test_a_part_that_is_missing_is_named(saved, tmp_path):
     (*_, path) = storage.checkpoints(tmp_path / "run")
     for part in path.glob("*.distcp"):
         part.unlink()
-    with pytest.raises(ValueError, match=r"step-000000003-1 does not load"):
+    with pytest.raises(ValueError, match=r"step-000000002-1 does not load"):
         go(tmp_path / "run", "plain", Transformer, "adam")
 
 

@@ -215,8 +215,8 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def found():
-    return vbs.launch(messages, cores=2, backend="gloo")
+def found(on_cores):
+    return on_cores(2, messages)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
