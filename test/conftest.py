@@ -58,7 +58,7 @@ def on_cores(tmp_path_factory):
 
     yield run
     for one in standing.values():
-        one.close()
+        one.kill()
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,15 @@
 """Checkpoints in parts: gone on from in any way, whole or not there, kept, and written while training goes on."""
 
 import shutil
+import time
 
 import pytest
+import sharded_models
 import torch
 from sharded_models import Normed, Transformer, go, largest_difference
+from standing_cores import StandingCores
 
+import variable_batch_size as vbs
 from variable_batch_size.runs import storage
 
 STOP_AFTER = 2
@@ -97,6 +101,37 @@ def test_a_directory_that_was_not_completed_is_cleaned_up_and_the_one_before_is_
     state = go(tmp_path / "run", "plain", Transformer, "adam")
     assert not unfinished.exists()
     assert largest_difference(state, go(None, "plain", Transformer, "adam")) < 1e-5
+
+
+@pytest.mark.parametrize("format", ["file", "sharded"])
+def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_checkpoint_before(tmp_path, format):
+    """Both processes at once, as soon as the second checkpoint is being written, or has just been."""
+    directory = tmp_path / "run"
+    cores = StandingCores(2, tmp_path)
+    cores.give(save_again_and_again, directory, format)
+    while not (storage.checkpoints(directory) and list(directory.glob("*.tmp"))) and not cores.have_answered():
+        time.sleep(0.0005)
+    cores.kill()
+    (*_, path) = storage.checkpoints(directory)
+    assert path.is_dir() == (format == "sharded")
+    state = go(directory, "plain", Transformer, "adam")
+    assert largest_difference(state, go(None, "plain", Transformer, "adam")) < 1e-5
+    assert not list(directory.glob("*.tmp"))
+
+
+def save_again_and_again(directory, format):
+    model, more = sharded_models.sharded(sharded_models.model_of(Transformer))
+    sampler = vbs.CustomSampler(dataset_size=48, trace=sharded_models.SIZES, minibatch_size=4, **more)
+    inner = sharded_models.adamw(list(model.parameters()))
+    optimizer = vbs.AdamRuleOptimizer(inner, sampler, ref_batchsize=8, model=model)
+    checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, format=format)
+    x, y = sharded_models.data()
+    for _ in checkpoint.epochs(1):
+        for indices in sampler:
+            sharded_models.loss_of(model, x[indices], y[indices]).backward()
+            if optimizer.step():
+                for _ in range(100 if optimizer.steps_done == 2 else 1):
+                    checkpoint.save()
 
 
 def test_a_part_that_is_missing_is_named(saved, tmp_path):

@@ -259,14 +259,18 @@ def fail_on_core_1():
     model, sampler = parts(sharded_models.sharded)
     optimizer = vbs.LinearRuleOptimizer(sharded_models.sgd(model.parameters()), sampler, ref_batchsize=8)
     x, y = sharded_models.data()
-    for indices in sampler:
-        if sampler.rank == 1 and optimizer.steps_done == 2:
+
+    def fail(block, args):
+        if sampler.rank == 1 and optimizer.steps_done == 1:
             raise FloatingPointError(f"on core 1 at {time.time()}")
+
+    model.blocks[1].register_forward_pre_hook(fail)
+    for indices in sampler:
         sharded_models.loss_of(model, x[indices], y[indices]).backward()
         optimizer.step()
 
 
-def test_an_error_on_one_core_ends_all_while_the_others_wait_for_it():
+def test_an_error_within_the_model_on_one_core_ends_all_while_the_others_wait_for_it():
     with pytest.raises(RuntimeError, match="FloatingPointError: on core 1 at") as raised:
         vbs.launch(fail_on_core_1, cores=2, backend="gloo")
     at = float(re.findall(r"on core 1 at ([0-9.]+)", str(raised.value))[-1])
