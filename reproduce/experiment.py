@@ -30,8 +30,8 @@ class Experiment:
         name: of its files.
         about: what the program says of itself.
         runs: what trains each run, by name; called with the options and a folder of its own, returns a row of the
-            result, with its "curve" if there is one, or several as "rows". It is called again after an interruption, and goes
-            on with what it left in its folder.
+            result, with its "curve" if there is one, or several as "rows". It is called again after an interruption,
+            and goes on with what it left in its folder.
         judge: what each number of the result is to be, from all rows.
         draw: makes the picture from the rows and the curves of all runs; None for no picture.
     """
