@@ -1,4 +1,4 @@
-"""AdaScale on CIFAR-10 with a ResNet-18: Johnson et al. 2020, "AdaScale SGD", table 1.
+"""AdaScale on CIFAR-10 with a ResNet-18: Johnson et al. 2020, "AdaScale SGD".
 
 python reproduce/adascale_cifar10.py --datadir DIR            # a GPU: 20 to 30 minutes
 python reproduce/adascale_cifar10.py --datadir DIR --jobs 6   # all runs at once on it
@@ -24,7 +24,9 @@ LR, DECAY = 0.08, 0.0133  # lr = 0.08 · 0.0133^(progress / 39,100)
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 UPDATES = {1: 39_100, 8: 5_850, 16: 3_360, 32: 2_080}  # of AdaScale, by scale
 ACCURACY = 94.1  # percent, at every scale with AdaScale
-WARMUP = 0.055  # of the training, in which the linear rule's learning rate rises from lr to 32 · lr
+# the linear rule's learning rate rises from lr to 32 · lr in 5.5 % of the training: 5 of 90 epochs (Goyal et al. 2017)
+WARMUP = 0.055
+# the network is a ResNet-18 in its second version (He et al. 2016, "Identity mappings"), with a first layer of 3 × 3
 # ----------------------------------------------------------------------------------------------------- tolerance
 OFF_UPDATES, OFF_ACCURACY = 0.05, 0.5
 # --------------------------------------------------------------------------------------------------- --small, ours

@@ -105,16 +105,37 @@ class Block(nn.Module):
         return straight + self.conv2(torch.relu(self.norm2(self.conv1(inner))))
 
 
-def resnet18(width: int = 64) -> nn.Sequential:
-    """ResNet-18, version 2, for images of 32 × 32 pixels: 11.2 million parameters at the width 64."""
+class FirstBlock(nn.Module):
+    """Two convolutions, each before its BatchNorm, and ReLU behind the sum (He et al. 2015, the first version)."""
+
+    def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.BatchNorm2d(num_out), nn.BatchNorm2d(num_out)
+        self.conv1 = nn.Conv2d(num_in, num_out, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(num_out, num_out, 3, padding=1, bias=False)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or num_in != num_out:
+            self.shortcut.extend([nn.Conv2d(num_in, num_out, 1, stride, bias=False), nn.BatchNorm2d(num_out)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.relu(self.norm1(self.conv1(x)))
+        return torch.relu(self.shortcut(x) + self.norm2(self.conv2(inner)))
+
+
+def resnet18(version: str = "v2", *, width: int = 64) -> nn.Sequential:
+    """ResNet-18 for images of 32 × 32 pixels: 11.2 million parameters at the width 64."""
+    block = {"v1": FirstBlock, "v2": Block}[version]
     blocks: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False)]
+    if version == "v1":
+        blocks += [nn.BatchNorm2d(width), nn.ReLU()]
     num_in = width
     for stage in range(4):
         num_out = width * 2**stage
-        blocks += [Block(num_in, num_out, stride=1 if stage == 0 else 2), Block(num_out, num_out, stride=1)]
+        blocks += [block(num_in, num_out, stride=1 if stage == 0 else 2), block(num_out, num_out, stride=1)]
         num_in = num_out
-    head = [nn.BatchNorm2d(num_in), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_in, 10)]
-    return nn.Sequential(*blocks, *head)
+    if version == "v2":
+        blocks += [nn.BatchNorm2d(num_in), nn.ReLU()]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_in, 10))
 
 
 def tiny() -> nn.Sequential:

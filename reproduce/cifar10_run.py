@@ -57,6 +57,7 @@ class Run:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--datadir", type=Path, help="folder that holds cifar-10-batches-py, as torchvision has it")
+    parser.add_argument("--network", choices=["v1", "v2"], default="v2", help="version of the ResNet-18")
     parser.add_argument(
         "--compile",
         choices=["none", "default", "reduce-overhead"],
@@ -77,7 +78,7 @@ def train(run: Run, options: argparse.Namespace, folder: Path, *, seed: int) -> 
     train_set, test_set = _data(options, device)
     crops = cifar10.Crops(train_set)
     torch.manual_seed(seed)
-    model = cifar10.tiny() if options.small else cifar10.resnet18()
+    model = cifar10.tiny() if options.small else cifar10.resnet18(options.network)
     model.to(device, memory_format=torch.channels_last)
     forward: Any = model if options.compile == "none" else torch.compile(model, mode=options.compile)
 

@@ -30,7 +30,8 @@ class Experiment:
         name: of its files.
         about: what the program says of itself.
         runs: what trains each run, by name; called with the options and a folder of its own, returns a row of the
-            result. It is called again after an interruption, and goes on with what it left in its folder.
+            result, with its "curve" if there is one, or several as "rows". It is called again after an interruption,
+            and goes on with what it left in its folder.
         judge: what each number of the result is to be, from all rows.
         draw: makes the picture from the rows and the curves of all runs; None for no picture.
     """
@@ -171,10 +172,11 @@ def _report(experiment: Experiment, options: argparse.Namespace, rows: dict[str,
     claims = experiment.judge(options, rows)
     print("\n" + results.side_by_side(claims), flush=True)
     curves = [{"run": name, **point} for name, row in rows.items() for point in row.get("curve", [])]
-    results.write(options.directory / f"{experiment.name}.csv", list(rows.values()), claims)
+    table = [line for row in rows.values() for line in row.get("rows", [row])]
+    results.write(options.directory / f"{experiment.name}.csv", table, claims)
     results.write_curves(options.directory / f"{experiment.name}_curves.csv", curves)
     if options.commit and not options.small:
-        results.write(results.csv_of(experiment.name), list(rows.values()), claims)
+        results.write(results.csv_of(experiment.name), table, claims)
         results.write_curves(results.curves_of(experiment.name), curves)
         _draw_committed(experiment)
     return 0 if all(claim.holds for claim in claims) else 1

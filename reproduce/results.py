@@ -29,6 +29,7 @@ class Claim:
         published: what the source says; a sentence where it gives no number.
         ours: what came out.
         least, most: what it may be.
+        is_judged: whether it must; False for what is only told.
     """
 
     of: str
@@ -37,10 +38,19 @@ class Claim:
     ours: float
     least: float
     most: float
+    is_judged: bool = True
 
     @property
     def holds(self) -> bool:
-        return self.least <= self.ours <= self.most
+        return not self.is_judged or self.least <= self.ours <= self.most
+
+    @property
+    def verdict(self) -> str:
+        return "" if not self.is_judged else "holds" if self.holds else "DOES NOT HOLD"
+
+    @property
+    def allowed(self) -> str:
+        return f"{shown(self.least)} … {shown(self.most)}" if self.is_judged else ""
 
     @classmethod
     def near(cls, of: str, what: str, published: float, ours: float, *, within: float) -> Claim:
@@ -65,8 +75,8 @@ def side_by_side(claims: Sequence[Claim]) -> str:
             claim.what,
             shown(claim.published),
             shown(claim.ours),
-            f"{shown(claim.least)} … {shown(claim.most)}",
-            "holds" if claim.holds else "DOES NOT HOLD",
+            claim.allowed,
+            claim.verdict,
         )
         for claim in claims
     ]

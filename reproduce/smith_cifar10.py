@@ -19,7 +19,7 @@ import results
 
 import variable_batch_size as vbs
 
-# ----------------------------------------------------------------------------- from the paper (section 5.1, figure 5)
+# ------------------------------------------------------------------------------------------------- from the paper
 NUM_EPOCHS, DATASET_SIZE = 200, 50_000
 AT_EPOCHS, FACTOR = (60, 120, 160), 5  # after which the learning rate is divided, or the batch size multiplied
 WEIGHT_DECAY = 5e-4
