@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sized
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -20,6 +21,7 @@ from variable_batch_size.training.dealer import Dealer, Description
 logger = logging.getLogger(__name__)
 
 _SAMPLES_AT_ONCE = 8192
+_NO_TRACE: Any = object()
 
 
 class CustomSampler(Dealer, Sampler[list[int]]):
@@ -30,7 +32,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
     the weight 0.
 
     Args:
-        dataset: the data set, of which only the length is used; or else
+        dataset: the data set, of which only the length is used, or its length; or else
         dataset_size: its length.
         trace: the batch size of every step: a path, a sequence, an array, a pandas column, or an integer for always
             the same; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides it while
@@ -41,6 +43,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         seed: chooses the order of the samples, together with the epoch.
         shuffle: whether samples come in an order of their own in each epoch, or as they are.
         on_end: what follows the last row of the trace: ``"stop"``, ``"hold"`` the last size or ``"cycle"``.
+        verbose: log on core 0 what the trace holds.
 
     Attributes:
         num_passes: how often :meth:`set_epoch` was called.
@@ -52,22 +55,26 @@ class CustomSampler(Dealer, Sampler[list[int]]):
 
     def __init__(
         self,
-        dataset: Sized | None = None,
+        dataset: Sized | int | None = None,
+        trace: TraceLike | Policy | Callable[[Situation], float] = _NO_TRACE,
         *,
         dataset_size: int | None = None,
-        trace: TraceLike | Policy | Callable[[Situation], float],
         minibatch_size: int,
         num_replicas: int | None = None,
         rank: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         on_end: OnEnd = "stop",
+        verbose: bool = False,
     ) -> None:
+        if trace is _NO_TRACE:
+            raise TypeError("`trace` must be given")
         if (dataset is None) == (dataset_size is None):
             given = "neither" if dataset is None else "both"
             raise ValueError(f"pass either `dataset` or `dataset_size`, got {given}")
         check_integer(seed=seed)
-        self.dataset_size: int = len(dataset) if dataset is not None else dataset_size  # type: ignore[assignment]
+        size = dataset_size if dataset is None else dataset
+        self.dataset_size: int = len(size) if isinstance(size, Sized) else size  # type: ignore[assignment]
         super().__init__(
             trace,
             dataset_size=self.dataset_size,
@@ -79,11 +86,18 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         self.seed = int(seed)
         self.shuffle = shuffle
         self._has_started = False
+        if verbose and self.rank == 0:
+            num_epochs = self.schedule.num_epochs
+            logger.info("%s: %s epochs", self.schedule.name, "endless" if num_epochs is None else num_epochs)
 
     @property
     def description(self) -> Description:
         """What the samples of a step depend on, besides the trace and the minibatch size."""
         return {"dataset_size": int(self.dataset_size), "seed": self.seed, "shuffle": self.shuffle}
+
+    def get_epochtrace(self, epoch: int) -> list[int]:
+        """The batch sizes of an epoch's steps."""
+        return [self.schedule.batch_size(step) for step in self.schedule.steps(epoch)]
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Go to an epoch. Call it before each pass over the loader, and on the optimizer too.
