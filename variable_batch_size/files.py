@@ -19,12 +19,12 @@ def write(path: Path, fill: Callable[[Path], Any]) -> None:
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         fill(temporary)
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(path.parent)  # the name, too
+    sync(path.parent)  # the name, too
 
 
 def write_text(path: Path, text: str) -> None:
@@ -32,7 +32,7 @@ def write_text(path: Path, text: str) -> None:
     write(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline=""))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -23,6 +23,7 @@ def schedules(draw):
         minibatch_size=size,
         num_replicas=draw(st.integers(1, 9)),
         on_end=draw(st.sampled_from(["stop", "hold", "cycle"])),
+        lockstep=draw(st.booleans()),
     )
     num_epochs = schedule.num_epochs
     return schedule, draw(st.integers(1, num_epochs or 12))
@@ -76,6 +77,10 @@ def test_every_number_of_a_plan_is_what_the_steps_one_by_one_give(planned, ref_b
     assert plan.idle_share == sum(load.count(0) for load in loads) / (len(steps) * len(cores))
     assert plan.mean_depth == sum(map(max, loads)) / len(steps)
     assert plan.busy_share == sum(map(sum, loads)) / (len(cores) * sum(map(max, loads)))
+    rounds = [max(load) if schedule.lockstep else 1 for load in loads]
+    assert (plan.lockstep, plan.num_rounds) == (schedule.lockstep, sum(map(max, loads)))
+    stand_ins = [max(0, num - own) for num, load in zip(rounds, loads, strict=True) for own in load]
+    assert plan.num_stand_ins == sum(stand_ins)
 
     assert [size.batch_size for size in plan.sizes] == sorted(set(sizes))
     for size in plan.sizes:

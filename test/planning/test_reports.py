@@ -114,3 +114,11 @@ def test_rows_that_are_not_reached_are_told():
     schedule = vbs.Schedule(vbs.Trace.from_sequence([64, 96, 32, 256]), dataset_size=310, minibatch_size=32)
     report = vbs.plan_report(vbs.Plan.of(schedule, num_epochs=1))
     assert "note          1 row at the end of the trace is not reached" in report
+
+
+def test_a_plan_in_lockstep_tells_its_rounds_and_stand_ins():
+    # 5, 2 and 8 minibatches: 5 rounds of 4 cores for 15 minibatches
+    trace = vbs.Trace.from_sequence([5, 2, 8])
+    plan = vbs.Plan.of(vbs.Schedule(trace, dataset_size=20, minibatch_size=1, num_replicas=4, lockstep=True))
+    line = "lockstep      5 rounds of all cores, 5 stand-ins (25.0 % of what they run)"
+    assert line in vbs.plan_report(plan).splitlines()

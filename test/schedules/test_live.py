@@ -148,3 +148,17 @@ def test_it_is_saved_with_its_epochs():
     schedule.append(64, number=3)
     other.append(64, number=3)
     assert other.state_dict() == schedule.state_dict()
+
+
+def test_in_lockstep_all_cores_run_as_many_as_the_busiest():
+    sizes = [96, 32, 128]
+    schedules = [live(sizes, cores=2), live(sizes, cores=2)]
+    schedules[1].lockstep = True
+    for schedule in schedules:
+        schedule.note_done(2)
+    apart, together = ([s.num_rounds(step, rank) for rank in range(2) for step in range(3)] for s in schedules)
+    assert (apart, together) == ([2, 1, 2, 1, 1, 2], [2, 1, 2, 2, 1, 2])
+    assert [next(s.offsets(0, 1, at_once=99)).tolist() for s in schedules] == [
+        [32, 96, 160, 224],
+        [32, 0, 96, 160, 224],
+    ]

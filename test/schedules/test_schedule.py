@@ -22,6 +22,7 @@ def settings_of_schedules(draw, on_end=("stop", "hold", "cycle")):
         "minibatch_size": minibatch_size,
         "num_replicas": draw(st.integers(1, 6)),
         "on_end": draw(st.sampled_from(on_end)),
+        "lockstep": draw(st.booleans()),
     }
 
 
@@ -54,11 +55,11 @@ def assert_offsets(schedule, epoch, rank, at_once, sizes, first_step=0):
     for size in sizes[first_step:]:
         starts = range(begin, begin + size, schedule.minibatch_size)
         share = starts[rank :: schedule.num_replicas]
-        if share:
-            assert [next(found) for _ in share] == list(share)
-        else:
-            assert next(found) in starts
-        num_yielded += len(share) or 1
+        busiest = starts[0 :: schedule.num_replicas]
+        num_rounds = len(busiest) if schedule.lockstep else max(1, len(share))
+        assert [next(found) for _ in share] == list(share)
+        assert all(next(found) in starts for _ in range(num_rounds - len(share)))
+        num_yielded += num_rounds
         num_idle += not share
         begin += size
     assert next(found, None) is None
@@ -248,6 +249,35 @@ def test_no_steps_have_no_batch_sizes():
     schedule = Schedule(Trace.of([64, 32]), dataset_size=1000, minibatch_size=32)
     for found in schedule.size_counts(range(1, 1)):
         assert (found.tolist(), found.dtype) == ([], np.int64)
+
+
+def test_in_lockstep_all_cores_run_as_many_rounds_and_the_rest_are_stand_ins():
+    # 5, 2 and 8 minibatches on 4 cores: 2, 1 and 2 rounds
+    schedule = Schedule(Trace.of([5, 2, 8]), dataset_size=20, minibatch_size=1, num_replicas=4, lockstep=True)
+    for rank in range(4):
+        assert [schedule.num_rounds(step, rank) for step in range(3)] == [2, 1, 2]
+        assert schedule.num_yielded(0, rank) == 5
+    stand_ins = [
+        [
+            [schedule.stands_in(step, rank, round) for round in range(schedule.num_rounds(step, rank))]
+            for rank in range(4)
+        ]
+        for step in range(3)
+    ]
+    assert stand_ins[0] == [[False, False], [False, True], [False, True], [False, True]]
+    assert stand_ins[1] == [[False], [False], [True], [True]]
+    assert stand_ins[2] == [[False, False]] * 4
+    starts = [np.concatenate(list(schedule.offsets(0, rank, at_once=3))).tolist() for rank in range(4)]
+    assert starts == [[0, 4, 5, 7, 11], [1, 0, 6, 8, 12], [2, 1, 5, 9, 13], [3, 2, 6, 10, 14]]
+
+
+def test_a_schedule_in_lockstep_has_the_same_steps_also_when_a_run_goes_on():
+    how = {"dataset_size": 9, "minibatch_size": 1, "num_replicas": 4}
+    schedule = Schedule(Trace.of([5, 2, 8]), **how)
+    together = Schedule(Trace.of([5, 2, 8]), lockstep=True, **how)
+    assert [together.steps(epoch) for epoch in range(2)] == [schedule.steps(epoch) for epoch in range(2)]
+    assert [schedule.num_rounds(0, rank) for rank in range(4)] == [2, 1, 1, 1]
+    assert together.after(together.past(0, 1)).lockstep
 
 
 def test_four_cores_get_the_minibatches_written_here():

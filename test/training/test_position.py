@@ -59,6 +59,25 @@ def test_an_idle_core_has_one_stand_in():
     assert (position.step, position.is_complete) == (1, True)
 
 
+def test_in_lockstep_a_stand_in_may_follow_a_minibatch_of_the_same_step():
+    # 5, 2 and 8 minibatches on 4 cores: core 1 has one of the 5, and stands in while core 0 has its second
+    schedule = Schedule(Trace.of([160, 64, 256]), dataset_size=1000, minibatch_size=32, num_replicas=4, lockstep=True)
+    position = Position(schedule, 1)
+    seen = [("next", position.is_stand_in_next)]
+    for _ in range(5):
+        position.advance()
+        seen.append((position.step, position.is_stand_in, position.is_complete, position.is_stand_in_next))
+    assert seen == [
+        ("next", False),
+        (0, False, False, True),
+        (0, True, True, False),
+        (1, False, True, False),
+        (2, False, False, False),
+        (2, False, True, False),
+    ]
+    assert not position.is_idle
+
+
 def test_the_second_epoch_begins_where_the_first_has_ended():
     position = position_of(0, trace=(64, 96, 32, 256), num_replicas=1, dataset_size=300)
     position.set_epoch(1)

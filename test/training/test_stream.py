@@ -327,3 +327,29 @@ def test_a_seed_that_is_no_integer_is_refused_and_another_one_is_another_run():
     with pytest.raises(ValueError, match=r"^`seed` must be an integer, got 0\.5$"):
         vbs.Stream(range(4), trace=[2], minibatch_size=2, seed=0.5)
     assert vbs.Stream(range(4), trace=[2], minibatch_size=2, seed=7).description["seed"] == 7
+
+
+@all_workers
+def test_in_lockstep_every_core_gets_as_many_minibatches_and_its_own_in_the_same_order(num_workers):
+    for cores in (2, 3, 4):
+        apart = [load(make(num_replicas=cores, rank=rank), num_workers) for rank in range(cores)]
+        streams = [make(num_replicas=cores, rank=rank, lockstep=True) for rank in range(cores)]
+        together = [load(stream, num_workers) for stream in streams]
+        schedule = streams[0].schedule
+        for rank in range(cores):
+            rounds = [(step, round) for step in range(6) for round in range(schedule.num_rounds(step, rank))]
+            assert len(together[rank]) == len(rounds) == len(streams[rank])
+            found = zip(rounds, together[rank], strict=True)
+            idle = [step for step in range(6) if schedule.is_idle(step, rank)]
+            own = [m for (step, round), m in found if step in idle or not schedule.stands_in(step, rank, round)]
+            assert own == apart[rank]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_in_lockstep_a_part_of_the_data_is_read_once(num_workers):
+    # 2, 3, 1, 4, 1, 5 minibatches on 2 cores: core 1 stands in where their number is odd
+    stream = make(num_replicas=2, rank=1, is_sharded=True, lockstep=True)
+    found = load(stream, num_workers)
+    assert len(found) == len(stream) == 1 + 2 + 1 + 2 + 1 + 3
+    own = [found[i] for i in (0, 1, 4, 5, 7, 8)]
+    assert own == [[2 * i, 2 * i + 1] for i in range(6)]

@@ -25,6 +25,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on-end", choices=ON_END, default="stop", help="what follows the last row of the trace (default: stop)"
     )
+    parser.add_argument(
+        "--lockstep",
+        action="store_true",
+        help="all cores run as many minibatches in a step, as a model in fully_shard makes them",
+    )
     add_tokens_per_sample(parser, "also count tokens")
     parser.add_argument(
         "--rule",
@@ -63,6 +68,7 @@ def run(options: argparse.Namespace) -> None:
         minibatch_size=options.minibatch_size,
         num_replicas=options.cores,
         on_end=options.on_end,
+        lockstep=options.lockstep,
     )
     plan = Plan.of(
         schedule,

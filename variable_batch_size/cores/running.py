@@ -1,31 +1,51 @@
-"""Which cores are running: by the device of the parameters, and by the backend that was started."""
+"""Which cores are running: by the device of the parameters, by the backend that was started, and by a named group."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from variable_batch_size.cores import distributed, xla
+from variable_batch_size.cores import distributed, meshes, xla
 from variable_batch_size.cores.communicator import Alone, Communicator
+from variable_batch_size.cores.groups import group_of, is_running
 
 
-def communicator_for(tensors: Iterable[torch.Tensor]) -> Communicator:
-    """XLA if the tensors are on an XLA device, torch.distributed if it is initialised, else alone."""
+def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:
+    """The cores that share the samples of a run.
+
+    Args:
+        tensors: of the run: XLA if some are on an XLA device, torch.distributed if it is initialised, else alone.
+        process_group: of torch.distributed, or a mesh of one dimension; all processes if None.
+    """
     if any(tensor.device.type == "xla" for tensor in tensors):
+        if process_group is not None:
+            raise ValueError("`process_group` must be None on XLA, whose cores are all of its devices")
         return xla.Xla()
-    return distributed.Distributed() if distributed.is_running() else Alone()
+    group = group_of(process_group)
+    return distributed.Distributed(group) if is_running() else Alone()
 
 
-def running_cores() -> tuple[int, int]:
+def everyone_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:
+    """The cores of a run that share its samples, and those that share its parameters: all who save it together."""
+    tensors = list(tensors)
+    if not meshes.any_split(tensors):
+        return communicator_for(tensors, process_group)
+    group = group_of(process_group)
+    return distributed.Distributed(group, *meshes.model_groups(tensors, group).values())
+
+
+def running_cores(process_group: Any = None) -> tuple[int, int]:
     """The rank of this core and the number of cores, as the running backend knows them."""
-    if distributed.is_running():
-        communicator = distributed.Distributed()
+    group = group_of(process_group)
+    if is_running():
+        communicator = distributed.Distributed(group)
         return communicator.rank, communicator.num_replicas
     return xla.cores() if xla.is_running() else (0, 1)
 
 
 def device_for_sums(device: torch.device) -> torch.device:
     """Where values on a device must go to be summed over all cores: nowhere else, unless these are cores of XLA."""
-    is_xla = not distributed.is_running() and running_cores()[1] > 1
+    is_xla = not is_running() and running_cores()[1] > 1
     return xla.device() if is_xla else device

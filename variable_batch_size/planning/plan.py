@@ -33,6 +33,7 @@ class Plan:
         minibatch_size: samples that one core runs at once.
         num_cores: cores that share the work.
         on_end: what follows the last row of the trace.
+        lockstep: whether all cores run as many minibatches in a step, stand-ins included.
         num_epochs: epochs of the run, the last one perhaps in part.
         num_steps: updates.
         num_samples: samples that these use.
@@ -41,6 +42,8 @@ class Plan:
         num_left_over: samples of the data set that are not used, over all epochs that do not end with the trace.
         num_rows_unused: rows of the trace that come after the last epoch.
         num_minibatches: minibatches of the run, over all cores.
+        num_rounds: minibatches that the busiest core runs, all steps together.
+        num_stand_ins: minibatches that cores run without any of their own, over all cores.
         mean_batch_size: over the steps.
         mean_depth: minibatches that the busiest core accumulates, mean over the steps.
         core_minibatches: how many minibatches each core runs, without stand-ins.
@@ -70,6 +73,7 @@ class Plan:
     minibatch_size: int
     num_cores: int
     on_end: OnEnd
+    lockstep: bool
     num_epochs: int
     num_steps: int
     num_samples: int
@@ -78,6 +82,8 @@ class Plan:
     num_left_over: int
     num_rows_unused: int
     num_minibatches: int
+    num_rounds: int
+    num_stand_ins: int
     mean_batch_size: float
     mean_depth: float
     core_minibatches: tuple[int, ...]
@@ -131,6 +137,8 @@ class Plan:
         core_idle_steps = schedule.core_idle_steps(steps)
         num_depths = sum(size.depth * size.num_steps for size in sizes)
         num_core_steps = schedule.num_replicas * len(steps)
+        in_lockstep = schedule.num_replicas * num_depths - int(core_minibatches.sum())
+        num_stand_ins = in_lockstep if schedule.lockstep else int(core_idle_steps.sum())
         num_samples = schedule.samples_before(steps.stop)
         return cls(
             trace=schedule.trace.name,
@@ -138,6 +146,7 @@ class Plan:
             minibatch_size=schedule.minibatch_size,
             num_cores=schedule.num_replicas,
             on_end=schedule.on_end,
+            lockstep=schedule.lockstep,
             num_epochs=num_epochs,
             num_steps=len(steps),
             num_samples=num_samples,
@@ -146,6 +155,8 @@ class Plan:
             num_left_over=sum(epoch.num_left_over for epoch in epochs if not epoch.ends_with_trace),
             num_rows_unused=0 if schedule.trace.is_endless else max(0, len(schedule.trace) - len(steps)),
             num_minibatches=int(core_minibatches.sum()),
+            num_rounds=num_depths,
+            num_stand_ins=num_stand_ins,
             mean_batch_size=num_samples / len(steps),
             mean_depth=num_depths / len(steps),
             core_minibatches=tuple(core_minibatches.tolist()),

@@ -118,6 +118,10 @@ def _summary(plan: Plan) -> str:
         ("idle", f"{100 * plan.idle_share:.1f} % of all cores in all steps, {idle} steps on a core"),
         ("accumulation", f"{_span(least.depth, most.depth)} minibatches deep, mean {_number(plan.mean_depth)}"),
     ]
+    if plan.lockstep:
+        share = 100 * plan.num_stand_ins / (plan.num_minibatches + plan.num_stand_ins)
+        text = f"{_counted(plan.num_rounds, 'round')} of all cores, {_counted(plan.num_stand_ins, 'stand-in')}"
+        lines.append(("lockstep", f"{text} ({share:.1f} % of what they run)"))
     if plan.tokens_per_sample is not None:
         lines.insert(2, ("tokens", _tokens(plan, plan.tokens_per_sample)))
     last = plan.epochs[-1]

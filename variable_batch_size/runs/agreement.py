@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import NamedTuple
 
@@ -41,6 +42,8 @@ class Agreement:
     """
 
     def __init__(self, communicator: Communicator, device: torch.device, *, every_seconds: float | None) -> None:
+        if every_seconds is not None and not every_seconds > 0:
+            raise ValueError(f"`every_seconds` must be positive, got {every_seconds!r}")
         self.every_seconds = every_seconds
         self._communicator = communicator
         self._device = device
@@ -79,6 +82,14 @@ class Agreement:
     def sums(self, numbers: list[int]) -> list[int]:
         """Each number's sum over all cores. Every core must call it; none goes on before the last has come."""
         return [int(number) for number in self.total(torch.tensor(numbers, dtype=torch.int64))]
+
+    def rows_of_all_cores(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Bytes that each core has, as tables with a row for each core. Every core must call it."""
+        table = torch.zeros(self._communicator.num_replicas, sum(map(len, own.values())), dtype=torch.int32)
+        table[self._communicator.rank] = torch.cat(list(own.values()))
+        table = self.total(table).to(torch.uint8)
+        ends = itertools.accumulate(map(len, own.values()))
+        return {name: table[:, end - len(own[name]) : end].clone() for name, end in zip(own, ends, strict=True)}
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor's sum over all cores, on the host, which changes none of the random numbers to come."""

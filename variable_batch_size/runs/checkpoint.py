@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -12,11 +13,12 @@ import torch
 
 from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.cores import loader_workers, stopping
-from variable_batch_size.cores.running import communicator_for
+from variable_batch_size.cores.running import everyone_for
 from variable_batch_size.runs import fork, randomness, storage
 from variable_batch_size.runs.agreement import Agreement
 from variable_batch_size.runs.executed import Executed
 from variable_batch_size.runs.metrics import Metrics
+from variable_batch_size.runs.saving import Format, Saving, check_format
 from variable_batch_size.runs.scheduler_state import Stateful, load_state, state_of
 from variable_batch_size.runs.sinks import ClosedAfterEach, JsonLines
 from variable_batch_size.training.description import differences
@@ -57,6 +59,9 @@ class Checkpoint:
         accept: in what this run may be another than the one that was saved: ``"trace"``, ``"on_end"``,
             ``"dataset_size"``, ``"minibatch_size"``, ``"seed"``, ``"shuffle"``, ``"rule"`` or ``"ref_batchsize"``; what
             has changed is logged. Steps that were made stay as they were, and row r of another trace is step r.
+        format: ``"file"`` for the whole state in one file, ``"sharded"`` for a directory in which each process writes
+            its part, for what does not fit one host. Either is gone on from in any way.
+        asynchronous: with ``"sharded"``, whether training goes on while the directory is written.
     """
 
     def __init__(
@@ -71,19 +76,19 @@ class Checkpoint:
         every_seconds: float | None = None,
         keep: int = 2,
         accept: Collection[str] = (),
+        format: Format = "file",
+        asynchronous: bool = False,
     ) -> None:
         if not isinstance(optimizer, CustomOptimizer):
             raise ValueError(f"`optimizer` must be a CustomOptimizer, got {type(optimizer).__name__}")
         if every_steps is not None:
             check_positive(every_steps=every_steps)
-        if every_seconds is not None and not every_seconds > 0:
-            raise ValueError(f"`every_seconds` must be positive, got {every_seconds!r}")
         check_positive(keep=keep)
+        check_format(format, asynchronous=asynchronous)
         self._accept = fork.check_accept(accept)
         loader_workers.shield_loader_workers()
         self.directory = None if directory is None else Path(directory)
         self.every_steps = every_steps
-        self.keep = keep
         self._model = model
         self._optimizer = optimizer
         self._sampler = optimizer.sampler
@@ -91,7 +96,7 @@ class Checkpoint:
         self._metrics = list(metrics)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._device: torch.device = parameters[0].device
-        self._communicator = communicator_for(parameters)
+        self._communicator = everyone_for(parameters, self._sampler.process_group)
         self._agreement = Agreement(self._communicator, self._device, every_seconds=every_seconds)
         self._identity = optimizer.description
 
@@ -104,6 +109,8 @@ class Checkpoint:
         if self.directory is not None:
             if self._communicator.rank == 0:
                 storage.prepare(self.directory)
+            how: dict[str, Any] = {"keep": keep, "format": format, "asynchronous": asynchronous}
+            self._saving = Saving(self.directory, model, optimizer, self._communicator, **how)
             self._take_up(self.directory)
             if self._communicator.rank == 0:
                 optimizer.call_when_decided(ClosedAfterEach(JsonLines(self.directory / "decisions.jsonl")))
@@ -125,7 +132,8 @@ class Checkpoint:
         check_not_negative(num_epochs=num_epochs)
         if num_epochs:
             self._sampler.schedule.steps(num_epochs - 1)
-        with stopping.listening():
+        with stopping.listening(), contextlib.ExitStack() as at_end:
+            at_end.callback(self.wait)
             while self._epoch < num_epochs:
                 self._begin_epoch()
                 yield self._epoch
@@ -162,11 +170,20 @@ class Checkpoint:
             raise RuntimeError(
                 "save() was called in the middle of a step: call it when optimizer.step() has completed one"
             )
-        random = randomness.of_all_cores(self._device, self._communicator, self._agreement.total)
+        random = self._agreement.rows_of_all_cores(randomness.capture(self._device))
+        epoch_step = self._optimizer.epoch_step if self._is_inside else self._first_step
         sums = [metrics.read() for metrics in self._metrics]
-        if self._communicator.rank == 0:
-            self._write(self.directory, random, sums)
+        rows = [*self._steps_of_epochs, epoch_step]
+        self._saving.save(
+            {**self._state(epoch_step), "random": random, "metrics": sums},
+            when_done=lambda: self._executed.extend(rows),
+        )
         self._agreement.note_saved()
+
+    def wait(self) -> None:
+        """Until what is being written asynchronously is there; ``epochs`` does so at its end."""
+        if self.directory is not None:
+            self._saving.wait()
 
     # ------------------------------------------------------------------------------------------------- epochs and cores
 
@@ -193,6 +210,7 @@ class Checkpoint:
 
     def _stop(self) -> None:
         """End this process, once that all cores have come here: what there is to save has been saved."""
+        self.wait()
         self._agreement.sums([0])  # a core that ended now would have the others killed, perhaps core 0 as it writes
         stopping.obey()
         if self._communicator.rank == 0:
@@ -205,26 +223,18 @@ class Checkpoint:
 
     # ---------------------------------------------------------------------------------------------- writing and reading
 
-    def _write(self, directory: Path, random: dict[str, torch.Tensor], sums: list[dict[str, float]]) -> None:
-        path = storage.path_of(directory, self._optimizer.steps_done)
-        epoch_step = self._optimizer.epoch_step if self._is_inside else self._first_step
-        state = {
+    def _state(self, epoch_step: int) -> dict[str, Any]:
+        """All but the model, the optimizer and the random generators."""
+        return {
             "run": self._identity,
             "epoch": self._epoch,
             "epoch_step": epoch_step,
-            "steps_of_epochs": self._steps_of_epochs,
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "steps_of_epochs": list(self._steps_of_epochs),
             "schedulers": [state_of(scheduler) for scheduler in self._schedulers],
-            "metrics": sums,
-            "random": random,
             "past": fork.past_state(self._sampler.schedule.past(self._epoch, epoch_step)),
             "sums_gradients": self._optimizer.rule.sums_gradients,
             "changes": self._changes,
         }
-        storage.save(path, state)
-        storage.keep_only(directory, self.keep)
-        self._executed.extend([*self._steps_of_epochs, epoch_step])
 
     def _take_up(self, directory: Path) -> None:
         """Go on from the newest checkpoint, if there is one; it is read and checked before anything is changed."""
@@ -249,18 +259,10 @@ class Checkpoint:
     def _restore(self, state: dict[str, Any], path: Path) -> None:
         """Take over a state that was checked, and say in what the run is another now."""
         place = fork.place_of(state, self._sampler.schedule, self._identity)
-        try:
-            self._model.load_state_dict(state["model"])
-        except RuntimeError as error:
-            raise ValueError(f"{path} does not fit the model: {error}") from error
         own = state["optimizer"][STATE_KEY]
         if state["run"]["rule"] != self._identity["rule"]:
             own = {**own, "rule": self._optimizer.rule.state_dict()}
-        self._optimizer.go_on_with(place.schedule)
-        self._optimizer.load_state_dict({**state["optimizer"], STATE_KEY: own})
-        for optimizer in (self._optimizer, self._optimizer.inner):
-            # else torch would warn of a scheduler that comes before the optimizer, where an epoch has no steps left
-            optimizer._opt_called = self._optimizer.steps_done > 0  # type: ignore[attr-defined]
+        self._saving.load(path, state, own=own, schedule=place.schedule)
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             load_state(scheduler, saved)
         for metrics, sums in zip(self._metrics, state.get("metrics", ()), strict=True):

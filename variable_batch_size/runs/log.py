@@ -11,7 +11,7 @@ import torch
 
 from variable_batch_size.checks import check_positive
 from variable_batch_size.cores import xla
-from variable_batch_size.cores.running import communicator_for
+from variable_batch_size.cores.running import communicator_for, everyone_for
 from variable_batch_size.training.optimizer import CustomOptimizer
 
 Record = dict[str, Any]
@@ -56,7 +56,8 @@ class Log:
         self._schedule = optimizer.sampler.schedule
         self._sinks = list(to)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._communicator = communicator_for(parameters)
+        self._communicator = communicator_for(parameters, optimizer.sampler.process_group)
+        self._is_first = everyone_for(parameters, optimizer.sampler.process_group).rank == 0
         self._device = parameters[0].device
         self._steps_seen = optimizer.steps_made
         # made on the host, as what is made on an XLA device is a program of its own; and several, as is one used twice
@@ -187,6 +188,6 @@ class Log:
         return {**position, "weight": weight} if optimizer.minibatch_weights.is_weighted else position
 
     def _send(self, record: Record) -> None:
-        if self._communicator.rank == 0:
+        if self._is_first:
             for sink in self._sinks:
                 sink(record)

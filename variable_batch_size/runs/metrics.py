@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -25,9 +26,10 @@ class Metrics:
     Args:
         names: of the quantities, in the same order on all cores.
         device: on which the values to be added are; also the CPU where the cores are others.
+        process_group: the cores, as :class:`CustomSampler` takes it.
     """
 
-    def __init__(self, *names: str, device: torch.device | str) -> None:
+    def __init__(self, *names: str, device: torch.device | str, process_group: Any = None) -> None:
         if not names or len(set(names)) < len(names):
             raise ValueError(f"`names` must be one name or more, each of them once, got {names!r}")
         self._names = names
@@ -35,7 +37,7 @@ class Metrics:
         # double precision is not to be had on Apple's GPUs
         self._dtype = torch.float32 if self._device.type == "mps" else torch.float64
         self._device_for_sums = device_for_sums(self._device)
-        self._communicator = communicator_for([torch.zeros(1).to(self._device_for_sums)])
+        self._communicator = communicator_for([torch.zeros(1).to(self._device_for_sums)], process_group)
         self.reset()
 
     def reset(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 
 from variable_batch_size.files import TEMPORARY, write
 
-_NAME = re.compile(r"step-([0-9]{9,})\.pt")
+_NAME = re.compile(r"step-([0-9]{9,})(?:\.pt|-([0-9]+))")
+"""Of a file, and of a directory: there may be several after the same step, the latest with the largest number."""
+
 _MARK = "variable_batch_size checkpoint"
 _VERSION = 1
 
@@ -23,12 +26,28 @@ def path_of(directory: Path, steps_done: int) -> Path:
     return directory / f"step-{steps_done:09d}.pt"
 
 
+def directory_of(directory: Path, steps_done: int, number: int) -> Path:
+    """The directory of a checkpoint after `steps_done` steps, of which there may be several."""
+    return directory / f"step-{steps_done:09d}-{number}"
+
+
+def free_number(directory: Path, steps_done: int) -> int:
+    """The number of one more checkpoint after `steps_done` steps."""
+    names = [path.name for path in checkpoints(directory) if path.name.startswith(f"step-{steps_done:09d}-")]
+    return 1 + max((int(name.rpartition("-")[2]) for name in names), default=0)
+
+
+def rest_of(directory: Path) -> Path:
+    """The file in the directory of a checkpoint that has all but the tensors which are in parts."""
+    return directory / "run.pt"
+
+
 def checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in a directory, the newest last."""
     if not directory.exists():
         return []
     found = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
-    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+    return [path for *_, path in sorted((int(match[1]), int(match[2] or 0), path) for match, path in found if match)]
 
 
 def prepare(directory: Path) -> None:
@@ -36,7 +55,7 @@ def prepare(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.glob(f"*{TEMPORARY}"):
-            path.unlink()
+            remove(path)
         write(directory / "writable", Path.touch)
         (directory / "writable").unlink()
     except OSError as error:
@@ -61,7 +80,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read what :func:`save` wrote; tensors on the CPU. Nothing is unpickled but tensors and primitives."""
-    with open(path, "rb") as file:
+    with open(rest_of(path) if path.is_dir() else path, "rb") as file:
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # of many kinds, depending on where the file ends
@@ -77,6 +96,14 @@ def load(path: Path) -> dict[str, Any]:
 def keep_only(directory: Path, number: int) -> None:
     """Remove all checkpoints but the newest `number`."""
     for path in checkpoints(directory)[:-number]:
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a directory with all that is in it."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
         path.unlink()
 
 

@@ -27,6 +27,8 @@ class Layout(ABC):
             steps.
         minibatch_size: samples that one core runs at once.
         num_replicas: cores that share the work.
+        lockstep: whether all cores run as many minibatches in a step as the busiest one, for models whose forward pass
+            waits for all of them; who has fewer runs a stand-in in the last round.
 
     Attributes:
         capacity: the most samples of an epoch.
@@ -35,7 +37,9 @@ class Layout(ABC):
 
     on_end: OnEnd
 
-    def __init__(self, *, dataset_size: int | None, minibatch_size: int, num_replicas: int) -> None:
+    def __init__(
+        self, *, dataset_size: int | None, minibatch_size: int, num_replicas: int, lockstep: bool = False
+    ) -> None:
         room = _ALL if dataset_size is None else dataset_size
         check_positive(dataset_size=room, minibatch_size=minibatch_size, num_replicas=num_replicas)
         if room < minibatch_size:
@@ -43,6 +47,7 @@ class Layout(ABC):
         self.dataset_size = None if dataset_size is None else int(dataset_size)
         self.minibatch_size = int(minibatch_size)
         self.num_replicas = int(num_replicas)
+        self.lockstep = lockstep
         self.capacity = int(room) // self.minibatch_size * self.minibatch_size
 
     # ------------------------------------------------------------------------------------------------ what may differ
@@ -100,7 +105,7 @@ class Layout(ABC):
     def offsets(self, epoch: int, rank: int, *, at_once: int, first_step: int = 0) -> Iterator[Integers]:
         """Where each minibatch of a core starts in the epoch's order of samples, `at_once` of them at a time.
 
-        In an idle step that is a minibatch of another core, the stand-in.
+        A stand-in is a minibatch of another core, or one that this core has run.
         """
 
     def begin_epoch(self, epoch: int) -> None:  # noqa: B027 (known batch sizes know their epochs)
@@ -124,18 +129,28 @@ class Layout(ABC):
         """Whether a core has no minibatch in a step, and so runs a stand-in."""
         return rank >= self.num_minibatches(step)
 
+    def num_rounds(self, step: int, rank: int) -> int:
+        """How many minibatches a core runs in a step, stand-ins included."""
+        first = 0 if self.lockstep else rank  # in lockstep all run as many as core 0, which has most
+        return max(1, -((first - self.num_minibatches(step)) // self.num_replicas))
+
+    def stands_in(self, step: int, rank: int, round: int) -> bool:
+        """Whether what a core runs in a round of a step, from 0, is a stand-in."""
+        return rank + round * self.num_replicas >= self.num_minibatches(step)
+
     def _offsets_of(self, sizes: Integers, rank: int, *, begin: int, at_once: int) -> Iterator[Integers]:
         """The offsets of a core's minibatches in successive steps, the first of which begins at an offset."""
-        stride = self.num_replicas * self.minibatch_size
-        step_ends = begin + sizes.cumsum()
-        first_ones = step_ends - sizes + rank % (sizes // self.minibatch_size) * self.minibatch_size
+        begins = begin + sizes.cumsum() - sizes
+        in_step = sizes // self.minibatch_size
         yielded = self._num_yielded(sizes, rank)
         ends = yielded.cumsum()
-        origins = first_ones - (ends - yielded) * stride  # so that all minibatches of a step lie on one line
         for first in range(0, int(ends[-1]), at_once):
             number = np.arange(first, min(first + at_once, int(ends[-1])))
-            yield origins[ends.searchsorted(number, side="right")] + number * stride
+            step = ends.searchsorted(number, side="right")
+            places = rank + (number - (ends - yielded)[step]) * self.num_replicas
+            yield begins[step] + places % in_step[step] * self.minibatch_size
 
     def _num_yielded(self, sizes: Integers, rank: int) -> Integers:
-        rounded_down = (rank - sizes // self.minibatch_size) // self.num_replicas
+        first = 0 if self.lockstep else rank
+        rounded_down = (first - sizes // self.minibatch_size) // self.num_replicas
         return np.maximum(-rounded_down, 1)

@@ -29,6 +29,7 @@ class LiveSchedule(Layout):
         dataset_size: samples in the data set.
         minibatch_size: samples that one core runs at once.
         num_replicas: cores that share the work.
+        lockstep: whether all cores run as many minibatches in a step as the busiest one.
 
     Attributes:
         num_done: how many rows were executed.
@@ -42,8 +43,18 @@ class LiveSchedule(Layout):
 
     on_end = "hold"
 
-    def __init__(self, policy: Policy, *, dataset_size: int | None, minibatch_size: int, num_replicas: int = 1) -> None:
-        super().__init__(dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas)
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        dataset_size: int | None,
+        minibatch_size: int,
+        num_replicas: int = 1,
+        lockstep: bool = False,
+    ) -> None:
+        super().__init__(
+            dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas, lockstep=lockstep
+        )
         self.policy = policy
         self.num_done = 0
         self._rows: list[int] = []

@@ -36,6 +36,8 @@ class Schedule(Layout):
         num_replicas: cores that share the work.
         on_end: what follows the last row of the trace: ``"stop"`` ends the last epoch there, ``"hold"`` repeats the
             last batch size forever, ``"cycle"`` starts over, forever.
+        lockstep: whether all cores run as many minibatches in a step as the busiest one, for models whose forward pass
+            waits for all of them; who has fewer runs a stand-in in the last round.
 
     >>> schedule = Schedule(Trace.from_sequence([64, 96, 32, 256]), dataset_size=300, minibatch_size=32, num_replicas=4)
     >>> schedule.steps(epoch=0), schedule.steps(epoch=1), schedule.num_epochs
@@ -54,8 +56,11 @@ class Schedule(Layout):
         minibatch_size: int,
         num_replicas: int = 1,
         on_end: OnEnd = "stop",
+        lockstep: bool = False,
     ) -> None:
-        super().__init__(dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas)
+        super().__init__(
+            dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas, lockstep=lockstep
+        )
         self._sizes = BatchSizes(trace, on_end)
         self._trace = trace
         self.on_end = self._sizes.on_end
@@ -234,7 +239,7 @@ class Schedule(Layout):
     def offsets(self, epoch: int, rank: int, *, at_once: int, first_step: int = 0) -> Iterator[Integers]:
         """Where each minibatch of a core starts in the epoch's order of samples, `at_once` of them at a time.
 
-        In an idle step that is a minibatch of another core, the stand-in.
+        A stand-in is a minibatch of another core.
         """
         steps = self.steps(epoch)
         begin = self._sizes.sum(steps[:first_step], lambda sizes: sizes)

@@ -105,13 +105,17 @@ def _buffers_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, 
                 yield module, name, buffer
 
 
-def share_buffers(model: torch.nn.Module) -> None:
+def share_buffers(model: torch.nn.Module, process_group: Any = None) -> None:
     """Replace the buffers of a model on all cores by those of core 0, which is never idle; call it before evaluating.
 
     Every core must call it. BatchNorm's statistics are each core's own while training.
+
+    Args:
+        model: whose buffers.
+        process_group: the cores, as :class:`CustomSampler` takes it.
     """
     buffers = list(model.buffers())
-    communicator = communicator_for(buffers)
+    communicator = communicator_for(buffers, process_group)
     with torch.no_grad():
         communicator.broadcast(buffers)
     communicator.flush()

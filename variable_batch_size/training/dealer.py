@@ -30,7 +30,10 @@ class Dealer(ABC):
         minibatch_size: samples that one core runs at once.
         num_replicas: cores that share the work; those of the running backend if None.
         rank: which of them this is; as the running backend knows it if None.
+        process_group: the cores that share the work, where they are not all processes of torch.distributed: a group, or
+            the dimension of a DeviceMesh along which samples differ.
         on_end: what follows the last row of the trace: ``"stop"``, ``"hold"`` the last size or ``"cycle"``.
+        lockstep: whether all cores get as many minibatches in a step, the last perhaps a stand-in.
 
     Attributes:
         epoch: the number of the epoch, from 0.
@@ -49,10 +52,12 @@ class Dealer(ABC):
         minibatch_size: int,
         num_replicas: int | None,
         rank: int | None,
+        process_group: Any,
         on_end: OnEnd,
+        lockstep: bool,
     ) -> None:
         if num_replicas is None or rank is None:
-            running_rank, running_replicas = running_cores()
+            running_rank, running_replicas = running_cores(process_group)
             num_replicas = running_replicas if num_replicas is None else num_replicas
             rank = running_rank if rank is None else rank
         self.schedule = _schedule_of(
@@ -61,9 +66,11 @@ class Dealer(ABC):
             minibatch_size=minibatch_size,
             num_replicas=num_replicas,
             on_end=on_end,
+            lockstep=lockstep,
         )
         check_within(num_replicas - 1, rank=rank)
         self.rank = int(rank)
+        self.process_group = process_group
         self.epoch = 0
         self.first_step = 0
         self.num_passes = 0
@@ -83,6 +90,11 @@ class Dealer(ABC):
     def description(self) -> Description:
         """What the samples of a step depend on, besides the trace and the minibatch size."""
 
+    @property
+    @abstractmethod
+    def _has_been_read(self) -> bool:
+        """Whether this pass has begun."""
+
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Go to an epoch. Call it before each pass over the loader, and on the optimizer too.
 
@@ -97,6 +109,17 @@ class Dealer(ABC):
         self.first_step = int(first_step)
         self.num_passes += 1
         self._when_read = None
+
+    def run_in_lockstep(self) -> None:
+        """Let all cores have as many minibatches in each step from now on; before the first one is read."""
+        if self.schedule.lockstep:
+            return
+        if self._has_been_read:
+            raise ValueError(
+                "the model is in fully_shard, so that all cores must run as many minibatches in a step, and the "
+                "sampler has been read already: make it with `lockstep=True`"
+            )
+        self.schedule.lockstep = True
 
     def call_when_read(self, callback: Callable[[], None]) -> None:
         """Call something when the first minibatch of this pass is asked for: after the loader has set itself up, which
@@ -132,11 +155,15 @@ def is_decided(trace: Any) -> bool:
 
 
 def _schedule_of(
-    trace: Any, *, dataset_size: int | None, minibatch_size: int, num_replicas: int, on_end: OnEnd
+    trace: Any, *, dataset_size: int | None, minibatch_size: int, num_replicas: int, on_end: OnEnd, lockstep: bool
 ) -> Layout:
     if is_decided(trace):
         return LiveSchedule(
-            policy_of(trace), dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas
+            policy_of(trace),
+            dataset_size=dataset_size,
+            minibatch_size=minibatch_size,
+            num_replicas=num_replicas,
+            lockstep=lockstep,
         )
     return Schedule(
         Trace.of(trace),
@@ -144,4 +171,5 @@ def _schedule_of(
         minibatch_size=minibatch_size,
         num_replicas=num_replicas,
         on_end=on_end,
+        lockstep=lockstep,
     )

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from variable_batch_size.cores import xla
-from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.cores.running import everyone_for
 from variable_batch_size.policies.asking import Asking
 from variable_batch_size.policies.policy import Decision
 from variable_batch_size.policies.situation import Situation
@@ -73,7 +73,7 @@ class Deciding:
         if self.latest is not None:
             listener(self.latest)
 
-    def after_step(self, communicator: Communicator, step: int) -> None:
+    def after_step(self, step: int) -> None:
         """Note a step, by its number in the run, and decide if it is time. Every core must call it."""
         schedule = self._schedule
         size = schedule.batch_size(step)
@@ -81,7 +81,7 @@ class Deciding:
         self._asking.note_steps(size, depth, self._seconds())
         schedule.note_done(step)
         if self._asking.num_rows(schedule.num_ahead):
-            self._decide(communicator)
+            self._decide()
         self._began = time.perf_counter()
 
     def report(self) -> dict[str, float]:
@@ -95,8 +95,9 @@ class Deciding:
         is_first, self._pass = self._optimizer.sampler.num_passes != self._pass, self._optimizer.sampler.num_passes
         return None if is_first else seconds
 
-    def _decide(self, communicator: Communicator) -> None:
-        """Let core 0 decide, and all cores know its answer."""
+    def _decide(self) -> None:
+        """Let core 0 decide, and all cores know its answer, those that share its parameters included."""
+        communicator = everyone_for(self._optimizer.parameters(), self._optimizer.sampler.process_group)
         situation = self._situation(_noise_scale(self._optimizer))
         decision = self._asking.answer(situation) if communicator.rank == 0 else Decision(0, "decided by core 0")
         if communicator.num_replicas > 1:
@@ -147,12 +148,11 @@ class Deciding:
         schedule["rows"] = torch.tensor(schedule["rows"], dtype=torch.int64)  # there may be millions
         return {"cores": self._schedule.num_replicas, "schedule": schedule, "asking": self._asking.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None, communicator: Communicator) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on where a run stopped; on another number of cores, with what is decided for these.
 
         Args:
             state: what :meth:`state_dict` returned; None for a run that had a trace, whose past the schedule has.
-            communicator: the way to the other cores.
         """
         self.latest = None  # it was of a run that begins
         if state is not None:
@@ -165,7 +165,7 @@ class Deciding:
         if state is None or state["cores"] != self._schedule.num_replicas:
             self._schedule.cut()
             self._asking.restart(self._schedule.latest)
-            self._decide(communicator)
+            self._decide()
 
 
 def deciding_for(optimizer: Run) -> Deciding | None:

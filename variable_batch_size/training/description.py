@@ -23,7 +23,8 @@ def description_of(sampler: Dealer, rule: Rule, inner: Optimizer, ref_batchsize:
         "rule": " and ".join(type(one).__name__ for one in getattr(rule, "rules", [rule])),
         "settings of the rule": settings_of_rule(rule),
         "ref_batchsize": ref_batchsize,
-        "optimizer": inner.name if isinstance(inner, Together) else type(inner).__name__,
+        # that of ZeroRedundancyOptimizer is the one whose state it has in parts
+        "optimizer": inner.name if isinstance(inner, Together) else type(getattr(inner, "optim", inner)).__name__,
     }
 
 

@@ -7,11 +7,8 @@ from typing import Any
 import torch
 
 from variable_batch_size.training.flat_memory import FlatMemory, square_of
-from variable_batch_size.training.gradients import UNWEIGHTED, Gradients, Mean
+from variable_batch_size.training.gradients import TINY, UNWEIGHTED, Gradients, Mean
 from variable_batch_size.training.weights import Weight
-
-_TINY = 1e-6
-"""Beside a norm, as torch has it where it clips."""
 
 
 class FlatGradients(Gradients):
@@ -117,7 +114,10 @@ class FlatGradients(Gradients):
             self._sum_over_cores()
         self._scale_sums(self._share_of_weight())
         for p, view, has in zip(self._memory.parameters, self._memory.views, self._is_present, strict=True):
-            p.grad = view if has else None
+            p.grad = self._gradient_of(p, view) if has else None
+
+    def _gradient_of(self, p: torch.nn.Parameter, view: torch.Tensor) -> torch.Tensor:
+        return view
 
     def _share_of_weight(self) -> Weight:
         """What the sum over all cores is to be multiplied by: 1/W, or 1 where minibatches have no weights."""
@@ -143,7 +143,7 @@ class FlatGradients(Gradients):
         if self._has_sums:
             super().clip(largest)
         else:
-            self._scale_single((largest / (self.norm() * self._mean.multiple + _TINY)).clamp(max=1.0))
+            self._scale_single((largest / (self.norm() * self._mean.multiple + TINY)).clamp(max=1.0))
 
     def _scale_single(self, factor: Weight) -> None:
         """A single minibatch, used as it is; what the user may still hold is left alone."""

@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 
+from variable_batch_size.cores.meshes import local_part
+
 EXACT = (torch.float32, torch.float64)
 """In which squared norms can be summed."""
 
 
 class FlatMemory:
     """One flat tensor for all gradients of a device and dtype; a gradient is a view of it with the parameter's strides.
+
+    Of a parameter that is split over processes it holds the gradient of the part that is here.
 
     Behind the gradients there is one more element for each parameter, in which a core notes that it had a gradient, and
     in one flat tensor of at least float32 some for numbers, such as squared norms; so all of these travel in the same
@@ -46,12 +50,14 @@ class FlatMemory:
             of_kind.setdefault((p.device, dtype or p.dtype), []).append(number)
         carrier = next((kind for kind in of_kind if kind[1] in EXACT), None)
         for kind, members in of_kind.items():
-            *offsets, end = _aligned_offsets((parameters[number].numel() for number in members), kind[1])
+            *offsets, end = _aligned_offsets((local_part(parameters[number]).numel() for number in members), kind[1])
             num_extras = len(members) + (num_numbers if kind == carrier else 0)
             flat = torch.zeros(end + num_extras, dtype=kind[1], device=kind[0])
             self.flats.append(flat)
             self._notes.append((flat[end : end + len(members)], members))
-            views |= {n: _view(flat, parameters[n], offset) for n, offset in zip(members, offsets, strict=True)}
+            views |= {
+                n: _view(flat, local_part(parameters[n]), offset) for n, offset in zip(members, offsets, strict=True)
+            }
             if kind == carrier:
                 self.numbers = flat[end + len(members) :]
         self.views = [views.pop(number) for number in range(len(parameters))]  # nobody else may hold them, see is_held

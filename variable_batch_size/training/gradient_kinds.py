@@ -1,24 +1,43 @@
-"""Which kind of gradients suits a device and what is asked of them."""
+"""Which kind of gradients suits a device, the way parameters are split, and what is asked of them."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch.optim import Optimizer
 
-from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.cores import meshes
+from variable_batch_size.cores.communicator import Alone, Communicator
+from variable_batch_size.cores.distributed import Distributed
+from variable_batch_size.cores.groups import group_of, ranks_of
+from variable_batch_size.cores.running import everyone_for
+from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.exact_gradients import ExactGradients
 from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
 from variable_batch_size.training.flat_gradients import FlatGradients
+from variable_batch_size.training.fully_sharded import is_fully_sharded
 from variable_batch_size.training.gradients import Divisors, Gradients
 from variable_batch_size.training.kept_gradients import KeptGradients
 from variable_batch_size.training.separate_gradients import SeparateGradients
+from variable_batch_size.training.sharded_gradients import ShardedGradients
+from variable_batch_size.training.split_gradients import SplitGradients
 
 
 def gradients_for(
-    inner: Optimizer, communicator: Communicator, *, measures: bool, divisors: Divisors | None, keeps: bool, exact: bool
+    inner: Optimizer,
+    communicator: Communicator,
+    *,
+    sampler: Dealer,
+    measures: bool,
+    divisors: Divisors | None,
+    keeps: bool,
+    exact: bool,
 ) -> Gradients:
     """The gradients of an optimizer.
 
     Args:
+        sampler: which knows the cores that share the samples, and whether they are in lockstep.
         measures: whether the squared norms of the minibatches' gradients are wanted.
         divisors: what gradients are divided by before that; None to divide none.
         keeps: whether they are to stay where they are, which on XLA has no meaning.
@@ -26,7 +45,39 @@ def gradients_for(
     """
     if keeps and exact:
         raise ValueError("`keep_gradients` must be False with `exact`, which rounds each minibatch's gradient")
+    if sampler.schedule.lockstep and (keeps or communicator.is_one_program):
+        what = "with `keep_gradients`" if keeps else "on XLA"
+        raise ValueError(f"`lockstep` of the sampler must be False {what}, where a single minibatch cannot be left out")
+    options: dict[str, Any] = {"measures": measures, "divisors": divisors}
+    parameters = [p for group in inner.param_groups for p in group["params"]]
+    if meshes.any_split(parameters):
+        if keeps or exact:
+            name = "keep_gradients" if keeps else "exact"
+            raise ValueError(f"`{name}` must be False where parameters are split over processes")
+        return _of_split(inner, communicator, parameters, sampler.process_group, options)
     kind: type[Gradients] = ExactSeparateGradients if exact else SeparateGradients
     if communicator.keeps_flat_gradients:
         kind = ExactGradients if exact else KeptGradients if keeps else FlatGradients
-    return kind(inner, communicator, measures=measures, divisors=divisors)
+    return kind(inner, communicator, **options)
+
+
+def _of_split(
+    inner: Optimizer,
+    communicator: Communicator,
+    parameters: list[torch.Tensor],
+    process_group: Any,
+    options: dict[str, Any],
+) -> Gradients:
+    group = group_of(process_group)
+    cores = ranks_of(group)
+    groups = meshes.model_groups(parameters, group)
+    options |= {"model": Distributed(*groups.values()) if groups else Alone(), "model_groups": list(groups)}
+    if is_fully_sharded(parameters):
+        everyone = everyone_for(parameters, process_group)
+        return ShardedGradients(inner, communicator, cores=cores, everyone=everyone, **options)
+    if any(set(cores).issuperset(dimension.ranks) for p in parameters for dimension in meshes.dimensions_of(p)):
+        raise ValueError(
+            "parameters are split over processes that the sampler deals different samples: pass it the other dimension "
+            'of the mesh, as process_group=mesh["data"]'
+        )
+    return SplitGradients(inner, communicator, **options)

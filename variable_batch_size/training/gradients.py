@@ -16,6 +16,9 @@ from variable_batch_size.training.weights import Weight
 
 Divisors = dict[torch.Tensor, torch.Tensor]
 
+TINY = 1e-6
+"""Beside a norm, as torch has it where it clips."""
+
 UNWEIGHTED = -(2.0**20)
 """How many weighted minibatches a core without weights says it has in the first step; no step has as many."""
 
@@ -101,6 +104,16 @@ class Gradients(ABC):
             is_last: whether it is the core's last one of the step.
             weight: w_i; the gradients are then those of a sum over so many.
         """
+
+    def fit(self) -> None:  # noqa: B027 (most kinds see that by themselves)
+        """After a group of parameters was added: be ready for their gradients. Every core must call it."""
+
+    def expect(self, *, is_stand_in: bool) -> None:  # noqa: B027 (most kinds can leave it out afterwards)
+        """Before each minibatch of a core in lockstep with others: whether it is a stand-in."""
+
+    def leave_out(self) -> None:
+        """Before :meth:`take` of a stand-in in lockstep: let what this core has of it not count."""
+        self.drop()
 
     @abstractmethod
     def reduce(self, mean: Mean, *, is_idle: bool) -> None:
@@ -207,14 +220,18 @@ class Gradients(ABC):
 
     def _squares(self, groups: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> torch.Tensor:
         """The squared norm of the gradients of each group, divided by what they are to be divided by."""
-        squares = []
+        lists: list[list[torch.Tensor]] = []
         for pairs in groups:
             if self._divisors is None:
                 gradients = [gradient for _, gradient in pairs]
             else:
                 gradients = [g / divisor for p, g in pairs if (divisor := self._divisor_of(p)) is not None]
-            squares.append(self._square(gradients))
-        return torch.stack(squares)
+            lists.append(gradients)
+        return self._square_each(lists)
+
+    def _square_each(self, lists: list[list[torch.Tensor]]) -> torch.Tensor:
+        """The squared norm of each of several lists of tensors."""
+        return torch.stack([self._square(gradients) for gradients in lists])
 
     def _divisor_of(self, p: torch.Tensor) -> torch.Tensor | None:
         assert self._divisors is not None

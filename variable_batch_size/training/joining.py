@@ -11,6 +11,7 @@ from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.training.description import settings_of, shapes_of
 from variable_batch_size.training.sameness import begin_alike
 from variable_batch_size.training.scheduled import ScheduledOptimizer
+from variable_batch_size.training.unsupported import refuse_spread_moments, refuse_unsupported
 from variable_batch_size.training.wrapped import take_over_reduction
 
 
@@ -32,6 +33,8 @@ def join_other_cores(
         what must be called after the next flush.
     """
     parameters, sampler = list(optimizer.parameters()), optimizer.sampler
+    refuse_unsupported(parameters, model)
+    refuse_spread_moments(optimizer.rule, optimizer.inner)
     if (sampler.rank, sampler.num_replicas) != (communicator.rank, communicator.num_replicas):
         raise ValueError(
             f"the sampler is for core {sampler.rank} of {sampler.num_replicas}, "

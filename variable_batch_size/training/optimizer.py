@@ -22,6 +22,7 @@ from variable_batch_size.training.passes import Passes
 from variable_batch_size.training.preconditioner import Preconditioner
 from variable_batch_size.training.sameness import share_from_first
 from variable_batch_size.training.settings import Settings
+from variable_batch_size.training.stand_ins import StandIns
 from variable_batch_size.training.together import Inner
 from variable_batch_size.training.weights import Weight
 from variable_batch_size.training.wrapped import refuse_other_reductions, take_over_reduction
@@ -102,7 +103,7 @@ class CustomOptimizer(FirstNames):
         self.clip_grad_norm = clip_grad_norm
         measures = self.rule.measures_noise or measure_noise
         self.skip_nonfinite = measures if skip_nonfinite is None else skip_nonfinite
-        self._communicator = communicator_for(self.parameters())
+        self._communicator = communicator_for(self.parameters(), sampler.process_group)
         options = {"clip_grad_norm": clip_grad_norm, "smooth_steps": smooth_steps, "max_factor": max_factor}
         options |= {"skip_nonfinite": self.skip_nonfinite, "keep_gradients": keep_gradients, "loss_scale": loss_scale}
         options |= {"measure_noise": measure_noise}
@@ -112,12 +113,14 @@ class CustomOptimizer(FirstNames):
         self._gradients = gradients_for(
             self.inner,
             self._communicator,
+            sampler=sampler,
             measures=measures,
             divisors=divisors,
             keeps=keep_gradients,
             exact=exact,
         )
         self._observer = Observer(self._gradients, self.rule, self._own_meter, skip_nonfinite=self.skip_nonfinite)
+        self._stand_ins = StandIns(sampler.schedule.lockstep, self._gradients, model, self._communicator)
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
         self._settings, self._passes = Settings(self.inner, self._communicator), Passes(sampler)
         self._seeds = MinibatchSeeds(self.seeds_minibatches, sampler, self._position, next(self.parameters()), model)
@@ -134,6 +137,7 @@ class CustomOptimizer(FirstNames):
             p.grad = None  # of minibatches before, which nobody has taken over
         share_from_first(added, self._communicator)
         take_over_reduction(added, self._communicator)
+        self._gradients.fit()
         self._communicator.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -200,7 +204,8 @@ class CustomOptimizer(FirstNames):
         self._passes.begin()
         self._gradients.discard()
         self._factors = None
-        self._buffers.save(self.is_idle)
+        self._buffers.save(self._position.is_idle)
+        self._stand_ins.expect(self._position)
         self._communicator.flush()  # else what was noted down would make the first minibatch another program
         self._seeds.set()
 
@@ -234,15 +239,18 @@ class CustomOptimizer(FirstNames):
             )
         for before in self._optimizer_step_pre_hooks.values():
             before(self, (), {})
-        loss = None if closure is None else _run_with_gradients(closure)
+        with torch.enable_grad():  # type: ignore[no-untyped-call]
+            loss = None if closure is None else closure()
         weight = self.minibatch_weights.checked(weight)
         if self._passes.see(self._position):
             refuse_other_reductions(self.parameters(), self._communicator)
         self._position.advance()
         self._factors = None
+        weight = self._stand_ins.take_back(self._position, weight)
         with torch.no_grad():
             self._gradients.take(self._mean(), is_last=self._position.is_complete, weight=weight)
             self.updated = self._position.is_complete and self._complete_step()
+        self._stand_ins.expect(self._position)
         self._communicator.flush()
         self._seeds.set()
         for after in self._optimizer_step_post_hooks.values():
@@ -261,7 +269,7 @@ class CustomOptimizer(FirstNames):
 
     def _complete_step(self) -> bool:
         """Reduce, update, and leave everything ready for the next step; False if the update was skipped."""
-        step, is_idle = self._rule_step(), self.is_idle
+        step, is_idle = self._rule_step(), self._position.is_idle
         try:
             self._gradients.reduce(self._mean(), is_idle=is_idle)
             weight = self._gradients.weight()
@@ -290,8 +298,3 @@ class CustomOptimizer(FirstNames):
             self.inner.step()
         if self._preconditioner is not None:
             self._preconditioner.refresh()
-
-
-def _run_with_gradients(closure: Callable[[], Loss]) -> Loss:
-    with torch.enable_grad():  # type: ignore[no-untyped-call]
-        return closure()

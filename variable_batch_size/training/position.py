@@ -60,19 +60,24 @@ class Position:
 
     def _share_of_step(self) -> int:
         """How many minibatches this core runs in the step: at least a stand-in."""
-        return max(1, len(self._schedule.minibatches(self.step, self._rank)))
+        return self._schedule.num_rounds(self.step, self._rank)
 
     @property
     def next_minibatch(self) -> int:
         """The number of the minibatch that the core runs next, among all of the epoch; of a stand-in, its own."""
-        schedule, step = self._schedule, self.step
-        done = self._share - self._minibatches_left  # of this core's in the step
-        before = self._begin // schedule.minibatch_size
-        if self._minibatches_left and done:
-            return before + self._rank + done * schedule.num_replicas
-        if not self._minibatches_left:
-            before, step = before + schedule.num_minibatches(step), step + 1
-        return before + self._rank % schedule.num_minibatches(step) if step in self._steps else before
+        begin, step, place = self._begin, self.step, self._rank
+        if self.is_complete:
+            begin, step = begin + self.batch_size, step + 1
+        else:
+            place += self._num_run * self._schedule.num_replicas
+        if step not in self._steps:
+            return begin // self._schedule.minibatch_size
+        return begin // self._schedule.minibatch_size + place % self._schedule.num_minibatches(step)
+
+    @property
+    def _num_run(self) -> int:
+        """How many of the step's minibatches this core has run, stand-ins included."""
+        return self._share - self._minibatches_left
 
     @property
     def is_complete(self) -> bool:
@@ -112,3 +117,15 @@ class Position:
     def is_idle_next(self) -> bool:
         """Whether it is so in the step after this one, if the epoch has one."""
         return self.step < self._steps[-1] and self._schedule.is_idle(self.step + 1, self._rank)
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether the latest minibatch was a stand-in: in lockstep a core may have others in the step."""
+        return self._schedule.stands_in(self.step, self._rank, max(0, self._num_run - 1))
+
+    @property
+    def is_stand_in_next(self) -> bool:
+        """Whether the next one is, if the epoch has one."""
+        if not self.is_complete:
+            return self._schedule.stands_in(self.step, self._rank, self._num_run)
+        return self.is_idle_next

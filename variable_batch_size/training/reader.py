@@ -109,6 +109,7 @@ class Reader:
             "first_step": self._first_step,
             "rank": self._rank,
             "num_replicas": self._schedule.num_replicas,
+            "lockstep": self._schedule.lockstep,
             "first_number": self._first_number,
             "num_dealt": self._num_dealt,
             "source": self._source.state_dict() if self._has_begun else self._begins_at or _BEGINNING,
@@ -132,16 +133,18 @@ class Reader:
             number = self._schedule.num_minibatches(step)
             stand_in = self._rank % number
             own = self._schedule.minibatches(step, self._rank) or range(stand_in, stand_in + 1)
-            begin = source.num_read
+            begin, times = source.num_read, 1
             for j in own:
                 source.skip(begin + j * size - source.num_read)
-                found = self._take_or_skip(size)
+                if j == own[-1]:  # in lockstep it may be its own stand-in
+                    times += self._schedule.num_rounds(step, self._rank) - len(own)
+                found = self._take_or_skip(size, times)
                 if j == own[-1]:
                     source.skip(begin + number * size - source.num_read)
                 if source.has_ended:
                     self._say_ended(step, source.num_read - begin)
                     return
-                yield from self._deal(found)
+                yield from self._deal(found, times)
 
     def _from_shard(self) -> Iterator[list[Any]]:
         source, size = self._source, self._schedule.minibatch_size
@@ -154,7 +157,7 @@ class Reader:
                     self._refuse_end(step)
                 latest = found or latest
                 yield from self._deal(found)
-            if not own:
+            if len(own) < self._schedule.num_rounds(step, self._rank):
                 yield from self._deal(self._stand_in(latest, step))
 
     def _stand_in(self, latest: list[Any] | None, step: int) -> list[Any] | None:
@@ -166,16 +169,17 @@ class Reader:
             self._refuse_end(step)
         return stand_in
 
-    def _take_or_skip(self, size: int) -> list[Any] | None:
-        if self._num_dealt in self._turns:
+    def _take_or_skip(self, size: int, times: int = 1) -> list[Any] | None:
+        if any(self._num_dealt + time in self._turns for time in range(times)):
             return self._source.take(size)
         self._source.skip(size)
         return None
 
-    def _deal(self, minibatch: list[Any] | None) -> Iterator[list[Any]]:
-        self._num_dealt += 1
-        if minibatch is not None:
-            yield minibatch
+    def _deal(self, minibatch: list[Any] | None, times: int = 1) -> Iterator[list[Any]]:
+        for _ in range(times):
+            is_own, self._num_dealt = self._num_dealt in self._turns, self._num_dealt + 1
+            if is_own and minibatch is not None:
+                yield minibatch
 
     def _say_ended(self, step: int, num_left_over: int) -> None:
         if self._rank or self._turns.worker:

@@ -39,10 +39,16 @@ class CustomSampler(Dealer, Sampler[list[int]]):
             the run goes on.
         num_replicas: cores that share the work; those of the running backend if None.
         rank: which of them this is; as the running backend knows it if None.
+        process_group: the cores that share the work, where they are not all processes of torch.distributed: a group, or
+            the dimension of a DeviceMesh along which samples differ, as ``mesh["data"]``. The optimizer, checkpoint and
+            log of the run take it from here.
         minibatch_size: samples that one core runs at once.
         seed: chooses the order of the samples, together with the epoch.
         shuffle: whether samples come in an order of their own in each epoch, or as they are.
         on_end: what follows the last row of the trace: ``"stop"``, ``"hold"`` the last size or ``"cycle"``.
+        lockstep: whether all cores get as many minibatches in a step, the last perhaps a stand-in, for models whose
+            forward pass waits for all cores; the optimizer sees to that by itself where the model is in
+            ``fully_shard``.
         verbose: log on core 0 what the trace holds.
 
     Attributes:
@@ -62,9 +68,11 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         minibatch_size: int,
         num_replicas: int | None = None,
         rank: int | None = None,
+        process_group: Any = None,
         seed: int = 0,
         shuffle: bool = True,
         on_end: OnEnd = "stop",
+        lockstep: bool = False,
         verbose: bool = False,
     ) -> None:
         if trace is _NO_TRACE:
@@ -81,7 +89,9 @@ class CustomSampler(Dealer, Sampler[list[int]]):
             minibatch_size=minibatch_size,
             num_replicas=num_replicas,
             rank=rank,
+            process_group=process_group,
             on_end=on_end,
+            lockstep=lockstep,
         )
         self.seed = int(seed)
         self.shuffle = shuffle
@@ -94,6 +104,10 @@ class CustomSampler(Dealer, Sampler[list[int]]):
     def description(self) -> Description:
         """What the samples of a step depend on, besides the trace and the minibatch size."""
         return {"dataset_size": int(self.dataset_size), "seed": self.seed, "shuffle": self.shuffle}
+
+    @property
+    def _has_been_read(self) -> bool:
+        return self._has_started
 
     def get_epochtrace(self, epoch: int) -> list[int]:
         """The batch sizes of an epoch's steps."""

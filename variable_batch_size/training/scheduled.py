@@ -22,6 +22,7 @@ from variable_batch_size.training.dealer import Dealer, Description
 from variable_batch_size.training.deciding import Record, deciding_for
 from variable_batch_size.training.description import description_of
 from variable_batch_size.training.factors import Factors
+from variable_batch_size.training.fully_sharded import is_fully_sharded
 from variable_batch_size.training.position import Position
 from variable_batch_size.training.rule_for import rule_for
 from variable_batch_size.training.together import Inner
@@ -91,6 +92,8 @@ class ScheduledOptimizer(Wrapper, ABC):
         self.updated = False
         self.gradient_norm: torch.Tensor | None = None
         self._norm_every: set[int] = set()
+        if is_fully_sharded(self.parameters()):
+            sampler.run_in_lockstep()
         self._scaling = Factors(rule, smooth_steps=smooth_steps, max_factor=max_factor)
         self._factors: list[float] | None = None  # of the latest step, once it is complete
         self._lrs: list[float] = []  # likewise
@@ -162,8 +165,8 @@ class ScheduledOptimizer(Wrapper, ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the latest minibatch was a stand-in, because this core has none in that step."""
-        return self._position.is_idle
+        """Whether the latest minibatch was a stand-in: this core has none in that step, or in lockstep no more."""
+        return self._position.is_stand_in
 
     def go_on_with(self, schedule: Layout) -> None:
         """Take another schedule in place of the sampler's, and give it to the sampler; ``set_epoch`` goes into it."""
@@ -249,7 +252,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         self.samples_done += step.batch_size
         self.minibatch_weights.add(weight)
         if self._deciding is not None:
-            self._deciding.after_step(self._communicator, self._position.step)
+            self._deciding.after_step(self._position.step)
 
     def _state_of_run(self) -> dict[str, Any]:
         decided = {} if self._deciding is None else {"deciding": self._deciding.state_dict()}
@@ -267,7 +270,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         self.samples_done = own["samples_done"]
         self.steps_skipped = own["steps_skipped"]
         if self._deciding is not None:
-            self._deciding.load_state_dict(own.get("deciding"), self._communicator)
+            self._deciding.load_state_dict(own.get("deciding"))
 
     # ---------------------------------------------------------------------------------------------------------- telling
 

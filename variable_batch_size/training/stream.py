@@ -49,8 +49,13 @@ class Stream(Dealer, IterableDataset[Any]):
         dataset_size: samples in an epoch, each of which reads the stream from its beginning; None for a single epoch.
         num_replicas: cores that share the work; those of the running backend if None.
         rank: which of them this is; as the running backend knows it if None.
+        process_group: the cores that share the work, where they are not all processes of torch.distributed: a group, or
+            the dimension of a DeviceMesh along which samples differ, as ``mesh["data"]``.
         seed: what random numbers of minibatches follow from, with ``seed_minibatches=True``; it shuffles nothing.
         on_end: what follows the last row of the trace: ``"stop"``, ``"hold"`` the last size or ``"cycle"``.
+        lockstep: whether all cores get as many minibatches in a step, the last perhaps a stand-in, for models whose
+            forward pass waits for all cores; the optimizer sees to that by itself where the model is in
+            ``fully_shard``.
         collate_fn: makes a minibatch of a list of samples; as a DataLoader does by default.
         is_sharded: whether `samples` are this core's part of the data only, as of ``split_dataset_by_node``. Then the
             samples of a step depend on the number of cores, which must stay the same, and the part of every core must
@@ -70,8 +75,10 @@ class Stream(Dealer, IterableDataset[Any]):
         dataset_size: int | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
+        process_group: Any = None,
         seed: int = 0,
         on_end: OnEnd = "stop",
+        lockstep: bool = False,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         is_sharded: bool = False,
     ) -> None:
@@ -84,7 +91,9 @@ class Stream(Dealer, IterableDataset[Any]):
             minibatch_size=minibatch_size,
             num_replicas=num_replicas,
             rank=rank,
+            process_group=process_group,
             on_end=on_end,
+            lockstep=lockstep,
         )
         self.seed = int(seed)
         self.collate_fn = collate_fn
@@ -102,6 +111,10 @@ class Stream(Dealer, IterableDataset[Any]):
         """What the samples of a step depend on, besides the trace and the minibatch size."""
         depends: Description = {"dataset_size": self.schedule.dataset_size, "seed": self.seed, "data": "stream"}
         return depends | {"data": "sharded stream", "cores": self.num_replicas} if self.is_sharded else depends
+
+    @property
+    def _has_been_read(self) -> bool:
+        return bool(self._told[3] == self.num_passes)
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Go to an epoch. Call it before each pass over the loader, and on the optimizer too.
@@ -176,6 +189,7 @@ class Stream(Dealer, IterableDataset[Any]):
             "_reader": None,
             "_when_read": None,
             "_when_asked": None,
+            "process_group": None,
         }
 
     # ---------------------------------------------------------------------------------------------------------- state

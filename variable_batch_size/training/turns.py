@@ -46,6 +46,7 @@ def number_behind(state: Mapping[str, Any], schedule: Schedule, first_step: int,
         minibatch_size=schedule.minibatch_size,
         num_replicas=state["num_replicas"],
         on_end=schedule.on_end,
+        lockstep=state["lockstep"],
     )
     epoch = state["epoch"]
     first, behind = (saved.num_yielded(epoch, state["rank"], step) for step in (state["first_step"], first_step))

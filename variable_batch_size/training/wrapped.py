@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from variable_batch_size.cores import distributed
 from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.cores.groups import is_running
+from variable_batch_size.training.owners import alive
 from variable_batch_size.training.wrapper import Wrapper
-
-Kind = TypeVar("Kind")
 
 
 def take_over_reduction(parameters: Iterable[torch.Tensor], communicator: Communicator) -> None:
@@ -24,10 +22,10 @@ def take_over_reduction(parameters: Iterable[torch.Tensor], communicator: Commun
     In every backward pass it takes the mean over all processes, which is wrong where these have different numbers of
     minibatches, and hangs where they do not all have one.
     """
-    if communicator.num_replicas == 1 or not distributed.is_running():
+    if communicator.num_replicas == 1 or not is_running():
         return
     own = set(parameters)
-    for wrapper in _alive(DistributedDataParallel):
+    for wrapper in alive(DistributedDataParallel):
         if own.isdisjoint(wrapper.parameters()):
             continue
         if wrapper.static_graph:
@@ -35,7 +33,7 @@ def take_over_reduction(parameters: Iterable[torch.Tensor], communicator: Commun
         wrapper.require_backward_grad_sync = False
         # loops that accumulate by themselves switch it on for the last of some minibatches
         wrapper.register_forward_pre_hook(_switch_off_reduction)
-    if not all(own.isdisjoint(module.parameters()) for module in _alive(SyncBatchNorm)):
+    if not all(own.isdisjoint(module.parameters()) for module in alive(SyncBatchNorm)):
         raise ValueError(
             "SyncBatchNorm waits for all cores in every minibatch, and they do not all have the same number: use "
             "BatchNorm"
@@ -48,10 +46,10 @@ def refuse_other_reductions(parameters: Iterable[torch.Tensor], communicator: Co
     The first is a model that was wrapped since its wrappers were looked for. The second are parameters of a wrapped
     model that another optimizer trains.
     """
-    if communicator.num_replicas == 1 or not distributed.is_running():
+    if communicator.num_replicas == 1 or not is_running():
         return
     own = set(parameters)
-    wrappers = [wrapper for wrapper in _alive(DistributedDataParallel) if not own.isdisjoint(wrapper.parameters())]
+    wrappers = [wrapper for wrapper in alive(DistributedDataParallel) if not own.isdisjoint(wrapper.parameters())]
     if not wrappers:
         return
     if any(getattr(wrapper, "require_backward_grad_sync", False) for wrapper in wrappers):
@@ -59,7 +57,7 @@ def refuse_other_reductions(parameters: Iterable[torch.Tensor], communicator: Co
             "the model was wrapped in DistributedDataParallel after the optimizer was made, so that its gradients were "
             "reduced twice: wrap the model first"
         )
-    optimizers = _alive(Optimizer)
+    optimizers = alive(Optimizer)
     reduced = {p for optimizer in optimizers if isinstance(optimizer, Wrapper) for p in _parameters_of(optimizer)}
     left_out = {p for wrapper in wrappers for p in wrapper.parameters() if p.requires_grad} - reduced
     for optimizer in optimizers:
@@ -77,11 +75,3 @@ def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _switch_off_reduction(wrapper: DistributedDataParallel, args: Any) -> None:
     wrapper.require_backward_grad_sync = False
-
-
-def _alive(kind: type[Kind]) -> list[Kind]:
-    """All objects of a kind: a parameter does not know who has it, but an object refers to its class."""
-    kinds: list[type] = [kind]
-    for one in kinds:
-        kinds += type.__subclasses__(one)
-    return [thing for thing in gc.get_referrers(*kinds) if issubclass(type(thing), kind)]

@@ -1,0 +1,91 @@
+"""Promise: the weights do not depend on how the model is spread: fully_shard, hybrid, tensor parallel, DDP, ZeRO."""
+
+import pytest
+import sharded_models
+import torch
+from sharded_models import Normed, Transformer
+
+import variable_batch_size as vbs
+
+RULES = ["linear", "root", "linear-momentum", "adascale", "adam"]
+
+# on how many processes, in which way, which model, which runs
+CASES = [
+    *((4, "sharded", Transformer, name) for name in [*RULES, "nan", "weighted", "scaled"]),
+    *((4, "hybrid", Transformer, name) for name in ("adascale", "nan")),
+    *((4, "sharded_and_split", Transformer, name) for name in ("adascale", "root", "weighted")),
+    *((4, "wrapped", Transformer, name) for name in ("adascale",)),
+    *((4, "plain", Transformer, name) for name in ("zero",)),
+    *((3, "sharded", Transformer, name) for name in ("adascale", "adam")),
+    *((3, "sharded", Normed, name) for name in ("adascale", "nan")),
+    *((3, "wrapped", Normed, name) for name in ("adascale", "nan")),
+    *((2, "sharded", Transformer, name) for name in ("adascale", "nan")),
+    *((2, "sharded", Normed, name) for name in ("linear-momentum", "weighted")),
+    *((2, "sharded_recomputed", Transformer, name) for name in ("adascale",)),
+    *((2, "sharded_otherwise", Transformer, name) for name in ("linear",)),
+    *((2, "sharded_narrow", Transformer, name) for name in ("adascale",)),
+    *((2, "split", Transformer, name) for name in ("adascale",)),
+    *((3, "in_lockstep", Normed, name) for name in ("adascale", "nan", "weighted")),
+    *((2, "wrapped", Transformer, name) for name in ("adam",)),
+    *((2, "plain", Transformer, name) for name in ("zero",)),
+]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """All runs of a number of processes, in one launch."""
+    results = {}
+
+    def run(cores):
+        if cores not in results:
+            cases = [case[1:] for case in CASES if case[0] == cores]
+            results[cores] = vbs.launch(sharded_models.all_of, (cases,), cores=cores, backend="gloo")
+        return results[cores]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected():
+    results = {}
+
+    def run(kind, name):
+        if (kind, name) not in results:
+            results[kind, name] = sharded_models.train(sharded_models.plain, kind, name)
+        return results[kind, name]
+
+    return run
+
+
+@pytest.mark.parametrize(("cores", "way", "kind", "name"), CASES)
+def test_weights_norms_and_noise_are_those_of_one_plain_process(found, expected, cores, way, kind, name):
+    is_narrow = way == "sharded_narrow"  # bfloat16 has 8 bits
+    plain = expected(kind, name)
+    for core in found(cores):
+        result = core[way, kind.__name__, name]
+        assert not isinstance(result, str), result
+        for key, value in plain["state"].items():
+            if "running" not in key and "tracked" not in key:  # each core's own
+                tolerance = 1e-2 if is_narrow else 1e-5
+                torch.testing.assert_close(result["state"][key], value, rtol=0, atol=tolerance, msg=key)
+        assert result["updates"] == plain["updates"]
+        for numbers, rtol in (("norms", 1e-4), ("noise", 1e-4)):
+            values = [torch.tensor(one[numbers]) for one in (result, plain)]
+            torch.testing.assert_close(
+                *values, rtol=0.05 if is_narrow else rtol, atol=0.1 if is_narrow else 1e-6, equal_nan=True
+            )
+
+
+def test_a_step_that_is_not_finite_was_skipped_and_nothing_else(expected):
+    assert expected(Transformer, "nan")["updates"] == [True, True, True, True, False, True]
+
+
+def test_statistics_of_batches_are_those_of_the_minibatches_that_count(found):
+    """On core 0, which has no stand-in when others do, as on the others: all have seen their own minibatches alone."""
+    for cores, way, kind in ((3, "sharded", Normed), (3, "wrapped", Normed), (3, "in_lockstep", Normed)):
+        tracked = [int(core[way, kind.__name__, "nan"]["state"]["norm.num_batches_tracked"]) for core in found(cores)]
+        schedule = vbs.Schedule(
+            vbs.Trace.of(sharded_models.SIZES), dataset_size=64, minibatch_size=4, num_replicas=cores
+        )
+        steps = [step for step in range(len(sharded_models.SIZES)) if step != sharded_models.NAN_STEP]
+        assert tracked == [sum(len(schedule.minibatches(step, rank)) for step in steps) for rank in range(cores)]

@@ -1,0 +1,116 @@
+"""Checkpoints in parts: gone on from in any way, whole or not there, kept, and written while training goes on."""
+
+import shutil
+
+import pytest
+import torch
+from sharded_models import Normed, Transformer, go, largest_difference
+
+import variable_batch_size as vbs
+from variable_batch_size.runs import storage
+
+STOP_AFTER = 3
+
+
+def save_all(root):
+    """On 4 processes: with and without waiting, with tensors in parts and with none."""
+    names = [
+        go(root / "sharded", "sharded", Transformer, "adam", until=STOP_AFTER, format="sharded"),
+        go(root / "later", "sharded", Normed, "adascale", until=STOP_AFTER, format="sharded", asynchronous=True),
+        go(root / "both", "sharded_and_split", Transformer, "adascale", until=STOP_AFTER, format="sharded"),
+        go(root / "whole", "sharded", Transformer, "adam", until=STOP_AFTER),
+    ]
+    return len(names)
+
+
+SAVED = {
+    "sharded": (Transformer, "adam"),
+    "later": (Normed, "adascale"),
+    "both": (Transformer, "adascale"),
+    "whole": (Transformer, "adam"),
+}
+# from where it goes on, on how many processes, spread how, and saved how from then on
+RESUMED = [
+    ("sharded", 1, "plain", {}),
+    ("sharded", 2, "sharded", {"format": "sharded", "asynchronous": True}),
+    ("later", 1, "plain", {"format": "sharded"}),
+    ("later", 2, "sharded", {}),
+    ("both", 2, "split", {"format": "sharded"}),
+    ("whole", 2, "sharded", {"format": "sharded"}),
+]
+
+
+def go_all(cases):
+    return [go(directory, way, kind, name, **how) for directory, way, kind, name, how in cases]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp("saved")
+    vbs.launch(save_all, (root,), cores=4, backend="gloo")
+    return root
+
+
+@pytest.fixture(scope="module")
+def resumed(saved, tmp_path_factory):
+    root, found = tmp_path_factory.mktemp("resumed"), {}
+    for cores in (1, 2):
+        own = [case for case in RESUMED if case[1] == cores]
+        cases = []
+        for key, _, way, how in own:
+            shutil.copytree(saved / key, root / f"{key}-{cores}")
+            cases.append((root / f"{key}-{cores}", way, *SAVED[key], how))
+        results = [go_all(cases)] if cores == 1 else vbs.launch(go_all, (cases,), cores=cores, backend="gloo")
+        for place, (key, *_) in enumerate(own):
+            found[key, cores] = [core[place] for core in results], root / f"{key}-{cores}"
+    return found
+
+
+@pytest.mark.parametrize("case", RESUMED, ids=str)
+def test_a_run_goes_on_as_if_never_stopped(resumed, case):
+    key, cores, _, how = case
+    expected = go(None, "plain", *SAVED[key])
+    states, directory = resumed[key, cores]
+    for state in states:
+        assert largest_difference(state, expected) < 1e-5
+    *_, before, last = storage.checkpoints(directory)
+    assert last.is_dir() == (how.get("format") == "sharded")
+    assert len(storage.checkpoints(directory)) == 2
+    assert before != last
+
+
+def test_what_is_split_is_in_parts_and_the_rest_in_a_file_that_runs_no_code(saved):
+    (*_, path) = storage.checkpoints(saved / "sharded")
+    assert path.name == f"step-{STOP_AFTER:09d}-1"
+    assert len(list(path.glob("*.distcp"))) == 4
+    state = storage.load(path)
+    assert state["optimizer"]["variable_batch_size"]["steps_done"] == STOP_AFTER
+    tensors = [value for value in state["model"].values() if isinstance(value, torch.Tensor)]
+    assert not tensors
+
+
+def test_a_directory_that_was_not_completed_is_cleaned_up_and_the_one_before_is_gone_on_from(saved, tmp_path):
+    shutil.copytree(saved / "sharded", tmp_path / "run")
+    (*_, path) = storage.checkpoints(tmp_path / "run")
+    unfinished = path.with_name("step-000000004-1.tmp")
+    shutil.copytree(path, unfinished)
+    storage.rest_of(unfinished).unlink()
+    state = go(tmp_path / "run", "plain", Transformer, "adam")
+    assert not unfinished.exists()
+    assert largest_difference(state, go(None, "plain", Transformer, "adam")) < 1e-5
+
+
+def test_a_part_that_is_missing_is_named(saved, tmp_path):
+    shutil.copytree(saved / "sharded", tmp_path / "run")
+    (*_, path) = storage.checkpoints(tmp_path / "run")
+    for part in path.glob("*.distcp"):
+        part.unlink()
+    with pytest.raises(ValueError, match=r"step-000000003-1 does not load"):
+        go(tmp_path / "run", "plain", Transformer, "adam")
+
+
+def test_a_format_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`format` must be one of 'file', 'sharded', got 'parts'"):
+        go(tmp_path, "plain", Transformer, "adam", format="parts")
+    with pytest.raises(ValueError, match='`asynchronous` must be False with format="file", got True'):
+        go(tmp_path, "plain", Transformer, "adam", asynchronous=True)

@@ -1,0 +1,128 @@
+"""A checkpoint holds the whole state, however the model is spread, and goes on spread in any other way or in none."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import sharded_models
+import torch
+from sharded_models import Normed, Transformer, go, largest_difference
+from torch import nn
+
+import variable_batch_size as vbs
+from variable_batch_size.runs import storage
+
+STOP_AFTER = 3
+
+
+def go_all(cases):
+    return [go(directory, way, kind, name, until=until) for directory, way, kind, name, until in cases]
+
+
+# where it is saved, on how many processes, spread how, and what
+SAVED = {
+    "sharded": (4, "sharded", Transformer, "adam"),
+    "normed": (4, "sharded", Normed, "adascale"),
+    "both": (4, "sharded_and_split", Transformer, "adascale"),
+    "wrapped": (4, "wrapped", Transformer, "adascale"),
+    "zero": (4, "plain", Transformer, "zero"),
+    "plain": (1, "plain", Transformer, "adam"),
+}
+# from where it goes on, on how many processes, spread how
+RESUMED = [
+    ("sharded", 1, "plain"),
+    ("sharded", 2, "sharded"),
+    ("sharded", 2, "wrapped"),
+    ("normed", 1, "plain"),
+    ("normed", 2, "sharded"),
+    ("both", 1, "plain"),
+    ("both", 2, "split"),
+    ("wrapped", 1, "plain"),
+    ("wrapped", 2, "sharded"),
+    ("zero", 1, "plain"),
+    ("zero", 2, "plain"),
+    ("plain", 2, "sharded"),
+    ("plain", 2, "wrapped"),
+]
+
+
+def runs_of(cases, cores):
+    if cores == 1:
+        return [go_all(cases)]
+    return vbs.launch(go_all, (cases,), cores=cores, backend="gloo")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp("saved")
+    for cores in (1, 4):
+        cases = [(root / key, *how, STOP_AFTER) for key, (number, *how) in SAVED.items() if number == cores]
+        runs_of(cases, cores)
+    return root
+
+
+@pytest.fixture(scope="module")
+def resumed(saved, tmp_path_factory):
+    root = tmp_path_factory.mktemp("resumed")
+    found = {}
+    for cores in (1, 2):
+        own = [case for case in RESUMED if case[1] == cores]
+        cases = []
+        for key, _, way in own:
+            directory = root / f"{key}-{cores}-{way}"
+            shutil.copytree(saved / key, directory)
+            cases.append((directory, way, *SAVED[key][2:], None))
+        results = runs_of(cases, cores)
+        found |= {case: [core[place] for core in results] for place, case in enumerate(own)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    return {key: go(None, "plain", *how[2:]) for key, how in SAVED.items()}
+
+
+@pytest.mark.parametrize("case", RESUMED, ids=str)
+def test_a_run_goes_on_spread_in_another_way_as_if_never_stopped(resumed, uninterrupted, case):
+    for state in resumed[case]:
+        assert largest_difference(state, uninterrupted[case[0]]) < 1e-5
+
+
+@pytest.mark.parametrize("key", ["sharded", "wrapped", "zero"])
+def test_without_its_momentum_it_would_be_another_run(saved, uninterrupted, tmp_path, key):
+    shutil.copytree(saved / key, tmp_path / key)
+    state = go(tmp_path / key, "plain", *SAVED[key][2:], forget=True)
+    assert largest_difference(state, uninterrupted[key]) > 1e-4
+
+
+@pytest.mark.parametrize("key", SAVED)
+def test_the_file_holds_whole_tensors_under_the_names_of_the_plain_model(saved, key):
+    (*_, path) = storage.checkpoints(saved / key)
+    state = storage.load(path)
+    plain = sharded_models.model_of(SAVED[key][2]).state_dict()
+    assert {name: value.shape for name, value in state["model"].items()} == {
+        name: value.shape for name, value in plain.items()
+    }
+    parameters = list(sharded_models.model_of(SAVED[key][2]).parameters())
+    for number, values in state["optimizer"]["state"].items():
+        shapes = {value.shape for value in values.values() if isinstance(value, torch.Tensor) and value.dim()}
+        assert shapes <= {parameters[number].shape}
+
+
+def test_a_state_saved_under_the_names_of_a_wrapper_is_loaded_too(tmp_path):
+    directory = Path(tmp_path)
+    go(directory, "plain", Transformer, "linear", until=2)
+    (*_, path) = storage.checkpoints(directory)
+    state = storage.load(path)
+    state["model"] = {f"module._orig_mod.{name}": value for name, value in state["model"].items()}
+    storage.save(path, {key: value for key, value in state.items() if key not in ("format", "version")})
+    found = go(directory, "plain", Transformer, "linear")
+    assert largest_difference(found, go(None, "plain", Transformer, "linear")) < 1e-6
+
+
+def test_a_compiled_model_is_saved_under_the_names_of_the_plain_one(tmp_path):
+    model = torch.compile(nn.Linear(2, 2))
+    sampler = vbs.CustomSampler(dataset_size=8, trace=[4], minibatch_size=4)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=4)
+    vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer).save()
+    assert set(storage.load(storage.checkpoints(tmp_path)[-1])["model"]) == {"weight", "bias"}

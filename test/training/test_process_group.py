@@ -1,0 +1,120 @@
+"""A run is of the processes of a group: several runs beside one another, and tensor parallelism in each core."""
+
+import pytest
+import sharded_models
+import torch
+import torch.distributed as dist
+from sharded_models import Transformer
+from torch.distributed.device_mesh import init_device_mesh
+
+import variable_batch_size as vbs
+
+
+def error_of(function, *args, **options):
+    try:
+        function(*args, **options)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def sampler_of(**options):
+    return vbs.CustomSampler(dataset_size=8, trace=[4], minibatch_size=4, **options)
+
+
+def in_pairs(directory):
+    """Two runs beside one another, on the even and on the odd processes; and one whose cores are pairs."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    own = groups[dist.get_rank() % 2]
+    # the seeds differ, so that one group's run would disturb the other's
+    separate = sharded_models.train(
+        sharded_models.plain, Transformer, "adascale", process_group=own, seed=dist.get_rank() % 2
+    )
+    metrics = vbs.Metrics("rank", device="cpu", process_group=own)
+    metrics.add(rank=dist.get_rank())
+    buffer = torch.nn.BatchNorm1d(1)
+    buffer.running_mean.fill_(dist.get_rank())
+    vbs.share_buffers(buffer, process_group=own)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    names = ["root", "adascale", "adam"]
+    return {
+        "separate": separate,
+        "sum": metrics.read(),
+        "buffer": float(buffer.running_mean),
+        "cores": [(s.rank, s.num_replicas) for s in (sampler_of(), sampler_of(process_group=mesh["model"]))],
+        "errors": [
+            error_of(sampler_of, process_group=groups[1 - dist.get_rank() % 2]),
+            error_of(sampler_of, process_group=mesh),
+            error_of(sampler_of, process_group="data"),
+        ],
+        "split": sharded_models.all_of([("split", Transformer, name) for name in names]),
+        "written": written_by(mesh, directory),
+    }
+
+
+def written_by(mesh, directory):
+    """A checkpoint and a log of a run whose cores are pairs of processes: one of each is written."""
+    model, options = sharded_models.split(sharded_models.model_of(Transformer))
+    sampler = vbs.CustomSampler(dataset_size=64, trace=[8] * 4, minibatch_size=4, **options)
+    optimizer = vbs.LinearRuleOptimizer(sharded_models.sgd(model.parameters()), sampler, ref_batchsize=8, model=model)
+    records = []
+    log = vbs.Log(optimizer, every=2, to=[records.append])
+    x, y = sharded_models.data()
+    for indices in sampler:
+        loss = sharded_models.loss_of(model, x[indices], y[indices])
+        loss.backward()
+        optimizer.step()
+        log.step(loss)
+    return records
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return vbs.launch(in_pairs, (tmp_path_factory.mktemp("pairs"),), cores=4, backend="gloo")
+
+
+def assert_same(found, expected, *, tolerance=1e-5):
+    assert not isinstance(found, str), found
+    for name, value in expected["state"].items():
+        if "running" not in name and "tracked" not in name:
+            torch.testing.assert_close(found["state"][name], value, rtol=0, atol=tolerance, msg=name)
+    assert found["updates"] == expected["updates"]
+    torch.testing.assert_close(torch.tensor(found["norms"]), torch.tensor(expected["norms"]), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(found["noise"]), torch.tensor(expected["noise"]), rtol=1e-4, atol=1e-5)
+
+
+def test_groups_train_beside_one_another_as_if_alone(results):
+    for rank, result in enumerate(results):
+        expected = sharded_models.train(sharded_models.plain, Transformer, "adascale", seed=rank % 2)
+        assert_same(result["separate"], expected)
+        assert result["sum"] == {"rank": 2.0 if rank % 2 == 0 else 4.0}
+        assert result["buffer"] == rank % 2
+
+
+def test_without_a_group_all_processes_are_the_cores(results):
+    assert [result["cores"] for result in results] == [[(rank, 4), (rank % 2, 2)] for rank in range(4)]
+
+
+def test_what_is_no_group_of_this_process_is_refused(results):
+    for result in results:
+        other, grid, name = result["errors"]
+        assert other == "`process_group` must be one that this process belongs to, got one of others"
+        assert "as mesh[\"data\"], got a mesh with the dimensions ('data', 'model')" in grid
+        assert name == "`process_group` must be a group of torch.distributed or a DeviceMesh, got str"
+
+
+def test_a_group_needs_torch_distributed():
+    with pytest.raises(ValueError, match=r"`process_group` must be None where torch\.distributed is not initialised"):
+        sampler_of(process_group="data")
+
+
+@pytest.mark.parametrize("name", ["root", "adascale", "adam"])
+def test_tensor_parallel_pairs_train_as_one_plain_process(results, name):
+    expected = sharded_models.train(sharded_models.plain, Transformer, name)
+    for result in results:
+        assert_same(result["split"]["split", "Transformer", name], expected)
+
+
+def test_one_process_of_all_writes_the_log(results):
+    records = [result["written"] for result in results]
+    assert [len(own) for own in records] == [2, 0, 0, 0]

@@ -1,0 +1,81 @@
+"""Ways to spread a model under which the result would be wrong: refused by name, with what to do instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from variable_batch_size.rules.rule import Rule
+from variable_batch_size.training.fully_sharded import is_fully_sharded
+from variable_batch_size.training.owners import owners
+from variable_batch_size.training.wrapper import optimizers_of
+
+_WRAPPERS = [
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+        "FullyShardedDataParallel (FSDP1) reduces gradients in a way of its own: use fully_shard (FSDP2), which is in "
+        "torch.distributed.fsdp from torch 2.6 on",
+    ),
+    (
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine",
+        "a DeepSpeed engine accumulates, reduces and updates by itself: train the plain model, in fully_shard if it "
+        "does not fit one device",
+    ),
+    (
+        "torch.distributed.pipelining.stage",
+        "_PipelineStageBase",
+        "a pipeline's schedule runs the minibatches by itself: use fully_shard or tensor parallelism for what does not "
+        "fit one device",
+    ),
+    (
+        "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel",
+        "XlaFullyShardedDataParallel",
+        "XlaFullyShardedDataParallel reduces gradients in every minibatch: use XLA's SPMD for what does not fit one "
+        "core",
+    ),
+    (
+        "torch.distributed._composable.fsdp",
+        "FSDPModule",
+        "fully_shard must be that of torch.distributed.fsdp, which is there from torch 2.6 on",
+    ),
+]
+"""Module, class and sentence. Where nobody has imported the module, there are no objects of the class."""
+
+
+def refuse_unsupported(parameters: Iterable[torch.Tensor], model: torch.nn.Module | None) -> None:
+    """Raise if some of the parameters, or the model, are in a wrapper that is not supported."""
+    parameters = list(parameters)
+    for module, name, sentence in _WRAPPERS:
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is None or kind.__module__.startswith("torch.distributed.fsdp._fully_shard"):
+            continue
+        if isinstance(model, kind) or owners(kind, parameters):
+            raise ValueError(sentence)
+
+
+def refuse_spread_moments(rule: Rule, inner: Optimizer) -> None:
+    """Raise if the rule needs Adam's second moments and these are not all on each core."""
+    if not rule.preconditions:
+        return
+    name = type(rule).__name__
+    if is_fully_sharded(p for group in inner.param_groups for p in group["params"]):
+        raise ValueError(
+            f"{name} needs whole second moments, and fully_shard splits them: use AdaScaleRule or AdamRule"
+        )
+    if any(is_zero(one) for one in optimizers_of(inner)):
+        raise ValueError(
+            f"{name} needs all second moments, and ZeroRedundancyOptimizer has a part of them on each core: use "
+            "AdamRule, or the optimizer itself"
+        )
+
+
+def is_zero(inner: Any) -> bool:
+    """Whether an optimizer is a ZeroRedundancyOptimizer, which has a part of the state on each core."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(inner, module.ZeroRedundancyOptimizer)
