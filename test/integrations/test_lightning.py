@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_runs import NUM_EPOCHS, RULES, TRACE, Manual, Net, StopAfter, Stopped, make_trainer, own_loop, weights
 from torch import nn
 from torch.nn.utils import parameters_to_vector
@@ -103,10 +104,6 @@ def test_a_second_fit_is_as_the_first(expected):
     fit(Net(), trainer)
     again = make_trainer()
     assert torch.equal(fit(Net(), again), weights(expected["linear"]))
-
-
-class Average(Callback):
-    """An average of the weights that counts how often it was updated, as Lightning's own do."""
 
 
 def test_averages_of_weights_follow_updates(expected):
@@ -210,8 +207,7 @@ class Telling(Callback):
         (self.directory / f"rank{trainer.global_rank}").write_text(text)
 
 
-@pytest.mark.filterwarnings("ignore:.*os.fork")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_two_processes_train_as_one_and_go_on_as_one_or_two(expected, tmp_path):
     two = {"strategy": "ddp_fork", "devices": 2}
     saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
@@ -238,8 +234,7 @@ REFUSED = {
         "strategy": "ddp",
         "use_distributed_sampler": True,
     },
-    '`precision` of the Trainer must be .*, got "16-mixed"': {"precision": "16-mixed"},
-    "the trace holds 3 epochs": {"max_epochs": 4},
+    "^trace holds 3 epochs of 40 samples": {"max_epochs": 4},
     "no GradientAccumulationScheduler: the trace says": {"callbacks": [GradientAccumulationScheduler({1: 2})]},
     "no StochasticWeightAveraging: it runs an epoch of its own": {"callbacks": [StochasticWeightAveraging(0.1)]},
     "no LearningRateFinder: it takes every minibatch for a step": {"callbacks": [LearningRateFinder()]},
@@ -252,7 +247,6 @@ def refused(module, message, **options):
 
 
 @pytest.mark.filterwarnings("ignore:.*srun.* command is available")
-@pytest.mark.filterwarnings("ignore:You are using 16-mixed")
 @pytest.mark.parametrize("message", REFUSED)
 def test_settings_of_the_trainer_that_would_change_the_result_are_refused(message):
     refused(Net(), message, **REFUSED[message])
@@ -350,11 +344,9 @@ def test_a_minibatch_without_a_loss_is_refused():
         refused(Lossless(), "^training_step returned None for minibatch 0, which would count as a gradient of 0")
 
 
-@pytest.mark.filterwarnings("ignore:.*os.fork")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_processes_of_lightning_need_lockstep():
-    with pytest.raises(Exception, match="`lockstep` of the sampler must be True on several processes"):
-        fit(Net(lockstep=False), make_trainer(strategy="ddp_fork", devices=2))
+def test_loss_scales_of_lightning_are_refused():
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    refused(Net(), '^`precision` of the Trainer must be .*, got "16-mixed": its GradScaler', plugins=[plugin])
 
 
 def test_a_trainer_without_the_callback_is_as_ever():

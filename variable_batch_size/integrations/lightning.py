@@ -54,8 +54,11 @@ class VariableBatchSize(Callback):
         self._refuse_another_run()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note the buffers with which a step begins."""
-        if self._optimizer is not None and not self._optimizer.is_accumulating:
+        """Note the buffers with which a step of several minibatches begins."""
+        optimizer = self._optimizer
+        assert optimizer is not None
+        at_once = optimizer.sampler.minibatch_size * optimizer.sampler.num_replicas
+        if not optimizer.is_accumulating and optimizer.get_bs() > at_once:
             self._buffers.copy(pl_module)
 
     def on_train_batch_end(
