@@ -45,6 +45,8 @@ def train(train_dataset: torch.utils.data.TensorDataset, model: nn.Module, trace
             cross_entropy(model(data), target).backward()
             has_updated: bool = optimizer.step()
             num_updates += has_updated
+            loss: torch.Tensor = optimizer.step(lambda: model(data).sum())
+            assert loss is not None
         scheduler.step()
     return num_updates
 

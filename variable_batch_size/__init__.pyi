@@ -4,6 +4,7 @@ from .comparison.workload import Workload as Workload
 from .cores.launch import launch as launch
 from .cores.loader_workers import leave_sigterm_to_parent as leave_sigterm_to_parent
 from .cores.stopping import EXIT_STOPPED as EXIT_STOPPED
+from .cores.stopping import request_stop as request_stop
 from .planning.availability import Availability as Availability
 from .planning.fit import fit_throughput as fit_throughput
 from .planning.noise_curve import NoiseCurve as NoiseCurve
@@ -75,6 +76,7 @@ from .traces.stages import Stages as Stages
 from .traces.trace import Trace as Trace
 from .traces.trace import TraceLike as TraceLike
 from .training.buffers import share_buffers as share_buffers
+from .training.epochs import epochs as epochs
 from .training.optimizer import CustomOptimizer as CustomOptimizer
 from .training.options import Options as Options
 from .training.progress import follow_progress as follow_progress

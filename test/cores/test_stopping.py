@@ -39,6 +39,47 @@ def test_a_signal_that_was_obeyed_may_come_again_for_a_while():
     assert run(NOTED.format(obey="stopping.obey()")) == (TERMINATED, ["after", "again"])
 
 
+ON_REQUEST = """
+import logging, sys, threading
+import torch
+import variable_batch_size as vbs
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+
+def run(directory):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    sampler = vbs.CustomSampler(100, 1, minibatch_size=1)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD([weight], lr=1.0), sampler, ref_batchsize=1)
+    model = torch.nn.ParameterList([weight])
+    checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer)
+    for epoch in checkpoint.epochs(1):
+        for _ in sampler:
+            weight.grad = torch.ones(1)
+            optimizer.step()
+            if optimizer.steps_done == 7:
+                vbs.request_stop()
+            checkpoint.step()
+"""
+
+
+def test_a_run_stops_on_request_and_outside_of_the_main_thread_a_warning_says_so(tmp_path):
+    code = """
+thread = threading.Thread(target=run, args=(sys.argv[1] + "/thread",))
+thread.start()
+thread.join()
+run(sys.argv[1] + "/main")
+"""
+    command = [sys.executable, "-c", ON_REQUEST + code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (75, "")
+    assert done.stdout.splitlines() == [
+        "SIGTERM cannot be listened to outside of the main thread, and will end the process without a save: call "
+        "vbs.request_stop() from where the end of this machine is announced",
+        f"told to stop: ended after 7 steps, saved in {tmp_path}/thread",
+        f"told to stop: ended after 7 steps, saved in {tmp_path}/main",
+    ]
+
+
 # ------------------------------------------------------------------------------------------------------- loader workers
 
 SHIELDED = """

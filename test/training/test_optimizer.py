@@ -190,12 +190,6 @@ def test_lbfgs_is_refused():
         make([64], inner=lambda p: torch.optim.LBFGS(p))
 
 
-def test_a_closure_is_refused():
-    _, _, optimizer = make([64])
-    with pytest.raises(ValueError, match="`closure` must be None"):
-        optimizer.step(lambda: 0.0)
-
-
 # --------------------------------------------------------------------------------------------------- a torch citizen
 
 

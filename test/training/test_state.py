@@ -166,13 +166,6 @@ def test_hooks_of_a_step_get_the_optimizer_and_no_arguments():
     assert seen == [(optimizer, (), {})] * 2
 
 
-def test_a_closure_is_refused_in_words():
-    _, optimizer = make()
-    message = r"^`closure` must be None: run the backward pass, then call step\(\) or step\(weight=…\)$"
-    with pytest.raises(ValueError, match=message):
-        optimizer.step(lambda: 0.0)
-
-
 @pytest.mark.parametrize("loss_scale", [-1.0, 0, math.inf, math.nan])
 def test_a_loss_scale_must_be_positive_and_finite(loss_scale):
     with pytest.raises(ValueError, match=f"^`loss_scale` must be positive and finite, got {loss_scale}$"):

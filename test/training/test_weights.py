@@ -92,7 +92,8 @@ def test_all_minibatches_of_a_run_have_a_weight_or_none_has(loads):
 
 def test_a_weight_that_is_not_named_is_no_closure():
     _, optimizer = make()
-    with pytest.raises(ValueError, match=r"call step\(\) or step\(weight=…\)$"):
+    message = r"^`closure` must be a function, got 16: a weight is given as step\(weight=…\)$"
+    with pytest.raises(ValueError, match=message):
         optimizer.step(16)
 
 

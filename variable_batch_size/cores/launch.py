@@ -103,6 +103,8 @@ def _xla_main(local_rank: int, num_processes: int, work: bytes, pipe: Any) -> No
     """Run the work in a thread for each XLA device of this process."""
     end_with_parent()
     stopping.note_sigterm()  # in the main thread, which this is; the cores are others
+    if os.environ["PJRT_DEVICE"] == "CPU":
+        xla.let_virtual_cores_meet(int(os.environ["CPU_NUM_DEVICES"]))
     xla.run_on_devices(local_rank, num_processes, lambda rank: run_and_send(work, pipe, rank))
 
 

@@ -1,10 +1,11 @@
-"""Whether this process was told to stop: SIGTERM, noted while somebody listens for it.
+"""Whether this process was told to stop: by SIGTERM, noted while somebody listens for it, or by request.
 
 Signals belong to a process and reach its main thread, but cores may be threads (XLA). So the note is the process's.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -22,6 +23,8 @@ A process that SIGTERM ended without such a save has the code 143 in a shell (12
 _SECONDS_OF_ONE_ORDER = 10.0
 """SIGTERM may reach a process through its group and from the process that launched it: within this time it is one."""
 
+logger = logging.getLogger(__name__)
+
 _told = threading.Event()
 _changing = threading.Lock()
 _num_listening = 0
@@ -29,8 +32,17 @@ _listening_in = 0  # the pid of the process; what it forks has a copy of all thi
 _obeyed_at = -float("inf")
 
 
+def request_stop() -> None:
+    """Stop the run as SIGTERM would: a :class:`Checkpoint` saves at the end of a step, and ends the process with 75.
+
+    For whoever learns otherwise that the machine will be taken away: a notice of the cloud, a scheduler's callback, a
+    thread that watches for one. One core of a run is enough; the others follow at the same step.
+    """
+    _told.set()
+
+
 def was_told() -> bool:
-    """Whether SIGTERM has come."""
+    """Whether SIGTERM has come, or :func:`request_stop` was called."""
     return _told.is_set()
 
 
@@ -57,6 +69,11 @@ def listening() -> Iterator[None]:
     _add_listeners(1)
     if is_main:
         note_sigterm()
+    elif before is not _note:
+        logger.warning(
+            "SIGTERM cannot be listened to outside of the main thread, and will end the process without a save: call "
+            "vbs.request_stop() from where the end of this machine is announced"
+        )
     try:
         yield
     finally:

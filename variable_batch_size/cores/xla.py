@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 
 from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.cores.meeting import Meeting
 
 _ALMOST_ONE = math.nextafter(1.0, 0.0)
 
@@ -136,6 +137,15 @@ def run_on_devices(local_rank: int, num_processes: int, run: Callable[[int], Non
     """
     pjrt = _module("_internal.pjrt")
     pjrt._run_thread_per_device(local_rank, num_processes, lambda: run(cores()[0]), pjrt.initialize_multiprocess)
+
+
+def let_virtual_cores_meet(num_cores: int) -> None:
+    """Replace ``xm.rendezvous`` in this process, whose threads are the cores, and so what ``xm.mesh_reduce`` calls.
+
+    Its collective would be started by all threads at once, of which each may get a program of its own: they never meet,
+    and the process is aborted.
+    """
+    _module("core.xla_model").rendezvous = Meeting(num_cores, lambda: cores()[0]).rendezvous
 
 
 def num_tpu_processes() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -12,6 +12,7 @@ from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.training.buffers import Buffers
 from variable_batch_size.training.dealer import Dealer
+from variable_batch_size.training.first_names import FirstNames
 from variable_batch_size.training.gradient_kinds import gradients_for
 from variable_batch_size.training.gradients import Mean
 from variable_batch_size.training.joining import join_other_cores
@@ -20,7 +21,6 @@ from variable_batch_size.training.observer import Observer
 from variable_batch_size.training.passes import Passes
 from variable_batch_size.training.preconditioner import Preconditioner
 from variable_batch_size.training.sameness import share_from_first
-from variable_batch_size.training.scheduled import ScheduledOptimizer
 from variable_batch_size.training.settings import Settings
 from variable_batch_size.training.stand_ins import StandIns
 from variable_batch_size.training.together import Inner
@@ -31,8 +31,10 @@ logger = logging.getLogger(__name__)
 
 STATE_KEY = "variable_batch_size"
 
+Loss = TypeVar("Loss")
 
-class CustomOptimizer(ScheduledOptimizer):
+
+class CustomOptimizer(FirstNames):
     """Makes one update of every step of the schedule, with the inner optimizer and the settings the rule gives it.
 
     Call :meth:`step` after the backward pass of each minibatch. It takes over ``p.grad`` of all parameters as that
@@ -213,20 +215,27 @@ class CustomOptimizer(ScheduledOptimizer):
 
     # ------------------------------------------------------------------------------------------------------------- step
 
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, *, weight: Weight | None = None
-    ) -> bool:
+    @overload  # type: ignore[override]
+    def step(self, closure: None = None, *, weight: Weight | None = None) -> bool: ...
+
+    @overload
+    def step(self, closure: Callable[[], Loss], *, weight: Weight | None = None) -> Loss: ...
+
+    def step(self, closure: Callable[[], Any] | None = None, *, weight: Weight | None = None) -> Any:
         """Take over the gradients of one minibatch, and update if that completes the step.
 
         Args:
+            closure: runs the forward and the backward pass of the minibatch, and is called once; None if that was done.
             weight: what the minibatch weighs, as the number of its tokens, where the loss is the *sum* over them; the
                 gradient of the step is then the mean over all tokens of all cores. A number, or a tensor on the device.
 
         Returns:
-            True exactly when the weights changed: neither while accumulating nor if the update was skipped.
+            True exactly when the weights changed: neither while accumulating nor if the update was skipped. What the
+            closure returned, if there is one: then `updated` says whether they changed.
         """
-        if closure is not None:
-            raise ValueError("`closure` must be None: run the backward pass, then call step() or step(weight=…)")
+        self.updated = False
+        if closure is not None and not callable(closure):
+            raise ValueError(f"`closure` must be a function, got {closure!r}: a weight is given as step(weight=…)")
         if hasattr(self, "found_inf"):
             raise RuntimeError(
                 "GradScaler.step() would leave out minibatches that are not finite: call step() of the optimizer, with "
@@ -234,21 +243,23 @@ class CustomOptimizer(ScheduledOptimizer):
             )
         for before in self._optimizer_step_pre_hooks.values():
             before(self, (), {})
+        with torch.enable_grad():  # type: ignore[no-untyped-call]
+            loss = None if closure is None else closure()
         weight = self.minibatch_weights.checked(weight)
-        if self._passes.see(self._position):
+        if self._passes.see(self._position, is_driven=closure is not None):
             refuse_other_reductions(self.parameters(), self._communicator)
         self._position.advance()
         self._factors = None
         weight = self._stand_ins.take_back(self._position, weight)
         with torch.no_grad():
             self._gradients.take(self._mean(), is_last=self._position.is_complete, weight=weight)
-            has_updated = self._position.is_complete and self._complete_step()
+            self.updated = self._position.is_complete and self._complete_step()
         self._stand_ins.expect(self._position)
         self._communicator.flush()
         self._seeds.set()
         for after in self._optimizer_step_post_hooks.values():
             after(self, (), {})
-        return has_updated
+        return self.updated if closure is None else loss
 
     # GradScaler then calls step() for every minibatch, instead of leaving out some without a word
     _step_supports_amp_scaling = True

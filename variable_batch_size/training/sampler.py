@@ -21,6 +21,7 @@ from variable_batch_size.training.dealer import Dealer, Description
 logger = logging.getLogger(__name__)
 
 _SAMPLES_AT_ONCE = 8192
+_NO_TRACE: Any = object()
 
 
 class CustomSampler(Dealer, Sampler[list[int]]):
@@ -31,7 +32,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
     the weight 0.
 
     Args:
-        dataset: the data set, of which only the length is used; or else
+        dataset: the data set, of which only the length is used, or its length; or else
         dataset_size: its length.
         trace: the batch size of every step: a path, a sequence, an array, a pandas column, or an integer for always
             the same; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides it while
@@ -48,6 +49,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         lockstep: whether all cores get as many minibatches in a step, the last perhaps a stand-in, for models whose
             forward pass waits for all cores; the optimizer sees to that by itself where the model is in
             ``fully_shard``.
+        verbose: log on core 0 what the trace holds.
 
     Attributes:
         num_passes: how often :meth:`set_epoch` was called.
@@ -59,10 +61,10 @@ class CustomSampler(Dealer, Sampler[list[int]]):
 
     def __init__(
         self,
-        dataset: Sized | None = None,
+        dataset: Sized | int | None = None,
+        trace: TraceLike | Policy | Callable[[Situation], float] = _NO_TRACE,
         *,
         dataset_size: int | None = None,
-        trace: TraceLike | Policy | Callable[[Situation], float],
         minibatch_size: int,
         num_replicas: int | None = None,
         rank: int | None = None,
@@ -71,12 +73,16 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         shuffle: bool = True,
         on_end: OnEnd = "stop",
         lockstep: bool = False,
+        verbose: bool = False,
     ) -> None:
+        if trace is _NO_TRACE:
+            raise TypeError("`trace` must be given")
         if (dataset is None) == (dataset_size is None):
             given = "neither" if dataset is None else "both"
             raise ValueError(f"pass either `dataset` or `dataset_size`, got {given}")
         check_integer(seed=seed)
-        self.dataset_size: int = len(dataset) if dataset is not None else dataset_size  # type: ignore[assignment]
+        size = dataset_size if dataset is None else dataset
+        self.dataset_size: int = len(size) if isinstance(size, Sized) else size  # type: ignore[assignment]
         super().__init__(
             trace,
             dataset_size=self.dataset_size,
@@ -90,6 +96,9 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         self.seed = int(seed)
         self.shuffle = shuffle
         self._has_started = False
+        if verbose and self.rank == 0:
+            num_epochs = self.schedule.num_epochs
+            logger.info("%s: %s epochs", self.schedule.name, "endless" if num_epochs is None else num_epochs)
 
     @property
     def description(self) -> Description:
@@ -99,6 +108,10 @@ class CustomSampler(Dealer, Sampler[list[int]]):
     @property
     def _has_been_read(self) -> bool:
         return self._has_started
+
+    def get_epochtrace(self, epoch: int) -> list[int]:
+        """The batch sizes of an epoch's steps."""
+        return [self.schedule.batch_size(step) for step in self.schedule.steps(epoch)]
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Go to an epoch. Call it before each pass over the loader, and on the optimizer too.

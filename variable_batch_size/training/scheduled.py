@@ -49,6 +49,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         seed_minibatches: whether the random generators are set before each minibatch.
 
     Attributes:
+        updated: whether the latest call of ``step()`` changed the weights.
         steps_done: steps so far, skipped ones included.
         samples_done: samples in these.
         steps_made: steps with this object, whatever state was loaded meanwhile.
@@ -88,6 +89,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         self.exact = exact
         self.seeds_minibatches = seed_minibatches
         self.steps_done = self.samples_done = self.steps_skipped = self.steps_made = 0
+        self.updated = False
         self.gradient_norm: torch.Tensor | None = None
         self._norm_every: set[int] = set()
         if is_fully_sharded(self.parameters()):
