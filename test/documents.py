@@ -61,7 +61,9 @@ def run_as_scripts(sources, folder):
     for path, source in zip(paths, sources.values(), strict=True):
         path.write_text(source, encoding="utf-8")
     report = folder / "failures.json"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # frameworks take XLA wherever torch_xla is installed, and ask the network for models
+    frameworks = {"USE_TORCH_XLA": "0", "HF_HUB_OFFLINE": "1", "KERAS_BACKEND": "torch"}
+    environment = {**os.environ, **frameworks, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error", "-c", _RUN_EACH, str(report), *map(str, paths)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -23,6 +23,7 @@ LAYERS = {
     "training": {"cores", "rules", "traces", "policies", "schedules"},
     "runs": {"cores", "traces", "schedules", "training"},
     "comparison": {"cores", "rules", "traces", "policies", "schedules", "planning", "training", "runs"},
+    "integrations": {"cores", "rules", "traces", "policies", "schedules", "training"},
     "command": {"traces", "policies", "schedules", "planning", "comparison"},
 }
 WITHOUT_TORCH = {"rules", "policies", "traces", "schedules", "planning", "command", *FOR_ALL}

@@ -1,0 +1,1 @@
+"""Integrations: frameworks that own the training loop; the only files that import them."""
