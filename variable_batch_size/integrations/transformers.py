@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,11 @@ from transformers import Trainer, TrainerCallback
 
 from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.integrations.steps import Extent, Steps, extent_of_epochs, extent_of_steps
+from variable_batch_size.integrations.transformers_checks import (
+    checked_options,
+    refuse_other_processes,
+    refuse_settings,
+)
 from variable_batch_size.integrations.updates import Updates
 from variable_batch_size.policies.policy import Policy
 from variable_batch_size.policies.situation import Situation
@@ -26,13 +31,6 @@ from variable_batch_size.training.sampler import CustomSampler
 from variable_batch_size.training.wrapped import take_over_reduction
 
 _OF_LOADER = ("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "persistent_workers", "prefetch_factor")
-
-_ELSEWHERE = {
-    "clip_grad_norm": "`max_grad_norm` of the training arguments says it",
-    "model": "the trainer knows its model",
-    "loss_scale": "the trainer's loss is not scaled",
-    "keep_gradients": "the trainer drops gradients after each step",
-}
 
 
 class VariableBatchMixin:
@@ -70,12 +68,12 @@ class VariableBatchMixin:
         **kwargs: Any,
     ) -> None:
         self._trace, self._rule, self._ref_batchsize, self._on_end = trace, rule, ref_batchsize, on_end
-        self._options = _checked(options or {})
+        self._options = checked_options(options or {})
         self.variable_optimizer: CustomOptimizer | None = None
         self.variable_sampler: CustomSampler | None = None
         self._flos_of_step = 0.0
         super().__init__(*args, callbacks=[_Position(self), *(callbacks or [])], **kwargs)  # type: ignore[call-arg]
-        _refuse_settings(self.args, self.accelerator)
+        refuse_settings(self.args)
         # a run that goes on finds its place by itself, and the trainer must not skip what the loader leaves out
         self.args.ignore_data_skip = True
 
@@ -94,7 +92,7 @@ class VariableBatchMixin:
                 seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
                 on_end=self._on_end,
             )
-        _refuse_other_processes(self.variable_sampler, self.args)
+        refuse_other_processes(self.variable_sampler, self.args)
         # with a generator of its own a loader draws nothing from that of the run when it is set up, which would not be
         # as it was where the run goes on
         generator = torch.Generator().manual_seed(self.variable_sampler.seed)
@@ -264,45 +262,6 @@ class _Position(TrainerCallback):  # type: ignore[misc]
         optimizer = self._optimizer
         steps = optimizer.sampler.schedule.steps(optimizer.epoch)
         state.epoch = optimizer.epoch + optimizer.epoch_step / len(steps)
-
-
-def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    for name, reason in _ELSEWHERE.items():
-        if name in options:
-            raise ValueError(f"`options` must not have {name!r}: {reason}")
-    return dict(options)
-
-
-def _refuse_settings(args: Any, accelerator: Any) -> None:
-    """Raise if the training arguments have what the trace decides, or what would not be right with it."""
-    wrong = {
-        "gradient_accumulation_steps": (args.gradient_accumulation_steps > 1, "the trace says how many minibatches"),
-        "fp16": (args.fp16, "its scaler would leave out minibatches; bf16 needs none"),
-        "auto_find_batch_size": (args.auto_find_batch_size, "sizes of the trace are multiples of the minibatch"),
-        "include_num_input_tokens_seen": (
-            args.include_num_input_tokens_seen not in ("no", False),
-            "`variable_optimizer.weight_done` counts tokens",
-        ),
-        "deepspeed": (bool(args.deepspeed), "it reduces gradients by itself"),
-        "fsdp": (bool(args.fsdp), "it reduces gradients by itself"),
-        "train_sampling_strategy": (
-            getattr(args, "train_sampling_strategy", "random") != "random",
-            "the trace's sampler deals the samples",
-        ),
-    }
-    for name, (is_wrong, reason) in wrong.items():
-        if is_wrong:
-            raise ValueError(f"`{name}` must not be set, got {getattr(args, name)!r}: {reason}")
-    if args.n_gpu > 1:
-        raise ValueError(f"one process must have one device, got {args.n_gpu}: start it with torchrun, one for each")
-
-
-def _refuse_other_processes(sampler: CustomSampler, args: Any) -> None:
-    if (sampler.rank, sampler.num_replicas) != (args.process_index, args.world_size):
-        raise ValueError(
-            f"the trainer takes this for process {args.process_index} of {args.world_size}, but it is "
-            f"{sampler.rank} of {sampler.num_replicas}: start it with torchrun, which sets RANK and WORLD_SIZE"
-        )
 
 
 @contextmanager

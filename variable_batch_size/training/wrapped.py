@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.groups import is_running
 from variable_batch_size.training.owners import alive
+from variable_batch_size.training.prepared import refuse_prepared
 from variable_batch_size.training.wrapper import Wrapper
 
 
@@ -46,9 +47,10 @@ def refuse_other_reductions(parameters: Iterable[torch.Tensor], communicator: Co
     The first is a model that was wrapped since its wrappers were looked for. The second are parameters of a wrapped
     model that another optimizer trains.
     """
+    own = set(parameters)
+    refuse_prepared(own)
     if communicator.num_replicas == 1 or not is_running():
         return
-    own = set(parameters)
     wrappers = [wrapper for wrapper in alive(DistributedDataParallel) if not own.isdisjoint(wrapper.parameters())]
     if not wrappers:
         return
