@@ -26,6 +26,7 @@ LAYERS = {
     "integrations": {"cores", "rules", "traces", "policies", "schedules", "training"},
     "command": {"traces", "policies", "schedules", "planning", "comparison"},
 }
+FRAMEWORKS = {"lightning", "pytorch_lightning", "accelerate", "transformers", "keras", "ray"}
 WITHOUT_TORCH = {"rules", "policies", "traces", "schedules", "planning", "command", *FOR_ALL}
 
 MODULES = sorted(
@@ -93,6 +94,12 @@ def test_files_for_all_and_pure_folders_do_not_know_torch(module):
 
 
 @by_module
+def test_frameworks_are_imported_by_their_integration_alone(module):
+    if room_of(module) != "integrations":
+        assert not {name.split(".")[0] for name in imports_of(module) if name} & FRAMEWORKS
+
+
+@by_module
 def test_every_file_says_in_its_first_line_what_it_is_for_and_stays_short(module):
     text = (PACKAGE / module).read_text()
     assert ast.get_docstring(ast.parse(text))
@@ -114,7 +121,7 @@ def test_importing_the_package_loads_nothing_heavy_and_prints_nothing():
 def test_using_every_public_name_loads_neither_torch_xla_nor_pandas():
     loaded = loaded_by("from variable_batch_size import *")
     assert "torch" in loaded
-    assert not {"torch_xla", "pandas", "tensorboardX", "matplotlib"} & set(loaded)
+    assert not {"torch_xla", "pandas", "tensorboardX", "matplotlib", *FRAMEWORKS} & set(loaded)
 
 
 def test_every_public_name_has_a_docstring_and_is_listed():

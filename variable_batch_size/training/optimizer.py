@@ -242,7 +242,7 @@ class CustomOptimizer(FirstNames):
         with torch.enable_grad():  # type: ignore[no-untyped-call]
             loss = None if closure is None else closure()
         weight = self.minibatch_weights.checked(weight)
-        if self._passes.see(self._position):
+        if self._passes.see(self._position, is_driven=closure is not None):
             refuse_other_reductions(self.parameters(), self._communicator)
         self._position.advance()
         self._factors = None

@@ -18,9 +18,20 @@ class Passes:
         """The optimizer's ``set_epoch`` was called."""
         self._has_begun = False
 
-    def see(self, position: Position) -> bool:
-        """Before each minibatch; True for the first one of a pass."""
+    def see(self, position: Position, *, is_driven: bool = False) -> bool:
+        """Before each minibatch; True for the first one of a pass.
+
+        Args:
+            position: of the optimizer.
+            is_driven: whether somebody else's loop runs it, as a closure, who may not know of epochs.
+        """
         sampler = self._sampler
+        if is_driven and not sampler.num_passes:
+            raise RuntimeError(
+                "step(closure) was called before set_epoch: take `for epoch in vbs.epochs(optimizer, …)` in a loop of "
+                "your own, and with a framework what variable_batch_size.integrations has for it, such as the callback "
+                "for Lightning"
+            )
         if sampler.epoch != position.epoch or sampler.first_step != position.first_step:
             raise RuntimeError(
                 f"the sampler is in epoch {sampler.epoch} (from its step {sampler.first_step} on) but the optimizer in "

@@ -1,0 +1,362 @@
+"""Lightning: the weights, counts and logs of a loop of our own, and no setting that changes them without a word."""
+
+import csv
+
+import lightning_runs as runs
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning_runs import NUM_EPOCHS, RULES, TRACE, Manual, Net, StopAfter, Stopped, make_trainer, own_loop, weights
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader
+
+import variable_batch_size as vbs
+from variable_batch_size.integrations.lightning import VariableBatchSize
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`"),
+    pytest.mark.filterwarnings("ignore:.*pkg_resources is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
+    pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
+]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What loops of our own have trained, by rule."""
+    return {rule: own_loop(rule)[0] for rule in RULES}
+
+
+def fit(module, trainer, **options):
+    trainer.fit(module, **options)
+    return weights(module.network)
+
+
+def parameters(network):
+    return parameters_to_vector(network.parameters()).detach()
+
+
+# ---------------------------------------------------------------------------------------------------- the same weights
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", [Net, Manual])
+def test_the_weights_and_counts_are_those_of_a_loop_of_our_own(expected, kind, rule, tmp_path):
+    module, trainer = kind(rule), make_trainer(tmp_path)
+    assert torch.equal(fit(module, trainer), weights(expected[rule]))
+    assert trainer.global_step == len(TRACE)
+    assert trainer.current_epoch == NUM_EPOCHS
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05 * 0.8**4)
+    with open(tmp_path / "metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["loss"]]
+    assert [int(row["step"]) for row in rows] == list(range(len(TRACE)))
+    assert [float(row["batch_size"]) for row in rows] == TRACE
+    if rule == "linear":
+        rates = [0.05 * 0.8 ** (step // 2) * size / 8 for step, size in enumerate(TRACE)]
+        assert [float(row["learning_rate"]) for row in rows] == pytest.approx(rates)
+
+
+def test_loader_workers_change_nothing(expected):
+    assert torch.equal(fit(Net(num_workers=1), make_trainer()), weights(expected["linear"]))
+
+
+def test_a_loader_that_is_made_again_for_each_epoch_changes_nothing(expected):
+    trainer = make_trainer(reload_dataloaders_every_n_epochs=1)
+    assert torch.equal(fit(Net(), trainer), weights(expected["linear"]))
+
+
+def test_validation_comes_at_the_end_of_each_epoch_and_where_it_is_asked_for(expected):
+    for interval, num_validations in ((1.0, 3), (0.5, 6)):
+        module = Net()
+        trainer = make_trainer(limit_val_batches=1.0, val_check_interval=interval, num_sanity_val_steps=0)
+        assert torch.equal(fit(module, trainer), weights(expected["linear"]))
+        assert module.num_validations == num_validations
+
+
+def test_max_steps_counts_updates():
+    trained, _ = own_loop(max_steps=5)
+    module, trainer = Net(), make_trainer(max_epochs=-1, max_steps=5)
+    assert torch.equal(fit(module, trainer), weights(trained))
+    assert trainer.global_step == 5
+
+
+def test_a_fast_run_makes_an_update():
+    trained, _ = own_loop(max_steps=1)
+    trainer = make_trainer(fast_dev_run=True)
+    assert torch.equal(fit(Net(), trainer), weights(trained))
+    assert trainer.global_step == 1
+
+
+def test_a_second_fit_is_as_the_first(expected):
+    trainer = make_trainer()
+    fit(Net(), trainer)
+    again = make_trainer()
+    assert torch.equal(fit(Net(), again), weights(expected["linear"]))
+
+
+def test_averages_of_weights_follow_updates(expected):
+    class Counting(EMAWeightAveraging):
+        seen: list[int] = []  # noqa: RUF012
+
+        def should_update(self, step_idx=None, epoch_idx=None):
+            if step_idx is not None:
+                self.seen.append(step_idx)
+            return step_idx is not None
+
+    averaging = Counting(decay=0.0)
+    module = Net()
+    fit(module, make_trainer(callbacks=[averaging]))
+    assert averaging.seen == list(range(len(TRACE)))
+    torch.testing.assert_close(parameters(module.network), parameters(expected["linear"]))
+
+
+def test_the_progress_bar_shows_batch_size_and_learning_rate():
+    trainer = make_trainer()
+    fit(Net(), trainer)
+    assert trainer.progress_bar_metrics["batch_size"] == TRACE[-1]
+    assert trainer.progress_bar_metrics["learning_rate"] == pytest.approx(0.05 * 0.8**4 * TRACE[-1] / 8)
+
+
+def test_a_skipped_update_is_neither_logged_nor_a_step_of_a_scheduler():
+    class Unlucky(Net):
+        def loss(self, batch):
+            loss = super().loss(batch)
+            return loss * torch.nan if self.trainer.optimizers[0].steps_done == 1 else loss
+
+    module, trainer = Unlucky("adascale"), make_trainer()
+    fit(module, trainer)
+    assert trainer.optimizers[0].steps_skipped == 1
+    assert trainer.global_step == len(TRACE) - 1
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == len(TRACE) - 1
+
+
+def test_minibatches_may_weigh():
+    class Weighing(Net):
+        def training_step(self, batch, batch_idx):
+            data, target = batch
+            return nn.functional.mse_loss(self.network(data), target, reduction="sum")
+
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            optimizer.step(closure=optimizer_closure, weight=4.0)
+
+    trained, _ = own_loop()
+    module = Weighing()
+    fit(module, make_trainer())
+    torch.testing.assert_close(parameters(module.network), parameters(trained))
+
+
+# ----------------------------------------------------------------------------------------------- stopped and continued
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 4, 9, 10, 19, 24, 28])
+def test_a_run_that_was_stopped_goes_on_by_lightnings_own_means(expected, num_minibatches, tmp_path):
+    kind = Manual if num_minibatches % 2 else Net
+    path = tmp_path / "stopped.ckpt"
+    with pytest.raises(Stopped):
+        fit(kind("adascale"), make_trainer(callbacks=[StopAfter(path, num_minibatches)]))
+    module, trainer = kind("adascale"), make_trainer()
+    assert torch.equal(fit(module, trainer, ckpt_path=path, weights_only=True), weights(expected["adascale"]))
+    assert trainer.global_step == len(TRACE)
+    assert trainer.current_epoch == NUM_EPOCHS
+
+
+def test_checkpoints_are_saved_by_updates_and_the_last_is_found(expected, tmp_path):
+    def saving():
+        return ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1, save_last=True)
+
+    fit(Net(), make_trainer(callbacks=[saving()], max_epochs=-1, max_steps=6, enable_checkpointing=True))
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last.ckpt", "step=4.ckpt"]
+    module = Net()
+    trainer = make_trainer(callbacks=[saving()], enable_checkpointing=True)
+    assert torch.equal(fit(module, trainer, ckpt_path="last", weights_only=False), weights(expected["linear"]))
+    assert sorted(path.name for path in tmp_path.glob("step*.ckpt")) == ["step=4.ckpt", "step=8.ckpt"]
+
+
+def test_another_run_does_not_go_on(tmp_path):
+    path = tmp_path / "stopped.ckpt"
+    with pytest.raises(Stopped):
+        fit(Net(), make_trainer(callbacks=[StopAfter(path, 3)]))
+    with pytest.raises(ValueError, match=r"^the checkpoint was saved by another run: .*trace"):
+        fit(Net(trace=[*TRACE[:-1], 8]), make_trainer(), ckpt_path=path, weights_only=True)
+
+
+# ------------------------------------------------------------------------------------------------------- two processes
+
+
+class Telling(Callback):
+    """Writes what a process counted."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def on_train_end(self, trainer, module):
+        steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch
+        text = f"{type(trainer.model).__name__} {trainer.global_step} {steps} {trainer.world_size}"
+        (self.directory / f"rank{trainer.global_rank}").write_text(text)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_two_processes_train_as_one_and_go_on_as_one_or_two(expected, tmp_path):
+    two = {"strategy": "ddp_fork", "devices": 2}
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    callbacks = [Telling(tmp_path), saving]
+    module = Net("adascale")
+    fit(module, make_trainer(callbacks=callbacks, enable_checkpointing=True, **two))
+    torch.testing.assert_close(parameters(module.network), parameters(expected["adascale"]), rtol=0, atol=1e-6)
+    for rank in range(2):
+        assert (tmp_path / f"rank{rank}").read_text() == "DistributedDataParallel 9 9 2"
+    for options in (two, {}):
+        module = Net("adascale")
+        fit(module, make_trainer(**options), ckpt_path=tmp_path / "step=4.ckpt", weights_only=True)
+        torch.testing.assert_close(parameters(module.network), parameters(expected["adascale"]), rtol=0, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+REFUSED = {
+    "`accumulate_grad_batches` of the Trainer must be 1, got 2": {"accumulate_grad_batches": 2},
+    "`gradient_clip_val` of the Trainer must be None, got 1.0: set `clip_grad_norm=`": {"gradient_clip_val": 1.0},
+    "`limit_train_batches` of the Trainer must be 1.0, got 5": {"limit_train_batches": 5},
+    "`overfit_batches` of the Trainer must be 0, got 2": {"overfit_batches": 2},
+    "`use_distributed_sampler` of the Trainer must be False, got True": {
+        "strategy": "ddp",
+        "use_distributed_sampler": True,
+    },
+    "^trace holds 3 epochs of 40 samples": {"max_epochs": 4},
+    "no GradientAccumulationScheduler: the trace says": {"callbacks": [GradientAccumulationScheduler({1: 2})]},
+    "no StochasticWeightAveraging: it runs an epoch of its own": {"callbacks": [StochasticWeightAveraging(0.1)]},
+    "no LearningRateFinder: it takes every minibatch for a step": {"callbacks": [LearningRateFinder()]},
+}
+
+
+def refused(module, message, **options):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        fit(module, make_trainer(**options))
+
+
+@pytest.mark.filterwarnings("ignore:.*srun.* command is available")
+@pytest.mark.parametrize("message", REFUSED)
+def test_settings_of_the_trainer_that_would_change_the_result_are_refused(message):
+    refused(Net(), message, **REFUSED[message])
+
+
+def test_a_forgotten_callback_is_noticed_in_the_first_minibatch():
+    for kind in (Net, Manual):
+        trainer = make_trainer()
+        trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, VariableBatchSize)]
+        with pytest.raises(RuntimeError, match=r"^step\(closure\) was called before set_epoch: .* Lightning$"):
+            fit(kind(), trainer)
+
+
+def test_a_loader_that_does_not_read_the_sampler_is_refused():
+    class Plain(Net):
+        def train_dataloader(self):
+            return DataLoader(runs.dataset(), batch_size=4)
+
+    class Two(Net):
+        def train_dataloader(self):
+            return [super().train_dataloader(), DataLoader(runs.dataset(), batch_size=4)]
+
+    class Other(Net):
+        def train_dataloader(self):
+            return DataLoader(runs.dataset(), batch_sampler=vbs.CustomSampler(40, TRACE, minibatch_size=4))
+
+    message = r"^`train_dataloader` must be one DataLoader that reads the optimizer's sampler .*, got "
+    refused(Plain(), message + "1 with BatchSampler$")
+    refused(Two(), message + "2 with CustomSampler, BatchSampler$")
+    refused(Other(), message + "1 with CustomSampler$")
+
+
+def test_an_optimizer_of_torch_or_two_of_ours_are_refused():
+    class Plain(Net):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Two(Manual):
+        def configure_optimizers(self):
+            first = super().configure_optimizers()["optimizer"]
+            return [first, torch.optim.SGD(self.parameters(), lr=0.1)]
+
+    refused(Plain(), "must return one optimizer of variable_batch_size, got SGD: ")
+    refused(Two(), "must return one optimizer of variable_batch_size, got LinearRuleOptimizer, SGD: ")
+
+
+def test_schedulers_that_would_count_minibatches_are_refused():
+    class EverySecond(Net):
+        def configure_optimizers(self):
+            found = super().configure_optimizers()
+            return {**found, "lr_scheduler": {**found["lr_scheduler"], "frequency": 2}}
+
+    class Estimated(Net):
+        def configure_optimizers(self):
+            assert self.trainer.estimated_stepping_batches == 27
+            return super().configure_optimizers()
+
+    refused(EverySecond(), "must have the frequency 1 and go by its steps, got StepLR with 2$")
+    refused(Estimated(), "^`trainer.estimated_stepping_batches` counts minibatches: ")
+
+
+def test_clipping_of_minibatches_under_the_name_of_steps_is_refused():
+    class Clipping(Net):
+        def configure_gradient_clipping(self, *args, **options):
+            self.clip_gradients(*args, **options)
+
+    refused(Clipping(), "`configure_gradient_clipping` would clip each minibatch's gradient: ")
+
+
+def test_policies_are_refused():
+    refused(
+        Net(trace=vbs.FunctionPolicy(lambda situation: 8)), "^`trace` must be known before the run .*, got a policy$"
+    )
+
+
+@pytest.mark.parametrize(("times", "kind"), [(0, Manual), (2, Manual)])
+def test_a_step_for_each_minibatch(times, kind):
+    class Wrong(kind):
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.loss(batch))
+            for _ in range(times):
+                self.optimizers().step()
+
+    refused(
+        Wrong(), rf"^optimizer.step\(\) must be called once for each minibatch, .*, got {times} calls in minibatch 0$"
+    )
+
+
+def test_a_minibatch_without_a_loss_is_refused():
+    class Lossless(Net):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    with pytest.warns(UserWarning, match="`training_step` returned `None`"):
+        refused(Lossless(), "^training_step returned None for minibatch 0, which would count as a gradient of 0")
+
+
+def test_loss_scales_of_lightning_are_refused():
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    refused(Net(), '^`precision` of the Trainer must be .*, got "16-mixed": its GradScaler', plugins=[plugin])
+
+
+def test_a_trainer_without_the_callback_is_as_ever():
+    class Plain(Net):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train_dataloader(self):
+            return DataLoader(runs.dataset(), batch_size=4)
+
+    trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, limit_val_batches=0)
+    fit(Plain(), trainer)
+    assert trainer.global_step == 10

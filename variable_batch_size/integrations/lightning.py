@@ -1,0 +1,100 @@
+"""VariableBatchSize: a callback with which Lightning's Trainer counts updates, not minibatches, as its steps."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from variable_batch_size.integrations import lightning_checks as checks
+from variable_batch_size.integrations.lightning_buffers import StepBuffers
+from variable_batch_size.integrations.lightning_loop import UpdateLoop
+from variable_batch_size.training.description import differences
+from variable_batch_size.training.optimizer import CustomOptimizer
+
+
+@final
+class VariableBatchSize(Callback):
+    """Lets ``Trainer.fit`` train a module whose ``configure_optimizers`` returns an optimizer of this library.
+
+        trainer = Trainer(max_epochs=2, callbacks=[VariableBatchSize()], use_distributed_sampler=False)
+
+    It sets the epochs of sampler and optimizer, lets ``trainer.global_step``, ``max_steps``, loggers and checkpoints
+    count updates, steps schedulers with ``interval="step"`` once for each update, shows batch size and learning rate in
+    the progress bar, and continues Lightning's checkpoints behind the steps they had. What would silently change the
+    result is refused when ``fit`` begins.
+
+    Args:
+        prog_bar: whether the progress bar shows batch size and learning rate.
+        logger: whether the loggers get them.
+    """
+
+    def __init__(self, *, prog_bar: bool = True, logger: bool = True) -> None:
+        self._prog_bar = prog_bar
+        self._logger = logger
+        self._saved: dict[str, Any] | None = None
+        self._optimizer: CustomOptimizer | None = None
+        self._buffers = StepBuffers()
+
+    # -------------------------------------------------------------------------------------------------------- a fit
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check what can be checked before anything is made, and count updates from now on."""
+        if stage != "fit":
+            return
+        checks.check_trainer(trainer, pl_module)
+        trainer.fit_loop.epoch_loop = UpdateLoop.in_place_of(trainer.fit_loop.epoch_loop)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check the optimizer and its schedulers."""
+        self._optimizer = checks.check_optimizer(trainer)
+        loop = trainer.fit_loop.epoch_loop
+        assert isinstance(loop, UpdateLoop)
+        loop.follow(self._optimizer)
+        self._refuse_another_run()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Note the buffers with which a step of several minibatches begins."""
+        optimizer = self._optimizer
+        assert optimizer is not None
+        at_once = optimizer.sampler.minibatch_size * optimizer.sampler.num_replicas
+        if not optimizer.is_accumulating and optimizer.get_bs() > at_once:
+            self._buffers.copy(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Show the batch size and the learning rate of each update."""
+        optimizer = self._optimizer
+        assert optimizer is not None
+        if pl_module.automatic_optimization and not outputs:
+            raise RuntimeError(
+                f"training_step returned None for minibatch {batch_idx}, which would count as a gradient of 0: return a"
+                " loss for each"
+            )
+        logger = self._logger and bool(trainer.loggers)
+        if optimizer.updated and (self._prog_bar or logger):
+            shown = {"batch_size": float(optimizer.batch_size), "learning_rate": optimizer.current_lr()}
+            pl_module.log_dict(shown, prog_bar=self._prog_bar, logger=logger, on_step=True, batch_size=1)
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Leave no mark of a step that is not complete: it is made again when the run goes on."""
+        if self._optimizer is not None and self._optimizer.is_accumulating:
+            self._buffers.put_into(checkpoint["state_dict"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run is, for those that go on from it."""
+        return {} if self._optimizer is None else {"run": self._optimizer.description}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remember what the saved run was, until there is an optimizer to compare it with."""
+        self._saved = state_dict.get("run")
+
+    def _refuse_another_run(self) -> None:
+        saved, self._saved = self._saved, None
+        assert self._optimizer is not None
+        found = differences(saved, self._optimizer.description) if saved is not None else []
+        if found:
+            raise ValueError(f"the checkpoint was saved by another run: {'; '.join(found)}")
