@@ -1,9 +1,5 @@
 """Runs with Accelerate, and the same by a loop of one's own; on any number of processes."""
 
-import os
-
-os.environ["USE_TORCH_XLA"] = "0"  # else Accelerate takes XLA wherever torch_xla is installed
-
 import torch
 from accelerate import Accelerator
 from torch import nn

@@ -1,10 +1,5 @@
 """Runs with Transformers' Trainer, and the same by a loop of one's own; on any number of processes."""
 
-import os
-
-os.environ["USE_TORCH_XLA"] = "0"  # else Accelerate and Transformers take XLA wherever torch_xla is installed
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import torch
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, get_scheduler

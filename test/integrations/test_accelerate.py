@@ -9,6 +9,7 @@ from accelerate_runs import RULES, TRACE, Session, by_accelerate, by_own_loop, p
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
+import variable_batch_size as vbs
 from variable_batch_size.integrations.accelerate import prepare
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
@@ -84,6 +85,22 @@ def test_what_the_accelerator_must_not_prepare_is_refused_at_the_first_step(name
     session.optimizer.set_epoch(0)
     with pytest.raises(RuntimeError, match=f"{message}: call prepare"):
         session.optimizer.step()
+    del theirs
+
+
+def test_neither_may_it_prepare_the_inner_optimizer_or_the_loader_of_a_stream():
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    stream = vbs.Stream([torch.zeros(1)] * 8, trace=[4], minibatch_size=2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = vbs.LinearRuleOptimizer(accelerator.prepare(inner), stream, ref_batchsize=4)
+    with pytest.raises(RuntimeError, match="or its inner one"):
+        optimizer.step()
+    optimizer = vbs.LinearRuleOptimizer(inner, stream, ref_batchsize=4)
+    accelerator.free_memory()
+    theirs = accelerator.prepare(DataLoader(stream, batch_size=None))
+    with pytest.raises(RuntimeError, match="was given a loader that the stream deals to already"):
+        optimizer.step()
     del theirs
 
 

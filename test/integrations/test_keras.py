@@ -1,9 +1,5 @@
 """Keras on the torch backend: batches are updates, and the weights are those of a loop of one's own."""
 
-import os
-
-os.environ["KERAS_BACKEND"] = "torch"
-
 import keras
 import numpy as np
 import pytest

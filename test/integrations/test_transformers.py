@@ -152,3 +152,12 @@ def test_training_twice_begins_anew(tmp_path):
     trainer.train()
     assert trainer.variable_optimizer.steps_done == 8
     assert (trainer.variable_optimizer.epoch, trainer.variable_optimizer.epoch_step) == (0, 4)
+
+
+def test_the_plain_trainer_does_not_take_an_optimizer_of_this_library(tmp_path):
+    model, data = trainer_runs.model_of_llama(), samples()
+    sampler = vbs.CustomSampler(data, trace=TRACE, minibatch_size=2)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), sampler, ref_batchsize=8)
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=data, optimizers=(optimizer, None))
+    with pytest.raises(RuntimeError, match="in Transformers take the VariableBatchTrainer"):
+        trainer.train()

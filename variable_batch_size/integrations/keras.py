@@ -66,8 +66,9 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         Args:
             x: the loader of the optimizer's sampler.
             epochs: of the whole run.
-            verbose, callbacks, validation_data: as for ``keras.Model``, and so are `validation_freq`,
-                `validation_steps` and `validation_batch_size`.
+            verbose: how much is shown, as for ``keras.Model``.
+            callbacks: likewise.
+            validation_data: likewise, and so are `validation_freq`, `validation_steps` and `validation_batch_size`.
         """
         optimizer = self._checked(x, kwargs)
         settings: dict[str, Any] = {"verbose": verbose, "epochs": epochs}

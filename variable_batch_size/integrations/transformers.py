@@ -43,7 +43,7 @@ class VariableBatchMixin:
         ref_batchsize: the batch size at which `learning_rate` and the other training arguments are right.
         on_end: what follows the last row of the trace: ``"stop"``, ``"hold"`` the last size or ``"cycle"``.
         options: further options of the optimizer.
-        args, kwargs: as for the trainer.
+        callbacks: as for the trainer, and so are all other arguments.
 
     Attributes:
         variable_optimizer: the optimizer of the library, around the trainer's own; None before ``train()``.

@@ -11,20 +11,20 @@ import torch
 from variable_batch_size.training.owners import alive
 from variable_batch_size.training.wrapper import Wrapper
 
-_INSTEAD = "call prepare(accelerator, …) of variable_batch_size.integrations.accelerate instead of accelerator.prepare"
+_INSTEAD = (
+    "call prepare(accelerator, …) of variable_batch_size.integrations.accelerate instead, and in Transformers take the "
+    "VariableBatchTrainer of variable_batch_size.integrations.transformers"
+)
 
-# what Accelerate makes of something, by the name under which it has that
-_MADE_OF = {
-    "optimizer": ("accelerate.optimizer", "AcceleratedOptimizer"),
-    "scheduler": ("accelerate.scheduler", "AcceleratedScheduler"),
-    "batch_sampler": ("accelerate.data_loader", "DataLoaderShard"),
-}
-
-_WHAT = {
-    "optimizer": "an optimizer of this library, or its inner one",
-    "scheduler": "a scheduler, which would count minibatches",
-    "batch_sampler": "a loader that the sampler deals to already",
-}
+# what was given, what Accelerate makes of it, and the name under which that has it
+_MADE = (
+    ("an optimizer of this library, or its inner one", "optimizer", "AcceleratedOptimizer", "optimizer"),
+    ("a scheduler, which would count minibatches", "scheduler", "AcceleratedScheduler", "scheduler"),
+    ("a loader that the sampler deals to already", "data_loader", "DataLoaderShard", "batch_sampler"),
+    ("a loader that the sampler deals to already", "data_loader", "DataLoaderDispatcher", "batch_sampler"),
+    ("a loader that the stream deals to already", "data_loader", "DataLoaderShard", "dataset"),
+    ("a loader that the stream deals to already", "data_loader", "DataLoaderDispatcher", "dataset"),
+)
 
 
 def refuse_prepared(parameters: Iterable[torch.Tensor]) -> None:
@@ -35,14 +35,13 @@ def refuse_prepared(parameters: Iterable[torch.Tensor]) -> None:
     """
     if "accelerate.accelerator" not in sys.modules:
         return
-    kinds = {name: getattr(sys.modules[module], kind) for name, (module, kind) in _MADE_OF.items()}
-    things = alive(Wrapper, *kinds.values())  # all in one search, which goes through everything there is
+    kinds = [getattr(sys.modules[f"accelerate.{module}"], kind) for _, module, kind, _ in _MADE]
+    things = alive(Wrapper, *kinds)  # all in one search, which goes through everything there is
     own = _of(set(parameters), things)
-    for name, kind in kinds.items():
-        if any(_has(thing, name, own) for thing in things if issubclass(type(thing), kind)):
-            raise RuntimeError(f"accelerator.prepare was given {_WHAT[name]}: {_INSTEAD}")
-    if any(issubclass(type(thing), kinds["optimizer"]) for thing in own):
-        raise RuntimeError(f"accelerator.prepare was given {_WHAT['optimizer']}: {_INSTEAD}")
+    for kind, (what, _, _, name) in zip(kinds, _MADE, strict=True):
+        theirs = [thing for thing in things if issubclass(type(thing), kind)]
+        if any(_has(thing, name, own) or any(thing is one for one in own) for thing in theirs):
+            raise RuntimeError(f"accelerator.prepare was given {what}: {_INSTEAD}")
     _refuse_accumulation(sys.modules["accelerate.state"].GradientState)
 
 
@@ -54,11 +53,9 @@ def _of(parameters: set[torch.Tensor], things: list[Any]) -> list[Any]:
 
 
 def _has(prepared: Any, name: str, own: list[Any]) -> bool:
-    """Whether what was prepared is made of one of these things, a scheduler of one of them being another."""
+    """Whether what was prepared is made of one of these things, of a scheduler of one, or of its part for a process."""
     made_of = getattr(prepared, name, None)
-    if name == "scheduler":
-        made_of = getattr(made_of, "optimizer", None)
-    made_of = getattr(made_of, "batch_sampler", made_of)  # dealt out once more, to several processes
+    made_of = getattr(made_of, "optimizer" if name == "scheduler" else name, made_of)
     return any(made_of is thing for thing in own)
 
 
