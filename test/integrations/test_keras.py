@@ -118,6 +118,16 @@ def test_a_run_that_was_stopped_goes_on_from_keras_own_backup(tmp_path, save_fre
     assert_close(second.weights(), by_own_loop("adascale")[0], **TOLERANCE)
 
 
+def test_fitting_epochs_that_are_done_says_so(caplog):
+    session = Session()
+    session.model.fit(session.loader, epochs=1, verbose=0)
+    assert "nothing was left" not in caplog.text
+    session.model.fit(session.loader, epochs=1, verbose=0)
+    assert "nothing was left to train: `epochs` counts those that were done before, got 1" in caplog.text
+    session.model.fit(session.loader, epochs=2, verbose=0)
+    assert session.optimizer.steps_done == len(TRACE)
+
+
 def test_the_progress_bar_shows_the_updates_of_each_epoch(capsys):
     session = Session()
     session.model.fit(session.loader, epochs=2, verbose=2)

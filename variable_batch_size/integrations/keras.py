@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.utils.data import DataLoader
 from variable_batch_size.integrations.steps import Steps
 from variable_batch_size.training.epochs import epochs as epochs_of
 from variable_batch_size.training.optimizer import CustomOptimizer
+
+logger = logging.getLogger(__name__)
 
 _STATE_KEY = "variable_batch_size"
 
@@ -74,6 +77,7 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         settings: dict[str, Any] = {"verbose": verbose, "epochs": epochs}
         run = _Run(callbacks, add_history=True, add_progbar=verbose != 0, model=self, steps=None, **settings)
         run.begin()  # may load a state
+        steps_before = optimizer.steps_made
         for epoch in epochs_of(optimizer, epochs):
             steps = _StepLoader(x, optimizer)
             run.set_params({**settings, "steps": len(steps)})
@@ -91,6 +95,8 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
             )
             if self.stop_training:
                 break
+        if optimizer.steps_made == steps_before:
+            logger.warning("nothing was left to train: `epochs` counts those that were done before, got %d", epochs)
         run.end()
         return self.history
 
