@@ -1,10 +1,14 @@
 """Modules for Lightning, and the same training in a loop of our own, with variable batches and a scheduler."""
 
+import os
+
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
@@ -86,9 +90,9 @@ def weights(network):
     return torch.cat([value.flatten().double() for value in network.state_dict().values()])
 
 
-def own_loop(rule="linear", *, num_epochs=NUM_EPOCHS, max_steps=-1):
+def own_loop(rule="linear", *, num_epochs=NUM_EPOCHS, max_steps=-1, model=None):
     """What a loop of our own has trained, and how many updates it made."""
-    model, data = network(), dataset()
+    model, data = network() if model is None else model, dataset()
     sampler = vbs.CustomSampler(40, TRACE, minibatch_size=4)
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = RULES[rule](inner, sampler, ref_batchsize=8, model=model, clip_grad_norm=1.0)
@@ -137,3 +141,34 @@ class StopAfter(Callback):
 
 class Stopped(Exception):
     """The run was ended on purpose."""
+
+
+# ----------------------------------------------------------------------------------------------------- models in shards
+
+
+def small_network():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+class Sharded(Net):
+    """Each process has a part of every parameter."""
+
+    def __init__(self, rule):
+        super().__init__(rule)
+        self.network = small_network()
+
+    def configure_model(self):
+        fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
+
+
+def train_in_shards(rank, port, directory, rule):
+    """As a process of torchrun; what it has trained, whole, is written to a file."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="x")
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    module, trainer = Sharded(rule), make_trainer(strategy=strategy, devices=2)
+    trainer.fit(module)
+    whole = torch.cat([p.full_tensor().flatten() for p in module.network.parameters()]).detach()
+    torch.save((trainer.global_step, whole), directory / f"rank{rank}.pt")

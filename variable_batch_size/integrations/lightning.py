@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, final
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from variable_batch_size.integrations import lightning_checks as checks
 from variable_batch_size.integrations.lightning_buffers import StepBuffers
@@ -48,10 +49,12 @@ class VariableBatchSize(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the optimizer and its schedulers."""
         self._optimizer = checks.check_optimizer(trainer)
-        loop = trainer.fit_loop.epoch_loop
-        assert isinstance(loop, UpdateLoop)
-        loop.follow(self._optimizer)
+        _loop_of(trainer).follow(self._optimizer)
         self._refuse_another_run()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the progress bar know how long this epoch is."""
+        _loop_of(trainer).note_length()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the buffers with which a step of several minibatches begins."""
@@ -81,6 +84,8 @@ class VariableBatchSize(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Leave no mark of a step that is not complete: it is made again when the run goes on."""
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            raise RuntimeError(f"Lightning cannot save this run: {checks.NO_SHARDED_CHECKPOINTS}")
         if self._optimizer is not None and self._optimizer.is_accumulating:
             self._buffers.put_into(checkpoint["state_dict"])
 
@@ -98,3 +103,9 @@ class VariableBatchSize(Callback):
         found = differences(saved, self._optimizer.description) if saved is not None else []
         if found:
             raise ValueError(f"the checkpoint was saved by another run: {'; '.join(found)}")
+
+
+def _loop_of(trainer: Trainer) -> UpdateLoop:
+    loop = trainer.fit_loop.epoch_loop
+    assert isinstance(loop, UpdateLoop)
+    return loop

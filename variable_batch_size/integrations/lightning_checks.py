@@ -18,8 +18,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from variable_batch_size.schedules.live import LiveSchedule
 from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.optimizer import CustomOptimizer
+from variable_batch_size.training.sampler import CustomSampler
 
 _STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
+
+NO_SHARDED_CHECKPOINTS = (
+    "those of ModelParallelStrategy do not hold the optimizer's position, as vbs.Checkpoint does in a loop of your own"
+)
 
 _CALLBACKS = {
     GradientAccumulationScheduler: "the trace says how many minibatches make up a step",
@@ -35,13 +40,13 @@ def check_trainer(trainer: Any, module: LightningModule) -> None:
     refused = [
         (trainer.accumulate_grad_batches != 1, "accumulate_grad_batches", 1, "the trace says how many make up a step"),
         (trainer.gradient_clip_val is not None, "gradient_clip_val", None, "set `clip_grad_norm=` of the optimizer"),
+        (trainer.overfit_batches > 0, "overfit_batches", 0, "a sampler over a part of the data does the same"),
         (
             trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run,
             "limit_train_batches",
             1.0,
             "an epoch ends where the trace says; `max_steps` ends a run after so many updates",
         ),
-        (trainer.overfit_batches > 0, "overfit_batches", 0, "a sampler over a part of the data does the same"),
         (
             connector.use_distributed_sampler and connector.is_distributed,
             "use_distributed_sampler",
@@ -59,6 +64,8 @@ def check_trainer(trainer: Any, module: LightningModule) -> None:
             f"`strategy` of the Trainer must be one device, DDP or ModelParallelStrategy, got "
             f"{type(trainer.strategy).__name__}"
         )
+    if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.checkpoint_callbacks:
+        raise ValueError(f"`enable_checkpointing` of the Trainer must be False, got True: {NO_SHARDED_CHECKPOINTS}")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(
             f'`precision` of the Trainer must be "32-true", "bf16-mixed" or another one without a loss scale, got '
@@ -100,6 +107,11 @@ def check_optimizer(trainer: Trainer) -> CustomOptimizer:
 
 
 def _check_sampler(trainer: Trainer, sampler: Dealer) -> None:
+    if not isinstance(sampler, CustomSampler):
+        raise ValueError(
+            f"`sampler` must be a CustomSampler with Lightning, which begins to read before a run is continued, got "
+            f"{type(sampler).__name__}"
+        )
     if isinstance(sampler.schedule, LiveSchedule):
         raise ValueError("`trace` must be known before the run where Lightning asks how long an epoch is, got a policy")
     if sampler.num_replicas > 1 and not sampler.schedule.lockstep:
@@ -116,14 +128,16 @@ def check_loader(trainer: Trainer, optimizer: CustomOptimizer) -> CombinedLoader
     """Lightning's loader of loaders, which must have one, that of the optimizer's sampler."""
     combined = trainer.fit_loop._combined_loader
     assert combined is not None
-    sampler: Any = optimizer.sampler
-    loaders = combined.flattened
-    of_loader = [found for loader in loaders for found in (loader.batch_sampler, loader.dataset) if found is sampler]
-    if len(loaders) != 1 or not of_loader:
+    samplers = [getattr(loader, "batch_sampler", loader) for loader in combined.flattened]
+    if len(samplers) != 1 or samplers[0] is not optimizer.sampler:
         raise ValueError(
-            f"`train_dataloader` must be one DataLoader that reads the optimizer's sampler "
-            f"(`batch_sampler=sampler`, or the Stream itself), got {len(loaders)} "
-            f"with {', '.join(type(getattr(loader, 'batch_sampler', loader)).__name__ for loader in loaders)}"
+            f"`train_dataloader` must be one DataLoader that reads the optimizer's sampler (`batch_sampler=sampler`), "
+            f"got {len(samplers)} with {', '.join(type(sampler).__name__ for sampler in samplers)}"
+        )
+    if hasattr(combined.flattened[0], "load_state_dict"):
+        raise ValueError(
+            f"`train_dataloader` must have no state of its own, got {type(combined.flattened[0]).__name__}: the "
+            "sampler begins where a run was stopped, and the loader would leave out as much again"
         )
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(

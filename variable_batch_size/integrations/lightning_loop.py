@@ -88,14 +88,20 @@ class UpdateLoop(_TrainingEpochLoop):
         has_run = self.batch_progress.current.ready > before
         checks.check_calls(self.trainer, self._num_calls, has_run=has_run)
 
+    def note_length(self) -> int:
+        """Let Lightning know how many minibatches the epoch has, which it takes for the same in all."""
+        sampler, fit_loop = self._followed.sampler, self.trainer.fit_loop
+        number = sampler.schedule.num_yielded(fit_loop.epoch_progress.current.processed, sampler.rank)
+        fit_loop.max_batches = number
+        return number
+
     def _set_epoch(self) -> None:
         optimizer, trainer = self._followed, self.trainer
         epoch = trainer.fit_loop.epoch_progress.current.processed
         first_step = optimizer.epoch_step if optimizer.epoch == epoch else 0
         optimizer.sampler.set_epoch(epoch, first_step)
         optimizer.set_epoch(epoch, first_step)
-        num_minibatches = optimizer.sampler.schedule.num_yielded(epoch, optimizer.sampler.rank)
-        trainer.fit_loop.max_batches = num_minibatches
+        num_minibatches = self.note_length()
         if isinstance(trainer.val_check_interval, float):
             trainer.val_check_batch = max(1, int(num_minibatches * trainer.val_check_interval))
 
