@@ -61,8 +61,12 @@ def run_as_scripts(sources, folder):
     for path, source in zip(paths, sources.values(), strict=True):
         path.write_text(source, encoding="utf-8")
     report = folder / "failures.json"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", "-c", _RUN_EACH, str(report), *map(str, paths)]
+    # frameworks take XLA wherever torch_xla is installed, and ask the network for models
+    frameworks = {"USE_TORCH_XLA": "0", "HF_HUB_OFFLINE": "1", "KERAS_BACKEND": "torch"}
+    environment = {**os.environ, **frameworks, "PYTHONPATH": str(ROOT)}
+    # of Keras, where it makes an array of a tensor
+    ignored = "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
+    command = [sys.executable, "-W", "error", "-W", ignored, "-c", _RUN_EACH, str(report), *map(str, paths)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     failures = json.loads(report.read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ LAYERS = {
     "training": {"cores", "rules", "traces", "policies", "schedules"},
     "runs": {"cores", "traces", "schedules", "training"},
     "comparison": {"cores", "rules", "traces", "policies", "schedules", "planning", "training", "runs"},
-    "integrations": {"schedules", "training"},
+    "integrations": {"cores", "rules", "traces", "policies", "schedules", "training"},
     "command": {"traces", "policies", "schedules", "planning", "comparison"},
 }
 FRAMEWORKS = {"lightning", "pytorch_lightning", "accelerate", "transformers", "keras", "ray"}

@@ -11,12 +11,12 @@ import torch
 Kind = TypeVar("Kind")
 
 
-def alive(kind: type[Kind]) -> list[Kind]:
-    """All objects of a kind, in no order: an object refers to its class."""
-    kinds: list[type] = [kind]
-    for one in kinds:
-        kinds += type.__subclasses__(one)
-    return [thing for thing in gc.get_referrers(*kinds) if issubclass(type(thing), kind)]
+def alive(*kinds: type[Kind]) -> list[Kind]:
+    """All objects of a kind, or of one of several, in no order: an object refers to its class."""
+    known: list[type] = [*kinds]
+    for one in known:
+        known += type.__subclasses__(one)
+    return [thing for thing in gc.get_referrers(*known) if issubclass(type(thing), kinds)]
 
 
 def owners(kind: type[Kind], parameters: Iterable[torch.Tensor]) -> list[Kind]:

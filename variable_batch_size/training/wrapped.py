@@ -14,6 +14,7 @@ from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.groups import is_running
 from variable_batch_size.training.fully_sharded import refuse_sharded_since, sharding_modules
 from variable_batch_size.training.owners import alive
+from variable_batch_size.training.prepared import refuse_prepared
 from variable_batch_size.training.wrapper import Wrapper
 
 
@@ -49,9 +50,10 @@ def refuse_other_reductions(parameters: Iterable[torch.Tensor], communicator: Co
     The first is a model that was wrapped since its wrappers were looked for. The second are parameters of a wrapped
     model that another optimizer trains.
     """
+    own = set(parameters)
+    refuse_prepared(own)
     if not is_running():
         return
-    own = set(parameters)
     refuse_sharded_since(own)
     if communicator.num_replicas == 1:
         return

@@ -1,0 +1,104 @@
+"""Ray Train: the loop as it is, on workers that may end at any time; the run goes on from its newest checkpoint.
+
+python examples/ray_train.py
+python examples/ray_train.py --kill-at 12 --stop-at 20    # as if a machine were lost, and another announced its end
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import variable_batch_size as vbs
+
+TRACE = [32, 64, 16, 96, 48, 128, 64, 32, 160, 64] * 3
+
+
+def train(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What each worker does, and anybody else: nothing in it is of Ray. Returns the weights."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    dataset = TensorDataset(torch.randn(512, 20, generator=generator), torch.randint(0, 5, (512,), generator=generator))
+    model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
+
+    sampler = vbs.CustomSampler(dataset, trace=TRACE, minibatch_size=16)
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=32, model=model)
+    # a directory that all workers share
+    checkpoint = vbs.Checkpoint(options["directory"], model=model, optimizer=optimizer, every_steps=5)
+
+    for _ in checkpoint.epochs(sampler.schedule.num_epochs):
+        for data, target in loader:
+            nn.functional.cross_entropy(model(data), target).backward()
+            optimizer.step()
+            disturb(options, optimizer)
+            checkpoint.step()
+    if sampler.rank == 0:
+        torch.save(model.state_dict(), Path(options["directory"]) / "weights.pt")
+    return model.state_dict()
+
+
+def disturb(options: dict[str, Any], optimizer: vbs.CustomOptimizer) -> None:
+    """What a spot market does: the second worker is lost after some step; another one is told of its end before it."""
+    if not optimizer.updated:
+        return
+    where, directory = (optimizer.sampler.rank, optimizer.steps_done), Path(options["directory"])
+    if where == (1, options.get("kill_at")) and is_first_time(directory / "killed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if where == (0, options.get("stop_at")) and is_first_time(directory / "stopped"):
+        vbs.request_stop()  # saves at the end of a step and ends the worker, and Ray starts it anew
+
+
+def is_first_time(mark: Path) -> bool:
+    if mark.exists():
+        return False
+    mark.touch()
+    return True
+
+
+def run(options: dict[str, Any], *, workers: int) -> None:
+    """Train on some workers; when one is lost, Ray starts all anew, up to three times."""
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    def work(options: dict[str, Any]) -> None:
+        train(options)  # what it returns would have to travel
+
+    ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False)
+    trainer = TorchTrainer(
+        work,
+        train_loop_config=options,
+        torch_config=TorchConfig(backend="gloo"),  # "nccl" on GPUs
+        scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(storage_path=f"{options['directory']}/ray", failure_config=FailureConfig(max_failures=3)),
+    )
+    trainer.fit()
+    ray.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="train on workers of Ray that may end at any time")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--kill-at", type=int, metavar="STEP", help="where the second worker is lost, once")
+    parser.add_argument("--stop-at", type=int, metavar="STEP", help="where the first one is told of its end, once")
+    parser.add_argument("--directory", help="for checkpoints, which all workers share; a temporary one if not given")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = options.directory or temporary
+        run({"directory": directory, "kill_at": options.kill_at, "stop_at": options.stop_at}, workers=options.workers)
+        executed = (Path(directory) / "executed.csv").read_text().splitlines()
+        print(f"{sum(not line.startswith('#') for line in executed) - 1} updates")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Accelerate: everything but its loader and scheduler, and the weights are those of a loop of one's own."""
+
+import accelerate_runs
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate_runs import RULES, TRACE, Session, by_accelerate, by_own_loop, prepared, stopped_and_resumed
+from torch.testing import assert_close
+from torch.utils.data import DataLoader
+
+import variable_batch_size as vbs
+from variable_batch_size.integrations.accelerate import prepare
+
+TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+@pytest.fixture(autouse=True)
+def forget_accelerators():
+    """All accelerators of a process share their settings."""
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+@pytest.mark.parametrize("model_first", [False, True], ids=["all at once", "the model first, the loader not at all"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_run_is_that_of_a_loop_of_ones_own(rule, model_first):
+    found, expected = by_accelerate(rule, model_first=model_first), by_own_loop(rule)
+    assert_close(found["weights"], expected["weights"], **TOLERANCE)
+    assert found["steps"] == found["scheduler"] == expected["scheduler"] == len(TRACE)
+
+
+@pytest.mark.parametrize("num_steps", [4, 6])
+def test_a_run_goes_on_from_the_accelerators_state(tmp_path, num_steps):
+    found, expected = stopped_and_resumed(tmp_path, "adascale", num_steps), by_own_loop("adascale")
+    assert_close(found["weights"], expected["weights"], **TOLERANCE)
+    assert found["steps"] == found["scheduler"] == len(TRACE)
+
+
+def test_it_goes_on_with_the_random_numbers_that_it_had(tmp_path):
+    found = stopped_and_resumed(tmp_path, "linear", 4, dropout=0.3)
+    assert_close(found["weights"], by_accelerate("linear", dropout=0.3)["weights"], **TOLERANCE)
+
+
+def test_mixed_precision_is_the_accelerators():
+    found = by_accelerate("linear", accelerator={"mixed_precision": "bf16"})["weights"]
+    expected = by_own_loop("linear")["weights"]
+    assert_close(found, expected, rtol=0, atol=0.05)
+    assert any((found[name] != expected[name]).any() for name in found)
+
+
+def test_another_loader_is_the_accelerators():
+    accelerator = Accelerator(cpu=True)
+    session = Session("linear")
+    other = DataLoader(accelerate_runs.dataset(), batch_size=8)
+    _, found = prepare(accelerator, session.optimizer, other)
+    assert len(list(found)) == 8
+
+
+def test_accumulation_that_is_set_twice_is_refused():
+    with pytest.raises(ValueError, match="`gradient_accumulation_steps` must be 1, got 4: the trace says"):
+        prepared("linear", accelerator={"gradient_accumulation_steps": 4})
+
+
+def test_it_is_refused_even_if_nothing_was_prepared():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    with pytest.raises(RuntimeError, match="Accelerate's `gradient_accumulation_steps` must be 1, got 4"):
+        Session("linear").train(accelerator.backward)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("optimizer", "was given an optimizer of this library, or its inner one"),
+        ("loader", "was given a loader that the sampler deals to already"),
+        ("scheduler", "was given a scheduler, which would count minibatches"),
+    ],
+)
+def test_what_the_accelerator_must_not_prepare_is_refused_at_the_first_step(name, message):
+    accelerator = Accelerator(cpu=True)
+    session = Session("linear")
+    theirs = accelerator.prepare(getattr(session, name))
+    next(iter(session.sampler))
+    session.optimizer.set_epoch(0)
+    with pytest.raises(RuntimeError, match=f"{message}: call prepare"):
+        session.optimizer.step()
+    del theirs
+
+
+def test_neither_may_it_prepare_the_inner_optimizer_or_the_loader_of_a_stream():
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    stream = vbs.Stream([torch.zeros(1)] * 8, trace=[4], minibatch_size=2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = vbs.LinearRuleOptimizer(accelerator.prepare(inner), stream, ref_batchsize=4)
+    with pytest.raises(RuntimeError, match="or its inner one"):
+        optimizer.step()
+    optimizer = vbs.LinearRuleOptimizer(inner, stream, ref_batchsize=4)
+    accelerator.free_memory()
+    theirs = accelerator.prepare(DataLoader(stream, batch_size=None))
+    with pytest.raises(RuntimeError, match="was given a loader that the stream deals to already"):
+        optimizer.step()
+    del theirs
+
+
+def test_a_loader_that_is_not_the_samplers_is_refused():
+    accelerator, session = prepared("linear")
+    session.loader = DataLoader(accelerate_runs.dataset(), batch_size=4)
+    with pytest.raises(RuntimeError, match="a minibatch that the optimizer's sampler has not dealt"):
+        session.train(accelerator.backward)
+
+
+def test_a_scheduler_of_another_optimizer_is_refused():
+    session = Session("linear")
+    other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(session.model.parameters(), lr=1.0), 1)
+    with pytest.raises(ValueError, match="StepLR is of another optimizer than the one that is prepared"):
+        prepare(Accelerator(cpu=True), session.optimizer, other)
+
+
+def test_an_optimizer_of_this_library_must_be_there():
+    with pytest.raises(ValueError, match="one of the objects must be an optimizer of this library, got 0"):
+        prepare(Accelerator(cpu=True), torch.nn.Linear(2, 2))

@@ -1,0 +1,51 @@
+"""Accelerate and Transformers' Trainer on two processes, which are started once: the weights are those of one."""
+
+import os
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import variable_batch_size as vbs
+
+TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def all_runs(folder):
+    """What each process finds."""
+    rank = str(torch.distributed.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost")  # as torchrun does
+    import accelerate_runs
+    import trainer_runs
+
+    return {
+        "accelerate": accelerate_runs.all_runs(folder / "accelerate"),
+        "trainer": trainer_runs.all_runs(folder / "trainer"),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return vbs.launch(all_runs, (tmp_path_factory.mktemp("two"),), cores=2, backend="gloo")
+
+
+def test_a_loop_with_accelerate_on_two_processes_makes_the_run_of_one(found):
+    import accelerate_runs
+
+    expected = {rule: accelerate_runs.by_own_loop(rule) for rule in accelerate_runs.RULES}
+    for rule, run in (pair for process in found for pair in process["accelerate"]):
+        assert_close(run["weights"], expected[rule]["weights"], **TOLERANCE)
+        assert run["steps"] == run["scheduler"] == len(accelerate_runs.TRACE)
+
+
+def test_a_trainer_on_two_processes_makes_the_run_of_one(found):
+    import trainer_runs
+
+    expected = {rule: trainer_runs.by_own_loop(rule) for rule in trainer_runs.RULES}
+    for runs, resumed in (process["trainer"] for process in found):
+        for rule, run in runs.items():
+            assert_close(run["weights"], expected[rule]["weights"], **TOLERANCE)
+            assert run["steps"] == len(trainer_runs.TRACE)
+        assert_close(resumed["weights"], expected["adascale"]["weights"], **TOLERANCE)
+    for rule, run in found[0]["trainer"][0].items():
+        trainer_runs.check_history(run["history"], expected[rule]["records"])

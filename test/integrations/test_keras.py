@@ -1,0 +1,188 @@
+"""Keras on the torch backend: batches are updates, and the weights are those of a loop of one's own."""
+
+import keras
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+import variable_batch_size as vbs
+from variable_batch_size.integrations.keras import VariableBatchModel
+
+# two epochs of 64 samples, of six and four steps
+TRACE = [8, 16, 4, 20, 12, 4, 24, 8, 4, 20]
+RULES = {"linear": vbs.LinearRuleOptimizer, "adascale": vbs.AdaScaleOptimizer}
+# of Keras, where it makes an array of a variable
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def model_of(kind):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(8, activation="tanh")(inputs)
+    return kind(inputs, keras.layers.Dense(3)(hidden))
+
+
+def data_of():
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(64, 6, generator=generator), torch.randint(0, 3, (64,), generator=generator))
+
+
+def loss_of():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+class Session:
+    """A model that is compiled, and its loader."""
+
+    def __init__(self, rule="linear", kind=VariableBatchModel, **settings):
+        self.model = model_of(kind)
+        data = data_of()
+        self.sampler = vbs.CustomSampler(data, trace=TRACE, minibatch_size=4)
+        self.loader = DataLoader(data, batch_sampler=self.sampler)
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer = RULES[rule](inner, self.sampler, ref_batchsize=16, model=self.model)
+        if kind is VariableBatchModel:
+            self.model.compile(self.optimizer, loss=loss_of(), metrics=["accuracy"], **settings)
+
+    def weights(self):
+        return [torch.as_tensor(np.array(value)) for value in self.model.get_weights()]
+
+
+def by_own_loop(rule):
+    session = Session(rule, kind=keras.Model)
+    losses = []
+    for _ in vbs.epochs(session.optimizer, 2):
+        losses.append([])
+        for data, target in session.loader:
+            loss = torch.nn.functional.cross_entropy(session.model(data, training=True), target)
+            loss.backward()
+            session.optimizer.step()
+            losses[-1].append(loss.item())
+    return session.weights(), [sum(values) / len(values) for values in losses]
+
+
+class Batches(keras.callbacks.Callback):
+    """Notes the batches of each epoch and how often training began and ended; may stop it."""
+
+    def __init__(self, stop_at=None):
+        super().__init__()
+        self.stop_at = stop_at
+        self.seen, self.begun, self.ended = [], 0, 0
+
+    def on_train_begin(self, logs=None):
+        self.begun += 1
+
+    def on_train_end(self, logs=None):
+        self.ended += 1
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.seen.append([])
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen[-1].append(batch)
+        self.model.stop_training = self.model.variable_optimizer.steps_done == self.stop_at
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_run_is_that_of_a_loop_of_ones_own(rule):
+    session, batches = Session(rule), Batches()
+    validation = tuple(tensor.numpy() for tensor in data_of().tensors)
+    history = session.model.fit(
+        session.loader, epochs=2, callbacks=[batches], validation_data=validation, verbose=0
+    ).history
+    weights, losses = by_own_loop(rule)
+    assert_close(session.weights(), weights, **TOLERANCE)
+    assert batches.seen == [list(range(6)), list(range(4))]
+    assert (batches.begun, batches.ended) == (1, 1)
+    assert set(history) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+    assert_close(history["loss"], losses, rtol=1e-5, atol=0)
+    assert len(history["val_loss"]) == 2
+
+
+@pytest.mark.parametrize("save_freq", [4, "epoch"])
+def test_a_run_that_was_stopped_goes_on_from_keras_own_backup(tmp_path, save_freq):
+    stop_at = 4 if save_freq == 4 else 6
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=save_freq, delete_checkpoint=False)
+
+    first = Session("adascale")
+    first.model.fit(first.loader, epochs=2, callbacks=[backup(), Batches(stop_at)], verbose=0)
+    assert first.optimizer.steps_done == stop_at
+    second = Session("adascale")
+    second.model.fit(second.loader, epochs=2, callbacks=[backup()], verbose=0)
+    assert second.optimizer.steps_done == len(TRACE)
+    assert_close(second.weights(), by_own_loop("adascale")[0], **TOLERANCE)
+
+
+def test_fitting_epochs_that_are_done_says_so(caplog):
+    session = Session()
+    session.model.fit(session.loader, epochs=1, verbose=0)
+    assert "nothing was left" not in caplog.text
+    session.model.fit(session.loader, epochs=1, verbose=0)
+    assert "nothing was left to train: `epochs` counts those that were done before, got 1" in caplog.text
+    session.model.fit(session.loader, epochs=2, verbose=0)
+    assert session.optimizer.steps_done == len(TRACE)
+
+
+def test_the_progress_bar_shows_the_updates_of_each_epoch(capsys):
+    session = Session()
+    session.model.fit(session.loader, epochs=2, verbose=2)
+    shown = capsys.readouterr().out
+    assert "Epoch 1/2" in shown
+    assert "6/6" in shown
+    assert "Epoch 2/2" in shown
+    assert "4/4" in shown
+
+
+def test_weights_without_a_state_of_the_optimizer_are_loaded(tmp_path):
+    plain = model_of(keras.Model)
+    plain.save_weights(tmp_path / "plain.weights.h5")
+    session = Session()
+    session.model.load_weights(tmp_path / "plain.weights.h5")
+    assert session.optimizer.steps_done == 0
+
+
+def test_another_loader_is_refused():
+    session = Session()
+    other = DataLoader(data_of(), batch_size=4)
+    with pytest.raises(ValueError, match=r"`x` must be the DataLoader.* of the optimizer's sampler, got DataLoader"):
+        session.model.fit(other)
+    with pytest.raises(ValueError, match="got Tensor"):
+        session.model.fit(torch.zeros(8, 6))
+
+
+def test_what_the_trace_decides_is_refused():
+    session = Session()
+    with pytest.raises(ValueError, match=r"fit\(\) must not be given \['batch_size', 'steps_per_epoch'\]"):
+        session.model.fit(session.loader, batch_size=8, steps_per_epoch=3)
+    with pytest.raises(ValueError, match="`jit_compile` must be False"):
+        Session(jit_compile=True)
+
+
+def test_a_trace_that_is_too_short_is_refused_before_the_first_step():
+    session = Session()
+    with pytest.raises(ValueError, match="holds 2 epochs"):
+        session.model.fit(session.loader, epochs=3, verbose=0)
+
+
+def test_optimizers_of_keras_and_of_another_model_are_refused():
+    with pytest.raises(ValueError, match="must be an optimizer of this library, got SGD"):
+        model_of(VariableBatchModel).compile(keras.optimizers.SGD())
+    with pytest.raises(ValueError, match="must have the model's trainable variables"):
+        model_of(VariableBatchModel).compile(Session().optimizer)
+
+
+def test_a_callback_that_sets_the_learning_rate_says_that_it_cannot():
+    session = Session()
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1)
+    with pytest.raises(ValueError, match="learning_rate"):
+        session.model.fit(session.loader, callbacks=[schedule], verbose=0)
+
+
+def test_a_model_that_was_not_compiled_says_so():
+    with pytest.raises(RuntimeError, match="must be compiled with an optimizer of this library"):
+        model_of(VariableBatchModel).fit(Session().loader)

@@ -1,0 +1,163 @@
+"""Transformers' Trainer: steps are updates, and the weights are those of a loop of one's own."""
+
+import math
+
+import pytest
+import torch
+import trainer_runs
+from torch.testing import assert_close
+from trainer_runs import TRACE, arguments, by_own_loop, by_trainer, samples, stopped_and_resumed, trainer_with
+from transformers import Trainer
+
+import variable_batch_size as vbs
+from variable_batch_size.integrations.transformers import VariableBatchMixin
+
+TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {rule: by_own_loop(rule) for rule in trainer_runs.RULES}
+
+
+@pytest.mark.parametrize("rule", trainer_runs.RULES)
+def test_a_run_is_that_of_a_loop_of_ones_own(tmp_path, rule, expected):
+    found = by_trainer(tmp_path, rule)
+    assert_close(found["weights"], expected[rule]["weights"], **TOLERANCE)
+    assert (found["steps"], found["epoch"]) == (len(TRACE), 2)
+    trainer_runs.check_history(found["history"], expected[rule]["records"])
+
+
+@pytest.mark.parametrize("num_steps", [4, 6, 11], ids=["within an epoch", "between two", "at the end"])
+def test_a_run_that_was_stopped_goes_on_from_the_trainers_checkpoint(tmp_path, num_steps, expected):
+    found = stopped_and_resumed(tmp_path, "adascale", num_steps)
+    assert_close(found["weights"], expected["adascale"]["weights"], **TOLERANCE)
+    assert (found["steps"], found["epoch"]) == (len(TRACE), 2)
+
+
+def test_it_goes_on_with_the_random_numbers_that_it_had(tmp_path):
+    whole = by_trainer(tmp_path / "whole", "linear", model=trainer_runs.model_of_llama(dropout=0.3))
+    found = stopped_and_resumed(tmp_path / "stopped", "linear", 4, dropout=0.3)
+    assert_close(found["weights"], whole["weights"], **TOLERANCE)
+
+
+def test_evaluation_saving_and_the_end_are_counted_in_updates(tmp_path, expected):
+    args = arguments(tmp_path, max_steps=7, eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=2)
+    trainer = trainer_with(args, eval_dataset=samples()[:4])
+    trainer.train()
+    assert trainer.state.global_step == trainer.variable_optimizer.steps_done == 7
+    assert [logs["step"] for logs in trainer.state.log_history if "eval_loss" in logs] == [3, 6, 7]
+    assert sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*")) == [2, 4, 6, 7]
+    assert trainer.lr_scheduler.last_epoch == 7
+
+
+def test_half_an_epoch_more_is_half_of_its_steps(tmp_path):
+    trainer = trainer_with(arguments(tmp_path, num_train_epochs=1.5, logging_strategy="no"))
+    trainer.train()
+    assert trainer.state.global_step == 6 + math.ceil(5 / 2)
+
+
+def test_a_policy_decides_while_the_trainer_runs(tmp_path):
+    policy = vbs.FunctionPolicy(lambda situation: 4 if situation.steps_done < 4 else 8, every=2, lead=2)
+    trainer = trainer_with(arguments(tmp_path, max_steps=12), trace=policy)
+    trainer.train()
+    sizes = [logs["batch_size"] for logs in trainer.state.log_history if "loss" in logs]
+    assert (len(sizes), sizes[0], sizes[-1]) == (12, 4, 8)
+    with pytest.raises(ValueError, match=r"FunctionPolicy decides batch sizes as the run goes on.*`max_steps` is not"):
+        trainer_with(arguments(tmp_path), trace=policy).train()
+
+
+class Regression(torch.nn.Module):
+    """A model that knows nothing of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(3, 1)
+
+    def forward(self, x, y):
+        return {"loss": ((self.linear(x)[:, 0] - y) ** 2).mean()}
+
+
+def test_minibatches_without_tokens_weigh_the_same(tmp_path):
+    generator = torch.Generator().manual_seed(3)
+    data = [{"x": torch.randn(3, generator=generator), "y": torch.randn((), generator=generator)} for _ in range(40)]
+    settings = {"max_grad_norm": 0.0, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    trainer = trainer_with(arguments(tmp_path, **settings), model=Regression(), train_dataset=data)
+    trainer.train()
+    model = Regression()
+    sampler = vbs.CustomSampler(data, trace=TRACE, minibatch_size=2, seed=42)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), sampler, ref_batchsize=8)
+    for _ in vbs.epochs(optimizer, 2):
+        for indices in sampler:
+            model(*(torch.stack([data[i][name] for i in indices]) for name in "xy"))["loss"].backward()
+            optimizer.step()
+    assert_close(trainer.model.state_dict(), model.state_dict(), **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"gradient_accumulation_steps": 4}, "`gradient_accumulation_steps` must not be set, got 4: the trace says"),
+        ({"auto_find_batch_size": True}, "`auto_find_batch_size` must not be set"),
+        ({"include_num_input_tokens_seen": "all"}, "`include_num_input_tokens_seen` must not be set"),
+    ],
+)
+def test_training_arguments_that_the_trace_decides_are_refused(tmp_path, setting, message):
+    with pytest.raises(ValueError, match=message):
+        trainer_with(arguments(tmp_path, **setting))
+
+
+def test_an_option_that_the_training_arguments_have_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="must not have 'clip_grad_norm': `max_grad_norm` of the training arguments"):
+        trainer_with(arguments(tmp_path), options={"clip_grad_norm": 1.0})
+
+
+def test_a_trace_that_is_too_short_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(ValueError, match=r"holds 2 epochs.*`num_train_epochs` is 3, `max_steps` is not set"):
+        trainer_with(arguments(tmp_path, num_train_epochs=3)).train()
+    with pytest.raises(ValueError, match="holds 11 steps"):
+        trainer_with(arguments(tmp_path, max_steps=12)).train()
+
+
+def test_a_minibatch_that_does_not_divide_the_trace_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="batchsize must be a multiple of 8"):
+        trainer_with(arguments(tmp_path, per_device_train_batch_size=8)).train()
+
+
+def test_a_checkpoint_without_the_optimizer_is_refused(tmp_path):
+    args = {"save_strategy": "steps", "save_steps": 4, "max_steps": 4}
+    trainer_with(arguments(tmp_path, save_only_model=True, **args)).train()
+    with pytest.raises(RuntimeError, match="was saved after 4 steps, and the optimizer stands behind 0"):
+        trainer_with(arguments(tmp_path)).train(resume_from_checkpoint=True)
+
+
+class OwnStep(VariableBatchMixin, Trainer):
+    """Of a user who did not know what `training_step` does here."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        for minibatch in inputs:
+            self.compute_loss(model, minibatch).backward()
+        return torch.zeros(())
+
+
+def test_a_step_that_makes_no_update_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match="0 steps were made where the loop counts one"):
+        trainer_with(arguments(tmp_path), kind=OwnStep).train()
+
+
+def test_training_twice_begins_anew(tmp_path):
+    trainer = trainer_with(arguments(tmp_path, max_steps=4, logging_strategy="no"))
+    trainer.train()
+    trainer.train()
+    assert trainer.variable_optimizer.steps_done == 8
+    assert (trainer.variable_optimizer.epoch, trainer.variable_optimizer.epoch_step) == (0, 4)
+
+
+def test_the_plain_trainer_does_not_take_an_optimizer_of_this_library(tmp_path):
+    model, data = trainer_runs.model_of_llama(), samples()
+    sampler = vbs.CustomSampler(data, trace=TRACE, minibatch_size=2)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), sampler, ref_batchsize=8)
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=data, optimizers=(optimizer, None))
+    with pytest.raises(RuntimeError, match="in Transformers take the VariableBatchTrainer"):
+        trainer.train()

@@ -1,0 +1,136 @@
+"""prepare: takes the place of ``accelerator.prepare`` where the batch size is variable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, send_to_device
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from variable_batch_size.cores.running import communicator_for
+from variable_batch_size.training.dealer import Dealer
+from variable_batch_size.training.optimizer import CustomOptimizer
+from variable_batch_size.training.wrapped import take_over_reduction
+
+_KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.XLA)
+
+
+def prepare(accelerator: Accelerator, *objects: Any) -> Any:
+    """Prepare a model, an optimizer of this library, its loader and its schedulers, and return them in the same order.
+
+        model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
+        for epoch in vbs.epochs(optimizer, 10):
+            for data, target in loader:
+                accelerator.backward(loss_fn(model(data), target))
+                optimizer.step()
+                scheduler.step()  # makes a step for each update
+
+    The optimizer stays what it is. The loader of its sampler, which deals to the processes already, puts minibatches on
+    the device. ``save_state`` and ``load_state`` of the accelerator have all of it. Anything else, as a loader for
+    validation, goes to ``accelerator.prepare``.
+
+    Args:
+        accelerator: that of the run.
+        objects: the optimizer, and any of the others. The model may have been prepared before; its parameters must be
+            on the accelerator's device when the optimizer is made.
+    """
+    optimizers = [thing for thing in objects if isinstance(thing, CustomOptimizer)]
+    if len(optimizers) != 1:
+        raise ValueError(f"one of the objects must be an optimizer of this library, got {len(optimizers)}")
+    (optimizer,) = optimizers
+    _refuse_settings(accelerator, optimizer)
+    # the model first, as the optimizer must see how it is wrapped
+    ready = [accelerator.prepare(thing) if isinstance(thing, torch.nn.Module) else thing for thing in objects]
+    parameters = list(optimizer.parameters())
+    take_over_reduction(parameters, communicator_for(parameters, optimizer.sampler.process_group))
+    optimizer.register_step_pre_hook(_refuse_other_loaders)
+    accelerator.register_for_checkpointing(optimizer)
+    ready = [_prepared(accelerator, optimizer, thing) for thing in ready]
+    return ready[0] if len(ready) == 1 else tuple(ready)
+
+
+def _prepared(accelerator: Accelerator, optimizer: CustomOptimizer, thing: Any) -> Any:
+    if thing is optimizer or isinstance(thing, torch.nn.Module):
+        return thing
+    if isinstance(thing, LRScheduler):
+        if thing.optimizer is not optimizer and thing.optimizer is not optimizer.inner:
+            raise ValueError(f"{type(thing).__name__} is of another optimizer than the one that is prepared")
+        accelerator.register_for_checkpointing(thing)
+        return SchedulerOfUpdates(thing, optimizer)
+    if any(getattr(thing, name, None) is optimizer.sampler for name in ("batch_sampler", "dataset")):
+        return LoaderToDevice(thing, optimizer.sampler, accelerator.device)
+    return accelerator.prepare(thing)
+
+
+class LoaderToDevice:
+    """A loader that puts what it yields on a device, and is dealt its minibatches by its sampler alone."""
+
+    def __init__(self, loader: DataLoader[Any], sampler: Dealer, device: torch.device) -> None:
+        if loader.generator is None:
+            # else it would draw a number from the generator of the run whenever it is set up, also where a run goes on
+            loader.generator = torch.Generator().manual_seed(sampler.seed)
+        self.loader = loader
+        self.device = device
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for minibatch in self.loader:
+            yield send_to_device(minibatch, self.device)
+
+
+class SchedulerOfUpdates:
+    """A scheduler that is told of every minibatch, and makes a step for each update."""
+
+    def __init__(self, scheduler: LRScheduler, optimizer: CustomOptimizer) -> None:
+        self.scheduler = scheduler
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scheduler, name)
+
+    def step(self, *args: Any) -> None:
+        """Call it after each ``optimizer.step()``."""
+        if self._optimizer.updated:
+            self.scheduler.step(*args)
+
+
+def _refuse_settings(accelerator: Accelerator, optimizer: CustomOptimizer) -> None:
+    """Raise if the accelerator has what the trace decides, or what would not be right with it."""
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            f"`gradient_accumulation_steps` must be 1, got {accelerator.gradient_accumulation_steps}: the trace says "
+            "how many minibatches make up a step"
+        )
+    if accelerator.scaler is not None:
+        raise ValueError(
+            f'`mixed_precision` must be "no" or "bf16", got "{accelerator.mixed_precision}": its scaler would leave '
+            "out minibatches"
+        )
+    if accelerator.distributed_type not in _KINDS:
+        raise ValueError(f"{accelerator.distributed_type.value} reduces gradients by itself: prepare none of it")
+    sampler = optimizer.sampler
+    if (sampler.rank, sampler.num_replicas) != (accelerator.process_index, accelerator.num_processes):
+        raise ValueError(
+            f"the accelerator takes this for process {accelerator.process_index} of {accelerator.num_processes}, but "
+            f"the sampler for {sampler.rank} of {sampler.num_replicas}: make the Accelerator first, then the sampler"
+        )
+    device = next(optimizer.parameters()).device
+    if device.type != accelerator.device.type or device.index not in (accelerator.device.index, None, 0):
+        raise ValueError(
+            f"the model must be on {accelerator.device} when the optimizer is made, got {device}: call "
+            "model.to(accelerator.device), or prepare the model, before that"
+        )
+
+
+def _refuse_other_loaders(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if getattr(optimizer.sampler, "_has_been_read", True) is False:
+        raise RuntimeError(
+            "step() was called for a minibatch that the optimizer's sampler has not dealt: train with the "
+            "DataLoader(dataset, batch_sampler=sampler) of that sampler"
+        )
