@@ -114,8 +114,14 @@ def minibatches_of(workload: Workload, optimizer: CustomOptimizer, device: torch
             yield inputs.to(device), targets.to(device)
 
 
-def refuse_impossible(workload: Workload, device: str, rules: Sequence[str]) -> None:
-    """Say at once what every run would fail by: a device that is not there, a rule for another kind of optimizer."""
+def refuse_impossible(workload: Workload, device: str | None, rules: Sequence[str]) -> None:
+    """Say at once what every run would fail by: a device that is not there, a rule for another kind of optimizer.
+
+    Args:
+        workload: of the runs.
+        device: its kind; None where the runs are made on other machines.
+        rules: their names.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda needs a GPU that torch can use, and there is none")
     if device == "xla" and not xla.is_installed():
