@@ -219,6 +219,11 @@ def test_an_executor_decides_how_many_runs_are_made_at_once(capsys):
     assert "--executor decides how many runs are made at once: leave --jobs out" in capsys.readouterr().err
 
 
+def test_results_go_to_a_directory_of_this_machine(capsys):
+    assert main(["compare", "--out", "s3://bucket/results"]) == 1
+    assert "--out must be a directory of this machine, got s3://bucket/results" in capsys.readouterr().err
+
+
 def test_a_recipe_has_no_more_than_22_lines():
     assert set(RECIPES) == {"on_ray.py", "on_dask.py", "on_loky.py", "on_mpi.py", "on_slurm.py"}
     for block in RECIPES.values():

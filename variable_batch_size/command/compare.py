@@ -120,6 +120,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     rules = _rules(options.rules, options.until, options.on_end)
+    if "://" in options.out:
+        raise ValueError(f"--out must be a directory of this machine, got {options.out}")
     if options.executor and options.jobs:
         raise ValueError("--executor decides how many runs are made at once: leave --jobs out")
     # torch comes with these, which takes seconds: after the options have been understood
