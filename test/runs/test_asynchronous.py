@@ -61,13 +61,14 @@ def test_what_is_saved_is_the_state_of_the_step_and_not_of_those_made_since(tmp_
 
 
 def test_a_write_that_failed_is_an_error_at_the_next_step(tmp_path):
-    model, optimizer, checkpoint = run(tmp_path / "run")
+    model, optimizer, checkpoint = run(tmp_path / "run", every_steps=2)
     shutil.rmtree(tmp_path / "run")
-    step(model, optimizer)
-    checkpoint.step()
+    for _ in range(2):
+        step(model, optimizer)
+        checkpoint.step()
     time.sleep(0.5)
-    step(model, optimizer)
-    with pytest.raises(OSError, match=r"run/step-000000001\.pt could not be written: .*No such file or directory"):
+    step(model, optimizer)  # which is not saved
+    with pytest.raises(OSError, match=r"run/step-000000002\.pt could not be written: .*No such file or directory"):
         checkpoint.step()
 
 
