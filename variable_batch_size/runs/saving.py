@@ -92,6 +92,7 @@ class Saving:
             self._sharded.save(steps_done, {**state, **rest}, when_done=done)
             return
         spread = spread_state.collect(self._model, self._optimizer, is_writer=is_writer)
+        self._has_reserved = True  # by the first copy, if it comes first
         if not is_writer:
             return
         path, state = storage.path_of(self.folder, steps_done), {**spread, **rest}
