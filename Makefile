@@ -51,11 +51,13 @@ bench: $(NEEDS) .peers
 	$(BIN)/python bench/reduction.py
 	$(BIN)/python bench/exact.py
 	$(BIN)/python bench/logs.py
+	$(BIN)/python bench/saving.py
 	$(BIN)/python bench/xla.py
 
 soak: EXTRAS = test
 soak: $(NEEDS)
 	$(BIN)/python test/soak.py --directory .soak
+	$(BIN)/python test/elastic.py --directory .soak
 
 # plants faults and shows those that no test notices; for some files: make mutants ONLY="rules/noise.py rules/adam.py"
 mutants: EXTRAS = test

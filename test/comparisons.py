@@ -141,6 +141,17 @@ def troubled():
     )
 
 
+def deadly():
+    """Kills the process that makes a run of seed 1."""
+
+    def model():
+        if torch.initial_seed() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return nn.Linear(4, 1)
+
+    return dataclasses.replace(line(), model=model, num_samples=64)
+
+
 def own_random_data():
     """Noise on the inputs from numpy's generator and one of its own: other runs in the process must not matter."""
     generator = torch.Generator().manual_seed(0)

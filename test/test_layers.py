@@ -122,6 +122,7 @@ def test_using_every_public_name_loads_neither_torch_xla_nor_pandas():
     loaded = loaded_by("from variable_batch_size import *")
     assert "torch" in loaded
     assert not {"torch_xla", "pandas", "tensorboardX", "matplotlib", *FRAMEWORKS} & set(loaded)
+    assert not {"dask", "distributed", "loky", "s3fs"} & set(loaded)
 
 
 def test_every_public_name_has_a_docstring_and_is_listed():

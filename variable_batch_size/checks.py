@@ -61,6 +61,15 @@ def check_one_of(choices: Iterable[str], **values: Any) -> None:
             raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
+def install(extra: str) -> str:
+    """How to get the packages of an extra, for those who have this package from an index and those who cloned it.
+
+    >>> print(install("report"))
+    pip install 'variable_batch_size[report]', or in a clone pip install '.[report]'
+    """
+    return f"pip install 'variable_batch_size[{extra}]', or in a clone pip install '.[{extra}]'"
+
+
 def refuse(place: str, rule: str, value: Any) -> NoReturn:
     """Refuse a value found at a place in a file: ``spot.csv:17: batchsize must be positive, got 0``."""
     raise ValueError(f"{place}: {rule}, got {value}")

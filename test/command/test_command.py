@@ -340,7 +340,8 @@ def test_a_plot_without_matplotlib_says_what_to_install():
     code = "import sys, variable_batch_size.command.main as m; sys.modules['matplotlib'] = None; sys.exit(m.main())"
     options = ["--dataset-size", "1K", "--minibatch-size", "32", "--cores", "4", "--plot", "nothing.png"]
     done = in_a_process("-c", code, "plan", "traces/spot.csv", *options, text=True)
-    message = "vbs: a plot needs matplotlib: pip install 'variable_batch_size[report]'\n"
+    either = "pip install 'variable_batch_size[report]', or in a clone pip install '.[report]'"
+    message = f"vbs: a plot needs matplotlib: {either}\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
 
 

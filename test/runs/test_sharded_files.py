@@ -146,5 +146,5 @@ def test_a_part_that_is_missing_is_named(saved, tmp_path):
 def test_a_format_that_is_none_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`format` must be one of 'file', 'sharded', got 'parts'"):
         go(tmp_path, "plain", Transformer, "adam", format="parts")
-    with pytest.raises(ValueError, match='`asynchronous` must be False with format="file", got True'):
-        go(tmp_path, "plain", Transformer, "adam", asynchronous=True)
+    with pytest.raises(ValueError, match='`format` must be "file" with an address, got "sharded" for memory://run'):
+        go("memory://run", "plain", Transformer, "adam", format="sharded")

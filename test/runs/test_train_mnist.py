@@ -47,6 +47,13 @@ def test_it_reaches_its_target_on_digits_and_misses_one_that_cannot_be_reached(t
     assert "is below the target of 100.10 %." in again
 
 
+def test_a_missed_target_is_no_failure_that_torchrun_would_restart(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "10")
+    assert variable_train_mnist.exit_code_of_a_miss() == 0
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert variable_train_mnist.exit_code_of_a_miss() == variable_train_mnist.EXIT_MISSED
+
+
 BRIEFLY = ["--num_epochs", 3, "--lr", 0.05, "--target_accuracy", 30, "--log_steps", 10]
 
 

@@ -72,6 +72,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--jobs", type=positive, metavar="N", help="runs at once (default: one for each CPU; on others 1)"
     )
     parser.add_argument(
+        "--executor",
+        metavar="FILE.py:FUNCTION",
+        help="a function of yours that returns a concurrent.futures.Executor, such as that of a cluster: it makes "
+        "the runs instead of processes of this machine",
+    )
+    parser.add_argument(
         "--until",
         choices=UNTIL,
         default="samples",
@@ -114,13 +120,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     rules = _rules(options.rules, options.until, options.on_end)
+    if "://" in options.out:
+        raise ValueError(f"--out must be a directory of this machine, got {options.out}")
+    if options.executor and options.jobs:
+        raise ValueError("--executor decides how many runs are made at once: leave --jobs out")
     # torch comes with these, which takes seconds: after the options have been understood
     from variable_batch_size.comparison.compare import compare
+    from variable_batch_size.comparison.on_executor import load_executor
     from variable_batch_size.comparison.train import inner_optimizer, refuse_impossible
     from variable_batch_size.comparison.workload import load_workload, source_of
 
     workload = load_workload(options.workload, options.datadir)
-    refuse_impossible(workload, options.device, rules)
+    refuse_impossible(workload, None if options.executor else options.device, rules)
     train_size, test_size = len(workload.train), len(workload.test)  # type: ignore[arg-type]
     ref_batchsize = options.ref_batchsize or workload.ref_batchsize
     minibatch_size = options.minibatch_size or workload.minibatch_size
@@ -171,6 +182,7 @@ def run(options: argparse.Namespace) -> None:
             jobs=options.jobs or _jobs(options),
             datadir=options.datadir,
             origin={"command": options.command, "versions": _versions(), "commit": _commit()},
+            make_executor=load_executor(options.executor) if options.executor else None,
         )
     except KeyboardInterrupt:
         sys.stderr.write(f"vbs: interrupted; the same command goes on with what {options.out} does not hold yet\n")

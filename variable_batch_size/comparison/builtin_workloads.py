@@ -12,13 +12,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
+from variable_batch_size.checks import install
+
 
 def digits(datadir: Path | None) -> dict[str, Any]:
     """1,797 digits of 8 × 8 pixels, which come with scikit-learn, and a network of one hidden layer."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ImportError("the digits need scikit-learn: pip install 'variable_batch_size[compare]'") from None
+        raise ImportError(f"the digits need scikit-learn: {install('compare')}") from None
 
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.RandomState(0).permutation(len(labels))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from variable_batch_size.comparison import gpus
 from variable_batch_size.comparison.experiment import (
     DIVERGED,
     DONE,
@@ -22,6 +24,7 @@ from variable_batch_size.comparison.experiment import (
     Settings,
     runs_of,
 )
+from variable_batch_size.comparison.on_executor import OnExecutor
 from variable_batch_size.comparison.report.numbers import number
 from variable_batch_size.comparison.report.page import write_page
 from variable_batch_size.comparison.report.tables import write_tables
@@ -41,6 +44,7 @@ def compare(
     jobs: int,
     datadir: str | None = None,
     origin: Mapping[str, Any],
+    make_executor: Callable[[], Executor] | None = None,
 ) -> None:
     """Make every combination of traces, rules and seeds, and the yardstick of each seed, and write what they gave.
 
@@ -56,12 +60,18 @@ def compare(
         jobs: how many runs at once.
         datadir: where the workload finds its data.
         origin: what else belongs into experiment.json, to reproduce it.
+        make_executor: makes what the runs are given to, all at once; processes of this machine make them if None.
     """
     results = Results(directory)
     runs = runs_of(list(traces), rules, num_seeds)
     with _alone_in(directory):
         results.write_experiment(settings, origin, traces, runs)
-        _make(runs, results, settings, rules, jobs, datadir)
+        makers = Workers(jobs, environments=_environments(settings, jobs))
+        _make(runs, results, settings, rules, OnExecutor(make_executor, results) if make_executor else makers, datadir)
+
+
+def _environments(settings: Settings, jobs: int) -> list[dict[str, str]]:
+    return gpus.environments(jobs, settings.cores) if settings.device == "cuda" else []
 
 
 @contextmanager
@@ -77,13 +87,18 @@ def _alone_in(directory: Path) -> Iterator[None]:
 
 
 def _make(
-    runs: Sequence[Run], results: Results, settings: Settings, rules: Sequence[str], jobs: int, datadir: str | None
+    runs: Sequence[Run],
+    results: Results,
+    settings: Settings,
+    rules: Sequence[str],
+    makers: Workers | OnExecutor,
+    datadir: str | None,
 ) -> None:
     """Make the runs that have not ended, and then, or when interrupted, the tables and the page."""
     plan = {run: _leader(run, settings, rules) for run in runs if not _has_ended(results.read(run))}
     with tqdm(total=len(runs), initial=len(runs) - len(plan), unit="run", dynamic_ncols=True) as bar:
         try:
-            with Workers(jobs) as workers:
+            with makers as workers:
                 for run, outcome in _outcomes(workers, plan, results, settings, datadir):
                     results.write(run, outcome)
                     bar.update()
@@ -98,7 +113,11 @@ def _has_ended(outcome: Outcome | None) -> bool:
 
 
 def _outcomes(
-    workers: Workers, plan: Mapping[Run, Run | None], results: Results, settings: Settings, datadir: str | None
+    workers: Workers | OnExecutor,
+    plan: Mapping[Run, Run | None],
+    results: Results,
+    settings: Settings,
+    datadir: str | None,
 ) -> Iterator[tuple[Run, Outcome]]:
     """Make runs, each after the one it waits for, and give each as it ends."""
     to_do, unfinished = list(plan), set(plan)
@@ -116,7 +135,12 @@ def _outcomes(
 
 
 def _start(
-    workers: Workers, run: Run, leader: Run | None, results: Results, settings: Settings, datadir: str | None
+    workers: Workers | OnExecutor,
+    run: Run,
+    leader: Run | None,
+    results: Results,
+    settings: Settings,
+    datadir: str | None,
 ) -> Outcome | None:
     """Start a run; or return at once how it ended, where the one whose updates it was to make has failed."""
     updates = None

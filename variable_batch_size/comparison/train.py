@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from variable_batch_size.checks import install
 from variable_batch_size.comparison.experiment import DIVERGED, DONE, REFERENCE, Outcome, Run, Settings
 from variable_batch_size.comparison.results import Results
 from variable_batch_size.comparison.workload import Workload, load_workload
@@ -114,12 +115,18 @@ def minibatches_of(workload: Workload, optimizer: CustomOptimizer, device: torch
             yield inputs.to(device), targets.to(device)
 
 
-def refuse_impossible(workload: Workload, device: str, rules: Sequence[str]) -> None:
-    """Say at once what every run would fail by: a device that is not there, a rule for another kind of optimizer."""
+def refuse_impossible(workload: Workload, device: str | None, rules: Sequence[str]) -> None:
+    """Say at once what every run would fail by: a device that is not there, a rule for another kind of optimizer.
+
+    Args:
+        workload: of the runs.
+        device: its kind; None where the runs are made on other machines.
+        rules: their names.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda needs a GPU that torch can use, and there is none")
     if device == "xla" and not xla.is_installed():
-        raise ValueError("--device xla needs torch_xla: pip install 'variable_batch_size[xla]'")
+        raise ValueError(f"--device xla needs torch_xla: {install('xla')}")
     sampler = CustomSampler(dataset_size=1, trace=1, minibatch_size=1, num_replicas=1, rank=0)
     for name in rules:
         inner, rule = inner_optimizer(workload, workload.model(), None), make_rule(name)

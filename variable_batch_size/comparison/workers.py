@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import multiprocessing.connection
+import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,10 +28,14 @@ class Workers:
 
     Args:
         number: of processes.
+        environments: variables of the process in each place, besides those of this one; none if empty.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, environments: Sequence[Mapping[str, str]] = ()) -> None:
         self.number = number
+        self._environments = environments
+        self._free = list(range(number))  # places for a process
+        self._places: dict[Any, int] = {}  # by process
         self._context = multiprocessing.get_context("spawn")
         self._waiting: list[tuple[Any, Any]] = []  # pipes and processes
         self._busy: dict[Any, tuple[Any, Run]] = {}  # by pipe
@@ -55,14 +60,18 @@ class Workers:
         except EOFError:  # killed, by the system that is out of memory perhaps
             process.join()
             pipe.close()
+            self._free.append(self._places.pop(process))
             return run, Outcome(status=FAILED, reason=f"its process died with exit code {process.exitcode}")
         self._waiting.append((pipe, process))
         return run, outcome
 
     def _new_process(self) -> tuple[Any, Any]:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,))
+        place = self._free.pop(0)
+        environment = self._environments[place] if self._environments else {}
+        process = self._context.Process(target=_serve, args=(theirs, dict(environment)))
         process.start()
+        self._places[process] = place
         theirs.close()
         return ours, process
 
@@ -77,18 +86,14 @@ class Workers:
         self._waiting, self._busy = [], {}
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, environment: dict[str, str]) -> None:
     """Do the work that comes through the pipe until it is closed."""
     end_with_parent()
+    os.environ.update(environment)
     logging.getLogger("variable_batch_size").setLevel(logging.ERROR)  # what a run has to say is in its outcome
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the one that started us decides
-    for function, args, options in _received(pipe):
-        try:
-            outcome = function(*args, **options)
-        except Exception as error:
-            traceback.print_exc()
-            outcome = Outcome(status=FAILED, reason=_in_one_line(error))
-        pipe.send(outcome)
+    for work in _received(pipe):
+        pipe.send(outcome_of(work))
 
 
 def _received(pipe: Any) -> Iterator[Work]:
@@ -97,7 +102,17 @@ def _received(pipe: Any) -> Iterator[Work]:
             yield pipe.recv()
 
 
-def _in_one_line(error: Exception) -> str:
+def outcome_of(work: Work) -> Outcome:
+    """Do a piece of work; one that fails has that as its outcome."""
+    function, args, options = work
+    try:
+        return function(*args, **options)
+    except Exception as error:
+        traceback.print_exc()
+        return Outcome(status=FAILED, reason=in_one_line(error))
+
+
+def in_one_line(error: Exception) -> str:
     """The kind of an error and what it says: its first line, or the last where that of another core is inside."""
     lines = str(error).strip().splitlines() or [""]
     line = lines[-1] if "Traceback (most recent call last):" in lines else lines[0]

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
-import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +13,7 @@ from torch.utils.data import Dataset
 
 import variable_batch_size.comparison.builtin_workloads as builtin
 from variable_batch_size.checks import check_positive
+from variable_batch_size.comparison.functions import load_function, load_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +73,9 @@ def load_workload(name: str, datadir: str | None) -> Workload:
     """
     if name in BUILT_IN:
         return Workload(**BUILT_IN[name](Path(datadir) if datadir is not None else None))
-    module_name, colon, function_name = name.rpartition(":")
-    if not colon:
+    if ":" not in name:
         raise ValueError(f"`workload` must be {', '.join(BUILT_IN)} or module:function, got {name!r}")
-    function = getattr(_module(module_name), function_name, None)
-    if not callable(function):
-        raise ValueError(f"{module_name} has no function {function_name!r}")
-    workload = function()
+    workload = load_function(name)()
     if not isinstance(workload, Workload):
         raise ValueError(f"{name} must return a Workload, got {type(workload).__name__}")
     return workload
@@ -92,19 +85,5 @@ def source_of(name: str) -> str | None:
     """The SHA-256 of the file that a user's workload is in; None for those of the library."""
     if name in BUILT_IN:
         return None
-    path = _module(name.rpartition(":")[0]).__file__
+    path = load_module(name.rpartition(":")[0]).__file__
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-def _module(name: str) -> Any:
-    if not name.endswith(".py"):
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # a command, unlike a script, does not look there by itself
-        return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where classes of the module look for it
-    spec.loader.exec_module(module)
-    return module

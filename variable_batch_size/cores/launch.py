@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from variable_batch_size.checks import check_positive
+from variable_batch_size.checks import check_positive, install
 from variable_batch_size.cores import stopping, xla
 from variable_batch_size.cores.processes import Process, end_with_parent, environment, run_and_send, run_processes
 
@@ -46,7 +46,7 @@ def launch(
     work = pickle.dumps((fn, args))
     if backend == "xla":
         if not xla.is_installed():
-            raise ValueError('backend="xla" needs torch_xla: pip install "variable_batch_size[xla]"')
+            raise ValueError(f'backend="xla" needs torch_xla: {install("xla")}')
         if _has_tpu():
             return run_processes(_tpu_processes(cores), work)
         num_cores = cores or int(os.environ.get("CPU_NUM_DEVICES", 0)) or os.cpu_count() or 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from variable_batch_size.checks import install
 from variable_batch_size.planning.picture import STYLES, check_suffix
 from variable_batch_size.traces.trace import Trace
 
@@ -27,7 +28,7 @@ def plot_decisions(trace: Trace, records: Sequence[Record], path: str | os.PathL
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("a plot needs matplotlib: pip install 'variable_batch_size[report]'") from None
+        raise ImportError(f"a plot needs matplotlib: {install('report')}") from None
     num_steps = len(trace)
     figure = Figure(figsize=(9, 6), dpi=100, layout="constrained")
     sizes, cores, noise = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 2))

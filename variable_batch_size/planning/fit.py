@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from variable_batch_size.checks import install
 from variable_batch_size.policies.throughput import Throughput
 
 _TINY = 1e-8
@@ -38,7 +39,7 @@ def fit_throughput(rows: Sequence[Row]) -> Throughput:
     try:
         from scipy.optimize import least_squares, minimize
     except ImportError:
-        raise ImportError("fitting needs scipy: pip install 'variable_batch_size[compare]'") from None
+        raise ImportError(f"fitting needs scipy: {install('compare')}") from None
 
     start, is_free = _start(rows)
     free = [index for index, is_it in enumerate(is_free) if is_it]

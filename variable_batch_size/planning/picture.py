@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from variable_batch_size.checks import install
 from variable_batch_size.planning.plan import Plan
 from variable_batch_size.planning.rows import PlannedSize
 from variable_batch_size.schedules.schedule import Schedule
@@ -43,7 +44,7 @@ def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> N
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("a plot needs matplotlib: pip install 'variable_batch_size[report]'") from None
+        raise ImportError(f"a plot needs matplotlib: {install('report')}") from None
 
     edges = np.linspace(0, plan.num_steps, min(plan.num_steps, _MOST_BINS) + 1).round().astype(np.int64).tolist()
     rows = _curves(plan, schedule, edges)

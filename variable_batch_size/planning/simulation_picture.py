@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from variable_batch_size.checks import install
 from variable_batch_size.planning.picture import STYLES, check_suffix
 from variable_batch_size.planning.simulate import Moment, Simulation
 
@@ -35,7 +36,7 @@ def _figure(simulations: Mapping[str, Simulation]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("a picture needs matplotlib: pip install 'variable_batch_size[report]'") from None
+        raise ImportError(f"a picture needs matplotlib: {install('report')}") from None
     figure = Figure(figsize=(10, 8), dpi=100, layout="constrained")
     panels = figure.subplots(len(_PANELS), 1, sharex=True)
     for panel, (label, value) in zip(panels, _PANELS, strict=True):

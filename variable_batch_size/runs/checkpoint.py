@@ -18,7 +18,7 @@ from variable_batch_size.runs import fork, randomness, storage
 from variable_batch_size.runs.agreement import Agreement
 from variable_batch_size.runs.executed import Executed
 from variable_batch_size.runs.metrics import Metrics
-from variable_batch_size.runs.saving import Format, Saving, check_format
+from variable_batch_size.runs.saving import DECISIONS, EXECUTED, Format, Saving
 from variable_batch_size.runs.scheduler_state import Stateful, load_state, state_of
 from variable_batch_size.runs.sinks import ClosedAfterEach, JsonLines
 from variable_batch_size.training.description import differences
@@ -47,7 +47,8 @@ class Checkpoint:
     the process with :data:`EXIT_STOPPED`.
 
     Args:
-        directory: for the checkpoints, made if need be; None to save nothing, for scripts that leave it to their user.
+        directory: for the checkpoints, made if need be, or an address of objects such as ``"s3://bucket/run"``; None
+            to save nothing, for scripts that leave it to their user.
         model: what is trained.
         optimizer: what trains it; its sampler has the schedule.
         schedulers: schedulers of torch, or anything else with ``state_dict`` and ``load_state_dict``, alike on all
@@ -61,7 +62,7 @@ class Checkpoint:
             has changed is logged. Steps that were made stay as they were, and row r of another trace is step r.
         format: ``"file"`` for the whole state in one file, ``"sharded"`` for a directory in which each process writes
             its part, for what does not fit one host. Either is gone on from in any way.
-        asynchronous: with ``"sharded"``, whether training goes on while the directory is written.
+        asynchronous: whether training goes on while they are written. A write that failed is an error at the next step.
     """
 
     def __init__(
@@ -84,10 +85,9 @@ class Checkpoint:
         if every_steps is not None:
             check_positive(every_steps=every_steps)
         check_positive(keep=keep)
-        check_format(format, asynchronous=asynchronous)
         self._accept = fork.check_accept(accept)
         loader_workers.shield_loader_workers()
-        self.directory = None if directory is None else Path(directory)
+        self.directory: Path | str | None = None
         self.every_steps = every_steps
         self._model = model
         self._optimizer = optimizer
@@ -106,14 +106,14 @@ class Checkpoint:
         self._steps_of_epochs: list[int] = []  # how many steps of each epoch before this one were made
         self._random: dict[str, torch.Tensor] | None = None  # to be restored when the run goes on
         self._changes: list[tuple[int, str]] = []  # after how many steps the run became another, and in what
-        if self.directory is not None:
-            if self._communicator.rank == 0:
-                storage.prepare(self.directory)
+        if directory is not None:
             how: dict[str, Any] = {"keep": keep, "format": format, "asynchronous": asynchronous}
-            self._saving = Saving(self.directory, model, optimizer, self._communicator, **how)
-            self._take_up(self.directory)
+            self._saving = Saving(directory, model, optimizer, self._communicator, **how)
+            self.directory = self._saving.directory
+            with self._saving.found() as paths:
+                self._take_up(paths)
             if self._communicator.rank == 0:
-                optimizer.call_when_decided(ClosedAfterEach(JsonLines(self.directory / "decisions.jsonl")))
+                optimizer.call_when_decided(ClosedAfterEach(JsonLines(self._saving.folder / DECISIONS)))
         self._agreement.note_saved()
         self._steps_seen = optimizer.steps_done
 
@@ -154,6 +154,8 @@ class Checkpoint:
         if optimizer.steps_done == self._steps_seen:
             return
         self._steps_seen = optimizer.steps_done
+        if self.directory is not None:
+            self._saving.check()
         is_due = self.every_steps is not None and optimizer.steps_done % self.every_steps == 0
         minibatches = -(-optimizer.batch_size // (self._sampler.minibatch_size * self._sampler.num_replicas))
         decision = self._agreement.after_minibatches(minibatches)
@@ -236,25 +238,25 @@ class Checkpoint:
             "changes": self._changes,
         }
 
-    def _take_up(self, directory: Path) -> None:
+    def _take_up(self, paths: list[Path]) -> None:
         """Go on from the newest checkpoint, if there is one; it is read and checked before anything is changed."""
-        paths = storage.checkpoints(directory)
         state = self._read(paths) if paths else None
         found = 0 if state is None else 1 + state["optimizer"]["variable_batch_size"]["steps_done"]
         (total,) = self._agreement.sums([found])
         if total != found * self._communicator.num_replicas:
             raise RuntimeError(
-                f"the cores do not find the same checkpoint in {directory} (on core {self._communicator.rank}: "
+                f"the cores do not find the same checkpoint in {self.directory} (on core {self._communicator.rank}: "
                 f"{paths[-1].name if paths else 'none'}): it must be a directory that all machines share"
             )
         if state is not None:
             self._restore(state, paths[-1])
         origin = ", ".join(f"{name} {value}" for name, value in self._identity.items())
-        path, schedule = directory / "executed.csv", self._sampler.schedule
+        path, schedule = self._saving.folder / EXECUTED, self._sampler.schedule
         self._executed = Executed(path, schedule, origin=origin, changes=self._changes)
         if state is not None and self._communicator.rank == 0:
             self._executed.cut_back([*self._steps_of_epochs, self._first_step])
-            logger.info("going on from %s: epoch %d, step %d of it", paths[-1], self._epoch, self._first_step)
+            name = f"{self.directory}/{paths[-1].name}"
+            logger.info("going on from %s: epoch %d, step %d of it", name, self._epoch, self._first_step)
 
     def _restore(self, state: dict[str, Any], path: Path) -> None:
         """Take over a state that was checked, and say in what the run is another now."""
@@ -279,7 +281,7 @@ class Checkpoint:
         if changed:
             self._changes.append((self._optimizer.steps_done, changed))
             if self._communicator.rank == 0:
-                logger.warning("going on from %s as another run: %s", path, changed)
+                logger.warning("going on from %s/%s as another run: %s", self.directory, path.name, changed)
 
     def _read(self, paths: list[Path]) -> dict[str, Any]:
         path = paths[-1]
@@ -289,10 +291,9 @@ class Checkpoint:
             before = f"go on from {paths[-2].name}" if len(paths) > 1 else "start from the beginning"
             raise ValueError(f"{error}; move it away to {before}") from error
         different = fork.refused(state["run"], self._identity, self._accept)
-        if len(state["schedulers"]) != len(self._schedulers):
-            different.append(f"schedulers were {len(state['schedulers'])} and are {len(self._schedulers)}")
-        if len(state.get("metrics", ())) != len(self._metrics):
-            different.append(f"metrics were {len(state.get('metrics', ()))} and are {len(self._metrics)}")
+        for name, here in (("schedulers", len(self._schedulers)), ("metrics", len(self._metrics))):
+            if len(state.get(name, ())) != here:
+                different.append(f"{name} were {len(state.get(name, ()))} and are {here}")
         if different:
             raise ValueError(f"{path} was saved by another run: {'; '.join(different)}")
         fork.refuse_other_sums(state, self._identity, sums_gradients=self._optimizer.rule.sums_gradients)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +13,10 @@ import torch
 from variable_batch_size.checks import check_one_of
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.runs import sharded_files, spread_state, storage
+from variable_batch_size.runs.host_copy import HostCopy, needs_of
+from variable_batch_size.runs.mirror import Mirror
+from variable_batch_size.runs.object_store import is_address, local_path
+from variable_batch_size.runs.writer import Writer
 from variable_batch_size.schedules.layout import Layout
 from variable_batch_size.training.optimizer import STATE_KEY, CustomOptimizer
 
@@ -18,29 +24,30 @@ Format = Literal["file", "sharded"]
 FORMATS: tuple[Format, ...] = ("file", "sharded")
 
 
-def check_format(format: Format, *, asynchronous: bool) -> None:
-    """Refuse what is no way to save."""
-    check_one_of(FORMATS, format=format)
-    if asynchronous and format == "file":
-        raise ValueError('`asynchronous` must be False with format="file", got True: format="sharded" can be so')
+EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"
+"""What grows beside the checkpoints."""
 
 
 class Saving:
     """What all cores do together when a run is saved.
 
     Args:
-        directory: for the checkpoints.
+        directory: for the checkpoints, or an address of objects.
         model: of the run.
         optimizer: likewise.
         communicator: of all processes of the run.
         keep: how many of the latest checkpoints stay.
         format: ``"file"`` for the whole state in one file, ``"sharded"`` for a directory with a part of each process.
-        asynchronous: whether training goes on while a directory is written.
+        asynchronous: whether training goes on while they are written.
+
+    Attributes:
+        folder: of this machine, where the files are or whence they are uploaded.
+        directory: as a user knows it.
     """
 
     def __init__(
         self,
-        directory: Path,
+        directory: str | os.PathLike[str],
         model: torch.nn.Module,
         optimizer: CustomOptimizer,
         communicator: Communicator,
@@ -49,13 +56,23 @@ class Saving:
         format: Format,
         asynchronous: bool,
     ) -> None:
-        self._directory, self._keep = directory, keep
+        check_one_of(FORMATS, format=format)
+        self._mirror = Mirror(str(directory)) if is_address(directory) else None
+        self.folder = local_path(directory) if self._mirror is None else self._mirror.folder
+        self.directory = self.folder if self._mirror is None else self._mirror.address
+        self._keep = keep
         self._model, self._optimizer = model, optimizer
         self._communicator = communicator
+        self._writer = Writer() if asynchronous else None
+        self._host_copy, self._has_reserved = HostCopy(), False
         self._sharded = None
         if format == "sharded":
+            if self._mirror is not None:
+                raise ValueError(f'`format` must be "file" with an address, got "sharded" for {self.directory}')
             device = next(optimizer.parameters()).device
-            self._sharded = sharded_files.ShardedFiles(directory, communicator, device, asynchronous=asynchronous)
+            self._sharded = sharded_files.ShardedFiles(self.folder, communicator, device, writer=self._writer)
+        if communicator.rank == 0:
+            storage.prepare(self.folder) if self._mirror is None else self._mirror.prepare()
 
     def save(self, rest: dict[str, Any], *, when_done: Callable[[], None]) -> None:
         """Save the model and the optimizer with the rest of the state; every core must call it.
@@ -67,7 +84,7 @@ class Saving:
         steps_done, is_writer = self._optimizer.steps_done, self._communicator.rank == 0
 
         def done() -> None:
-            storage.keep_only(self._directory, self._keep)
+            storage.keep_only(self.folder, self._keep)
             when_done()
 
         if self._sharded is not None:
@@ -75,14 +92,67 @@ class Saving:
             self._sharded.save(steps_done, {**state, **rest}, when_done=done)
             return
         spread = spread_state.collect(self._model, self._optimizer, is_writer=is_writer)
-        if is_writer:
-            storage.save(storage.path_of(self._directory, steps_done), {**spread, **rest})
+        self._has_reserved = True  # by the first copy, if it comes first
+        if not is_writer:
+            return
+        path, state = storage.path_of(self.folder, steps_done), {**spread, **rest}
+        if self._writer is None:
+            self._write(path, state, done)
+            return
+        self._writer.wait()
+        copied = self._host_copy.of(state)
+        self._writer.start(lambda: self._write(path, copied, done))
+
+    def _write(self, path: Path, state: dict[str, Any], done: Callable[[], None]) -> None:
+        """Write a checkpoint; where it is uploaded, before anything else is, and before older ones are removed."""
+        storage.save(path, state)
+        if self._mirror is None:
             done()
+            return
+        before = storage.checkpoints(self.folder)
+        self._mirror.upload([path])
+        self._mirror.forget(path)
+        done()
+        self._mirror.upload([self.folder / name for name in (EXECUTED, DECISIONS)])
+        self._mirror.remove_gone([one.name for one in before])
 
     def wait(self) -> None:
-        """Until what is being written is there."""
-        if self._sharded is not None:
-            self._sharded.wait()
+        """Until what is being written is there; raises what has failed."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def check(self) -> None:
+        """Raise what has failed in writing, without waiting; every core must call it after its first step, at least."""
+        if self._writer is not None:
+            self._writer.check()
+            if self._sharded is None and not self._has_reserved:
+                self._reserve(self._writer)
+
+    def _reserve(self, writer: Writer) -> None:
+        """Get memory for the first copy while training goes on; the optimizer has all of its state after a step."""
+        self._has_reserved = True
+        is_writer = self._communicator.rank == 0
+        needs = list(needs_of(spread_state.collect(self._model, self._optimizer, is_writer=is_writer)))
+        if is_writer:
+            writer.start(lambda: self._host_copy.reserve(needs))
+
+    # --------------------------------------------------------------------------------------------------------- going on
+
+    @contextmanager
+    def found(self) -> Iterator[list[Path]]:
+        """Within, the checkpoints that there are, the newest last and readable; errors name them as a user does."""
+        if self._mirror is None:
+            yield storage.checkpoints(self.folder)
+            return
+        self._mirror.name_all()
+        paths = storage.checkpoints(self.folder)
+        own = [self.folder / name for name in (EXECUTED, DECISIONS)] if self._communicator.rank == 0 else []
+        for path in [*paths[-1:], *(path for path in own if path.exists())]:
+            self._mirror.fetch(path)
+        with self._mirror.naming_objects():
+            yield paths
+        for path in paths[-1:]:
+            self._mirror.forget(path)
 
     def load(self, path: Path, state: dict[str, Any], *, own: dict[str, Any], schedule: Layout) -> None:
         """Give what was read of a checkpoint to the model and the optimizer; every core must call it.

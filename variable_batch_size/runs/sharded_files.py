@@ -7,7 +7,6 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from variable_batch_size.cores.meshes import is_split, local_part, split_like
 from variable_batch_size.files import TEMPORARY, sync
 from variable_batch_size.runs import storage
 from variable_batch_size.runs.spread_state import unwrapped
+from variable_batch_size.runs.writer import Writer
 from variable_batch_size.training.optimizer import CustomOptimizer
 from variable_batch_size.training.wrapper import optimizers_of
 
@@ -36,17 +36,16 @@ class ShardedFiles:
         directory: where.
         communicator: of all processes that have a part.
         device: on which they can sum.
-        asynchronous: whether training goes on while files are written, for the memory of one more copy of the parts.
+        writer: writes while training goes on, for the memory of one more copy of the parts; None to wait meanwhile.
     """
 
     def __init__(
-        self, directory: Path, communicator: Communicator, device: torch.device, *, asynchronous: bool
+        self, directory: Path, communicator: Communicator, device: torch.device, *, writer: Writer | None
     ) -> None:
         self._directory = directory
         self._communicator = communicator
         self._group = _host_group(communicator, device)
-        self._writer = ThreadPoolExecutor(max_workers=1) if asynchronous else None
-        self._pending: Future[None] | None = None
+        self._writer = writer
 
     def save(self, steps_done: int, state: dict[str, Any], *, when_done: Callable[[], None]) -> None:
         """Save a state, whose split tensors are on all processes and whose rest is that of core 0.
@@ -56,21 +55,15 @@ class ShardedFiles:
             state: every process calls with its own.
             when_done: called on core 0 when the directory has its name.
         """
-        self.wait()
         tensors: Tensors = {}
         rest = _without_split(state, "", tensors)
         if self._writer is None:
             self._write(steps_done, tensors, rest, when_done)
             return
+        self._writer.wait()
         copies = {place: split_like(tensor, local_part(tensor).clone()) for place, tensor in tensors.items()}
         rest = copy.deepcopy(rest) if self._communicator.rank == 0 else {}
-        self._pending = self._writer.submit(self._write, steps_done, copies, rest, when_done)
-
-    def wait(self) -> None:
-        """Until what is being written is written; raises what has gone wrong there."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        self._writer.start(lambda: self._write(steps_done, copies, rest, when_done))
 
     def _write(self, steps_done: int, tensors: Tensors, rest: dict[str, Any], when_done: Callable[[], None]) -> None:
         # core 0 says which name is free: others may not see yet what it has just written

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
+
+from variable_batch_size.runs.object_store import is_address, local_path
+from variable_batch_size.runs.uploads import Uploads
 
 _AXES = ("step", "samples")
 """What a record is drawn against; with the epoch, its position."""
@@ -20,11 +24,13 @@ class JsonLines:
     it and later ones replace are dropped, and so is what a crash has left of a line.
 
     Args:
-        path: of the file; its directory is made if need be.
+        path: of the file; its directory is made if need be. An address such as ``"s3://bucket/run/log.jsonl"`` is
+            uploaded to twice a minute and when the sink is closed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self._uploads = Uploads(str(path).rpartition("/")[0]) if is_address(path) else None
+        self.path = local_path(path) if self._uploads is None else self._uploads.folder / str(path).rpartition("/")[2]
         self._has_begun = False
         self._file: IO[str] | None = None
 
@@ -32,16 +38,22 @@ class JsonLines:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if not self._has_begun:
+                if self._uploads is not None:
+                    self._uploads.fetch(self.path)
                 self._drop_what_is_done_again(record)
                 self._has_begun = True
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(json.dumps({name: _finite_or_none(value) for name, value in record.items()}) + "\n")
         self._file.flush()
+        if self._uploads is not None:
+            self._uploads.soon()
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+            if self._uploads is not None:
+                self._uploads.now()
 
     def _drop_what_is_done_again(self, first: Mapping[str, Any]) -> None:
         if not self.path.exists():
@@ -83,11 +95,13 @@ class TensorBoard:
     Where a run goes on from a checkpoint, TensorBoard is told which points are void, because they are made again.
 
     Args:
-        directory: for the event files, made if need be.
+        directory: for the event files, made if need be; or an address of objects, uploaded to twice a minute and when
+            the sink is closed.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory)
+        self.directory = str(directory) if is_address(directory) else local_path(directory)
+        self._uploads = [Uploads(_under(self.directory, axis)) for axis in _AXES] if is_address(directory) else []
         self._writers: list[Any] = []
 
     def __call__(self, record: Mapping[str, Any]) -> None:
@@ -97,20 +111,31 @@ class TensorBoard:
             for name, value in record.items():
                 if name not in _AXES and _finite_or_none(value) is not None:
                     writer.add_scalar(f"{_folder(axis)}/{name}", value, record[axis])
+        for uploads in self._uploads:
+            uploads.soon()
 
     def close(self) -> None:
         for writer in self._writers:
             writer.close()
+        for uploads in self._uploads if self._writers else []:
+            uploads.now()
         self._writers = []
 
     def _open(self, first: Mapping[str, Any]) -> None:
         from tensorboardX import SummaryWriter
 
-        for axis in _AXES:
-            directory = self.directory / _folder(axis)
-            goes_on = directory.exists() and any(directory.iterdir())
+        for number, axis in enumerate(_AXES):
+            directory = self._uploads[number].folder if self._uploads else Path(self.directory) / _folder(axis)
+            there = self._uploads[number].has_any if self._uploads else directory.exists() and any(directory.iterdir())
             # each axis has files of its own, for what is void is said by one number
-            self._writers.append(SummaryWriter(str(directory), purge_step=first[axis] + 1 if goes_on else None))
+            purge_step = first[axis] + 1 if there else None
+            # tensorboardX names files by the second, and would not see that of another session
+            suffix = f".{time.time_ns()}" if self._uploads else ""
+            self._writers.append(SummaryWriter(str(directory), purge_step=purge_step, filename_suffix=suffix))
+
+
+def _under(directory: str | Path, axis: str) -> str:
+    return f"{str(directory).rstrip('/')}/{_folder(axis)}"
 
 
 def _folder(axis: str) -> str:

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from variable_batch_size.checks import install
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -64,5 +66,5 @@ def _student(degrees: int) -> float:
     try:
         from scipy.special import stdtrit  # what scipy.stats.t.ppf calls; scipy.stats takes a second to load
     except ImportError:
-        raise ImportError("an interval needs scipy: pip install 'variable_batch_size[compare]'") from None
+        raise ImportError(f"an interval needs scipy: {install('compare')}") from None
     return float(stdtrit(degrees, 0.975))

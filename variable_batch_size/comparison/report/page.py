@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from variable_batch_size.checks import install
 from variable_batch_size.comparison.experiment import DIVERGED, POLICY, Outcome, Run, Settings
 from variable_batch_size.comparison.report.arm import Arm, Arms, ranking
 from variable_batch_size.comparison.report.charts import charts
@@ -62,7 +63,7 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise ImportError("the page needs plotly: pip install 'variable_batch_size[compare]'") from None
+        raise ImportError(f"the page needs plotly: {install('compare')}") from None
     return str(get_plotlyjs())
 
 

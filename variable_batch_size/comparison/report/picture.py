@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from variable_batch_size.checks import install
 from variable_batch_size.comparison.experiment import Settings
 from variable_batch_size.comparison.report.arm import Arm, Arms
 from variable_batch_size.comparison.report.curves import Curves, Values, curves
@@ -24,7 +25,7 @@ def draw_picture(results: Results, path: str | os.PathLike[str]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("a plot needs matplotlib: pip install 'variable_batch_size[compare]'") from None
+        raise ImportError(f"a plot needs matplotlib: {install('compare')}") from None
 
     arms, settings = Arms.of(results), results.settings()
     if not arms.on_traces:

@@ -1,0 +1,230 @@
+"""vbs compare --executor: the same results from loky, Dask and a Ray cluster, whose workers are killed meanwhile."""
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import comparisons
+import psutil
+import pytest
+from comparisons import command, environment, rows, rows_by_run, wait_for_runs
+
+from variable_batch_size.command.main import main
+
+DIGITS = ["--workload", "digits", "--samples", 480, "--seeds", 2, "--rules", "linear"]
+NUM_RUNS = 6
+PAGE = comparisons.HERE.parent / "docs" / "clusters.md"
+RECIPES = {
+    re.match(r"# (\S+)\n", block)[1]: block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+}
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """What a process of this machine makes."""
+    directory = tmp_path_factory.mktemp("local")
+    with sigterm_as_it_is():
+        assert main([*map(str, ["compare", *DIGITS, "--out", directory, "--jobs", 1])]) == 0
+    return (directory / "results.csv").read_bytes()
+
+
+@pytest.fixture(autouse=True)
+def sigterm():
+    with sigterm_as_it_is():
+        yield
+
+
+@contextmanager
+def sigterm_as_it_is():
+    """The command sets a handler, as its process is about to end."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def options_for(recipe, folder):
+    """The options of a comparison into a folder by a recipe of the documentation."""
+    (folder / recipe).write_text(RECIPES[recipe])
+    return ["compare", *map(str, DIGITS), "--out", str(folder / "out"), "--executor", f"{folder / recipe}:executor"]
+
+
+def until(question):
+    """Wait until the answer is yes, and return it."""
+    deadline = time.monotonic() + 60
+    while not (answer := question()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return answer
+
+
+def below(pid, name):
+    """The processes that this one started, and those that they started, with this in their command line."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if name in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def of_session(session):
+    found = []
+    for pid in psutil.pids():
+        with suppress(OSError):
+            if os.getsid(pid) == session:
+                found.append(pid)
+    return found
+
+
+def started(options, **variables):
+    """A comparison that has made a run or more, in a session of its own."""
+    with comparisons.on_sigint(signal.default_int_handler):
+        variables = {**environment(), **variables}
+        running = subprocess.Popen(command(*options[1:]), env=variables, stderr=subprocess.PIPE, start_new_session=True)
+    wait_for_runs(1, running, folder_of(options))
+    return running
+
+
+def folder_of(options):
+    return Path(options[options.index("--out") + 1])
+
+
+def interrupted(options, **variables):
+    """Interrupt a comparison after a run or more; the files of those runs with the time they were made."""
+    running = started(options, **variables)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130, errors.decode()
+    assert b"interrupted; the same command goes on" in errors
+    until(lambda: not of_session(running.pid))
+    made = made_in(folder_of(options))
+    assert 1 <= len(made) < NUM_RUNS
+    return made
+
+
+def made_in(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/*/*/run.json")}
+
+
+def ends_with(expected, options, *, while_killing):
+    """A comparison ends with these results, though the first process of a name that it starts is killed."""
+    killed = []
+
+    def kill():
+        killed.append(until(lambda: below(os.getpid(), while_killing))[0])
+        killed[0].kill()
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    assert main(options) == 0
+    killing.join()
+    assert killed
+    return (folder_of(options) / "results.csv").read_bytes() == expected
+
+
+def test_loky_is_interrupted_and_goes_on_though_a_worker_is_killed(local, tmp_path):
+    options = options_for("on_loky.py", tmp_path)
+    made = interrupted(options)
+    assert ends_with(local, options, while_killing="popen_loky")
+    assert made_in(tmp_path / "out").items() >= made.items()
+    until(lambda: not below(os.getpid(), "popen_loky"))
+
+
+def test_dask_goes_on_though_a_worker_is_killed_and_leaves_no_process(local, tmp_path):
+    running = started(options_for("on_dask.py", tmp_path))
+    below(running.pid, "spawn_main")[0].kill()
+    _, errors = running.communicate(timeout=120)
+    assert running.returncode == 0, errors.decode()
+    assert (tmp_path / "out" / "results.csv").read_bytes() == local
+    until(lambda: not of_session(running.pid))
+
+
+@pytest.fixture
+def ray_cluster(monkeypatch):
+    """Two nodes of Ray, each in processes of its own, on this machine."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("PYTHONPATH", str(comparisons.HERE.parent))
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    try:
+        cluster.second_node = cluster.add_node(num_cpus=1)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore")  # of Ray and what it imports
+def test_ray_is_interrupted_and_goes_on_though_a_worker_is_killed_and_a_node_leaves(local, tmp_path, ray_cluster):
+    options = options_for("on_ray.py", tmp_path)
+    made = interrupted(options, PYTHONWARNINGS="ignore")
+    until(lambda: not below(os.getpid(), "ray::make"))
+
+    def leave():
+        until(lambda: below(os.getpid(), "ray::make"))
+        ray_cluster.remove_node(ray_cluster.second_node, allow_graceful=False)
+
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    assert ends_with(local, options, while_killing="ray::make")
+    leaving.join()
+    assert made_in(tmp_path / "out").items() >= made.items()
+
+
+def test_a_run_that_kills_its_worker_fails_and_the_others_end_well(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(comparisons.HERE)
+    (tmp_path / "pool.py").write_text(
+        "import multiprocessing\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "def executor():\n"
+        "    context = multiprocessing.get_context('forkserver')\n"
+        "    context.set_forkserver_preload(['comparisons'])\n"
+        "    return ProcessPoolExecutor(2, mp_context=context)\n"
+    )
+    options = ["--workload", "comparisons:deadly", "--rules", "linear", "--seeds", "2", "--samples", "64"]
+    assert main(["compare", *options, "--executor", f"{tmp_path}/pool.py:executor", "--out", str(tmp_path / "out")])
+    assert "3 runs failed" in capsys.readouterr().err
+    found = rows_by_run(tmp_path / "out")
+    assert {seed: row["status"] for (_, _, seed), row in found.items()} == {0: "done", 1: "failed"}
+    assert len(rows(tmp_path / "out")) == NUM_RUNS
+    assert found["ramp", "linear", 1]["reason"].startswith("BrokenProcessPool: A process in the process pool was")
+
+
+@pytest.mark.parametrize(
+    ("executor", "message"),
+    [
+        ("on_ray", "`executor` must be FILE.py:FUNCTION, got 'on_ray'"),
+        ("nowhere.py:executor", "there is no file nowhere.py"),
+        ("comparisons:nothing", "comparisons has no function 'nothing'"),
+        ("comparisons:environment", "comparisons:environment must return a concurrent.futures.Executor, got dict"),
+    ],
+)
+def test_what_is_no_executor_is_refused(tmp_path, capsys, monkeypatch, executor, message):
+    monkeypatch.chdir(comparisons.HERE)
+    assert main(["compare", "--executor", executor, "--out", str(tmp_path / "out")]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_an_executor_decides_how_many_runs_are_made_at_once(capsys):
+    assert main(["compare", "--executor", "on_ray.py:executor", "--jobs", "2"]) == 1
+    assert "--executor decides how many runs are made at once: leave --jobs out" in capsys.readouterr().err
+
+
+def test_results_go_to_a_directory_of_this_machine(capsys):
+    assert main(["compare", "--out", "s3://bucket/results"]) == 1
+    assert "--out must be a directory of this machine, got s3://bucket/results" in capsys.readouterr().err
+
+
+def test_a_recipe_has_no_more_than_22_lines():
+    assert set(RECIPES) == {"on_ray.py", "on_dask.py", "on_loky.py", "on_mpi.py", "on_slurm.py"}
+    for block in RECIPES.values():
+        assert 2 <= len([line for line in block.splitlines()[1:] if line]) <= 22

@@ -1,0 +1,131 @@
+"""Checkpoints and logs as objects, through a real S3 server."""
+
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import bucket_run
+import pytest
+
+import variable_batch_size as vbs
+from variable_batch_size.runs.object_store import ObjectStore
+
+HERE = Path(__file__).parent.parent
+NUM_STEPS = len(bucket_run.SIZES)
+
+KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:botocore", "ignore::DeprecationWarning:aiobotocore")
+
+
+@pytest.fixture(scope="module")
+def server():
+    """An S3 server, in a process of its own, by its address."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                assert running.poll() is None
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        running.kill()
+        running.wait()
+
+
+@pytest.fixture
+def bucket(server, monkeypatch):
+    """A bucket that this process and those that it starts can use."""
+    import s3fs
+
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": server}.items():
+        monkeypatch.setenv(name, value)
+    files = s3fs.S3FileSystem(skip_instance_cache=True)
+    if not files.exists("bucket"):
+        files.mkdir("bucket")
+    return "s3://bucket"
+
+
+def test_killed_at_random_instants_of_an_upload_a_run_goes_on_from_the_last_whole_checkpoint(bucket):
+    command = [sys.executable, HERE / "bucket_run.py", f"{bucket}/run", "20", "3"]
+    variables = {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([str(part) for part in command], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])  # gloo says something, too
+    assert found["stopped"] == 23
+    assert found["difference"] < 1e-6
+    assert found["names"][0] == "executed.csv"
+    assert found["names"][2:] == [f"step-{NUM_STEPS:09d}.pt"]
+
+
+def records(store, name, folder):
+    store.download(name, folder / name)
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_a_log_goes_on_where_its_object_was(bucket, tmp_path):
+    for first in (1, 3):
+        sink = vbs.JsonLines(f"{bucket}/log/steps.jsonl")
+        for step in range(first, first + 4):
+            sink({"step": step, "session": first})
+        sink.close()
+    found = records(ObjectStore(f"{bucket}/log"), "steps.jsonl", tmp_path)
+    assert [(record["step"], record["session"]) for record in found] == [(1, 1), (2, 1), *((n, 3) for n in range(3, 7))]
+
+
+def test_records_that_nobody_closed_are_uploaded_when_the_sink_is_dropped(bucket, tmp_path):
+    sink = vbs.JsonLines(f"{bucket}/dropped/steps.jsonl")
+    sink({"step": 1})
+    sink._file.close()
+    del sink
+    gc.collect()
+    assert records(ObjectStore(f"{bucket}/dropped"), "steps.jsonl", tmp_path) == [{"step": 1}]
+
+
+def test_tensorboard_has_files_of_each_session(bucket):
+    for first in (1, 3):
+        sink = vbs.TensorBoard(f"{bucket}/board")
+        sink({"step": first, "samples": 8 * first, "loss": 0.5})
+        sink.close()
+    assert len(ObjectStore(f"{bucket}/board/steps").names()) == 2
+    assert len(ObjectStore(f"{bucket}/board/samples").names()) == 2
+
+
+def test_a_bucket_that_is_not_there_is_refused_at_the_start(bucket):
+    with pytest.raises(ValueError, match="`directory` must be one that can be written to, got s3://nowhere/run: "):
+        bucket_run.train("s3://nowhere/run")
+
+
+def test_a_checkpoint_that_does_not_load_is_named_by_its_address(bucket, tmp_path):
+    (tmp_path / "broken").write_text("broken")
+    for steps in (8, 9):
+        ObjectStore(f"{bucket}/broken").upload(tmp_path / "broken", f"step-{steps:09d}.pt")
+    message = "s3://bucket/broken/step-000000009.pt does not load, .*; move it away to go on from step-000000008.pt"
+    with pytest.raises(ValueError, match=message):
+        bucket_run.train(f"{bucket}/broken")
+
+
+def test_what_is_no_address_of_objects_is_refused(tmp_path):
+    with pytest.raises(ImportError, match=r"gs://bucket/run needs gcsfs: pip install gcsfs"):
+        bucket_run.train("gs://bucket/run")
+    with pytest.raises(ValueError, match="nothing://run is no address that fsspec knows: Protocol not known: nothing"):
+        bucket_run.train("nothing://run")
+    with pytest.raises(ValueError, match="an address must be a text, as a path has lost a slash of it"):
+        bucket_run.train(Path("s3://bucket/run"))
+
+
+def test_a_file_address_is_a_directory_of_this_machine(tmp_path):
+    bucket_run.train(f"file://{tmp_path}/run")
+    assert (tmp_path / "run" / "executed.csv").exists()

@@ -1,0 +1,89 @@
+"""The manifests in deploy/: jobs and pods against the schemas of Kubernetes, and what they say about exit codes."""
+
+import copy
+import re
+import subprocess
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+import variable_batch_size as vbs
+
+DEPLOY = Path(__file__).parent.parent / "deploy"
+JOBSETS = sorted(DEPLOY.glob("*-jobset.yaml"))
+KUBERNETES = "1.31"
+
+by_jobset = pytest.mark.parametrize("path", JOBSETS, ids=lambda path: path.stem)
+
+
+def jobs_of(path):
+    """The jobs of a JobSet, each as Kubernetes gets it, and its pods."""
+    for replicated in yaml.safe_load(path.read_text())["spec"]["replicatedJobs"]:
+        job = replicated["template"]
+        name = {"name": replicated["name"]}
+        yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": name, **job}
+        yield {"apiVersion": "v1", "kind": "Pod", "metadata": name, **job["spec"]["template"]}
+
+
+@by_jobset
+def test_its_jobs_and_pods_are_what_kubernetes_knows(path):
+    for resource in jobs_of(path):
+        kubernetes_validate.validate(resource, KUBERNETES, strict=True)
+
+
+@by_jobset
+def test_a_field_that_kubernetes_does_not_know_is_noticed(path):
+    for resource in jobs_of(path):
+        wrong = copy.deepcopy(resource)
+        wrong["spec"]["restartPolicies"] = "Never"
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
+
+
+@by_jobset
+def test_a_run_that_was_told_to_stop_is_started_again_without_that_counting(path):
+    jobset = yaml.safe_load(path.read_text())["spec"]
+    (job,) = [
+        one["template"]["spec"] for one in jobset["replicatedJobs"] if "podFailurePolicy" in one["template"]["spec"]
+    ]
+    rule = job["podFailurePolicy"]["rules"][0]
+    assert rule["onExitCodes"]["values"] == [vbs.EXIT_STOPPED]
+    assert rule["onExitCodes"]["containerName"] == job["template"]["spec"]["containers"][0]["name"]
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # else Kubernetes does not ask the policy
+    if rule["action"] == "FailJob":
+        (again,) = jobset["failurePolicy"]["rules"]
+        assert again["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+        assert again["onJobFailureReasons"] == ["PodFailurePolicy"]
+    else:
+        assert rule["action"] == "Ignore"
+
+
+def test_machines_look_for_the_store_where_its_pod_is():
+    jobset = yaml.safe_load((DEPLOY / "elastic-jobset.yaml").read_text())
+    store, machines = (one["template"]["spec"]["template"]["spec"] for one in jobset["spec"]["replicatedJobs"])
+    port = store["containers"][0]["command"][-1]
+    name = jobset["metadata"]["name"]
+    assert f"--rdzv-endpoint={name}-store-0-0.{name}:{port}" in machines["containers"][0]["command"]
+    assert jobset["spec"]["successPolicy"]["targetReplicatedJobs"] == ["machines"]
+
+
+def test_the_task_of_skypilot_has_what_it_needs_and_its_commands_are_shell():
+    task = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
+    assert set(task) == {"name", "num_nodes", "resources", "workdir", "setup", "run"}
+    assert set(task["resources"]) == {"accelerators", "use_spot", "job_recovery"}
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [vbs.EXIT_STOPPED]
+    assert set(re.findall(r"\$(SKYPILOT_\w+)", task["run"])) == {
+        "SKYPILOT_NUM_NODES",
+        "SKYPILOT_NODE_RANK",
+        "SKYPILOT_NUM_GPUS_PER_NODE",
+        "SKYPILOT_NODE_IPS",
+    }
+    for command in (task["setup"], task["run"]):
+        subprocess.run(["bash", "-n", "-c", command], check=True)
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.yaml")), ids=lambda path: path.stem)
+def test_it_says_that_it_was_not_run(path):
+    assert re.search(r"not run on a cl(uster|oud)", path.read_text(), re.IGNORECASE)

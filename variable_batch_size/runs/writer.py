@@ -1,0 +1,33 @@
+"""Writer: writes one thing after another in a thread of its own, and says what has failed when it is next asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+
+class Writer:
+    """A thread that writes while training goes on.
+
+    A process that ends lets it finish. What has failed is raised once, by :meth:`check` or :meth:`wait`.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._pending: Future[None] | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Begin to write, when what was begun before is written."""
+        self.wait()
+        self._pending = self._thread.submit(write)
+
+    def wait(self) -> None:
+        """Until what was begun is written; raises what has failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def check(self) -> None:
+        """Raise what has failed, without waiting for what has not ended."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
