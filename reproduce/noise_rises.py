@@ -1,6 +1,6 @@
 """The gradient noise scale rises during training: McCandlish et al. 2018, "An empirical model of large-batch training".
 
-python reproduce/noise_rises.py --datadir DIR         # MNIST; a CPU: about 2 minutes
+python reproduce/noise_rises.py --datadir DIR         # MNIST; a CPU: a minute
 
 The curve of CIFAR-10 comes with the run AdaScale-8 of adascale_cifar10.py, of which the committed result is read.
 """
@@ -29,7 +29,7 @@ import variable_batch_size as vbs
 # ------------------------------------------------------------------------------------------------- from the paper
 # the noise scale increases as the loss decreases; it was found so on MNIST and on CIFAR-10
 # ---------------------------------------------------------------------------------------------------------- settings
-BATCHSIZE, MINIBATCH, NUM_STEPS = 128, 32, 1200
+BATCHSIZE, MINIBATCH, NUM_STEPS = 128, 32, 480  # about an epoch
 LR, MOMENTUM = 0.02, 0.5
 NUM_POINTS = 24
 # ----------------------------------------------------------------------------------------------------- tolerance
