@@ -9,6 +9,7 @@ the learning rate over steps; `linear_momentum` keeps the momentum in units of t
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from functools import partial
@@ -104,7 +105,7 @@ def judge(options: argparse.Namespace, rows: dict[str, experiment.Row]) -> list[
     if options.small:
         return claims
     spike = {name: statistics.fmean(row["spike"] for row in rows.values() if row["kind"] == name) for name in KINDS}
-    claims = [results.Claim("linear", "spike of the test loss, nats", "a spike", spike["linear"], 0.05, 1e9)]
+    claims = [results.Claim("linear", "spike of the test loss, nats", "a spike", spike["linear"], 0.05, math.inf)]
     for name in ("linear-smoothed", "linear-momentum"):
         claims.append(
             results.Claim(

@@ -1,6 +1,6 @@
 """The gradient noise scale rises during training: McCandlish et al. 2018, "An empirical model of large-batch training".
 
-python reproduce/noise_rises.py --datadir DIR         # MNIST; a CPU: about 2 minutes
+python reproduce/noise_rises.py --datadir DIR         # MNIST; a CPU: a minute
 
 The curve of CIFAR-10 comes with the run AdaScale-8 of adascale_cifar10.py, of which the committed result is read.
 """
@@ -29,11 +29,12 @@ import variable_batch_size as vbs
 # ------------------------------------------------------------------------------------------------- from the paper
 # the noise scale increases as the loss decreases; it was found so on MNIST and on CIFAR-10
 # ---------------------------------------------------------------------------------------------------------- settings
-BATCHSIZE, MINIBATCH, NUM_STEPS = 128, 32, 1200
+BATCHSIZE, MINIBATCH, NUM_STEPS = 128, 32, 480  # about an epoch
 LR, MOMENTUM = 0.02, 0.5
+REF_BATCHSIZE = 4  # at S = 32 the averages reach back 1000 / 32 steps
 NUM_POINTS = 24
 # ----------------------------------------------------------------------------------------------------- tolerance
-LEAST_RISE = 3.0  # from the first point of the curve to the last
+BEGIN, LEAST_RISE = 0.2, 3.0  # from a fifth of the curve, when the loss has begun to fall, to its end
 # --------------------------------------------------------------------------------------------------- --small, ours
 SMALL_STEPS = 48
 
@@ -74,7 +75,7 @@ def _train(seed: int, options: argparse.Namespace, folder: Path) -> experiment.R
     model = network().to(device)
     sampler = vbs.CustomSampler(dataset_size=len(y), trace=BATCHSIZE, minibatch_size=MINIBATCH, seed=seed)
     inner = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-    optimizer = vbs.ConstantOptimizer(inner, sampler, ref_batchsize=BATCHSIZE, measure_noise=True)
+    optimizer = vbs.ConstantOptimizer(inner, sampler, ref_batchsize=REF_BATCHSIZE, measure_noise=True)
     checkpoint = vbs.Checkpoint(folder, model=model, optimizer=optimizer, every_seconds=60, keep=1)
     sinks = [vbs.JsonLines(folder / "records.jsonl"), Progress(folder.name, "step", num_steps)]
     with vbs.Log(optimizer, every=num_steps // NUM_POINTS, to=sinks) as log:
@@ -92,8 +93,12 @@ def _train(seed: int, options: argparse.Namespace, folder: Path) -> experiment.R
                 break
     curve = curve_of(folder, "step", "samples", "loss", "noise_scale")
     scales = [point["noise_scale"] for point in curve]
-    row = {"seed": seed, "updates": optimizer.steps_done, "points": len(curve), "first": scales[0]}
+    row = {"seed": seed, "updates": optimizer.steps_done, "points": len(curve), "begin": at_begin(curve)}
     return {**row, "average": statistics.fmean(scales), "last": scales[-1], "curve": curve}
+
+
+def at_begin(curve: list[experiment.Row]) -> float:
+    return float(curve[int(BEGIN * len(curve))]["noise_scale"])
 
 
 def cifar10_curve() -> list[experiment.Row]:
@@ -107,12 +112,14 @@ def judge(options: argparse.Namespace, rows: dict[str, experiment.Row]) -> list[
     claims += [results.Claim.near(row["run"], "points", NUM_POINTS, row["points"], within=0) for row in rows.values()]
     if options.small:
         return claims
-    rises = {"MNIST": statistics.fmean(row["last"] / row["first"] for row in rows.values())}
+    rises = {"MNIST": statistics.fmean(row["last"] / row["begin"] for row in rows.values())}
     curve = cifar10_curve()
     if curve:
-        rises["CIFAR-10"] = curve[-1]["noise_scale"] / curve[0]["noise_scale"]
+        rises["CIFAR-10"] = curve[-1]["noise_scale"] / at_begin(curve)
     for name, rise in rises.items():
-        claims.append(results.Claim(name, "noise scale, last / first", "rises", rise, LEAST_RISE, math.inf))
+        claims.append(
+            results.Claim(name, "noise scale, at the end / after a fifth", "rises", rise, LEAST_RISE, math.inf)
+        )
     average = statistics.fmean(row["average"] for row in rows.values())
     claims.append(results.Claim("MNIST", "noise scale, average, samples", "", average, 0.0, 0.0, is_judged=False))
     return claims
