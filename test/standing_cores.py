@@ -1,9 +1,10 @@
 """Forked processes of torch.distributed that stay for a session and do one job after another: starting takes long."""
 
-import contextlib
 import gc
 import multiprocessing
 import multiprocessing.connection
+import os
+import signal
 import time
 import traceback
 import warnings
@@ -22,19 +23,20 @@ class StandingCores:
     """
 
     def __init__(self, cores, directory):
-        context = multiprocessing.get_context("fork")
-        self._pipes, self._processes = [], []
+        self._pipes, self._pids = [], []
         self.is_broken = False
         for rank in range(cores):
-            own, other = context.Pipe()
-            args = (other, f"file://{directory}/store", rank, cores)
-            process = context.Process(target=_work, args=args, daemon=True)
+            own, other = multiprocessing.Pipe()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # that this process may have threads
-                process.start()
+                pid = os.fork()  # no child of multiprocessing, whose children others count
+            if not pid:
+                for pipe in [own, *self._pipes]:  # else it would not see that this process has ended
+                    pipe.close()
+                _work(other, f"file://{directory}/store", rank, cores)
             other.close()
             self._pipes.append(own)
-            self._processes.append(process)
+            self._pids.append(pid)
 
     def run(self, function, *args):
         """What ``function(*args)`` returns on each core, as from a launch."""
@@ -61,9 +63,10 @@ class StandingCores:
     def kill(self):
         """End all of them at once, with SIGKILL."""
         self.is_broken = True
-        for process in self._processes:
-            process.kill()
-            process.join()
+        for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self._pids = []
 
 
 def _received(pipe):
@@ -76,8 +79,9 @@ def _received(pipe):
 
 
 def _work(pipe, meeting_point, rank, cores):
-    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=cores)
-    with contextlib.suppress(EOFError):
+    """Never returns: all that follows is the other process's."""
+    try:
+        dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=cores)
         while True:
             function, args = pipe.recv()
             try:
@@ -86,3 +90,5 @@ def _work(pipe, meeting_point, rank, cores):
                 outcome = False, traceback.format_exc()
             pipe.send(outcome)
             gc.collect()  # models of this job are not the next one's
+    finally:
+        os._exit(1)

@@ -24,9 +24,11 @@ class Distributed(Communicator):
     Args:
         groups: one, or several that cross in this process, such as the rows and columns of a grid: the cores are then
             the processes of the whole grid.
+        keeps_flat_gradients: whether gradients are summed in flat memory, or in a tensor each.
     """
 
-    def __init__(self, *groups: Group) -> None:
+    def __init__(self, *groups: Group, keeps_flat_gradients: bool = True) -> None:
+        self.keeps_flat_gradients = keeps_flat_gradients
         self._groups = groups or (None,)
         sizes = [dist.get_world_size(group) for group in self._groups]
         ranks = [dist.get_rank(group) for group in self._groups]

@@ -35,8 +35,8 @@ def launch(
         args: its arguments.
         cores: how many cores; all TPU cores, all GPUs, or one core for each CPU if None.
         backend: ``"xla"`` for TPU cores where there is a TPU and virtual XLA cores on the CPU otherwise, or a backend
-            of torch.distributed such as ``"gloo"`` or ``"nccl"``. By default XLA where torch_xla is installed, else
-            gloo; under ``torchrun`` nccl where there is a GPU, else gloo.
+            of torch.distributed such as ``"gloo"``, ``"nccl"`` or ``"tpu_dist"``. By default XLA where torch_xla is
+            installed, else gloo; under ``torchrun`` that of the accelerator, nccl for GPUs, else gloo.
     """
     if cores is not None:
         check_positive(cores=cores)
@@ -51,7 +51,7 @@ def launch(
             return run_processes(_tpu_processes(cores), work)
         num_cores = cores or int(os.environ.get("CPU_NUM_DEVICES", 0)) or os.cpu_count() or 1
         return run_processes([Process(_xla_main, (0, 1), _virtual_core_environment(num_cores))], work)
-    num_cores = cores or _num_gpus(backend) or os.cpu_count() or 1
+    num_cores = cores or _num_devices(backend) or os.cpu_count() or 1
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_cores)))}
     with tempfile.TemporaryDirectory() as directory:
         meeting_point = f"file://{directory}/store"
@@ -90,10 +90,10 @@ def _tpu_processes(cores: int | None) -> list[Process]:
     return [Process(_xla_main, (rank, num_processes), {"PJRT_DEVICE": "TPU"}) for rank in range(num_processes)]
 
 
-def _num_gpus(backend: str) -> int:
-    import torch
+def _num_devices(backend: str) -> int:
+    from variable_batch_size.cores import accelerators  # which loads torch
 
-    return torch.cuda.device_count() if "nccl" in backend else 0
+    return accelerators.num_devices(backend)
 
 
 # ------------------------------------------------------------------------------------------ in the started processes
@@ -114,11 +114,11 @@ def _distributed_main(
     end_with_parent()
     # loaders start their workers as they do without a launch; else as this process was started, which takes long
     multiprocessing.set_start_method(start_method, force=True)
-    import torch
     import torch.distributed as dist
 
-    if "nccl" in backend:
-        torch.cuda.set_device(rank)
+    from variable_batch_size.cores import accelerators
+
+    accelerators.use_device(rank, backend)
     # else one that has little to do would be gone before the others have met it, and they would fail
     with environment({"TORCH_DIST_INIT_BARRIER": "1"}):
         dist.init_process_group(backend, init_method=meeting_point, rank=rank, world_size=num_cores)
@@ -127,16 +127,16 @@ def _distributed_main(
 
 
 def _run_under_torchrun(fn: Callable[..., Any], args: tuple[Any, ...], backend: str | None) -> Any:
-    import torch
     import torch.distributed as dist
+
+    from variable_batch_size.cores import accelerators
 
     if backend == "xla":
         raise ValueError(
             'torchrun starts processes of torch.distributed: `backend` must be "gloo" or "nccl", got "xla"'
         )
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    if "nccl" in backend:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = backend or accelerators.default_backend()
+    accelerators.use_device(int(os.environ["LOCAL_RANK"]), backend)
     if dist.is_initialized():
         return fn(*args)
     dist.init_process_group(backend)

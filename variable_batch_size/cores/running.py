@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from variable_batch_size.cores import distributed, meshes, xla
+from variable_batch_size.cores import accelerators, distributed, meshes, xla
 from variable_batch_size.cores.communicator import Alone, Communicator
 from variable_batch_size.cores.groups import group_of, is_running
 
@@ -19,12 +19,15 @@ def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None)
         tensors: of the run: XLA if some are on an XLA device, torch.distributed if it is initialised, else alone.
         process_group: of torch.distributed, or a mesh of one dimension; all processes if None.
     """
-    if any(tensor.device.type == "xla" for tensor in tensors):
+    kinds = {tensor.device.type for tensor in tensors}
+    if "xla" in kinds:
         if process_group is not None:
             raise ValueError("`process_group` must be None on XLA, whose cores are all of its devices")
         return xla.Xla()
     group = group_of(process_group)
-    return distributed.Distributed(group) if is_running() else Alone()
+    if not is_running():
+        return Alone()
+    return distributed.Distributed(group, keeps_flat_gradients=kinds.isdisjoint(accelerators.COMPILING))
 
 
 def everyone_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:

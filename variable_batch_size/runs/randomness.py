@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from variable_batch_size.cores import xla
+from variable_batch_size.cores import accelerators, xla
 from variable_batch_size.cores.communicator import Communicator
 
 _GAUSS = struct.Struct("<?d")  # whether there is a normal number left from the pair drawn last, and which
@@ -30,10 +30,10 @@ def capture(device: torch.device) -> dict[str, torch.Tensor]:
         "python": _tensor(np.array(words, dtype="<u4").tobytes() + _GAUSS.pack(gauss is not None, gauss or 0.0)),
         "numpy": _tensor(keys.astype("<u4").tobytes() + _NUMPY.pack(position, bool(has_gauss), cached)),
     }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
     if device.type == "xla":
         states["xla"] = _tensor(_SEED.pack(xla.random_seed(device)))
+    elif (state := accelerators.random_state(device)) is not None:
+        states[device.type] = state
     return states
 
 
@@ -45,9 +45,11 @@ def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
     random.setstate((3, tuple(words.tolist()), gauss if has_gauss else None))
     keys, rest = _split(states["numpy"], _NUMPY)
     np.random.set_state(("MT19937", keys, *rest))
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
-    if device.type == "xla" and "xla" in states:
+    if device.type not in states:
+        return
+    if device.type != "xla":
+        accelerators.set_random_state(states[device.type], device)
+    else:
         (seed,) = _SEED.unpack(_bytes(states["xla"]))
         xla.set_random_seed(seed, device)
 

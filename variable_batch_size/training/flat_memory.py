@@ -150,10 +150,11 @@ def _norms(tensors: list[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor
         norms = list(torch._foreach_norm(tensors))
         if all(norm.device == like.device for norm in norms):
             return norms
-    return [_norm(tensor).to(like.device) for tensor in tensors]
+    return [norm_of(tensor).to(like.device) for tensor in tensors]
 
 
-def _norm(tensor: torch.Tensor) -> torch.Tensor:
+def norm_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The norm of one tensor, on its device and in float32 at least."""
     dense = tensor.coalesce().values() if tensor.is_sparse else tensor
     real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     norm: torch.Tensor = torch.linalg.vector_norm(real, dtype=real.dtype if real.dtype in EXACT else torch.float32)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from variable_batch_size.cores import xla
+from variable_batch_size.cores import accelerators, xla
 from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.position import Position
 
@@ -96,8 +96,7 @@ class MinibatchSeeds:
             return
         # torch.manual_seed would note down a call for every kind of device that there is not, for later
         torch.default_generator.manual_seed(seed)
-        if self._kind != "cpu":
-            torch.get_device_module(self._device).manual_seed_all(seed)
+        accelerators.set_random_seed(seed, self._device)
 
     def _seeds(self) -> tuple[int, int]:
         """63 bits each in which all of the numbers are mixed well."""

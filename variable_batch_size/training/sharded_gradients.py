@@ -8,8 +8,9 @@ import torch
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.groups import Ranks
-from variable_batch_size.cores.meshes import local_part, placed_like
+from variable_batch_size.cores.meshes import local_part, num_copies, placed_like
 from variable_batch_size.training.arrivals import Arrivals
+from variable_batch_size.training.flat_memory import norm_of
 from variable_batch_size.training.gradients import TINY, UNWEIGHTED, Gradients, Mean, Measured
 from variable_batch_size.training.split_squares import SplitSquares
 from variable_batch_size.training.weights import Weight
@@ -55,7 +56,9 @@ class ShardedGradients(Gradients):
         self._everyone, self._model, self._model_groups = everyone, model, model_groups
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._num_seen: dict[torch.nn.Parameter, int] = {}  # how often each gradient of this minibatch has arrived
-        self._arrived: list[list[torch.Tensor]] = []  # this process's share of their squares, for each group
+        self._arrived: list[list[torch.Tensor]] = []  # the norms of what this process has of them, for each group
+        self._copies_arrived: list[list[int]] = []  # how many processes have the same of each
+        self._copies: dict[torch.nn.Parameter, int] = {}  # the same for each parameter
         self._step_squares: torch.Tensor | None = None
         self._weight: Weight = 0.0
         self._num_weighted: Weight = 0.0
@@ -83,7 +86,10 @@ class ShardedGradients(Gradients):
             return torch.zeros_like(gradient)
         gradient = placed_like(whole, gradient)
         if self._measures:
-            self._arrived[self._groups[p]].append(self._squares_here().own([gradient.detach()]))
+            self._arrived[self._groups[p]].append(norm_of(local_part(gradient.detach())))
+            if p not in self._copies:
+                self._copies[p] = num_copies(gradient, self._model_groups)
+            self._copies_arrived[self._groups[p]].append(self._copies[p])
         return gradient
 
     def _squares_here(self) -> SplitSquares:
@@ -110,14 +116,17 @@ class ShardedGradients(Gradients):
         if weight is not None:
             self._weight = self._weight + weight
             self._num_weighted = self._num_weighted + (weight > 0)
-        for p in found:
-            assert p.grad is not None
-            if p in self._sums:
-                local_part(self._sums[p]).add_(local_part(p.grad))
-            else:
-                self._sums[p] = p.grad
+        self._add(found)
         self._num_kept = 0 if self._arrivals.is_reducing else self._num_kept + 1
         self._forget_minibatch()
+
+    def _add(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Add what the model has reduced to the sums, all at once."""
+        gradients = {p: p.grad for p in parameters if p.grad is not None}
+        known = [(local_part(self._sums[p]), local_part(g)) for p, g in gradients.items() if p in self._sums]
+        if known:
+            torch._foreach_add_([own for own, _ in known], [more for _, more in known])
+        self._sums |= {p: g for p, g in gradients.items() if p not in self._sums}
 
     def _check_seen(self, found: list[torch.nn.Parameter]) -> None:
         for p in found:
@@ -135,8 +144,8 @@ class ShardedGradients(Gradients):
             )
 
     def _measure(self, weight: Weight | None) -> None:
-        zero = self._squares_here().own([])
-        squares = torch.stack([torch.stack([zero, *arrived]).sum() for arrived in self._arrived])
+        pairs = zip(self._arrived, self._copies_arrived, strict=True)
+        squares = torch.stack([self._total(norms, copies) for norms, copies in pairs])
         if weight is not None:
             of_one = torch.as_tensor(weight, device=squares.device)
             squares = torch.where(of_one > 0, squares / of_one, 0.0)
@@ -144,9 +153,18 @@ class ShardedGradients(Gradients):
             squares[: len(self._step_squares)] += self._step_squares  # a group may have been added since
         self._step_squares = squares
 
+    def _total(self, norms: list[torch.Tensor], copies: list[int]) -> torch.Tensor:
+        """This process's share of the square of several norms."""
+        zero = self._squares_here().own([])
+        if not norms:
+            return zero
+        squares = torch.stack(norms).to(zero).square()
+        return (squares / torch.tensor(copies).to(squares) if max(copies) > 1 else squares).sum()
+
     def _forget_minibatch(self) -> None:
         self._num_seen = {}
         self._arrived = [[] for _ in self._inner.param_groups]
+        self._copies_arrived = [[] for _ in self._inner.param_groups]
         for p in self.parameters():
             p.grad = None
 
@@ -207,10 +225,9 @@ class ShardedGradients(Gradients):
         return torch.where(weight > 0, 1 / weight, 0.0)
 
     def _scale(self, factor: Weight) -> None:
-        if isinstance(factor, torch.Tensor) or factor != 1:
-            for gradient in self._sums.values():
-                part = local_part(gradient)
-                part.mul_(factor.to(part.device) if isinstance(factor, torch.Tensor) else factor)
+        parts = [local_part(gradient) for gradient in self._sums.values()]
+        if parts and (isinstance(factor, torch.Tensor) or factor != 1):
+            torch._foreach_mul_(parts, factor.to(parts[0].device) if isinstance(factor, torch.Tensor) else factor)
 
     def clip(self, largest: float) -> None:
         self._scale((largest / (self.norm() * self._mean.multiple + TINY)).clamp(max=1.0))
