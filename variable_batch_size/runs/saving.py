@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from variable_batch_size.checks import check_one_of
+from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.runs import sharded_files, spread_state, storage
 from variable_batch_size.schedules.layout import Layout
@@ -21,6 +22,8 @@ FORMATS: tuple[Format, ...] = ("file", "sharded")
 def check_format(format: Format, *, asynchronous: bool) -> None:
     """Refuse what is no way to save."""
     check_one_of(FORMATS, format=format)
+    if format == "sharded" and xla.is_spmd():
+        raise ValueError('`format` must be "file" in XLA\'s SPMD mode, got "sharded"')
     if asynchronous and format == "file":
         raise ValueError('`asynchronous` must be False with format="file", got True: format="sharded" can be so')
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.cores.hosts import Hosts
+from variable_batch_size.cores.running import everyone_for
 from variable_batch_size.training.description import settings_of, shapes_of
-from variable_batch_size.training.sameness import begin_alike
+from variable_batch_size.training.sameness import Comparison, begin_alike
 from variable_batch_size.training.scheduled import ScheduledOptimizer
 from variable_batch_size.training.unsupported import refuse_spread_moments, refuse_unsupported
 from variable_batch_size.training.wrapped import take_over_reduction
@@ -49,6 +51,9 @@ def join_other_cores(
         "first batch size": optimizer.batch_size,
         **({"threads": torch.get_num_threads()} if optimizer.exact else {}),  # on which the bits of sums depend
     }
+    everyone = everyone_for(parameters, sampler.process_group)
+    if isinstance(everyone, Hosts):
+        Comparison(facts, everyone, torch.device("cpu")).refuse_different()
     complete = begin_alike(facts, [*parameters, *of_model], communicator)
     take_over_reduction(parameters, communicator)
     return complete
