@@ -6,8 +6,8 @@ import json
 import pytest
 import spmd_runs
 import torch
-from sharded_models import Normed, Transformer, largest_difference
-from spmd_runs import SIZES
+from sharded_models import Normed, largest_difference
+from spmd_runs import SIZES, Small
 
 import variable_batch_size as vbs
 
@@ -15,10 +15,10 @@ pytestmark = pytest.mark.xla
 
 # on how many virtual devices, in which way, which model, which runs
 CASES = [
-    *((4, "laid_out", Transformer, name) for name in ("adascale", "linear", "adam", "weighted", "nan")),
-    *((4, "wrapped", Transformer, name) for name in ("adascale", "root", "linear-momentum", "scaled")),
-    *((4, "copied", Normed, name) for name in ("adascale", "nan")),
-    *((8, "wrapped", Transformer, name) for name in ("adascale", "adam")),
+    *((4, "laid_out", Small, name) for name in ("adascale", "linear", "adam", "weighted", "nan")),
+    *((4, "wrapped", Small, name) for name in ("adascale", "root", "linear-momentum")),
+    *((4, "copied", Normed, name) for name in ("scaled",)),
+    *((8, "wrapped", Small, name) for name in ("adascale",)),
     *((8, "laid_out", Normed, name) for name in ("adascale", "linear-momentum")),
 ]
 each_case = pytest.mark.parametrize(("devices", "way", "kind", "name"), CASES)
@@ -63,16 +63,16 @@ def test_sums_and_momentum_are_laid_out_as_their_parameters(devices, way, kind, 
 
 
 def test_a_run_goes_on_in_one_plain_process_and_back(tmp_path):
-    uninterrupted, _, _ = spmd_runs.go(tmp_path / "whole", "plain", Transformer, "adascale")
+    uninterrupted, _, _ = spmd_runs.go(tmp_path / "whole", "plain", Small, "adascale")
     stopped = tmp_path / "stopped"
-    spmd_runs.go(stopped, "plain", Transformer, "adascale", until=3)
+    spmd_runs.go(stopped, "plain", Small, "adascale", until=3)
     turns = [("laid_out", 7), ("wrapped", 10), ("laid_out", 13)]
-    arguments = (stopped, Transformer, "adascale", turns)
+    arguments = (stopped, Small, "adascale", turns)
     (layouts,) = vbs.launch(spmd_runs.in_turns, arguments, cores=4, backend="xla", spmd=True)
     for of_momentum, of_parameters in layouts:
         assert of_momentum == of_parameters
         assert any(layout.startswith("{devices=") for layout in of_momentum)
-    state, _, _ = spmd_runs.go(stopped, "plain", Transformer, "adascale")
+    state, _, _ = spmd_runs.go(stopped, "plain", Small, "adascale")
     assert largest_difference(state, uninterrupted) < 1e-5
     records = [json.loads(line) for line in (stopped / "log.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [3, 6, 9, 12, 15, 18]

@@ -85,10 +85,11 @@ class Xla(Communicator):
 
     def __init__(self) -> None:
         self.rank, self.num_replicas = cores()
+        self._is_spmd = is_spmd()
         self._is_virtual = _runtime().device_type() == "CPU" and self.num_replicas > 1
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
-        if self.num_replicas == 1:
+        if self._is_spmd:  # the compiler has summed
             return
         model = _module("core.xla_model")
         model.all_reduce(model.REDUCE_SUM, list(tensors))
@@ -118,7 +119,7 @@ class Xla(Communicator):
             _torch_xla().sync()
 
     def lay_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        if is_spmd():
+        if self._is_spmd:
             on_all_devices = _torch_xla()._XLAC.OpSharding([], [], [], 0)
             for tensor in tensors:
                 _lay_out(tensor, _layout_of(tensor) or on_all_devices)
