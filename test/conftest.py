@@ -45,6 +45,23 @@ def results_on():
 
 
 @pytest.fixture(scope="session")
+def on_cores(tmp_path_factory):
+    """Runs a function on some gloo processes that stay for the session; an error there must not leave any waiting."""
+    from standing_cores import StandingCores
+
+    standing = {}
+
+    def run(cores, function, *args):
+        if cores not in standing or standing[cores].is_broken:
+            standing[cores] = StandingCores(cores, tmp_path_factory.mktemp(f"{cores}-cores"))
+        return standing[cores].run(function, *args)
+
+    yield run
+    for one in standing.values():
+        one.kill()
+
+
+@pytest.fixture(scope="session")
 def long_runs_on(tmp_path_factory):
     """Runs `run_all` of `stoppable_run.py` on two cores, once for each backend; the results, and where files are."""
     import contextlib

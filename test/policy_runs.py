@@ -39,13 +39,13 @@ def network():
     return model
 
 
-def train(trace, *, backend="gloo", directory=None, workers=0, stop_after=None):
+def train(trace, *, backend="gloo", directory=None, workers=0, stop_after=None, exact=False):
     """Train to the end, or stop, or go on; the weights, and the batch sizes of all steps."""
     device = scenarios.device_of(backend)
     model, data = network().to(device), dataset()
     sampler = vbs.CustomSampler(data, trace=trace, minibatch_size=MINIBATCH)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=REF_BATCHSIZE, model=model)
+    optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=REF_BATCHSIZE, model=model, exact=exact)
     checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=1 if stop_after else None)
     loader = DataLoader(data, batch_sampler=sampler, num_workers=workers)
     with vbs.Log(optimizer, every=2, to=[]) as log:
@@ -70,6 +70,8 @@ def run_all(backend, stopped, stop_after):
         workers = 2 if name == "autoscale" and backend == "gloo" else 0
         weights, rows = train(make(), backend=backend, workers=workers)
         results[name] = {"weights": weights, "rows": rows, "replayed": train(rows, backend=backend)[0]}
+    if backend == "gloo":
+        results["exact"] = train(POLICIES["norm test"](), exact=True)
     if stopped is not None:
         train(POLICIES["autoscale"](), directory=stopped, stop_after=stop_after)
     return results

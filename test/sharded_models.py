@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import variable_batch_size as vbs
 
 MINIBATCH = 4
-NUM_SAMPLES = 64
-# 1 to 7 minibatches: uneven shares, idle cores, and last rounds that are full, in part, and of one core
-SIZES = [MINIBATCH * n for n in (3, 1, 4, 2, 5, 7)]
+NUM_SAMPLES = 48
+# on 2 to 4 cores: uneven shares, idle cores, and last rounds that are full, in part, and of one core; in two epochs
+SIZES = [MINIBATCH * n for n in (3, 1, 4, 7)]
 
 
 class Attention(nn.Module):
@@ -120,6 +120,18 @@ def sharded_recomputed(model):
     return sharded(model)
 
 
+def sharded_compiled(model):
+    model.blocks[0].compile(backend="aot_eager")
+    return sharded(model)
+
+
+def sharded_offloaded(model):
+    """Parameters, gradients and the optimizer's state on the host."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
 def sharded_otherwise(model):
     """With a divisor of gradients, and a reduction switched off, that another loop has wanted."""
     model, options = sharded(model)
@@ -198,7 +210,14 @@ MORE_RUNS = {
     "weighted": (vbs.AdaScaleOptimizer, sgd, {}),
     "scaled": (vbs.AdaScaleOptimizer, sgd, {"loss_scale": 64.0}),
 }
-NAN_STEP = 4  # of 5 minibatches
+NAN_STEP = 2  # of 4 minibatches
+
+
+def erratic():
+    """A policy whose answers change from step to step, and depend on the measured noise."""
+    return vbs.FunctionPolicy(
+        lambda seen: MINIBATCH * (2 + int(7 * seen.steps_done + 10 * (seen.noise_scale or 0)) % 4), every=1, lead=1
+    )
 
 
 def whole(tensor):
@@ -276,12 +295,12 @@ def all_of(cases):
 
 
 def go(directory, way, kind, name, *, until=None, forget=False, **how):
-    """Take up a run, if there is one, and go on to the end, or until some steps are saved; the state after that."""
+    """Take up a run, if there is one, and go on to the end or until so many steps, and save; the state after that."""
     optimizer_class, inner, options = (RUNS | MORE_RUNS)[name]
     model, more = globals()[way](model_of(kind))
     sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=SIZES, minibatch_size=MINIBATCH, **more)
     optimizer = optimizer_class(inner(list(model.parameters())), sampler, ref_batchsize=8, model=model, **options)
-    checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=1, **how)
+    checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=until, **how)
     if forget:
         optimizer.inner.state.clear()
     x, y = data()

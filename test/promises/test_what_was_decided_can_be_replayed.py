@@ -44,6 +44,14 @@ def test_they_replay_to_the_same_weights_on_one_core(on_cores, cores, name):
     assert largest_difference(policy_runs.train(result["rows"])[0], result["weights"]) < 1e-9
 
 
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_in_exact_mode_they_replay_to_the_same_bits_on_one_core(on_cores, cores):
+    weights, rows = on_cores[cores][0]["exact"]
+    assert len(set(rows)) > 1
+    replayed = policy_runs.train(rows, exact=True)[0]
+    assert all(torch.equal(replayed[name], weights[name]) for name in weights)
+
+
 def test_a_run_goes_on_on_other_cores_and_its_executed_trace_gives_the_same_weights(on_cores, stopped):
     weights, rows = policy_runs.train(policy_runs.POLICIES["autoscale"](), directory=stopped)
     trace = vbs.Trace.read(stopped / "executed.csv")

@@ -1,15 +1,18 @@
 """Checkpoints in parts: gone on from in any way, whole or not there, kept, and written while training goes on."""
 
 import shutil
+import time
 
 import pytest
+import sharded_models
 import torch
 from sharded_models import Normed, Transformer, go, largest_difference
+from standing_cores import StandingCores
 
 import variable_batch_size as vbs
 from variable_batch_size.runs import storage
 
-STOP_AFTER = 3
+STOP_AFTER = 2
 
 
 def save_all(root):
@@ -45,14 +48,14 @@ def go_all(cases):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory, on_cores):
     root = tmp_path_factory.mktemp("saved")
-    vbs.launch(save_all, (root,), cores=4, backend="gloo")
+    on_cores(4, save_all, root)
     return root
 
 
 @pytest.fixture(scope="module")
-def resumed(saved, tmp_path_factory):
+def resumed(saved, tmp_path_factory, on_cores):
     root, found = tmp_path_factory.mktemp("resumed"), {}
     for cores in (1, 2):
         own = [case for case in RESUMED if case[1] == cores]
@@ -60,7 +63,7 @@ def resumed(saved, tmp_path_factory):
         for key, _, way, how in own:
             shutil.copytree(saved / key, root / f"{key}-{cores}")
             cases.append((root / f"{key}-{cores}", way, *SAVED[key], how))
-        results = [go_all(cases)] if cores == 1 else vbs.launch(go_all, (cases,), cores=cores, backend="gloo")
+        results = [go_all(cases)] if cores == 1 else on_cores(cores, go_all, cases)
         for place, (key, *_) in enumerate(own):
             found[key, cores] = [core[place] for core in results], root / f"{key}-{cores}"
     return found
@@ -92,7 +95,7 @@ def test_what_is_split_is_in_parts_and_the_rest_in_a_file_that_runs_no_code(save
 def test_a_directory_that_was_not_completed_is_cleaned_up_and_the_one_before_is_gone_on_from(saved, tmp_path):
     shutil.copytree(saved / "sharded", tmp_path / "run")
     (*_, path) = storage.checkpoints(tmp_path / "run")
-    unfinished = path.with_name("step-000000004-1.tmp")
+    unfinished = path.with_name("step-000000003-1.tmp")
     shutil.copytree(path, unfinished)
     storage.rest_of(unfinished).unlink()
     state = go(tmp_path / "run", "plain", Transformer, "adam")
@@ -100,12 +103,43 @@ def test_a_directory_that_was_not_completed_is_cleaned_up_and_the_one_before_is_
     assert largest_difference(state, go(None, "plain", Transformer, "adam")) < 1e-5
 
 
+@pytest.mark.parametrize("format", ["file", "sharded"])
+def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_checkpoint_before(tmp_path, format):
+    """Both processes at once, as soon as the second checkpoint is being written, or has just been."""
+    directory = tmp_path / "run"
+    cores = StandingCores(2, tmp_path)
+    cores.give(save_again_and_again, directory, format)
+    while not (storage.checkpoints(directory) and list(directory.glob("*.tmp"))) and not cores.have_answered():
+        time.sleep(0.0005)
+    cores.kill()
+    (*_, path) = storage.checkpoints(directory)
+    assert path.is_dir() == (format == "sharded")
+    state = go(directory, "plain", Transformer, "adam")
+    assert largest_difference(state, go(None, "plain", Transformer, "adam")) < 1e-5
+    assert not list(directory.glob("*.tmp"))
+
+
+def save_again_and_again(directory, format):
+    model, more = sharded_models.sharded(sharded_models.model_of(Transformer))
+    sampler = vbs.CustomSampler(dataset_size=48, trace=sharded_models.SIZES, minibatch_size=4, **more)
+    inner = sharded_models.adamw(list(model.parameters()))
+    optimizer = vbs.AdamRuleOptimizer(inner, sampler, ref_batchsize=8, model=model)
+    checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, format=format)
+    x, y = sharded_models.data()
+    for _ in checkpoint.epochs(1):
+        for indices in sampler:
+            sharded_models.loss_of(model, x[indices], y[indices]).backward()
+            if optimizer.step():
+                for _ in range(100 if optimizer.steps_done == 2 else 1):
+                    checkpoint.save()
+
+
 def test_a_part_that_is_missing_is_named(saved, tmp_path):
     shutil.copytree(saved / "sharded", tmp_path / "run")
     (*_, path) = storage.checkpoints(tmp_path / "run")
     for part in path.glob("*.distcp"):
         part.unlink()
-    with pytest.raises(ValueError, match=r"step-000000003-1 does not load"):
+    with pytest.raises(ValueError, match=r"step-000000002-1 does not load"):
         go(tmp_path / "run", "plain", Transformer, "adam")
 
 

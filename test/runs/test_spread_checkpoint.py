@@ -12,21 +12,19 @@ from torch import nn
 import variable_batch_size as vbs
 from variable_batch_size.runs import storage
 
-STOP_AFTER = 3
-
 
 def go_all(cases):
     return [go(directory, way, kind, name, until=until) for directory, way, kind, name, until in cases]
 
 
-# where it is saved, on how many processes, spread how, and what
+# where it is saved, on how many processes, spread how, what, and after how many of its 4 steps
 SAVED = {
-    "sharded": (4, "sharded", Transformer, "adam"),
-    "normed": (4, "sharded", Normed, "adascale"),
-    "both": (4, "sharded_and_split", Transformer, "adascale"),
-    "wrapped": (4, "wrapped", Transformer, "adascale"),
-    "zero": (4, "plain", Transformer, "zero"),
-    "plain": (1, "plain", Transformer, "adam"),
+    "sharded": (4, "sharded", Transformer, "adam", 2),
+    "normed": (4, "sharded", Normed, "adascale", 3),
+    "both": (4, "sharded_and_split", Transformer, "adascale", 2),
+    "wrapped": (4, "wrapped", Transformer, "adascale", 3),
+    "zero": (4, "plain", Transformer, "zero", 1),
+    "plain": (1, "plain", Transformer, "adam", 3),
 }
 # from where it goes on, on how many processes, spread how
 RESUMED = [
@@ -46,23 +44,17 @@ RESUMED = [
 ]
 
 
-def runs_of(cases, cores):
-    if cores == 1:
-        return [go_all(cases)]
-    return vbs.launch(go_all, (cases,), cores=cores, backend="gloo")
-
-
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory, on_cores):
     root = tmp_path_factory.mktemp("saved")
     for cores in (1, 4):
-        cases = [(root / key, *how, STOP_AFTER) for key, (number, *how) in SAVED.items() if number == cores]
-        runs_of(cases, cores)
+        cases = [(root / key, *how) for key, (number, *how) in SAVED.items() if number == cores]
+        go_all(cases) if cores == 1 else on_cores(cores, go_all, cases)
     return root
 
 
 @pytest.fixture(scope="module")
-def resumed(saved, tmp_path_factory):
+def resumed(saved, tmp_path_factory, on_cores):
     root = tmp_path_factory.mktemp("resumed")
     found = {}
     for cores in (1, 2):
@@ -71,15 +63,15 @@ def resumed(saved, tmp_path_factory):
         for key, _, way in own:
             directory = root / f"{key}-{cores}-{way}"
             shutil.copytree(saved / key, directory)
-            cases.append((directory, way, *SAVED[key][2:], None))
-        results = runs_of(cases, cores)
+            cases.append((directory, way, *SAVED[key][2:4], None))
+        results = [go_all(cases)] if cores == 1 else on_cores(cores, go_all, cases)
         found |= {case: [core[place] for core in results] for place, case in enumerate(own)}
     return found
 
 
 @pytest.fixture(scope="module")
 def uninterrupted():
-    return {key: go(None, "plain", *how[2:]) for key, how in SAVED.items()}
+    return {key: go(None, "plain", *how[2:4]) for key, how in SAVED.items()}
 
 
 @pytest.mark.parametrize("case", RESUMED, ids=str)
@@ -91,7 +83,7 @@ def test_a_run_goes_on_spread_in_another_way_as_if_never_stopped(resumed, uninte
 @pytest.mark.parametrize("key", ["sharded", "wrapped", "zero"])
 def test_without_its_momentum_it_would_be_another_run(saved, uninterrupted, tmp_path, key):
     shutil.copytree(saved / key, tmp_path / key)
-    state = go(tmp_path / key, "plain", *SAVED[key][2:], forget=True)
+    state = go(tmp_path / key, "plain", *SAVED[key][2:4], forget=True)
     assert largest_difference(state, uninterrupted[key]) > 1e-4
 
 

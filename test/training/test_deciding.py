@@ -20,11 +20,11 @@ def data():
     )
 
 
-def run_with(trace, *, kind=vbs.AdaScaleOptimizer, **options):
+def run_with(trace, *, kind=vbs.AdaScaleOptimizer, minibatch_size=MINIBATCH, **options):
     """A model, its sampler and optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    sampler = vbs.CustomSampler(data(), trace=trace, minibatch_size=MINIBATCH, **options)
+    sampler = vbs.CustomSampler(data(), trace=trace, minibatch_size=minibatch_size, **options)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return model, sampler, kind(inner, sampler, ref_batchsize=2 * MINIBATCH, model=model)
 
@@ -133,9 +133,62 @@ def test_a_policy_class_or_no_policy_at_all_is_refused():
             run_with(wrong)
 
 
-def test_a_stream_needs_a_trace_that_is_known():
-    with pytest.raises(ValueError, match="a stream needs a `trace` that is known before it is read, got a policy"):
-        vbs.Stream(range(100), trace=vbs.PerCore(), minibatch_size=MINIBATCH)
+def test_what_cannot_read_a_stream_as_it_is_decided_is_refused():
+    with pytest.raises(ValueError, match="`is_sharded` must be False with a policy, which decides how much"):
+        vbs.Stream(range(100), trace=vbs.PerCore(), minibatch_size=4, is_sharded=True)
+    stream = vbs.Stream(range(100), trace=vbs.PerCore(), minibatch_size=4)
+    with pytest.raises(ValueError, match="a stream with a policy is read where that decides: pass num_workers=0"):
+        list(DataLoader(stream, batch_size=None, num_workers=1))
+
+
+def streamed(trace, directory=None, *, stop_after=None, **options):
+    """Weights and rows of a run over all samples, in their order."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).double()
+    stream = vbs.Stream(list(data()), trace=trace, minibatch_size=MINIBATCH, **options)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = vbs.AdaScaleOptimizer(inner, stream, ref_batchsize=2 * MINIBATCH, model=model)
+    checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=1)
+    for _ in checkpoint.epochs(2 if "dataset_size" in options else 1):
+        for x, y in DataLoader(stream, batch_size=None):
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            checkpoint.step()
+            if stop_after == optimizer.steps_done and not optimizer.is_accumulating:
+                return None
+    return [model.weight.detach().clone()], list(stream.schedule.trace)[: optimizer.steps_done]
+
+
+@pytest.mark.parametrize("options", [{}, {"dataset_size": 300}])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_stream_is_read_as_it_is_decided_and_replays_to_the_same_bits(name, options):
+    weights, rows = streamed(POLICIES[name](), **options)
+    assert len(rows) > 10
+    assert 400 - 200 < sum(rows) <= (600 if options else 400)  # the last one may not have found its samples
+    replayed, again = streamed(rows, **options)
+    assert again == rows
+    assert are_equal(replayed, weights)
+
+
+def test_a_stream_goes_on_where_it_was_stopped_with_what_was_decided(tmp_path):
+    weights, rows = streamed(POLICIES["function"]())
+    streamed(POLICIES["function"](), tmp_path, stop_after=8)
+    again, rows_again = streamed(POLICIES["function"](), tmp_path)
+    assert rows_again == rows
+    assert are_equal(again, weights)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_run_goes_on_with_other_minibatches(tmp_path, name):
+    accept = {"minibatch_size"}
+    saved_run(tmp_path, POLICIES[name](), epochs=4, stop_after=15)
+    saved_run(tmp_path, POLICIES[name](), epochs=4, stop_after=25, accept=accept, minibatch_size=24)
+    saved_run(tmp_path, POLICIES[name](), epochs=4, accept=accept, minibatch_size=4)
+    rows = list(vbs.Trace.read(tmp_path / "executed.csv"))
+    assert all(row % MINIBATCH == 0 for row in rows[:15])
+    assert all(row % 24 == 0 for row in rows[15:25])
+    assert all(row % 4 == 0 for row in rows[25:])
+    assert 4 * 400 * 0.7 < sum(rows) <= 4 * 400
 
 
 def test_bounds_that_the_data_set_breaks_are_refused_at_the_start():
@@ -180,8 +233,8 @@ def test_a_log_has_the_times_and_tells_the_policy_the_loss():
     assert math.isnan(records[0]["seconds_updating"])
 
 
-def saved_run(directory, trace, *, epochs, stop_after=None, **options):
-    model, sampler, optimizer = run_with(trace)
+def saved_run(directory, trace, *, epochs, stop_after=None, minibatch_size=MINIBATCH, **options):
+    model, sampler, optimizer = run_with(trace, minibatch_size=minibatch_size)
     checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=5, **options)
     loader = DataLoader(data(), batch_sampler=sampler)
     for _ in checkpoint.epochs(epochs):

@@ -22,7 +22,7 @@ def sampler_of(**options):
     return vbs.CustomSampler(dataset_size=8, trace=[4], minibatch_size=4, **options)
 
 
-def in_pairs(directory):
+def in_pairs():
     """Two runs beside one another, on the even and on the odd processes; and one whose cores are pairs."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     own = groups[dist.get_rank() % 2]
@@ -48,14 +48,35 @@ def in_pairs(directory):
             error_of(sampler_of, process_group="data"),
         ],
         "split": sharded_models.all_of([("split", Transformer, name) for name in names]),
-        "written": written_by(mesh, directory),
+        "decided": [decided(way) for way in (sharded_models.split, sharded_models.sharded_and_split)],
+        "written": written_by(),
     }
 
 
-def written_by(mesh, directory):
+def decided(spread):
+    """Seeded differently on each process, with a policy and dropout: processes that share samples must agree on all."""
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    model, options = spread(Transformer())
+    sampler = vbs.CustomSampler(dataset_size=48, trace=sharded_models.erratic(), minibatch_size=4, **options)
+    inner = sharded_models.sgd(model.parameters())
+    optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=8, model=model, seed_minibatches=True)
+    x, y = sharded_models.data()
+    sizes = []
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for indices in sampler:
+            answers = torch.nn.functional.dropout(model(x[indices]), 0.3)
+            torch.nn.functional.cross_entropy(answers, y[indices]).backward()
+            if optimizer.step():
+                sizes.append(optimizer.batch_size)
+    return sharded_models.state_of(model), sizes
+
+
+def written_by():
     """A checkpoint and a log of a run whose cores are pairs of processes: one of each is written."""
     model, options = sharded_models.split(sharded_models.model_of(Transformer))
-    sampler = vbs.CustomSampler(dataset_size=64, trace=[8] * 4, minibatch_size=4, **options)
+    sampler = vbs.CustomSampler(dataset_size=48, trace=[8] * 4, minibatch_size=4, **options)
     optimizer = vbs.LinearRuleOptimizer(sharded_models.sgd(model.parameters()), sampler, ref_batchsize=8, model=model)
     records = []
     log = vbs.Log(optimizer, every=2, to=[records.append])
@@ -69,8 +90,8 @@ def written_by(mesh, directory):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return vbs.launch(in_pairs, (tmp_path_factory.mktemp("pairs"),), cores=4, backend="gloo")
+def results(on_cores):
+    return on_cores(4, in_pairs)
 
 
 def assert_same(found, expected, *, tolerance=1e-5):
@@ -118,3 +139,16 @@ def test_tensor_parallel_pairs_train_as_one_plain_process(results, name):
 def test_one_process_of_all_writes_the_log(results):
     records = [result["written"] for result in results]
     assert [len(own) for own in records] == [2, 0, 0, 0]
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["split", "sharded and split"])
+def test_processes_that_share_samples_begin_alike_draw_alike_and_decide_alike(results, way):
+    state, sizes = results[0]["decided"][way]
+    assert len(set(sizes)) > 1
+    for result in results[1:]:
+        assert result["decided"][way][1] == sizes
+        assert sharded_models.largest_difference(result["decided"][way][0], state) < 1e-6
+    if way == 0:  # of a model that is sharded, too, each process has made its part
+        expected, plain_sizes = decided(sharded_models.plain)
+        assert sizes == plain_sizes
+        assert sharded_models.largest_difference(state, expected) < 1e-5

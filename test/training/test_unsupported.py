@@ -66,6 +66,85 @@ def message_about_two_backward_passes():
     return "no error"
 
 
+def said_while_training(optimizer, model, sampler, *, weight=None, between=lambda: None):
+    x, y = sharded_models.data()
+    try:
+        for indices in sampler:
+            loss = sharded_models.loss_of(model, x[indices], y[indices]) * optimizer.loss_scale
+            between()
+            loss.backward()
+            optimizer.step(weight=weight)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+def messages_while_training():
+    """What cannot be seen before the model has run; nobody may wait for the others for ever."""
+    rank, found = torch.distributed.get_rank(), {}
+
+    def say(name, model, parameters=None, options=None, **more):
+        sampler = sampler_of()
+        inner = sharded_models.sgd(model.parameters() if parameters is None else parameters)
+        optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4, **(options or {}))
+        found[name] = said_while_training(optimizer, model, sampler, **more)
+        return optimizer
+
+    early = transformer()
+    parameters = list(early.parameters())
+    say("sharded since", sharded_models.sharded(early)[0], parameters)
+    say("some weights", sharded_models.sharded(transformer())[0], weight=2.0 if rank == 0 else None)
+    model = sharded_models.sharded(transformer())[0]
+    say("not reduced", model, between=lambda: model.set_requires_gradient_sync(False))
+    model = sharded_models.sharded(transformer())[0]
+    late, first = list(model.blocks[1].parameters()), [*model.blocks[0].parameters()]
+    other = torch.optim.SGD(late, lr=0.1)
+    say("foreign", model, first)
+    del other
+    model, sampler = sharded_models.sharded(transformer())[0], sampler_of()
+    optimizer = vbs.LinearRuleOptimizer(sharded_models.sgd(model.parameters()), sampler, ref_batchsize=4)
+    optimizer.loss_scale = 1.0 + rank
+    found["scales"] = said_while_training(optimizer, model, sampler)
+    return found
+
+
+def message_about_a_dropped_minibatch():
+    model, sampler = (
+        sharded_models.sharded(transformer())[0],
+        vbs.CustomSampler(dataset_size=16, trace=[16], minibatch_size=4),
+    )
+    optimizer = vbs.LinearRuleOptimizer(
+        sharded_models.sgd(model.parameters()), sampler, ref_batchsize=4, reduce_once=True
+    )
+    x, y = sharded_models.data()
+    try:
+        for indices in sampler:
+            sharded_models.loss_of(model, x[indices], y[indices]).backward()
+            if optimizer.is_accumulating:
+                optimizer.zero_grad()
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def partly_sharded():
+    from torch.distributed.fsdp import fully_shard
+
+    model = transformer()
+    for block in model.blocks:
+        fully_shard(block)
+    return model
+
+
+def run_before():
+    """The outermost module shows whole parameters after a forward pass."""
+    model, _ = sharded_models.sharded(transformer())
+    with torch.no_grad():
+        model(sharded_models.data()[0][:4])
+    return model
+
+
 def messages():
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.pipelining import PipelineStage
@@ -93,9 +172,19 @@ def messages():
         "read": message(sharded[3], sampler=read),
         "unseen": message_about_unseen_gradients(),
         "twice": message_about_two_backward_passes(),
+        "partly": message(partly_sharded()),
+        "run before": message(run_before()),
+        "dropped": message_about_a_dropped_minibatch(),
+        "other trace": message(split, sampler=other_trace(mesh["data"])),
     }
     del stage
-    return found
+    return found | messages_while_training()
+
+
+def other_trace(group):
+    """On one of the processes that share the samples."""
+    rank = torch.distributed.get_rank()
+    return vbs.CustomSampler(dataset_size=16, trace=[8, 4 + 4 * rank], minibatch_size=4, process_group=group)
 
 
 EXPECTED = {
@@ -113,12 +202,21 @@ EXPECTED = {
     "read": "the sampler has been read already: make it with `lockstep=True`",
     "unseen": "the gradient of a parameter of the shape (2, 2) was reduced unseen",
     "twice": "gradients must be measured whole, but fully_shard has reduced one of them in several parts",
+    "partly": "all parameters must be in fully_shard or none, but 3 are not (of the shape (11, 8), (8,), (8,))",
+    "run before": "all parameters must be in fully_shard or none, but 3 are not (of the shape (11, 8), (8,), (8,))",
+    "dropped": "a minibatch's gradient cannot be dropped with `reduce_once` when the step has others before it",
+    "other trace": "all cores must be set up alike, but they differ in trace",
+    "sharded since": "no parameter of the optimizer has a gradient, and a model is in fully_shard",
+    "some weights": "`weight` must be given on all cores or on none, got none on 1 of 2",
+    "not reduced": "fully_shard has not reduced the gradients",
+    "foreign": "SGD trains parameters of a model in fully_shard, and an optimizer of this library the others",
+    "scales": "`loss_scale` must be the same on all cores where a model is in fully_shard",
 }
 
 
 @pytest.fixture(scope="module")
-def found():
-    return vbs.launch(messages, cores=2, backend="gloo")
+def found(on_cores):
+    return on_cores(2, messages)
 
 
 @pytest.mark.parametrize("name", EXPECTED)

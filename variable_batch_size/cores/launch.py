@@ -12,7 +12,7 @@ from typing import Any
 
 from variable_batch_size.checks import check_positive
 from variable_batch_size.cores import stopping, xla
-from variable_batch_size.cores.processes import Process, end_with_parent, run_and_send, run_processes
+from variable_batch_size.cores.processes import Process, end_with_parent, environment, run_and_send, run_processes
 
 _GOOGLE_PCI_VENDOR = "0x1ae0"
 
@@ -106,7 +106,7 @@ def _tpu_processes(cores: int | None, spmd: bool) -> list[Process]:
 def _num_gpus(backend: str) -> int:
     import torch
 
-    return torch.cuda.device_count() if backend == "nccl" else 0
+    return torch.cuda.device_count() if "nccl" in backend else 0
 
 
 # ------------------------------------------------------------------------------------------ in the started processes
@@ -136,9 +136,11 @@ def _distributed_main(
     import torch
     import torch.distributed as dist
 
-    if backend == "nccl":
+    if "nccl" in backend:
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=meeting_point, rank=rank, world_size=num_cores)
+    # else one that has little to do would be gone before the others have met it, and they would fail
+    with environment({"TORCH_DIST_INIT_BARRIER": "1"}):
+        dist.init_process_group(backend, init_method=meeting_point, rank=rank, world_size=num_cores)
     run_and_send(work, pipe, rank)
     dist.destroy_process_group()
 
@@ -152,7 +154,7 @@ def _run_under_torchrun(fn: Callable[..., Any], args: tuple[Any, ...], backend: 
             'torchrun starts processes of torch.distributed: `backend` must be "gloo" or "nccl", got "xla"'
         )
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    if backend == "nccl":
+    if "nccl" in backend:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if dist.is_initialized():
         return fn(*args)

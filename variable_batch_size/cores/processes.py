@@ -52,7 +52,7 @@ def _start(processes: list[Process], work: bytes, started: list[tuple[Any, Any]]
     for process in processes:
         receiver, sender = context.Pipe(duplex=False)
         child = context.Process(target=process.main, args=(*process.args, work, sender))
-        with _environment(process.environment):
+        with environment(process.environment):
             child.start()
         sender.close()  # the child holds the other end: a pipe at its end now means that the child is gone
         started.append((receiver, child))
@@ -112,7 +112,7 @@ def _terminate(started: list[tuple[Any, Any]]) -> None:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Within, these environment variables are set: a process started here has them before it imports anything."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from variable_batch_size.checks import check_positive
+from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.schedules.batch_sizes import Integers, OnEnd
 from variable_batch_size.schedules.past import Past
 from variable_batch_size.traces.trace import Trace
@@ -108,12 +108,21 @@ class Layout(ABC):
         A stand-in is a minibatch of another core, or one that this core has run.
         """
 
+    def steps_from(self, epoch: int, first_step: int) -> Iterator[int]:
+        """The steps of an epoch one after another, from its `first_step` on."""
+        return iter(self.steps(epoch)[first_step:])
+
     def begin_epoch(self, epoch: int) -> None:  # noqa: B027 (known batch sizes know their epochs)
         """Note that an epoch begins, on every core."""
 
     def was_left(self, epoch: int, num_steps: int) -> bool:
         """Whether an epoch of which so many steps were made was left before its end."""
         return num_steps < len(self.steps(epoch))
+
+    def _check_epoch(self, epoch: int) -> None:
+        check_not_negative(epoch=epoch)
+        if self.dataset_size is None and epoch:
+            raise ValueError(f"data without a `dataset_size` are one epoch, got epoch {epoch} (counting from 0)")
 
     # ------------------------------------------------------------------------------------------------------ the cores
 

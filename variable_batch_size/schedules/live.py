@@ -8,7 +8,6 @@ from typing import Any, final
 
 import numpy as np
 
-from variable_batch_size.checks import check_not_negative
 from variable_batch_size.policies.policy import Policy
 from variable_batch_size.schedules.batch_sizes import Integers
 from variable_batch_size.schedules.layout import Layout
@@ -90,10 +89,11 @@ class LiveSchedule(Layout):
         """Forget the rows that were not executed.
 
         But not the one at which an epoch has ended because it did not fit: another one might, and the run, replayed,
-        would have other epochs.
+        would have other epochs. (One that was decided for other minibatches goes, too.)
         """
-        keeps_one = 0 < self.num_done in self._starts
-        self._restore(self._rows[: self.num_done + keeps_one], self._starts)
+        first = self._rows[self.num_done : self.num_done + 1] if 0 < self.num_done in self._starts else []
+        kept = [size for size in first if size % self.minibatch_size == 0]
+        self._restore(self._rows[: self.num_done] + kept, self._starts)
 
     @property
     def latest(self) -> int | None:
@@ -121,18 +121,18 @@ class LiveSchedule(Layout):
         return f"decided by {self.policy.description}"
 
     @property
-    def num_epochs(self) -> None:
-        """They go on forever."""
-        return
+    def num_epochs(self) -> int | None:
+        """They go on forever, where the data have a length."""
+        return 1 if self.dataset_size is None else None
 
     def steps(self, epoch: int) -> range:
         """The steps of an epoch; of the open one, and of those to come, as it looks now."""
-        check_not_negative(epoch=epoch)
+        self._check_epoch(epoch)
         if epoch + 1 < len(self._starts):
             return range(self._starts[epoch], self._starts[epoch + 1])
         like_last = self._rows[-1] if self._rows else self.minibatch_size
         if epoch + 1 == len(self._starts):
-            return range(self._starts[-1], len(self._rows) + (self.capacity - self._used) // like_last)
+            return range(self._starts[-1], len(self._rows) + max(0, self.capacity - self._used) // like_last)
         return range(len(self._rows), len(self._rows) + self.capacity // like_last)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -190,6 +190,16 @@ class LiveSchedule(Layout):
         to_come = len(steps) - len(known)
         last = np.array(self._rows[-1:] or [self.minibatch_size], dtype=np.int64)
         return int(self._num_yielded(known, rank).sum()) + to_come * int(self._num_yielded(last, rank)[0])
+
+    def steps_from(self, epoch: int, first_step: int) -> Iterator[int]:
+        """As always; whether there is one more is seen when it is asked for."""
+        start = self.steps(epoch).start
+        step = start + first_step
+        used = sum(self._rows[start:step])
+        while not self._is_end(epoch, step, used):
+            used += self.batch_size(step)  # refuses what is not decided
+            yield step
+            step += 1
 
     def offsets(self, epoch: int, rank: int, *, at_once: int, first_step: int = 0) -> Iterator[Integers]:
         """As always, for the rows that are decided when they are asked for."""

@@ -10,7 +10,6 @@ from typing import final
 
 import numpy as np
 
-from variable_batch_size.checks import check_not_negative
 from variable_batch_size.schedules.batch_sizes import BatchSizes, Integers, OnEnd, counted
 from variable_batch_size.schedules.layout import Layout
 from variable_batch_size.schedules.past import Past
@@ -94,9 +93,7 @@ class Schedule(Layout):
 
     def steps(self, epoch: int) -> range:
         """The steps of an epoch."""
-        check_not_negative(epoch=epoch)
-        if self.dataset_size is None and epoch:
-            raise ValueError(f"data without a `dataset_size` are one epoch, got epoch {epoch} (counting from 0)")
+        self._check_epoch(epoch)
         start = self._start(epoch)
         stop = self._start(epoch + 1)
         if start == stop:

@@ -137,7 +137,7 @@ class Deciding:
             samples_done=optimizer.samples_done,
             progress=optimizer.progress,
             loss=self.loss,
-            capacity=schedule.capacity,
+            capacity=None if schedule.dataset_size is None else schedule.capacity,
         )
 
     # --------------------------------------------------------------------------------------------------------- state
@@ -146,10 +146,15 @@ class Deciding:
         """The rows, and what the policy and its times remember."""
         schedule = self._schedule.state_dict()
         schedule["rows"] = torch.tensor(schedule["rows"], dtype=torch.int64)  # there may be millions
-        return {"cores": self._schedule.num_replicas, "schedule": schedule, "asking": self._asking.state_dict()}
+        return {
+            "cores": self._schedule.num_replicas,
+            "minibatch_size": self._schedule.minibatch_size,
+            "schedule": schedule,
+            "asking": self._asking.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on where a run stopped; on another number of cores, with what is decided for these.
+        """Go on where a run stopped; on other cores or with other minibatches, with what is decided for these.
 
         Args:
             state: what :meth:`state_dict` returned; None for a run that had a trace, whose past the schedule has.
@@ -162,10 +167,15 @@ class Deciding:
             self._asking.load_state_dict(state["asking"])
         elif self._schedule.num_done != self._optimizer.steps_done or self._schedule.num_ahead:
             raise ValueError("the state is that of a run with a trace, and this one has a policy")
-        if state is None or state["cores"] != self._schedule.num_replicas:
+        if state is None or not self._is_as_saved(state):
             self._schedule.cut()
             self._asking.restart(self._schedule.latest)
             self._decide()
+
+    def _is_as_saved(self, state: Mapping[str, Any]) -> bool:
+        schedule = self._schedule
+        minibatch_size = state.get("minibatch_size", schedule.minibatch_size)  # the first version had none
+        return (state["cores"], minibatch_size) == (schedule.num_replicas, schedule.minibatch_size)
 
 
 def deciding_for(optimizer: Run) -> Deciding | None:

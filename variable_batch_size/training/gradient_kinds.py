@@ -33,6 +33,7 @@ def gradients_for(
     divisors: Divisors | None,
     keeps: bool,
     exact: bool,
+    reduces_once: bool = False,
 ) -> Gradients:
     """The gradients of an optimizer.
 
@@ -42,6 +43,7 @@ def gradients_for(
         divisors: what gradients are divided by before that; None to divide none.
         keeps: whether they are to stay where they are, which on XLA has no meaning.
         exact: whether their sums are to be the same to the last bit on any number of cores.
+        reduces_once: whether a model that reduces by itself does so once a step; the others always do.
     """
     if keeps and exact:
         raise ValueError("`keep_gradients` must be False with `exact`, which rounds each minibatch's gradient")
@@ -56,7 +58,7 @@ def gradients_for(
         if keeps or exact:
             name = "keep_gradients" if keeps else "exact"
             raise ValueError(f"`{name}` must be False where parameters are split over processes")
-        return _of_split(inner, communicator, parameters, sampler.process_group, options)
+        return _of_split(inner, communicator, parameters, sampler.process_group, options, reduces_once)
     kind: type[Gradients] = ExactSeparateGradients if exact else SeparateGradients
     if communicator.keeps_flat_gradients:
         kind = ExactGradients if exact else KeptGradients if keeps else FlatGradients
@@ -69,6 +71,7 @@ def _of_split(
     parameters: list[torch.Tensor],
     process_group: Any,
     options: dict[str, Any],
+    reduces_once: bool,
 ) -> Gradients:
     group = group_of(process_group)
     cores = ranks_of(group)
@@ -76,7 +79,9 @@ def _of_split(
     options |= {"model": Distributed(*groups.values()) if groups else Alone(), "model_groups": list(groups)}
     if is_fully_sharded(parameters):
         everyone = everyone_for(parameters, process_group)
-        return ShardedGradients(inner, communicator, cores=cores, everyone=everyone, **options)
+        return ShardedGradients(
+            inner, communicator, cores=cores, everyone=everyone, reduces_once=reduces_once, **options
+        )
     if any(set(cores).issuperset(dimension.ranks) for p in parameters for dimension in meshes.dimensions_of(p)):
         raise ValueError(
             "parameters are split over processes that the sampler deals different samples: pass it the other dimension "

@@ -108,8 +108,8 @@ class Gradients(ABC):
     def fit(self) -> None:  # noqa: B027 (most kinds see that by themselves)
         """After a group of parameters was added: be ready for their gradients. Every core must call it."""
 
-    def expect(self, *, is_stand_in: bool) -> None:  # noqa: B027 (most kinds can leave it out afterwards)
-        """Before each minibatch of a core in lockstep with others: whether it is a stand-in."""
+    def expect(self, *, is_stand_in: bool, is_last: bool = True) -> None:  # noqa: B027 (most can leave it out later)
+        """Before each minibatch of a core in lockstep with others: whether it is a stand-in, and the step's last."""
 
     def leave_out(self) -> None:
         """Before :meth:`take` of a stand-in in lockstep: let what this core has of it not count."""

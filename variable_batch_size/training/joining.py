@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.cores.distributed import Distributed
+from variable_batch_size.cores.groups import group_of
 from variable_batch_size.cores.hosts import Hosts
+from variable_batch_size.cores.meshes import any_split, dimensions_of, local_part, model_groups
 from variable_batch_size.cores.running import everyone_for
 from variable_batch_size.training.description import settings_of, shapes_of
-from variable_batch_size.training.sameness import Comparison, begin_alike
+from variable_batch_size.training.sameness import Comparison, begin_alike, share_from_first
 from variable_batch_size.training.scheduled import ScheduledOptimizer
 from variable_batch_size.training.unsupported import refuse_spread_moments, refuse_unsupported
 from variable_batch_size.training.wrapped import take_over_reduction
@@ -51,9 +54,28 @@ def join_other_cores(
         "first batch size": optimizer.batch_size,
         **({"threads": torch.get_num_threads()} if optimizer.exact else {}),  # on which the bits of sums depend
     }
-    everyone = everyone_for(parameters, sampler.process_group)
+    tensors = [*parameters, *of_model]
+    if any_split(tensors):
+        return _join_over_a_mesh(facts, tensors, communicator, sampler.process_group)
+    everyone = everyone_for(tensors, sampler.process_group)
     if isinstance(everyone, Hosts):
         Comparison(facts, everyone, torch.device("cpu")).refuse_different()
-    complete = begin_alike(facts, [*parameters, *of_model], communicator)
+    complete = begin_alike(facts, tensors, communicator)
     take_over_reduction(parameters, communicator)
     return complete
+
+
+def _join_over_a_mesh(
+    facts: Mapping[str, Any], tensors: Sequence[torch.Tensor], communicator: Communicator, process_group: Any
+) -> Callable[[], None]:
+    """The same where processes share the samples, which must begin with the same of what is not split over them."""
+    everyone = everyone_for(tensors, process_group)
+    if everyone.num_replicas > 1:
+        Comparison(facts, everyone, local_part(tensors[0]).device).refuse_different()
+    share_from_first(tensors, communicator)
+    groups = model_groups(tensors, group_of(process_group))
+    for ranks, group in groups.items():
+        known = [{dimension.ranks for dimension in dimensions_of(tensor)} for tensor in tensors]
+        copied = [local_part(tensor.detach()) for tensor, own in zip(tensors, known, strict=True) if ranks not in own]
+        share_from_first(copied, Distributed(group))
+    return lambda: None

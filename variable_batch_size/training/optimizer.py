@@ -62,6 +62,8 @@ class CustomOptimizer(ScheduledOptimizer):
             for what that needs and costs.
         seed_minibatches: set the random generators before each minibatch, so that what it draws does not depend on the
             core (:class:`MinibatchSeeds`); None for as `exact` is.
+        reduce_once: let a model in ``fully_shard`` reduce once a step instead of in every round, for the memory of
+            whole gradients on each core; other models always do so.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class CustomOptimizer(ScheduledOptimizer):
         measure_noise: bool = False,
         exact: bool = False,
         seed_minibatches: bool | None = None,
+        reduce_once: bool = False,
     ) -> None:
         super().__init__(
             inner,
@@ -104,7 +107,7 @@ class CustomOptimizer(ScheduledOptimizer):
         self._communicator = communicator_for(self.parameters(), sampler.process_group)
         options = {"clip_grad_norm": clip_grad_norm, "smooth_steps": smooth_steps, "max_factor": max_factor}
         options |= {"skip_nonfinite": self.skip_nonfinite, "keep_gradients": keep_gradients, "loss_scale": loss_scale}
-        options |= {"measure_noise": measure_noise}
+        options |= {"measure_noise": measure_noise, "reduce_once": reduce_once}
         complete_joining = join_other_cores(self, self._communicator, model, options)
         self._preconditioner = Preconditioner(self.inner) if self.rule.preconditions else None
         divisors = None if self._preconditioner is None else self._preconditioner.divisors
@@ -116,6 +119,7 @@ class CustomOptimizer(ScheduledOptimizer):
             divisors=divisors,
             keeps=keep_gradients,
             exact=exact,
+            reduces_once=reduce_once,
         )
         self._observer = Observer(self._gradients, self.rule, self._own_meter, skip_nonfinite=self.skip_nonfinite)
         self._stand_ins = StandIns(sampler.schedule.lockstep, self._gradients, model, self._communicator)

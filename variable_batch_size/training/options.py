@@ -21,3 +21,4 @@ class Options(TypedDict, total=False):
     measure_noise: bool
     exact: bool
     seed_minibatches: bool | None
+    reduce_once: bool

@@ -129,3 +129,10 @@ class Position:
         if not self.is_complete:
             return self._schedule.stands_in(self.step, self._rank, self._num_run)
         return self.is_idle_next
+
+    @property
+    def is_last_next(self) -> bool:
+        """Whether the next one is the core's last of its step, if the epoch has one."""
+        if not self.is_complete:
+            return self._minibatches_left == 1
+        return self.step == self._steps[-1] or self._schedule.num_rounds(self.step + 1, self._rank) == 1

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from variable_batch_size.schedules.layout import Layout
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.training.source import Source
 from variable_batch_size.training.turns import Turns, number_behind, refuse_state
@@ -24,7 +25,7 @@ class Reader:
 
     Args:
         source: the stream.
-        schedule: the trace, laid out over cores.
+        schedule: batch sizes, laid out over cores; where it is a policy's, the whole stream is read by one process.
         rank: of this core.
         epoch: in which the pass is.
         first_step: how many of the epoch's steps were left out.
@@ -36,7 +37,7 @@ class Reader:
     def __init__(
         self,
         source: Source,
-        schedule: Schedule,
+        schedule: Layout,
         *,
         rank: int,
         epoch: int,
@@ -50,7 +51,6 @@ class Reader:
         self._rank = rank
         self._epoch = epoch
         self._first_step = first_step
-        self._steps = schedule.steps(epoch)[first_step:]
         self._is_sharded = is_sharded
         self._turns = turns
         self._first_number = 0
@@ -67,6 +67,7 @@ class Reader:
         # not refused at once: a loader that had come to an epoch's end is set up as it was before it begins the next
         self._is_elsewhere = state["goes_on"] and state["epoch"] != self._epoch
         if state["goes_on"] and not self._is_elsewhere:
+            assert isinstance(self._schedule, Schedule)
             self._first_number = number_behind(state, self._schedule, self._first_step, self._turns)
         if self._can_use(state):
             self._begins_at = state["source"]
@@ -75,6 +76,7 @@ class Reader:
         """The samples of the stream before the first step."""
         steps = self._schedule.steps(self._epoch)
         if self._is_sharded:
+            assert isinstance(self._schedule, Schedule)
             before = self._schedule.core_minibatches(steps[: self._first_step])[self._rank]
             return int(before) * self._schedule.minibatch_size
         first = steps.start + self._first_step
@@ -120,7 +122,7 @@ class Reader:
     @property
     def has_steps(self) -> bool:
         """Whether there is anything to deal."""
-        return bool(self._steps)
+        return self._first_step < len(self._schedule.steps(self._epoch))
 
     def minibatches(self) -> Iterator[list[Any]]:
         """The minibatches of this process, stand-ins included, each as a list of samples."""
@@ -129,7 +131,7 @@ class Reader:
 
     def _from_whole(self) -> Iterator[list[Any]]:
         source, size = self._source, self._schedule.minibatch_size
-        for step in self._steps:
+        for step in self._schedule.steps_from(self._epoch, self._first_step):
             number = self._schedule.num_minibatches(step)
             stand_in = self._rank % number
             own = self._schedule.minibatches(step, self._rank) or range(stand_in, stand_in + 1)
@@ -149,7 +151,7 @@ class Reader:
     def _from_shard(self) -> Iterator[list[Any]]:
         source, size = self._source, self._schedule.minibatch_size
         latest: list[Any] | None = None
-        for step in self._steps:
+        for step in self._schedule.steps_from(self._epoch, self._first_step):
             own = self._schedule.minibatches(step, self._rank)
             for _ in own:
                 found = self._take_or_skip(size)

@@ -1,20 +1,21 @@
-"""Gradients of models in `fully_shard` (FSDP2), which reduces them itself in every backward pass."""
+"""Gradients of models in `fully_shard` (FSDP2), which reduces them itself in the backward pass."""
 
 from __future__ import annotations
 
-import math
-import weakref
 from typing import Any, final
 
 import torch
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.groups import Ranks
-from variable_batch_size.cores.meshes import dimensions_of, local_part, placed_like
-from variable_batch_size.training.fully_sharded import outermost, sharding_modules, with_whole_parameters
-from variable_batch_size.training.gradients import TINY, Gradients, Mean
+from variable_batch_size.cores.meshes import local_part, placed_like
+from variable_batch_size.training.arrivals import Arrivals
+from variable_batch_size.training.gradients import TINY, UNWEIGHTED, Gradients, Mean, Measured
 from variable_batch_size.training.split_squares import SplitSquares
 from variable_batch_size.training.weights import Weight
+
+_SAME = 1e-4
+"""By how much of itself a number may differ between cores in single precision, and yet be the same."""
 
 
 @final
@@ -27,11 +28,15 @@ class ShardedGradients(Gradients):
     minibatches. What a core has in it is seen before by a hook on each whole parameter, which leaves out a stand-in and
     measures a minibatch: a loss times 0 would not do, as NaN survives that.
 
+    Some numbers travel at the update: squares of each group, Σ w_i, how many w_i are above 0, and the loss scale and
+    its square, which tell whether it is the same on all cores.
+
     Args:
         cores: the ranks of the cores among all processes.
         everyone: all processes that have a shard.
         model: those that share this one's samples, because parameters are split over them, too.
         model_groups: the groups that these are made of.
+        reduces_once: whether the model is to sum whole gradients until the last round of a step, and reduce these.
     """
 
     def __init__(
@@ -41,9 +46,12 @@ class ShardedGradients(Gradients):
         everyone: Communicator,
         model: Communicator,
         model_groups: list[Ranks],
+        reduces_once: bool = False,
         **options: Any,
     ) -> None:
-        self._cores = set(cores)
+        self._arrivals = Arrivals(cores, self.see)
+        self._reduces_once = reduces_once
+        self._num_kept = 0  # minibatches of the step that the model has not reduced yet
         self._everyone, self._model, self._model_groups = everyone, model, model_groups
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._num_seen: dict[torch.nn.Parameter, int] = {}  # how often each gradient of this minibatch has arrived
@@ -51,51 +59,22 @@ class ShardedGradients(Gradients):
         self._step_squares: torch.Tensor | None = None
         self._weight: Weight = 0.0
         self._num_weighted: Weight = 0.0
+        self._scales: torch.Tensor | None = None  # mean and mean square of the cores' loss scales
         self._is_stand_in = False
         self._groups: dict[torch.nn.Parameter, int] = {}
         super().__init__(*args, **options)
         self._watch()
+        if reduces_once:
+            self._arrivals.check_that_it_can_keep()
 
     # ------------------------------------------------------------------------------------------------------ a minibatch
 
     def _watch(self) -> None:
-        """Have a hook on each whole parameter, instead of those that another optimizer has left there."""
-        modules = sharding_modules(list(self.parameters()))
-        self._let_reduce(modules)
         numbers = enumerate(self._inner.param_groups)
         self._groups = {p: number for number, group in numbers for p in group["params"]}
-        device = None
-        for p, whole in with_whole_parameters(modules):
-            device = whole.device
-            self._check_cores(p, whole)
-            if p not in self._groups or not whole.requires_grad:
-                continue
-            hooks = whole._backward_hooks or {}
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
-                del hooks[key]
-            whole.register_hook(_Hook(self, p, whole))  # type: ignore[no-untyped-call]
+        device = self._arrivals.watch(list(self.parameters()))
         like = local_part(next(self.parameters()))
         self._like = torch.empty(0, dtype=like.dtype, device=device or like.device)
-
-    def _let_reduce(self, modules: list[Any]) -> None:
-        """See that the mean is taken in every round, whatever another way to accumulate has set."""
-        for module in outermost(modules):
-            _switch_on(module, ())
-            module.register_forward_pre_hook(_switch_on)
-        for module in modules:
-            if hasattr(module, "set_gradient_divide_factor"):
-                module.set_gradient_divide_factor(float(self._communicator.num_replicas))
-
-    def _check_cores(self, p: torch.nn.Parameter, whole: torch.nn.Parameter) -> None:
-        over_cores, of_whole = (
-            [len(dimension.ranks) for dimension in dimensions_of(tensor) if self._cores.issuperset(dimension.ranks)]
-            for tensor in (p, whole)
-        )
-        if math.prod(over_cores) != len(self._cores) or of_whole:
-            raise ValueError(
-                f"fully_shard must be over the {len(self._cores)} cores that the sampler deals different samples: make "
-                'both with the same mesh, as fully_shard(model, mesh=mesh["data"]) and process_group=mesh["data"]'
-            )
 
     def see(self, p: torch.nn.Parameter, whole: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """What is to be reduced of a gradient of this core that has arrived."""
@@ -114,8 +93,9 @@ class ShardedGradients(Gradients):
         self._watch()
         self._forget_minibatch()
 
-    def expect(self, *, is_stand_in: bool) -> None:
+    def expect(self, *, is_stand_in: bool, is_last: bool = True) -> None:
         self._is_stand_in = is_stand_in
+        self._arrivals.is_reducing = is_last or not self._reduces_once
 
     def leave_out(self) -> None:
         pass  # the hooks have done so; what is there is the others'
@@ -136,15 +116,18 @@ class ShardedGradients(Gradients):
                 local_part(self._sums[p]).add_(local_part(p.grad))
             else:
                 self._sums[p] = p.grad
+        self._num_kept = 0 if self._arrivals.is_reducing else self._num_kept + 1
         self._forget_minibatch()
 
     def _check_seen(self, found: list[torch.nn.Parameter]) -> None:
         for p in found:
-            if p not in self._num_seen:
+            if p not in self._num_seen and not self._num_kept:
                 raise RuntimeError(
                     f"the gradient of a parameter of the shape {tuple(p.shape)} was reduced unseen: make the optimizer "
-                    "after the model is in fully_shard and on its device, and freeze and unfreeze before that"
+                    "after the model is in fully_shard and on its device"
                 )
+        if self._arrivals.is_reducing and any(p.grad is None for p in self._num_seen):
+            self._arrivals.check_that_it_has_reduced()
         if self._measures and any(number > 1 for number in self._num_seen.values()):
             raise RuntimeError(
                 "gradients must be measured whole, but fully_shard has reduced one of them in several parts: run one "
@@ -171,6 +154,7 @@ class ShardedGradients(Gradients):
 
     def reduce(self, mean: Mean, *, is_idle: bool) -> None:
         self._mean = mean
+        self._arrivals.give_back_whole()
         self._sum_numbers(mean)
         factor = mean.factor(is_weighted=self._is_weighted) * self._communicator.num_replicas
         self._scale(factor * self._share_of_weight())
@@ -179,14 +163,41 @@ class ShardedGradients(Gradients):
 
     def _sum_numbers(self, mean: Mean) -> None:
         """Let what was measured and weighed be that of all minibatches of all cores."""
+        num_groups = len(self._inner.param_groups)
+        numbers = self._squares_here().own([]).repeat(num_groups + 4)
         if self._step_squares is not None:
-            self._step_squares = self._step_squares / mean.loss_scale**2
-            self._everyone.sum([self._step_squares])
+            numbers[: len(self._step_squares)] = self._step_squares / mean.loss_scale**2
+        own = (
+            self._weight,
+            self._num_weighted if self._is_weighted else UNWEIGHTED,
+            mean.loss_scale,
+            mean.loss_scale**2,
+        )
+        for place, number in enumerate(own):
+            numbers[num_groups + place] = number / self._model.num_replicas  # those that share samples have the same
+        self._everyone.sum([numbers])
+        self._compare(numbers[num_groups + 1])
+        if self._step_squares is not None:
+            self._step_squares = numbers[:num_groups]
         if self._is_weighted:
-            both = torch.zeros(2, device=self._like.device)
-            both[0], both[1] = self._weight, self._num_weighted
-            self._communicator.sum([both])
-            self._weight, self._num_weighted = both[0], both[1]
+            self._weight, self._num_weighted = numbers[num_groups], numbers[num_groups + 1]
+        self._scales = numbers[-2:] / self._communicator.num_replicas
+        if self._scales.device.type == "cpu":
+            self._refuse_different_scales()
+
+    def _refuse_different_scales(self) -> None:
+        assert self._scales is not None
+        mean, of_squares = self._scales.tolist()
+        if abs(of_squares - mean**2) > _SAME * mean**2:
+            raise ValueError(
+                "`loss_scale` must be the same on all cores where a model is in fully_shard, which adds up gradients "
+                f"before it is divided out, got {self._mean.loss_scale!r} here and {mean:g} on average"
+            )
+
+    def measured(self) -> Measured:
+        if self._scales is not None:  # on a device it is only looked at where one waits for that anyway
+            self._refuse_different_scales()
+        return super().measured()
 
     def _share_of_weight(self) -> Weight:
         """1/W, or 1 where minibatches have no weights."""
@@ -206,14 +217,23 @@ class ShardedGradients(Gradients):
 
     def clear(self) -> None:
         self._sums = {}
+        self._num_kept = 0
         self._step_squares = None
         self._weight = self._num_weighted = 0.0
         self._forget_minibatch()
 
     def drop(self) -> None:
+        if self._num_seen and self._reduces_once:
+            if self._num_kept:
+                raise RuntimeError(
+                    "a minibatch's gradient cannot be dropped with `reduce_once` when the step has others before it, "
+                    "which the model has added to it"
+                )
+            self._arrivals.forget()
         self._forget_minibatch()
 
     def discard(self) -> None:
+        self._arrivals.forget()
         self.clear()
 
     def weight(self) -> Weight | None:
@@ -235,21 +255,3 @@ class ShardedGradients(Gradients):
 
     def _square_each(self, lists: list[list[torch.Tensor]]) -> torch.Tensor:
         return SplitSquares(self._everyone, self._model_groups, self._like).of_each(lists)
-
-
-class _Hook:
-    """Shows a gradient that has arrived to the gradients of an optimizer, as long as these are there."""
-
-    def __init__(self, gradients: ShardedGradients, p: torch.nn.Parameter, whole: torch.nn.Parameter) -> None:
-        self._gradients, self._p, self._whole = weakref.ref(gradients), weakref.ref(p), weakref.ref(whole)
-
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        gradients, p, whole = self._gradients(), self._p(), self._whole()
-        if gradients is None or p is None or whole is None:
-            return gradient
-        return gradients.see(p, whole, gradient)
-
-
-def _switch_on(module: Any, args: Any) -> None:
-    """Loops that accumulate by themselves switch the reduction off for all but the last of some minibatches."""
-    module.set_requires_gradient_sync(True)

@@ -31,7 +31,7 @@ class StandIns:
     def expect(self, position: Position) -> None:
         """Before a minibatch."""
         if self._is_on:
-            self._gradients.expect(is_stand_in=position.is_stand_in_next)
+            self._gradients.expect(is_stand_in=position.is_stand_in_next, is_last=position.is_last_next)
             self._buffers.save(position.is_stand_in_next)
 
     def take_back(self, position: Position, weight: Weight | None) -> Weight | None:

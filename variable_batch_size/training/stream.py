@@ -11,6 +11,8 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from variable_batch_size.checks import check_integer
+from variable_batch_size.policies.policy import Policy
+from variable_batch_size.policies.situation import Situation
 from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import TraceLike
@@ -44,7 +46,8 @@ class Stream(Dealer, IterableDataset[Any]):
         samples: an iterable such as an ``IterableDataset`` or a stream of Hugging Face ``datasets``, an iterator, which
             can be read once, or a function that makes one. Its ``set_epoch`` is called if it has one.
         trace: the batch size of every step: a path, a sequence, an array, a pandas column, or an integer for always
-            the same; multiples of `minibatch_size`.
+            the same; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides it while
+            the run goes on; then the loader has no workers, as these do not learn of decisions.
         minibatch_size: samples that one core runs at once.
         dataset_size: samples in an epoch, each of which reads the stream from its beginning; None for a single epoch.
         num_replicas: cores that share the work; those of the running backend if None.
@@ -70,7 +73,7 @@ class Stream(Dealer, IterableDataset[Any]):
         self,
         samples: Samples,
         *,
-        trace: TraceLike,
+        trace: TraceLike | Policy | Callable[[Situation], float],
         minibatch_size: int,
         dataset_size: int | None = None,
         num_replicas: int | None = None,
@@ -82,8 +85,10 @@ class Stream(Dealer, IterableDataset[Any]):
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         is_sharded: bool = False,
     ) -> None:
-        if is_decided(trace):
-            raise ValueError("a stream needs a `trace` that is known before it is read, got a policy")
+        if is_decided(trace) and is_sharded:
+            raise ValueError(
+                "`is_sharded` must be False with a policy, which decides how much of the stream a core reads"
+            )
         check_integer(seed=seed)
         super().__init__(
             trace,
@@ -143,7 +148,7 @@ class Stream(Dealer, IterableDataset[Any]):
     # -------------------------------------------------------------------------------------------------------- reading
 
     def __iter__(self) -> Iterator[Any]:
-        assert isinstance(self.schedule, Schedule)
+        self._refuse_to_decide_in_workers()
         epoch, first_step, number, _ = self._told.tolist()
         state, self._loaded = self._loaded, None
         self._reader = Reader(
@@ -157,6 +162,13 @@ class Stream(Dealer, IterableDataset[Any]):
             state=state,
         )
         return self._minibatches(self._reader, number)
+
+    def _refuse_to_decide_in_workers(self) -> None:
+        if get_worker_info() is not None and not isinstance(self.schedule, Schedule):
+            raise ValueError(
+                "a stream with a policy is read where that decides: pass num_workers=0 to its loader, and let "
+                "`samples` read ahead themselves if need be"
+            )
 
     def _minibatches(self, reader: Reader, number: int) -> Iterator[Any]:
         """What a reader deals in the pass of this number; nothing happens before the first minibatch is asked for."""

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from variable_batch_size.cores.meshes import is_split
 from variable_batch_size.rules.rule import Rule
-from variable_batch_size.training.fully_sharded import is_fully_sharded
+from variable_batch_size.training.fully_sharded import is_fully_sharded, refuse_left_out
 from variable_batch_size.training.owners import owners
 from variable_batch_size.training.wrapper import optimizers_of
 
@@ -57,6 +58,8 @@ def refuse_unsupported(parameters: Iterable[torch.Tensor], model: torch.nn.Modul
             continue
         if isinstance(model, kind) or owners(kind, parameters):
             raise ValueError(sentence)
+    if is_fully_sharded(parameters):
+        refuse_left_out([p for p in parameters if not is_split(p)])
 
 
 def refuse_spread_moments(rule: Rule, inner: Optimizer) -> None:

@@ -74,7 +74,8 @@ class Weights:
     def add(self, weight: Weight | None) -> None:
         """Take in the sum over a step."""
         if isinstance(weight, torch.Tensor):
-            self._tensor().add_(weight.detach().view(1))
+            # parameters may be on the host and what was summed on a device, where they are offloaded
+            self._tensor().add_(weight.detach().view(1).to(self._device))
         elif weight is not None:
             self.known += weight
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.groups import is_running
+from variable_batch_size.training.fully_sharded import refuse_sharded_since, sharding_modules
 from variable_batch_size.training.owners import alive
 from variable_batch_size.training.wrapper import Wrapper
 
@@ -22,18 +23,20 @@ def take_over_reduction(parameters: Iterable[torch.Tensor], communicator: Commun
     In every backward pass it takes the mean over all processes, which is wrong where these have different numbers of
     minibatches, and hangs where they do not all have one.
     """
-    if communicator.num_replicas == 1 or not is_running():
+    if not is_running():
         return
-    own = set(parameters)
+    own, is_alone = set(parameters), communicator.num_replicas == 1
     for wrapper in alive(DistributedDataParallel):
         if own.isdisjoint(wrapper.parameters()):
             continue
         if wrapper.static_graph:
+            if is_alone:
+                continue
             raise ValueError("a DistributedDataParallel with static_graph=True always reduces: make it without that")
         wrapper.require_backward_grad_sync = False
         # loops that accumulate by themselves switch it on for the last of some minibatches
         wrapper.register_forward_pre_hook(_switch_off_reduction)
-    if not all(own.isdisjoint(module.parameters()) for module in alive(SyncBatchNorm)):
+    if not is_alone and not all(own.isdisjoint(module.parameters()) for module in alive(SyncBatchNorm)):
         raise ValueError(
             "SyncBatchNorm waits for all cores in every minibatch, and they do not all have the same number: use "
             "BatchNorm"
@@ -46,11 +49,15 @@ def refuse_other_reductions(parameters: Iterable[torch.Tensor], communicator: Co
     The first is a model that was wrapped since its wrappers were looked for. The second are parameters of a wrapped
     model that another optimizer trains.
     """
-    if communicator.num_replicas == 1 or not is_running():
+    if not is_running():
         return
     own = set(parameters)
+    refuse_sharded_since(own)
+    if communicator.num_replicas == 1:
+        return
     wrappers = [wrapper for wrapper in alive(DistributedDataParallel) if not own.isdisjoint(wrapper.parameters())]
-    if not wrappers:
+    sharding = sharding_modules(list(own))
+    if not wrappers and not sharding:
         return
     if any(getattr(wrapper, "require_backward_grad_sync", False) for wrapper in wrappers):
         raise RuntimeError(
@@ -59,9 +66,14 @@ def refuse_other_reductions(parameters: Iterable[torch.Tensor], communicator: Co
         )
     optimizers = alive(Optimizer)
     reduced = {p for optimizer in optimizers if isinstance(optimizer, Wrapper) for p in _parameters_of(optimizer)}
-    left_out = {p for wrapper in wrappers for p in wrapper.parameters() if p.requires_grad} - reduced
+    left_out = {p for wrapper in [*wrappers, *sharding] for p in wrapper.parameters() if p.requires_grad} - reduced
     for optimizer in optimizers:
         if not left_out.isdisjoint(_parameters_of(optimizer)):
+            if sharding:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} trains parameters of a model in fully_shard, and an optimizer of this "
+                    "library the others, so that stand-ins would count in its own: give that both, as a list"
+                )
             raise RuntimeError(
                 f"{type(optimizer).__name__} trains parameters of a model in DistributedDataParallel that nobody "
                 "reduces, as another optimizer of this library trains the others: wrap them in a module of their own"

@@ -1,0 +1,122 @@
+"""The square root rule for Adam: curves of all batch sizes lie on each other over samples (Malladi et al. 2022).
+
+python reproduce/adam_square_root.py --jobs 10        # a GPU: about 2 minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import characters_run
+import experiment
+import results
+
+import variable_batch_size as vbs
+
+# ------------------------------------------------------------------------------------------------- from the paper
+# κ times the batch size: lr · √κ, 1 − β = κ (1 − β0), ε / √κ; changing the learning rate alone is not enough
+KAPPAS = (1, 2, 4, 8)
+# ---------------------------------------------------------------------------- ours: the paper has VGG, ResNet, RoBERTa
+BATCHSIZE, NUM_UPDATES = 8, 8_000  # windows of 128 characters; updates at that batch size
+LR, BETAS = 5e-4, (0.9, 0.99)
+# ----------------------------------------------------------------------------------------------------- tolerance
+OFF_CURVE = 0.03  # nats a character, mean over the second half of the curve; and less than without the betas
+# --------------------------------------------------------------------------------------------------- --small, ours
+SMALL_BATCHSIZE, SMALL_UPDATES = 2, 64
+
+RULES = {"adam": "adam", "constant-betas": "root", "constant": "constant"}
+
+
+def runs(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        f"{name}-{kappa}" + ("" if len(options.seeds) == 1 else f"-seed-{seed}"): partial(_train, seed, name, kappa)
+        for kappa in KAPPAS
+        for name in RULES
+        for seed in options.seeds
+        if kappa > 1 or name == "adam"
+    }
+
+
+def _train(seed: int, name: str, kappa: int, options: argparse.Namespace, folder: Path) -> experiment.Row:
+    batchsize, num_updates = (SMALL_BATCHSIZE, SMALL_UPDATES) if options.small else (BATCHSIZE, NUM_UPDATES)
+    run = characters_run.Run(
+        trace=vbs.constant_trace(batchsize * kappa, num_steps=num_updates // kappa),
+        rule=RULES[name],
+        lr=LR,
+        betas=BETAS,
+        schedule=lambda samples: 1.0,
+        ref_batchsize=batchsize,
+        minibatch_size=batchsize * kappa,
+        num_samples=batchsize * num_updates,
+    )
+    return {"rule": name, "kappa": kappa, "seed": seed, **characters_run.train(run, options, folder, seed=seed)}
+
+
+def gap(rows: dict[str, experiment.Row], name: str, kappa: int) -> float:
+    """How far the curve is from that of κ = 1 in the second half, on average over points and seeds, in nats."""
+    gaps = []
+    for row in rows.values():
+        if (row["rule"], row["kappa"]) == (name, kappa):
+            (base,) = (other for other in rows.values() if other["kappa"] == 1 and other["seed"] == row["seed"])
+            pairs = list(zip(row["curve"], base["curve"], strict=True))
+            gaps += [abs(one["test_loss"] - other["test_loss"]) for one, other in pairs[len(pairs) // 2 :]]
+    return float(sum(gaps) / len(gaps))
+
+
+def judge(options: argparse.Namespace, rows: dict[str, experiment.Row]) -> list[results.Claim]:
+    _, num_updates = (SMALL_BATCHSIZE, SMALL_UPDATES) if options.small else (BATCHSIZE, NUM_UPDATES)
+    claims = [
+        results.Claim.near(row["run"], "updates", num_updates // row["kappa"], row["updates"], within=0)
+        for row in rows.values()
+    ]
+    if options.small:
+        return claims
+    what = "gap to the curve of κ = 1, nats"
+    for kappa in KAPPAS[1:]:
+        ours = gap(rows, "adam", kappa)
+        claims.append(results.Claim(f"adam-{kappa}", what, "none", ours, 0.0, OFF_CURVE))
+    for name in ("constant-betas", "constant"):
+        other = gap(rows, name, KAPPAS[-1])
+        claims.append(results.Claim(f"{name}-{KAPPAS[-1]}", what, "a gap", other, 1.5 * ours, float("inf")))
+    return claims
+
+
+def draw(rows: dict[str, experiment.Row], curves: list[experiment.Row], path: Path) -> None:
+    """Test loss over samples for each κ: with the rule, without its betas, and without it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(1, 3, figsize=(12, 3.8), sharey=True)
+    titles = ("lr, betas and ε (the rule)", "lr alone", "nothing")
+    for axes, rule, title in zip(panels, RULES, titles, strict=True):
+        for name, row in rows.items():
+            if row["rule"] == rule or row["kappa"] == 1:
+                points = [point for point in curves if point["run"] == name]
+                color = f"C{KAPPAS.index(row['kappa'])}"
+                label = f"κ = {row['kappa']}"
+                axes.plot(
+                    [point["samples"] for point in points],
+                    [point["test_loss"] for point in points],
+                    color=color,
+                    label=label,
+                )
+        axes.set(title=title, xlabel="windows of 128 characters")
+        axes.grid(alpha=0.2)
+    panels[0].set(ylabel="test loss, nats a character", ylim=(1.0, 2.6))
+    panels[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+EXPERIMENT = experiment.Experiment("adam_square_root", __doc__, runs, judge, draw)
+
+if __name__ == "__main__":
+    parser = experiment.parser_of(EXPERIMENT)
+    characters_run.add_options(parser)
+    sys.exit(experiment.main(EXPERIMENT, parser))

@@ -1,0 +1,105 @@
+"""Simulations on times and noise that others have recorded, against what they saw and against sums over the tables."""
+
+import csv
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import variable_batch_size as vbs
+
+RECORDED = Path(__file__).parent / "recorded"
+REF, PROGRESS, GRID = 128, 39_000, 10
+
+
+def noise_rows():
+    with open(RECORDED / "cifar10_noise.csv", encoding="utf-8") as file:
+        return [
+            {name: float(value) for name, value in row.items()}
+            for row in csv.DictReader(line for line in file if not line.startswith("#"))
+        ]
+
+
+def curve():
+    rows = noise_rows()
+    return vbs.NoiseCurve([row["progress"] for row in rows], [REF * row["grad_var"] / row["grad_sqr"] for row in rows])
+
+
+def profile(without=()):
+    whole = vbs.Profile.read(RECORDED / "cifar10_times.csv")
+    return vbs.Profile(tuple(row for row in whole.rows if row.cores not in without))
+
+
+def fixed(size):
+    return lambda situation: size
+
+
+def simulated(policy, cores, minibatch, without=()):
+    return vbs.simulate(
+        policy,
+        profile=profile(without),
+        noise=curve(),
+        availability=vbs.Availability.constant(cores),
+        minibatch_size=minibatch,
+        ref_batchsize=REF,
+        progress=PROGRESS,
+    )
+
+
+@cache
+def noise_all_along():
+    noise = curve()
+    return np.array([noise(progress) for progress in np.arange(GRID / 2, PROGRESS, GRID)])
+
+
+def seconds_of_progress(cores, minibatch, num_minibatches):
+    """Seconds for every bit of progress, all along the run, by the table alone."""
+    (row,) = (row for row in profile().rows if (row.cores, row.minibatch_size) == (cores, minibatch))
+    depth = -(-num_minibatches // cores)
+    noise = noise_all_along()
+    gain = (noise / REF + 1) / (noise / (num_minibatches * minibatch) + 1)
+    return GRID * ((depth - 1) * row.seconds_accumulating + row.seconds_updating) / gain
+
+
+CASES = [(cores, minibatch) for cores in (1, 4, 16) for minibatch in (32, 129)]
+
+
+def sizes(cores, minibatch):
+    return [minibatch * number for number in sorted({cores * depth for depth in (1, 3, 9)}) if number > 1]
+
+
+def test_a_fixed_batch_takes_the_updates_that_were_recorded():
+    updates = simulated(fixed(1024), cores=8, minibatch=32).updates
+    recorded = noise_rows()[-1]["updates"]
+    assert updates == pytest.approx(recorded, rel=0.05)
+
+
+@pytest.mark.parametrize(("cores", "minibatch"), CASES)
+def test_fixed_batches_are_ranked_as_by_the_table(cores, minibatch):
+    expected = {
+        size: seconds_of_progress(cores, minibatch, size // minibatch).sum() for size in sizes(cores, minibatch)
+    }
+    found = {size: simulated(fixed(size), cores, minibatch).seconds for size in expected}
+    for size in expected:
+        assert found[size] == pytest.approx(expected[size], rel=0.02)
+    assert sorted(found, key=found.get) == sorted(expected, key=expected.get)
+
+
+@pytest.mark.parametrize(("cores", "minibatch"), CASES)
+def test_autoscale_is_close_to_an_oracle_that_knows_table_and_noise_at_every_step(cores, minibatch):
+    largest = 64 * minibatch * cores
+    depths = [cores * depth for depth in range(1, 65) if cores * depth * minibatch >= REF]
+    oracle = np.min([seconds_of_progress(cores, minibatch, number) for number in depths], axis=0).sum()
+    found = simulated(vbs.Autoscale(max_batch_size=largest), cores, minibatch).seconds
+    assert oracle / 1.01 < found < 1.1 * oracle
+
+
+@pytest.mark.parametrize("cores", [3, 6, 12])
+def test_numbers_of_cores_that_were_left_out_rank_policies_as_those_that_were_measured(cores):
+    policies = {"per core": vbs.PerCore(), "1024": fixed(1032), "2048": fixed(2064), "4096": fixed(4128)}
+    known, guessed = (
+        {name: simulated(policy, cores, 129, without=left_out).seconds for name, policy in policies.items()}
+        for left_out in ((), (cores,))
+    )
+    assert sorted(guessed, key=guessed.get) == sorted(known, key=known.get)

@@ -1,0 +1,88 @@
+"""Forked processes of torch.distributed that stay for a session and do one job after another: starting takes long."""
+
+import contextlib
+import gc
+import multiprocessing
+import multiprocessing.connection
+import time
+import traceback
+import warnings
+
+import torch.distributed as dist
+
+MOST_SECONDS = 600
+
+
+class StandingCores:
+    """Some gloo processes, forked from this one, which has imported all that they need.
+
+    Args:
+        cores: how many.
+        directory: an empty one, where they meet.
+    """
+
+    def __init__(self, cores, directory):
+        context = multiprocessing.get_context("fork")
+        self._pipes, self._processes = [], []
+        self.is_broken = False
+        for rank in range(cores):
+            own, other = context.Pipe()
+            args = (other, f"file://{directory}/store", rank, cores)
+            process = context.Process(target=_work, args=args, daemon=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # that this process may have threads
+                process.start()
+            other.close()
+            self._pipes.append(own)
+            self._processes.append(process)
+
+    def run(self, function, *args):
+        """What ``function(*args)`` returns on each core, as from a launch."""
+        self.give(function, *args)
+        found, end = {}, time.monotonic() + MOST_SECONDS
+        while len(found) < len(self._pipes):
+            left = [pipe for pipe in self._pipes if pipe not in found]
+            for pipe in multiprocessing.connection.wait(left, max(0.0, end - time.monotonic())) or [None]:
+                is_good, found[pipe] = _received(pipe)
+                if not is_good:
+                    self.kill()  # others may wait for this one, for ever
+                    raise RuntimeError(f"a core failed:\n{found[pipe]}")
+        return [found[pipe] for pipe in self._pipes]
+
+    def give(self, function, *args):
+        """Have all cores begin with a job."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+
+    def have_answered(self):
+        """Whether one of them has come to the end of its job, or to its own."""
+        return bool(multiprocessing.connection.wait(self._pipes, 0))
+
+    def kill(self):
+        """End all of them at once, with SIGKILL."""
+        self.is_broken = True
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _received(pipe):
+    if pipe is None:
+        return False, f"none has answered for {MOST_SECONDS} s"
+    try:
+        return pipe.recv()
+    except EOFError:
+        return False, "it has died"
+
+
+def _work(pipe, meeting_point, rank, cores):
+    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=cores)
+    with contextlib.suppress(EOFError):
+        while True:
+            function, args = pipe.recv()
+            try:
+                outcome = True, function(*args)
+            except BaseException:
+                outcome = False, traceback.format_exc()
+            pipe.send(outcome)
+            gc.collect()  # models of this job are not the next one's

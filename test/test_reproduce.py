@@ -1,0 +1,123 @@
+"""The programs that reproduce tables of the literature: each runs small, goes on where it stopped, and judges."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from documents import ROOT
+
+PROGRAMS = sorted(
+    path.stem
+    for path in (ROOT / "reproduce").glob("*.py")
+    if "EXPERIMENT = experiment.Experiment(" in path.read_text(encoding="utf-8")
+)
+# all in one process, as importing torch takes seconds; mnist_elastic runs `vbs compare`, which has tests of its own
+RUN_EACH = """
+import contextlib, io, json, os, runpy, sys
+sys.path.insert(0, "reproduce")
+found = {}
+for name in sys.argv[2:]:
+    sys.argv = [f"reproduce/{name}.py", "--small", "--device", "cpu", "--directory", f"{FOLDER}/{name}"]
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        found[name] = (end.code, output.getvalue())
+with open(f"{FOLDER}/found.json", "w") as file:
+    json.dump(found, file)
+"""
+
+
+def environment(**more):
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """The exit code and the output of every program with --small, and the folder of their runs."""
+    folder = tmp_path_factory.mktemp("reproduced")
+    names = [name for name in PROGRAMS if name != "mnist_elastic"]
+    code = f"FOLDER = {str(folder)!r}\n{RUN_EACH}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "-", *names], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "found.json").read_text()), folder
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "mnist_elastic"])
+def test_a_program_runs_small_and_ends_with_a_table_in_which_all_holds(name, found):
+    results, folder = found
+    code, output = results[name]
+    assert code == 0, output
+    table = output.rpartition("\n\n")[2]
+    assert table.startswith("run ")
+    assert "holds" in table
+    assert "DOES NOT HOLD" not in table
+    written = (folder / name / f"{name}.csv").read_text(encoding="utf-8")
+    assert re.match(
+        r"# command: python reproduce/\w+\.py --small .*\n# machine: .*\n# date: \d{4}-\d\d-\d\d\n", written
+    )
+
+
+def test_counts_of_smith_et_al_are_exact(found):
+    table = found[0]["smith_cifar10"][1]
+    for updates in ("78,125", "28,875", "6,406", "2,305"):
+        assert re.search(rf"updates in 200 epochs +{updates} +{updates} ", table)
+
+
+def run(*arguments):
+    command = [sys.executable, "reproduce/adascale_cifar10.py", "--small", "--device", "cpu", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+
+
+def test_a_program_that_was_stopped_goes_on_to_the_same_numbers(found, tmp_path):
+    process = run("--directory", str(tmp_path), "--jobs", "2")
+    deadline = time.monotonic() + 300
+    while not list(tmp_path.glob("*/records.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 75, output
+    assert "the same command goes on" in output
+    again = run("--directory", str(tmp_path))
+    output, _ = again.communicate(timeout=300)
+    assert again.returncode == 0, output
+    curves = "adascale_cifar10_curves.csv"
+    assert (tmp_path / curves).read_text() == (found[1] / "adascale_cifar10" / curves).read_text()
+
+
+def test_a_number_out_of_its_tolerance_is_said_and_ends_with_1(tmp_path):
+    folder = tmp_path / "runs"
+    for name, updates in (
+        ("SGD-1", 25),
+        ("AdaScale-2", 14),
+        ("AdaScale-4", 9),
+        ("linear-4", 6),
+        ("linear-4-warm-up", 6),
+    ):
+        (folder / name).mkdir(parents=True)
+        rule = "adascale" if "AdaScale" in name else "linear"
+        scale = int(re.search(r"\d", name)[0])
+        row = {"run": name, "rule": rule, "scale": scale, "updates": updates, "curve": [{"step": 1}] * 4}
+        (folder / name / "result.json").write_text(json.dumps(row))
+    process = run("--directory", str(folder))
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert re.search(r"SGD-1 +updates .*DOES NOT HOLD", output)
+    assert output.count("DOES NOT HOLD") == 1
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_committed_result_says_how_it_was_made(name):
+    path = ROOT / "reproduce" / "results" / f"{name}.csv"
+    if path.exists():
+        text = path.read_text(encoding="utf-8")
+        assert re.match(rf"# command: python reproduce/{name}\.py\b.*\n# machine: .*\n# date: 20\d\d-\d\d-\d\d\n", text)
+        assert name in (ROOT / "docs" / "reproduced.md").read_text(encoding="utf-8")
