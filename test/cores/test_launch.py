@@ -114,6 +114,28 @@ def test_it_is_gloo_where_torch_xla_is_not_installed(monkeypatch):
         vbs.launch(rank_and_size, cores=2, backend="xla")
 
 
+def devices_of_this_core():
+    import torch_xla.runtime
+
+    return rank_and_size(), torch_xla.runtime.global_runtime_device_count()
+
+
+@pytest.mark.xla
+def test_in_spmd_mode_one_process_is_one_core_of_all_devices():
+    assert vbs.launch(devices_of_this_core, cores=3, backend="xla", spmd=True) == [((0, 1), 3)]
+
+
+def test_spmd_is_a_mode_of_xla_alone(monkeypatch):
+    with pytest.raises(ValueError, match='`spmd` must be False with backend="gloo": it is a mode of backend="xla"'):
+        vbs.launch(rank_and_size, cores=2, backend="gloo", spmd=True)
+    monkeypatch.setattr("variable_batch_size.cores.xla.is_installed", lambda: False)
+    with pytest.raises(ValueError, match='backend="xla" needs torch_xla'):
+        vbs.launch(rank_and_size, cores=2, spmd=True)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ValueError, match="`spmd` must be False with torchrun"):
+        vbs.launch(rank_and_size, spmd=True)
+
+
 UNDER_TORCHRUN = """
 import os, sys
 import variable_batch_size as vbs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
 import torch
@@ -43,6 +43,13 @@ class Communicator(ABC):
     def varying_share(self, number: float) -> float:
         """The same for a number x from 0 on of which 1 − x is used, too, as Adam uses its betas."""
         return number
+
+    def lay_out(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 (most have one device for each tensor)
+        """Before the first program: say where tensors are whose place nobody has chosen."""
+
+    def placed_like(self, other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor from the host, placed as another of its shape is: on that device, or in parts on several."""
+        return tensor.to(other.device)
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over all cores, on the host, after a wait for the device. Every core must call it."""

@@ -18,7 +18,12 @@ _GOOGLE_PCI_VENDOR = "0x1ae0"
 
 
 def launch(
-    fn: Callable[..., Any], args: tuple[Any, ...] = (), *, cores: int | None = None, backend: str | None = None
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    *,
+    cores: int | None = None,
+    backend: str | None = None,
+    spmd: bool = False,
 ) -> list[Any]:
     """Run ``fn(*args)`` once on every core and return what each returned, in the order of their ranks.
 
@@ -37,20 +42,26 @@ def launch(
         backend: ``"xla"`` for TPU cores where there is a TPU and virtual XLA cores on the CPU otherwise, or a backend
             of torch.distributed such as ``"gloo"``, ``"nccl"`` or ``"tpu_dist"``. By default XLA where torch_xla is
             installed, else gloo; under ``torchrun`` that of the accelerator, nccl for GPUs, else gloo.
+        spmd: on XLA, whether to run `fn` once, in one process that drives all devices of this host as one core: XLA's
+            SPMD mode. `cores` are then the devices, and `fn` lays out tensors over them.
     """
     if cores is not None:
         check_positive(cores=cores)
+    if spmd and (backend not in (None, "xla") or "TORCHELASTIC_RUN_ID" in os.environ):
+        where = f'backend="{backend}"' if backend not in (None, "xla") else "torchrun"
+        raise ValueError(f'`spmd` must be False with {where}: it is a mode of backend="xla"')
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return [_run_under_torchrun(fn, args, backend)]
-    backend = backend or ("xla" if xla.is_installed() else "gloo")
+    backend = backend or ("xla" if spmd or xla.is_installed() else "gloo")
     work = pickle.dumps((fn, args))
     if backend == "xla":
         if not xla.is_installed():
             raise ValueError(f'backend="xla" needs torch_xla: {install("xla")}')
         if _has_tpu():
-            return run_processes(_tpu_processes(cores), work)
+            return run_processes(_tpu_processes(cores, spmd), work)
         num_cores = cores or int(os.environ.get("CPU_NUM_DEVICES", 0)) or os.cpu_count() or 1
-        return run_processes([Process(_xla_main, (0, 1), _virtual_core_environment(num_cores))], work)
+        main, ranks = (_spmd_main, ()) if spmd else (_xla_main, (0, 1))
+        return run_processes([Process(main, ranks, _virtual_core_environment(num_cores))], work)
     num_cores = cores or _num_devices(backend) or os.cpu_count() or 1
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_cores)))}
     with tempfile.TemporaryDirectory() as directory:
@@ -83,10 +94,12 @@ def _has_tpu() -> bool:
     return any(vendor.read_text().strip() == _GOOGLE_PCI_VENDOR for vendor in vendors)
 
 
-def _tpu_processes(cores: int | None) -> list[Process]:
+def _tpu_processes(cores: int | None, spmd: bool) -> list[Process]:
     num_processes = xla.num_tpu_processes()
     if cores not in (None, xla.num_tpu_cores()):
         raise ValueError(f"`cores` must be None or all {xla.num_tpu_cores()} TPU cores of this host, got {cores}")
+    if spmd:
+        return [Process(_spmd_main, (), {"PJRT_DEVICE": "TPU"})]
     return [Process(_xla_main, (rank, num_processes), {"PJRT_DEVICE": "TPU"}) for rank in range(num_processes)]
 
 
@@ -106,6 +119,14 @@ def _xla_main(local_rank: int, num_processes: int, work: bytes, pipe: Any) -> No
     if os.environ["PJRT_DEVICE"] == "CPU":
         xla.let_virtual_cores_meet(int(os.environ["CPU_NUM_DEVICES"]))
     xla.run_on_devices(local_rank, num_processes, lambda rank: run_and_send(work, pipe, rank))
+
+
+def _spmd_main(work: bytes, pipe: Any) -> None:
+    """Run the work once, on all devices of this process."""
+    end_with_parent()
+    xla.use_spmd()
+    xla.meet_other_hosts()
+    run_and_send(work, pipe, 0)
 
 
 def _distributed_main(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from variable_batch_size.cores import xla
 from variable_batch_size.cores.groups import Group, Ranks, ranks_of
 
 
@@ -27,11 +28,18 @@ class Dimension(NamedTuple):
 
 
 def is_split(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
+    """Whether a tensor is a DTensor; not those of XLA, whose compiler splits what is one tensor to this process."""
+    if tensor.device.type == "xla":
+        return False
     # where nobody has imported it there is none; the second name is that of torch 2.4
     modules = [sys.modules.get(name) for name in ("torch.distributed.tensor", "torch.distributed._tensor")]
     kinds = [getattr(module, "DTensor", None) for module in modules]
     return isinstance(tensor, tuple(kind for kind in kinds if kind is not None))
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Whether all processes must take part when one of them reads a tensor."""
+    return is_split(tensor) or (tensor.device.type == "xla" and xla.is_spmd() and xla.num_hosts() > 1)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,13 +100,15 @@ def num_copies(tensor: torch.Tensor, groups: Iterable[Ranks]) -> int:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor; every process that has a part must call it."""
-    return tensor.full_tensor() if is_split(tensor) else tensor  # type: ignore[attr-defined]
+    if is_split(tensor):
+        return tensor.full_tensor()  # type: ignore[attr-defined, no-any-return]
+    return tensor.cpu() if is_spread(tensor) else tensor
 
 
 def split_from(tensor: torch.Tensor, complete: torch.Tensor) -> torch.Tensor:
     """A complete tensor, the same on all processes, split as another one is; every process must call it."""
     if not is_split(tensor):
-        return complete
+        return xla.placed_like(tensor, complete) if xla.is_spmd() else complete
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     where: Any = tensor

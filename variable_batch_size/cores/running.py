@@ -10,6 +10,7 @@ import torch
 from variable_batch_size.cores import accelerators, distributed, meshes, xla
 from variable_batch_size.cores.communicator import Alone, Communicator
 from variable_batch_size.cores.groups import group_of, is_running
+from variable_batch_size.cores.hosts import Hosts
 
 
 def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:
@@ -20,10 +21,9 @@ def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None)
         process_group: of torch.distributed, or a mesh of one dimension; all processes if None.
     """
     kinds = {tensor.device.type for tensor in tensors}
-    if "xla" in kinds:
-        if process_group is not None:
-            raise ValueError("`process_group` must be None on XLA, whose cores are all of its devices")
-        return xla.Xla()
+    if "xla" in kinds or xla.is_spmd():
+        _refuse_group(process_group)
+        return xla.Xla() if "xla" in kinds else Alone()
     group = group_of(process_group)
     if not is_running():
         return Alone()
@@ -33,6 +33,8 @@ def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None)
 def everyone_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:
     """The cores of a run that share its samples, and those that share its parameters: all who save it together."""
     tensors = list(tensors)
+    if xla.is_spmd() and xla.num_hosts() > 1:
+        return Hosts(communicator_for(tensors, process_group), xla.num_hosts())
     if not meshes.any_split(tensors):
         return communicator_for(tensors, process_group)
     group = group_of(process_group)
@@ -41,6 +43,9 @@ def everyone_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> 
 
 def running_cores(process_group: Any = None) -> tuple[int, int]:
     """The rank of this core and the number of cores, as the running backend knows them."""
+    if xla.is_spmd():  # also where its hosts have a process group
+        _refuse_group(process_group)
+        return 0, 1
     group = group_of(process_group)
     if is_running():
         communicator = distributed.Distributed(group)
@@ -52,3 +57,8 @@ def device_for_sums(device: torch.device) -> torch.device:
     """Where values on a device must go to be summed over all cores: nowhere else, unless these are cores of XLA."""
     is_xla = not is_running() and running_cores()[1] > 1
     return xla.device() if is_xla else device
+
+
+def _refuse_group(process_group: Any) -> None:
+    if process_group is not None:
+        raise ValueError("`process_group` must be None on XLA, whose cores are all of its devices")

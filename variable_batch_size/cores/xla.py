@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.meeting import Meeting
@@ -40,6 +41,22 @@ def cores() -> tuple[int, int]:
     return runtime.global_ordinal(), runtime.world_size()
 
 
+def is_spmd() -> bool:
+    """Whether this process drives all its devices as one, each tensor laid out over them: the SPMD mode of XLA."""
+    return is_running() and bool(_runtime().is_spmd())
+
+
+def use_spmd() -> None:
+    """Begin to; before anything is on a device."""
+    if not is_spmd():
+        _runtime().use_spmd()
+
+
+def num_hosts() -> int:
+    """How many processes share the devices."""
+    return int(_runtime().process_count())
+
+
 def num_programs() -> int:
     """How many programs XLA has compiled in this process."""
     return int(_module("debug.metrics").counter_value("UncachedCompile") or 0)
@@ -56,6 +73,10 @@ class Xla(Communicator):
     thread at a time: two threads that compile the same program at once get two, whose collectives never meet. And a
     thread waits for its own previous program *before* it takes its turn: starting the next one blocks until that has
     ended, and it may be waiting in a collective for those who want the turn.
+
+    In SPMD mode all devices are one core: the compiler splits what it does over them, as tensors are laid out, and adds
+    the layout of what it returns. So all that lives on from program to program has one from the start; else what was
+    returned would be the input of another program.
     """
 
     is_one_program = True
@@ -65,9 +86,12 @@ class Xla(Communicator):
 
     def __init__(self) -> None:
         self.rank, self.num_replicas = cores()
+        self._is_spmd = is_spmd()
         self._is_virtual = _runtime().device_type() == "CPU" and self.num_replicas > 1
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._is_spmd:  # the compiler has summed
+            return
         model = _module("core.xla_model")
         model.all_reduce(model.REDUCE_SUM, list(tensors))
 
@@ -95,12 +119,39 @@ class Xla(Communicator):
         with self._turn:
             _torch_xla().sync()
 
+    def lay_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        if self._is_spmd:
+            on_all_devices = _torch_xla()._XLAC.OpSharding([], [], [], 0)
+            for tensor in tensors:
+                _lay_out(tensor, _layout_of(tensor) or on_all_devices)
+
+    def placed_like(self, other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return placed_like(other, tensor)
+
     def varying(self, number: float) -> float:
         # XLA puts exactly 0, 1 and -1 into the program; one step of double precision beside them is the same float32
         return math.nextafter(number, math.inf) if number in (0.0, 1.0, -1.0) else number
 
     def varying_share(self, number: float) -> float:
         return max(self.varying(number), 1 - _ALMOST_ONE)
+
+
+def placed_like(other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor from the host on the device of another of its shape; in SPMD mode laid out over the devices as that."""
+    tensor = tensor.to(other.device)
+    if is_spmd() and other.device.type == "xla":
+        _lay_out(tensor, _layout_of(other))
+    return tensor
+
+
+def _layout_of(tensor: torch.Tensor) -> Any:
+    """How a tensor is laid out over the devices, None if nobody has said it."""
+    return _torch_xla()._XLAC._get_xla_op_sharding(tensor)
+
+
+def _lay_out(tensor: torch.Tensor, layout: Any) -> None:
+    if layout is not None and _layout_of(tensor) is None:
+        _torch_xla()._XLAC._xla_mark_sharding(tensor, layout)
 
 
 # ------------------------------------------------------------------------------------------------------ random numbers
@@ -135,6 +186,8 @@ def run_on_devices(local_rank: int, num_processes: int, run: Callable[[int], Non
     It is what ``torch_xla.launch`` does in the processes it starts; starting these ourselves tells us at once when one
     fails.
     """
+    if is_spmd():
+        raise ValueError("XLA_USE_SPMD must not be set where each device is a core: launch with `spmd=True`")
     pjrt = _module("_internal.pjrt")
     pjrt._run_thread_per_device(local_rank, num_processes, lambda: run(cores()[0]), pjrt.initialize_multiprocess)
 
@@ -146,6 +199,13 @@ def let_virtual_cores_meet(num_cores: int) -> None:
     and the process is aborted.
     """
     _module("core.xla_model").rendezvous = Meeting(num_cores, lambda: cores()[0]).rendezvous
+
+
+def meet_other_hosts() -> None:
+    """In SPMD mode on several hosts: let torch.distributed reach from each to all others."""
+    if num_hosts() > 1:
+        _module("distributed.xla_backend")  # which knows how they find each other
+        dist.init_process_group("gloo", init_method="xla://")
 
 
 def num_tpu_processes() -> int:

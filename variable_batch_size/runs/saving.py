@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from variable_batch_size.checks import check_one_of
+from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.runs import sharded_files, spread_state, storage
 from variable_batch_size.runs.host_copy import HostCopy, needs_of
@@ -67,6 +68,8 @@ class Saving:
         self._host_copy, self._has_reserved = HostCopy(), False
         self._sharded = None
         if format == "sharded":
+            if xla.is_spmd():
+                raise ValueError('`format` must be "file" in XLA\'s SPMD mode, got "sharded"')
             if self._mirror is not None:
                 raise ValueError(f'`format` must be "file" with an address, got "sharded" for {self.directory}')
             device = next(optimizer.parameters()).device

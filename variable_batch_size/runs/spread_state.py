@@ -10,8 +10,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from variable_batch_size.cores import xla
 from variable_batch_size.cores.groups import group_of, ranks_of
-from variable_batch_size.cores.meshes import any_split, is_split, local_part, split_from, split_like, whole
+from variable_batch_size.cores.meshes import is_split, is_spread, local_part, split_from, split_like, whole
 from variable_batch_size.training.optimizer import CustomOptimizer
 from variable_batch_size.training.together import Together
 from variable_batch_size.training.unsupported import is_zero
@@ -22,6 +23,9 @@ Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _PREFIXES = ("module.", "_orig_mod.")
 """Of DistributedDataParallel and torch.compile, before the names of a model's own state."""
 
+_WITHIN = "_orig_module."
+"""Of SpmdFullyShardedDataParallel, which may be around any module of a model."""
+
 
 def collect(model: torch.nn.Module, optimizer: CustomOptimizer, *, is_writer: bool) -> dict[str, Any]:
     """The state of both, with whole tensors, on the process that writes it; nothing on the others.
@@ -29,7 +33,7 @@ def collect(model: torch.nn.Module, optimizer: CustomOptimizer, *, is_writer: bo
     Every core must call it: where tensors are split, or the optimizer has a part of its state on each core, all of them
     send theirs, one tensor at a time.
     """
-    if not is_writer and not any_split([*model.parameters(), *optimizer.parameters()]):
+    if not is_writer and not any(map(is_spread, [*model.parameters(), *optimizer.parameters()])):
         _consolidate(optimizer)
         return {}
     collected: dict[str, Any] = _collected(state_in_parts(model, optimizer), is_writer)
@@ -41,7 +45,7 @@ def state_in_parts(model: torch.nn.Module, optimizer: CustomOptimizer) -> dict[s
     _consolidate(optimizer)
     # torch forgets in which order a dimension is split that is split twice; the order is the parameter's
     state = _changed(optimizer.inner, optimizer.state_dict(), lambda p, value: split_like(p, local_part(value)))
-    return {"model": unwrapped(model).state_dict(), "optimizer": state}
+    return {"model": _under_plain_names(unwrapped(model).state_dict()), "optimizer": state}
 
 
 def _consolidate(optimizer: CustomOptimizer) -> None:
@@ -54,7 +58,7 @@ def _consolidate(optimizer: CustomOptimizer) -> None:
 def _collected(value: Any, is_writer: bool) -> Any:
     """Nested containers with whole tensors, on the host if they were split; those of other processes are dropped."""
     if isinstance(value, torch.Tensor):
-        if not is_split(value):
+        if not is_spread(value):
             return value
         complete = whole(value.detach())
         return complete.cpu() if is_writer else None
@@ -74,11 +78,14 @@ def _collected(value: Any, is_writer: bool) -> Any:
 def load_model(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Load a state of whole tensors into a model that is wrapped or split in any way; every core must call it."""
     own = unwrapped(model)
-    present = own.state_dict()
+    names = {_plain_name(name): name for name in own.state_dict()}
+    present = _under_plain_names(own.state_dict())
     loaded = _without_prefixes(state, present)
     for name, value in loaded.items():
         if name in present and present[name].shape == value.shape and not is_split(value):
             loaded[name] = split_from(present[name], value)
+    if list(names) != list(names.values()):
+        loaded = OrderedDict((names.get(name, name), value) for name, value in loaded.items())
     own.load_state_dict(loaded)
 
 
@@ -115,6 +122,20 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
         if not isinstance(inside, torch.nn.Module):
             return model
         model = inside
+
+
+def _plain_name(name: str) -> str:
+    """The name of a model's parameter, or of a module with a dot behind it, without the wrappers within the model."""
+    return name.replace(_WITHIN, "") if xla.is_spmd() else name
+
+
+def _under_plain_names(state: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    renamed = OrderedDict((_plain_name(name), value) for name, value in state.items())
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        plain = {_plain_name(f"{name}.")[:-1]: value for name, value in metadata.items()}
+        renamed._metadata = OrderedDict(plain)  # type: ignore[attr-defined]
+    return renamed
 
 
 def _without_prefixes(state: Mapping[str, Any], present: Mapping[str, Any]) -> OrderedDict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from variable_batch_size.cores import meshes
+from variable_batch_size.cores import meshes, xla
 from variable_batch_size.cores.communicator import Alone, Communicator
 from variable_batch_size.cores.distributed import Distributed
 from variable_batch_size.cores.groups import group_of, ranks_of
@@ -50,6 +50,8 @@ def gradients_for(
     if sampler.schedule.lockstep and (keeps or communicator.is_one_program):
         what = "with `keep_gradients`" if keeps else "on XLA"
         raise ValueError(f"`lockstep` of the sampler must be False {what}, where a single minibatch cannot be left out")
+    if exact and xla.is_spmd():
+        raise ValueError("`exact` must be False in XLA's SPMD mode, where several devices sum within each minibatch")
     options: dict[str, Any] = {"measures": measures, "divisors": divisors}
     parameters = [p for group in inner.param_groups for p in group["params"]]
     if meshes.any_split(parameters):

@@ -10,6 +10,7 @@ import torch
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.distributed import Distributed
 from variable_batch_size.cores.groups import group_of
+from variable_batch_size.cores.hosts import Hosts
 from variable_batch_size.cores.meshes import any_split, dimensions_of, local_part, model_groups
 from variable_batch_size.cores.running import everyone_for
 from variable_batch_size.training.description import settings_of, shapes_of
@@ -56,6 +57,9 @@ def join_other_cores(
     tensors = [*parameters, *of_model]
     if any_split(tensors):
         return _join_over_a_mesh(facts, tensors, communicator, sampler.process_group)
+    everyone = everyone_for(tensors, sampler.process_group)
+    if isinstance(everyone, Hosts):
+        Comparison(facts, everyone, torch.device("cpu")).refuse_different()
     complete = begin_alike(facts, tensors, communicator)
     take_over_reduction(parameters, communicator)
     return complete

@@ -24,6 +24,7 @@ from variable_batch_size.training.sameness import share_from_first
 from variable_batch_size.training.settings import Settings
 from variable_batch_size.training.stand_ins import StandIns
 from variable_batch_size.training.together import Inner
+from variable_batch_size.training.unsupported import refuse_call
 from variable_batch_size.training.weights import Weight
 from variable_batch_size.training.wrapped import refuse_other_reductions, take_over_reduction
 
@@ -234,13 +235,7 @@ class CustomOptimizer(FirstNames):
             closure returned, if there is one: then `updated` says whether they changed.
         """
         self.updated = False
-        if closure is not None and not callable(closure):
-            raise ValueError(f"`closure` must be a function, got {closure!r}: a weight is given as step(weight=…)")
-        if hasattr(self, "found_inf"):
-            raise RuntimeError(
-                "GradScaler.step() would leave out minibatches that are not finite: call step() of the optimizer, with "
-                "`loss_scale`, and give the scale to GradScaler.update()"
-            )
+        refuse_call(self, closure)
         for before in self._optimizer_step_pre_hooks.values():
             before(self, (), {})
         with torch.enable_grad():  # type: ignore[no-untyped-call]

@@ -22,6 +22,7 @@ def begin_alike(
         one program with whatever else is noted down until then.
     """
     if communicator.num_replicas == 1:
+        share_from_first(tensors, communicator)
         return _nothing_more
     comparison = Comparison(facts, communicator, tensors[0].device)
     if communicator.is_one_program:
@@ -38,8 +39,10 @@ def _nothing_more() -> None:
 
 def share_from_first(tensors: Iterable[torch.Tensor], communicator: Communicator) -> None:
     """Let parameters and buffers be on all cores as they are on core 0."""
+    tensors = list({id(tensor): tensor for tensor in tensors}.values())
+    communicator.lay_out(tensors)
     if communicator.num_replicas > 1:
-        communicator.broadcast(list({id(tensor): tensor for tensor in tensors}.values()))
+        communicator.broadcast(tensors)
 
 
 class Comparison:

@@ -62,13 +62,15 @@ class SeparateGradients(Gradients):
         self._sums |= {p: self._sums[p].to(p.dtype) for p in converted}
         new = [p for p in trainable if p not in self._sums]
         # made on the host: zeros made on the device would be a program of their own
-        self._sums |= {p: torch.zeros(p.shape, dtype=p.dtype).to(p.device) for p in new}
+        placed = self._communicator.placed_like
+        self._sums |= {p: placed(p, torch.zeros(p.shape, dtype=p.dtype)) for p in new}
         if self._divisors is not None:
-            self._infinities |= {p: torch.full(p.shape, torch.inf).to(p.device) for p in new if p not in self._divisors}
+            self._infinities |= {p: placed(p, torch.full(p.shape, torch.inf)) for p in new if p not in self._divisors}
         num_squares = len(self._inner.param_groups) - len(self._step_squares) if trainable else 0
         num_weights = 2 - len(self._weights) if trainable else 0  # always, as they must not come later on some cores
         self._step_squares += [torch.zeros(1).to(trainable[0].device) for _ in range(num_squares)]
         self._weights += [torch.zeros(1).to(trainable[0].device) for _ in range(num_weights)]
+        self._communicator.lay_out([*self._step_squares, *self._weights])
         return bool(converted or new or num_squares or num_weights)
 
     def reduce(self, mean: Mean, *, is_idle: bool) -> None:

@@ -1,4 +1,4 @@
-"""Ways to spread a model under which the result would be wrong: refused by name, with what to do instead."""
+"""What would give a wrong result, refused by name with what to do instead: ways to spread a model, and to call step."""
 
 from __future__ import annotations
 
@@ -75,6 +75,17 @@ def refuse_spread_moments(rule: Rule, inner: Optimizer) -> None:
         raise ValueError(
             f"{name} needs all second moments, and ZeroRedundancyOptimizer has a part of them on each core: use "
             "AdamRule, or the optimizer itself"
+        )
+
+
+def refuse_call(optimizer: Optimizer, closure: Any) -> None:
+    """Raise if ``step`` was called by something, or with something, that would leave out minibatches."""
+    if closure is not None and not callable(closure):
+        raise ValueError(f"`closure` must be a function, got {closure!r}: a weight is given as step(weight=…)")
+    if hasattr(optimizer, "found_inf"):
+        raise RuntimeError(
+            "GradScaler.step() would leave out minibatches that are not finite: call step() of the optimizer, with "
+            "`loss_scale`, and give the scale to GradScaler.update()"
         )
 
 

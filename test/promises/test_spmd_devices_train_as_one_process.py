@@ -1,0 +1,86 @@
+"""Promise: XLA's SPMD mode gives the weights of one plain process on any number of devices, by five programs."""
+
+import functools
+import json
+
+import pytest
+import spmd_runs
+import torch
+from sharded_models import Normed, largest_difference
+from spmd_runs import SIZES, Small
+
+import variable_batch_size as vbs
+
+pytestmark = pytest.mark.xla
+
+# on how many virtual devices, in which way, which model, which runs
+CASES = [
+    *((4, "laid_out", Small, name) for name in ("adascale", "linear", "adam", "weighted", "nan")),
+    *((4, "wrapped", Small, name) for name in ("adascale", "root", "linear-momentum")),
+    *((4, "copied", Normed, name) for name in ("scaled",)),
+    *((8, "wrapped", Small, name) for name in ("adascale",)),
+    *((8, "laid_out", Normed, name) for name in ("adascale", "linear-momentum")),
+]
+each_case = pytest.mark.parametrize(("devices", "way", "kind", "name"), CASES)
+
+
+@functools.cache
+def found(devices):
+    """All runs on a number of devices, in one launch."""
+    cases = [case[1:] for case in CASES if case[0] == devices]
+    (results,) = vbs.launch(spmd_runs.all_of, (cases,), cores=devices, backend="xla", spmd=True)
+    return results
+
+
+@functools.cache
+def expected(kind, name):
+    return spmd_runs.train("plain", kind, name)
+
+
+@each_case
+def test_weights_and_noise_are_those_of_one_plain_process(devices, way, kind, name):
+    result, plain = found(devices)[way, kind.__name__, name], expected(kind, name)
+    assert largest_difference(result["state"], plain["state"]) < 1e-5
+    assert result["updates"] == plain["updates"]
+    assert result["updates"].count(False) == (name == "nan")
+    torch.testing.assert_close(torch.tensor(result["noise"]), torch.tensor(plain["noise"]), rtol=1e-4, atol=1e-6)
+
+
+@each_case
+def test_there_are_five_programs_at_most_and_none_after_the_first_steps(devices, way, kind, name):
+    programs = found(devices)[way, kind.__name__, name]["programs"]
+    assert len(programs) == spmd_runs.NUM_EPOCHS * len(SIZES)
+    assert programs[-1] <= 5 + (name == "nan")  # one more where a step is skipped
+    assert name == "nan" or programs[-1] == programs[2]
+
+
+@each_case
+def test_sums_and_momentum_are_laid_out_as_their_parameters(devices, way, kind, name):
+    result = found(devices)[way, kind.__name__, name]
+    assert all(result["layouts"])
+    assert any(layout.startswith("{devices=") for layout in result["layouts"]) == (way != "copied")
+    assert result["layouts of sums"] == result["layouts of moments"] == result["layouts"]
+
+
+def test_a_run_goes_on_in_one_plain_process_and_back(tmp_path):
+    uninterrupted, _, _ = spmd_runs.go(tmp_path / "whole", "plain", Small, "adascale")
+    stopped = tmp_path / "stopped"
+    spmd_runs.go(stopped, "plain", Small, "adascale", until=3)
+    turns = [("laid_out", 7), ("wrapped", 10), ("laid_out", 13)]
+    arguments = (stopped, Small, "adascale", turns)
+    (layouts,) = vbs.launch(spmd_runs.in_turns, arguments, cores=4, backend="xla", spmd=True)
+    for of_momentum, of_parameters in layouts:
+        assert of_momentum == of_parameters
+        assert any(layout.startswith("{devices=") for layout in of_momentum)
+    state, _, _ = spmd_runs.go(stopped, "plain", Small, "adascale")
+    assert largest_difference(state, uninterrupted) < 1e-5
+    records = [json.loads(line) for line in (stopped / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [3, 6, 9, 12, 15, 18]
+
+
+def test_what_is_not_possible_is_refused():
+    (said,) = vbs.launch(spmd_runs.refusals, cores=2, backend="xla", spmd=True)
+    assert said["exact"].startswith("`exact` must be False in XLA's SPMD mode")
+    assert said["format"] == '`format` must be "file" in XLA\'s SPMD mode, got "sharded"'
+    assert said["group"].startswith("`process_group` must be None on XLA")
+    assert said["threads"].startswith("XLA_USE_SPMD must not be set where each device is a core")
