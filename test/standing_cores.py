@@ -80,6 +80,7 @@ def _received(pipe):
 
 def _work(pipe, meeting_point, rank, cores):
     """Never returns: all that follows is the other process's."""
+    warnings.resetwarnings()  # which are errors where tests run, also those of torch.compile about itself
     try:
         dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=cores)
         while True:
