@@ -206,6 +206,41 @@ def test_another_run_does_not_go_on(tmp_path):
         fit(Net(trace=[*TRACE[:-1], 8]), make_trainer(), ckpt_path=path, weights_only=True)
 
 
+@pytest.mark.parametrize("num_minibatches", [3, 11])
+def test_validation_counts_no_minibatch_twice_where_a_run_goes_on(num_minibatches, tmp_path):
+    settings = {"limit_val_batches": 1.0, "num_sanity_val_steps": 0}
+    settings |= {"val_check_interval": 5, "check_val_every_n_epoch": None}
+    whole, first, second, path = Validated(), Validated(), Validated(), tmp_path / "stopped.ckpt"
+    fit(whole, make_trainer(**settings))
+    with pytest.raises(Stopped):
+        fit(first, make_trainer(callbacks=[StopAfter(path, num_minibatches)], **settings))
+    fit(second, make_trainer(**settings), ckpt_path=path, weights_only=True)
+    first.places = [place for place in first.places if place not in second.places]
+    assert first.places + second.places == whole.places
+
+
+class Validated(Net):
+    """Notes where it is validated."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def on_validation_start(self):
+        self.places.append((self.current_epoch, self.trainer.fit_loop.epoch_loop.batch_idx))
+
+
+def test_a_second_fit_of_a_trainer_is_refused_unless_it_goes_on(expected, tmp_path):
+    trainer, path = make_trainer(max_epochs=-1, max_steps=2), tmp_path / "saved.ckpt"
+    fit(Net(), trainer)
+    trainer.save_checkpoint(path)
+    with pytest.raises(RuntimeError, match="this Trainer has trained already"):
+        fit(Net(), trainer)
+    trainer.fit_loop.epoch_loop.max_steps = len(TRACE)
+    assert torch.equal(fit(Net(), trainer, ckpt_path=path, weights_only=True), weights(expected["linear"]))
+    assert trainer.global_step == len(TRACE)
+
+
 # ------------------------------------------------------------------------------------------------------- two processes
 
 

@@ -8,9 +8,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from variable_batch_size.integrations import lightning_checks as checks
+from variable_batch_size.integrations.going_on import refuse_another_run
 from variable_batch_size.integrations.lightning_buffers import StepBuffers
 from variable_batch_size.integrations.lightning_loop import UpdateLoop
-from variable_batch_size.training.description import differences
 from variable_batch_size.training.optimizer import CustomOptimizer
 
 
@@ -50,7 +50,8 @@ class VariableBatchSize(Callback):
         """Check the optimizer and its schedulers."""
         self._optimizer = checks.check_optimizer(trainer)
         _loop_of(trainer).follow(self._optimizer)
-        self._refuse_another_run()
+        saved, self._saved = self._saved, None
+        refuse_another_run(self._optimizer, saved)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the progress bar know how long this epoch is."""
@@ -96,13 +97,6 @@ class VariableBatchSize(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Remember what the saved run was, until there is an optimizer to compare it with."""
         self._saved = state_dict.get("run")
-
-    def _refuse_another_run(self) -> None:
-        saved, self._saved = self._saved, None
-        assert self._optimizer is not None
-        found = differences(saved, self._optimizer.description) if saved is not None else []
-        if found:
-            raise ValueError(f"the checkpoint was saved by another run: {'; '.join(found)}")
 
 
 def _loop_of(trainer: Trainer) -> UpdateLoop:
