@@ -198,6 +198,21 @@ def test_checkpoints_are_saved_by_updates_and_the_last_is_found(expected, tmp_pa
     assert sorted(path.name for path in tmp_path.glob("step*.ckpt")) == ["step=4.ckpt", "step=8.ckpt"]
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("max_steps", [2, 8], ids=["in the first epoch", "in the last"])
+@pytest.mark.parametrize("saved", ["at the end of the epoch", "behind the run"])
+def test_an_epoch_that_max_steps_has_left_is_completed_where_the_run_goes_on(expected, saved, max_steps, tmp_path):
+    path, saving = tmp_path / "left.ckpt", ModelCheckpoint(tmp_path, "left", save_on_train_epoch_end=True)
+    trainer = make_trainer(max_steps=max_steps, callbacks=[saving], enable_checkpointing=True)
+    fit(Net(), trainer)
+    if saved == "behind the run":
+        trainer.save_checkpoint(path)
+    module, trainer = Net(), make_trainer()
+    assert torch.equal(fit(module, trainer, ckpt_path=path, weights_only=True), weights(expected["linear"]))
+    assert trainer.global_step == module.lr_schedulers().last_epoch == len(TRACE)
+    assert trainer.current_epoch == NUM_EPOCHS
+
+
 def test_another_run_does_not_go_on(tmp_path):
     path = tmp_path / "stopped.ckpt"
     with pytest.raises(Stopped):

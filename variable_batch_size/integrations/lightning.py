@@ -87,8 +87,11 @@ class VariableBatchSize(Callback):
         """Leave no mark of a step that is not complete: it is made again when the run goes on."""
         if isinstance(trainer.strategy, ModelParallelStrategy):
             raise RuntimeError(f"Lightning cannot save this run: {checks.NO_SHARDED_CHECKPOINTS}")
-        if self._optimizer is not None and self._optimizer.is_accumulating:
+        if self._optimizer is None:
+            return
+        if self._optimizer.is_accumulating:
             self._buffers.put_into(checkpoint["state_dict"])
+        _leave_epoch_open(checkpoint["loops"]["fit_loop"]["epoch_progress"], self._optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """What a run is, for those that go on from it."""
@@ -97,6 +100,16 @@ class VariableBatchSize(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Remember what the saved run was, until there is an optimizer to compare it with."""
         self._saved = state_dict.get("run")
+
+
+def _leave_epoch_open(progress: dict[str, dict[str, int]], optimizer: CustomOptimizer) -> None:
+    """Take back that an epoch is done which `max_steps` or a stop has left early: a run that goes on completes it."""
+    excess = progress["current"]["processed"] - optimizer.epoch
+    if excess <= 0 or optimizer.epoch_step == len(optimizer.sampler.schedule.steps(optimizer.epoch)):
+        return
+    for counts in progress.values():
+        counts["processed"] -= excess
+        counts["completed"] = counts["processed"]
 
 
 def _loop_of(trainer: Trainer) -> UpdateLoop:
