@@ -52,6 +52,13 @@ def test_another_run_does_not_go_on(tmp_path, monkeypatch):
         accelerator.load_state(str(tmp_path))
 
 
+def test_leaving_out_minibatches_that_the_optimizer_counts_is_refused():
+    accelerator, session = prepared("linear", model_first=True)
+    session.loader = accelerator.skip_first_batches(session.loader, 3)
+    with pytest.raises(RuntimeError, match="skip_first_batches would leave out minibatches that the optimizer counts"):
+        session.train(accelerator.backward)
+
+
 def test_saving_within_a_step_is_warned_of(tmp_path, caplog):
     accelerator, session = prepared("linear")
     session.train(accelerator.backward, stop_at=1)
