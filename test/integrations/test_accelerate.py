@@ -43,6 +43,35 @@ def test_it_goes_on_with_the_random_numbers_that_it_had(tmp_path):
     assert_close(found["weights"], by_accelerate("linear", dropout=0.3)["weights"], **TOLERANCE)
 
 
+def test_another_run_does_not_go_on(tmp_path, monkeypatch):
+    accelerator, _ = prepared("linear")
+    accelerator.save_state(str(tmp_path))
+    monkeypatch.setattr(accelerate_runs, "TRACE", [*TRACE[:-1], 16])
+    accelerator, _ = prepared("linear")
+    with pytest.raises(ValueError, match=r"^the checkpoint was saved by another run: trace was"):
+        accelerator.load_state(str(tmp_path))
+
+
+def test_leaving_out_minibatches_that_the_optimizer_counts_is_refused():
+    accelerator, session = prepared("linear", model_first=True)
+    session.loader = accelerator.skip_first_batches(session.loader, 3)
+    with pytest.raises(RuntimeError, match="skip_first_batches would leave out minibatches that the optimizer counts"):
+        session.train(accelerator.backward)
+
+
+def test_saving_within_a_step_is_warned_of(tmp_path, caplog):
+    accelerator, session = prepared("linear")
+    session.train(accelerator.backward, stop_at=1)
+    accelerator.save_state(str(tmp_path))
+    assert "within a step" not in caplog.text
+    next(vbs.epochs(session.optimizer, 2))
+    data, target = next(iter(session.loader))
+    accelerator.backward(torch.nn.functional.cross_entropy(session.model(data), target))
+    session.optimizer.step()
+    accelerator.save_state(str(tmp_path))
+    assert "save_state() was called within a step" in caplog.text
+
+
 def test_mixed_precision_is_the_accelerators():
     found = by_accelerate("linear", accelerator={"mixed_precision": "bf16"})["weights"]
     expected = by_own_loop("linear")["weights"]

@@ -37,10 +37,10 @@ def loss_of():
 class Session:
     """A model that is compiled, and its loader."""
 
-    def __init__(self, rule="linear", kind=VariableBatchModel, **settings):
+    def __init__(self, rule="linear", kind=VariableBatchModel, trace=TRACE, **settings):
         self.model = model_of(kind)
         data = data_of()
-        self.sampler = vbs.CustomSampler(data, trace=TRACE, minibatch_size=4)
+        self.sampler = vbs.CustomSampler(data, trace=trace, minibatch_size=4)
         self.loader = DataLoader(data, batch_sampler=self.sampler)
         inner = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.optimizer = RULES[rule](inner, self.sampler, ref_batchsize=16, model=self.model)
@@ -116,6 +116,40 @@ def test_a_run_that_was_stopped_goes_on_from_keras_own_backup(tmp_path, save_fre
     second.model.fit(second.loader, epochs=2, callbacks=[backup()], verbose=0)
     assert second.optimizer.steps_done == len(TRACE)
     assert_close(second.weights(), by_own_loop("adascale")[0], **TOLERANCE)
+
+
+def test_another_run_does_not_go_on(tmp_path):
+    Session().model.save_weights(tmp_path / "saved.weights.h5")
+    session = Session(trace=[*TRACE[:-1], 16])
+    with pytest.raises(ValueError, match="the checkpoint was saved by another run: trace was"):
+        session.model.load_weights(tmp_path / "saved.weights.h5")
+
+
+def test_a_skipped_update_leaves_no_mark_on_batch_normalization(caplog):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    normalization = keras.layers.BatchNormalization()
+    model = VariableBatchModel(inputs, keras.layers.Dense(3)(normalization(inputs)))
+    data = data_of()
+    data.tensors[0][0] = torch.nan
+    sampler = vbs.CustomSampler(data, trace=TRACE, minibatch_size=4)
+    inner = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=16, model=model, skip_nonfinite=True)
+    model.compile(optimizer, loss=loss_of())
+    model.fit(DataLoader(data, batch_sampler=sampler), epochs=1, verbose=0)
+    assert optimizer.steps_skipped == 1
+    mean = normalization.moving_mean.value
+    assert mean.isfinite().all()
+    assert mean.any()
+
+
+def test_layers_that_need_a_loss_scale_are_refused():
+    inputs = keras.Input((6,))
+    model = VariableBatchModel(inputs, keras.layers.Dense(3, dtype="mixed_float16")(inputs))
+    sampler = vbs.CustomSampler(64, TRACE, minibatch_size=4)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=16)
+    with pytest.raises(ValueError, match="must not compute in float16"):
+        model.compile(optimizer, loss=loss_of())
 
 
 def test_fitting_epochs_that_are_done_says_so(caplog):

@@ -198,12 +198,62 @@ def test_checkpoints_are_saved_by_updates_and_the_last_is_found(expected, tmp_pa
     assert sorted(path.name for path in tmp_path.glob("step*.ckpt")) == ["step=4.ckpt", "step=8.ckpt"]
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("max_steps", [2, 8], ids=["in the first epoch", "in the last"])
+@pytest.mark.parametrize("saved", ["at the end of the epoch", "behind the run"])
+def test_an_epoch_that_max_steps_has_left_is_completed_where_the_run_goes_on(expected, saved, max_steps, tmp_path):
+    path, saving = tmp_path / "left.ckpt", ModelCheckpoint(tmp_path, "left", save_on_train_epoch_end=True)
+    trainer = make_trainer(max_steps=max_steps, callbacks=[saving], enable_checkpointing=True)
+    fit(Net(), trainer)
+    if saved == "behind the run":
+        trainer.save_checkpoint(path)
+    module, trainer = Net(), make_trainer()
+    assert torch.equal(fit(module, trainer, ckpt_path=path, weights_only=True), weights(expected["linear"]))
+    assert trainer.global_step == module.lr_schedulers().last_epoch == len(TRACE)
+    assert trainer.current_epoch == NUM_EPOCHS
+
+
 def test_another_run_does_not_go_on(tmp_path):
     path = tmp_path / "stopped.ckpt"
     with pytest.raises(Stopped):
         fit(Net(), make_trainer(callbacks=[StopAfter(path, 3)]))
     with pytest.raises(ValueError, match=r"^the checkpoint was saved by another run: .*trace"):
         fit(Net(trace=[*TRACE[:-1], 8]), make_trainer(), ckpt_path=path, weights_only=True)
+
+
+@pytest.mark.parametrize("num_minibatches", [3, 11])
+def test_validation_counts_no_minibatch_twice_where_a_run_goes_on(num_minibatches, tmp_path):
+    settings = {"limit_val_batches": 1.0, "num_sanity_val_steps": 0}
+    settings |= {"val_check_interval": 5, "check_val_every_n_epoch": None}
+    whole, first, second, path = Validated(), Validated(), Validated(), tmp_path / "stopped.ckpt"
+    fit(whole, make_trainer(**settings))
+    with pytest.raises(Stopped):
+        fit(first, make_trainer(callbacks=[StopAfter(path, num_minibatches)], **settings))
+    fit(second, make_trainer(**settings), ckpt_path=path, weights_only=True)
+    first.places = [place for place in first.places if place not in second.places]
+    assert first.places + second.places == whole.places
+
+
+class Validated(Net):
+    """Notes where it is validated."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def on_validation_start(self):
+        self.places.append((self.current_epoch, self.trainer.fit_loop.epoch_loop.batch_idx))
+
+
+def test_a_second_fit_of_a_trainer_is_refused_unless_it_goes_on(expected, tmp_path):
+    trainer, path = make_trainer(max_epochs=-1, max_steps=2), tmp_path / "saved.ckpt"
+    fit(Net(), trainer)
+    trainer.save_checkpoint(path)
+    with pytest.raises(RuntimeError, match="this Trainer has trained already"):
+        fit(Net(), trainer)
+    trainer.fit_loop.epoch_loop.max_steps = len(TRACE)
+    assert torch.equal(fit(Net(), trainer, ckpt_path=path, weights_only=True), weights(expected["linear"]))
+    assert trainer.global_step == len(TRACE)
 
 
 # ------------------------------------------------------------------------------------------------------- two processes

@@ -146,6 +146,61 @@ def test_a_step_that_makes_no_update_is_refused(tmp_path):
         trainer_with(arguments(tmp_path), kind=OwnStep).train()
 
 
+def test_another_run_does_not_go_on(tmp_path):
+    trainer_with(arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)).train()
+    trainer = trainer_with(arguments(tmp_path), trace=[*TRACE[:-1], 6])
+    with pytest.raises(ValueError, match=r"^the checkpoint was saved by another run: trace was"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+class MeanOfMinibatches(VariableBatchMixin, Trainer):
+    """Whose loss says that it is a mean over a minibatch."""
+
+    loss_is_scaled_for_ga = False
+
+
+def test_minibatches_weigh_the_same_where_the_trainer_says_so(tmp_path):
+    data = [sample for sample in samples() if sample["labels"][-1] != -100][:32]  # each has tokens to be learnt
+    settings = {"max_grad_norm": 0.0, "lr_scheduler_type": "constant", "warmup_steps": 0, "num_train_epochs": 1}
+    trainer = trainer_with(
+        arguments(tmp_path, **settings), kind=MeanOfMinibatches, train_dataset=data, trace=[8, 4, 12, 8]
+    )
+    trainer.train()
+    model = trainer_runs.model_of_llama()
+    sampler = vbs.CustomSampler(data, trace=[8, 4, 12, 8], minibatch_size=2, seed=42)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), sampler, ref_batchsize=8)
+    for _ in vbs.epochs(optimizer, 1):
+        for indices in sampler:
+            model(**{name: torch.stack([data[i][name] for i in indices]) for name in data[0]}).loss.backward()
+            optimizer.step()
+    assert_close(trainer.model.state_dict(), model.state_dict(), **TOLERANCE)
+
+
+def test_training_twice_with_a_new_model_each_time_makes_the_same_run_twice(tmp_path):
+    trainer = trainer_with(arguments(tmp_path), "adascale", kind=OfFunction)
+    weights = []
+    for _ in range(2):
+        trainer.train()
+        weights.append(trainer_runs.weights_of(trainer.model))
+    assert_close(weights[0], weights[1], rtol=0, atol=0)
+    assert trainer.variable_optimizer.steps_done == len(TRACE)
+
+
+class OfFunction(VariableBatchMixin, Trainer):
+    """Whose model is made when training begins."""
+
+    def __init__(self, model, args, **settings):
+        super().__init__(None, args, model_init=lambda: trainer_runs.model_of_llama(), **settings)
+
+
+def test_training_again_with_other_data_is_refused(tmp_path):
+    trainer = trainer_with(arguments(tmp_path, max_steps=1, logging_strategy="no"))
+    trainer.train()
+    trainer.train_dataset = samples() * 2
+    with pytest.raises(ValueError, match=r"`len\(train_dataset\)` was 40 when training began and is 80"):
+        trainer.train()
+
+
 def test_training_twice_begins_anew(tmp_path):
     trainer = trainer_with(arguments(tmp_path, max_steps=4, logging_strategy="no"))
     trainer.train()

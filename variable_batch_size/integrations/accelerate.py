@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from variable_batch_size.cores.running import communicator_for
+from variable_batch_size.integrations.going_on import load_state, state_of
 from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.optimizer import CustomOptimizer
 from variable_batch_size.training.wrapped import take_over_reduction
+
+logger = logging.getLogger(__name__)
 
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.XLA)
 
@@ -48,7 +52,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     parameters = list(optimizer.parameters())
     take_over_reduction(parameters, communicator_for(parameters, optimizer.sampler.process_group))
     optimizer.register_step_pre_hook(_refuse_other_loaders)
-    accelerator.register_for_checkpointing(optimizer)
+    accelerator.register_for_checkpointing(SavedOptimizer(optimizer))
     ready = [_prepared(accelerator, optimizer, thing) for thing in ready]
     return ready[0] if len(ready) == 1 else tuple(ready)
 
@@ -64,6 +68,27 @@ def _prepared(accelerator: Accelerator, optimizer: CustomOptimizer, thing: Any) 
     if any(getattr(thing, name, None) is optimizer.sampler for name in ("batch_sampler", "dataset")):
         return LoaderToDevice(thing, optimizer.sampler, accelerator.device)
     return accelerator.prepare(thing)
+
+
+class SavedOptimizer:
+    """An optimizer as the accelerator saves and loads it."""
+
+    def __init__(self, optimizer: CustomOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, and what the run is; it should be asked for between two steps."""
+        if self._optimizer.is_accumulating:
+            logger.warning(
+                "save_state() was called within a step, whose first minibatches are run again when the run goes on: "
+                "what they have drawn from random generators and left in buffers is saved, too; call it where "
+                "`optimizer.updated`"
+            )
+        return state_of(self._optimizer)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state of the same run."""
+        load_state(self._optimizer, state)
 
 
 class LoaderToDevice:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from variable_batch_size.integrations.going_on import load_state, state_of
 from variable_batch_size.integrations.steps import Steps
 from variable_batch_size.training.epochs import epochs as epochs_of
 from variable_batch_size.training.optimizer import CustomOptimizer
@@ -47,7 +48,14 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         if optimizer.sampler.num_replicas > 1:
             raise ValueError(f"a Keras model trains in one process, got a sampler for {optimizer.sampler.num_replicas}")
         if set(optimizer.parameters()) != {variable.value for variable in self.trainable_variables}:
-            raise ValueError("`optimizer` must have the model's trainable variables: torch.optim.…(model.parameters())")
+            raise ValueError(
+                "`optimizer` must have the model's trainable variables, and no others: torch.optim.…(p for p in "
+                "model.parameters() if p.requires_grad)"
+            )
+        if "float16" in {layer.compute_dtype for layer in self._flatten_layers()}:
+            raise ValueError(
+                "`dtype` of a layer must not compute in float16, which needs a loss scale; bfloat16 does not"
+            )
         if kwargs.get("jit_compile") not in (None, False, "auto"):
             raise ValueError("`jit_compile` must be False: a step runs as many minibatches as the trace says")
         super().compile(optimizer="sgd", loss=loss, **{**kwargs, "jit_compile": False})
@@ -115,16 +123,22 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
 
     def train_step(self, data: Iterator[Any]) -> Any:
         """Run all minibatches of a step, and update."""
-        assert self.variable_optimizer is not None
+        optimizer = self.variable_optimizer
+        assert optimizer is not None
+        kept = self.non_trainable_weights if optimizer.skip_nonfinite else []
+        before = [variable.value.clone() for variable in kept]
         for minibatch in data:
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(minibatch)
             y_pred = self(x, training=True) if self._call_has_training_arg else self(x)
             loss = self.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
             loss.backward()
-            self.variable_optimizer.step()
+            optimizer.step()
             self._loss_tracker.update_state(loss.detach())
             with torch.no_grad():
                 self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        if not optimizer.updated:  # BatchNorm's statistics are no buffers here, which the optimizer would put back
+            for variable, value in zip(kept, before, strict=True):
+                variable.assign(value)
         return self.get_metrics_result()
 
     def _symbolic_build(self, *args: Any, **kwargs: Any) -> None:
@@ -135,7 +149,7 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         super().save_own_variables(store)
         if self.variable_optimizer is not None:
             buffer = io.BytesIO()
-            torch.save(self.variable_optimizer.state_dict(), buffer)
+            torch.save(state_of(self.variable_optimizer), buffer)
             store[_STATE_KEY] = np.frombuffer(buffer.getvalue(), dtype=np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
@@ -143,7 +157,7 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         super().load_own_variables({name: store[name] for name in store.keys() if name != _STATE_KEY})  # noqa: SIM118
         if self.variable_optimizer is not None and _STATE_KEY in store.keys():  # noqa: SIM118
             buffer = io.BytesIO(np.asarray(store[_STATE_KEY]).tobytes())
-            self.variable_optimizer.load_state_dict(torch.load(buffer, weights_only=True))
+            load_state(self.variable_optimizer, torch.load(buffer, weights_only=True))
 
 
 class _StepLoader(DataLoader[Any]):

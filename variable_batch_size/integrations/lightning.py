@@ -8,9 +8,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from variable_batch_size.integrations import lightning_checks as checks
+from variable_batch_size.integrations.going_on import refuse_another_run
 from variable_batch_size.integrations.lightning_buffers import StepBuffers
 from variable_batch_size.integrations.lightning_loop import UpdateLoop
-from variable_batch_size.training.description import differences
 from variable_batch_size.training.optimizer import CustomOptimizer
 
 
@@ -50,7 +50,8 @@ class VariableBatchSize(Callback):
         """Check the optimizer and its schedulers."""
         self._optimizer = checks.check_optimizer(trainer)
         _loop_of(trainer).follow(self._optimizer)
-        self._refuse_another_run()
+        saved, self._saved = self._saved, None
+        refuse_another_run(self._optimizer, saved)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the progress bar know how long this epoch is."""
@@ -86,8 +87,11 @@ class VariableBatchSize(Callback):
         """Leave no mark of a step that is not complete: it is made again when the run goes on."""
         if isinstance(trainer.strategy, ModelParallelStrategy):
             raise RuntimeError(f"Lightning cannot save this run: {checks.NO_SHARDED_CHECKPOINTS}")
-        if self._optimizer is not None and self._optimizer.is_accumulating:
+        if self._optimizer is None:
+            return
+        if self._optimizer.is_accumulating:
             self._buffers.put_into(checkpoint["state_dict"])
+        _leave_epoch_open(checkpoint["loops"]["fit_loop"]["epoch_progress"], self._optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """What a run is, for those that go on from it."""
@@ -97,12 +101,15 @@ class VariableBatchSize(Callback):
         """Remember what the saved run was, until there is an optimizer to compare it with."""
         self._saved = state_dict.get("run")
 
-    def _refuse_another_run(self) -> None:
-        saved, self._saved = self._saved, None
-        assert self._optimizer is not None
-        found = differences(saved, self._optimizer.description) if saved is not None else []
-        if found:
-            raise ValueError(f"the checkpoint was saved by another run: {'; '.join(found)}")
+
+def _leave_epoch_open(progress: dict[str, dict[str, int]], optimizer: CustomOptimizer) -> None:
+    """Take back that an epoch is done which `max_steps` or a stop has left early: a run that goes on completes it."""
+    excess = progress["current"]["processed"] - optimizer.epoch
+    if excess <= 0 or optimizer.epoch_step == len(optimizer.sampler.schedule.steps(optimizer.epoch)):
+        return
+    for counts in progress.values():
+        counts["processed"] -= excess
+        counts["completed"] = counts["processed"]
 
 
 def _loop_of(trainer: Trainer) -> UpdateLoop:

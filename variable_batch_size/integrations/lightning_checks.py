@@ -147,6 +147,16 @@ def check_loader(trainer: Trainer, optimizer: CustomOptimizer) -> CombinedLoader
     return combined
 
 
+def check_first_fit(trainer: Trainer, before: CustomOptimizer | None, optimizer: CustomOptimizer) -> None:
+    """Refuse a new optimizer, which stands before its first step, where the Trainer has counted some already."""
+    is_another = before is not None and before is not optimizer and before.steps_made > 0
+    if is_another and not trainer._checkpoint_connector._loaded_checkpoint:
+        raise RuntimeError(
+            "this Trainer has trained already, and `configure_optimizers` has returned another optimizer: make another "
+            "Trainer, and go on with `fit(…, ckpt_path=…)`"
+        )
+
+
 def check_calls(trainer: Trainer, num_calls: int, *, has_run: bool) -> None:
     """Refuse a minibatch after which ``step()`` was not called once."""
     if has_run and num_calls != 1:

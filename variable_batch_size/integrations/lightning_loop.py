@@ -37,8 +37,10 @@ class UpdateLoop(_TrainingEpochLoop):
 
     def follow(self, optimizer: CustomOptimizer) -> None:
         """Count the updates of an optimizer from now on."""
+        checks.check_first_fit(self.trainer, self._optimizer, optimizer)
+        if optimizer is not self._optimizer:
+            optimizer.register_step_post_hook(self._note_call)
         self._optimizer = optimizer
-        optimizer.register_step_post_hook(self._note_call)
 
     def _note_call(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._num_calls += 1
@@ -58,7 +60,7 @@ class UpdateLoop(_TrainingEpochLoop):
     def reset(self) -> None:
         """Begin an epoch, or go on within one: Lightning's counters follow the optimizer's position."""
         loader = checks.check_loader(self.trainer, self._followed)
-        self._num_calls = 0
+        self._num_calls, is_going_on = 0, self.restarting
         self._set_epoch()
         with warnings.catch_warnings():
             # the loader of this library begins where the epoch was left
@@ -66,8 +68,11 @@ class UpdateLoop(_TrainingEpochLoop):
             super().reset()
         sampler = self._followed.sampler
         done = sampler.schedule.num_yielded(sampler.epoch, sampler.rank) - len(sampler)
+        before = sum(sampler.schedule.num_yielded(epoch, sampler.rank) for epoch in range(sampler.epoch * is_going_on))
         for count in ("ready", "started", "processed", "completed"):
             setattr(self.batch_progress.current, count, done)
+            if is_going_on:  # without those of a step that is made again
+                setattr(self.batch_progress.total, count, before + done)
         self._batches_that_stepped = self.global_step
         loader.limits = None  # of the length of another epoch
 

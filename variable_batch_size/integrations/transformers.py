@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.integrations.steps import Extent, Steps, extent_of_epochs, extent_of_steps
 from variable_batch_size.integrations.transformers_checks import (
     checked_options,
+    refuse_other_data,
     refuse_other_processes,
     refuse_settings,
 )
@@ -53,6 +55,7 @@ class VariableBatchMixin:
     args: Any
     accelerator: Any
     model: torch.nn.Module
+    optimizer: Any
     state: Any
     train_dataset: Any
 
@@ -84,7 +87,7 @@ class VariableBatchMixin:
                 "`train_dataset` must have a length, got an IterableDataset: train it in a loop of your own"
             )
         own = super().get_train_dataloader()  # type: ignore[misc]
-        if self.variable_sampler is None:
+        if self.variable_sampler is None or not isinstance(self.optimizer, Updates):
             self.variable_sampler = CustomSampler(
                 own.dataset,
                 trace=self._trace,
@@ -93,6 +96,7 @@ class VariableBatchMixin:
                 on_end=self._on_end,
             )
         refuse_other_processes(self.variable_sampler, self.args)
+        refuse_other_data(self.variable_sampler, own.dataset, self.args)
         # with a generator of its own a loader draws nothing from that of the run when it is set up, which would not be
         # as it was where the run goes on
         generator = torch.Generator().manual_seed(self.variable_sampler.seed)
@@ -132,12 +136,12 @@ class VariableBatchMixin:
 
     def create_optimizer(self, *args: Any) -> Optimizer:
         """The trainer's own optimizer, made to update as the trace says."""
-        if self.variable_optimizer is None:
+        if not isinstance(self.optimizer, Updates):  # also where `model_init` has made another model
             assert self.variable_sampler is not None
             self.variable_optimizer = CustomOptimizer(
                 super().create_optimizer(*args),  # type: ignore[misc]
                 self.variable_sampler,
-                rule=self._rule,
+                rule=copy.deepcopy(self._rule),  # which notes what it measures
                 ref_batchsize=self._ref_batchsize,
                 clip_grad_norm=self.args.max_grad_norm or None,
                 model=self.model,
@@ -175,7 +179,7 @@ class VariableBatchMixin:
         """Forward and backward pass, and the optimizer's step; the sum of the losses of all tokens, or the loss."""
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         with _set_for_now(self.args, average_tokens_across_devices=False):  # the optimizer does so, at each update
-            _, weight = super().get_batch_samples(iter((inputs,)), 1, self.args.device)  # type: ignore[misc]
+            weight = self._tokens_of(inputs)
             # at least 1, as the loss of a minibatch without a token is 0 / 0 otherwise
             divisor = None if weight is None else weight.clamp(min=1)
             with self.compute_loss_context_manager():  # type: ignore[attr-defined]
@@ -186,6 +190,14 @@ class VariableBatchMixin:
         optimizer.step(weight=weight)
         self._flos_of_step += float(super().floating_point_ops(inputs))  # type: ignore[misc]
         found: torch.Tensor = loss.detach()
+        return found
+
+    def _tokens_of(self, inputs: Any) -> torch.Tensor | None:
+        """What a minibatch weighs; None if all weigh the same, as where `loss_is_scaled_for_ga` is False."""
+        if getattr(self, "loss_is_scaled_for_ga", None) is False:
+            return None
+        _, weight = super().get_batch_samples(iter((inputs,)), 1, self.args.device)  # type: ignore[misc]
+        found: torch.Tensor | None = weight
         return found
 
     def floating_point_ops(self, inputs: Any) -> float:

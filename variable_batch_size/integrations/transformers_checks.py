@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
 from variable_batch_size.training.sampler import CustomSampler
@@ -54,3 +54,13 @@ def refuse_other_processes(sampler: CustomSampler, args: Any) -> None:
             f"the trainer takes this for process {args.process_index} of {args.world_size}, but it is "
             f"{sampler.rank} of {sampler.num_replicas}: start it with torchrun, which sets RANK and WORLD_SIZE"
         )
+
+
+def refuse_other_data(sampler: CustomSampler, dataset: Sized, args: Any) -> None:
+    """Raise if trainer and sampler, which stays the same from one ``train()`` to the next, have different data."""
+    for name, was, now in (
+        ("len(train_dataset)", sampler.dataset_size, len(dataset)),
+        ("per_device_train_batch_size", sampler.minibatch_size, args.per_device_train_batch_size),
+    ):
+        if was != now:
+            raise ValueError(f"`{name}` was {was} when training began and is {now}: make another trainer")

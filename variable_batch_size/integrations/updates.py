@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from variable_batch_size.integrations.going_on import load_state, state_of
 from variable_batch_size.training.optimizer import CustomOptimizer
 
 
@@ -58,7 +59,7 @@ class Updates(Optimizer):
         """Do nothing: there are no gradients after a step."""
 
     def state_dict(self) -> dict[str, Any]:
-        return self.variable.state_dict()
+        return state_of(self.variable)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.variable.load_state_dict(state_dict)
+        load_state(self.variable, state_dict)

@@ -16,19 +16,30 @@ _INSTEAD = (
     "VariableBatchTrainer of variable_batch_size.integrations.transformers"
 )
 
-# what was given, what Accelerate makes of it, and the name under which that has it
+_OPTIMIZER = f"accelerator.prepare was given an optimizer of this library, or its inner one: {_INSTEAD}"
+_SCHEDULER = f"accelerator.prepare was given a scheduler, which would count minibatches: {_INSTEAD}"
+_LOADER = f"accelerator.prepare was given a loader that the sampler deals to already: {_INSTEAD}"
+_STREAM = f"accelerator.prepare was given a loader that the stream deals to already: {_INSTEAD}"
+_SKIP = (
+    "skip_first_batches would leave out minibatches that the optimizer counts: `for epoch in vbs.epochs(optimizer, …)` "
+    "goes on behind the step that was saved, without it"
+)
+
+# why it is wrong, what Accelerate makes, and the name under which that has what it is made of
 _MADE = (
-    ("an optimizer of this library, or its inner one", "optimizer", "AcceleratedOptimizer", "optimizer"),
-    ("a scheduler, which would count minibatches", "scheduler", "AcceleratedScheduler", "scheduler"),
-    ("a loader that the sampler deals to already", "data_loader", "DataLoaderShard", "batch_sampler"),
-    ("a loader that the sampler deals to already", "data_loader", "DataLoaderDispatcher", "batch_sampler"),
-    ("a loader that the stream deals to already", "data_loader", "DataLoaderShard", "dataset"),
-    ("a loader that the stream deals to already", "data_loader", "DataLoaderDispatcher", "dataset"),
+    (_OPTIMIZER, "optimizer", "AcceleratedOptimizer", "optimizer"),
+    (_SCHEDULER, "scheduler", "AcceleratedScheduler", "scheduler"),
+    (_LOADER, "data_loader", "DataLoaderShard", "batch_sampler"),
+    (_LOADER, "data_loader", "DataLoaderDispatcher", "batch_sampler"),
+    (_STREAM, "data_loader", "DataLoaderShard", "dataset"),
+    (_STREAM, "data_loader", "DataLoaderDispatcher", "dataset"),
+    (_SKIP, "data_loader", "SkipBatchSampler", "batch_sampler"),
+    (_SKIP, "data_loader", "SkipDataLoader", "dataset"),
 )
 
 
 def refuse_prepared(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise if ``accelerator.prepare`` was given the optimizer, the loader or a scheduler of these parameters.
+    """Raise if Accelerate was given the optimizer, the loader or a scheduler of these parameters.
 
     The prepared optimizer leaves out minibatches where Accelerate accumulates, the loader is dealt out a second time,
     and the scheduler makes a step for each minibatch of each process.
@@ -38,10 +49,10 @@ def refuse_prepared(parameters: Iterable[torch.Tensor]) -> None:
     kinds = [getattr(sys.modules[f"accelerate.{module}"], kind) for _, module, kind, _ in _MADE]
     things = alive(Wrapper, *kinds)  # all in one search, which goes through everything there is
     own = _of(set(parameters), things)
-    for kind, (what, _, _, name) in zip(kinds, _MADE, strict=True):
+    for kind, (sentence, _, _, name) in zip(kinds, _MADE, strict=True):
         theirs = [thing for thing in things if issubclass(type(thing), kind)]
         if any(_has(thing, name, own) or any(thing is one for one in own) for thing in theirs):
-            raise RuntimeError(f"accelerator.prepare was given {what}: {_INSTEAD}")
+            raise RuntimeError(sentence)
     _refuse_accumulation(sys.modules["accelerate.state"].GradientState)
 
 
