@@ -50,7 +50,8 @@ class HostCopy:
         if isinstance(value, torch.Tensor):
             return self._copy_of(value.detach(), place, before, seen)
         if isinstance(value, list | tuple):
-            return type(value)(self._copied(part, f"{place}[{i}]", before, seen) for i, part in enumerate(value))
+            parts = [self._copied(part, f"{place}[{i}]", before, seen) for i, part in enumerate(value)]
+            return parts if isinstance(value, list) else tuple(parts)  # also of a named tuple, as a file has it
         if not isinstance(value, dict):
             return value
         items = [(key, self._copied(part, f"{place}[{key!r}]", before, seen)) for key, part in value.items()]
