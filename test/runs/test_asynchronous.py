@@ -118,6 +118,11 @@ def test_a_writer_says_once_what_has_failed():
     writer.check()
 
 
+def test_a_conjugate_view_is_not_taken_for_the_tensor_that_it_shows():
+    values = torch.tensor([1 + 2j])
+    assert HostCopy().of({"a": values, "b": values.conj()})["b"].item() == 1 - 2j
+
+
 def test_a_named_tuple_is_copied_as_a_file_has_it():
     kind = namedtuple("Range", "first last")
     assert HostCopy().of({"range": kind(torch.ones(1), [2])}) == {"range": (torch.ones(1), [2])}

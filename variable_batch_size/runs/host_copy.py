@@ -69,9 +69,9 @@ class HostCopy:
         before: dict[str, torch.Tensor],
         seen: dict[tuple[Any, ...], torch.Tensor],
     ) -> torch.Tensor:
-        one = (
-            (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if _is_there(tensor) else ()
-        )
+        signs = (tensor.is_conj(), tensor.is_neg())  # of a view that says how to read what is there
+        layout = (tensor.shape, tensor.stride(), tensor.dtype, signs) if _is_there(tensor) else ()
+        one = (tensor.device, tensor.data_ptr(), *layout) if layout else ()
         if one and one in seen:
             return seen[one]
         copy = before.get(place)

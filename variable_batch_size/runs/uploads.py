@@ -31,7 +31,9 @@ class Uploads:
         self._mirror = Mirror(address)
         self._uploaded_at = time.monotonic()
         self._versions: Versions = {}
-        call_at_exit(weakref.finalize(self, _upload_the_last, self._mirror, self._versions))
+        upload_the_last = weakref.finalize(self, _upload_the_last, self._mirror, self._versions)
+        upload_the_last.atexit = False  # which would be too late, and in forked processes, too
+        call_at_exit(upload_the_last)
 
     @property
     def folder(self) -> Path:
