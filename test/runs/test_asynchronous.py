@@ -3,7 +3,10 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from collections import namedtuple
 
 import pytest
 import torch
@@ -113,3 +116,31 @@ def test_a_writer_says_once_what_has_failed():
         writer.wait()
     writer.wait()
     writer.check()
+
+
+def test_a_conjugate_view_is_not_taken_for_the_tensor_that_it_shows():
+    values = torch.tensor([1 + 2j])
+    assert HostCopy().of({"a": values, "b": values.conj()})["b"].item() == 1 - 2j
+
+
+def test_a_named_tuple_is_copied_as_a_file_has_it():
+    kind = namedtuple("Range", "first last")
+    assert HostCopy().of({"range": kind(torch.ones(1), [2])}) == {"range": (torch.ones(1), [2])}
+
+
+def test_a_process_that_ends_logs_what_has_failed_and_its_children_do_not_wait():
+    program = """
+import os, time
+from variable_batch_size.runs.writer import Writer
+
+def fail():
+    time.sleep(1)
+    raise OSError("full")
+
+writer = Writer()
+writer.start(fail)
+if os.fork():
+    os.wait()
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "what was being written when the process ended is lost: full\n"

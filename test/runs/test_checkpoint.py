@@ -381,3 +381,14 @@ def test_a_checkpoint_is_readable_without_the_library(saved):
     path = str(saved / "step-000000004.pt")
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
     assert "0.weight" in done.stdout
+
+
+def test_a_loop_over_epochs_that_is_not_the_checkpoints_is_refused(tmp_path):
+    checkpoint, sampler, optimizer, model = make(tmp_path, every_steps=1)
+    message = r"^the optimizer is behind step 1 of epoch 1, and checkpoint\.epochs\(\) behind step \d+ of epoch 0: go "
+    with pytest.raises(RuntimeError, match=message):
+        for _ in vbs.epochs(optimizer, 2):
+            for indices in sampler:
+                model(torch.ones(len(indices), 6)).sum().backward()
+                optimizer.step()
+                checkpoint.step()

@@ -7,10 +7,14 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import bucket_run
+import fsspec
 import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 import variable_batch_size as vbs
 from variable_batch_size.runs.object_store import ObjectStore
@@ -94,6 +98,74 @@ def test_records_that_nobody_closed_are_uploaded_when_the_sink_is_dropped(bucket
     assert records(ObjectStore(f"{bucket}/dropped"), "steps.jsonl", tmp_path) == [{"step": 1}]
 
 
+def test_a_sink_that_was_closed_does_not_take_back_what_another_has_added(bucket, tmp_path):
+    first, second = (vbs.JsonLines(f"{bucket}/added/steps.jsonl") for _ in range(2))
+    for step, sink in enumerate((first, second)):
+        sink({"step": step})
+        sink.close()
+    del first, sink
+    gc.collect()
+    assert records(ObjectStore(f"{bucket}/added"), "steps.jsonl", tmp_path) == [{"step": 0}, {"step": 1}]
+
+
+def test_a_process_that_ends_uploads_what_is_left_through_new_connections(bucket, server, tmp_path):
+    program = f"""
+import time
+from pathlib import Path
+import variable_batch_size as vbs
+from variable_batch_size.runs.object_store import ObjectStore
+from variable_batch_size.runs.writer import Writer
+
+def write():
+    time.sleep(0.5)  # until the process is ending
+    ObjectStore("{bucket}/ended").upload(Path("{tmp_path}/written"), "written")
+
+writer = Writer()
+writer.start(write)
+sink = vbs.JsonLines("{bucket}/ended/steps.jsonl")
+sink({{"step": 1}})
+"""
+    (tmp_path / "written").write_text("whole")
+    # with a name to be looked up, as real ones have
+    variables = {**os.environ, "AWS_ENDPOINT_URL": server.replace("127.0.0.1", "localhost")}
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ObjectStore(f"{bucket}/ended").names() == ["steps.jsonl", "written"]
+
+
+class Faltering(MemoryFileSystem):
+    """A store that is not always there."""
+
+    protocol = "faltering"
+    is_there = True
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("faltering://", "memory://"))
+
+    def put_file(self, *args, **kwargs):
+        if not Faltering.is_there:
+            raise ConnectionError("not there")
+        super().put_file(*args, **kwargs)
+
+
+def test_a_checkpoint_that_could_not_be_uploaded_is_none_of_those_that_stay():
+    fsspec.register_implementation("faltering", Faltering, clobber=True)
+    model = torch.nn.Linear(2, 1)
+    sampler = vbs.CustomSampler(dataset_size=8, trace=2, minibatch_size=2)
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, model=model)
+    checkpoint = vbs.Checkpoint("faltering://run", model=model, optimizer=optimizer, keep=2)
+    for step in range(4):
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+        Faltering.is_there = step not in (1, 2)
+        with nullcontext() if Faltering.is_there else pytest.raises(OSError, match="not there"):
+            checkpoint.save()
+    names = ObjectStore("faltering://run").names()
+    assert names == ["executed.csv", "step-000000001.pt", "step-000000004.pt"]
+
+
 def test_tensorboard_has_files_of_each_session(bucket):
     for first in (1, 3):
         sink = vbs.TensorBoard(f"{bucket}/board")
@@ -124,6 +196,10 @@ def test_what_is_no_address_of_objects_is_refused(tmp_path):
         bucket_run.train("nothing://run")
     with pytest.raises(ValueError, match="an address must be a text, as a path has lost a slash of it"):
         bucket_run.train(Path("s3://bucket/run"))
+    with pytest.raises(
+        ValueError, match="an address must begin with the protocol of the objects, as s3://bucket/run, "
+    ):
+        bucket_run.train("filecache::s3://bucket/run")
 
 
 def test_a_file_address_is_a_directory_of_this_machine(tmp_path):

@@ -148,3 +148,19 @@ def test_a_format_that_is_none_is_refused(tmp_path):
         go(tmp_path, "plain", Transformer, "adam", format="parts")
     with pytest.raises(ValueError, match='`format` must be "file" with an address, got "sharded" for memory://run'):
         go("memory://run", "plain", Transformer, "adam", format="sharded")
+
+
+def test_what_a_crash_leaves_of_a_directory_that_was_to_go_does_not_pass_for_a_checkpoint(tmp_path, monkeypatch):
+    def crash(path):
+        raise KeyboardInterrupt
+
+    paths = [storage.directory_of(tmp_path, steps, 1) for steps in (1, 2)]
+    for path in paths:
+        path.mkdir()
+    monkeypatch.setattr(shutil, "rmtree", crash)
+    with pytest.raises(KeyboardInterrupt):
+        storage.keep_only(tmp_path, 1)
+    assert storage.checkpoints(tmp_path) == paths[1:]
+    monkeypatch.undo()
+    storage.prepare(tmp_path)
+    assert list(tmp_path.iterdir()) == paths[1:]

@@ -162,3 +162,13 @@ def test_in_lockstep_all_cores_run_as_many_as_the_busiest():
         [32, 96, 160, 224],
         [32, 0, 96, 160, 224],
     ]
+
+
+def test_rows_decided_for_the_next_epoch_come_into_it_when_this_one_ends_early():
+    schedule = LiveSchedule(vbs.PerCore(), dataset_size=64, minibatch_size=16)
+    schedule.append(16, number=6)  # 4 in the first epoch
+    schedule.note_done(1)
+    assert schedule.past(1, 0).starts == (0, 2)
+    schedule.begin_epoch(1)
+    assert (schedule.steps(0), schedule.steps(1), schedule.num_ahead) == (range(2), range(2, 6), 4)
+    assert schedule.was_left(0, 2)

@@ -270,8 +270,8 @@ def test_executed_csv_is_the_trace_and_replays_to_the_same_bits(tmp_path):
     assert are_equal(saved_run(tmp_path / "replayed", executed, epochs=3), weights)
 
 
-@pytest.mark.parametrize(("lead", "number"), [(1, "3"), (30, "3 of its 25")])  # its end may be decided already
-def test_an_epoch_that_was_left_is_said_in_executed_csv(tmp_path, lead, number):
+@pytest.mark.parametrize("lead", [1, 30])  # its end may be decided already
+def test_an_epoch_that_was_left_is_said_in_executed_csv(tmp_path, lead):
     model, sampler, optimizer = run_with(vbs.PerCore(16, every=1, lead=lead))
     checkpoint = vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer)
     for epoch in checkpoint.epochs(2):
@@ -282,7 +282,7 @@ def test_an_epoch_that_was_left_is_said_in_executed_csv(tmp_path, lead, number):
                 break
     assert optimizer.steps_done == 3 + 25
     text = (tmp_path / "executed.csv").read_text()
-    assert f"\n# epoch 0 was left after {number} steps: replayed, the epochs begin elsewhere\n3,16\n" in text
+    assert "\n# epoch 0 was left after 3 steps: replayed, the epochs begin elsewhere\n3,16\n" in text
 
 
 def test_a_state_without_decisions_is_refused():

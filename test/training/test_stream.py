@@ -353,3 +353,12 @@ def test_in_lockstep_a_part_of_the_data_is_read_once(num_workers):
     assert len(found) == len(stream) == 1 + 2 + 1 + 2 + 1 + 3
     own = [found[i] for i in (0, 1, 4, 5, 7, 8)]
     assert own == [[2 * i, 2 * i + 1] for i in range(6)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_in_lockstep_all_cores_stop_at_the_same_round_where_the_stream_ends_within_a_step(num_workers):
+    for size in (5, 8, 14, 19) if num_workers else range(1, 33):
+        for cores in (2, 3, 4):
+            how = {"trace": [6, 14, 2, 10], "num_replicas": cores, "lockstep": True}
+            found = [load(make(range(size), rank=rank, **how), num_workers) for rank in range(cores)]
+            assert len(set(map(len, found))) == 1, (size, cores)

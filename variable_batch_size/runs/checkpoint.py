@@ -14,7 +14,7 @@ import torch
 from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.cores import loader_workers, stopping
 from variable_batch_size.cores.running import everyone_for
-from variable_batch_size.runs import fork, randomness, storage
+from variable_batch_size.runs import fork, randomness, standing, storage
 from variable_batch_size.runs.agreement import Agreement
 from variable_batch_size.runs.executed import Executed
 from variable_batch_size.runs.metrics import Metrics
@@ -102,7 +102,6 @@ class Checkpoint:
 
         self._epoch = 0  # where the next pass begins, or the present one began
         self._first_step = 0
-        self._is_inside = False  # an epoch
         self._steps_of_epochs: list[int] = []  # how many steps of each epoch before this one were made
         self._random: dict[str, torch.Tensor] | None = None  # to be restored when the run goes on
         self._changes: list[tuple[int, str]] = []  # after how many steps the run became another, and in what
@@ -115,7 +114,7 @@ class Checkpoint:
             if self._communicator.rank == 0:
                 optimizer.call_when_decided(ClosedAfterEach(JsonLines(self._saving.folder / DECISIONS)))
         self._agreement.note_saved()
-        self._steps_seen = optimizer.steps_done
+        self._steps_seen = self._steps_before = optimizer.steps_done  # the latter: before the epoch
 
     # ----------------------------------------------------------------------------------------------------------- a run
 
@@ -172,8 +171,9 @@ class Checkpoint:
             raise RuntimeError(
                 "save() was called in the middle of a step: call it when optimizer.step() has completed one"
             )
+        where = {"epoch": self._epoch, "first_step": self._first_step, "steps_before": self._steps_before}
+        epoch_step = standing.epoch_step(self._optimizer, **where)
         random = self._agreement.rows_of_all_cores(randomness.capture(self._device))
-        epoch_step = self._optimizer.epoch_step if self._is_inside else self._first_step
         sums = [metrics.read() for metrics in self._metrics]
         rows = [*self._steps_of_epochs, epoch_step]
         self._saving.save(
@@ -197,7 +197,6 @@ class Checkpoint:
         self._optimizer.set_epoch(self._epoch, self._first_step)
         if self._first_step:
             self._sampler.call_when_read(self._restore_random)
-        self._is_inside = True
 
     def _restore_random(self) -> None:
         """As a checkpoint has them that was loaded, until the epoch ends."""
@@ -208,7 +207,8 @@ class Checkpoint:
         if self._optimizer.is_accumulating:
             self._optimizer.set_epoch(self._epoch, self._optimizer.epoch_step)  # discards what there is of a step
         self._steps_of_epochs.append(self._optimizer.epoch_step)
-        self._epoch, self._first_step, self._is_inside, self._random = self._epoch + 1, 0, False, None
+        self._epoch, self._first_step, self._random = self._epoch + 1, 0, None
+        self._steps_before = self._optimizer.steps_done
 
     def _stop(self) -> None:
         """End this process, once that all cores have come here: what there is to save has been saved."""

@@ -50,7 +50,8 @@ class HostCopy:
         if isinstance(value, torch.Tensor):
             return self._copy_of(value.detach(), place, before, seen)
         if isinstance(value, list | tuple):
-            return type(value)(self._copied(part, f"{place}[{i}]", before, seen) for i, part in enumerate(value))
+            parts = [self._copied(part, f"{place}[{i}]", before, seen) for i, part in enumerate(value)]
+            return parts if isinstance(value, list) else tuple(parts)  # also of a named tuple, as a file has it
         if not isinstance(value, dict):
             return value
         items = [(key, self._copied(part, f"{place}[{key!r}]", before, seen)) for key, part in value.items()]
@@ -68,9 +69,9 @@ class HostCopy:
         before: dict[str, torch.Tensor],
         seen: dict[tuple[Any, ...], torch.Tensor],
     ) -> torch.Tensor:
-        one = (
-            (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if _is_there(tensor) else ()
-        )
+        signs = (tensor.is_conj(), tensor.is_neg())  # of a view that says how to read what is there
+        layout = (tensor.shape, tensor.stride(), tensor.dtype, signs) if _is_there(tensor) else ()
+        one = (tensor.device, tensor.data_ptr(), *layout) if layout else ()
         if one and one in seen:
             return seen[one]
         copy = before.get(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import weakref
@@ -26,7 +27,7 @@ class Mirror:
     def __init__(self, address: str) -> None:
         self.store = ObjectStore(address)
         self.folder = Path(tempfile.mkdtemp(prefix="variable_batch_size-"))
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        weakref.finalize(self, _remove, self.folder, process=os.getpid())
 
     @property
     def address(self) -> str:
@@ -56,6 +57,15 @@ class Mirror:
         """Keep no more than the name of a file."""
         path.write_bytes(b"")
 
+    def move(self, path: Path) -> None:
+        """Let an object be what a file is, and keep no more than its name; not even that if it cannot be uploaded."""
+        try:
+            self.store.upload(path, path.name)
+        except BaseException:
+            path.unlink()
+            raise
+        self.forget(path)
+
     def upload(self, paths: Sequence[Path]) -> None:
         """Let objects be what those files are that are there."""
         for path in paths:
@@ -75,3 +85,9 @@ class Mirror:
             yield
         except ValueError as error:
             raise ValueError(str(error).replace(str(self.folder), self.address)) from error
+
+
+def _remove(folder: Path, *, process: int) -> None:
+    """Remove a folder, but not in a process that was forked from its owner."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -24,6 +24,8 @@ def is_address(path: str | os.PathLike[str]) -> bool:
     text = os.fspath(path)
     if not isinstance(path, str) and _BROKEN_ADDRESS.match(text):
         raise ValueError(f"an address must be a text, as a path has lost a slash of it, got {path!r}")
+    if isinstance(path, str) and "::" in text.partition("://")[0] and "://" in text:
+        raise ValueError(f"an address must begin with the protocol of the objects, as s3://bucket/run, got {path!r}")
     match = _ADDRESS.match(text)
     return match is not None and match[1].lower() not in _OF_THIS_MACHINE
 

@@ -113,8 +113,7 @@ class Saving:
             done()
             return
         before = storage.checkpoints(self.folder)
-        self._mirror.upload([path])
-        self._mirror.forget(path)
+        self._mirror.move(path)
         done()
         self._mirror.upload([self.folder / name for name in (EXECUTED, DECISIONS)])
         self._mirror.remove_gone([one.name for one in before])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections import OrderedDict
@@ -102,7 +103,9 @@ def keep_only(directory: Path, number: int) -> None:
 def remove(path: Path) -> None:
     """Remove a file, or a directory with all that is in it."""
     if path.is_dir():
-        shutil.rmtree(path)
+        temporary = path.with_name(path.name + TEMPORARY)  # else what a crash leaves of it would pass for a checkpoint
+        os.replace(path, temporary)
+        shutil.rmtree(temporary)
     else:
         path.unlink()
 

@@ -7,7 +7,11 @@ import time
 import weakref
 from pathlib import Path
 
+from variable_batch_size.runs.at_exit import call_at_exit
 from variable_batch_size.runs.mirror import Mirror
+
+Versions = dict[str, tuple[int, int]]
+"""Of the files that were uploaded, by their names."""
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +21,8 @@ _SECONDS_BETWEEN_UPLOADS = 30.0
 class Uploads:
     """A folder whose files are uploaded, each as a whole, twice a minute and at the end.
 
+    A file that has not changed since is not uploaded again: its object may have grown by what another run has added.
+
     Args:
         address: of the objects.
     """
@@ -24,7 +30,10 @@ class Uploads:
     def __init__(self, address: str) -> None:
         self._mirror = Mirror(address)
         self._uploaded_at = time.monotonic()
-        weakref.finalize(self, _upload_the_last, self._mirror)
+        self._versions: Versions = {}
+        upload_the_last = weakref.finalize(self, _upload_the_last, self._mirror, self._versions)
+        upload_the_last.atexit = False  # which would be too late, and in forked processes, too
+        call_at_exit(upload_the_last)
 
     @property
     def folder(self) -> Path:
@@ -39,6 +48,7 @@ class Uploads:
         """Begin with what was uploaded before, if anything was."""
         if path.name in self._mirror.store.names():
             self._mirror.fetch(path)
+            self._versions[path.name] = _version(path)
 
     def soon(self) -> None:
         """Upload if it is time."""
@@ -46,13 +56,27 @@ class Uploads:
             self.now()
 
     def now(self) -> None:
-        self._mirror.upload(sorted(self.folder.iterdir()))
+        _upload_changed(self._mirror, self._versions)
         self._uploaded_at = time.monotonic()
 
 
-def _upload_the_last(mirror: Mirror) -> None:
+def _upload_changed(mirror: Mirror, versions: Versions) -> None:
+    for path in sorted(mirror.folder.iterdir()):
+        version = _version(path)
+        if versions.get(path.name) != version:
+            mirror.upload([path])
+            versions[path.name] = version
+
+
+def _version(path: Path) -> tuple[int, int]:
+    """What tells a file from the same one after it was written to."""
+    state = path.stat()
+    return state.st_mtime_ns, state.st_size
+
+
+def _upload_the_last(mirror: Mirror, versions: Versions) -> None:
     """What was written since, when the process ends or nobody needs the files any more."""
     try:
-        mirror.upload(sorted(mirror.folder.iterdir()))
+        _upload_changed(mirror, versions)
     except Exception as error:
         logger.warning("the last records are lost: %s", error)

@@ -128,27 +128,33 @@ class LiveSchedule(Layout):
     def steps(self, epoch: int) -> range:
         """The steps of an epoch; of the open one, and of those to come, as it looks now."""
         self._check_epoch(epoch)
-        if epoch + 1 < len(self._starts):
-            return range(self._starts[epoch], self._starts[epoch + 1])
+        starts, number = self._starts, len(self._starts)  # read once: a checkpoint asks while rows are appended
+        if epoch + 1 < number:
+            return range(starts[epoch], starts[epoch + 1])
         like_last = self._rows[-1] if self._rows else self.minibatch_size
-        if epoch + 1 == len(self._starts):
-            return range(self._starts[-1], len(self._rows) + max(0, self.capacity - self._used) // like_last)
+        if epoch + 1 == number:
+            return range(starts[epoch], len(self._rows) + max(0, self.capacity - self._used) // like_last)
         return range(len(self._rows), len(self._rows) + self.capacity // like_last)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Open an epoch if it is not: the one before it ends where it was left."""
+        """Open an epoch if it is not: the one before ends where it was left, and rows ahead come into the new one."""
+        if epoch < len(self._starts) and self._starts[epoch] <= self.num_done:
+            return
+        ahead, self._rows = self._rows[self.num_done :], self._rows[: self.num_done]
+        self._ends = self._ends[: self.num_done]
+        self._starts = [start for start in self._starts if start <= self.num_done]
+        self._used = sum(self._rows[self._starts[-1] :])
         while epoch >= len(self._starts):
             if self.capacity - self._used >= self.minibatch_size:
                 self._left.add(len(self._starts) - 1)
-            ahead, self._rows = self._rows[self.num_done :], self._rows[: self.num_done]
-            self._ends = self._ends[: self.num_done]
             self._starts.append(self.num_done)
             self._used = 0
-            for size in ahead:
-                self.append(size, number=1)
+        for size in ahead:
+            self.append(size, number=1)
 
     def past(self, epoch: int, first_step: int) -> Past:
-        starts = (*self._starts, *[self.num_done] * (epoch + 1 - len(self._starts)))[: epoch + 1]
+        opened = [min(start, self.num_done) for start in self._starts[: epoch + 1]]
+        starts = (*opened, *[self.num_done] * (epoch + 1 - len(opened)))
         rows = np.array(self._rows[: starts[-1] + first_step], dtype=np.int64)
         changes = np.flatnonzero(np.diff(rows, prepend=0))
         return Past(rows[changes], np.diff(changes, append=len(rows)), starts, has_ended=False)

@@ -21,7 +21,8 @@ class Reader:
 
     Without `is_sharded`, every core reads the whole stream and skips what is not its own. A step's last minibatch of a
     core is handed out once the whole step has been read: so if the stream ends within a step, no core completes it,
-    none waits for another, and no word passes between them.
+    none waits for another, and no word passes between them. In lockstep, a minibatch is handed out once those that the
+    other cores run at the same time have been read, too.
 
     Args:
         source: the stream.
@@ -135,18 +136,28 @@ class Reader:
             number = self._schedule.num_minibatches(step)
             stand_in = self._rank % number
             own = self._schedule.minibatches(step, self._rank) or range(stand_in, stand_in + 1)
-            begin, times = source.num_read, 1
-            for j in own:
+            num_rounds, begin = self._schedule.num_rounds(step, self._rank), source.num_read
+            for i, j in enumerate(own):
                 source.skip(begin + j * size - source.num_read)
-                if j == own[-1]:  # in lockstep it may be its own stand-in
-                    times += self._schedule.num_rounds(step, self._rank) - len(own)
-                found = self._take_or_skip(size, times)
-                if j == own[-1]:
-                    source.skip(begin + number * size - source.num_read)
-                if source.has_ended:
-                    self._say_ended(step, source.num_read - begin)
-                    return
-                yield from self._deal(found, times)
+                # in lockstep it may be its own stand-in
+                rounds = range(i, num_rounds if j == own[-1] else i + 1)
+                found = self._take_or_skip(size, len(rounds))
+                for round in rounds:
+                    source.skip(max(0, begin + self._num_needed(step, round) * size - source.num_read))
+                    if source.has_ended:
+                        self._say_ended(step, source.num_read - begin)
+                        return
+                    yield from self._deal(found)
+
+    def _num_needed(self, step: int, round: int) -> int:
+        """How many minibatches of a step must be there for a round of it to be handed out.
+
+        In lockstep those of all cores: where a forward pass waits for all, a round that one core begins must be begun
+        by each.
+        """
+        if round + 1 == self._schedule.num_rounds(step, self._rank):
+            return self._schedule.num_minibatches(step)
+        return (round + 1) * self._schedule.num_replicas if self._schedule.lockstep else 0
 
     def _from_shard(self) -> Iterator[list[Any]]:
         source, size = self._source, self._schedule.minibatch_size
@@ -177,11 +188,10 @@ class Reader:
         self._source.skip(size)
         return None
 
-    def _deal(self, minibatch: list[Any] | None, times: int = 1) -> Iterator[list[Any]]:
-        for _ in range(times):
-            is_own, self._num_dealt = self._num_dealt in self._turns, self._num_dealt + 1
-            if is_own and minibatch is not None:
-                yield minibatch
+    def _deal(self, minibatch: list[Any] | None) -> Iterator[list[Any]]:
+        is_own, self._num_dealt = self._num_dealt in self._turns, self._num_dealt + 1
+        if is_own and minibatch is not None:
+            yield minibatch
 
     def _say_ended(self, step: int, num_left_over: int) -> None:
         if self._rank or self._turns.worker:
