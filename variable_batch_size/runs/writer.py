@@ -43,7 +43,7 @@ class Writer:
 
 
 def _finish(writer: Writer | None) -> None:
-    """What was begun, when the process ends."""
+    """Wait for what was begun, when the process ends."""
     try:
         if writer is not None:
             writer.wait()
