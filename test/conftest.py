@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import gc
 import platform
 from importlib.util import find_spec
 
@@ -17,6 +18,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("xla"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of searches through all objects: an optimizer makes some, and frameworks have many."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

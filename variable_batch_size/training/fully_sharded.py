@@ -35,7 +35,7 @@ def sharding_modules(parameters: Sequence[torch.Tensor]) -> list[Any]:
 
     for module in alive(kind):
         module.reshard()  # one that has run without a backward pass may still show its whole parameters
-    return sorted(owners(kind, parameters), key=key)
+    return sorted(owners(kind, parameters=parameters), key=key)
 
 
 def refuse_sharded_since(parameters: Iterable[torch.Tensor]) -> None:

@@ -19,10 +19,10 @@ def alive(*kinds: type[Kind]) -> list[Kind]:
     return [thing for thing in gc.get_referrers(*known) if issubclass(type(thing), kinds)]
 
 
-def owners(kind: type[Kind], parameters: Iterable[torch.Tensor]) -> list[Kind]:
-    """The modules of a kind that have some of the parameters, in no order."""
+def owners(*kinds: type[Kind], parameters: Iterable[torch.Tensor]) -> list[Kind]:
+    """The modules of a kind, or of one of several, that have some of the parameters, in no order."""
     own = set(parameters)
-    return [thing for thing in alive(kind) if not own.isdisjoint(_parameters_of(thing))]
+    return [thing for thing in alive(*kinds) if not own.isdisjoint(_parameters_of(thing))]
 
 
 def _parameters_of(thing: object) -> Iterable[torch.Tensor]:

@@ -51,12 +51,15 @@ _WRAPPERS = [
 
 def refuse_unsupported(parameters: Iterable[torch.Tensor], model: torch.nn.Module | None) -> None:
     """Raise if some of the parameters, or the model, are in a wrapper that is not supported."""
-    parameters = list(parameters)
+    parameters, sentences = list(parameters), {}
+    supported = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # which has an older name, too
     for module, name, sentence in _WRAPPERS:
         kind = getattr(sys.modules.get(module), name, None)
-        if kind is None or kind.__module__.startswith("torch.distributed.fsdp._fully_shard"):
-            continue
-        if isinstance(model, kind) or owners(kind, parameters):
+        if kind is not None and kind is not supported:
+            sentences[kind] = sentence
+    found = [model, *(owners(*sentences, parameters=parameters) if sentences else ())]
+    for kind, sentence in sentences.items():
+        if any(isinstance(thing, kind) for thing in found):
             raise ValueError(sentence)
     if is_fully_sharded(parameters):
         refuse_left_out([p for p in parameters if not is_split(p)])
