@@ -81,11 +81,14 @@ def _received(pipe):
 def _work(pipe, meeting_point, rank, cores):
     """Never returns: all that follows is the other process's."""
     warnings.resetwarnings()  # which are errors where tests run, also those of torch.compile about itself
+    is_met = False
     try:
-        dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=cores)
         while True:
             function, args = pipe.recv()
             try:
+                if not is_met:
+                    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=cores)
+                    is_met = True
                 outcome = True, function(*args)
             except BaseException:
                 outcome = False, traceback.format_exc()
