@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Leave what was imported out of searches through all objects: an optimizer makes some, and frameworks have many."""
+    """Leave what was imported out of searches through all objects, of which optimizers make some: there is much."""
     gc.collect()
     gc.freeze()
 
