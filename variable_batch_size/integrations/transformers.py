@@ -38,14 +38,7 @@ _OF_LOADER = ("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "pers
 class VariableBatchMixin:
     """What makes any ``Trainer`` one with a variable batch size: put it before that in the bases of a class.
 
-    Args:
-        trace: the batch size of every step, over all processes; multiples of `per_device_train_batch_size`, which is
-            the minibatch. Or a policy, or a function of the situation; the run then needs `max_steps`.
-        rule: what the batch size of a step makes of the settings.
-        ref_batchsize: the batch size at which `learning_rate` and the other training arguments are right.
-        on_end: what follows the last row of the trace: ``"stop"``, ``"hold"`` the last size or ``"cycle"``.
-        options: further options of the optimizer.
-        callbacks: as for the trainer, and so are all other arguments.
+    It takes the arguments of :class:`VariableBatchTrainer`, and all others are the trainer's.
 
     Attributes:
         variable_optimizer: the optimizer of the library, around the trainer's own; None before ``train()``.

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from variable_batch_size.runs.nested import mapped
 
 Need = tuple[str, torch.Size, torch.dtype]
 """Where a tensor is in a state, and what it is."""
 
 
-def needs_of(value: Any, place: str = "") -> Iterator[Need]:
+def needs_of(state: Any) -> list[Need]:
     """What a copy of a state needs memory for."""
-    if isinstance(value, torch.Tensor):
-        if value.layout == torch.strided:
-            yield place, value.shape, value.dtype
-        return
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-    for key, part in parts:
-        yield from needs_of(part, f"{place}[{key!r}]")
+    found: list[Need] = []
+
+    def note(part: Any, place: str) -> Any:
+        if isinstance(part, torch.Tensor) and part.layout == torch.strided:
+            found.append((place, part.shape, part.dtype))
+        return part
+
+    mapped(state, note)
+    return found
 
 
 class HostCopy:
@@ -37,30 +40,16 @@ class HostCopy:
         """Nested containers with all tensors copied; tensors that are one remain one."""
         before, self._copies = self._copies, {}
         seen: dict[tuple[Any, ...], torch.Tensor] = {}
-        copied: dict[str, Any] = self._copied(state, "", before, seen)
+
+        def copy_of(part: Any, place: str) -> Any:
+            return self._copy_of(part.detach(), place, before, seen) if isinstance(part, torch.Tensor) else part
+
+        copied: dict[str, Any] = mapped(state, copy_of)
         return copied
 
     def reserve(self, needs: Iterable[Need]) -> None:
         """Have memory for a copy, touched so that the system has really given it."""
         self._copies = {place: torch.zeros(shape, dtype=dtype).fill_(1) for place, shape, dtype in needs}
-
-    def _copied(
-        self, value: Any, place: str, before: dict[str, torch.Tensor], seen: dict[tuple[Any, ...], torch.Tensor]
-    ) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._copy_of(value.detach(), place, before, seen)
-        if isinstance(value, list | tuple):
-            parts = [self._copied(part, f"{place}[{i}]", before, seen) for i, part in enumerate(value)]
-            return parts if isinstance(value, list) else tuple(parts)  # also of a named tuple, as a file has it
-        if not isinstance(value, dict):
-            return value
-        items = [(key, self._copied(part, f"{place}[{key!r}]", before, seen)) for key, part in value.items()]
-        if not isinstance(value, OrderedDict):
-            return dict(items)
-        ordered = OrderedDict(items)
-        if hasattr(value, "_metadata"):  # the versions of a model's modules, which load_state_dict goes by
-            ordered._metadata = value._metadata  # type: ignore[attr-defined]
-        return ordered
 
     def _copy_of(
         self,

@@ -134,7 +134,7 @@ class Saving:
         """Get memory for the first copy while training goes on; the optimizer has all of its state after a step."""
         self._has_reserved = True
         is_writer = self._communicator.rank == 0
-        needs = list(needs_of(spread_state.collect(self._model, self._optimizer, is_writer=is_writer)))
+        needs = needs_of(spread_state.collect(self._model, self._optimizer, is_writer=is_writer))
         if is_writer:
             writer.start(lambda: self._host_copy.reserve(needs))
 

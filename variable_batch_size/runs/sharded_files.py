@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from variable_batch_size.cores.groups import Group, is_running
 from variable_batch_size.cores.meshes import is_split, local_part, split_like
 from variable_batch_size.files import TEMPORARY, sync
 from variable_batch_size.runs import storage
+from variable_batch_size.runs.nested import mapped
 from variable_batch_size.runs.spread_state import unwrapped
 from variable_batch_size.runs.writer import Writer
 from variable_batch_size.training.optimizer import CustomOptimizer
@@ -56,7 +56,7 @@ class ShardedFiles:
             when_done: called on core 0 when the directory has its name.
         """
         tensors: Tensors = {}
-        rest = _without_split(state, "", tensors)
+        rest = _without_split(state, tensors)
         if self._writer is None:
             self._write(steps_done, tensors, rest, when_done)
             return
@@ -127,43 +127,37 @@ def _parameter_at(place: str, state: dict[str, Any], optimizer: CustomOptimizer)
 # ---------------------------------------------------------------------------------- split tensors and what stands there
 
 
-def _without_split(value: Any, place: str, found: Tensors) -> Any:
-    """Nested containers with a note in the place of each split tensor, which are put into `found`."""
-    if isinstance(value, torch.Tensor) and is_split(value):
-        found[place] = value.detach()
-        return {_PLACE: place, "dtype": value.dtype}
-    if isinstance(value, list | tuple):
-        return type(value)(_without_split(part, f"{place}[{i}]", found) for i, part in enumerate(value))
-    if isinstance(value, dict):
-        return _like(value, [(key, _without_split(part, f"{place}[{key!r}]", found)) for key, part in value.items()])
-    return value
+def _without_split(state: dict[str, Any], found: Tensors) -> Any:
+    """A state with a note in the place of each split tensor, which are put into `found`."""
+
+    def note(part: Any, place: str) -> Any:
+        if not (isinstance(part, torch.Tensor) and is_split(part)):
+            return part
+        found[place] = part.detach()
+        return {_PLACE: place, "dtype": part.dtype}
+
+    return mapped(state, note)
 
 
-def _places(value: Any) -> dict[str, torch.dtype]:
+def _places(state: dict[str, Any]) -> dict[str, torch.dtype]:
     """Where split tensors were, and what they are of."""
-    if isinstance(value, dict) and _PLACE in value:
-        return {value[_PLACE]: value["dtype"]}
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return {place: dtype for part in parts for place, dtype in _places(part).items()}
+    found = {}
+
+    def see(part: Any, place: str) -> Any:
+        if _is_note(part):
+            found[part[_PLACE]] = part["dtype"]
+        return part
+
+    mapped(state, see)
+    return found
 
 
-def _with_tensors(value: Any, tensors: Tensors) -> Any:
-    if isinstance(value, dict) and _PLACE in value:
-        return tensors[value[_PLACE]]
-    if isinstance(value, list | tuple):
-        return type(value)(_with_tensors(part, tensors) for part in value)
-    return (
-        _like(value, [(k, _with_tensors(v, tensors)) for k, v in value.items()]) if isinstance(value, dict) else value
-    )
+def _with_tensors(state: dict[str, Any], tensors: Tensors) -> Any:
+    return mapped(state, lambda part, place: tensors[part[_PLACE]] if _is_note(part) else part)
 
 
-def _like(value: dict[Any, Any], items: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    if not isinstance(value, OrderedDict):
-        return dict(items)
-    ordered = OrderedDict(items)
-    if hasattr(value, "_metadata"):  # the versions of a model's modules, which load_state_dict goes by
-        ordered._metadata = value._metadata  # type: ignore[attr-defined]
-    return ordered
+def _is_note(part: Any) -> bool:
+    return isinstance(part, dict) and _PLACE in part
 
 
 # ----------------------------------------------------------------------------------------- torch.distributed.checkpoint
