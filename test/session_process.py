@@ -16,7 +16,7 @@ import torch
 
 SCRIPT = Path(stoppable_run.__file__)
 MARK = "STOPPABLE_RUN"  # an environment variable by which all processes of a session are found
-MOST_SECONDS = 900  # for a session, or for something to happen in it; longer is a hang
+MOST_SECONDS = 300  # for a session, or for something to happen in it; longer is a hang
 
 
 class Place:

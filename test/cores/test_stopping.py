@@ -35,6 +35,42 @@ def test_a_signal_that_nobody_obeys_has_its_effect_when_nobody_listens_any_more(
     assert run(NOTED.format(obey="pass")) == (TERMINATED, [])
 
 
+INTERRUPTED = """
+import signal, sys
+from variable_batch_size.cores import stopping
+{set_up}
+interrupted = set()
+def interrupt(frame, event, arg):
+    # the signal once more at every line of what the first one leads to, here and in the standard library
+    if event == "line" and (frame.f_code, frame.f_lineno) not in interrupted:
+        interrupted.add((frame.f_code, frame.f_lineno))
+        signal.raise_signal(signal.SIGTERM)
+    return interrupt
+with {listening} as order:
+    sys.settrace(interrupt)
+    signal.raise_signal(signal.SIGTERM)
+    sys.settrace(None)
+    assert len(interrupted) > 1, interrupted
+    {obey}
+print("ended")
+"""
+
+
+def test_a_signal_may_interrupt_the_note_of_another():
+    """As where one comes to all processes of a group, and again from the process that launched them."""
+    code = INTERRUPTED.format(set_up="", listening="stopping.listening()", obey="stopping.obey()")
+    assert run(code) == (0, ["ended"])
+
+
+def test_a_signal_may_interrupt_the_passing_on_of_another():
+    code = INTERRUPTED.format(
+        set_up="from variable_batch_size.cores import processes",
+        listening="processes._passing_on_sigterm([])",
+        obey="assert order.is_given; order.is_given = False",
+    )
+    assert run(code) == (0, ["ended"])
+
+
 def test_a_signal_that_was_obeyed_may_come_again_for_a_while():
     assert run(NOTED.format(obey="stopping.obey()")) == (TERMINATED, ["after", "again"])
 

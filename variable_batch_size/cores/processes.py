@@ -31,10 +31,10 @@ def run_processes(processes: list[Process], work: bytes) -> list[Any]:
     """Start the processes, wait for what their cores send, and leave none behind."""
     started: list[tuple[Any, Any]] = []
     results: dict[int, Any] = {}
-    with _passing_on_sigterm(started) as was_told:
+    with _passing_on_sigterm(started) as order:
         try:
             _start(processes, work, started)
-            if was_told.is_set():  # perhaps while one was being started, which does not know of it yet
+            if order.is_given:  # perhaps while one was being started, which does not know of it yet
                 _terminate(started)
             _receive(dict(started), results)
         finally:
@@ -77,32 +77,39 @@ def _receive(running: dict[Any, Any], results: dict[int, Any]) -> None:
             results[rank] = payload
 
 
+@dataclass
+class _Order:
+    """Whether SIGTERM has come: without a lock, as one signal may interrupt what another one does."""
+
+    is_given: bool = False
+
+
 @contextmanager
-def _passing_on_sigterm(started: list[tuple[Any, Any]]) -> Iterator[threading.Event]:
-    """Within, SIGTERM goes on to the started processes, and the event that this yields is set.
+def _passing_on_sigterm(started: list[tuple[Any, Any]]) -> Iterator[_Order]:
+    """Within, SIGTERM goes on to the started processes, and is noted in the order that this yields.
 
     When they have ended, the signal ends this process, too, unless they end the launch with an exit code of their own.
     A handler that the user has set is left alone.
     """
-    was_told = threading.Event()
+    order = _Order()
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield was_told
+        yield order
         return
 
     def pass_on(number: int, frame: Any) -> None:
-        was_told.set()
+        order.is_given = True
         _terminate(started)
 
     signal.signal(signal.SIGTERM, pass_on)
     try:
-        yield was_told
+        yield order
     except SystemExit:
-        was_told.clear()
+        order.is_given = False
         raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if was_told.is_set():
+        if order.is_given:
             os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -25,7 +25,7 @@ _SECONDS_OF_ONE_ORDER = 10.0
 
 logger = logging.getLogger(__name__)
 
-_told = threading.Event()
+_told = False  # not a threading.Event: its lock would be waited for for ever where one signal interrupts another's note
 _changing = threading.Lock()
 _num_listening = 0
 _listening_in = 0  # the pid of the process; what it forks has a copy of all this, and does not listen
@@ -38,19 +38,20 @@ def request_stop() -> None:
     For whoever learns otherwise that the machine will be taken away: a notice of the cloud, a scheduler's callback, a
     thread that watches for one. One core of a run is enough; the others follow at the same step.
     """
-    _told.set()
+    global _told
+    _told = True
 
 
 def was_told() -> bool:
     """Whether SIGTERM has come, or :func:`request_stop` was called."""
-    return _told.is_set()
+    return _told
 
 
 def obey() -> None:
     """Take the note off, because this process is about to end as it was told to."""
-    global _obeyed_at
+    global _obeyed_at, _told
     _obeyed_at = time.monotonic()
-    _told.clear()
+    _told = False
 
 
 def note_sigterm() -> None:
@@ -64,6 +65,7 @@ def note_sigterm() -> None:
 @contextmanager
 def listening() -> Iterator[None]:
     """Within, SIGTERM is noted and does not end the process; if nobody obeys it there, it has its effect afterwards."""
+    global _told
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     _add_listeners(1)
@@ -81,7 +83,7 @@ def listening() -> Iterator[None]:
         if is_main and not (_has_just_obeyed() and before == signal.SIG_DFL):
             signal.signal(signal.SIGTERM, before)
         if not _num_listening and was_told():
-            _told.clear()
+            _told = False
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -98,7 +100,7 @@ def _has_just_obeyed() -> bool:
 
 def _note(number: int, frame: FrameType | None) -> None:
     if _num_listening and _listening_in == os.getpid():
-        _told.set()
+        request_stop()
     elif not _has_just_obeyed():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
