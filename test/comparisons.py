@@ -52,7 +52,7 @@ def command(*options):
 
 
 def environment():
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    return {**os.environ, "PYTHONPATH": str(HERE.parent)}
 
 
 def wait_for_runs(number, running, directory):

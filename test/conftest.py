@@ -1,13 +1,17 @@
 """Fixtures that several test files share."""
 
 import gc
+import os
 import platform
 from importlib.util import find_spec
+
+# the tests' networks are tiny: a second thread would only be waited for, here and in processes that tests start
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
 
-torch.set_num_threads(1)  # the tests' networks are tiny: a second thread would only be waited for
+torch.set_num_threads(1)  # on the platforms that do not ask for the variable
 
 
 def pytest_collection_modifyitems(items):
@@ -24,31 +28,6 @@ def pytest_collection_finish():
     """Leave what was imported out of searches through all objects, of which optimizers make some: there is much."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session")
-def results_on():
-    """Runs the scenarios of `scenarios.py` on some cores, each combination once for the whole session.
-
-    Starting XLA takes 10 s, so one launch runs them all.
-    """
-    import scenarios
-
-    import variable_batch_size as vbs
-
-    found = {}
-
-    def run(backend, cores):
-        if (backend, cores) not in found:
-            names = scenarios.names_on(backend, cores)
-            if backend == "alone":
-                found[backend, cores] = [scenarios.run_all(scenarios.models(), "cpu", names)]
-            else:
-                args = (scenarios.models(), backend, names)
-                found[backend, cores] = vbs.launch(scenarios.run_all, args, cores=cores, backend=backend)
-        return found[backend, cores]
-
-    return run
 
 
 @pytest.fixture(scope="session")
@@ -69,13 +48,46 @@ def on_cores(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def long_runs_on(tmp_path_factory):
+def run_on(on_cores):
+    """Runs a function on every core of a backend, as a launch does; for gloo on the processes that stay."""
+    import variable_batch_size as vbs
+
+    def run(backend, cores, function, *args):
+        if backend == "gloo":
+            return on_cores(cores, function, *args)
+        return vbs.launch(function, args, cores=cores, backend=backend)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def results_on(run_on):
+    """Runs the scenarios of `scenarios.py` on some cores, each combination once for the whole session.
+
+    Starting XLA takes 10 s, so one launch runs them all.
+    """
+    import scenarios
+
+    found = {}
+
+    def run(backend, cores):
+        if (backend, cores) not in found:
+            names = scenarios.names_on(backend, cores)
+            if backend == "alone":
+                found[backend, cores] = [scenarios.run_all(scenarios.models(), "cpu", names)]
+            else:
+                found[backend, cores] = run_on(backend, cores, scenarios.run_all, scenarios.models(), backend, names)
+        return found[backend, cores]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def long_runs_on(run_on, tmp_path_factory):
     """Runs `run_all` of `stoppable_run.py` on two cores, once for each backend; the results, and where files are."""
     import contextlib
 
     import stoppable_run
-
-    import variable_batch_size as vbs
 
     found = {}
 
@@ -85,8 +97,8 @@ def long_runs_on(tmp_path_factory):
             stopped_alone = directory / "alone"
             with contextlib.suppress(stoppable_run.Stopped):
                 stoppable_run.Session(stopped_alone).train(stop_at=(13, 2))
-            args = (backend, directory, stopped_alone)
-            found[backend] = vbs.launch(stoppable_run.run_all, args, cores=2, backend=backend), directory
+            results = run_on(backend, 2, stoppable_run.run_all, backend, directory, stopped_alone)
+            found[backend] = results, directory
         return found[backend]
 
     return run

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import time
 import traceback
@@ -52,9 +53,9 @@ class StandingCores:
         return [found[pipe] for pipe in self._pipes]
 
     def give(self, function, *args):
-        """Have all cores begin with a job."""
+        """Have all cores begin with a job, each with a copy of the arguments; a pipe would let them share tensors."""
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send_bytes(pickle.dumps((function, args)))
 
     def have_answered(self):
         """Whether one of them has come to the end of its job, or to its own."""
@@ -73,7 +74,7 @@ def _received(pipe):
     if pipe is None:
         return False, f"none has answered for {MOST_SECONDS} s"
     try:
-        return pipe.recv()
+        return pickle.loads(pipe.recv_bytes())
     except EOFError:
         return False, "it has died"
 
@@ -84,7 +85,7 @@ def _work(pipe, meeting_point, rank, cores):
     is_met = False
     try:
         while True:
-            function, args = pipe.recv()
+            function, args = pickle.loads(pipe.recv_bytes())
             try:
                 if not is_met:
                     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=cores)
@@ -92,7 +93,7 @@ def _work(pipe, meeting_point, rank, cores):
                 outcome = True, function(*args)
             except BaseException:
                 outcome = False, traceback.format_exc()
-            pipe.send(outcome)
+            pipe.send_bytes(pickle.dumps(outcome))
             gc.collect()  # models of this job are not the next one's
     finally:
         os._exit(1)

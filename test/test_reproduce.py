@@ -35,7 +35,7 @@ with open(f"{FOLDER}/found.json", "w") as file:
 
 
 def environment(**more):
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,10 @@ def test_whatever_the_user_does_weights_are_those_of_a_plain_loop(seed):
 
 
 @pytest.mark.parametrize("cores", [2, 3])
-def test_it_is_so_on_several_processes(cores):
+def test_it_is_so_on_several_processes(on_cores, cores):
     drawn = [programs.draw(seed) for seed in range(100 * cores, 100 * cores + 15)]
     expected = [programs.run_plainly(program) for program in drawn]
-    for results in vbs.launch(programs.run_many, (drawn, "gloo"), cores=cores, backend="gloo"):
+    for results in on_cores(cores, programs.run_many, drawn, "gloo"):
         for program, (weights, _), plain in zip(drawn, results, expected, strict=True):
             assert programs.largest_difference(weights, plain) < 1e-6, program
 
@@ -41,11 +41,11 @@ def test_it_is_so_on_virtual_xla_cores():
             assert programs.largest_difference(weights, plain) < 1e-4, program
 
 
-def test_adascale_measures_the_gradient_that_step_takes_over():
+def test_adascale_measures_the_gradient_that_step_takes_over(on_cores):
     """The same gains on two processes as in one, whatever was done to the gradients."""
     drawn = [programs.draw(seed, events=["evaluate"]) for seed in range(8)]
     alone = [programs.run(program, rule=vbs.AdaScaleRule()) for program in drawn]
-    for results in vbs.launch(adascale_runs, (drawn,), cores=2, backend="gloo"):
+    for results in on_cores(2, adascale_runs, drawn):
         for (weights, gains), (expected, expected_gains) in zip(results, alone, strict=True):
             assert gains == pytest.approx(expected_gains, rel=1e-9)
             assert programs.largest_difference(weights, expected) < 1e-9

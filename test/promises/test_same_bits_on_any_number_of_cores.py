@@ -9,8 +9,6 @@ import pytest
 import torch
 from exact_runs import SCENARIOS, drawn
 
-import variable_batch_size as vbs
-
 ALL = [*SCENARIOS, *(drawn(seed) for seed in range(100, 104))]
 NAMES = [scenario.name for scenario in ALL]
 WAY = [2, 3, 1, 4]  # numbers of cores, on which each run is made, and over which another one of it is handed on
@@ -25,12 +23,12 @@ def alone():
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(on_cores, tmp_path_factory):
     """By the number of cores, what each core has found of each run."""
     root, rng, results = tmp_path_factory.mktemp("exact"), random.Random(0), {}
     for cores in WAY:
         stops = [None if cores == WAY[-1] else rng.randint(0, 5) for _ in ALL]
-        results[cores] = vbs.launch(exact_runs.run_all, (ALL, root, stops), cores=cores, backend="gloo")
+        results[cores] = on_cores(cores, exact_runs.run_all, ALL, root, stops)
     return results
 
 

@@ -150,10 +150,9 @@ def test_a_stopped_run_goes_on_alone_as_if_never_stopped(results_on, plain_adasc
     assert result["samples_done"] == sum(scenarios.SIZES)
 
 
-def test_a_run_stopped_on_four_cores_goes_on_on_three(results_on, plain_adascale):
+def test_a_run_stopped_on_four_cores_goes_on_on_three(results_on, on_cores, plain_adascale):
     saved = results_on("gloo", 4)[0]["stopped"]
-    args = (scenarios.models()["resumed"], saved, "gloo")
-    for result in vbs.launch(scenarios.go_on, args, cores=3, backend="gloo"):
+    for result in on_cores(3, scenarios.go_on, scenarios.models()["resumed"], saved, "gloo"):
         assert largest_difference(result["state"], plain_adascale["adascale"][0]) < 1e-5
 
 

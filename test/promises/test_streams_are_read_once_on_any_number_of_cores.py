@@ -6,8 +6,6 @@ import pytest
 import streamed_run
 from streamed_run import CASES, NUM_SHORT, SIZES, STOP_AFTER
 
-import variable_batch_size as vbs
-
 LEGS = [(1, 3), (2, 1), (3, 2)]  # on how many cores a run begins, and on how many it ends
 all_legs = pytest.mark.parametrize("cores", LEGS, ids=str)
 all_cases = pytest.mark.parametrize("name", CASES)
@@ -16,7 +14,7 @@ SAMPLES = [list(range(*ends)) for ends in pairwise((0, *accumulate(SIZES)))]  # 
 
 
 @pytest.fixture(scope="module")
-def legs(tmp_path_factory):
+def legs(on_cores, tmp_path_factory):
     """The results of both legs on all cores, by the numbers of cores."""
     found = {}
 
@@ -24,7 +22,7 @@ def legs(tmp_path_factory):
         if cores not in found:
             directory = tmp_path_factory.mktemp("streams")
             found[cores] = [
-                vbs.launch(function, (directory,), cores=number, backend="gloo")
+                on_cores(number, function, directory)
                 for function, number in zip((streamed_run.begin_all, streamed_run.end_all), cores, strict=True)
             ]
         return found[cores]

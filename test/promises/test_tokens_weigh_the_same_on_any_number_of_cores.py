@@ -26,16 +26,13 @@ NOISE = {
 
 
 @pytest.fixture(scope="module")
-def results_on():
+def results_on(run_on):
     found = {}
 
     def run(backend, cores):
         if (backend, cores) not in found:
-            args = ("cpu" if backend == "alone" else backend,)
             found[backend, cores] = (
-                [scenarios.run_all(*args)]
-                if backend == "alone"
-                else vbs.launch(scenarios.run_all, args, cores=cores, backend=backend)
+                [scenarios.run_all("cpu")] if backend == "alone" else run_on(backend, cores, scenarios.run_all, backend)
             )
         return found[backend, cores]
 

@@ -13,11 +13,11 @@ def stopped(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def on_cores(stopped):
+def found_on(on_cores, stopped):
     """Every policy on 1, 2 and 3 cores; and a run that is stopped on 2 of them, goes on on 3 and ends on 1."""
     found = {}
     for cores, stop_after in ((2, 13), (3, 31)):
-        found[cores] = vbs.launch(policy_runs.run_all, ("gloo", stopped, stop_after), cores=cores, backend="gloo")
+        found[cores] = on_cores(cores, policy_runs.run_all, "gloo", stopped, stop_after)
     found[1] = [policy_runs.run_all("gloo", None, None)]
     return found
 
@@ -28,8 +28,8 @@ def largest_difference(some, others):
 
 @pytest.mark.parametrize("cores", [1, 2, 3])
 @pytest.mark.parametrize("name", policy_runs.POLICIES)
-def test_all_cores_decide_the_same_and_replay_to_the_same_bits(on_cores, cores, name):
-    results = [result[name] for result in on_cores[cores]]
+def test_all_cores_decide_the_same_and_replay_to_the_same_bits(found_on, cores, name):
+    results = [result[name] for result in found_on[cores]]
     for result in results:
         assert result["rows"] == results[0]["rows"]
         assert all(torch.equal(result["weights"][key], results[0]["weights"][key]) for key in result["weights"])
@@ -39,20 +39,20 @@ def test_all_cores_decide_the_same_and_replay_to_the_same_bits(on_cores, cores, 
 
 @pytest.mark.parametrize("cores", [2, 3])
 @pytest.mark.parametrize("name", ["autoscale", "norm test", "function"])
-def test_they_replay_to_the_same_weights_on_one_core(on_cores, cores, name):
-    result = on_cores[cores][0][name]
+def test_they_replay_to_the_same_weights_on_one_core(found_on, cores, name):
+    result = found_on[cores][0][name]
     assert largest_difference(policy_runs.train(result["rows"])[0], result["weights"]) < 1e-9
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3])
-def test_in_exact_mode_they_replay_to_the_same_bits_on_one_core(on_cores, cores):
-    weights, rows = on_cores[cores][0]["exact"]
+def test_in_exact_mode_they_replay_to_the_same_bits_on_one_core(found_on, cores):
+    weights, rows = found_on[cores][0]["exact"]
     assert len(set(rows)) > 1
     replayed = policy_runs.train(rows, exact=True)[0]
     assert all(torch.equal(replayed[name], weights[name]) for name in weights)
 
 
-def test_a_run_goes_on_on_other_cores_and_its_executed_trace_gives_the_same_weights(on_cores, stopped):
+def test_a_run_goes_on_on_other_cores_and_its_executed_trace_gives_the_same_weights(found_on, stopped):
     weights, rows = policy_runs.train(policy_runs.POLICIES["autoscale"](), directory=stopped)
     trace = vbs.Trace.read(stopped / "executed.csv")
     assert list(trace) == rows

@@ -375,7 +375,7 @@ def accuracy_after(kind, batch_size, seed, *, progress=None, updates=None):
     x, y = digits()
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    sampler = vbs.CustomSampler(dataset_size=1280, trace=batch_size, minibatch_size=8, seed=seed)
+    sampler = vbs.CustomSampler(dataset_size=1280, trace=batch_size, minibatch_size=min(batch_size, 32), seed=seed)
     optimizer = kind(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), sampler, ref_batchsize=8)
     length = progress or updates
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: max(0.0, 1 - t / length))
