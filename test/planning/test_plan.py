@@ -274,14 +274,14 @@ TRACE = [32, 64, 16, 160, 48, 48, 96, 112, 16, 128, 80, 32]
         ("linear", 2, "stop", None),
     ],
 )
-def test_every_number_of_a_plan_is_what_a_real_run_does(rule, cores, on_end, num_epochs):
+def test_every_number_of_a_plan_is_what_a_real_run_does(on_cores, rule, cores, on_end, num_epochs):
     every = 3
     options = {"dataset_size": 215, "minibatch_size": 16, "trace": TRACE, "on_end": on_end}
     schedule = vbs.Schedule(vbs.Trace.of(TRACE), dataset_size=215, minibatch_size=16, num_replicas=cores, on_end=on_end)
     rules = {rule: RULES[rule]}
     plan = vbs.Plan.of(schedule, num_epochs=num_epochs, rules=rules, ref_batchsize=48, checkpoint_every=every)
     args = (rule, plan.num_epochs, every, options)
-    ran = [run_for_real(*args)] if cores == 1 else vbs.launch(run_for_real, args, cores=cores, backend="gloo")
+    ran = [run_for_real(*args)] if cores == 1 else on_cores(cores, run_for_real, *args)
 
     steps = ran[0]["steps"]
     sizes = [size for _, size, _, _ in steps]

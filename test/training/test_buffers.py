@@ -111,8 +111,8 @@ def on_a_core():
 
 
 @pytest.fixture(scope="module")
-def found_on_two_cores():
-    return vbs.launch(on_a_core, cores=2, backend="gloo")
+def found_on_two_cores(on_cores):
+    return on_cores(2, on_a_core)
 
 
 def test_an_idle_core_keeps_what_was_put_into_its_buffers(found_on_two_cores):

@@ -141,17 +141,17 @@ def count_all():
 
 
 @pytest.fixture(scope="module")
-def calls_on():
+def calls_on(on_cores):
     """The calls that each core made."""
-    found = {1: [count_all()], 2: vbs.launch(count_all, cores=2, backend="gloo")}
+    found = {1: [count_all()], 2: on_cores(2, count_all)}
     return lambda cores, rule: [calls[rule] for calls in found[cores]]
 
 
-on_cores = pytest.mark.parametrize("cores", [1, 2])
+on_one_and_two = pytest.mark.parametrize("cores", [1, 2])
 for_rules = pytest.mark.parametrize("rule", (*RULES, *WEIGHTED))
 
 
-@on_cores
+@on_one_and_two
 @for_rules
 def test_one_collective_ends_a_step_and_there_is_no_other(calls_on, cores, rule):
     for calls in calls_on(cores, rule):
@@ -159,7 +159,7 @@ def test_one_collective_ends_a_step_and_there_is_no_other(calls_on, cores, rule)
         assert sum(call.ends_step for call in calls) == len(TRACE)
 
 
-@on_cores
+@on_one_and_two
 @for_rules
 def test_rules_that_measure_read_from_the_device_once_a_step_and_others_never(calls_on, cores, rule):
     # with weights on a CPU, which knows it at once, a step on several cores looks whether it weighs nothing
@@ -177,7 +177,7 @@ def test_rules_that_measure_read_from_the_device_once_a_step_and_others_never(ca
         assert any(call.num_reads for call in calls if not call.is_idle) == bool(reads)
 
 
-@on_cores
+@on_one_and_two
 @for_rules
 def test_memory_stays_as_it_is(calls_on, cores, rule):
     for calls in calls_on(cores, rule):
@@ -185,7 +185,7 @@ def test_memory_stays_as_it_is(calls_on, cores, rule):
         assert last == warm
 
 
-@on_cores
+@on_one_and_two
 @for_rules
 def test_a_step_makes_no_second_copy_of_the_gradients(calls_on, cores, rule):
     for calls in calls_on(cores, rule):
@@ -201,5 +201,5 @@ def sum_large():
     return torch.equal(total, 2 * numbers), [call.num_collectives for call in count("linear", trace=[8], model=large)]
 
 
-def test_on_gloo_a_large_sum_is_made_in_two_parts():
-    assert vbs.launch(sum_large, cores=2, backend="gloo") == [(True, [2])] * 2
+def test_on_gloo_a_large_sum_is_made_in_two_parts(on_cores):
+    assert on_cores(2, sum_large) == [(True, [2])] * 2

@@ -625,9 +625,9 @@ def with_a_frozen_group(**options):
     return model.weight.item(), late.item(), optimizer.gain()
 
 
-def test_a_group_may_be_frozen_when_it_is_added():
+def test_a_group_may_be_frozen_when_it_is_added(on_cores):
     expected = with_a_frozen_group()
     assert expected[1] == -0.5
     assert with_a_frozen_group(keep_gradients=True) == pytest.approx(expected)
-    for found in vbs.launch(with_a_frozen_group, cores=2, backend="gloo"):
+    for found in on_cores(2, with_a_frozen_group):
         assert found == pytest.approx(expected)

@@ -60,8 +60,8 @@ def messages():
     return found
 
 
-def test_cores_that_are_set_up_differently_say_so_all_of_them():
-    for found in vbs.launch(messages, cores=2, backend="gloo"):
+def test_cores_that_are_set_up_differently_say_so_all_of_them(on_cores):
+    for found in on_cores(2, messages):
         for message, (_, expected) in zip(found, DIFFERENT, strict=True):
             with pytest.raises(ValueError, match="all cores must be set up alike, but they differ in " + expected):
                 raise ValueError(message)
@@ -76,8 +76,8 @@ def with_other_settings_of_the_rule():
     return str(raised.value)
 
 
-def test_the_settings_of_the_rule_are_compared_too():
-    for message in vbs.launch(with_other_settings_of_the_rule, cores=2, backend="gloo"):
+def test_the_settings_of_the_rule_are_compared_too(on_cores):
+    for message in on_cores(2, with_other_settings_of_the_rule):
         assert "settings of the rule: {'warmup_samples': 10} on core 0, {'warmup_samples': 11} on core 1" in message
 
 
@@ -89,8 +89,8 @@ def states():
     return {**model.state_dict(), "late": late.detach(), "has_gradient": late.grad is not None}
 
 
-def test_everything_starts_out_as_on_core_0_also_frozen_parameters_buffers_and_added_groups():
-    first, second = vbs.launch(states, cores=2, backend="gloo")
+def test_everything_starts_out_as_on_core_0_also_frozen_parameters_buffers_and_added_groups(on_cores):
+    first, second = on_cores(2, states)
     for name in first:
         assert torch.equal(torch.as_tensor(first[name]), torch.as_tensor(second[name])), name
     assert first["late"].tolist() == [0.0, 0.0]

@@ -97,9 +97,9 @@ def message_of(*args, **options):
 
 
 @pytest.mark.parametrize("cores", [2, 4])
-def test_a_wrapped_model_trains_as_an_unwrapped_one(cores):
+def test_a_wrapped_model_trains_as_an_unwrapped_one(on_cores, cores):
     expected = {kind: train("never", "module", kind) for kind in (vbs.AdaScaleOptimizer, vbs.LinearRuleOptimizer)}
-    for results, (late, again, static, rest) in vbs.launch(train_all, cores=cores, backend="gloo"):
+    for results, (late, again, static, rest) in on_cores(cores, train_all):
         for way, (state, gain) in zip(WAYS, results, strict=True):
             plain, plain_gain = expected[way.get("kind", vbs.AdaScaleOptimizer)]
             for name in plain:
@@ -129,9 +129,9 @@ def with_a_wrapped_group_added():
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_a_group_that_is_added_may_be_wrapped():
+def test_a_group_that_is_added_may_be_wrapped(on_cores):
     expected = with_a_wrapped_group_added()
-    for found in vbs.launch(with_a_wrapped_group_added, cores=2, backend="gloo"):
+    for found in on_cores(2, with_a_wrapped_group_added):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
@@ -143,6 +143,6 @@ def message_about_synchronised_norm():
     return str(raised.value)
 
 
-def test_a_norm_that_waits_for_all_cores_in_every_minibatch_is_refused():
-    for message in vbs.launch(message_about_synchronised_norm, cores=2, backend="gloo"):
+def test_a_norm_that_waits_for_all_cores_in_every_minibatch_is_refused(on_cores):
+    for message in on_cores(2, message_about_synchronised_norm):
         assert "SyncBatchNorm waits for all cores in every minibatch" in message
