@@ -2,13 +2,14 @@
 
 import csv
 import dataclasses
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +19,53 @@ from torch.nn.functional import l1_loss, mse_loss
 from torch.utils.data import Dataset, TensorDataset
 
 import variable_batch_size as vbs
+from variable_batch_size.command.main import main
 from variable_batch_size.comparison.experiment import Run
 from variable_batch_size.comparison.results import Results
 
 HERE = Path(__file__).parent
 
 
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What ``vbs compare`` has come to."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
 def vbs_compare(*options, check=True):
-    """Run ``vbs compare`` with these options in this folder."""
-    done = subprocess.run(command(*options), cwd=HERE, env=environment(), capture_output=True, text=True)
-    assert not check or done.returncode == 0, done.stderr
-    return done
+    """Run ``vbs compare`` with these options in this folder, and in this process, which has imported what it needs.
+
+    Its runs are made in another one, one after another unless the options say how many at once.
+    """
+    arguments = ["compare", *map(str, options), *([] if "--jobs" in options else ["--jobs", "1"])]
+    out, error = io.StringIO(), io.StringIO()
+    with in_this_folder(), redirect_stdout(out), redirect_stderr(error), sigterm_as_it_is():
+        code = main(arguments)
+    assert not check or code == 0, error.getvalue()
+    return Done(code, out.getvalue(), error.getvalue())
+
+
+@contextmanager
+def in_this_folder():
+    before = os.getcwd()
+    os.chdir(HERE)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@contextmanager
+def sigterm_as_it_is():
+    """The command sets a handler, as its process is about to end."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def start_vbs_compare(*options, is_in_background=False, **popen_options):

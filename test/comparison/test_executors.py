@@ -6,13 +6,13 @@ import signal
 import subprocess
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import comparisons
 import psutil
 import pytest
-from comparisons import command, environment, rows, rows_by_run, wait_for_runs
+from comparisons import command, environment, rows, rows_by_run, sigterm_as_it_is, vbs_compare, wait_for_runs
 
 from variable_batch_size.command.main import main
 
@@ -28,8 +28,7 @@ RECIPES = {
 def local(tmp_path_factory):
     """What a process of this machine makes."""
     directory = tmp_path_factory.mktemp("local")
-    with sigterm_as_it_is():
-        assert main([*map(str, ["compare", *DIGITS, "--out", directory, "--jobs", 1])]) == 0
+    vbs_compare(*DIGITS, "--out", directory)
     return (directory / "results.csv").read_bytes()
 
 
@@ -37,16 +36,6 @@ def local(tmp_path_factory):
 def sigterm():
     with sigterm_as_it_is():
         yield
-
-
-@contextmanager
-def sigterm_as_it_is():
-    """The command sets a handler, as its process is about to end."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def options_for(recipe, folder):

@@ -157,9 +157,9 @@ def test_a_stateful_loader_goes_on_on_any_number_of_cores_again_and_again(sample
     ids=["ahead", "one ahead", "within the step", "behind", "with a state of before"],
 )
 def test_the_state_of_a_loader_that_is_not_that_of_the_step_is_refused(num_minibatches, first_step, loading):
-    _, state = read(StatefulDataLoader(make(Resumable()), batch_size=None, num_workers=3, **loading), num_minibatches)
+    _, state = read(StatefulDataLoader(make(Resumable()), batch_size=None, num_workers=1, **loading), num_minibatches)
     stream = make(Resumable())
-    loader = StatefulDataLoader(stream, batch_size=None, num_workers=3, **loading)
+    loader = StatefulDataLoader(stream, batch_size=None, num_workers=1, **loading)
     loader.load_state_dict(state)
     stream.set_epoch(0, first_step)
     with pytest.raises(RuntimeError, match=r"the loader's state is not that of step \d of epoch 0, where this pass"):
