@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+import warnings
 from pathlib import Path
 
 import stoppable_run
@@ -45,8 +46,8 @@ class SessionProcess:
     Args:
         place: of the run.
         settings: of the run.
-        launcher: "alone", "forked" for the same without a wait for torch to load, "launch" for ``vbs.launch`` or
-            "torchrun".
+        launcher: "alone", "forked" for the same without a wait for torch to load, "launch" for ``vbs.launch`` by a
+            process that is forked likewise, or "torchrun".
         cores: how many.
         backend: of the launch.
         restarts: how often torchrun starts again.
@@ -68,7 +69,7 @@ class SessionProcess:
         ]
         # into a file: a pipe that nobody reads would be full after some tracebacks, and whoever writes to it would wait
         with open(self._output, "w") as output:
-            if launcher == "forked":
+            if launcher in ("forked", "launch"):
                 self._process = Forked(script, output)
                 return
             self._process = subprocess.Popen(
@@ -176,6 +177,7 @@ class Forked:
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.argv = script
+        warnings.resetwarnings()  # which are errors where tests run
         stoppable_run.main()
 
     def poll(self):

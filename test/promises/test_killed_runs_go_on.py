@@ -84,10 +84,10 @@ def with_workers(number, **more):
 @pytest.mark.parametrize(
     ("launcher", "cores", "settings"),
     [
-        ("alone", 1, with_workers(0)),
+        ("forked", 1, with_workers(0)),
         ("alone", 1, with_workers(1)),
-        ("alone", 1, with_workers(3, keeps_workers=True)),
-        ("alone", 1, with_workers(1, start_method="spawn")),
+        ("forked", 1, with_workers(3, keeps_workers=True)),
+        ("forked", 1, with_workers(1, start_method="spawn")),
         ("launch", 2, with_workers(0)),
         ("launch", 2, with_workers(2)),
         ("launch", 2, with_workers(1, keeps_workers=True)),
