@@ -104,12 +104,13 @@ class SessionProcess:
     def pid_of_core(self, rank, name=None):
         return self.diary(rank, name)[0]["pid"]
 
-    def wait_until(self, is_so, seconds=MOST_SECONDS):
+    def wait_until(self, is_so, *, seconds=MOST_SECONDS, pause=0.02):
+        """Look again and again, with pauses in which the session has the processor."""
         end = time.monotonic() + seconds
         while not is_so():
             assert not self.has_ended, self.output
             assert time.monotonic() < end, f"nothing has happened for {seconds} s\n{self.output}"
-            time.sleep(0.0005)
+            time.sleep(pause)
 
     def wait_for_steps(self, number=1, name=None, *, or_end=False):
         """Until every core runs and core 0 has made some steps in this session, or until that has ended."""

@@ -49,7 +49,7 @@ def until(question):
     deadline = time.monotonic() + 60
     while not (answer := question()):
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        time.sleep(0.1)
     return answer
 
 

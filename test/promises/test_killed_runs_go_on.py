@@ -47,7 +47,7 @@ def test_killed_again_and_again_a_group_of_workers_ends_with_the_same_weights(tm
     for attempt in range(kills):
         session.wait_for_steps(name=attempt)
         if attempt % 2:
-            session.wait_until(lambda: any(killed.checkpoints.glob("*.tmp")))
+            session.wait_until(lambda: any(killed.checkpoints.glob("*.tmp")), pause=0.0005)
             victim = 0
         else:
             time.sleep(rng.uniform(0, 0.2))
