@@ -40,6 +40,19 @@ RULES = {"linear": vbs.LinearRuleOptimizer, "AdaScale": vbs.AdaScaleOptimizer}
 Update = Callable[[], None]
 
 
+class Many(nn.Module):
+    """As many parameters as GPT-2 small has, and hardly any work: what counts is the time that the host takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = [nn.Sequential(nn.LayerNorm(32), *(nn.Linear(32, 32) for _ in range(5))) for _ in range(12)]
+        self.blocks = nn.Sequential(*parts)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))  # type: ignore[no-any-return]
+
+
 class Stack(nn.Module):
     """Blocks of so little work beside their 2 million parameters that what is done with gradients counts."""
 
@@ -52,10 +65,13 @@ class Stack(nn.Module):
         return self.head(self.blocks(x))  # type: ignore[no-any-return]
 
 
-def workload(device: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+def workload(device: str, is_tiny: bool = False) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     """A model, and its loss on a fixed minibatch: GPT-2 small on a GPU."""
     torch.manual_seed(0)
     size = MINIBATCH[device]
+    if is_tiny:
+        inputs = torch.randn(1, 32, device=device)
+        return Many().to(device), lambda model: model(inputs).square().mean()
     if device == "cuda":
         tokens = torch.randint(0, gpt.VOCABULARY, (size, gpt.CONTEXT + 1), device=device)
         return gpt.GPT().to(device), lambda model: gpt.loss(model, tokens)
@@ -112,9 +128,9 @@ def update_of(rule: str, model: nn.Module, loss: Callable[[nn.Module], torch.Ten
     return update
 
 
-def updates_of(way: str, device: str, depth: int) -> tuple[dict[str, Update], int]:
+def updates_of(way: str, device: str, depth: int, is_tiny: bool) -> tuple[dict[str, Update], int]:
     """An update of each side, and the bytes of the gradients that a core has."""
-    model, loss = workload(device)
+    model, loss = workload(device, is_tiny)
     updates = {}
     for side in SIDES[way]:
         own = spread_over_cores(model, way)
@@ -132,10 +148,12 @@ def wait(device: str) -> None:
     dist.barrier()
 
 
-def time_sides(way: str, device: str, depth: int, repeats: int) -> tuple[dict[str, Numbers], dict[str, float]]:
+def time_sides(
+    way: str, device: str, depth: int, repeats: int, is_tiny: bool
+) -> tuple[dict[str, Numbers], dict[str, float]]:
     """Seconds of an update, and the peak of memory on a GPU over the plain loop's, in gradients."""
     torch.set_num_threads(1)
-    updates, gradient = updates_of(way, device, depth)
+    updates, gradient = updates_of(way, device, depth, is_tiny)
     at_once = max(1, 8 // depth)
 
     def timed(update: Update) -> float:
@@ -198,6 +216,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, help="processes (default: 2 on a CPU, 1 on a GPU)")
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--ways", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--tiny", action="store_true", help="many small parameters, to see the time of the host alone")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--saves", type=int, default=5, help="how often to save; 0 for never")
     flags = parser.parse_args()
@@ -207,7 +226,7 @@ def main() -> None:
     for way in flags.ways:
         for depth in flags.accumulate:
             print(f"{way}, {depth} minibatches of a core in a step, {cores} processes on {flags.device}")
-            seconds, memory = launched(time_sides, (way, flags.device, depth, flags.repeats))[0]
+            seconds, memory = launched(time_sides, (way, flags.device, depth, flags.repeats, flags.tiny))[0]
             print_comparison(seconds, peer="plain")
             for side, more in memory.items():
                 print_row(side, f"{more:+.2f} gradients of memory", widths=(28, 40))

@@ -10,6 +10,7 @@ import torch
 from sharded_models import Transformer, largest_difference
 
 import variable_batch_size as vbs
+from variable_batch_size.training import sharded_gradients
 
 
 def parts(spread, **options):
@@ -203,6 +204,16 @@ def reduced_once(spread):
     return sharded_models.state_of(model), optimizer.gain()
 
 
+def measured_in_lots(spread):
+    """Some gradients at a time, as those of a large model are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_gradients, "_MOST_HELD", 300)
+        model, sampler = parts(spread)
+        optimizer = optimizer_of(model, sampler)
+        run(model, sampler, optimizer)
+    return sharded_models.state_of(model), optimizer.gain()
+
+
 CASES = {
     "added": with_an_added_group,
     "before": with_another_optimizer_before,
@@ -214,6 +225,7 @@ CASES = {
     "streamed": streamed,
     "seeded": seeded,
     "reduced once": reduced_once,
+    "in lots": measured_in_lots,
 }
 
 

@@ -14,6 +14,11 @@ from variable_batch_size.cores.meshes import local_part
 EXACT = (torch.float32, torch.float64)
 """In which squared norms can be summed."""
 
+# the first versions of torch measure many tensors at once in their own precision only
+_ALL_AT_ONCE = (
+    {*EXACT, torch.bfloat16, torch.float16} if "dtype" in str(torch.ops.aten._foreach_norm.Scalar._schema) else {*EXACT}
+)
+
 
 class FlatMemory:
     """One flat tensor for all gradients of a device and dtype; a gradient is a view of it with the parameter's strides.
@@ -141,20 +146,22 @@ def square_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> torch.Tenso
     if not tensors:
         dtype = like.dtype if like.dtype in EXACT else torch.float32
         return torch.zeros((), dtype=dtype, device=like.device)
-    return torch.stack(_norms(tensors, like)).square_().sum()
+    return torch.stack(norms_of(tensors, like=like)).square_().sum()
 
 
-def _norms(tensors: list[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
+def norms_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> list[torch.Tensor]:
+    """The norm of each of several tensors, on the device of another one and in float32 at least."""
+    dtypes = {tensor.dtype for tensor in tensors}
     # all at once where they are of one kind, which a GPU does much faster
-    if like.dtype in EXACT and all(t.dtype is like.dtype for t in tensors) and not any(t.is_sparse for t in tensors):
-        norms = list(torch._foreach_norm(tensors))
-        if all(norm.device == like.device for norm in norms):
-            return norms
-    return [norm_of(tensor).to(like.device) for tensor in tensors]
+    if len(dtypes) == 1 and dtypes <= _ALL_AT_ONCE and not any(tensor.is_sparse for tensor in tensors):
+        is_exact = dtypes <= set(EXACT)
+        norms = list(torch._foreach_norm(tensors) if is_exact else torch._foreach_norm(tensors, dtype=torch.float32))
+    else:
+        norms = [_norm_of(tensor) for tensor in tensors]
+    return [norm.to(like.device) for norm in norms]
 
 
-def norm_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The norm of one tensor, on its device and in float32 at least."""
+def _norm_of(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.coalesce().values() if tensor.is_sparse else tensor
     real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     norm: torch.Tensor = torch.linalg.vector_norm(real, dtype=real.dtype if real.dtype in EXACT else torch.float32)

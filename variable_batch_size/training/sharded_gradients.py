@@ -8,12 +8,15 @@ import torch
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.groups import Ranks
-from variable_batch_size.cores.meshes import local_part, num_copies, placed_like
+from variable_batch_size.cores.meshes import local_part, local_parts, num_copies, placed_like
 from variable_batch_size.training.arrivals import Arrivals
-from variable_batch_size.training.flat_memory import norm_of
+from variable_batch_size.training.flat_memory import norms_of
 from variable_batch_size.training.gradients import TINY, UNWEIGHTED, Gradients, Mean, Measured
 from variable_batch_size.training.split_squares import SplitSquares
 from variable_batch_size.training.weights import Weight
+
+_MOST_HELD = 2**23
+"""Elements of gradients, 32 MB, that may be kept a moment longer to be measured together."""
 
 _SAME = 1e-4
 """By how much of itself a number may differ between cores in single precision, and yet be the same."""
@@ -56,6 +59,8 @@ class ShardedGradients(Gradients):
         self._everyone, self._model, self._model_groups = everyone, model, model_groups
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._num_seen: dict[torch.nn.Parameter, int] = {}  # how often each gradient of this minibatch has arrived
+        self._held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # what has arrived and is to be measured
+        self._num_held = 0  # elements of these
         self._arrived: list[list[torch.Tensor]] = []  # the norms of what this process has of them, for each group
         self._copies_arrived: list[list[int]] = []  # how many processes have the same of each
         self._copies: dict[torch.nn.Parameter, int] = {}  # the same for each parameter
@@ -86,11 +91,23 @@ class ShardedGradients(Gradients):
             return torch.zeros_like(gradient)
         gradient = placed_like(whole, gradient)
         if self._measures:
-            self._arrived[self._groups[p]].append(norm_of(local_part(gradient.detach())))
             if p not in self._copies:
                 self._copies[p] = num_copies(gradient, self._model_groups)
-            self._copies_arrived[self._groups[p]].append(self._copies[p])
+            # not the gradient itself, which autograd would then copy
+            part = local_part(gradient.detach())
+            self._held.append((p, part))
+            self._num_held += part.numel()
+            if self._num_held >= _MOST_HELD:
+                self._measure_held()
         return gradient
+
+    def _measure_held(self) -> None:
+        """Measure some gradients at once, as each alone takes the host longer than the device; and let go of them."""
+        norms = norms_of([part for _, part in self._held], like=self._like)
+        for (p, _), norm in zip(self._held, norms, strict=True):
+            self._arrived[self._groups[p]].append(norm)
+            self._copies_arrived[self._groups[p]].append(self._copies[p])
+        self._held, self._num_held = [], 0
 
     def _squares_here(self) -> SplitSquares:
         return SplitSquares(self._model, self._model_groups, self._like)
@@ -123,9 +140,9 @@ class ShardedGradients(Gradients):
     def _add(self, parameters: list[torch.nn.Parameter]) -> None:
         """Add what the model has reduced to the sums, all at once."""
         gradients = {p: p.grad for p in parameters if p.grad is not None}
-        known = [(local_part(self._sums[p]), local_part(g)) for p, g in gradients.items() if p in self._sums]
+        known = [p for p in gradients if p in self._sums]
         if known:
-            torch._foreach_add_([own for own, _ in known], [more for _, more in known])
+            torch._foreach_add_(local_parts(self._sums[p] for p in known), local_parts(gradients[p] for p in known))
         self._sums |= {p: g for p, g in gradients.items() if p not in self._sums}
 
     def _check_seen(self, found: list[torch.nn.Parameter]) -> None:
@@ -144,6 +161,7 @@ class ShardedGradients(Gradients):
             )
 
     def _measure(self, weight: Weight | None) -> None:
+        self._measure_held()
         pairs = zip(self._arrived, self._copies_arrived, strict=True)
         squares = torch.stack([self._total(norms, copies) for norms, copies in pairs])
         if weight is not None:
@@ -162,7 +180,7 @@ class ShardedGradients(Gradients):
         return (squares / torch.tensor(copies).to(squares) if max(copies) > 1 else squares).sum()
 
     def _forget_minibatch(self) -> None:
-        self._num_seen = {}
+        self._num_seen, self._held, self._num_held = {}, [], 0
         self._arrived = [[] for _ in self._inner.param_groups]
         self._copies_arrived = [[] for _ in self._inner.param_groups]
         for p in self.parameters():
@@ -225,7 +243,7 @@ class ShardedGradients(Gradients):
         return torch.where(weight > 0, 1 / weight, 0.0)
 
     def _scale(self, factor: Weight) -> None:
-        parts = [local_part(gradient) for gradient in self._sums.values()]
+        parts = local_parts(self._sums.values())
         if parts and (isinstance(factor, torch.Tensor) or factor != 1):
             torch._foreach_mul_(parts, factor.to(parts[0].device) if isinstance(factor, torch.Tensor) else factor)
 
