@@ -4,7 +4,6 @@ import accelerate_runs
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate_runs import RULES, TRACE, Session, by_accelerate, by_own_loop, prepared, stopped_and_resumed
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -13,14 +12,6 @@ import variable_batch_size as vbs
 from variable_batch_size.integrations.accelerate import prepare
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
-
-
-@pytest.fixture(autouse=True)
-def forget_accelerators():
-    """All accelerators of a process share their settings."""
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
 
 
 @pytest.mark.parametrize("model_first", [False, True], ids=["all at once", "the model first, the loader not at all"])
