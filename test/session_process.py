@@ -179,6 +179,7 @@ class Forked:
         os.dup2(output, 2)
         sys.argv = script
         warnings.resetwarnings()  # which are errors where tests run
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a new process has it
         stoppable_run.main()
 
     def poll(self):

@@ -71,6 +71,22 @@ def test_a_signal_may_interrupt_the_passing_on_of_another():
     assert run(code) == (0, ["ended"])
 
 
+def test_a_launch_passes_the_signal_on_also_after_a_run_of_this_process_has_obeyed_one():
+    code = """
+import signal
+from variable_batch_size.cores import processes, stopping
+with stopping.listening():
+    signal.raise_signal(signal.SIGTERM)
+    stopping.obey()
+with processes._passing_on_sigterm([]) as order:
+    signal.raise_signal(signal.SIGTERM)
+    assert order.is_given
+    order.is_given = False
+print("ended")
+"""
+    assert run(code) == (0, ["ended"])
+
+
 def test_a_signal_that_was_obeyed_may_come_again_for_a_while():
     assert run(NOTED.format(obey="stopping.obey()")) == (TERMINATED, ["after", "again"])
 

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from variable_batch_size.cores import stopping
+
 # ------------------------------------------------------------------------------------------ in the launching process
 
 
@@ -93,7 +95,7 @@ def _passing_on_sigterm(started: list[tuple[Any, Any]]) -> Iterator[_Order]:
     """
     order = _Order()
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    if not is_main or not stopping.ends_process():
         yield order
         return
 

@@ -54,6 +54,11 @@ def obey() -> None:
     _told = False
 
 
+def ends_process() -> bool:
+    """Whether SIGTERM would end this process: nobody has set a handler, or only we have, and nobody listens."""
+    return not _is_listened_for() and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _note)
+
+
 def note_sigterm() -> None:
     """Let SIGTERM be noted while somebody listens, and end the process as usual if nobody does.
 
@@ -94,12 +99,16 @@ def _add_listeners(number: int) -> None:
         _listening_in = os.getpid()
 
 
+def _is_listened_for() -> bool:
+    return _num_listening > 0 and _listening_in == os.getpid()
+
+
 def _has_just_obeyed() -> bool:
     return time.monotonic() - _obeyed_at < _SECONDS_OF_ONE_ORDER
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    if _num_listening and _listening_in == os.getpid():
+    if _is_listened_for():
         request_stop()
     elif not _has_just_obeyed():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
