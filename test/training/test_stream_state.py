@@ -152,14 +152,18 @@ def test_a_stateful_loader_goes_on_on_any_number_of_cores_again_and_again(sample
 
 
 @pytest.mark.parametrize(
-    ("num_minibatches", "first_step", "loading"),
-    [(6, 2, {}), (7, 3, {}), (9, 3, {}), (6, 4, {}), (6, 3, {"snapshot_every_n_steps": 4})],
+    ("num_minibatches", "first_step", "num_workers", "loading"),
+    # one worker but once: after an error torch may wait 5 s for each
+    [(6, 2, 1, {}), (7, 3, 1, {}), (9, 3, 2, {}), (6, 4, 1, {}), (6, 3, 1, {"snapshot_every_n_steps": 4})],
     ids=["ahead", "one ahead", "within the step", "behind", "with a state of before"],
 )
-def test_the_state_of_a_loader_that_is_not_that_of_the_step_is_refused(num_minibatches, first_step, loading):
-    _, state = read(StatefulDataLoader(make(Resumable()), batch_size=None, num_workers=1, **loading), num_minibatches)
+def test_the_state_of_a_loader_that_is_not_that_of_the_step_is_refused(
+    num_minibatches, first_step, num_workers, loading
+):
+    loading = {"batch_size": None, "num_workers": num_workers, **loading}
+    _, state = read(StatefulDataLoader(make(Resumable()), **loading), num_minibatches)
     stream = make(Resumable())
-    loader = StatefulDataLoader(stream, batch_size=None, num_workers=1, **loading)
+    loader = StatefulDataLoader(stream, **loading)
     loader.load_state_dict(state)
     stream.set_epoch(0, first_step)
     with pytest.raises(RuntimeError, match=r"the loader's state is not that of step \d of epoch 0, where this pass"):

@@ -58,10 +58,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The same of several, which takes less time than one after another."""
-    kinds = _kinds()
     with torch.no_grad():
         return [
-            tensor.to_local() if isinstance(tensor, kinds) and is_split(tensor) else tensor  # type: ignore[attr-defined]
+            tensor.to_local() if is_split(tensor) else tensor  # type: ignore[attr-defined]
             for tensor in tensors
         ]
 

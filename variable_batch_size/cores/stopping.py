@@ -25,7 +25,7 @@ _SECONDS_OF_ONE_ORDER = 10.0
 
 logger = logging.getLogger(__name__)
 
-_told = False  # not a threading.Event: its lock would be waited for for ever where one signal interrupts another's note
+_told = False  # not a threading.Event, at whose lock a signal would hang that interrupts the note of another one
 _changing = threading.Lock()
 _num_listening = 0
 _listening_in = 0  # the pid of the process; what it forks has a copy of all this, and does not listen
