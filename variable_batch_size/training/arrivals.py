@@ -73,7 +73,7 @@ class Arrivals:
             module.register_forward_pre_hook(_Switch(self))
         for module in self._modules:
             if hasattr(module, "set_gradient_divide_factor"):
-                module.set_gradient_divide_factor(None)  # its own; that number would make it multiply, which gloo cannot
+                module.set_gradient_divide_factor(None)  # its own; any number may make it multiply: not on gloo
 
     def switch(self, module: Any) -> None:
         """Before a forward pass."""
