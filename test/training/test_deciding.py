@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
+from variable_batch_size.training import deciding
 
 MINIBATCH = 8
 
@@ -198,8 +200,12 @@ def test_bounds_that_the_data_set_breaks_are_refused_at_the_start():
         run_with(vbs.PerCore(min_batch_size=500))
 
 
-def test_every_decision_is_told_with_its_reason():
+def test_every_decision_is_told_with_its_reason(monkeypatch):
     model, sampler, optimizer = run_with(vbs.Autoscale(max_batch_size=128, every=6, lead=4))
+    seconds = [0.0]  # one of each minibatch, and three more of an update
+    model.register_forward_hook(lambda *_: seconds.append(1.0))
+    optimizer.inner.register_step_post_hook(lambda *_: seconds.append(3.0))
+    monkeypatch.setattr(deciding, "time", SimpleNamespace(perf_counter=lambda: sum(seconds)))
     seen = []
     optimizer.call_when_decided(seen.append)
     assert [record["why"] for record in seen] == ["the start"]
@@ -212,7 +218,8 @@ def test_every_decision_is_told_with_its_reason():
         assert rows[record["from_step"] : record["from_step"] + 1] in ([], [record["batch_size"]])
     assert seen[0]["noise_scale"] is None
     assert seen[-1]["noise_scale"] > 0
-    assert 0 < seen[-1]["seconds_accumulating"] <= seen[-1]["seconds_updating"]
+    assert seen[-1]["seconds_accumulating"] == pytest.approx(1.0)
+    assert seen[-1]["seconds_updating"] == pytest.approx(4.0)
 
 
 def test_a_log_has_the_times_and_tells_the_policy_the_loss():
