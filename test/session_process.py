@@ -70,7 +70,7 @@ class SessionProcess:
         # into a file: a pipe that nobody reads would be full after some tracebacks, and whoever writes to it would wait
         with open(self._output, "w") as output:
             if launcher in ("forked", "launch"):
-                self._process = Forked(script, output)
+                self._process = Forked(script, output, self._environment())
                 return
             self._process = subprocess.Popen(
                 [*(_torchrun(cores, restarts) if launcher == "torchrun" else [sys.executable]), *script],
@@ -167,14 +167,16 @@ class SessionProcess:
 class Forked:
     """A process forked from this one that runs the script, used like that of `subprocess`."""
 
-    def __init__(self, script, output):
-        self._process = multiprocessing.get_context("fork").Process(target=self._run, args=(script, output.fileno()))
+    def __init__(self, script, output, environment):
+        arguments = (script, output.fileno(), environment)
+        self._process = multiprocessing.get_context("fork").Process(target=self._run, args=arguments)
         self._process.start()
         self.pid = self._process.pid
 
     @staticmethod
-    def _run(script, output):
+    def _run(script, output, environment):
         os.setsid()
+        os.environ.update(environment)  # for the cores that it starts
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.argv = script
