@@ -16,7 +16,9 @@ LONG = [8, 16, 8, 24, 8, 8, 16, 32, 8, 24, 16]  # epochs of 40 samples: 3, 3, 1,
 class Run:
     """A run that goes on from what is in a directory; it notes down each step that it makes."""
 
-    def __init__(self, directory, trace, *, kind=vbs.LinearRuleOptimizer, accept=(), keep=2, inner=None, **how):
+    def __init__(
+        self, directory, trace, *, kind=vbs.LinearRuleOptimizer, accept=(), keep=2, inner=None, exact=False, **how
+    ):
         generator = torch.Generator().manual_seed(3)
         self.data = torch.randn(400, 6, generator=generator)
         self.model = nn.Linear(6, 1)
@@ -26,7 +28,8 @@ class Run:
         how = {"dataset_size": 40, "minibatch_size": 4, **how}
         self.sampler = vbs.CustomSampler(trace=trace, **how)
         settings = inner or {"lr": 0.01, "momentum": 0.9}
-        self.optimizer = kind(torch.optim.SGD(self.model.parameters(), **settings), self.sampler, ref_batchsize=16)
+        options = {"ref_batchsize": 16, "model": self.model, "exact": exact}
+        self.optimizer = kind(torch.optim.SGD(self.model.parameters(), **settings), self.sampler, **options)
         self.checkpoint = vbs.Checkpoint(
             directory, model=self.model, optimizer=self.optimizer, every_steps=1, keep=keep, accept=accept
         )
@@ -266,13 +269,23 @@ def test_what_is_not_accepted_is_refused_as_ever(tmp_path):
         Run(tmp_path, OTHER, seed=5, accept={"trace"})
 
 
+def test_an_exact_run_goes_on_with_as_many_threads_as_it_had(tmp_path, monkeypatch):
+    for exact in (False, True):
+        Run(tmp_path / str(exact), LONG, exact=exact).go(until=3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    Run(tmp_path / "False", LONG)  # has nothing to lose
+    with pytest.raises(ValueError, match=r"step-000000003\.pt was saved by another run: threads was 1 and is 7$"):
+        Run(tmp_path / "True", LONG, exact=True)
+    Run(tmp_path / "True", LONG, exact=True, accept={"threads"})
+
+
 @pytest.mark.parametrize(
     ("accept", "message"),
     [
         (
             {"batch_size"},
             "`accept` must be one of 'trace', 'on_end', 'dataset_size', 'minibatch_size', 'seed', 'shuffle', 'rule', "
-            "'ref_batchsize', 'exact', 'seed_minibatches', got 'batch_size'",
+            "'ref_batchsize', 'exact', 'seed_minibatches', 'threads', got 'batch_size'",
         ),
         ({"optimizer"}, "`accept` must be one of .*, got 'optimizer'"),
         ("trace", "`accept` must be a set of names, got the text 'trace'"),

@@ -58,8 +58,9 @@ class Checkpoint:
         every_seconds: save when that much time has passed since the latest save, by the clock of core 0.
         keep: how many of the latest checkpoints stay.
         accept: in what this run may be another than the one that was saved: ``"trace"``, ``"on_end"``,
-            ``"dataset_size"``, ``"minibatch_size"``, ``"seed"``, ``"shuffle"``, ``"rule"`` or ``"ref_batchsize"``; what
-            has changed is logged. Steps that were made stay as they were, and row r of another trace is step r.
+            ``"dataset_size"``, ``"minibatch_size"``, ``"seed"``, ``"shuffle"``, ``"rule"``, ``"ref_batchsize"``,
+            ``"exact"``, ``"seed_minibatches"`` or, of exact runs on a CPU, ``"threads"``; what has changed is logged.
+            Steps that were made stay as they were, and row r of another trace is step r.
         format: ``"file"`` for the whole state in one file, ``"sharded"`` for a directory in which each process writes
             its part, for what does not fit one host. Either is gone on from in any way.
         asynchronous: whether training goes on while they are written. A write that failed is an error at the next step.

@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "ref_batchsize",
     "exact",
     "seed_minibatches",
+    "threads",
 )
 """What ``accept`` may name. With another inner optimizer the state means something else: that is a new run."""
 

@@ -52,7 +52,6 @@ def join_other_cores(
         "settings": settings_of(optimizer.inner),
         "model": shapes_of(of_model),
         "first batch size": optimizer.batch_size,
-        **({"threads": torch.get_num_threads()} if optimizer.exact else {}),  # on which the bits of sums depend
     }
     tensors = [*parameters, *of_model]
     if any_split(tensors):

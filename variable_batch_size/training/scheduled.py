@@ -109,7 +109,9 @@ class ScheduledOptimizer(Wrapper, ABC):
     @property
     def description(self) -> Description:
         """What must be the same on all cores, and when a run goes on."""
-        own = {"exact": self.exact, "seed_minibatches": self.seeds_minibatches}
+        own: Description = {"exact": self.exact, "seed_minibatches": self.seeds_minibatches}
+        if self.exact and next(self.parameters()).device.type == "cpu":
+            own["threads"] = torch.get_num_threads()  # on which the bits of a minibatch's gradient depend
         return {**description_of(self.sampler, self.rule, self.inner, self.ref_batchsize), **own}
 
     def call_when_decided(self, listener: Callable[[Record], Any]) -> None:
