@@ -2,12 +2,14 @@
 
 import json
 import shlex
+import time
 from pathlib import Path
 
 import pytest
 
 import variable_batch_size as vbs
 from variable_batch_size.command.main import main
+from variable_batch_size.comparison import profile
 
 PROFILE = """machines,cores,minibatch_size,seconds_accumulating,seconds_updating
 1,1,32,0.01,0.012
@@ -21,6 +23,7 @@ SIMULATE = (
 
 @pytest.fixture
 def run(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(profile.measure.__kwdefaults__, "clock", time.process_time)  # whatever else the machine does
     monkeypatch.chdir(tmp_path)
     Path("profile.csv").write_text(PROFILE)
 
@@ -32,13 +35,21 @@ def run(capsys, tmp_path, monkeypatch):
     return run
 
 
+def test_profile_says_when_nothing_could_be_measured(run, monkeypatch):
+    monkeypatch.setitem(profile.measure.__kwdefaults__, "clock", lambda: 0.0)
+    code, _, err = run("vbs profile digits --cores 1 --minibatch-sizes 8 --steps 6 --out measured.csv")
+    assert code == 1
+    assert "steps of 3 minibatches of 8 took no longer than those of 1: the machine is busy with other work, or " in err
+    assert not Path("measured.csv").exists()
+
+
 def test_profile_measures_and_simulate_takes_what_it_wrote(run):
     code, out, err = run("vbs profile digits --cores 1 --minibatch-sizes 8 16 --steps 6 --out measured.csv")
     assert (code, err) == (0, "")
     assert len(out.splitlines()) == 3
-    profile = vbs.Profile.read("measured.csv")
-    assert [(row.machines, row.cores, row.minibatch_size) for row in profile.rows] == [(1, 1, 8), (1, 1, 16)]
-    assert all(0 < row.seconds_accumulating <= row.seconds_updating < 1 for row in profile.rows)
+    rows = vbs.Profile.read("measured.csv").rows
+    assert [(row.machines, row.cores, row.minibatch_size) for row in rows] == [(1, 1, 8), (1, 1, 16)]
+    assert all(0 < row.seconds_accumulating <= row.seconds_updating < 1 for row in rows)
     assert Path("measured.csv").read_text().startswith("# made by: vbs profile digits --cores 1")
     options = "--noise 500 --cores 1 --minibatch-size 16 --ref-batchsize 16 --samples 14400"
     code, out, _ = run(f"vbs simulate 64 --profile measured.csv {options}")
