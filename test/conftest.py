@@ -10,7 +10,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
+from hypothesis import settings
 
+settings.register_profile("the same each time", derandomize=True)  # others with --hypothesis-profile default
+settings.load_profile("the same each time")
 torch.set_num_threads(1)  # on the platforms that do not ask for the variable
 
 

@@ -113,8 +113,8 @@ def _seconds(
     assert found is not None
     if found[0] <= 0:
         raise ValueError(
-            f"steps of {_DEPTHS[-1]} minibatches of {size} took no longer than those of {_DEPTHS[0]}: the machine is busy "
-            f"with other work, or needs more `steps` than {steps} to tell"
+            f"steps of {_DEPTHS[-1]} minibatches of {size} took no longer than those of {_DEPTHS[0]}: the machine is "
+            f"busy with other work, or needs more `steps` than {steps} to tell"
         )
     return found
 
