@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("the same each time", derandomize=True)  # others with --hypothesis-profile default
-settings.load_profile("the same each time")
+if settings.get_current_profile_name() == "default":
+    settings.register_profile("the same each time", derandomize=True)  # others with --hypothesis-profile default
+    settings.load_profile("the same each time")
 torch.set_num_threads(1)  # on the platforms that do not ask for the variable
 
 
