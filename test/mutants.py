@@ -43,7 +43,8 @@ EQUIVALENT = Path(__file__).parent / "equivalent_mutants.txt"
 OF_RULES = [f"test/rules/test_{name}.py" for name in ("rule", "adam", "adascale_rule", "noise", "registry")]
 OF_RULES += [f"test/training/test_{name}.py" for name in ("settings", "factors", "adascale")]
 OF_TRAINING = [f"test/training/test_{name}.py" for name in ("state", "optimizer", "adascale", "gradients")]
-OF_GRADIENTS = ["test/training/test_gradients_over_cores.py", "test/training/test_flat_memory.py", *OF_TRAINING]
+OF_GRADIENTS = [f"test/training/test_{name}.py" for name in ("gradients_over_cores", "flat_memory", "weights")]
+OF_GRADIENTS += OF_TRAINING
 TESTS = {
     "rules/noise.py": ["test/rules/test_noise.py", *OF_RULES],
     "rules/transition.py": OF_RULES,

@@ -32,6 +32,9 @@ def test_every_answer_is_that_of_the_sizes_written_out(rows, on_end, data):
     assert dict(zip(distinct.tolist(), counts.tolist(), strict=True)) == {size: part.count(size) for size in {*part}}
     assert distinct.tolist() == sorted({*part})
     assert sizes.sum(range(start, stop), lambda each: each**2) == sum(size**2 for size in part)
+    each, times = sizes.runs(stop)
+    assert np.repeat(each, times).tolist() == expected[:stop]
+    assert all(np.diff(each) != 0)
 
 
 @settings(deadline=None)
@@ -49,6 +52,8 @@ def test_a_trillion_steps_take_no_longer_than_a_few(on_end, samples):
     sizes = BatchSizes(Trace.from_sequence([2, 3, 1]), on_end)
     assert sizes.sum(range(10**12), lambda each: each) == samples
     assert sizes.samples_before(10**12) == samples
+    if on_end == "hold":
+        assert [found.tolist() for found in sizes.runs(10**12)] == [[2, 3, 1], [1, 1, 10**12 - 2]]
     assert sizes.step_at(samples) == 10**12
 
 

@@ -385,6 +385,54 @@ def test_kept_gradients_refuse_to_be_replaced():
         optimizer.step()
 
 
+def test_kept_gradients_that_are_missing_are_those_of_frozen_parameters_or_refused():
+    model, _, optimizer = make([1, 1], keep_gradients=True)
+    other = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer.add_param_group({"params": [other]})
+    model.weight.requires_grad_(False)
+    model.weight.grad = None
+    other.sum().backward()
+    optimizer.step()
+    assert (model.weight.item(), other.item()) == (0, -1)
+    other.grad = None
+    with pytest.raises(RuntimeError, match=r"parameter 0, of the shape \(1,\), was replaced between backward"):
+        optimizer.step()
+
+
+def test_a_kept_gradient_that_is_frozen_and_replaced_is_refused():
+    model, _, optimizer = make([1, 1], keep_gradients=True)
+    model.weight.requires_grad_(False)
+    model.weight.grad = torch.ones(1, 1, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"parameter 0, of the shape \(1, 1\), was replaced between backward"):
+        optimizer.step()
+
+
+def test_a_kept_gradient_cannot_be_dropped_once_it_was_added_to_others():
+    model, _, optimizer = make([3], keep_gradients=True)
+    backward(model, 1)
+    optimizer.step()
+    backward(model, 1)
+    message = (
+        r"^with `keep_gradients` zero_grad\(\) cannot drop the gradient of a backward pass without step\(\), as it was "
+        "added to those of the minibatches before$"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.zero_grad()
+
+
+def test_kept_gradients_weigh_as_others_do_fractions_and_nothing_included():
+    def train(**options):
+        model, _, optimizer = make([3, 2, 4], rule=vbs.AdaScaleRule(), **options)
+        minibatches = [(1, 0.5), (3, 0.0), (5, 0.25), (1, 0.75), (2, 0.5), (0.5, 4), (7, 0.125), (1, 0), (2, 0.5)]
+        for x, weight in minibatches:
+            backward(model, x * weight)
+            optimizer.step(weight=weight)
+        return model.weight.item(), optimizer.gain(), optimizer.progress, optimizer.weight_done
+
+    assert train(keep_gradients=True) == pytest.approx(train(), rel=1e-12)
+    assert train()[3] == 6.625
+
+
 def test_kept_gradients_give_the_same_gains():
     def train(**options):
         model, _, optimizer = make([3, 1, 4], rule=vbs.AdaScaleRule(), **options)

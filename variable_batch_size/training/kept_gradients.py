@@ -21,16 +21,16 @@ class KeptGradients(Gradients):
     a second set holds the sum of those before.
     """
 
+    _sums: list[torch.Tensor]
+    _has_taken: bool  # minibatches of this step
+    _versions: list[int]
+
     def __init__(self, *args: Any, **options: Any) -> None:
         self._memory = FlatMemory([], num_numbers=0)
-        self._sums: list[torch.Tensor] = []
-        self._has_taken = False  # minibatches of this step
-        self._versions: list[int] = []
         super().__init__(*args, **options)
 
     def take(self, mean: Mean, *, is_last: bool, weight: Weight | None = None) -> None:
         self._fit()
-        self._mean = mean
         self._is_weighted = weight is not None
         is_first, self._has_taken = not self._has_taken, not is_last
         if self._measures:
