@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import batch_norm
+from torch.nn.functional import batch_norm, linear
 
 import variable_batch_size as vbs
 from variable_batch_size.cores.communicator import Alone, Communicator
@@ -73,6 +73,30 @@ def test_buffers_that_the_user_has_changed_since_are_put_back_to_that():
     assert not train(model, optimizer, poison=float("nan"))
     assert model.mean.tolist() == [5.0, 5.0]
     assert model.latest.tolist() == [7.0, 7.0]
+
+
+class Around(nn.Module):
+    """A model whose buffers are those of a part, none of which it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Statistics()
+
+    def forward(self, x):
+        x = linear(x, self.part.linear.weight)
+        return batch_norm(x, self.part.mean, self.part.variance, training=self.training)
+
+
+def test_buffers_of_a_part_that_is_never_run_are_put_back_to_what_the_user_has_changed_them_to():
+    model = Around()
+    sampler = vbs.CustomSampler(dataset_size=64, trace=[4, 4], minibatch_size=4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4, model=model, skip_nonfinite=True)
+    train(model, optimizer)
+    with torch.no_grad():
+        model.part.mean.fill_(5.0)
+    assert not train(model, optimizer, poison=float("nan"))
+    assert model.part.mean.tolist() == [5.0, 5.0]
 
 
 def test_the_model_may_be_loaded_after_the_optimizer():
