@@ -47,8 +47,10 @@ def join_other_cores(
             f"but this is core {communicator.rank} of {communicator.num_replicas}"
         )
     of_model = [*model.parameters(), *model.buffers()] if model is not None else []
+    description = optimizer.description
     facts = {
-        **optimizer.description,
+        **description,
+        "threads": description.get("threads"),  # the same names on all cores, also where one of them is not exact
         **options,
         "settings": settings_of(optimizer.inner),
         "model": shapes_of(of_model),
