@@ -20,6 +20,7 @@ def build(**different):
         "rule": "linear",
         "clip": None,
         "exact": False,
+        "frozen": False,
     }
     how |= different if rank == 1 else {}
     torch.manual_seed(rank)
@@ -33,6 +34,7 @@ def build(**different):
         dataset_size=64, trace=how["trace"], minibatch_size=how["minibatch_size"], seed=how["seed"]
     )
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=how["lr"])
+    model[2].bias.requires_grad_(not how["frozen"])
     rule = vbs.make_rule(how["rule"])
     options = {"clip_grad_norm": how["clip"], "exact": how["exact"]}
     optimizer = vbs.CustomOptimizer(
@@ -48,6 +50,7 @@ DIFFERENT = [
     ({"ref_batchsize": 16}, "ref_batchsize: 8 on core 0, 16 on core 1"),
     ({"rule": "root"}, "rule: LinearRule on core 0, RootRule on core 1"),
     ({"lr": 0.2}, "settings: .*0.1.* on core 0, .*0.2.* on core 1"),
+    ({"frozen": True}, r"frozen parameters: \[\] on core 0, \[3\] on core 1"),
     ({"clip": 0.5}, "clip_grad_norm: None on core 0, 0.5 on core 1"),
     ({"exact": True}, r"exact \(and in seed_minibatches, threads\): False on core 0, True on core 1"),
     ({"seed": 3, "ref_batchsize": 16}, r"seed \(and in ref_batchsize\): 0 on core 0, 3 on core 1"),

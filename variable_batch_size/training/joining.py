@@ -54,6 +54,7 @@ def join_other_cores(
         **options,
         "settings": settings_of(optimizer.inner),
         "model": shapes_of(of_model),
+        "frozen parameters": str([number for number, p in enumerate(parameters) if not p.requires_grad]),
         "first batch size": optimizer.batch_size,
     }
     tensors = [*parameters, *of_model]
