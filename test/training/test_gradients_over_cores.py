@@ -290,6 +290,22 @@ def test_a_parameter_frozen_within_a_step_keeps_what_it_had():
     assert values_of(parameters) == [4.0, 2.0]
 
 
+@pytest.mark.parametrize("kind", [FlatGradients, ExactGradients])
+@pytest.mark.parametrize("before", [1.0, None])
+def test_a_parameter_frozen_within_a_step_keeps_its_place_beside_cores_that_have_no_more_minibatches(kind, before):
+    def run(core):
+        parameters, gradients = make(kind, core)
+        take_all(parameters, gradients, [[before, 2.0]], mean=Mean(3))
+        if core.rank == 0:
+            parameters[0].requires_grad_(False)
+            take_all(parameters, gradients, [[None, 5.0]], mean=Mean(3))
+        gradients.reduce(Mean(3), is_idle=False)
+        return values_of(parameters)
+
+    expected = [None if before is None else pytest.approx(2 / 3), pytest.approx(3.0)]
+    assert run_on(2, run) == [expected] * 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unfinished_step_is_dropped(kind):
     parameters, gradients = make(kind, Alone(), measures=True)

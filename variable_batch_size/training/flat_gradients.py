@@ -82,11 +82,9 @@ class FlatGradients(Gradients):
         """Have memory that fits the parameters as they are now, with the sums so far."""
         old = self._memory
         if self._has_sums:
-            # one that was frozen since has its part in the step
-            known = {id(p) for p in parameters}
-            parameters = parameters + [
-                p for p, has in zip(old.parameters, self._is_present, strict=True) if has and id(p) not in known
-            ]
+            # one that was frozen since has its part in the step, and its place, which other cores may still have it at
+            kept = {id(p) for p in (*parameters, *old.parameters)}
+            parameters = [p for p in self.parameters() if id(p) in kept]
         num_numbers = self._num_numbers()
         if old.fits(parameters, num_numbers, is_thorough=not self._has_sums):
             return
