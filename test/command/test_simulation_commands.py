@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import variable_batch_size as vbs
 from variable_batch_size.command.main import main
@@ -57,7 +58,13 @@ def test_profile_measures_and_simulate_takes_what_it_wrote(run):
     assert "64" in out
 
 
-def test_profile_measures_several_cores(run):
+def seconds_on_core_0():
+    """A clock that stands still on the others."""
+    return time.process_time() if dist.get_rank() == 0 else 0.0
+
+
+def test_profile_measures_several_cores_by_the_clock_of_the_first(run, monkeypatch):
+    monkeypatch.setitem(profile.measure.__kwdefaults__, "clock", seconds_on_core_0)
     code, _, _ = run("vbs profile digits --cores 2 --steps 5")
     assert code == 0
     assert [row.cores for row in vbs.Profile.read("profile.csv").rows] == [2]

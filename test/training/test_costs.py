@@ -166,9 +166,9 @@ def test_rules_that_measure_read_from_the_device_once_a_step_and_others_never(ca
     knows_at_once = int("weighted" in rule and cores > 1)
     reads = int("scale" in rule or "measured" in rule) + knows_at_once
     for calls in calls_on(cores, rule):
-        # in the first step cores see that all of them have weights, or none
+        # in the first step cores see that all of them have weights, or none, and the same parameters frozen
         num_first = next(number for number, call in enumerate(calls, start=1) if call.ends_step)
-        assert sum(call.num_reads for call in calls[:num_first]) == reads + (cores > 1)
+        assert sum(call.num_reads for call in calls[:num_first]) == reads + 2 * (cores > 1)
         calls = calls[num_first:]
         assert {call.num_reads for call in calls if call.ends_step and not call.is_idle} <= {reads}
         # an idle core learns from the others which parameters have a gradient

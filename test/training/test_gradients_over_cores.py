@@ -290,6 +290,38 @@ def test_a_parameter_frozen_within_a_step_keeps_what_it_had():
     assert values_of(parameters) == [4.0, 2.0]
 
 
+@pytest.mark.parametrize("kind", [FlatGradients, ExactGradients])
+@pytest.mark.parametrize("before", [1.0, None])
+def test_a_parameter_frozen_within_a_step_keeps_its_place_beside_cores_that_have_no_more_minibatches(kind, before):
+    def run(core):
+        parameters, gradients = make(kind, core)
+        take_all(parameters, gradients, [[before, 2.0]], mean=Mean(3))
+        if core.rank == 0:
+            parameters[0].requires_grad_(False)
+            take_all(parameters, gradients, [[None, 5.0]], mean=Mean(3))
+        gradients.reduce(Mean(3), is_idle=False)
+        return values_of(parameters)
+
+    expected = [None if before is None else pytest.approx(2 / 3), pytest.approx(3.0)]
+    assert run_on(2, run) == [expected] * 2
+
+
+@pytest.mark.parametrize("kind", [FlatGradients, ExactGradients])
+def test_cores_that_freeze_other_parameters_later_are_refused(kind):
+    def run(core):
+        parameters, gradients = make(kind, core)
+        take_all(parameters, gradients, [[1.0, 2.0]])
+        gradients.reduce(TWO, is_idle=False)
+        gradients.clear()
+        parameters[core.rank].requires_grad_(False)
+        parameters[1 - core.rank].grad = torch.ones_like(parameters[0])
+        gradients.take(TWO, is_last=True)
+        with pytest.raises(RuntimeError, match="the same parameters must be frozen on all cores"):
+            gradients.reduce(TWO, is_idle=False)
+
+    run_on(2, run)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unfinished_step_is_dropped(kind):
     parameters, gradients = make(kind, Alone(), measures=True)

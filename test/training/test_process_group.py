@@ -50,6 +50,7 @@ def in_pairs():
         "split": sharded_models.all_of([("split", Transformer, name) for name in names]),
         "decided": [decided(way) for way in (sharded_models.split, sharded_models.sharded_and_split)],
         "written": written_by(),
+        "joined": joined_later(),
     }
 
 
@@ -71,6 +72,16 @@ def decided(spread):
             if optimizer.step():
                 sizes.append(optimizer.batch_size)
     return sharded_models.state_of(model), sizes
+
+
+def joined_later():
+    """A layer that each process has made by itself, added to a model that pairs of processes have in parts."""
+    model, options = sharded_models.split(sharded_models.model_of(Transformer))
+    sampler = sampler_of(**options)
+    optimizer = vbs.LinearRuleOptimizer(sharded_models.sgd(model.parameters()), sampler, ref_batchsize=8, model=model)
+    late = torch.nn.Parameter(torch.full((2,), float(dist.get_rank())))
+    optimizer.add_param_group({"params": [late]})
+    return late.tolist()
 
 
 def written_by():
@@ -139,6 +150,10 @@ def test_tensor_parallel_pairs_train_as_one_plain_process(results, name):
 def test_one_process_of_all_writes_the_log(results):
     records = [result["written"] for result in results]
     assert [len(own) for own in records] == [2, 0, 0, 0]
+
+
+def test_an_added_group_starts_out_as_on_the_first_of_all_processes(results):
+    assert [result["joined"] for result in results] == [[0.0, 0.0]] * 4
 
 
 @pytest.mark.parametrize("way", [0, 1], ids=["split", "sharded and split"])

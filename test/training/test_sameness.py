@@ -19,6 +19,7 @@ def build(**different):
         "lr": 0.1,
         "rule": "linear",
         "clip": None,
+        "exact": False,
         "frozen": False,
     }
     how |= different if rank == 1 else {}
@@ -35,8 +36,9 @@ def build(**different):
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=how["lr"])
     model[2].bias.requires_grad_(not how["frozen"])
     rule = vbs.make_rule(how["rule"])
+    options = {"clip_grad_norm": how["clip"], "exact": how["exact"]}
     optimizer = vbs.CustomOptimizer(
-        inner, sampler, rule=rule, ref_batchsize=how["ref_batchsize"], clip_grad_norm=how["clip"], model=model
+        inner, sampler, rule=rule, ref_batchsize=how["ref_batchsize"], model=model, **options
     )
     return model, optimizer
 
@@ -50,6 +52,7 @@ DIFFERENT = [
     ({"lr": 0.2}, "settings: .*0.1.* on core 0, .*0.2.* on core 1"),
     ({"frozen": True}, r"frozen parameters: \[\] on core 0, \[3\] on core 1"),
     ({"clip": 0.5}, "clip_grad_norm: None on core 0, 0.5 on core 1"),
+    ({"exact": True}, r"exact \(and in seed_minibatches, threads\): False on core 0, True on core 1"),
     ({"seed": 3, "ref_batchsize": 16}, r"seed \(and in ref_batchsize\): 0 on core 0, 3 on core 1"),
 ]
 

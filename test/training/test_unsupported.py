@@ -145,6 +145,29 @@ def run_before():
     return model
 
 
+def messages_about_added_groups(mesh):
+    """Parameters that are split in a way in which none was when the optimizer was made."""
+
+    def added(first, late, group=None):
+        sampler = sampler_of(process_group=group)
+        optimizer = vbs.LinearRuleOptimizer(sharded_models.sgd(first.parameters()), sampler, ref_batchsize=4)
+        try:
+            optimizer.add_param_group({"params": list(late.parameters())})
+        except ValueError as error:
+            return str(error)
+        return "no error"
+
+    split = sharded_models._split(transformer(), mesh["model"])
+    both = sharded_models.sharded(sharded_models._split(transformer(), mesh["model"]), mesh=mesh["data"])[0]
+    sharded = sharded_models.sharded(transformer())[0]
+    return {
+        "split later": added(split.norm, split.blocks[0], mesh["data"]),
+        "both later": added(both.norm, both.blocks[0].up, mesh["data"]),
+        "sharded later": added(nn.Linear(2, 2), sharded),
+        "sharded beside split": added(split, both.blocks[0].up, mesh["data"]),
+    }
+
+
 def messages():
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.pipelining import PipelineStage
@@ -178,7 +201,7 @@ def messages():
         "other trace": message(split, sampler=other_trace(mesh["data"])),
     }
     del stage
-    return found | messages_while_training()
+    return found | messages_about_added_groups(mesh) | messages_while_training()
 
 
 def other_trace(group):
@@ -187,6 +210,7 @@ def other_trace(group):
     return vbs.CustomSampler(dataset_size=16, trace=[8, 4 + 4 * rank], minibatch_size=4, process_group=group)
 
 
+ADDED = "parameters that are added must be split over the processes that others are split over, and in the same way"
 EXPECTED = {
     "fsdp1": "(FSDP1) reduces gradients in a way of its own: use fully_shard (FSDP2), which is in "
     "torch.distributed.fsdp from torch 2.6 on",
@@ -206,6 +230,7 @@ EXPECTED = {
     "run before": "all parameters must be in fully_shard or none, but 3 are not (of the shape (11, 8), (8,), (8,))",
     "dropped": "a minibatch's gradient cannot be dropped with `reduce_once` when the step has others before it",
     "other trace": "all cores must be set up alike, but they differ in trace",
+    **dict.fromkeys(["split later", "both later", "sharded later", "sharded beside split"], ADDED),
     "sharded since": "no parameter of the optimizer has a gradient, and a model is in fully_shard",
     "some weights": "`weight` must be given on all cores or on none, got none on 1 of 2",
     "not reduced": "fully_shard has not reduced the gradients",

@@ -60,6 +60,11 @@ def measure(
         else:
             found = launch(_measure_on_this_core, args, cores=number, backend=_BACKENDS[device])[0]
         for size, (accumulating, updating) in found.items():
+            if accumulating <= 0:  # seen here, as the clocks of other cores than the first do not count
+                raise ValueError(
+                    f"steps of {_DEPTHS[-1]} minibatches of {size} took no longer than those of {_DEPTHS[0]}: the "
+                    f"machine is busy with other work, or needs more `steps` than {steps} to tell"
+                )
             yield Measured(1, number, size, accumulating, updating)
 
 
@@ -111,11 +116,6 @@ def _seconds(
         began = clock()
     found = times.seconds
     assert found is not None
-    if found[0] <= 0:
-        raise ValueError(
-            f"steps of {_DEPTHS[-1]} minibatches of {size} took no longer than those of {_DEPTHS[0]}: the machine is "
-            f"busy with other work, or needs more `steps` than {steps} to tell"
-        )
     return found
 
 

@@ -51,8 +51,7 @@ class Checkpoint:
             to save nothing, for scripts that leave it to their user.
         model: what is trained.
         optimizer: what trains it; its sampler has the schedule.
-        schedulers: schedulers of torch, or anything else with ``state_dict`` and ``load_state_dict``, alike on all
-            cores.
+        schedulers: of torch, or anything else with ``state_dict`` and ``load_state_dict``, alike on all cores.
         metrics: sums over all cores, such as of an epoch that was stopped in the middle.
         every_steps: save every N steps.
         every_seconds: save when that much time has passed since the latest save, by the clock of core 0.

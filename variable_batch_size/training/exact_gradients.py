@@ -164,10 +164,12 @@ class ExactGradients(FlatGradients):
             memory.numbers[parts.numel() + MOST_RUNGS + rung] = 1
         if not self._is_weighted and not self._has_compared:
             memory.numbers[parts.numel() - 1] = UNWEIGHTED  # the fraction of the number of weights, else 0
+        memory.numbers[-1:].fill_(self._layout)
         self._communicator.sum(memory.flats)
         self._compare(memory.numbers[parts.numel() - 1])
+        self._compare_layout(memory.numbers[-1:])
         self._parts = memory.numbers[: parts.numel()].view_as(parts).clone()
-        used = memory.numbers[parts.numel() :].tolist()
+        used = memory.numbers[parts.numel() : -1].tolist()
         for rung in (rung for rung, count in enumerate(used, start=-MOST_RUNGS) if count):
             self._communicator.sum(self._rung(rung).flats)
         if not all(self._is_present):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class FlatGradients(Gradients):
         self._memory = self._new_memory([], 0)
         self._has_sums = False  # whether the memory holds minibatches of this step
         self._is_present: list[bool] = []  # which of its parameters had a gradient in this step, on this core
+        self._layout = self._compared_layout = -1  # of the memory now, and when cores were last seen to have the same
         self._frozen: set[torch.Tensor] = set()  # parameters that need no gradient and were given one all the same
         self._step_squares: torch.Tensor | None = None
         self._weight: Weight = 0.0
@@ -82,19 +84,23 @@ class FlatGradients(Gradients):
         """Have memory that fits the parameters as they are now, with the sums so far."""
         old = self._memory
         if self._has_sums:
-            # one that was frozen since has its part in the step
-            known = {id(p) for p in parameters}
-            parameters = parameters + [
-                p for p, has in zip(old.parameters, self._is_present, strict=True) if has and id(p) not in known
-            ]
-        num_numbers = self._num_numbers()
+            # one that was frozen since has its part in the step, and its place, which other cores may still have it at
+            kept = {id(p) for p in (*parameters, *old.parameters)}
+            parameters = [p for p in self.parameters() if id(p) in kept]
+        num_numbers = self._num_numbers() + 1  # behind them, the layout
         if old.fits(parameters, num_numbers, is_thorough=not self._has_sums):
             return
         self._memory = self._new_memory(parameters, num_numbers)
+        self._layout = self._layout_of(parameters)
         if self._has_sums:
             self._memory.take_over(old)
             was_present = {id(p) for p, has in zip(old.parameters, self._is_present, strict=True) if has}
             self._is_present = [id(p) in was_present for p in parameters]
+
+    def _layout_of(self, parameters: list[torch.nn.Parameter]) -> int:
+        """A number that tells for which of all parameters there is memory, so small that sums over cores are exact."""
+        places = {id(p): place for place, p in enumerate(self.parameters())}
+        return zlib.crc32(str([places[id(p)] for p in parameters]).encode()) % 2**12
 
     def _num_numbers(self) -> int:
         return len(self._inner.param_groups) + 2
@@ -163,15 +169,29 @@ class FlatGradients(Gradients):
     def _sum_over_cores(self) -> None:
         memory = self._memory
         memory.note(self._is_present)
-        self._write_numbers(memory.numbers)
+        numbers, layout = memory.numbers[:-1], memory.numbers[-1:]
+        self._write_numbers(numbers)
         if not self._is_weighted:
-            memory.numbers[-1] = 0.0 if self._has_compared else UNWEIGHTED
+            numbers[-1] = 0.0 if self._has_compared else UNWEIGHTED
+        layout.fill_(self._layout)
         self._communicator.sum(memory.flats)
-        self._compare(memory.numbers[-1])
-        self._read_numbers(memory.numbers.clone())
+        self._compare(numbers[-1])
+        self._compare_layout(layout)
+        self._read_numbers(numbers.clone())
         # who has all gradients here knows that none is missing on all cores, and need not wait for the device
         if not all(self._is_present):
             self._is_present = memory.noted()
+
+    def _compare_layout(self, summed: torch.Tensor) -> None:
+        """Refuse cores that have other parameters frozen; looked at when that has changed, as it means to wait."""
+        if self._layout == self._compared_layout:
+            return
+        self._compared_layout = self._layout
+        if float(summed) != self._layout * self._communicator.num_replicas:
+            raise RuntimeError(
+                "the same parameters must be frozen on all cores, which sum the gradients of the others in one piece: "
+                "draw which ones from a generator with the same seed on all cores"
+            )
 
     def _write_numbers(self, numbers: torch.Tensor) -> None:
         if self._step_squares is not None:

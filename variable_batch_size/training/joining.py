@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.distributed import Distributed
-from variable_batch_size.cores.groups import group_of
+from variable_batch_size.cores.groups import Group, Ranks, group_of
 from variable_batch_size.cores.hosts import Hosts
 from variable_batch_size.cores.meshes import any_split, dimensions_of, local_part, model_groups
 from variable_batch_size.cores.running import everyone_for
 from variable_batch_size.training.description import settings_of, shapes_of
+from variable_batch_size.training.fully_sharded import is_fully_sharded
 from variable_batch_size.training.sameness import Comparison, begin_alike, share_from_first
 from variable_batch_size.training.scheduled import ScheduledOptimizer
 from variable_batch_size.training.unsupported import refuse_spread_moments, refuse_unsupported
@@ -46,8 +47,10 @@ def join_other_cores(
             f"but this is core {communicator.rank} of {communicator.num_replicas}"
         )
     of_model = [*model.parameters(), *model.buffers()] if model is not None else []
+    description = optimizer.description
     facts = {
-        **optimizer.description,
+        **description,
+        "threads": description.get("threads"),  # the same names on all cores, also where one of them is not exact
         **options,
         "settings": settings_of(optimizer.inner),
         "model": shapes_of(of_model),
@@ -72,10 +75,40 @@ def _join_over_a_mesh(
     everyone = everyone_for(tensors, process_group)
     if everyone.num_replicas > 1:
         Comparison(facts, everyone, local_part(tensors[0]).device).refuse_different()
-    share_from_first(tensors, communicator)
-    groups = model_groups(tensors, group_of(process_group))
-    for ranks, group in groups.items():
-        known = [{dimension.ranks for dimension in dimensions_of(tensor)} for tensor in tensors]
-        copied = [local_part(tensor.detach()) for tensor, own in zip(tensors, known, strict=True) if ranks not in own]
-        share_from_first(copied, Distributed(group))
+    _share_over_a_mesh(tensors, communicator, model_groups(tensors, group_of(process_group)))
     return lambda: None
+
+
+def _share_over_a_mesh(
+    tensors: Sequence[torch.Tensor], communicator: Communicator, groups: Mapping[Ranks, Group]
+) -> None:
+    """Let tensors be as on the first core, and what is not split over a group as on the first process of that."""
+    share_from_first(tensors, communicator)
+    for ranks, group in groups.items():
+        copied = [local_part(tensor.detach()) for tensor in tensors if ranks not in _ranks_of_meshes([tensor])]
+        share_from_first(copied, Distributed(group))
+
+
+def join_later(
+    added: Sequence[torch.Tensor], before: Sequence[torch.Tensor], communicator: Communicator, process_group: Any
+) -> None:
+    """The same for parameters that are added to those before, in which all processes must be alike.
+
+    Raises:
+        ValueError: if they are split in another way, of which nothing was known when the optimizer was made.
+    """
+    if any_split(added) and not _are_split_as(added, before):
+        raise ValueError(
+            "parameters that are added must be split over the processes that others are split over, and in the same "
+            "way, or not at all: make the optimizer with them, frozen until they are to be trained"
+        )
+    _share_over_a_mesh(added, communicator, model_groups(before, group_of(process_group)))
+    take_over_reduction(added, communicator)
+
+
+def _are_split_as(added: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> bool:
+    return _ranks_of_meshes(added) <= _ranks_of_meshes(before) and is_fully_sharded(added) == is_fully_sharded(before)
+
+
+def _ranks_of_meshes(tensors: Iterable[torch.Tensor]) -> set[Ranks]:
+    return {dimension.ranks for tensor in tensors for dimension in dimensions_of(tensor)}

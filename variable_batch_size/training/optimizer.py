@@ -15,18 +15,17 @@ from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.first_names import FirstNames
 from variable_batch_size.training.gradient_kinds import gradients_for
 from variable_batch_size.training.gradients import Mean
-from variable_batch_size.training.joining import join_other_cores
+from variable_batch_size.training.joining import join_later, join_other_cores
 from variable_batch_size.training.minibatch_seeds import MinibatchSeeds
 from variable_batch_size.training.observer import Observer
 from variable_batch_size.training.passes import Passes
 from variable_batch_size.training.preconditioner import Preconditioner
-from variable_batch_size.training.sameness import share_from_first
 from variable_batch_size.training.settings import Settings
 from variable_batch_size.training.stand_ins import StandIns
 from variable_batch_size.training.together import Inner
 from variable_batch_size.training.unsupported import refuse_call
 from variable_batch_size.training.weights import Weight
-from variable_batch_size.training.wrapped import refuse_other_reductions, take_over_reduction
+from variable_batch_size.training.wrapped import refuse_other_reductions
 
 logger = logging.getLogger(__name__)
 
@@ -136,12 +135,12 @@ class CustomOptimizer(FirstNames):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, on all cores; they start out as they are on core 0, without a gradient."""
+        before = list(self.parameters())
         self.inner.add_param_group(param_group)
         added = self.inner.param_groups[-1]["params"]
         for p in added:
             p.grad = None  # of minibatches before, which nobody has taken over
-        share_from_first(added, self._communicator)
-        take_over_reduction(added, self._communicator)
+        join_later(added, before, self._communicator, self.sampler.process_group)
         self._gradients.fit()
         self._communicator.flush()
 
