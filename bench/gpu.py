@@ -50,14 +50,16 @@ class Workload:
         with torch.autocast("cuda", torch.bfloat16):
             return nn.functional.cross_entropy(model(self.x), self.y)
 
-    def plain(self, accumulate: int) -> Callable[[], None]:
+    def plain(self, accumulate: int, *, waits: bool = False) -> Callable[[], None]:
+        """A loop by hand; one that waits looks at its gradient's norm before the update, and makes none of NaN."""
         model = copy.deepcopy(self.model)
-        optimizer = self.optimizer(model)
+        optimizer, parameters = self.optimizer(model), list(model.parameters())
 
         def update() -> None:
             for _ in range(accumulate):
                 (self.loss(model) / accumulate).backward()
-            optimizer.step()
+            if not waits or torch.stack(torch._foreach_norm([p.grad for p in parameters])).norm().isfinite():
+                optimizer.step()
             optimizer.zero_grad()
 
         return update
@@ -133,6 +135,7 @@ def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool, mo
     makers = {
         "plain loop": partial(workload.plain, accumulate),
         "plain loop again": partial(workload.plain, accumulate),
+        "plain loop that waits": partial(workload.plain, accumulate, waits=True),
         **{rule: partial(workload.ours, kind, accumulate) for rule, kind in workload.rules.items()},
     }
     if keeps:

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import variable_batch_size as vbs
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-MINIBATCH = {"cpu": 32, "cuda": 8}
+MINIBATCH = {"cpu": 32, "cuda": 8}  # with 8 texts of 1,024 tokens fully_shard keeps a fast GPU waiting for the host
 WIDTH, LAYERS = 512, 8
 SIDES = {
     "sharded": ["plain", "plain again", "linear", "AdaScale"],
@@ -65,10 +65,12 @@ class Stack(nn.Module):
         return self.head(self.blocks(x))  # type: ignore[no-any-return]
 
 
-def workload(device: str, is_tiny: bool = False) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+def workload(
+    device: str, is_tiny: bool = False, size: int | None = None
+) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     """A model, and its loss on a fixed minibatch: GPT-2 small on a GPU."""
     torch.manual_seed(0)
-    size = MINIBATCH[device]
+    size = size or MINIBATCH[device]
     if is_tiny:
         inputs = torch.randn(1, 32, device=device)
         return Many().to(device), lambda model: model(inputs).square().mean()
@@ -128,9 +130,9 @@ def update_of(rule: str, model: nn.Module, loss: Callable[[nn.Module], torch.Ten
     return update
 
 
-def updates_of(way: str, device: str, depth: int, is_tiny: bool) -> tuple[dict[str, Update], int]:
+def updates_of(way: str, device: str, depth: int, is_tiny: bool, size: int | None) -> tuple[dict[str, Update], int]:
     """An update of each side, and the bytes of the gradients that a core has."""
-    model, loss = workload(device, is_tiny)
+    model, loss = workload(device, is_tiny, size)
     updates = {}
     for side in SIDES[way]:
         own = spread_over_cores(model, way)
@@ -149,11 +151,11 @@ def wait(device: str) -> None:
 
 
 def time_sides(
-    way: str, device: str, depth: int, repeats: int, is_tiny: bool
+    way: str, device: str, depth: int, repeats: int, is_tiny: bool, size: int | None
 ) -> tuple[dict[str, Numbers], dict[str, float]]:
     """Seconds of an update, and the peak of memory on a GPU over the plain loop's, in gradients."""
     torch.set_num_threads(1)
-    updates, gradient = updates_of(way, device, depth, is_tiny)
+    updates, gradient = updates_of(way, device, depth, is_tiny, size)
     at_once = max(1, 8 // depth)
 
     def timed(update: Update) -> float:
@@ -216,6 +218,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, help="processes (default: 2 on a CPU, 1 on a GPU)")
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--ways", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--minibatch", type=int, help="samples (default: 32 on a CPU, 8 on a GPU)")
     parser.add_argument("--tiny", action="store_true", help="many small parameters, to see the time of the host alone")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--saves", type=int, default=5, help="how often to save; 0 for never")
@@ -226,7 +229,8 @@ def main() -> None:
     for way in flags.ways:
         for depth in flags.accumulate:
             print(f"{way}, {depth} minibatches of a core in a step, {cores} processes on {flags.device}")
-            seconds, memory = launched(time_sides, (way, flags.device, depth, flags.repeats, flags.tiny))[0]
+            what = (way, flags.device, depth, flags.repeats, flags.tiny, flags.minibatch)
+            seconds, memory = launched(time_sides, what)[0]
             print_comparison(seconds, peer="plain")
             for side, more in memory.items():
                 print_row(side, f"{more:+.2f} gradients of memory", widths=(28, 40))
