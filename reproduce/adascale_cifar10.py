@@ -26,7 +26,7 @@ UPDATES = {1: 39_100, 8: 5_850, 16: 3_360, 32: 2_080}  # of AdaScale, by scale
 ACCURACY = 94.1  # percent, at every scale with AdaScale
 # the linear rule's learning rate rises from lr to 32 · lr in 5.5 % of the training: 5 of 90 epochs (Goyal et al. 2017)
 WARMUP = 0.055
-# the network is a ResNet-18 in its second version (He et al. 2016, "Identity mappings"), with a first layer of 3 × 3
+# the network is a ResNet-18 in its first version (He et al. 2015), with a first layer of 3 × 3; --network v2: the other
 # ----------------------------------------------------------------------------------------------------- tolerance
 OFF_UPDATES, OFF_ACCURACY = 0.05, 0.5
 # --------------------------------------------------------------------------------------------------- --small, ours

@@ -122,7 +122,7 @@ class FirstBlock(nn.Module):
         return torch.relu(self.shortcut(x) + self.norm2(self.conv2(inner)))
 
 
-def resnet18(version: str = "v2", *, width: int = 64) -> nn.Sequential:
+def resnet18(version: str = "v1", *, width: int = 64) -> nn.Sequential:
     """ResNet-18 for images of 32 × 32 pixels: 11.2 million parameters at the width 64."""
     block = {"v1": FirstBlock, "v2": Block}[version]
     blocks: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False)]

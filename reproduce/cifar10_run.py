@@ -57,7 +57,7 @@ class Run:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--datadir", type=Path, help="folder that holds cifar-10-batches-py, as torchvision has it")
-    parser.add_argument("--network", choices=["v1", "v2"], default="v2", help="version of the ResNet-18")
+    parser.add_argument("--network", choices=["v1", "v2"], default="v1", help="version of the ResNet-18")
     parser.add_argument(
         "--compile",
         choices=["none", "default", "reduce-overhead"],
