@@ -152,10 +152,11 @@ def square_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> torch.Tenso
 def norms_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> list[torch.Tensor]:
     """The norm of each of several tensors, on the device of another one and in float32 at least."""
     kinds = {(tensor.dtype, tensor.layout) for tensor in tensors}
-    (dtype, layout), is_one_kind = next(iter(kinds)), len(kinds) == 1
+    dtypes = {dtype for dtype, _ in kinds}
     # all at once where they are of one kind, which a GPU does much faster
-    if is_one_kind and dtype in _ALL_AT_ONCE and layout is torch.strided:
-        norms = torch._foreach_norm(tensors) if dtype in EXACT else torch._foreach_norm(tensors, dtype=torch.float32)
+    if len(kinds) == 1 and dtypes <= _ALL_AT_ONCE and all(layout is torch.strided for _, layout in kinds):
+        is_exact = dtypes <= set(EXACT)
+        norms = torch._foreach_norm(tensors) if is_exact else torch._foreach_norm(tensors, dtype=torch.float32)
     else:
         norms = tuple(_norm_of(tensor) for tensor in tensors)
     return [norm if norm.device == like.device else norm.to(like.device) for norm in norms]
