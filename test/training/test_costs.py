@@ -1,4 +1,4 @@
-"""What steps cost, in numbers that can be counted: collectives, reads from the device, memory."""
+"""What steps cost, in numbers that can be counted: collectives, reads from the device, numbers sent to it, memory."""
 
 import gc
 from typing import NamedTuple
@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -37,15 +36,20 @@ class CountReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class CountAllocations(TorchDispatchMode):
-    """Counts the operations that return new memory of at least so many elements."""
+class CountOperations(TorchDispatchMode):
+    """Counts those that return new memory of at least so many elements, and those that make tensors on the host.
+
+    What is made of Python's numbers on the host, by ``torch.tensor(…)`` or ``tensor[0] = number``, waits for the device
+    when it is sent there.
+    """
 
     def __init__(self, num_elements):
         super().__init__()
         self.num_elements = num_elements
-        self.num_allocations = 0
+        self.num_allocations = self.num_sent = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_sent += func is torch.ops.aten.lift_fresh.default
         given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         result = func(*args, **(kwargs or {}))
         self.num_allocations += sum(
@@ -56,12 +60,13 @@ class CountAllocations(TorchDispatchMode):
 
 
 class Call(NamedTuple):
-    """What one call of step() did: reductions, reads from the device, large allocations, and all bytes after it."""
+    """What one call of step() did: reductions, numbers read and sent, large allocations, and all bytes after it."""
 
     ends_step: bool
     is_idle: bool
     num_collectives: int
     num_reads: int
+    num_sent: int
     num_allocations: int
     live_bytes: int | None
 
@@ -73,9 +78,9 @@ def network():
 
 def live_bytes():
     gc.collect()
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    # other tests leave things that have none, or only say so
-    tensors = [t for t in found if torch._C._has_storage(t) and not isinstance(t, FakeTensor)]
+    # not those of other kinds that other tests leave behind, or that have their memory elsewhere
+    found = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
+    tensors = [t for t in found if torch._C._has_storage(t)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -117,7 +122,7 @@ def count(rule, trace=TRACE, model=None, clip_grad_norm=1.0):
         for _ in sampler:
             model(torch.randn(4, 6)).square().mean().backward()
             before, num_collectives = optimizer.steps_done, 0
-            with CountReads() as reads, CountAllocations(num_parameters) as allocations:
+            with CountReads() as reads, CountOperations(num_parameters) as operations:
                 optimizer.step(weight=3 if "weighted" in way else None)
             ends_step = optimizer.steps_done > before
             is_looked_at = ends_step and optimizer.steps_done in (NUM_WARM, len(trace))
@@ -127,7 +132,8 @@ def count(rule, trace=TRACE, model=None, clip_grad_norm=1.0):
                     is_idle=optimizer.is_idle,
                     num_collectives=num_collectives,
                     num_reads=reads.num_reads,
-                    num_allocations=allocations.num_allocations,
+                    num_sent=operations.num_sent,
+                    num_allocations=operations.num_allocations,
                     live_bytes=live_bytes() if is_looked_at else None,
                 )
             )
@@ -175,6 +181,32 @@ def test_rules_that_measure_read_from_the_device_once_a_step_and_others_never(ca
         assert {call.num_reads for call in calls if call.is_idle} <= {reads + 1}
         assert {call.num_reads for call in calls if not call.ends_step} <= {0}
         assert any(call.num_reads for call in calls if not call.is_idle) == bool(reads)
+
+
+@on_one_and_two
+@for_rules
+def test_no_number_is_sent_to_the_device(calls_on, cores, rule):
+    for calls in calls_on(cores, rule):
+        # an idle core says which parameters have no gradient
+        assert all(call.num_sent == int(call.is_idle) for call in calls)
+        assert any(call.is_idle for call in calls_on(cores, rule)[-1]) == (cores > 1)
+
+
+def sent_by_sharded():
+    """How many numbers some steps of a model in fully_shard send to the device."""
+    from torch.distributed.fsdp import fully_shard
+
+    sent = []
+    for rule in ("linear", "adascale weighted"):
+        model = network()
+        for layer in model:
+            fully_shard(layer)
+        sent.append(sum(call.num_sent for call in count(rule, trace=TRACE[:3], model=fully_shard(model))))
+    return sent
+
+
+def test_no_number_is_sent_to_the_device_by_a_model_in_fully_shard(on_cores):
+    assert on_cores(2, sent_by_sharded) == [[0, 0]] * 2
 
 
 @on_one_and_two

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from variable_batch_size.training.flat_memory import FlatMemory, square_of
-from variable_batch_size.training.gradients import TINY, UNWEIGHTED, Gradients, Mean
+from variable_batch_size.training.gradients import TINY, UNWEIGHTED, Gradients, Mean, put
 from variable_batch_size.training.weights import Weight
 
 
@@ -45,11 +45,7 @@ class FlatGradients(Gradients):
             self._add()
 
     def _measure(self, weight: Weight | None) -> None:
-        squares = self._squares(self._with_gradients())
-        if isinstance(weight, torch.Tensor):
-            squares = torch.where(weight > 0, squares / weight, 0.0)
-        elif weight is not None:
-            squares = squares / weight if weight else torch.zeros_like(squares)
+        squares = self._per_weight(self._squares(self._with_gradients()), weight)
         if self._step_squares is not None:
             squares[: len(self._step_squares)] += self._step_squares  # a group may have been added since
         self._step_squares = squares
@@ -172,7 +168,7 @@ class FlatGradients(Gradients):
         numbers, layout = memory.numbers[:-1], memory.numbers[-1:]
         self._write_numbers(numbers)
         if not self._is_weighted:
-            numbers[-1] = 0.0 if self._has_compared else UNWEIGHTED
+            put(numbers[-1:], 0.0 if self._has_compared else UNWEIGHTED)
         layout.fill_(self._layout)
         self._communicator.sum(memory.flats)
         self._compare(numbers[-1])
@@ -197,8 +193,8 @@ class FlatGradients(Gradients):
         if self._step_squares is not None:
             numbers[:-2].copy_(self._step_squares)
         if self._is_weighted:
-            for place, number in enumerate((self._weight, self._num_weighted), start=len(numbers) - 2):
-                numbers[place] = number
+            put(numbers[-2], self._weight)
+            put(numbers[-1], self._num_weighted)
 
     def _read_numbers(self, numbers: torch.Tensor) -> None:
         if self._step_squares is not None:

@@ -215,6 +215,15 @@ class Gradients(ABC):
         """The parameters of each group that have a gradient, and that."""
         return [[(p, p.grad) for p in group["params"] if p.grad is not None] for group in self._inner.param_groups]
 
+    def _per_weight(self, squares: torch.Tensor, weight: Weight | None) -> torch.Tensor:
+        """Squared norms of a minibatch, per unit of its weight; 0 where it weighs nothing."""
+        if weight is None:
+            return squares
+        if isinstance(weight, torch.Tensor):
+            weight = weight.to(squares.device)
+            return torch.where(weight > 0, squares / weight, 0.0)
+        return squares / weight if weight else torch.zeros_like(squares)
+
     def _is_measurable(self, parameters: Sequence[torch.Tensor]) -> bool:
         return self._divisors is None or any(p in self._divisors for p in parameters)
 
@@ -240,3 +249,11 @@ class Gradients(ABC):
     @abstractmethod
     def _square(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """The squared norm of several tensors together, in float32 at least; 0 of none."""
+
+
+def put(place: torch.Tensor, number: Weight) -> None:
+    """Let a place in a tensor hold a number; ``tensor[0] = number`` would wait for the device."""
+    if isinstance(number, torch.Tensor):
+        place.copy_(number)
+    else:
+        place.fill_(number)

@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 
 from variable_batch_size.training.flat_memory import FlatMemory, square_of
-from variable_batch_size.training.gradients import UNWEIGHTED, Gradients, Mean
+from variable_batch_size.training.gradients import UNWEIGHTED, Gradients, Mean, put
 from variable_batch_size.training.weights import Weight
 
 
@@ -43,10 +43,7 @@ class KeptGradients(Gradients):
         self._note_versions()
 
     def _measure(self, weight: Weight | None, *, is_first: bool) -> None:
-        squares = self._squares(self._with_gradients())
-        if weight is not None:
-            of_one = torch.as_tensor(weight, device=squares.device)
-            squares = torch.where(of_one > 0, squares / of_one, 0.0)
+        squares = self._per_weight(self._squares(self._with_gradients()), weight)
         if not is_first:
             for flat, held in zip(self._memory.flats, self._sums, strict=True):
                 flat.add_(held)  # the numbers so far among them
@@ -113,7 +110,7 @@ class KeptGradients(Gradients):
             self._memory.numbers[:-2].div_(mean.loss_scale**2)
         if self._communicator.num_replicas > 1:
             if not self._is_weighted and not self._has_compared:
-                self._memory.numbers[-1] = UNWEIGHTED
+                put(self._memory.numbers[-1], UNWEIGHTED)
             self._communicator.sum(self._memory.flats)
             self._compare(self._memory.numbers[-1])
         if self._is_weighted:

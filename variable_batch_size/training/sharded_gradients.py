@@ -11,7 +11,7 @@ from variable_batch_size.cores.groups import Ranks
 from variable_batch_size.cores.meshes import local_part, local_parts, num_copies, placed_like
 from variable_batch_size.training.arrivals import Arrivals
 from variable_batch_size.training.flat_memory import norms_of
-from variable_batch_size.training.gradients import TINY, UNWEIGHTED, Gradients, Mean, Measured
+from variable_batch_size.training.gradients import TINY, UNWEIGHTED, Gradients, Mean, Measured, put
 from variable_batch_size.training.split_squares import SplitSquares
 from variable_batch_size.training.weights import Weight
 
@@ -61,9 +61,9 @@ class ShardedGradients(Gradients):
         self._num_seen: dict[torch.nn.Parameter, int] = {}  # how often each gradient of this minibatch has arrived
         self._held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # what has arrived and is to be measured
         self._num_held = 0  # elements of these
-        self._arrived: list[list[torch.Tensor]] = []  # the norms of what this process has of them, for each group
-        self._copies_arrived: list[list[int]] = []  # how many processes have the same of each
-        self._copies: dict[torch.nn.Parameter, int] = {}  # the same for each parameter
+        # for each group the norms of what this process has of them, by the number of processes that have the same
+        self._arrived: list[dict[int, list[torch.Tensor]]] = []
+        self._copies: dict[torch.nn.Parameter, int] = {}  # that number for each parameter
         self._step_squares: torch.Tensor | None = None
         self._weight: Weight = 0.0
         self._num_weighted: Weight = 0.0
@@ -105,8 +105,7 @@ class ShardedGradients(Gradients):
         """Measure some gradients at once, as each alone takes the host longer than the device; and let go of them."""
         norms = norms_of([part for _, part in self._held], like=self._like)
         for (p, _), norm in zip(self._held, norms, strict=True):
-            self._arrived[self._groups[p]].append(norm)
-            self._copies_arrived[self._groups[p]].append(self._copies[p])
+            self._arrived[self._groups[p]].setdefault(self._copies[p], []).append(norm)
         self._held, self._num_held = [], 0
 
     def _squares_here(self) -> SplitSquares:
@@ -162,27 +161,21 @@ class ShardedGradients(Gradients):
 
     def _measure(self, weight: Weight | None) -> None:
         self._measure_held()
-        pairs = zip(self._arrived, self._copies_arrived, strict=True)
-        squares = torch.stack([self._total(norms, copies) for norms, copies in pairs])
-        if weight is not None:
-            of_one = torch.as_tensor(weight, device=squares.device)
-            squares = torch.where(of_one > 0, squares / of_one, 0.0)
+        squares = torch.stack([self._total(norms) for norms in self._arrived])
+        squares = self._per_weight(squares, weight)
         if self._step_squares is not None:
             squares[: len(self._step_squares)] += self._step_squares  # a group may have been added since
         self._step_squares = squares
 
-    def _total(self, norms: list[torch.Tensor], copies: list[int]) -> torch.Tensor:
+    def _total(self, by_copies: dict[int, list[torch.Tensor]]) -> torch.Tensor:
         """This process's share of the square of several norms."""
         zero = self._squares_here().own([])
-        if not norms:
-            return zero
-        squares = torch.stack(norms).to(zero).square()
-        return (squares / torch.tensor(copies).to(squares) if max(copies) > 1 else squares).sum()
+        squares = [torch.stack(norms).to(zero).square().sum() / copies for copies, norms in by_copies.items()]
+        return torch.stack(squares).sum() if squares else zero
 
     def _forget_minibatch(self) -> None:
         self._num_seen, self._held, self._num_held = {}, [], 0
-        self._arrived = [[] for _ in self._inner.param_groups]
-        self._copies_arrived = [[] for _ in self._inner.param_groups]
+        self._arrived = [{} for _ in self._inner.param_groups]
         for p in self.parameters():
             p.grad = None
 
@@ -210,7 +203,7 @@ class ShardedGradients(Gradients):
             mean.loss_scale**2,
         )
         for place, number in enumerate(own):
-            numbers[num_groups + place] = number / self._model.num_replicas  # those that share samples have the same
+            put(numbers[num_groups + place], number / self._model.num_replicas)  # who shares samples has the same
         self._everyone.sum([numbers])
         self._compare(numbers[num_groups + 1])
         if self._step_squares is not None:
@@ -279,7 +272,8 @@ class ShardedGradients(Gradients):
         if self._step_squares is not None:
             numbers[: len(self._step_squares)] = self._step_squares
         if self._is_weighted:
-            numbers[-2], numbers[-1] = self._weight, self._num_weighted
+            put(numbers[-2], self._weight)
+            put(numbers[-1], self._num_weighted)
         return numbers
 
     def _read(self, numbers: torch.Tensor) -> list[float]:
