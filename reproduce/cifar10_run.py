@@ -55,9 +55,9 @@ class Run:
         return optimizer.progress if self.follows == "progress" else optimizer.samples_done / self.ref_batchsize
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser, *, network: str = "v1") -> None:
     parser.add_argument("--datadir", type=Path, help="folder that holds cifar-10-batches-py, as torchvision has it")
-    parser.add_argument("--network", choices=["v1", "v2"], default="v1", help="version of the ResNet-18")
+    parser.add_argument("--network", choices=["v1", "v2"], default=network, help="version of the ResNet-18")
     parser.add_argument(
         "--compile",
         choices=["none", "default", "reduce-overhead"],

@@ -25,6 +25,7 @@ NUM_STEPS = 11_730  # at the batch size 128: 30 epochs
 BATCHSIZE = 128
 LR, DECAY = 0.08, 0.0133  # lr = 0.08 · 0.0133^(progress / 11,730)
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
+NETWORK = "v2"  # of the ResNet-18, with which the committed result was made
 # --------------------------------------------------------------------------------------------------------- traces
 SCALES = (1, 8, 2, 32, 4, 16)  # one after the other, and again
 SAMPLES_AT_A_SCALE = 49_152  # 12 steps of the largest
@@ -134,5 +135,5 @@ EXPERIMENT = experiment.Experiment("elastic_cifar10", __doc__, runs, judge, draw
 
 if __name__ == "__main__":
     parser = experiment.parser_of(EXPERIMENT)
-    cifar10_run.add_options(parser)
+    cifar10_run.add_options(parser, network=NETWORK)
     sys.exit(experiment.main(EXPERIMENT, parser))
