@@ -1,5 +1,7 @@
 """Training runs on the devices of XLA's SPMD mode, which are one core, and the same runs on one plain process."""
 
+import random
+
 import torch
 from sharded_models import MORE_RUNS, RUNS, Normed, Transformer, model_of
 from torch import nn
@@ -96,11 +98,19 @@ def state_of(model):
     return {name.replace("_orig_module.", ""): value.cpu().clone() for name, value in model.state_dict().items()}
 
 
-def made(way, kind, name):
+def any_sizes(seed):
+    """Of an epoch, whose last step may not be whole."""
+    draw = random.Random(seed)
+    return [MINIBATCH * draw.randint(1, 9) for _ in range(draw.randint(3, 12))]
+
+
+def made(way, kind, name, sizes=SIZES):
     """A model that is spread in some way, and what trains it."""
     optimizer_class, inner, options = (RUNS | MORE_RUNS)[name]
     model, mesh = globals()[way](model_of(kind))
-    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=SIZES * NUM_EPOCHS, minibatch_size=MINIBATCH)
+    sampler = vbs.CustomSampler(
+        dataset_size=NUM_SAMPLES, trace=sizes * NUM_EPOCHS, minibatch_size=MINIBATCH, on_end="cycle"
+    )
     if "clip_grad_norm" in options:
         # no multiple of which is the momentum: XLA makes another program where two of its numbers are the same
         options = options | {"clip_grad_norm": 0.31}
@@ -116,10 +126,10 @@ def backward(model, mesh, x, y, *, is_sum=False, factor=1.0):
     return loss
 
 
-def train(way, kind, name):
+def train(way, kind, name, sizes=SIZES):
     """One of the runs; what came of it."""
     before = 0 if way == "plain" else xla.num_programs()
-    model, mesh, sampler, optimizer = made(way, kind, name)
+    model, mesh, sampler, optimizer = made(way, kind, name, sizes)
     updates, noise, programs = [], [], []
     x, y = data()
     for epoch in range(NUM_EPOCHS):
@@ -151,6 +161,11 @@ def train(way, kind, name):
 def all_of(cases):
     """Several runs in one launch: (way, model, name) → what came of it."""
     return {(way, kind.__name__, name): train(way, kind, name) for way, kind, name in cases}
+
+
+def all_with_any_sizes(way, kind, names):
+    """Several runs in one launch, each with a trace of its own."""
+    return [train(way, kind, name, any_sizes(seed)) for seed, name in enumerate(names)]
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints

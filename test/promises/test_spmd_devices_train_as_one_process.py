@@ -62,6 +62,19 @@ def test_sums_and_momentum_are_laid_out_as_their_parameters(devices, way, kind, 
     assert result["layouts of sums"] == result["layouts of moments"] == result["layouts"]
 
 
+@pytest.mark.parametrize("devices", [3, 5])
+def test_weights_are_those_of_one_plain_process_for_any_trace(devices):
+    names = ("linear", "adascale", "root", "adascale", "linear", "adascale")
+    (results,) = vbs.launch(
+        spmd_runs.all_with_any_sizes, ("laid_out", Normed, names), cores=devices, backend="xla", spmd=True
+    )
+    for result, plain in zip(results, spmd_runs.all_with_any_sizes("plain", Normed, names), strict=True):
+        assert largest_difference(result["state"], plain["state"]) < 1e-5
+        assert result["updates"] == plain["updates"]
+        torch.testing.assert_close(torch.tensor(result["noise"]), torch.tensor(plain["noise"]), rtol=1e-4, atol=1e-6)
+        assert result["programs"][-1] <= 5
+
+
 def test_a_run_goes_on_in_one_plain_process_and_back(tmp_path):
     uninterrupted, _, _ = spmd_runs.go(tmp_path / "whole", "plain", Small, "adascale")
     stopped = tmp_path / "stopped"
