@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ class FlatGradients(Gradients):
         self._memory = self._new_memory([], 0)
         self._has_sums = False  # whether the memory holds minibatches of this step
         self._is_present: list[bool] = []  # which of its parameters had a gradient in this step, on this core
-        self._layout = self._compared_layout = -1  # of the memory now, and when cores were last seen to have the same
         self._frozen: set[torch.Tensor] = set()  # parameters that need no gradient and were given one all the same
         self._step_squares: torch.Tensor | None = None
         self._weight: Weight = 0.0
@@ -92,11 +90,6 @@ class FlatGradients(Gradients):
             self._memory.take_over(old)
             was_present = {id(p) for p, has in zip(old.parameters, self._is_present, strict=True) if has}
             self._is_present = [id(p) in was_present for p in parameters]
-
-    def _layout_of(self, parameters: list[torch.nn.Parameter]) -> int:
-        """A number that tells for which of all parameters there is memory, so small that sums over cores are exact."""
-        places = {id(p): place for place, p in enumerate(self.parameters())}
-        return zlib.crc32(str([places[id(p)] for p in parameters]).encode()) % 2**12
 
     def _num_numbers(self) -> int:
         return len(self._inner.param_groups) + 2
@@ -177,17 +170,6 @@ class FlatGradients(Gradients):
         # who has all gradients here knows that none is missing on all cores, and need not wait for the device
         if not all(self._is_present):
             self._is_present = memory.noted()
-
-    def _compare_layout(self, summed: torch.Tensor) -> None:
-        """Refuse cores that have other parameters frozen; looked at when that has changed, as it means to wait."""
-        if self._layout == self._compared_layout:
-            return
-        self._compared_layout = self._layout
-        if float(summed) != self._layout * self._communicator.num_replicas:
-            raise RuntimeError(
-                "the same parameters must be frozen on all cores, which sum the gradients of the others in one piece: "
-                "draw which ones from a generator with the same seed on all cores"
-            )
 
     def _write_numbers(self, numbers: torch.Tensor) -> None:
         if self._step_squares is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -92,6 +93,7 @@ class Gradients(ABC):
         self._divisors = divisors
         self._is_weighted = False  # whether the minibatches of this step have weights
         self._has_compared = False  # whether cores have seen that all of them have weights, or none
+        self._layout = self._compared_layout = -1  # of what is summed, and when cores last saw that it is the same
         self._mean = Mean(1)  # of the latest step
         self.discard()
 
@@ -198,6 +200,22 @@ class Gradients(ABC):
                 f"`weight` must be given on all cores or on none, got none on {num_without} of {cores}; an idle core "
                 "gives that of its stand-in, which does not count"
             )
+
+    def _compare_layout(self, summed: torch.Tensor) -> None:
+        """Refuse cores that have other parameters frozen; looked at when that has changed, as it means to wait."""
+        if self._layout == self._compared_layout:
+            return
+        self._compared_layout = self._layout
+        if float(summed) != self._layout * self._communicator.num_replicas:
+            raise RuntimeError(
+                "the same parameters must be frozen on all cores, which sum the gradients of the others in one piece: "
+                "draw which ones from a generator with the same seed on all cores"
+            )
+
+    def _layout_of(self, parameters: list[torch.nn.Parameter]) -> int:
+        """A number that tells for which of all parameters there is memory, so small that sums over cores are exact."""
+        places = {id(p): place for place, p in enumerate(self.parameters())}
+        return zlib.crc32(str([places[id(p)] for p in parameters]).encode()) % 2**12
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """All parameters of the inner optimizer."""

@@ -36,8 +36,8 @@ class KeptGradients(Gradients):
         if self._measures:
             self._measure(weight, is_first=is_first)
         if weight is not None:
-            self._memory.numbers[-2].add_(weight)
-            self._memory.numbers[-1].add_(weight > 0)
+            self._numbers()[-2].add_(weight)
+            self._numbers()[-1].add_(weight > 0)
         if self._measures and not is_last:
             self._hold()
         self._note_versions()
@@ -47,7 +47,7 @@ class KeptGradients(Gradients):
         if not is_first:
             for flat, held in zip(self._memory.flats, self._sums, strict=True):
                 flat.add_(held)  # the numbers so far among them
-        self._memory.numbers[:-2].add_(squares)
+        self._numbers()[:-2].add_(squares)
 
     def _hold(self) -> None:
         """Put the sums aside and clear the memory for the next minibatch."""
@@ -67,13 +67,15 @@ class KeptGradients(Gradients):
                     f"shape {tuple(p.shape)}, was replaced between backward() and step()"
                 )
         trainable = [p for p in self.parameters() if p.requires_grad]
-        if self._memory.fits(trainable, len(self._inner.param_groups) + 2) and self._memory.is_in_place():
+        num_numbers = len(self._inner.param_groups) + 3  # the last one for the layout
+        if self._memory.fits(trainable, num_numbers) and self._memory.is_in_place():
             return
         if self._has_taken:
             raise RuntimeError(
                 "with `keep_gradients` the trainable parameters must stay the same within a step, and where they are"
             )
-        memory = FlatMemory(trainable, num_numbers=len(self._inner.param_groups) + 2)
+        memory = FlatMemory(trainable, num_numbers=num_numbers)
+        self._layout = self._layout_of(trainable)
         for p, view in zip(trainable, memory.views, strict=True):
             if p.grad is not None:
                 view.copy_(p.grad)
@@ -107,14 +109,17 @@ class KeptGradients(Gradients):
             self._memory.zero()
         else:
             self._scale(mean.factor(is_weighted=self._is_weighted))
-            self._memory.numbers[:-2].div_(mean.loss_scale**2)
+            self._numbers()[:-2].div_(mean.loss_scale**2)
         if self._communicator.num_replicas > 1:
             if not self._is_weighted and not self._has_compared:
-                put(self._memory.numbers[-1], UNWEIGHTED)
+                put(self._numbers()[-1], UNWEIGHTED)
+            layout = self._memory.numbers[-1:]
+            put(layout, self._layout)
             self._communicator.sum(self._memory.flats)
-            self._compare(self._memory.numbers[-1])
+            self._compare(self._numbers()[-1])
+            self._compare_layout(layout)
         if self._is_weighted:
-            weight = self._memory.numbers[-2]
+            weight = self._numbers()[-2]
             self._scale(torch.where(weight == 0, 0.0, 1 / weight))
 
     def _scale(self, factor: Weight) -> None:
@@ -144,10 +149,10 @@ class KeptGradients(Gradients):
         self._note_versions()
 
     def weight(self) -> Weight | None:
-        return self._memory.numbers[-2].clone() if self._is_weighted else None
+        return self._numbers()[-2].clone() if self._is_weighted else None
 
     def _numbers(self) -> torch.Tensor:
-        return self._memory.numbers
+        return self._memory.numbers[:-1]
 
     def _read(self, numbers: torch.Tensor) -> list[float]:
         return [float(number) for number in numbers.tolist()]
