@@ -1,6 +1,6 @@
 """MNIST on an elastic trace, 5 epochs, all rules for SGD, 5 seeds; a run of `vbs compare`, which this judges.
 
-python reproduce/mnist_elastic.py --datadir DIR       # a CPU: 20 to 70 minutes on 2 cores
+python reproduce/mnist_elastic.py --datadir DIR --jobs 2    # a CPU: about 70 minutes on 2 cores
 
 The trace is traces/mnist.csv, batch sizes of 32 to 2,048 around a reference of 128.
 """
