@@ -46,6 +46,8 @@ OF_RULES += [f"test/training/test_{name}.py" for name in ("settings", "factors",
 OF_TRAINING = [f"test/training/test_{name}.py" for name in ("state", "optimizer", "adascale", "gradients")]
 OF_GRADIENTS = [f"test/training/test_{name}.py" for name in ("gradients_over_cores", "flat_memory", "weights")]
 OF_GRADIENTS += OF_TRAINING
+OF_RUNS = [f"test/runs/test_{name}.py" for name in ("checkpoint", "executed", "fork", "scheduler_state", "metrics")]
+OF_SCHEDULES = [f"test/schedules/test_{name}.py" for name in ("schedule", "past", "live")]
 TESTS = {
     "rules/noise.py": ["test/rules/test_noise.py", *OF_RULES],
     "rules/transition.py": OF_RULES,
@@ -66,10 +68,10 @@ TESTS = {
     "training/buffers.py": ["test/training/test_buffers.py", *OF_TRAINING],
     "training/scheduled.py": ["test/training/test_scheduled.py", *OF_TRAINING],
     "training/optimizer.py": [*OF_TRAINING, "test/training/test_scheduled.py"],
-    "runs/storage.py": ["test/runs/test_checkpoint.py"],
-    "runs/checkpoint.py": ["test/runs/test_checkpoint.py", "test/runs/test_executed.py"],
-    "schedules/batch_sizes.py": ["test/schedules/test_batch_sizes.py", "test/schedules/test_schedule.py"],
-    "schedules/schedule.py": ["test/schedules/test_schedule.py"],
+    "runs/storage.py": ["test/runs/test_storage.py", "test/runs/test_checkpoint.py"],
+    "runs/checkpoint.py": OF_RUNS,
+    "schedules/batch_sizes.py": ["test/schedules/test_batch_sizes.py", *OF_SCHEDULES],
+    "schedules/schedule.py": OF_SCHEDULES,
 }
 """Where the tests of each file are."""
 
