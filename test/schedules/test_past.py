@@ -24,6 +24,7 @@ def test_behind_its_own_past_a_schedule_is_the_same(rows, more, on_end, data):
     epoch = data.draw(st.integers(0, num_epochs - 1))
     past = short.past(epoch, data.draw(st.integers(0, len(short.steps(epoch)))))
     assert past.rows().tolist() == [short.batch_size(step) for step in range(past.num_rows)]
+    assert past.has_ended == (on_end == "stop" and past.num_rows == len(rows))
     again = short.after(past)
     assert again.trace == short.trace
     assert epochs_of(again, num_epochs) == epochs_of(short, num_epochs)
