@@ -42,7 +42,7 @@ def test_behind_another_past_the_next_step_is_the_next_row(rows, others, on_end,
     past = first.past(epoch, step)
     if on_end == "stop" and past.num_rows > len(others):
         with pytest.raises(
-            ValueError, match=r"^trace must go on behind the \d+ steps? that the run has passed, got \d+"
+            ValueError, match=r"^trace must go on behind the \d+ steps? that the run has passed, got \d+ steps?$"
         ):
             second.after(past)
         return
@@ -65,6 +65,12 @@ def test_with_other_minibatches_no_epoch_takes_more_than_it_holds_from_now_on(ro
     for number in range(schedule.num_epochs):
         steps = schedule.steps(number)
         assert schedule.samples_before(steps.stop) - schedule.samples_before(steps.start) <= schedule.capacity
+
+
+def test_an_epoch_that_holds_less_now_than_it_has_used_is_over():
+    rows = [20, 16, 4, 16, 8]
+    past = schedule_of(rows).past(0, 2)
+    assert epochs_of(schedule_of(rows, dataset_size=30).after(past), 2) == [range(2), range(2, 5)]
 
 
 def test_a_past_of_a_constant_trace_takes_no_memory():
