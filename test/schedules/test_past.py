@@ -73,6 +73,16 @@ def test_an_epoch_that_holds_less_now_than_it_has_used_is_over():
     assert epochs_of(schedule_of(rows, dataset_size=30).after(past), 2) == [range(2), range(2, 5)]
 
 
+@pytest.mark.parametrize(("first_step", "steps"), [(1, "1 step"), (2, "2 steps")])
+def test_a_trace_that_starts_over_must_begin_with_what_is_past(first_step, steps):
+    past = schedule_of([8, 16, 8]).past(0, first_step)
+    message = (
+        f'^trace must begin with the {steps} that the run has passed, because on_end="cycle" starts over with them$'
+    )
+    with pytest.raises(ValueError, match=message):
+        schedule_of([16, 8, 8], on_end="cycle").after(past)
+
+
 def test_a_past_of_a_constant_trace_takes_no_memory():
     schedule = schedule_of(8)
     past = schedule.past(10**5, 3)
