@@ -46,7 +46,7 @@ OF_RULES += [f"test/training/test_{name}.py" for name in ("settings", "factors",
 OF_TRAINING = [f"test/training/test_{name}.py" for name in ("state", "optimizer", "adascale", "gradients")]
 OF_GRADIENTS = [f"test/training/test_{name}.py" for name in ("gradients_over_cores", "flat_memory", "weights")]
 OF_GRADIENTS += OF_TRAINING
-OF_RUNS = [f"test/runs/test_{name}.py" for name in ("checkpoint", "fork", "scheduler_state", "metrics")]
+OF_RUNS = [f"test/runs/test_{name}.py" for name in ("going_on", "checkpoint", "fork", "scheduler_state", "metrics")]
 OF_SCHEDULES = [f"test/schedules/test_{name}.py" for name in ("schedule", "past", "live")]
 TESTS = {
     "rules/noise.py": ["test/rules/test_noise.py", *OF_RULES],
@@ -75,7 +75,7 @@ TESTS = {
 }
 """Where the tests of each file are."""
 
-SLOW = ["at_scale_16", "unbiased", "compiled", "frozen_when_it_is_added", "find_different_checkpoints"]
+SLOW = ["at_scale_16", "unbiased", "compiled", "frozen_when_it_is_added"]
 NOT_SLOW = ["-m", "not xla", "-k", " and ".join(f"not {name}" for name in SLOW)]
 USED_BY_TESTS = ["torch._dynamo", "pandas", "sklearn.datasets"]  # loaded once, not in every fork
 NOTICED, SURVIVED = "noticed", "survived"

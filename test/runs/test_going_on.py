@@ -1,0 +1,210 @@
+"""A checkpoint that a run goes on from: what is taken up, what is said, and that several cores find the same."""
+
+import json
+import logging
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import variable_batch_size as vbs
+from variable_batch_size.runs import storage
+
+LOGGER = "variable_batch_size.runs.checkpoint"
+
+
+class Stopped(Exception):
+    """The machine is gone."""
+
+
+class Run:
+    """A run of up to three epochs of ten steps each, unless a trace is given."""
+
+    def __init__(self, directory, *, trace=(4,) * 30, process_group=None, seed=0, model=None, **options):
+        self.model = nn.Linear(6, 1) if model is None else model
+        trace = list(trace) if isinstance(trace, tuple) else trace
+        self.sampler = vbs.CustomSampler(
+            dataset_size=40, trace=trace, minibatch_size=4, seed=seed, process_group=process_group
+        )
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.optimizer = vbs.LinearRuleOptimizer(inner, self.sampler, ref_batchsize=16)
+        self.checkpoint = vbs.Checkpoint(directory, model=self.model, optimizer=self.optimizer, **options)
+
+    def steps(self):
+        """Those of an epoch, as they are made; how many there are so far in all."""
+        for indices in self.sampler:
+            self.model(torch.ones(len(indices), 6)).sum().backward()
+            if self.optimizer.step():
+                yield self.optimizer.steps_done
+
+    def go(self, epochs=3, *, after_step=lambda steps_done: None):
+        for _ in self.checkpoint.epochs(epochs):
+            for steps_done in self.steps():
+                after_step(steps_done)
+                self.checkpoint.step()
+
+
+def stopped_after(number, directory, **options):
+    """A directory with the checkpoints of a run that has ended without a word after some steps."""
+
+    def stop(steps_done):
+        if steps_done > number:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        Run(directory, every_steps=1, **options).go(after_step=stop)
+    return directory
+
+
+def names_in(directory):
+    return [path.name for path in storage.checkpoints(directory)]
+
+
+# ------------------------------------------------------------------------------------------------------- one process
+
+
+def test_it_goes_on_from_the_newest_of_several_and_says_where(tmp_path, caplog):
+    stopped_after(13, tmp_path, keep=3)
+    assert names_in(tmp_path) == [f"step-0000000{number}.pt" for number in (11, 12, 13)]
+    with caplog.at_level(logging.INFO):
+        run = Run(tmp_path)
+    said = f"going on from {tmp_path}/step-000000013.pt: epoch 1, step 3 of it"
+    assert caplog.record_tuples == [(LOGGER, logging.INFO, said)]
+    assert (run.optimizer.steps_done, run.checkpoint.directory) == (13, tmp_path)
+
+
+def test_it_says_that_it_goes_on_as_another_run(tmp_path, caplog):
+    stopped_after(4, tmp_path, keep=3)
+    Run(tmp_path, seed=7, accept={"seed"})
+    said = f"going on from {tmp_path}/step-000000004.pt as another run: seed was 0 and is 7"
+    assert caplog.record_tuples == [(LOGGER, logging.WARNING, said)]
+
+
+def test_of_a_file_that_is_cut_short_the_one_before_is_named(tmp_path):
+    stopped_after(5, tmp_path, keep=5)
+    path = tmp_path / "step-000000005.pt"
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"step-000000005\.pt does .*; move it away to go on from step-000000004\.pt$"):
+        Run(tmp_path)
+
+
+def test_two_checkpoints_stay_unless_another_number_is_said(tmp_path):
+    stopped_after(5, tmp_path)
+    assert names_in(tmp_path) == ["step-000000004.pt", "step-000000005.pt"]
+
+
+def test_between_two_epochs_it_saves_when_it_is_late_and_goes_on_with_the_same_random_numbers(tmp_path):
+    def drawn():
+        run = Run(tmp_path, every_seconds=0.001, keep=100)
+        for _ in run.checkpoint.epochs(3):
+            yield torch.rand(1)
+            for _ in run.steps():  # without checkpoint.step(), so that only the end of an epoch may save
+                pass
+            time.sleep(0.002)
+
+    torch.manual_seed(1)
+    expected = list(drawn())
+    assert names_in(tmp_path) == [f"step-0000000{number}.pt" for number in (10, 20, 30)]
+    (tmp_path / "step-000000030.pt").unlink()
+    (tmp_path / "step-000000020.pt").unlink()
+    torch.manual_seed(2)
+    assert list(drawn()) == expected[1:]
+
+
+def test_what_is_decided_is_noted_beside_the_checkpoints(tmp_path):
+    Run(tmp_path, trace=lambda situation: 8).go(epochs=1)
+    first, *_ = (tmp_path / "decisions.jsonl").read_text().splitlines()
+    assert json.loads(first)["step"] == 0
+
+
+def test_the_executed_trace_says_which_run_it_is_of(tmp_path):
+    comment = vbs.Trace.read(stopped_after(3, tmp_path) / "executed.csv").comment
+    assert re.match(r"executed from trace: trace 30 steps, sha256 \w{16}, on_end stop, minibatch_size 4, ", comment)
+
+
+def test_a_model_may_have_one_parameter(tmp_path):
+    stopped_after(3, tmp_path, model=nn.Linear(6, 1, bias=False))
+    assert Run(tmp_path, model=nn.Linear(6, 1, bias=False)).optimizer.steps_done == 3
+
+
+def test_a_checkpoint_from_before_there_were_metrics_is_gone_on_from(tmp_path):
+    (*_, path) = storage.checkpoints(stopped_after(3, tmp_path))
+    state = torch.load(path, weights_only=True)
+    torch.save({name: value for name, value in state.items() if name not in ("metrics", "changes")}, path)
+    assert Run(tmp_path).optimizer.steps_done == 3
+
+
+# --------------------------------------------------------------------------------------------------------- two cores
+
+
+def error_of(directory):
+    try:
+        Run(directory)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def of_two_cores(directory):
+    """What each of two cores finds where the directories are prepared by one process."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    found = {
+        name: error_of(directory / name if rank == 0 else directory / "nothing") for name in ("many", "none", "first")
+    }
+    found["steps"] = Run(directory / "many").optimizer.steps_done
+    Run(directory / f"of {rank}", process_group=groups[rank]).checkpoint.save()
+
+    told = Run(directory / "told")
+
+    def tell(steps_done):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        told.go(after_step=tell)
+    except SystemExit as stop:
+        found["stop"] = stop.code, told.optimizer.steps_done
+    return found
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Checkpoints of a run after several steps, after the first, and before it."""
+    directory = tmp_path_factory.mktemp("cores")
+    stopped_after(13, directory / "many", keep=3)
+    stopped_after(1, directory / "first")
+    Run(directory / "none").checkpoint.save()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def cores(on_cores, prepared):
+    return on_cores(2, of_two_cores, prepared)
+
+
+@pytest.mark.parametrize(("name", "file"), [("many", 13), ("first", 1), ("none", 0)])
+def test_cores_that_find_different_checkpoints_say_which(cores, prepared, name, file):
+    directories, files = (prepared / name, prepared / "nothing"), (f"step-{file:09d}.pt", "none")
+    for rank, (directory, file) in enumerate(zip(directories, files, strict=True)):
+        assert cores[rank][name] == (
+            f"the cores do not find the same checkpoint in {directory} (on core {rank}: {file}): "
+            "it must be a directory that all machines share"
+        )
+
+
+def test_two_cores_go_on_from_what_one_has_saved(cores):
+    assert [core["steps"] for core in cores] == [13, 13]
+
+
+def test_a_run_of_some_of_the_processes_is_saved_by_its_first(cores, prepared):
+    assert [names_in(prepared / f"of {rank}") for rank in range(len(cores))] == [["step-000000000.pt"]] * 2
+
+
+def test_all_cores_stop_after_the_step_in_which_one_was_told(cores):
+    assert [core["stop"] for core in cores] == [(vbs.EXIT_STOPPED, 1)] * 2
