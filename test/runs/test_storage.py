@@ -1,6 +1,7 @@
 """Checkpoint files: their names and order, what stays, and that what is read is what was written."""
 
 import re
+import resource
 import zipfile
 from collections import OrderedDict
 from pathlib import PurePath
@@ -31,7 +32,8 @@ def test_files_and_directories_are_named_after_their_step(tmp_path):
 
 
 def test_checkpoints_are_in_the_order_of_their_steps_and_numbers(tmp_path):
-    expected = ["step-000000002-1", "step-000000007.pt", "step-000000007-2", "step-000000007-10", "step-1234567890.pt"]
+    of_7 = ["step-000000007.pt", "step-000000007-1", "step-000000007-2", "step-000000007-10"]
+    expected = ["step-000000002-1", *of_7, "step-1234567890.pt"]
     touch(tmp_path, *sorted(expected))
     touch(tmp_path, "step-12.pt", "step-000000009.pt.tmp", "my-step-000000009.pt", "step-000000009", "executed.csv")
     assert names_of(tmp_path) == expected
@@ -146,6 +148,17 @@ def test_a_file_that_cannot_be_written_is_named_with_the_reason(tmp_path):
     assert isinstance(caught.value.__cause__, FileNotFoundError)
 
 
+def test_a_disk_that_is_full_is_the_reason_and_not_that_torch_stopped_writing(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"file\.pt could not be written: \[Errno 27\] File too large$"):
+            storage.save(tmp_path / "file.pt", {"tensor": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_rest_of_a_checkpoint_in_a_directory_is_read_from_there(tmp_path):
     storage.save(storage.rest_of(tmp_path), {"number": 3})
     assert storage.load(tmp_path)["number"] == 3
@@ -163,6 +176,13 @@ def test_a_checkpoint_of_a_gpu_is_read_where_there_is_none(tmp_path):
             there.writestr(name, content)
     tensor = storage.load(of_gpu)["tensor"]
     assert (tensor.tolist(), tensor.device.type) == ([0, 1, 2], "cpu")
+
+
+def test_other_objects_are_not_loaded_even_if_torch_is_told_to_load_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    torch.save({1: PurePath("a")}, tmp_path / "file.pt")
+    with pytest.raises(ValueError, match="does not load"):
+        storage.load(tmp_path / "file.pt")
 
 
 @pytest.mark.parametrize(
