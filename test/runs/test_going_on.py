@@ -1,5 +1,6 @@
 """A checkpoint that a run goes on from: what is taken up, what is said, and that several cores find the same."""
 
+import contextlib
 import json
 import logging
 import os
@@ -114,6 +115,25 @@ def test_between_two_epochs_it_saves_when_it_is_late_and_goes_on_with_the_same_r
     (tmp_path / "step-000000020.pt").unlink()
     torch.manual_seed(2)
     assert list(drawn()) == expected[1:]
+
+
+def test_within_an_epoch_it_goes_on_with_the_same_random_numbers(tmp_path):
+    def drawn(directory, *, seed, until=30):
+        torch.manual_seed(seed)
+        found = []
+
+        def draw(steps_done):
+            if steps_done > until:
+                raise Stopped
+            found.append(float(torch.rand(1)))
+
+        with contextlib.suppress(Stopped):
+            Run(directory, every_steps=1).go(after_step=draw)
+        return found
+
+    expected = drawn(tmp_path / "whole", seed=1)
+    assert drawn(tmp_path / "parts", seed=1, until=13) == expected[:13]
+    assert drawn(tmp_path / "parts", seed=2) == expected[13:]
 
 
 def test_what_is_decided_is_noted_beside_the_checkpoints(tmp_path):
