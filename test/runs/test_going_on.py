@@ -24,9 +24,9 @@ class Stopped(Exception):
 
 
 class Run:
-    """A run of up to three epochs of ten steps each, unless a trace is given."""
+    """A run of up to three epochs of two steps each, unless a trace is given."""
 
-    def __init__(self, directory, *, trace=(4,) * 30, process_group=None, seed=0, model=None, **options):
+    def __init__(self, directory, *, trace=(20,) * 6, process_group=None, seed=0, model=None, **options):
         self.model = nn.Linear(6, 1) if model is None else model
         trace = list(trace) if isinstance(trace, tuple) else trace
         self.sampler = vbs.CustomSampler(
@@ -70,20 +70,22 @@ def names_in(directory):
 
 
 def test_it_goes_on_from_the_newest_of_several_and_says_where(tmp_path, caplog):
-    stopped_after(13, tmp_path, keep=3)
-    assert names_in(tmp_path) == [f"step-0000000{number}.pt" for number in (11, 12, 13)]
+    stopped_after(5, tmp_path, keep=3)
+    assert names_in(tmp_path) == [f"step-00000000{number}.pt" for number in (3, 4, 5)]
     with caplog.at_level(logging.INFO):
         run = Run(tmp_path)
-    said = f"going on from {tmp_path}/step-000000013.pt: epoch 1, step 3 of it"
+    said = f"going on from {tmp_path}/step-000000005.pt: epoch 2, step 1 of it"
     assert caplog.record_tuples == [(LOGGER, logging.INFO, said)]
-    assert (run.optimizer.steps_done, run.checkpoint.directory) == (13, tmp_path)
+    assert (run.optimizer.steps_done, run.checkpoint.directory) == (5, tmp_path)
 
 
 def test_it_says_that_it_goes_on_as_another_run(tmp_path, caplog):
     stopped_after(4, tmp_path, keep=3)
-    Run(tmp_path, seed=7, accept={"seed"})
+    Run(tmp_path, seed=7, accept={"seed"}).go()
     said = f"going on from {tmp_path}/step-000000004.pt as another run: seed was 0 and is 7"
     assert caplog.record_tuples == [(LOGGER, logging.WARNING, said)]
+    rows = (tmp_path / "executed.csv").read_text().splitlines()
+    assert rows[-3:] == ["# from here on: seed was 0 and is 7", "4,20", "5,20"]
 
 
 def test_of_a_file_that_is_cut_short_the_one_before_is_named(tmp_path):
@@ -92,6 +94,14 @@ def test_of_a_file_that_is_cut_short_the_one_before_is_named(tmp_path):
     path.write_bytes(b"")
     with pytest.raises(ValueError, match=r"step-000000005\.pt does .*; move it away to go on from step-000000004\.pt$"):
         Run(tmp_path)
+
+
+def test_what_is_in_a_checkpoint_keeps_its_names(tmp_path):
+    Run(tmp_path).checkpoint.save()
+    where = ["epoch", "epoch_step", "past", "steps_of_epochs"]
+    parts = ["metrics", "model", "optimizer", "random", "schedulers"]
+    which = ["changes", "format", "run", "sums_gradients", "version"]
+    assert sorted(storage.load(tmp_path / "step-000000000.pt")) == sorted(where + parts + which)
 
 
 def test_two_checkpoints_stay_unless_another_number_is_said(tmp_path):
@@ -110,15 +120,15 @@ def test_between_two_epochs_it_saves_when_it_is_late_and_goes_on_with_the_same_r
 
     torch.manual_seed(1)
     expected = list(drawn())
-    assert names_in(tmp_path) == [f"step-0000000{number}.pt" for number in (10, 20, 30)]
-    (tmp_path / "step-000000030.pt").unlink()
-    (tmp_path / "step-000000020.pt").unlink()
+    assert names_in(tmp_path) == [f"step-00000000{number}.pt" for number in (2, 4, 6)]
+    (tmp_path / "step-000000006.pt").unlink()
+    (tmp_path / "step-000000004.pt").unlink()
     torch.manual_seed(2)
     assert list(drawn()) == expected[1:]
 
 
 def test_within_an_epoch_it_goes_on_with_the_same_random_numbers(tmp_path):
-    def drawn(directory, *, seed, until=30):
+    def drawn(directory, *, seed, until=6):
         torch.manual_seed(seed)
         found = []
 
@@ -132,8 +142,8 @@ def test_within_an_epoch_it_goes_on_with_the_same_random_numbers(tmp_path):
         return found
 
     expected = drawn(tmp_path / "whole", seed=1)
-    assert drawn(tmp_path / "parts", seed=1, until=13) == expected[:13]
-    assert drawn(tmp_path / "parts", seed=2) == expected[13:]
+    assert drawn(tmp_path / "parts", seed=1, until=3) == expected[:3]
+    assert drawn(tmp_path / "parts", seed=2) == expected[3:]
 
 
 def test_what_is_decided_is_noted_beside_the_checkpoints(tmp_path):
@@ -143,20 +153,20 @@ def test_what_is_decided_is_noted_beside_the_checkpoints(tmp_path):
 
 
 def test_the_executed_trace_says_which_run_it_is_of(tmp_path):
-    comment = vbs.Trace.read(stopped_after(3, tmp_path) / "executed.csv").comment
-    assert re.match(r"executed from trace: trace 30 steps, sha256 \w{16}, on_end stop, minibatch_size 4, ", comment)
+    comment = vbs.Trace.read(stopped_after(1, tmp_path) / "executed.csv").comment
+    assert re.match(r"executed from trace: trace 6 steps, sha256 \w{16}, on_end stop, minibatch_size 4, ", comment)
 
 
 def test_a_model_may_have_one_parameter(tmp_path):
-    stopped_after(3, tmp_path, model=nn.Linear(6, 1, bias=False))
-    assert Run(tmp_path, model=nn.Linear(6, 1, bias=False)).optimizer.steps_done == 3
+    stopped_after(1, tmp_path, model=nn.Linear(6, 1, bias=False))
+    assert Run(tmp_path, model=nn.Linear(6, 1, bias=False)).optimizer.steps_done == 1
 
 
 def test_a_checkpoint_from_before_there_were_metrics_is_gone_on_from(tmp_path):
-    (*_, path) = storage.checkpoints(stopped_after(3, tmp_path))
+    (*_, path) = storage.checkpoints(stopped_after(1, tmp_path))
     state = torch.load(path, weights_only=True)
     torch.save({name: value for name, value in state.items() if name not in ("metrics", "changes")}, path)
-    assert Run(tmp_path).optimizer.steps_done == 3
+    assert Run(tmp_path).optimizer.steps_done == 1
 
 
 # --------------------------------------------------------------------------------------------------------- two cores
@@ -180,14 +190,14 @@ def of_two_cores(directory):
     found["steps"] = Run(directory / "many").optimizer.steps_done
     Run(directory / f"of {rank}", process_group=groups[rank]).checkpoint.save()
 
-    told = Run(directory / "told")
+    told = Run(directory / "told", trace=(4,) * 10)  # one minibatch in each step
 
     def tell(steps_done):
         if rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     try:
-        told.go(after_step=tell)
+        told.go(epochs=1, after_step=tell)
     except SystemExit as stop:
         found["stop"] = stop.code, told.optimizer.steps_done
     return found
@@ -197,7 +207,7 @@ def of_two_cores(directory):
 def prepared(tmp_path_factory):
     """Checkpoints of a run after several steps, after the first, and before it."""
     directory = tmp_path_factory.mktemp("cores")
-    stopped_after(13, directory / "many", keep=3)
+    stopped_after(5, directory / "many", keep=3)
     stopped_after(1, directory / "first")
     Run(directory / "none").checkpoint.save()
     return directory
@@ -208,7 +218,7 @@ def cores(on_cores, prepared):
     return on_cores(2, of_two_cores, prepared)
 
 
-@pytest.mark.parametrize(("name", "file"), [("many", 13), ("first", 1), ("none", 0)])
+@pytest.mark.parametrize(("name", "file"), [("many", 5), ("first", 1), ("none", 0)])
 def test_cores_that_find_different_checkpoints_say_which(cores, prepared, name, file):
     directories, files = (prepared / name, prepared / "nothing"), (f"step-{file:09d}.pt", "none")
     for rank, (directory, file) in enumerate(zip(directories, files, strict=True)):
@@ -219,7 +229,7 @@ def test_cores_that_find_different_checkpoints_say_which(cores, prepared, name, 
 
 
 def test_two_cores_go_on_from_what_one_has_saved(cores):
-    assert [core["steps"] for core in cores] == [13, 13]
+    assert [core["steps"] for core in cores] == [5, 5]
 
 
 def test_a_run_of_some_of_the_processes_is_saved_by_its_first(cores, prepared):
