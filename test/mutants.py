@@ -46,7 +46,7 @@ OF_RULES += [f"test/training/test_{name}.py" for name in ("settings", "factors",
 OF_TRAINING = [f"test/training/test_{name}.py" for name in ("state", "optimizer", "adascale", "gradients")]
 OF_GRADIENTS = [f"test/training/test_{name}.py" for name in ("gradients_over_cores", "flat_memory", "weights")]
 OF_GRADIENTS += OF_TRAINING
-OF_RUNS = [f"test/runs/test_{name}.py" for name in ("going_on", "checkpoint", "fork", "scheduler_state", "metrics")]
+OF_RUNS = [f"test/runs/test_{name}.py" for name in ("going_on", "checkpoint", "fork", "metrics")]
 OF_SCHEDULES = [f"test/schedules/test_{name}.py" for name in ("schedule", "past", "live")]
 TESTS = {
     "rules/noise.py": ["test/rules/test_noise.py", *OF_RULES],
