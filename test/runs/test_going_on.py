@@ -26,14 +26,24 @@ class Stopped(Exception):
 class Run:
     """A run of up to three epochs of two steps each, unless a trace is given."""
 
-    def __init__(self, directory, *, trace=(20,) * 6, process_group=None, seed=0, model=None, **options):
+    def __init__(
+        self,
+        directory,
+        *,
+        trace=(20,) * 6,
+        process_group=None,
+        seed=0,
+        model=None,
+        kind=vbs.LinearRuleOptimizer,
+        **options,
+    ):
         self.model = nn.Linear(6, 1) if model is None else model
         trace = list(trace) if isinstance(trace, tuple) else trace
         self.sampler = vbs.CustomSampler(
             dataset_size=40, trace=trace, minibatch_size=4, seed=seed, process_group=process_group
         )
         inner = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.optimizer = vbs.LinearRuleOptimizer(inner, self.sampler, ref_batchsize=16)
+        self.optimizer = kind(inner, self.sampler, ref_batchsize=16)
         self.checkpoint = vbs.Checkpoint(directory, model=self.model, optimizer=self.optimizer, **options)
 
     def steps(self):
@@ -162,11 +172,28 @@ def test_a_model_may_have_one_parameter(tmp_path):
     assert Run(tmp_path, model=nn.Linear(6, 1, bias=False)).optimizer.steps_done == 1
 
 
-def test_a_checkpoint_from_before_there_were_metrics_is_gone_on_from(tmp_path):
+def test_a_checkpoint_of_the_first_version_is_gone_on_from(tmp_path):
     (*_, path) = storage.checkpoints(stopped_after(1, tmp_path))
     state = torch.load(path, weights_only=True)
-    torch.save({name: value for name, value in state.items() if name not in ("metrics", "changes")}, path)
+    torch.save({name: value for name, value in state.items() if name not in ("metrics", "changes", "past")}, path)
     assert Run(tmp_path).optimizer.steps_done == 1
+
+
+def test_metrics_go_on_from_their_sums(tmp_path):
+    first, second = (vbs.Metrics("seen", device="cpu") for _ in range(2))
+    first.add(seen=3)
+    Run(tmp_path, metrics=[first]).checkpoint.save()
+    Run(tmp_path, metrics=[second])
+    assert second.read() == {"seen": 3}
+
+
+def test_what_a_rule_has_measured_goes_on_unless_it_is_another_rule(tmp_path):
+    stopped_after(1, tmp_path)
+    another = Run(tmp_path, kind=vbs.AdaScaleOptimizer, accept={"rule"})
+    assert another.optimizer.noise is None
+    another.go()
+    assert another.optimizer.noise is not None
+    assert Run(tmp_path, kind=vbs.AdaScaleOptimizer).optimizer.noise == another.optimizer.noise
 
 
 # --------------------------------------------------------------------------------------------------------- two cores
