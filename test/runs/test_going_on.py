@@ -89,13 +89,15 @@ def test_it_goes_on_from_the_newest_of_several_and_says_where(tmp_path, caplog):
     assert (run.optimizer.steps_done, run.checkpoint.directory) == (5, tmp_path)
 
 
-def test_it_says_that_it_goes_on_as_another_run(tmp_path, caplog):
-    stopped_after(4, tmp_path, keep=3)
-    Run(tmp_path, seed=7, accept={"seed"}).go()
-    said = f"going on from {tmp_path}/step-000000004.pt as another run: seed was 0 and is 7"
+def test_it_says_that_it_goes_on_as_another_run_and_where_it_became_one(tmp_path, caplog):
+    stopped_after(2, tmp_path, keep=3)
+    Run(tmp_path, seed=7, accept={"seed"}).go(epochs=2)
+    said = f"going on from {tmp_path}/step-000000002.pt as another run: seed was 0 and is 7"
     assert caplog.record_tuples == [(LOGGER, logging.WARNING, said)]
+    (tmp_path / "executed.csv").unlink()  # it is made anew from the checkpoint
+    Run(tmp_path, seed=7).go()
     rows = (tmp_path / "executed.csv").read_text().splitlines()
-    assert rows[-3:] == ["# from here on: seed was 0 and is 7", "4,20", "5,20"]
+    assert rows[-5:] == ["# from here on: seed was 0 and is 7", "2,20", "3,20", "4,20", "5,20"]
 
 
 def test_of_a_file_that_is_cut_short_the_one_before_is_named(tmp_path):
