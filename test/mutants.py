@@ -41,7 +41,7 @@ PACKAGE = "variable_batch_size"
 RESULTS = PLACE / "results.json"
 EQUIVALENT = Path(__file__).parent / "equivalent_mutants.txt"
 
-OF_RULES = [f"test/rules/test_{name}.py" for name in ("rule", "adam", "adascale_rule", "noise", "registry")]
+OF_RULES = [f"test/rules/test_{name}.py" for name in ("rule", "adam", "adascale_rule", "surge", "noise", "registry")]
 OF_RULES += [f"test/training/test_{name}.py" for name in ("settings", "factors", "adascale")]
 OF_TRAINING = [f"test/training/test_{name}.py" for name in ("state", "optimizer", "adascale", "gradients")]
 OF_GRADIENTS = [f"test/training/test_{name}.py" for name in ("gradients_over_cores", "flat_memory", "weights")]
