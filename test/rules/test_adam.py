@@ -100,7 +100,8 @@ def test_at_the_reference_batch_size_adam_is_left_as_it_is(form):
 
 
 def test_a_step_of_adam_counts_for_as_many_steps_as_it_has_batches():
-    assert AdamRule().worth(FOUR_TIMES, AdamRule().factor(FOUR_TIMES)) == 4.0
+    nine_times = Step(batch_size=9 * 128, minibatch_size=32, ref_batchsize=128)
+    assert AdamRule().worth(nine_times, AdamRule().factor(nine_times)) == 9.0
 
 
 def test_an_unknown_form_is_refused():

@@ -97,6 +97,11 @@ def test_only_the_linear_momentum_rule_sums_gradients():
     assert [rule.sums_gradients for rule in rules] == [False, False, False, True]
 
 
+def test_a_step_has_no_weights_unless_they_are_given():
+    step = Step(batch_size=8, minibatch_size=4, ref_batchsize=4)
+    assert step.weight is step.num_weighted is None
+
+
 def test_a_step_counts_whole_minibatches_and_is_the_first_unless_said():
     step = Step(batch_size=96, minibatch_size=32, ref_batchsize=128)
     assert (step.num_minibatches, type(step.num_minibatches)) == (3, int)

@@ -108,7 +108,7 @@ def test_a_file_that_was_cut_short_is_refused_and_left_alone(saved, share):
 
 def test_the_only_file_cut_short_is_said_to_be_the_only_one(tmp_path):
     (tmp_path / "step-000000001.pt").write_bytes(b"")
-    with pytest.raises(ValueError, match="move it away to start from the beginning"):
+    with pytest.raises(ValueError, match=r"; move it away to start from the beginning$"):
         make(tmp_path)
 
 
@@ -251,7 +251,8 @@ def test_saving_in_the_middle_of_a_step_is_refused(tmp_path):
     for _ in checkpoint.epochs(1):
         model(torch.ones(len(next(iter(sampler))), 6)).sum().backward()
         optimizer.step()
-        with pytest.raises(RuntimeError, match=r"save\(\) was called in the middle of a step"):
+        message = "save() was called in the middle of a step: call it when optimizer.step() has completed one"
+        with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
             checkpoint.save()
         break
 
@@ -294,6 +295,19 @@ def test_told_to_stop_it_saves_where_the_epoch_was_left_in_the_middle_of_a_step(
     assert (storage.load(path)["epoch"], storage.load(path)["steps_of_epochs"]) == (1, [1])
 
 
+@pytest.mark.usefixtures("survives_sigterm")
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_told_to_stop_it_says_where_it_has_saved(tmp_path, caplog, is_saved):
+    checkpoint, sampler, optimizer, model = make(tmp_path if is_saved else None)
+    model.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as caught:
+        train(checkpoint, sampler, optimizer, model)
+    assert caught.value.code == vbs.EXIT_STOPPED
+    said = "told to stop: ended after 1 steps" + (f", saved in {tmp_path}" if is_saved else "")
+    assert caplog.record_tuples == [("variable_batch_size.runs.checkpoint", logging.WARNING, said)]
+    assert len(storage.checkpoints(tmp_path)) == is_saved
+
+
 def test_a_trace_that_is_too_short_is_said_before_anything_is_trained():
     with pytest.raises(ValueError, match="trace holds 2 epochs of 40 samples, got epoch 2"):
         next(make(None)[0].epochs(3))
@@ -314,7 +328,7 @@ def test_arguments_are_checked(options, said):
 
 def test_the_optimizer_must_be_ours():
     model = stoppable_run.network()
-    with pytest.raises(ValueError, match="`optimizer` must be a CustomOptimizer, got SGD"):
+    with pytest.raises(ValueError, match=r"^`optimizer` must be a CustomOptimizer, got SGD$"):
         vbs.Checkpoint(None, model=model, optimizer=torch.optim.SGD(model.parameters()))
 
 
@@ -356,19 +370,7 @@ def test_the_executed_trace_says_which_epochs_were_left_early(tmp_path):
     ]
 
 
-# --------------------------------------------------------------------------------------------------------- other cores
-
-
-def find_different_checkpoints(directories):
-    from variable_batch_size.cores.running import running_cores
-
-    make(directories[running_cores()[0]])
-
-
-def test_cores_that_find_different_checkpoints_say_so(saved, tmp_path_factory):
-    empty = tmp_path_factory.mktemp("empty")
-    with pytest.raises(RuntimeError, match=r"the cores do not find the same checkpoint in .*that all machines share"):
-        vbs.launch(find_different_checkpoints, ([saved, empty],), cores=2, backend="gloo")
+# -------------------------------------------------------------------------------------------------- other programs
 
 
 def test_a_checkpoint_is_readable_without_the_library(saved):

@@ -62,7 +62,17 @@ def test_a_constant_trace_holds_whatever_is_said():
 
 
 def test_the_first_row_that_breaks_a_rule_is_named():
-    sizes = BatchSizes(Trace.from_sequence([*[64] * 5000, 96, 32]), "stop")
-    with pytest.raises(ValueError, match=r"^trace\[5000\]: batchsize must be even in 64ths, got 96$"):
+    sizes = BatchSizes(Trace.from_sequence([*[64] * 9000, 96, 32]), "stop")
+    with pytest.raises(ValueError, match=r"^trace\[9000\]: batchsize must be even in 64ths, got 96$"):
         sizes.refuse_first(lambda rows: rows % 64 != 0, "even in 64ths")
-    sizes.refuse_first(lambda rows: np.zeros(len(rows), dtype=bool), "anything")
+
+
+def test_a_rule_looks_once_at_every_row():
+    seen = []
+
+    def is_wrong(rows):
+        seen.extend(rows)
+        return np.zeros(len(rows), dtype=bool)
+
+    BatchSizes(Trace.from_sequence(range(1, 9003)), "stop").refuse_first(is_wrong, "anything")
+    assert seen == list(range(1, 9003))

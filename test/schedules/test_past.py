@@ -24,6 +24,7 @@ def test_behind_its_own_past_a_schedule_is_the_same(rows, more, on_end, data):
     epoch = data.draw(st.integers(0, num_epochs - 1))
     past = short.past(epoch, data.draw(st.integers(0, len(short.steps(epoch)))))
     assert past.rows().tolist() == [short.batch_size(step) for step in range(past.num_rows)]
+    assert past.has_ended == (on_end == "stop" and past.num_rows == len(rows))
     again = short.after(past)
     assert again.trace == short.trace
     assert epochs_of(again, num_epochs) == epochs_of(short, num_epochs)
@@ -41,7 +42,7 @@ def test_behind_another_past_the_next_step_is_the_next_row(rows, others, on_end,
     past = first.past(epoch, step)
     if on_end == "stop" and past.num_rows > len(others):
         with pytest.raises(
-            ValueError, match=r"^trace must go on behind the \d+ steps? that the run has passed, got \d+"
+            ValueError, match=r"^trace must go on behind the \d+ steps? that the run has passed, got \d+ steps?$"
         ):
             second.after(past)
         return
@@ -64,6 +65,22 @@ def test_with_other_minibatches_no_epoch_takes_more_than_it_holds_from_now_on(ro
     for number in range(schedule.num_epochs):
         steps = schedule.steps(number)
         assert schedule.samples_before(steps.stop) - schedule.samples_before(steps.start) <= schedule.capacity
+
+
+def test_an_epoch_that_holds_less_now_than_it_has_used_is_over():
+    rows = [20, 16, 4, 16, 8]
+    past = schedule_of(rows).past(0, 2)
+    assert epochs_of(schedule_of(rows, dataset_size=30).after(past), 2) == [range(2), range(2, 5)]
+
+
+@pytest.mark.parametrize(("first_step", "steps"), [(1, "1 step"), (2, "2 steps")])
+def test_a_trace_that_starts_over_must_begin_with_what_is_past(first_step, steps):
+    past = schedule_of([8, 16, 8]).past(0, first_step)
+    message = (
+        f'^trace must begin with the {steps} that the run has passed, because on_end="cycle" starts over with them$'
+    )
+    with pytest.raises(ValueError, match=message):
+        schedule_of([16, 8, 8], on_end="cycle").after(past)
 
 
 def test_a_past_of_a_constant_trace_takes_no_memory():

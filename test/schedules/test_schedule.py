@@ -180,6 +180,12 @@ def test_a_step_as_large_as_the_epoch_is_an_epoch():
     assert [schedule.steps(epoch) for epoch in range(3)] == [range(1), range(1, 2), range(2, 3)]
 
 
+def test_a_trace_is_described_by_its_sizes():
+    rows, constant = (Schedule(Trace.of(trace), dataset_size=300, minibatch_size=32) for trace in ([64, 96, 32], 64))
+    assert rows.description == "3 steps, sha256 76c5556c1e56a62d"
+    assert constant.description == "always 64"
+
+
 # --------------------------------------------------------------------------------------------------------------- cores
 
 

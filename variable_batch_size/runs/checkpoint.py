@@ -89,7 +89,6 @@ class Checkpoint:
         loader_workers.shield_loader_workers()
         self.directory: Path | str | None = None
         self.every_steps = every_steps
-        self._model = model
         self._optimizer = optimizer
         self._sampler = optimizer.sampler
         self._schedulers = list(schedulers)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 import torch
 
 from variable_batch_size.cores import accelerators, xla
-from variable_batch_size.cores.communicator import Communicator
 
 _GAUSS = struct.Struct("<?d")  # whether there is a normal number left from the pair drawn last, and which
 _NUMPY = struct.Struct("<H?d")  # the position in the state, and the same
@@ -52,24 +50,6 @@ def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
     else:
         (seed,) = _SEED.unpack(_bytes(states["xla"]))
         xla.set_random_seed(seed, device)
-
-
-def of_all_cores(
-    device: torch.device, communicator: Communicator, total: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The states of all cores, a row for each core. Every core must call it.
-
-    Args:
-        device: of this core.
-        communicator: knows which of the cores this is.
-        total: sums a tensor over all cores.
-    """
-    own = capture(device)
-    table = torch.zeros(communicator.num_replicas, sum(map(len, own.values())), dtype=torch.int32)
-    table[communicator.rank] = torch.cat(list(own.values()))
-    table = total(table).to(torch.uint8)
-    ends = itertools.accumulate(map(len, own.values()))
-    return {name: table[:, end - len(own[name]) : end].clone() for name, end in zip(own, ends, strict=True)}
 
 
 def undisturbed(device: torch.device) -> AbstractContextManager[None]:

@@ -71,7 +71,7 @@ class Schedule(Layout):
             f"at most {self.capacity} (the whole minibatches of {dataset_size} samples)",
         )
         self._starts = [0]  # first step of each epoch found so far
-        self._epoch_of_row: dict[int, int] = {0: 0}  # which of them starts at a row, to find the period of a cycle
+        self._epoch_of_row: dict[int, int] = {}  # which of them starts at a row, to find the period of a cycle
 
     @property
     def trace(self) -> Trace:
@@ -124,7 +124,7 @@ class Schedule(Layout):
                 return last
             if self.on_end == "hold" and last >= num_rows - 1:  # from here on, every step is like the last row
                 return last + (epoch - len(self._starts) + 1) * (self.capacity // int(self.trace.sizes[-1]))
-            if self.on_end == "cycle" and len(self._starts) > 1:
+            if self.on_end == "cycle":
                 # once two epochs have started at the same row, everything repeats
                 first = self._epoch_of_row.setdefault(last % num_rows, len(self._starts) - 1)
                 period = len(self._starts) - 1 - first
@@ -173,7 +173,7 @@ class Schedule(Layout):
         if schedule.samples_before(num_rows) - schedule.samples_before(starts[-1]) > self.capacity:
             starts.append(num_rows)
         schedule._starts = starts
-        schedule._epoch_of_row = {starts[-1] % len(schedule.trace.sizes): len(starts) - 1}
+        schedule._epoch_of_row = {}
         return schedule
 
     def _begins_with(self, past: Past) -> bool:
