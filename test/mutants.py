@@ -48,6 +48,7 @@ OF_GRADIENTS = [f"test/training/test_{name}.py" for name in ("gradients_over_cor
 OF_GRADIENTS += OF_TRAINING
 OF_RUNS = [f"test/runs/test_{name}.py" for name in ("going_on", "checkpoint", "fork", "metrics")]
 OF_SCHEDULES = [f"test/schedules/test_{name}.py" for name in ("schedule", "past", "live")]
+OF_SETTINGS = ["test/training/test_settings.py", "test/training/test_together.py"]
 TESTS = {
     "rules/noise.py": ["test/rules/test_noise.py", *OF_RULES],
     "rules/transition.py": OF_RULES,
@@ -56,10 +57,10 @@ TESTS = {
     "rules/scaling.py": OF_RULES,
     "rules/rule.py": OF_RULES,
     "rules/registry.py": ["test/rules/test_registry.py", *OF_RULES],
-    "training/position.py": ["test/training/test_position.py", *OF_TRAINING],
+    "training/position.py": ["test/training/test_position.py", *OF_TRAINING, "test/training/test_deciding.py"],
     "training/factors.py": ["test/training/test_factors.py", *OF_TRAINING],
-    "training/settings.py": ["test/training/test_settings.py", *OF_TRAINING],
-    "training/adam_bias.py": ["test/training/test_settings.py", *OF_TRAINING],
+    "training/settings.py": [*OF_SETTINGS, *OF_TRAINING],
+    "training/adam_bias.py": [*OF_SETTINGS, *OF_TRAINING],
     "training/preconditioner.py": ["test/training/test_settings.py", *OF_TRAINING],
     "training/flat_gradients.py": OF_GRADIENTS,
     "training/flat_memory.py": ["test/training/test_flat_memory.py", *OF_GRADIENTS],

@@ -7,7 +7,7 @@ from variable_batch_size.training.factors import Factors
 
 
 class OfGroups(Rule):
-    """Factor S for all together, and S times 1, 10, 100 for the groups; worth a tenth."""
+    """Factor S for all together, and S times 1, 10, 100 for the groups; worth a tenth, whatever the reference is."""
 
     def factor(self, step):
         return step.scale
@@ -16,7 +16,7 @@ class OfGroups(Rule):
         return step.scale * 10**group
 
     def worth(self, step, factor):
-        return factor / 10
+        return factor / 10 * step.ref_batchsize
 
 
 def step(scale):

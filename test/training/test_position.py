@@ -128,6 +128,21 @@ def test_a_position_says_where_it_is_and_of_how_many_steps_if_they_end():
 
 
 @given(
+    counts=st.lists(st.integers(1, 9), min_size=1, max_size=6), num_replicas=st.integers(1, 4), lockstep=st.booleans()
+)
+def test_it_is_known_whether_the_next_minibatch_ends_its_step(counts, num_replicas, lockstep):
+    trace = Trace.of([32 * count for count in counts])
+    schedule = Schedule(trace, dataset_size=10_000, minibatch_size=32, num_replicas=num_replicas, lockstep=lockstep)
+    for rank in range(num_replicas):
+        position = Position(schedule, rank)
+        while position.epoch_step < len(counts):
+            was_last_next = position.is_last_next
+            position.advance()
+            assert was_last_next == position.is_complete
+        assert position.is_last_next  # nothing is next
+
+
+@given(
     counts=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     num_replicas=st.integers(1, 6),
     capacity=st.integers(9, 30),
@@ -150,8 +165,10 @@ def test_the_next_minibatch_has_the_number_that_counting_gives_it(counts, num_re
     for _ in expected:
         found.append(position.next_minibatch)
         assert position.next_minibatch == found[-1]
+        assert isinstance(position.next_minibatch, int)
         position.advance()
     assert found == expected
+    assert isinstance(position.next_minibatch, int)
     assert position.next_minibatch == sum(of_steps)  # behind the last, what an evaluation may draw from
     offsets = schedule.offsets(epoch, rank, at_once=5, first_step=first_step)
     assert found == [int(offset) // 32 for part in offsets for offset in part]

@@ -214,6 +214,19 @@ def test_only_a_decoupled_decay_is_corrected(kind, is_decoupled, is_said):
     assert settings["weight_decay"] == pytest.approx(0.125 / scale if is_decoupled else 0.125)
 
 
+@pytest.mark.parametrize(
+    ("kind", "decay"), [(torch.optim.Adam, 0.125), (torch.optim.AdamW, 0.25)], ids=["Adam", "AdamW"]
+)
+def test_rules_see_that_a_decay_is_decoupled_where_the_group_does_not_say_so(kind, decay):
+    (p,) = parameters(1)
+    inner = kind([p], lr=0.25, weight_decay=0.125)
+    inner.param_groups[0].pop("decoupled_weight_decay", None)
+    with Settings(inner, Alone()).of_step(vbs.AdamRule(), STEP, [2.0]):
+        found = inner.param_groups[0]["weight_decay"] * inner.param_groups[0]["lr"]
+    # lr · √4, and a decoupled decay as much for each of the 4 samples; Adam's first update corrects nothing
+    assert found == pytest.approx(0.25 * 2 * decay)
+
+
 def test_a_decay_that_the_rule_has_set_goes_before_that_of_the_group():
     (p,) = parameters(1)
     inner = torch.optim.AdamW([p], lr=0.25, weight_decay=0.125)
