@@ -8,9 +8,10 @@ from torch import nn
 
 import variable_batch_size as vbs
 from variable_batch_size.cores.communicator import Alone, Communicator
-from variable_batch_size.training.adam_bias import AdamBias
+from variable_batch_size.training.adam_bias import AdamBias, is_decoupled
 from variable_batch_size.training.preconditioner import Preconditioner
 from variable_batch_size.training.settings import Settings
+from variable_batch_size.training.together import Together
 
 STEP = vbs.Step(batch_size=4, minibatch_size=1, ref_batchsize=1)
 
@@ -196,10 +197,10 @@ def test_a_group_without_decay_is_given_none():
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_decoupled"), [(torch.optim.Adam, False), (torch.optim.AdamW, True)], ids=["Adam", "AdamW"]
+    ("kind", "counts"), [(torch.optim.Adam, False), (torch.optim.AdamW, True)], ids=["Adam", "AdamW"]
 )
 @pytest.mark.parametrize("is_said", [True, False], ids=["said by the group", "known by the class"])
-def test_only_a_decoupled_decay_is_corrected(kind, is_decoupled, is_said):
+def test_only_a_decoupled_decay_is_corrected(kind, counts, is_said):
     (p,) = parameters(1)
     inner = kind([p], lr=0.25, weight_decay=0.125)
     group = dict(inner.param_groups[0])
@@ -211,7 +212,7 @@ def test_only_a_decoupled_decay_is_corrected(kind, is_decoupled, is_said):
     # Adam reckons with 1 − 0.5² where 1 − 0.75 · 0.5 is right
     scale = (1 - 0.5**2) / (1 - 0.75 * 0.5)
     assert settings["lr"] == pytest.approx(0.25 * scale)
-    assert settings["weight_decay"] == pytest.approx(0.125 / scale if is_decoupled else 0.125)
+    assert settings["weight_decay"] == pytest.approx(0.125 / scale if counts else 0.125)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +226,13 @@ def test_rules_see_that_a_decay_is_decoupled_where_the_group_does_not_say_so(kin
         found = inner.param_groups[0]["weight_decay"] * inner.param_groups[0]["lr"]
     # lr · √4, and a decoupled decay as much for each of the 4 samples; Adam's first update corrects nothing
     assert found == pytest.approx(0.25 * 2 * decay)
+
+
+def test_of_several_optimizers_the_one_of_a_group_says_whether_its_decay_is_decoupled():
+    p, q = parameters(2)
+    inner = Together([torch.optim.SGD([p], lr=0.25), torch.optim.AdamW([q])])
+    inner.param_groups[1].pop("decoupled_weight_decay", None)
+    assert [is_decoupled(inner, group) for group in inner.param_groups] == [False, True]
 
 
 def test_a_decay_that_the_rule_has_set_goes_before_that_of_the_group():
