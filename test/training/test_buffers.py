@@ -192,7 +192,8 @@ def test_a_stand_in_is_undone_and_a_minibatch_that_counts_is_not(is_one_program)
     torch.manual_seed(0)
     model = Statistics()
     model.register_buffer("nothing", None)
-    buffers = Buffers(model, OfTwo(is_one_program=is_one_program))
+    core = OfTwo(is_one_program=is_one_program)
+    buffers = Buffers(model, core)
     counted = 0
     for is_idle in (True, False, True, True, False, False):
         buffers.save(is_idle)
@@ -204,6 +205,7 @@ def test_a_stand_in_is_undone_and_a_minibatch_that_counts_is_not(is_one_program)
             assert torch.equal(after, (before if is_idle else during)[name]), name
         counted += not is_idle
         assert model.count == counted
+    assert core.num_flushes == 0  # as the user did nothing to the buffers
 
 
 @pytest.mark.parametrize("is_one_program", [False, True])
@@ -231,6 +233,41 @@ def test_a_model_may_be_run_in_parts(is_one_program):
     model[2](model[1](model[0](torch.randn(4, 2))))
     buffers.settle(is_taken_back=True)
     assert (model[1].mean.tolist(), model[1].count.item()) == ([5.0, 5.0], 0)
+
+
+@pytest.mark.parametrize("is_one_program", [False, True])
+def test_a_model_may_have_a_single_buffer(is_one_program):
+    model = nn.Module()
+    model.register_buffer("count", torch.zeros(()))
+    buffers = Buffers(model, OfTwo(is_one_program=is_one_program))
+    buffers.save(is_idle=True)
+    model.count += 1
+    buffers.settle(is_taken_back=True)
+    assert model.count == 0
+
+
+def test_nothing_is_put_back_before_anything_was_remembered():
+    model = Statistics()
+    buffers = Buffers(model, OfTwo())
+    model(torch.randn(4, 2))
+    model.count += 1
+    buffers.settle(is_taken_back=True)
+    assert model.count == 2
+
+
+def test_a_change_that_gives_a_buffer_no_new_version_is_remembered_too():
+    torch.manual_seed(0)
+    model = Around()
+    buffers = Buffers(model, Alone(), may_skip=True)
+    buffers.save(is_idle=False)
+    model(torch.randn(4, 2))
+    buffers.settle(is_taken_back=False)
+    buffers.save(is_idle=False)
+    before = buffers_of(model)
+    model(torch.randn(4, 2))
+    buffers.settle(is_taken_back=True)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in buffers_of(model).items())
+    assert before["part.mean"].abs().sum() > 0
 
 
 @pytest.mark.parametrize("is_one_program", [False, True])
