@@ -65,7 +65,7 @@ TESTS = {
     "training/kept_gradients.py": OF_GRADIENTS,
     "training/buffers.py": ["test/training/test_buffers.py", *OF_TRAINING],
     "training/scheduled.py": ["test/training/test_scheduled.py", *OF_TRAINING],
-    "training/optimizer.py": [*OF_TRAINING, "test/training/test_scheduled.py"],
+    "training/optimizer.py": [*OF_TRAINING, "test/training/test_scheduled.py", "test/training/test_sameness.py"],
     "runs/storage.py": ["test/runs/test_checkpoint.py"],
     "runs/checkpoint.py": ["test/runs/test_checkpoint.py", "test/runs/test_executed.py"],
     "schedules/batch_sizes.py": ["test/schedules/test_batch_sizes.py", "test/schedules/test_schedule.py"],
