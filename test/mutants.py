@@ -46,6 +46,8 @@ OF_RULES += [f"test/training/test_{name}.py" for name in ("settings", "factors",
 OF_TRAINING = [f"test/training/test_{name}.py" for name in ("state", "optimizer", "adascale", "gradients")]
 OF_GRADIENTS = [f"test/training/test_{name}.py" for name in ("gradients_over_cores", "flat_memory", "weights")]
 OF_GRADIENTS += OF_TRAINING
+OF_OPTIMIZER = [*OF_TRAINING, *(f"test/training/test_{name}.py" for name in ("weights", "closures", "minibatch_seeds"))]
+OF_OPTIMIZER += [f"test/training/test_{name}.py" for name in ("deciding", "together", "buffers", "sameness")]
 TESTS = {
     "rules/noise.py": ["test/rules/test_noise.py", *OF_RULES],
     "rules/transition.py": OF_RULES,
@@ -64,8 +66,8 @@ TESTS = {
     "training/gradients.py": OF_GRADIENTS,
     "training/kept_gradients.py": OF_GRADIENTS,
     "training/buffers.py": ["test/training/test_buffers.py", *OF_TRAINING],
-    "training/scheduled.py": ["test/training/test_scheduled.py", *OF_TRAINING],
-    "training/optimizer.py": [*OF_TRAINING, "test/training/test_scheduled.py", "test/training/test_sameness.py"],
+    "training/scheduled.py": ["test/training/test_scheduled.py", *OF_OPTIMIZER],
+    "training/optimizer.py": [*OF_OPTIMIZER, "test/training/test_scheduled.py"],
     "runs/storage.py": ["test/runs/test_checkpoint.py"],
     "runs/checkpoint.py": ["test/runs/test_checkpoint.py", "test/runs/test_executed.py"],
     "schedules/batch_sizes.py": ["test/schedules/test_batch_sizes.py", "test/schedules/test_schedule.py"],

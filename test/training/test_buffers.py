@@ -118,7 +118,7 @@ def idle_core_with_changed_buffers():
     with torch.no_grad():
         model.mean.fill_(3.0)  # as share_buffers may do before an evaluation
     train(model, optimizer)
-    return buffers_of(model)
+    return {**buffers_of(model), "weight": model.linear.weight.detach()}
 
 
 def shared_buffers():
@@ -145,6 +145,10 @@ def test_an_idle_core_keeps_what_was_put_into_its_buffers(found_on_two_cores):
     assert idle["count"] == 0
     assert first["mean"].tolist() != [3.0, 3.0]
     assert first["count"] == 2
+    # nor does its gradient count, as the weights are those of a core alone
+    alone = idle_core_with_changed_buffers()
+    torch.testing.assert_close(first["weight"], alone["weight"])
+    torch.testing.assert_close(idle["weight"], alone["weight"])
 
 
 def test_evaluation_in_between_changes_nothing():

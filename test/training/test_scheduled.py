@@ -112,6 +112,15 @@ def test_a_smoothed_factor_can_be_read_before_and_after_its_update():
     assert (optimizer.factor(), optimizer.current_lr()) == (2.0, 2.0)
 
 
+def test_a_group_that_was_added_since_the_latest_update_has_its_next_learning_rate():
+    weights, optimizer = make([2, 4], lrs=(1.0,))
+    run(weights, optimizer, (1,), (1,))
+    optimizer.param_groups[0]["lr"] = 0.125
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.25})
+    assert (optimizer.current_lr(), optimizer.current_lr(1)) == (1.0, 0.25)
+    assert (optimizer.factor(), optimizer.factor(1)) == (1.0, 1.0)
+
+
 def test_a_warm_up_counts_the_steps_of_the_run():
     weights, optimizer = make([2, 2, 2], rule=vbs.LEGWRule(warmup_samples=8), lrs=(1.0,))
     seen = []
