@@ -160,8 +160,9 @@ def test_a_squared_norm_is_on_the_device_that_was_asked_for():
         assert square_of(tensors, like=torch.zeros(1, device="meta")).device.type == "meta"
 
 
-def test_float64_is_not_rounded_on_the_way():
-    tensors = [torch.tensor([1 + 1e-12], dtype=torch.float64), torch.tensor([1.0])]
+@pytest.mark.parametrize("beside", [torch.float32, torch.float16])
+def test_float64_is_not_rounded_on_the_way(beside):
+    tensors = [torch.tensor([1 + 1e-12], dtype=torch.float64), torch.tensor([1.0], dtype=beside)]
     assert square_of(tensors, like=tensors[0]).item() == pytest.approx(2 + 2e-12, rel=1e-15)
 
 
