@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import batch_norm, linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import variable_batch_size as vbs
 from variable_batch_size.cores.communicator import Alone, Communicator
@@ -227,6 +228,31 @@ def test_a_stand_in_is_undone_to_what_the_user_has_put_into_the_buffers(is_one_p
     assert core.num_flushes == 1  # before the model runs, so that its program is that of every minibatch
 
 
+class Operations(TorchDispatchMode):
+    """Notes the operations that are run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_in_one_program_a_stand_in_and_a_minibatch_that_counts_are_the_same_operations():
+    model = Statistics()
+    buffers = Buffers(model, OfTwo(is_one_program=True))
+    found = []
+    for is_idle in (True, False):
+        buffers.save(is_idle)
+        model(torch.randn(4, 2))
+        with Operations() as operations:
+            buffers.settle(is_taken_back=is_idle)
+        found.append(operations.names)
+    assert found[0] == found[1] != []
+
+
 @pytest.mark.parametrize("is_one_program", [False, True])
 def test_a_model_may_be_run_in_parts(is_one_program):
     model = nn.Sequential(nn.Linear(2, 2), Statistics(), nn.Linear(2, 2))
@@ -342,6 +368,12 @@ def test_alone_the_buffers_are_shared_already():
     before = buffers_of(model)
     vbs.share_buffers(model)
     assert all(torch.equal(buffer, before[name]) for name, buffer in buffers_of(model).items())
+
+
+def test_buffers_cannot_be_shared_in_a_group_where_there_are_none():
+    message = "^`process_group` must be None where torch.distributed is not initialised$"
+    with pytest.raises(ValueError, match=message):
+        vbs.share_buffers(Statistics(), process_group="data")
 
 
 def test_on_an_idle_core_too_shared_buffers_are_those_of_core_0(found_on_two_cores):
