@@ -49,6 +49,8 @@ OF_GRADIENTS += OF_TRAINING
 OF_RUNS = [f"test/runs/test_{name}.py" for name in ("going_on", "checkpoint", "fork", "metrics")]
 OF_SCHEDULES = [f"test/schedules/test_{name}.py" for name in ("schedule", "past", "live")]
 OF_SETTINGS = ["test/training/test_settings.py", "test/training/test_together.py"]
+OF_OPTIMIZER = [*OF_TRAINING, *(f"test/training/test_{name}.py" for name in ("weights", "closures", "minibatch_seeds"))]
+OF_OPTIMIZER += [f"test/training/test_{name}.py" for name in ("deciding", "together", "buffers", "sameness")]
 TESTS = {
     "rules/noise.py": ["test/rules/test_noise.py", *OF_RULES],
     "rules/transition.py": OF_RULES,
@@ -67,8 +69,8 @@ TESTS = {
     "training/gradients.py": OF_GRADIENTS,
     "training/kept_gradients.py": OF_GRADIENTS,
     "training/buffers.py": ["test/training/test_buffers.py", *OF_TRAINING],
-    "training/scheduled.py": ["test/training/test_scheduled.py", *OF_TRAINING],
-    "training/optimizer.py": [*OF_TRAINING, "test/training/test_scheduled.py"],
+    "training/scheduled.py": ["test/training/test_scheduled.py", *OF_OPTIMIZER],
+    "training/optimizer.py": [*OF_OPTIMIZER, "test/training/test_scheduled.py"],
     "runs/storage.py": ["test/runs/test_storage.py", "test/runs/test_checkpoint.py"],
     "runs/checkpoint.py": OF_RUNS,
     "schedules/batch_sizes.py": ["test/schedules/test_batch_sizes.py", *OF_SCHEDULES],

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import batch_norm, linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import variable_batch_size as vbs
 from variable_batch_size.cores.communicator import Alone, Communicator
@@ -118,7 +119,7 @@ def idle_core_with_changed_buffers():
     with torch.no_grad():
         model.mean.fill_(3.0)  # as share_buffers may do before an evaluation
     train(model, optimizer)
-    return buffers_of(model)
+    return {**buffers_of(model), "weight": model.linear.weight.detach()}
 
 
 def shared_buffers():
@@ -145,6 +146,10 @@ def test_an_idle_core_keeps_what_was_put_into_its_buffers(found_on_two_cores):
     assert idle["count"] == 0
     assert first["mean"].tolist() != [3.0, 3.0]
     assert first["count"] == 2
+    # nor does its gradient count, as the weights are those of a core alone
+    alone = idle_core_with_changed_buffers()
+    torch.testing.assert_close(first["weight"], alone["weight"])
+    torch.testing.assert_close(idle["weight"], alone["weight"])
 
 
 def test_evaluation_in_between_changes_nothing():
@@ -192,7 +197,8 @@ def test_a_stand_in_is_undone_and_a_minibatch_that_counts_is_not(is_one_program)
     torch.manual_seed(0)
     model = Statistics()
     model.register_buffer("nothing", None)
-    buffers = Buffers(model, OfTwo(is_one_program=is_one_program))
+    core = OfTwo(is_one_program=is_one_program)
+    buffers = Buffers(model, core)
     counted = 0
     for is_idle in (True, False, True, True, False, False):
         buffers.save(is_idle)
@@ -204,6 +210,7 @@ def test_a_stand_in_is_undone_and_a_minibatch_that_counts_is_not(is_one_program)
             assert torch.equal(after, (before if is_idle else during)[name]), name
         counted += not is_idle
         assert model.count == counted
+    assert core.num_flushes == 0  # as the user did nothing to the buffers
 
 
 @pytest.mark.parametrize("is_one_program", [False, True])
@@ -221,6 +228,31 @@ def test_a_stand_in_is_undone_to_what_the_user_has_put_into_the_buffers(is_one_p
     assert core.num_flushes == 1  # before the model runs, so that its program is that of every minibatch
 
 
+class Operations(TorchDispatchMode):
+    """Notes the operations that are run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_in_one_program_a_stand_in_and_a_minibatch_that_counts_are_the_same_operations():
+    model = Statistics()
+    buffers = Buffers(model, OfTwo(is_one_program=True))
+    found = []
+    for is_idle in (True, False):
+        buffers.save(is_idle)
+        model(torch.randn(4, 2))
+        with Operations() as operations:
+            buffers.settle(is_taken_back=is_idle)
+        found.append(operations.names)
+    assert found[0] == found[1] != []
+
+
 @pytest.mark.parametrize("is_one_program", [False, True])
 def test_a_model_may_be_run_in_parts(is_one_program):
     model = nn.Sequential(nn.Linear(2, 2), Statistics(), nn.Linear(2, 2))
@@ -231,6 +263,41 @@ def test_a_model_may_be_run_in_parts(is_one_program):
     model[2](model[1](model[0](torch.randn(4, 2))))
     buffers.settle(is_taken_back=True)
     assert (model[1].mean.tolist(), model[1].count.item()) == ([5.0, 5.0], 0)
+
+
+@pytest.mark.parametrize("is_one_program", [False, True])
+def test_a_model_may_have_a_single_buffer(is_one_program):
+    model = nn.Module()
+    model.register_buffer("count", torch.zeros(()))
+    buffers = Buffers(model, OfTwo(is_one_program=is_one_program))
+    buffers.save(is_idle=True)
+    model.count += 1
+    buffers.settle(is_taken_back=True)
+    assert model.count == 0
+
+
+def test_nothing_is_put_back_before_anything_was_remembered():
+    model = Statistics()
+    buffers = Buffers(model, OfTwo())
+    model(torch.randn(4, 2))
+    model.count += 1
+    buffers.settle(is_taken_back=True)
+    assert model.count == 2
+
+
+def test_a_change_that_gives_a_buffer_no_new_version_is_remembered_too():
+    torch.manual_seed(0)
+    model = Around()
+    buffers = Buffers(model, Alone(), may_skip=True)
+    buffers.save(is_idle=False)
+    model(torch.randn(4, 2))
+    buffers.settle(is_taken_back=False)
+    buffers.save(is_idle=False)
+    before = buffers_of(model)
+    model(torch.randn(4, 2))
+    buffers.settle(is_taken_back=True)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in buffers_of(model).items())
+    assert before["part.mean"].abs().sum() > 0
 
 
 @pytest.mark.parametrize("is_one_program", [False, True])
@@ -301,6 +368,12 @@ def test_alone_the_buffers_are_shared_already():
     before = buffers_of(model)
     vbs.share_buffers(model)
     assert all(torch.equal(buffer, before[name]) for name, buffer in buffers_of(model).items())
+
+
+def test_buffers_cannot_be_shared_in_a_group_where_there_are_none():
+    message = "^`process_group` must be None where torch.distributed is not initialised$"
+    with pytest.raises(ValueError, match=message):
+        vbs.share_buffers(Statistics(), process_group="data")
 
 
 def test_on_an_idle_core_too_shared_buffers_are_those_of_core_0(found_on_two_cores):

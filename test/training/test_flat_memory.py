@@ -51,6 +51,7 @@ def test_it_fits_the_same_parameters_as_they_were():
     first, second = given = parameters(2, 2)
     memory = FlatMemory(given, num_numbers=1)
     assert memory.fits([first, second], 1)
+    assert not memory.fits([first, second], 2)
     assert not memory.fits([first], 1)
     assert not memory.fits([second, first], 1)
     assert not memory.fits([first, nn.Parameter(second.detach())], 1)
@@ -80,6 +81,21 @@ def test_a_copy_has_the_gradients_and_room_for_as_many_norms():
     assert len(copy.numbers) == 3
     copy.zero()
     assert [view.tolist() for view in copy.views] == [[0, 0], [0, 0, 0]]
+
+
+def test_a_copy_has_the_dtype_that_was_asked_for():
+    memory = FlatMemory(parameters(2), num_numbers=1, dtype=torch.float64)
+    memory.views[0].fill_(1 + 1e-12)
+    copy = pickle.loads(pickle.dumps(memory))
+    assert copy.views[0].tolist() == [1 + 1e-12] * 2
+    assert copy.fits(copy.parameters, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_on_the_device_of_its_parameters(dtype):
+    p = nn.Parameter(torch.zeros(2, dtype=dtype, device="meta"))
+    memory = FlatMemory([p], num_numbers=3)
+    assert {tensor.device.type for tensor in (*memory.flats, *memory.views, memory.numbers)} == {"meta"}
 
 
 def test_all_of_it_is_multiplied_and_zeroed():
@@ -134,8 +150,19 @@ def test_a_narrow_dtype_does_not_overflow():
         assert square_of([tensor, tensor], like=like).item() == pytest.approx(720_000)
 
 
-def test_float64_is_not_rounded_on_the_way():
-    tensors = [torch.tensor([1 + 1e-12], dtype=torch.float64), torch.tensor([1.0])]
+def test_a_narrow_dtype_does_not_overflow_beside_another_one():
+    narrow = torch.full((4,), 6e4, dtype=torch.float16)
+    assert square_of([narrow, torch.zeros(1)], like=narrow).item() == pytest.approx(1.44e10, rel=1e-3)
+
+
+def test_a_squared_norm_is_on_the_device_that_was_asked_for():
+    for tensors in ([], [torch.ones(2)], [torch.ones(2), torch.ones(2, dtype=torch.float64)]):
+        assert square_of(tensors, like=torch.zeros(1, device="meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize("beside", [torch.float32, torch.float16])
+def test_float64_is_not_rounded_on_the_way(beside):
+    tensors = [torch.tensor([1 + 1e-12], dtype=torch.float64), torch.tensor([1.0], dtype=beside)]
     assert square_of(tensors, like=tensors[0]).item() == pytest.approx(2 + 2e-12, rel=1e-15)
 
 

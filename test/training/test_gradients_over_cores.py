@@ -1,5 +1,6 @@
 """The gradients of a step on several cores, by hand-made numbers."""
 
+import itertools
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from threaded_cores import run_on
 from torch import nn
 
-from variable_batch_size.cores.communicator import Alone
+from variable_batch_size.cores.communicator import Alone, Communicator
 from variable_batch_size.rules.rule import Norms
 from variable_batch_size.training.exact_gradients import ExactGradients
 from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
@@ -164,25 +165,48 @@ def test_a_step_of_weighted_minibatches_has_the_mean_over_all_that_they_weigh(ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_weighs_nothing_counts_for_nothing(kind):
-    found = reduced([[[6, 2], [0, 0]], [[9, 9]]], kind=kind, weights=[[3, 0], [5]], idle=[1], measures=True)
+@pytest.mark.parametrize("as_tensors", [False, True])
+@pytest.mark.parametrize("weight", [3.0, 1.0, 0.5])
+def test_what_weighs_nothing_counts_for_nothing(kind, as_tensors, weight):
+    weights = [[weight, 0.0], [5.0]]
+    if as_tensors:
+        weights = [[torch.tensor(weight) for weight in own] for own in weights]
+    found = reduced([[[6, 2], [0, 0]], [[9, 9]]], kind=kind, weights=weights, idle=[1], measures=True)
     for gradients, numbers in found:
-        assert gradients == pytest.approx([2.0, 2 / 3])
-        assert (numbers.weight, numbers.num_weighted) == (3.0, 1)
+        assert gradients == pytest.approx([6 / weight, 2 / weight])
+        assert numbers == measured(
+            Norms(pytest.approx(40 / weight / weight), pytest.approx(40 / weight**2)), weight=weight, num_weighted=1
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_weighs_nothing_is_known_without_a_wait_and_has_no_gradient_that_is_not_finite(kind):
-    parameters, gradients = make(kind, Alone())
-    take_all(parameters, gradients, [[0, 0], [0, 0]], weights=[0, 0])
-    gradients.reduce(Mean(2), is_idle=False)
-    assert gradients.weighs_nothing()
-    assert values_of(parameters) == [0.0, 0.0]
+    for num_minibatches, nothing in itertools.product((1, 2), (0, torch.tensor(0))):
+        parameters, gradients = make(kind, Alone())
+        take_all(parameters, gradients, [[7, 0], [0, 0]][:num_minibatches], weights=[nothing] * num_minibatches)
+        gradients.reduce(Mean(2), is_idle=False)
+        assert gradients.weighs_nothing()
+        assert values_of(parameters) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_before_the_first_minibatch_there_is_no_weight(kind):
+    _, gradients = make(kind, Alone())
+    assert gradients.weight() is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_core_alone_has_weighed_is_all_that_is_divided_by(kind):
+    for num_minibatches, one in itertools.product((1, 2), (2.0, torch.tensor(2.0))):
+        parameters, gradients = make(kind, Alone())
+        take_all(parameters, gradients, [[1, 2], [3, 6]][:num_minibatches], weights=[one] * num_minibatches)
+        gradients.reduce(TWO, is_idle=False)
+        assert values_of(parameters) == ([0.5, 1.0] if num_minibatches == 1 else [1.0, 2.0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_minibatches", [1, 2])
-@pytest.mark.parametrize("loss_scale", [1.0, 0.5, 2.0])
+@pytest.mark.parametrize("loss_scale", [1.0, 0.5, 0.25, 2.0])
 def test_a_core_alone_takes_the_mean_of_its_own_minibatches(kind, num_minibatches, loss_scale):
     parameters, gradients = make(kind, Alone(), measures=True)
     mean = Mean(2, loss_scale)
@@ -238,6 +262,24 @@ def test_gradients_are_divided_before_they_are_measured_and_those_without_a_divi
     assert gradients.measured() == measured(None, Norms(4.0, 4.0))
 
 
+def test_a_gradient_without_a_divisor_is_looked_at_in_its_own_precision():
+    parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, dtype=torch.float64))]
+    divisors = {parameters[0]: torch.ones(1)}
+    gradients = FlatGradients(torch.optim.SGD(parameters), Alone(), measures=True, divisors=divisors)
+    take_all(parameters, gradients, [[3, 1e25]])
+    gradients.reduce(Mean(1), is_idle=False)
+    assert gradients.measured() == measured(Norms(9.0, 9.0))  # float32 ends at 3e38
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_norm_is_that_of_the_mean_where_gradients_are_summed(kind):
+    parameters, gradients = make(kind, Alone())
+    take_all(parameters, gradients, [[1, 2], [5, 6]])
+    gradients.reduce(Mean(2, multiple=2), is_idle=False)
+    assert values_of(parameters) == [6.0, 8.0]
+    assert gradients.norm().item() == pytest.approx(5.0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_without_a_divisor_must_be_finite_all_the_same(kind):
     parameters, gradients = make(kind, Alone(), measures=True, divisors={})
@@ -260,6 +302,112 @@ def test_a_group_may_be_added_between_two_minibatches():
         gradients.reduce(Mean(2), is_idle=False)
     assert gradients.measured() == measured(Norms(5.0, 4.0), Norms(8.0, 4.0))
     assert late.grad.tolist() == [1.0] * 4
+    assert parameters[1].grad is None
+
+
+def test_what_came_before_a_group_was_added_stays():
+    parameters, inner = optimizer_of()
+    gradients = FlatGradients(inner, Alone())
+    parameters[0].grad = torch.full((1,), 3.0, dtype=torch.float64)
+    gradients.take(Mean(2), is_last=False)
+    late = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    inner.add_param_group({"params": [late]})
+    late.grad = torch.full((1,), 2.0, dtype=torch.float64)
+    gradients.take(Mean(2), is_last=True)
+    gradients.reduce(Mean(1), is_idle=False)
+    assert values_of([*parameters, late]) == [3.0, None, 2.0]
+
+
+def test_a_parameter_may_have_another_shape_in_the_next_step():
+    parameters, gradients = make(FlatGradients, Alone())
+    for size in (1, 3):
+        parameters[0].data = torch.zeros(size, dtype=torch.float64)
+        take_all(parameters, gradients, [[1, 2], [3, 4]])
+        gradients.reduce(TWO, is_idle=False)
+        assert parameters[0].grad.tolist() == [2.0] * size
+        gradients.clear()
+
+
+class Alike(Communicator):
+    """One of many cores that all do the same, and count what they send."""
+
+    rank = 0
+
+    def __init__(self, num_replicas):
+        self.num_replicas = num_replicas
+        self.num_sent = 0
+
+    def sum(self, tensors):
+        self.num_sent = sum(tensor.numel() for tensor in tensors)
+        for tensor in tensors:
+            tensor.mul_(self.num_replicas)
+
+    def broadcast(self, tensors):
+        raise AssertionError("nobody asked for that")
+
+
+@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients])
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
+@pytest.mark.parametrize("weight", [None, 5.0])
+def test_thousands_of_cores_that_do_the_same_agree(kind, num_groups, weight):
+    cores = Alike(4095)
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(num_groups)]
+    inner = torch.optim.SGD([{"params": [p]} for p in parameters])
+    gradients = kind(inner, cores, measures=True)
+    for _ in range(2):
+        own = [float(number) for number in range(1, num_groups + 1)]
+        take_all(parameters, gradients, [own], mean=Mean(4095), weights=weight and [weight])
+        gradients.reduce(Mean(4095), is_idle=False)
+        unit = weight or 1.0
+        assert values_of(parameters) == pytest.approx([value / unit for value in own])
+        norms = [Norms(pytest.approx(value**2 / unit**2), pytest.approx(value**2 / unit**2)) for value in own]
+        whole = {"weight": 4095 * weight, "num_weighted": 4095} if weight else {}
+        assert gradients.measured() == measured(*norms, **whole)
+        gradients.clear()
+
+
+def test_what_is_frozen_and_has_no_gradient_is_not_sent():
+    cores = Alike(2)
+    parameters, gradients = make(FlatGradients, cores)
+    sizes = []
+    for is_frozen in (False, True):
+        parameters[1].requires_grad_(not is_frozen)
+        take_all(parameters, gradients, [[1, None if is_frozen else 2]])
+        gradients.reduce(TWO, is_idle=False)
+        gradients.clear()
+        sizes.append(cores.num_sent)
+    assert sizes[0] - sizes[1] == 8 + 1  # its place and the note that it is there
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-6, 3.0])
+def test_a_single_minibatch_is_clipped_as_torch_does_it(size):
+    for mean in (Mean(1), Mean(4, multiple=4)):
+        parameters, gradients = make(FlatGradients, Alone())
+        take_all(parameters, gradients, [[size, None]], mean=mean)
+        gradients.reduce(mean, is_idle=False)
+        gradients.clip(1e-6)
+        plain = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        plain.grad = torch.full_like(plain, size)
+        torch.nn.utils.clip_grad_norm_([plain], 1e-6)
+        assert parameters[0].grad.item() == pytest.approx(plain.grad.item(), rel=1e-9)
+
+
+def test_where_no_gradient_is_none_is_clipped():
+    parameters, gradients = make(FlatGradients, Alone())
+    take_all(parameters, gradients, [[None, None]])
+    gradients.reduce(Mean(1), is_idle=False)
+    gradients.clip(1.0)
+    assert values_of(parameters) == [None, None]
+
+
+def test_a_single_minibatch_of_several_dtypes_is_divided_by_its_weight_in_each_of_them():
+    parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, dtype=torch.float64))]
+    gradients = FlatGradients(torch.optim.SGD(parameters), Alone())
+    take_all(parameters, gradients, [[1, 1]], weights=[torch.tensor(3.0, dtype=torch.float64)])
+    gradients.reduce(Mean(1), is_idle=False)
+    assert [p.grad.dtype for p in parameters] == [torch.float32, torch.float64]
+    assert parameters[0].grad.item() == pytest.approx(1 / 3, rel=1e-7)
+    assert parameters[1].grad.item() == pytest.approx(1 / 3, rel=1e-15)
 
 
 def test_a_frozen_parameter_that_was_given_a_gradient_counts():
@@ -317,7 +465,11 @@ def test_cores_that_freeze_other_parameters_later_are_refused(kind):
         if kind is not KeptGradients:
             parameters[1 - core.rank].grad = torch.ones_like(parameters[0])
         gradients.take(TWO, is_last=True)
-        with pytest.raises(RuntimeError, match="the same parameters must be frozen on all cores"):
+        message = (
+            "^the same parameters must be frozen on all cores, which sum the gradients of the others in one piece: "
+            "draw which ones from a generator with the same seed on all cores$"
+        )
+        with pytest.raises(RuntimeError, match=message):
             gradients.reduce(TWO, is_idle=False)
 
     run_on(2, run)

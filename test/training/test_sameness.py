@@ -21,6 +21,7 @@ def build(**different):
         "clip": None,
         "exact": False,
         "frozen": False,
+        "options": {},
     }
     how |= different if rank == 1 else {}
     torch.manual_seed(rank)
@@ -36,7 +37,7 @@ def build(**different):
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=how["lr"])
     model[2].bias.requires_grad_(not how["frozen"])
     rule = vbs.make_rule(how["rule"])
-    options = {"clip_grad_norm": how["clip"], "exact": how["exact"]}
+    options = {"clip_grad_norm": how["clip"], "exact": how["exact"], **how["options"]}
     optimizer = vbs.CustomOptimizer(
         inner, sampler, rule=rule, ref_batchsize=how["ref_batchsize"], model=model, **options
     )
@@ -53,6 +54,21 @@ DIFFERENT = [
     ({"frozen": True}, r"frozen parameters: \[\] on core 0, \[3\] on core 1"),
     ({"clip": 0.5}, "clip_grad_norm: None on core 0, 0.5 on core 1"),
     ({"exact": True}, r"exact \(and in seed_minibatches, threads\): False on core 0, True on core 1"),
+    (
+        {
+            "options": {
+                "smooth_steps": 3,
+                "max_factor": 2.0,
+                "skip_nonfinite": True,
+                "keep_gradients": True,
+                "loss_scale": 4.0,
+                "measure_noise": True,
+                "reduce_once": True,
+            }
+        },
+        r"smooth_steps \(and in max_factor, skip_nonfinite, keep_gradients, loss_scale, measure_noise, reduce_once\): "
+        "0 on core 0, 3 on core 1",
+    ),
     ({"seed": 3, "ref_batchsize": 16}, r"seed \(and in ref_batchsize\): 0 on core 0, 3 on core 1"),
 ]
 

@@ -1,5 +1,6 @@
 """What can be read of a run between two calls of step()."""
 
+import copy
 import math
 
 import pytest
@@ -52,6 +53,20 @@ def test_it_is_described_by_all_that_its_samples_and_state_depend_on():
     }
 
 
+@pytest.mark.parametrize(("options", "is_seeding"), [({}, True), ({"seed_minibatches": False}, False)])
+def test_an_exact_run_depends_on_the_threads_of_a_cpu_too(options, is_seeding):
+    _, optimizer = make(exact=True, **options)
+    described = optimizer.description
+    assert (described["exact"], described["seed_minibatches"]) == (True, is_seeding)
+    assert described["threads"] == torch.get_num_threads()
+
+
+def test_minibatches_may_be_seeded_without_being_exact():
+    _, optimizer = make(seed_minibatches=True)
+    described = optimizer.description
+    assert (described["exact"], described["seed_minibatches"], "threads" in described) == (False, True, False)
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
@@ -97,6 +112,15 @@ def test_a_smoothed_factor_can_be_read_before_and_after_its_update():
     assert (optimizer.factor(), optimizer.current_lr()) == (2.0, 2.0)
 
 
+def test_a_group_that_was_added_since_the_latest_update_has_its_next_learning_rate():
+    weights, optimizer = make([2, 4], lrs=(1.0,))
+    run(weights, optimizer, (1,), (1,))
+    optimizer.param_groups[0]["lr"] = 0.125
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.25})
+    assert (optimizer.current_lr(), optimizer.current_lr(1)) == (1.0, 0.25)
+    assert (optimizer.factor(), optimizer.factor(1)) == (1.0, 1.0)
+
+
 def test_a_warm_up_counts_the_steps_of_the_run():
     weights, optimizer = make([2, 2, 2], rule=vbs.LEGWRule(warmup_samples=8), lrs=(1.0,))
     seen = []
@@ -129,6 +153,54 @@ def test_a_rule_that_measures_no_noise_says_so():
             RuntimeError, match=r"^LinearRule measures no noise: .* any rule with `measure_noise=True`$"
         ):
             question()
+
+
+def test_noise_that_is_measured_beside_a_rule_is_reported_and_goes_on_with_a_run():
+    weights, optimizer = make([2, 2], lrs=(1.0,), ref_batchsize=1, measure_noise=True)
+    run(weights, optimizer, (1,), (3,))
+    assert optimizer.noise == vbs.Noise(2.0, 3.0)
+    assert optimizer.report() == {"gain": pytest.approx(5 / 4), "noise_scale": pytest.approx(2 / 3)}
+    _, other = make([2, 2], lrs=(1.0,), ref_batchsize=1, measure_noise=True)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.noise == optimizer.noise
+    _, other = make([2, 2], lrs=(1.0,), ref_batchsize=1)
+    other.load_state_dict(optimizer.state_dict())  # which has noise that nobody measures any more
+    assert other.report() == {}
+
+
+def test_a_state_without_noise_is_the_beginning_of_measuring_it():
+    _, optimizer = make()
+    _, other = make(measure_noise=True)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.noise is None
+
+
+def test_a_rule_that_measures_noise_is_asked_for_it_though_it_is_to_be_measured_anyway():
+    weights, optimizer = make([2], lrs=(1.0,), rule=vbs.AdaScaleRule(), ref_batchsize=1, measure_noise=True)
+    run(weights, optimizer, (1,), (3,))
+    assert optimizer.noise == optimizer.rule.meter.noise() == vbs.Noise(2.0, 3.0)
+    assert optimizer.state_dict()["variable_batch_size"]["noise"] is None
+
+
+def test_updates_and_steps_are_told_before_the_first_and_after_each():
+    weights, optimizer = make([1, 2, 1], lrs=(1.0,), skip_nonfinite=True)
+    first = copy.deepcopy(optimizer.state_dict())
+    seen = [(optimizer.updated, optimizer.steps_made, optimizer.steps_done)]
+    for value in (1, 1, 1, math.nan):
+        run(weights, optimizer, (value,))
+        seen.append((optimizer.updated, optimizer.steps_made, optimizer.steps_done))
+    assert seen == [(False, 0, 0), (True, 1, 1), (False, 1, 1), (True, 2, 2), (False, 3, 3)]
+    optimizer.load_state_dict(first)
+    assert (optimizer.steps_made, optimizer.steps_done) == (3, 0)
+
+
+def test_a_step_that_is_refused_has_updated_nothing():
+    weights, optimizer = make([1], lrs=(1.0,))
+    run(weights, optimizer, (1,))
+    assert optimizer.updated is True
+    with pytest.raises(RuntimeError, match="all are done"):
+        optimizer.step()
+    assert optimizer.updated is False
 
 
 # ------------------------------------------------------------------------------------------------ norms of the gradient

@@ -86,10 +86,20 @@ def test_what_adam_divides_by_is_known_from_the_first_step_after_loading():
     assert other.noise is not None
 
 
+def test_how_large_exact_gradients_were_goes_on_with_a_run():
+    weight, optimizer = make(exact=True)
+    run(weight, optimizer, 1, 1, 3)
+    state = optimizer.state_dict()
+    _, other = make(exact=True)
+    assert other.state_dict()["variable_batch_size"]["gradients"] != state["variable_batch_size"]["gradients"]
+    other.load_state_dict(copy.deepcopy(state))
+    assert other.state_dict() == state
+
+
 def first_version(state, **rule):
     """As the first version of the format has it: the progress is the rule's, and there is no transition of all."""
     own = dict(state["variable_batch_size"])
-    for name in ("progress", "transition_of_all", "adam_bias"):
+    for name in ("progress", "transition_of_all", "adam_bias", "weights", "gradients", "noise"):
         del own[name]
     return {**state, "variable_batch_size": {**own, "rule": {**own["rule"], **rule}}}
 
@@ -152,9 +162,23 @@ def test_the_warning_of_a_step_left_says_which(caplog):
     run(weight, optimizer, 1)
     go_to(optimizer, 2)
     assert caplog.messages == ["core 0 left step 1 of epoch 1 unfinished: its gradients are discarded"]
+    assert caplog.records[0].name == "variable_batch_size.training.optimizer"
 
 
 # ------------------------------------------------------------------------------------------------------------- one step
+
+
+def test_alone_lockstep_changes_nothing():
+    runs = []
+    for lockstep in (False, True):
+        weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        sampler = vbs.CustomSampler(dataset_size=3, trace=[1, 2], minibatch_size=1, shuffle=False, lockstep=lockstep)
+        inner = torch.optim.SGD([weight], lr=1.0)
+        optimizer = vbs.CustomOptimizer(inner, sampler, rule=vbs.LinearRule(), ref_batchsize=1)
+        run(weight, optimizer, 1, 3, 5)
+        runs.append((weight.item(), optimizer.state_dict()["variable_batch_size"]))
+    assert runs[0] == runs[1]
+    assert runs[0][0] == -9.0
 
 
 def test_hooks_of_a_step_get_the_optimizer_and_no_arguments():

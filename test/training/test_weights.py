@@ -171,6 +171,20 @@ def test_weights_on_some_cores_only_are_refused_on_all(kind, without):
     assert all(found.startswith(message) for found in run_on(3, run))
 
 
+@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients])
+def test_a_core_without_weights_is_seen_beside_one_with_many(kind):
+    def run(core):
+        p = nn.Parameter(torch.zeros(1))
+        gradients = kind(torch.optim.SGD([p], lr=1.0), core)
+        for number in range(100):
+            p.grad = torch.zeros(1) if p.grad is None else p.grad
+            gradients.take(Mean(200), is_last=number == 99, weight=None if core.rank else 1)
+        with pytest.raises(ValueError, match=r"^`weight` must be given on all cores or on none, got none on 1 of 2;"):
+            gradients.reduce(Mean(200), is_idle=False)
+
+    run_on(2, run)
+
+
 @pytest.mark.parametrize("kind", [FlatGradients, KeptGradients, ExactGradients])
 @pytest.mark.parametrize("weights", [None, [0, 0, 0], [5, 0, 7]])
 def test_cores_that_agree_on_weights_go_on(kind, weights):

@@ -46,7 +46,6 @@ class Buffers:
 
     def save(self, is_idle: bool) -> None:
         """Remember the buffers if what is next may have to be taken back; `is_idle` if it is a stand-in."""
-        self._is_fresh = False
         if self._model is None or not (is_idle or self._is_always_saved):
             self._saved = []
         elif not (self._is_one_program and self._saved and self._is_as_saved()):  # there, a program is spared

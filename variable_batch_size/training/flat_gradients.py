@@ -18,21 +18,21 @@ class FlatGradients(Gradients):
     added into flat memory (:class:`FlatMemory`).
     """
 
+    _has_sums: bool  # whether the memory holds minibatches of this step
+    _is_present: list[bool]  # which of its parameters had a gradient in this step, on this core
+    _step_squares: torch.Tensor | None
+    _weight: Weight
+    _num_weighted: Weight
+
     def __init__(self, *args: Any, **options: Any) -> None:
         self._memory = self._new_memory([], 0)
-        self._has_sums = False  # whether the memory holds minibatches of this step
-        self._is_present: list[bool] = []  # which of its parameters had a gradient in this step, on this core
         self._frozen: set[torch.Tensor] = set()  # parameters that need no gradient and were given one all the same
-        self._step_squares: torch.Tensor | None = None
-        self._weight: Weight = 0.0
-        self._num_weighted: Weight = 0.0
         super().__init__(*args, **options)
 
     def _new_memory(self, parameters: list[torch.nn.Parameter], num_numbers: int) -> FlatMemory:
         return FlatMemory(parameters, num_numbers=num_numbers)
 
     def take(self, mean: Mean, *, is_last: bool, weight: Weight | None = None) -> None:
-        self._mean = mean
         self._is_weighted = weight is not None
         if self._measures and mean.num_minibatches > 1:  # one minibatch tells nothing of the noise
             self._measure(weight)
@@ -161,7 +161,7 @@ class FlatGradients(Gradients):
         numbers, layout = memory.numbers[:-1], memory.numbers[-1:]
         self._write_numbers(numbers)
         if not self._is_weighted:
-            put(numbers[-1:], 0.0 if self._has_compared else UNWEIGHTED)
+            put(numbers[-1:], UNWEIGHTED)
         layout.fill_(self._layout)
         self._communicator.sum(memory.flats)
         self._compare(numbers[-1])

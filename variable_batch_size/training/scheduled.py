@@ -60,6 +60,8 @@ class ScheduledOptimizer(Wrapper, ABC):
     """
 
     _communicator: Communicator
+    _factors: list[float] | None  # of the latest step, once it is complete
+    _lrs: list[float]  # likewise
 
     def __init__(
         self,
@@ -95,8 +97,6 @@ class ScheduledOptimizer(Wrapper, ABC):
         if is_fully_sharded(self.parameters()):
             sampler.run_in_lockstep()
         self._scaling = Factors(rule, smooth_steps=smooth_steps, max_factor=max_factor)
-        self._factors: list[float] | None = None  # of the latest step, once it is complete
-        self._lrs: list[float] = []  # likewise
         self._loss_scale = _checked_loss_scale(loss_scale)
         self._own_meter = NoiseMeter() if measure_noise and not isinstance(rule, NoiseRule) else None  # over all groups
         self._deciding = deciding_for(self)
