@@ -84,6 +84,15 @@ def test_each_follows_its_own_rule_as_if_it_were_alone_with_the_gradient_of_the_
     torch.testing.assert_close(weights_of(ours), weights_of(plain), rtol=0, atol=1e-12)
 
 
+def test_the_learning_rate_to_come_is_that_of_the_groups_own_rule():
+    ours = network()
+    first, second = sgd_and_adam(ours)
+    optimizer = make(ours, [first, second], [vbs.LinearRule(), vbs.RootRule()])
+    scale = TRACE[0] / 16
+    assert optimizer.current_lr(0) == pytest.approx(first.param_groups[0]["lr"] * scale)
+    assert optimizer.current_lr(1) == pytest.approx(second.param_groups[0]["lr"] * scale**0.5)
+
+
 def test_one_rule_serves_all():
     ours, plain = network(), network()
     train(ours, make(ours, sgd_and_adam(ours), vbs.RootRule()))

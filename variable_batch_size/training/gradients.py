@@ -79,6 +79,8 @@ class Gradients(ABC):
             divide none.
     """
 
+    _layout: int  # of what is summed, where that is in one piece
+
     def __init__(
         self,
         inner: Optimizer,
@@ -93,7 +95,7 @@ class Gradients(ABC):
         self._divisors = divisors
         self._is_weighted = False  # whether the minibatches of this step have weights
         self._has_compared = False  # whether cores have seen that all of them have weights, or none
-        self._layout = self._compared_layout = -1  # of what is summed, and when cores last saw that it is the same
+        self._compared_layout: int | None = None  # when cores last saw that it is the same
         self._mean = Mean(1)  # of the latest step
         self.discard()
 
