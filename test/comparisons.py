@@ -43,6 +43,7 @@ def vbs_compare(*options, check=True):
     arguments = ["compare", *map(str, options), *([] if "--jobs" in options else ["--jobs", "1"])]
     out, error = io.StringIO(), io.StringIO()
     with in_this_folder(), redirect_stdout(out), redirect_stderr(error), sigterm_as_it_is():
+        torch.manual_seed(0)  # a process of its own would not have the seed that other tests leave behind
         code = main(arguments)
     assert not check or code == 0, error.getvalue()
     return Done(code, out.getvalue(), error.getvalue())
