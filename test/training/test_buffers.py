@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from noted_programs import Programs
 from torch import nn
 from torch.nn.functional import batch_norm, linear
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import variable_batch_size as vbs
 from variable_batch_size.cores.communicator import Alone, Communicator
@@ -228,18 +228,6 @@ def test_a_stand_in_is_undone_to_what_the_user_has_put_into_the_buffers(is_one_p
     assert core.num_flushes == 1  # before the model runs, so that its program is that of every minibatch
 
 
-class Operations(TorchDispatchMode):
-    """Notes the operations that are run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_in_one_program_a_stand_in_and_a_minibatch_that_counts_are_the_same_operations():
     model = Statistics()
     buffers = Buffers(model, OfTwo(is_one_program=True))
@@ -247,9 +235,9 @@ def test_in_one_program_a_stand_in_and_a_minibatch_that_counts_are_the_same_oper
     for is_idle in (True, False):
         buffers.save(is_idle)
         model(torch.randn(4, 2))
-        with Operations() as operations:
+        with Programs() as programs:
             buffers.settle(is_taken_back=is_idle)
-        found.append(operations.names)
+        found.append(programs.current)
     assert found[0] == found[1] != []
 
 
