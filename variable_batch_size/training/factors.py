@@ -60,5 +60,6 @@ class Factors:
         self.progress = state["progress"] if "progress" in state else state["rule"].get("progress", 0.0)
         for of_all in [state["transition_of_all"]] if "transition_of_all" in state else transitions[:1]:
             self._of_all.load_state_dict(of_all)
+        self._of_groups = []  # a state from before the first step has none
         for group, saved in enumerate(transitions):
             self._of_group(group).load_state_dict(saved)

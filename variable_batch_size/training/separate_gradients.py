@@ -65,7 +65,8 @@ class SeparateGradients(Gradients):
         placed = self._communicator.placed_like
         self._sums |= {p: placed(p, torch.zeros(p.shape, dtype=p.dtype)) for p in new}
         if self._divisors is not None:
-            self._infinities |= {p: placed(p, torch.full(p.shape, torch.inf)) for p in new if p not in self._divisors}
+            without = [p for p in self._sums if p not in self._divisors and p not in self._infinities]
+            self._infinities |= {p: placed(p, torch.full(p.shape, torch.inf)) for p in without}
         num_squares = len(self._inner.param_groups) - len(self._step_squares) if trainable else 0
         num_weights = 2 - len(self._weights) if trainable else 0  # always, as they must not come later on some cores
         self._step_squares += [torch.zeros(1).to(trainable[0].device) for _ in range(num_squares)]
