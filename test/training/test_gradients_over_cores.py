@@ -400,6 +400,22 @@ def test_where_no_gradient_is_none_is_clipped():
     assert values_of(parameters) == [None, None]
 
 
+@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients, ExactGradients])
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_step_in_which_no_parameter_can_have_a_gradient_has_none(kind, num_minibatches, cores):
+    def run(core):
+        parameters, gradients = make(kind, core, measures=True)
+        for p in parameters:
+            p.requires_grad_(False)
+        mean = Mean(2, loss_scale=2.0)
+        take_all(parameters, gradients, [[None, None]] * num_minibatches, mean=mean)
+        gradients.reduce(mean, is_idle=False)
+        return values_of(parameters), gradients.measured()
+
+    assert run_on(cores, run) == [([None, None], measured(Norms(0.0, 0.0)))] * cores
+
+
 def test_a_single_minibatch_of_several_dtypes_is_divided_by_its_weight_in_each_of_them():
     parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, dtype=torch.float64))]
     gradients = FlatGradients(torch.optim.SGD(parameters), Alone())
