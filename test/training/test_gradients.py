@@ -364,6 +364,20 @@ def test_the_optimizer_can_be_copied_and_pickled(keep_gradients):
         assert other.progress == optimizer.progress
 
 
+@pytest.mark.parametrize("keep_gradients", [False, True])
+@pytest.mark.parametrize("measure_noise", [False, True])
+def test_a_copy_within_a_step_knows_what_the_minibatches_so_far_weigh(keep_gradients, measure_noise):
+    model, _, optimizer = make([2], keep_gradients=keep_gradients, measure_noise=measure_noise)
+    backward(model, 1)
+    optimizer.step(weight=3)
+    pairs = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    for one, its_optimizer in [(model, optimizer), *pairs]:
+        backward(one, 9)
+        its_optimizer.step(weight=1)
+        assert one.weight.item() == -(1 + 9) / (3 + 1)
+        assert its_optimizer.weight_done == 4
+
+
 # -------------------------------------------------------------------------------------------------------------- kept
 
 

@@ -426,6 +426,19 @@ def test_a_single_minibatch_of_several_dtypes_is_divided_by_its_weight_in_each_o
     assert parameters[1].grad.item() == pytest.approx(1 / 3, rel=1e-15)
 
 
+@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.complex64, torch.complex128)])
+def test_double_precision_is_divided_by_weights_of_that_precision_beside_single_on_all_cores(kind, dtypes):
+    def run(core):
+        parameters = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in dtypes]
+        gradients = kind(torch.optim.SGD(parameters), core)
+        take_all(parameters, gradients, [[1, 1]], weights=[1.5])
+        gradients.reduce(TWO, is_idle=False)
+        return parameters[1].grad.item().real
+
+    assert run_on(2, run) == [pytest.approx(2 / 3, rel=1e-15)] * 2
+
+
 def test_a_frozen_parameter_that_was_given_a_gradient_counts():
     parameters, gradients = make(FlatGradients, Alone())
     parameters[1].requires_grad_(False)
