@@ -203,6 +203,7 @@ class ExactSeparateGradients(SeparateGradients):
         return {**self._units.state_dict(self.parameters()), "numbers": self._number_units.state_dict(numbers)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         self._units, self._number_units = Units(), Units()
         if "numbers" in state:
             self._units.load_state_dict(state, self.parameters())

@@ -121,7 +121,7 @@ class KeptGradients(Gradients):
             self._scale(mean.factor(is_weighted=self._is_weighted))
             self._numbers()[:-2].div_(mean.loss_scale**2)
         if self._communicator.num_replicas > 1:
-            if not self._is_weighted and not self._has_compared:
+            if not self._is_weighted:
                 put(self._numbers()[-1], UNWEIGHTED)
             layout = self._memory.numbers[-1:]
             put(layout, self._layout)
