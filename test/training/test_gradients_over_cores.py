@@ -16,6 +16,7 @@ from variable_batch_size.training.flat_gradients import FlatGradients
 from variable_batch_size.training.gradients import Mean, Measured
 from variable_batch_size.training.kept_gradients import KeptGradients
 from variable_batch_size.training.separate_gradients import SeparateGradients
+from variable_batch_size.training.split_gradients import SplitGradients
 
 KINDS = [FlatGradients, KeptGradients, SeparateGradients, ExactGradients, ExactSeparateGradients]
 TWO = Mean(2)
@@ -390,6 +391,18 @@ def test_a_single_minibatch_is_clipped_as_torch_does_it(size):
         plain.grad = torch.full_like(plain, size)
         torch.nn.utils.clip_grad_norm_([plain], 1e-6)
         assert parameters[0].grad.item() == pytest.approx(plain.grad.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", [FlatGradients, SplitGradients])
+def test_a_narrow_gradient_without_a_shape_is_clipped_beside_others(kind):
+    parameters = [nn.Parameter(torch.zeros((), dtype=torch.bfloat16)), nn.Parameter(torch.zeros(1))]
+    options = {"model": Alone(), "model_groups": []} if kind is SplitGradients else {}
+    gradients = kind(torch.optim.SGD(parameters), Alone(), **options)
+    take_all(parameters, gradients, [[3.0, 4.0]])
+    gradients.reduce(Mean(1), is_idle=False)
+    gradients.clip(1.0)
+    assert [p.grad.dtype for p in parameters] == [torch.bfloat16, torch.float32]
+    assert values_of(parameters) == pytest.approx([0.6, 0.8], rel=4e-3)
 
 
 def test_where_no_gradient_is_none_is_clipped():

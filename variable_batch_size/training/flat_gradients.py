@@ -151,7 +151,8 @@ class FlatGradients(Gradients):
             elif len(kinds) == 1:  # all at once, if the factor is of their kind
                 scaled = list(torch._foreach_mul(gradients, factor.to(*kinds.pop())))
             else:
-                scaled = [gradient * factor.to(gradient.device) for gradient in gradients]
+                # a factor is wider than a narrow gradient of one element without a shape
+                scaled = [(gradient * factor.to(gradient.device)).to(gradient.dtype) for gradient in gradients]
             for p, gradient in zip(owners, scaled, strict=True):
                 p.grad = gradient
 
