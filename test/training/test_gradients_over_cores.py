@@ -263,6 +263,20 @@ def test_gradients_are_divided_before_they_are_measured_and_those_without_a_divi
     assert gradients.measured() == measured(None, Norms(4.0, 4.0))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_whose_divisor_is_gone_counts_no_more(kind):
+    divisors = {}
+    parameters, gradients = make(kind, Alone(), measures=True, divisors=divisors)
+    for expected in (Norms(9.0, 9.0), None):
+        divisors.clear()
+        if expected:
+            divisors[parameters[0]] = torch.ones(1)
+        take_all(parameters, gradients, [[3, 4]], mean=Mean(1))
+        gradients.reduce(Mean(1), is_idle=False)
+        assert gradients.measured() == measured(expected)
+        gradients.clear()
+
+
 def test_a_gradient_without_a_divisor_is_looked_at_in_its_own_precision():
     parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, dtype=torch.float64))]
     divisors = {parameters[0]: torch.ones(1)}
@@ -413,20 +427,24 @@ def test_where_no_gradient_is_none_is_clipped():
     assert values_of(parameters) == [None, None]
 
 
-@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients, ExactGradients])
+@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients, SeparateGradients, ExactGradients])
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 @pytest.mark.parametrize("cores", [1, 2])
-def test_a_step_in_which_no_parameter_can_have_a_gradient_has_none(kind, num_minibatches, cores):
+@pytest.mark.parametrize("weight", [None, 3.0])
+def test_a_step_in_which_no_parameter_can_have_a_gradient_has_none(kind, num_minibatches, cores, weight):
     def run(core):
-        parameters, gradients = make(kind, core, measures=True)
+        parameters, inner = optimizer_of()
         for p in parameters:
             p.requires_grad_(False)
-        mean = Mean(2, loss_scale=2.0)
-        take_all(parameters, gradients, [[None, None]] * num_minibatches, mean=mean)
+        gradients = kind(inner, core, measures=True)
+        mean, weights = Mean(2, loss_scale=2.0), weight and [weight] * num_minibatches
+        take_all(parameters, gradients, [[None, None]] * num_minibatches, mean=mean, weights=weights)
         gradients.reduce(mean, is_idle=False)
         return values_of(parameters), gradients.measured()
 
-    assert run_on(cores, run) == [([None, None], measured(Norms(0.0, 0.0)))] * cores
+    count = num_minibatches * cores
+    whole = {"weight": count * weight, "num_weighted": count} if weight else {}
+    assert run_on(cores, run) == [([None, None], measured(Norms(0.0, 0.0), **whole))] * cores
 
 
 def test_a_single_minibatch_of_several_dtypes_is_divided_by_its_weight_in_each_of_them():

@@ -50,14 +50,13 @@ class ExactSeparateGradients(SeparateGradients):
         """Have limbs for each parameter that may get a gradient, and for the numbers; True if some are new."""
         trainable = [p for p in self.parameters() if p.requires_grad or p.grad is not None or p in self._limbs]
         new = [p for p in trainable if p not in self._limbs]
+        self._have_infinities(trainable)
         num_numbers = len(self._inner.param_groups) + 2
         if not new and self._number_limbs and len(self._number_limbs[0]) == num_numbers:
             return False
         if not trainable:
             return False
         self._limbs |= {p: [_zeros(p.shape, p.device) for _ in range(_NUM_LIMBS)] for p in new}
-        if self._divisors is not None:
-            self._infinities |= {p: torch.full(p.shape, torch.inf).to(p.device) for p in new if p not in self._divisors}
         device = trainable[0].device
         self._number_limbs = [_zeros((num_numbers,), device) for _ in range(_NUM_LIMBS)]
         self._flags = [_zeros((len(self._limbs) + num_numbers,), device) for _ in range(3)]
@@ -163,7 +162,7 @@ class ExactSeparateGradients(SeparateGradients):
         self._look_at(torch.cat([self._largest_of(totals), numbers]))
 
     def _numbers(self) -> torch.Tensor:
-        return torch.cat([*self._step_squares, *self._weights]) if self._limbs else super()._numbers()
+        return super()._numbers() if self._limbs else torch.zeros(len(self._inner.param_groups) + 2)
 
     def _hand_over(self, totals: Mapping[torch.Tensor, torch.Tensor]) -> None:
         unscaled = self._mean._replace(loss_scale=1.0)  # the loss scale is divided out already

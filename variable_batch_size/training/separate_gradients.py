@@ -64,24 +64,30 @@ class SeparateGradients(Gradients):
         # made on the host: zeros made on the device would be a program of their own
         placed = self._communicator.placed_like
         self._sums |= {p: placed(p, torch.zeros(p.shape, dtype=p.dtype)) for p in new}
-        if self._divisors is not None:
-            without = [p for p in self._sums if p not in self._divisors and p not in self._infinities]
-            self._infinities |= {p: placed(p, torch.full(p.shape, torch.inf)) for p in without}
-        num_squares = len(self._inner.param_groups) - len(self._step_squares) if trainable else 0
-        num_weights = 2 - len(self._weights) if trainable else 0  # always, as they must not come later on some cores
-        self._step_squares += [torch.zeros(1).to(trainable[0].device) for _ in range(num_squares)]
-        self._weights += [torch.zeros(1).to(trainable[0].device) for _ in range(num_weights)]
+        are_infinities_new = self._have_infinities(trainable)
+        num_squares = len(self._inner.param_groups) - len(self._step_squares)
+        num_weights = 2 - len(self._weights)  # always, as they must not come later on some cores
+        device = next(self.parameters()).device
+        self._step_squares += [torch.zeros(1).to(device) for _ in range(num_squares)]
+        self._weights += [torch.zeros(1).to(device) for _ in range(num_weights)]
         self._communicator.lay_out([*self._step_squares, *self._weights])
-        return bool(converted or new or num_squares or num_weights)
+        return bool(converted or new or are_infinities_new or num_squares or num_weights)
+
+    def _have_infinities(self, parameters: list[torch.nn.Parameter]) -> bool:
+        """Have something in place of divisors that there are not yet, or no more; True if some are new."""
+        if self._divisors is None:
+            return False
+        without = [p for p in parameters if p not in self._divisors and p not in self._infinities]
+        placed = self._communicator.placed_like
+        self._infinities |= {p: placed(p, torch.full(p.shape, torch.inf)) for p in without}
+        return bool(without)
 
     def reduce(self, mean: Mean, *, is_idle: bool) -> None:
         self._mean = mean
-        if not self._sums:
-            return
         self._communicator.flush()  # what the loop has noted down may differ between cores, as a sum of losses does
         sums = list(self._sums.values())
         values = [mean.factor(is_weighted=self._is_weighted), 1 / mean.loss_scale**2, 1.0]
-        factors = torch.tensor([0.0 if is_idle else value for value in values]).to(sums[0].device)
+        factors = torch.tensor([0.0 if is_idle else value for value in values]).to(self._weights[0].device)
         for place, tensors in enumerate((sums, self._step_squares, self._weights)):
             factor = factors[place : place + 1]
             counts = factor != 0
@@ -123,8 +129,6 @@ class SeparateGradients(Gradients):
         return self._weights[0] * 1 if self._is_weighted else None
 
     def _numbers(self) -> torch.Tensor:
-        if not self._sums:
-            return torch.zeros(len(self._inner.param_groups) + 2)
         return torch.cat([*self._step_squares, *self._weights])
 
     def _read(self, numbers: torch.Tensor) -> list[float]:
