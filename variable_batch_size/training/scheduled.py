@@ -235,6 +235,11 @@ class ScheduledOptimizer(Wrapper, ABC):
         noise = self.noise
         return noise.scale if noise else math.nan
 
+    @property
+    def noise_scale_in_samples(self) -> float | None:
+        """The same in samples always, by what one has weighed on average; None before the first estimate."""
+        return self._meter().scale_in_samples()
+
     def _meter(self) -> NoiseMeter:
         meter = self._own_meter or (self.rule.meter if isinstance(self.rule, NoiseRule | RuleOfEach) else None)
         if meter is None:
