@@ -150,6 +150,7 @@ class Deciding:
             "minibatch_size": self._schedule.minibatch_size,
             "schedule": schedule,
             "asking": self._asking.state_dict(),
+            "loss": self.loss,
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -164,7 +165,8 @@ class Deciding:
             schedule["rows"] = schedule["rows"].tolist()
             self._schedule.load_state_dict(schedule)
             self._asking.load_state_dict(state["asking"])
-        elif self._schedule.num_done != self._optimizer.steps_done or self._schedule.num_ahead:
+            self.loss = state.get("loss")
+        elif self._schedule.num_ahead:  # decided for a run that begins: nobody has put the past there
             raise ValueError("the state is that of a run with a trace, and this one has a policy")
         if state is None or not self._is_as_saved(state):
             self._schedule.cut()
