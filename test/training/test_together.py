@@ -214,6 +214,23 @@ def test_a_group_that_is_added_belongs_to_the_last_one():
     assert late.tolist() == [pytest.approx(-0.02 * 0.5**0.5)] * 2
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("is_one", [False, True])
+def test_a_group_that_is_refused_leaves_all_as_it_was(is_one):
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1) if is_one else sgd_and_adam(model)
+    optimizer = make(model, inner, vbs.ConstantRule())
+    groups, late = list(optimizer.param_groups), nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    late.grad = torch.ones_like(late)
+    for wrong in [[late, late]] if is_one else [[late, late], [model[0].weight]]:
+        with pytest.raises(ValueError, match=r"^a group that is added must have new parameters, each of them once, "):
+            optimizer.add_param_group({"params": wrong})
+        assert optimizer.param_groups == groups
+    assert late.grad is not None
+    optimizer.add_param_group({"params": [late]})  # which it does not have yet
+    assert len(optimizer.param_groups) == len(groups) + 1
+
+
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
