@@ -237,7 +237,7 @@ def test_a_group_that_is_refused_leaves_all_as_it_was(is_one):
         ([vbs.LinearRule()], r"^`rule` must be one, or one for each of 2 optimizers, got 1$"),
         ([vbs.LinearRule(), vbs.MuonRule()], "Muon"),
         (
-            [vbs.LinearRule(), vbs.LinearMomentumRule()],
+            [vbs.LinearMomentumRule(), vbs.LinearRule()],
             r"^`rule` must be rules of which all or none sum gradients, got",
         ),
         ([SAME, SAME], r"^`rule` must be a rule of its own for each optimizer, got one AdaScaleRule twice$"),
