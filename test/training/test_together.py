@@ -214,6 +214,16 @@ def test_a_group_that_is_added_belongs_to_the_last_one():
     assert late.tolist() == [pytest.approx(-0.02 * 0.5**0.5)] * 2
 
 
+def test_a_group_that_one_of_them_was_given_is_not_left_out_without_a_word():
+    model = network()
+    optimizers = sgd_and_adam(model)
+    optimizer = make(model, optimizers, vbs.ConstantRule())
+    optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.float64))]})
+    with pytest.raises(RuntimeError, match=r"^SGD had 1 parameter groups and has 2: add a group to the optimizer of"):
+        for _ in range(2):
+            optimizer.step()
+
+
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 @pytest.mark.parametrize("is_one", [False, True])
 def test_a_group_that_is_refused_leaves_all_as_it_was(is_one):
