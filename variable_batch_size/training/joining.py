@@ -19,7 +19,7 @@ from variable_batch_size.training.description import settings_of, shapes_of
 from variable_batch_size.training.fully_sharded import is_fully_sharded
 from variable_batch_size.training.sameness import Comparison, begin_alike, share_from_first
 from variable_batch_size.training.scheduled import ScheduledOptimizer
-from variable_batch_size.training.unsupported import refuse_spread_moments, refuse_unsupported
+from variable_batch_size.training.unsupported import is_zero, refuse_spread_moments, refuse_unsupported
 from variable_batch_size.training.wrapped import take_over_reduction
 from variable_batch_size.training.wrapper import optimizers_of
 
@@ -115,12 +115,16 @@ def join_later(
 @contextmanager
 def as_before_if_refused(inner: Optimizer) -> Iterator[None]:
     """Within, a group may be added to an optimizer; if that ends in an error, it has the groups that it had."""
-    before = [(one, list(one.param_groups)) for one in {inner, *optimizers_of(inner)}]
+    spread: list[Any] = [one for one in optimizers_of(inner) if is_zero(one)]
+    optimizers = {inner, *optimizers_of(inner), *(one.optim for one in spread)}
+    before = [(one, list(one.param_groups)) for one in optimizers]
     try:
         yield
     except BaseException:
         for one, groups in before:
             one.param_groups[:] = groups
+        for one in spread:
+            one._clear_cache()  # of which core has which parameter
         raise
 
 
