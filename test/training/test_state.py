@@ -66,6 +66,20 @@ def test_a_state_that_is_loaded_is_the_state():
     assert (other.steps_skipped, other.progress) == (1, 1.0)
 
 
+@pytest.mark.parametrize("rule", [vbs.LinearRule, vbs.AdamRule, vbs.AdamScaleRule])
+def test_a_run_that_is_put_back_to_its_beginning_leaves_no_mark_of_what_came_after(rule):
+    weight, optimizer = make([2, 2, 3, 2], dataset_size=9, kind=torch.optim.Adam, rule=rule(), smooth_steps=3)
+    beginning, found = copy.deepcopy(optimizer.state_dict()), []
+    for _ in range(2):
+        optimizer.load_state_dict(beginning)
+        go_to(optimizer, 0)
+        with torch.no_grad():
+            weight.zero_()
+        run(weight, optimizer, 1, 3, -1, 4, 1, 5, -9, 2, 6)
+        found.append((weight.item(), optimizer.progress, optimizer.factor()))
+    assert found[0] == found[1]
+
+
 def test_adam_under_the_adam_rule_remembers_its_betas():
     weight, optimizer = make(kind=torch.optim.Adam, rule=vbs.AdamRule())
     run(weight, optimizer, 1)

@@ -22,7 +22,7 @@ class Preconditioner:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """After an update: let the divisors be those of the state as it is now."""
+        """After an update, or when a state was loaded: let the divisors be those of the state as it is now."""
         for group in self._inner.param_groups:
             beta, eps = group["betas"][1], group["eps"]
             for p in group["params"]:
@@ -33,6 +33,7 @@ class Preconditioner:
                             f"`inner` must keep the second moment of each gradient as Adam does, in its state "
                             f"`exp_avg_sq`, but {type(self._inner).__name__} has none"
                         )
+                    self.divisors.pop(p, None)  # of a state that another one was loaded in place of
                     continue
                 num_updates = state["step"]
                 # read from the host if it is there; one that is on the device stays there
