@@ -34,6 +34,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Have every test begin with the same seed, whichever the tests before it have left."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def on_cores(tmp_path_factory):
     """Runs a function on some gloo processes that stay for the session; an error there must not leave any waiting."""

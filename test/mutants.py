@@ -51,6 +51,8 @@ OF_SCHEDULES = [f"test/schedules/test_{name}.py" for name in ("schedule", "past"
 OF_SETTINGS = ["test/training/test_settings.py", "test/training/test_together.py"]
 OF_OPTIMIZER = [*OF_TRAINING, *(f"test/training/test_{name}.py" for name in ("weights", "closures", "minibatch_seeds"))]
 OF_OPTIMIZER += [f"test/training/test_{name}.py" for name in ("deciding", "together", "buffers", "sameness")]
+OF_OPTIMIZER += [f"test/training/test_{name}.py" for name in ("scheduled", "process_group", "unsupported")]
+OF_OPTIMIZER += ["test/training/test_sharded_gradients.py", "test/promises/test_sharded_models_train_as_plain_ones.py"]
 TESTS = {
     "rules/noise.py": ["test/rules/test_noise.py", *OF_RULES],
     "rules/transition.py": OF_RULES,
@@ -70,7 +72,7 @@ TESTS = {
     "training/kept_gradients.py": OF_GRADIENTS,
     "training/buffers.py": ["test/training/test_buffers.py", *OF_TRAINING],
     "training/scheduled.py": ["test/training/test_scheduled.py", *OF_OPTIMIZER],
-    "training/optimizer.py": [*OF_OPTIMIZER, "test/training/test_scheduled.py"],
+    "training/optimizer.py": OF_OPTIMIZER,
     "runs/storage.py": ["test/runs/test_storage.py", "test/runs/test_checkpoint.py"],
     "runs/checkpoint.py": OF_RUNS,
     "schedules/batch_sizes.py": ["test/schedules/test_batch_sizes.py", *OF_SCHEDULES],

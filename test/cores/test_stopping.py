@@ -87,6 +87,25 @@ print("ended")
     assert run(code) == (0, ["ended"])
 
 
+ENDED_BY_ITS_CORES = """
+import signal, sys
+from variable_batch_size.cores import processes
+try:
+    with processes._passing_on_sigterm([]):
+        signal.raise_signal(signal.SIGTERM)
+        sys.exit({code})
+finally:
+    print("ended", flush=True)
+    signal.raise_signal(signal.SIGTERM)
+    print("again", flush=True)
+"""
+
+
+def test_a_launch_whose_cores_have_saved_and_stopped_may_be_told_again_as_it_ends():
+    assert run(ENDED_BY_ITS_CORES.format(code=75)) == (75, ["ended", "again"])
+    assert run(ENDED_BY_ITS_CORES.format(code=3)) == (TERMINATED, ["ended"])
+
+
 def test_a_signal_that_was_obeyed_may_come_again_for_a_while():
     assert run(NOTED.format(obey="stopping.obey()")) == (TERMINATED, ["after", "again"])
 
@@ -199,9 +218,11 @@ with stopping.listening():
     program = subprocess.Popen(["sleep", "600"], preexec_fn=os.setsid)
     program.terminate()
     print(program.wait())
-    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    forking = multiprocessing.get_context("fork")
+    has_begun = forking.Event()
+    process = forking.Process(target=lambda: (has_begun.set(), time.sleep(600)))
     process.start()
-    time.sleep(0.1)
+    has_begun.wait()  # a signal that comes while Python forks is lost
     process.terminate()
     process.join()
     print(process.exitcode)

@@ -138,6 +138,33 @@ def test_a_scheduler_of_another_optimizer_is_refused():
         prepare(Accelerator(cpu=True), session.optimizer, other)
 
 
+def with_two_inner_optimizers():
+    model = torch.nn.Linear(2, 1)
+    inner = [torch.optim.SGD([model.weight], lr=1.0), torch.optim.Adam([model.bias], lr=1.0)]
+    sampler = vbs.CustomSampler(dataset_size=8, trace=4, minibatch_size=2)
+    return model, vbs.ConstantOptimizer(inner, sampler), torch.optim.lr_scheduler.ExponentialLR(inner[0], 0.5)
+
+
+def test_a_scheduler_may_be_that_of_one_of_several_inner_optimizers():
+    model, optimizer, scheduler = with_two_inner_optimizers()
+    model, optimizer, scheduler = prepare(Accelerator(cpu=True), model, optimizer, scheduler)
+    for _ in vbs.epochs(optimizer, 1):
+        for _ in optimizer.sampler:
+            model(torch.ones(2, 2)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 1.0]  # after two updates
+
+
+def test_neither_may_the_accelerator_prepare_that_one():
+    model, optimizer, scheduler = with_two_inner_optimizers()
+    theirs = Accelerator(cpu=True).prepare(scheduler)
+    model(torch.ones(2, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="was given a scheduler, which would count minibatches"):
+        optimizer.step()
+    del theirs
+
+
 def test_an_optimizer_of_this_library_must_be_there():
     with pytest.raises(ValueError, match="one of the objects must be an optimizer of this library, got 0"):
         prepare(Accelerator(cpu=True), torch.nn.Linear(2, 2))

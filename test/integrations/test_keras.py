@@ -102,6 +102,28 @@ def test_a_run_is_that_of_a_loop_of_ones_own(rule):
     assert len(history["val_loss"]) == 2
 
 
+def test_constraints_of_layers_hold_as_under_an_optimizer_of_keras():
+    def constrained(kind):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((6,))
+        constraint = keras.constraints.UnitNorm(axis=0)
+        return kind(inputs, keras.layers.Dense(3, kernel_constraint=constraint)(inputs))
+
+    data = data_of()
+    plain = constrained(keras.Model)
+    plain.compile(keras.optimizers.SGD(0.5, momentum=0.9), loss=loss_of())
+    x, y = (tensor.numpy() for tensor in data.tensors)
+    plain.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0)
+
+    model = constrained(VariableBatchModel)
+    sampler = vbs.CustomSampler(data, trace=[16] * 4, minibatch_size=4, shuffle=False)
+    inner = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model.compile(vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=16), loss=loss_of())
+    model.fit(DataLoader(data, batch_sampler=sampler), verbose=0)
+    for found, expected in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("save_freq", [4, "epoch"])
 def test_a_run_that_was_stopped_goes_on_from_keras_own_backup(tmp_path, save_freq):
     stop_at = 4 if save_freq == 4 else 6

@@ -83,6 +83,8 @@ def test_the_noise_of_a_log_is_that_of_its_records(tmp_path):
     log.write_text("\n".join(lines) + "\n")
     curve = vbs.NoiseCurve.read(log)
     assert [curve(progress) for progress in (0, 10, 20, 30, 99)] == pytest.approx([100, 100, 1000, 10_000, 10_000])
+    log.write_text('{"progress": 10.0, "samples": 50, "weight": 4000.0, "noise_scale": 800.0}\n')
+    assert vbs.NoiseCurve.read(log).noise_scales == [10.0]  # samples, of 80 tokens each
     log.write_text('{"progress": 1.0}\n')
     with pytest.raises(
         ValueError, match="a log must have a record with a noise scale, as runs with AdaScale write, got no"

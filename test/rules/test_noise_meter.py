@@ -85,3 +85,9 @@ def test_the_same_weight_for_all_is_the_noise_without_weights_in_other_units():
     weighted.observe(step_of([8, 8, 8, 8]), [norms])
     assert weighted.noise() == Noise(plain.noise().variance * 8, plain.noise().square_norm)
     assert weighted.gain(16, 2) == pytest.approx(plain.gain(16, 2), rel=1e-12)
+    assert weighted.scale_in_samples() == pytest.approx(plain.scale_in_samples(), rel=1e-12)
+    assert plain.scale_in_samples() == plain.noise().scale
+
+
+def test_before_the_first_estimate_there_is_no_scale():
+    assert NoiseMeter().scale_in_samples() is None

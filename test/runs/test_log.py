@@ -241,6 +241,15 @@ def scalars(directory):
     return [(value.tag, event.step, value.simple_value) for event in events(directory) for value in event.summary.value]
 
 
+def test_lines_of_somebody_else_stay_where_a_run_goes_on(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"note": "a larger machine"}\n{"step": 1}\n{"step": 2}\n')
+    sink = vbs.JsonLines(path)
+    sink({"step": 2})
+    sink.close()
+    assert path.read_text() == '{"note": "a larger machine"}\n{"step": 1}\n{"step": 2}\n'
+
+
 def test_tensorboard_files_hold_every_number_against_steps_and_samples(tmp_path):
     sink = vbs.TensorBoard(tmp_path)
     sink(record(1, loss=0.5))

@@ -166,6 +166,23 @@ def test_a_checkpoint_that_could_not_be_uploaded_is_none_of_those_that_stay():
     assert names == ["executed.csv", "step-000000001.pt", "step-000000004.pt"]
 
 
+def test_a_log_whose_store_is_away_for_a_while_warns_and_catches_up(monkeypatch, tmp_path, caplog):
+    fsspec.register_implementation("faltering", Faltering, clobber=True)
+    monkeypatch.setattr("variable_batch_size.runs.uploads._SECONDS_BETWEEN_UPLOADS", 0.0)
+    sink = vbs.JsonLines("faltering://log/steps.jsonl")
+    for step, is_there in enumerate([True, False, False, True]):
+        monkeypatch.setattr(Faltering, "is_there", is_there)
+        sink({"step": step})
+    store = ObjectStore("faltering://log")
+    assert [record["step"] for record in records(store, "steps.jsonl", tmp_path)] == [0, 1, 2, 3]
+    message = "records are not uploaded yet: faltering://log/steps.jsonl could not be written: not there"
+    assert caplog.messages == [message] * 2
+    monkeypatch.setattr(Faltering, "is_there", False)
+    sink({"step": 4})
+    with pytest.raises(OSError, match="not there"):
+        sink.close()
+
+
 def test_tensorboard_has_files_of_each_session(bucket):
     for first in (1, 3):
         sink = vbs.TensorBoard(f"{bucket}/board")

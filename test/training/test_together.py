@@ -214,13 +214,40 @@ def test_a_group_that_is_added_belongs_to_the_last_one():
     assert late.tolist() == [pytest.approx(-0.02 * 0.5**0.5)] * 2
 
 
+def test_a_group_that_one_of_them_was_given_is_not_left_out_without_a_word():
+    model = network()
+    optimizers = sgd_and_adam(model)
+    optimizer = make(model, optimizers, vbs.ConstantRule())
+    optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.float64))]})
+    with pytest.raises(RuntimeError, match=r"^SGD had 1 parameter groups and has 2: add a group to the optimizer of"):
+        for _ in range(2):
+            optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("is_one", [False, True])
+def test_a_group_that_is_refused_leaves_all_as_it_was(is_one):
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1) if is_one else sgd_and_adam(model)
+    optimizer = make(model, inner, vbs.ConstantRule())
+    groups, late = list(optimizer.param_groups), nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    late.grad = torch.ones_like(late)
+    for wrong in [[late, late]] if is_one else [[late, late], [model[0].weight]]:
+        with pytest.raises(ValueError, match=r"^a group that is added must have new parameters, each of them once, "):
+            optimizer.add_param_group({"params": wrong})
+        assert optimizer.param_groups == groups
+    assert late.grad is not None
+    optimizer.add_param_group({"params": [late]})  # which it does not have yet
+    assert len(optimizer.param_groups) == len(groups) + 1
+
+
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
         ([vbs.LinearRule()], r"^`rule` must be one, or one for each of 2 optimizers, got 1$"),
         ([vbs.LinearRule(), vbs.MuonRule()], "Muon"),
         (
-            [vbs.LinearRule(), vbs.LinearMomentumRule()],
+            [vbs.LinearMomentumRule(), vbs.LinearRule()],
             r"^`rule` must be rules of which all or none sum gradients, got",
         ),
         ([SAME, SAME], r"^`rule` must be a rule of its own for each optimizer, got one AdaScaleRule twice$"),

@@ -154,6 +154,7 @@ def messages_about_added_groups(mesh):
         try:
             optimizer.add_param_group({"params": list(late.parameters())})
         except ValueError as error:
+            assert len(optimizer.param_groups) == 1
             return str(error)
         return "no error"
 

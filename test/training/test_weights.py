@@ -10,9 +10,11 @@ from torch import nn
 
 import variable_batch_size as vbs
 from variable_batch_size.training.exact_gradients import ExactGradients
+from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
 from variable_batch_size.training.flat_gradients import FlatGradients
 from variable_batch_size.training.gradients import Mean
 from variable_batch_size.training.kept_gradients import KeptGradients
+from variable_batch_size.training.separate_gradients import SeparateGradients
 
 
 def make(trace=(2, 2, 2, 2), *, rule=None, device="cpu", lr=1.0, **options):
@@ -121,7 +123,7 @@ def test_where_something_is_read_from_a_device_a_step_that_weighs_nothing_is_ski
 
 
 def test_a_weight_that_is_nan_on_a_device_does_not_pass_for_a_gradient_of_zero():
-    for kind in (FlatGradients, KeptGradients, ExactGradients):
+    for kind in (FlatGradients, KeptGradients, ExactGradients, SeparateGradients, ExactSeparateGradients):
 
         def run(core, kind=kind):
             p = nn.Parameter(torch.zeros(1))

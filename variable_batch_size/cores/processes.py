@@ -91,6 +91,7 @@ def _passing_on_sigterm(started: list[tuple[Any, Any]]) -> Iterator[_Order]:
     """Within, SIGTERM goes on to the started processes, and is noted in the order that this yields.
 
     When they have ended, the signal ends this process, too, unless they end the launch with an exit code of their own.
+    If that says that they have saved and stopped, the signal may come again while this process ends with it.
     A handler that the user has set is left alone.
     """
     order = _Order()
@@ -104,13 +105,19 @@ def _passing_on_sigterm(started: list[tuple[Any, Any]]) -> Iterator[_Order]:
         _terminate(started)
 
     signal.signal(signal.SIGTERM, pass_on)
+    has_stopped = False
     try:
         yield order
-    except SystemExit:
+    except SystemExit as exit:
+        has_stopped = exit.code == stopping.EXIT_STOPPED
+        if has_stopped:
+            stopping.obey()
+            stopping.note_sigterm()
         order.is_given = False
         raise
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if not has_stopped:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if order.is_given:
             os.kill(os.getpid(), signal.SIGTERM)
 

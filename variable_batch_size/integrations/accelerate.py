@@ -17,6 +17,7 @@ from variable_batch_size.integrations.going_on import load_state, state_of
 from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.optimizer import CustomOptimizer
 from variable_batch_size.training.wrapped import take_over_reduction
+from variable_batch_size.training.wrapper import optimizers_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def _prepared(accelerator: Accelerator, optimizer: CustomOptimizer, thing: Any) 
     if thing is optimizer or isinstance(thing, torch.nn.Module):
         return thing
     if isinstance(thing, LRScheduler):
-        if thing.optimizer is not optimizer and thing.optimizer is not optimizer.inner:
+        if all(thing.optimizer is not one for one in (optimizer, optimizer.inner, *optimizers_of(optimizer.inner))):
             raise ValueError(f"{type(thing).__name__} is of another optimizer than the one that is prepared")
         accelerator.register_for_checkpointing(thing)
         return SchedulerOfUpdates(thing, optimizer)

@@ -136,10 +136,19 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
             self._loss_tracker.update_state(loss.detach())
             with torch.no_grad():
                 self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        if not optimizer.updated:  # BatchNorm's statistics are no buffers here, which the optimizer would put back
+        if optimizer.updated:
+            self._constrain()
+        else:  # BatchNorm's statistics are no buffers here, which the optimizer would put back
             for variable, value in zip(kept, before, strict=True):
                 variable.assign(value)
         return self.get_metrics_result()
+
+    def _constrain(self) -> None:
+        """Apply the constraints of layers, as an optimizer of Keras does after each update."""
+        with torch.no_grad():
+            for variable in self.trainable_variables:
+                if variable.constraint is not None:
+                    variable.assign(variable.constraint(variable))
 
     def _symbolic_build(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: it would take the first minibatches from the loader, and metrics are built when they are used."""

@@ -43,13 +43,17 @@ class NoiseCurve:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> NoiseCurve:
-        """Take it from the log of a run, as :class:`JsonLines` writes it: the records that have a noise scale."""
+        """Take it from the log of a run, as :class:`JsonLines` writes it: the records that have a noise scale.
+
+        Where minibatches had weights it is converted to samples, by what these have weighed on average.
+        """
         found: dict[float, float] = {}
         for line in Path(path).read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             scale = record.get("noise_scale")
             if scale is not None and 0 < scale < math.inf:
-                found[record["progress"]] = scale
+                in_samples = record["samples"] / record["weight"] if "weight" in record else 1.0
+                found[record["progress"]] = scale * in_samples
         if not found:
             refuse(os.fspath(path), "a log must have a record with a noise scale, as runs with AdaScale write", "none")
         progress = sorted(found)

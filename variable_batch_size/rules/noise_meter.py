@@ -63,8 +63,16 @@ class NoiseMeter:
         noise = self.noise(group)
         if noise is None:
             return min(1.0, batch_size / ref_batchsize)
-        per_sample = self._weight / self._samples if self._weight else 1.0
-        return noise.gain(batch_size * per_sample, ref_batchsize * per_sample)
+        return noise.gain(batch_size * self._weight_of_a_sample, ref_batchsize * self._weight_of_a_sample)
+
+    def scale_in_samples(self) -> float | None:
+        """V/G² in the units of batch sizes, also where minibatches have weights; None before the first estimate."""
+        noise = self.noise()
+        return None if noise is None else noise.scale / self._weight_of_a_sample
+
+    @property
+    def _weight_of_a_sample(self) -> float:
+        return self._weight / self._samples if self._weight else 1.0
 
     def report(self, step: Step) -> dict[str, float]:
         """What there is to tell a log about a step."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from variable_batch_size.rules.rule import Rule, Step
+
+_DIVIDE_BY_THE_SIZE = ("Adadelta", "Adafactor", "Adagrad", "Muon", "RMSprop", "Rprop")
+"""Optimizers that divide gradients by what they measure of their size, besides those with betas."""
 
 
 @final
@@ -62,6 +65,13 @@ class LinearMomentumRule(Rule):
     """
 
     sums_gradients = True
+
+    def check(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
+        if optimizer in _DIVIDE_BY_THE_SIZE or any("betas" in group for group in groups):
+            raise ValueError(
+                f"`inner` must be SGD or of its kind, got {optimizer}, whose updates do not grow with gradients, which "
+                "the rule sums: use LinearRule, RootRule or AdamRule"
+            )
 
     def factor(self, step: Step) -> float:
         return step.scale

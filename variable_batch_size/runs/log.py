@@ -75,7 +75,10 @@ class Log:
         optimizer.keep_gradient_norm(every=every)
 
     def step(self, loss: torch.Tensor) -> None:
-        """Take in a minibatch's loss, as ``backward()`` was called on it; call it after every ``optimizer.step()``."""
+        """Take in a minibatch's loss, as ``backward()`` was called on it, but without a loss scale.
+
+        Call it after every ``optimizer.step()``.
+        """
         optimizer = self._optimizer
         if loss.dim():
             kind = "sum" if optimizer.minibatch_weights.is_weighted else "mean"

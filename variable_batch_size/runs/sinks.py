@@ -76,11 +76,13 @@ class ClosedAfterEach:
 
 
 def _stays(line: str, first: Mapping[str, Any]) -> bool:
-    """Whether a line was written before the first record of a run that goes on."""
+    """Whether a line was written before the first record of a run that goes on, or is somebody else's."""
     try:
         old = json.loads(line)
     except ValueError:
         return False
+    if not isinstance(old, dict) or "step" not in old:
+        return True
     return (old["step"], old.keys() == first.keys()) < (first["step"], True)
 
 

@@ -51,9 +51,14 @@ class Uploads:
             self._versions[path.name] = _version(path)
 
     def soon(self) -> None:
-        """Upload if it is time."""
-        if time.monotonic() - self._uploaded_at >= _SECONDS_BETWEEN_UPLOADS:
+        """Upload if it is time; what could not be uploaded, which should not end a run, goes with the next time."""
+        if time.monotonic() - self._uploaded_at < _SECONDS_BETWEEN_UPLOADS:
+            return
+        self._uploaded_at = time.monotonic()
+        try:
             self.now()
+        except OSError as error:
+            logger.warning("records are not uploaded yet: %s", error)
 
     def now(self) -> None:
         _upload_changed(self._mirror, self._versions)

@@ -15,7 +15,6 @@ from variable_batch_size.cores.running import everyone_for
 from variable_batch_size.policies.asking import Asking
 from variable_batch_size.policies.policy import Decision
 from variable_batch_size.policies.situation import Situation
-from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.schedules.live import LiveSchedule
 from variable_batch_size.training.dealer import Dealer
@@ -35,7 +34,7 @@ class Run(Protocol):
     @property
     def progress(self) -> float: ...
     @property
-    def noise(self) -> Noise | None: ...
+    def noise_scale_in_samples(self) -> float | None: ...
     def parameters(self) -> Iterable[torch.Tensor]: ...
 
 
@@ -151,6 +150,7 @@ class Deciding:
             "minibatch_size": self._schedule.minibatch_size,
             "schedule": schedule,
             "asking": self._asking.state_dict(),
+            "loss": self.loss,
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -165,7 +165,8 @@ class Deciding:
             schedule["rows"] = schedule["rows"].tolist()
             self._schedule.load_state_dict(schedule)
             self._asking.load_state_dict(state["asking"])
-        elif self._schedule.num_done != self._optimizer.steps_done or self._schedule.num_ahead:
+            self.loss = state.get("loss")
+        elif self._schedule.num_ahead:  # decided for a run that begins: nobody has put the past there
             raise ValueError("the state is that of a run with a trace, and this one has a policy")
         if state is None or not self._is_as_saved(state):
             self._schedule.cut()
@@ -186,7 +187,7 @@ def deciding_for(optimizer: Run) -> Deciding | None:
 
 def _noise_scale(optimizer: Run) -> float | None:
     try:
-        noise = optimizer.noise
+        return optimizer.noise_scale_in_samples
     except RuntimeError:
         schedule = optimizer.sampler.schedule
         assert isinstance(schedule, LiveSchedule)
@@ -196,4 +197,3 @@ def _noise_scale(optimizer: Run) -> float | None:
                 "measure: AdaScaleRule does, and so does any rule with `measure_noise=True`"
             ) from None
         return None
-    return None if noise is None else noise.scale

@@ -50,7 +50,8 @@ class ExactSeparateGradients(SeparateGradients):
         """Have limbs for each parameter that may get a gradient, and for the numbers; True if some are new."""
         trainable = [p for p in self.parameters() if p.requires_grad or p.grad is not None or p in self._limbs]
         new = [p for p in trainable if p not in self._limbs]
-        self._have_infinities(trainable)
+        undivided = self._without_divisor(trainable)
+        self._infinities |= {p: torch.full(p.shape, torch.inf).to(p.device) for p in undivided}
         num_numbers = len(self._inner.param_groups) + 2
         if not new and self._number_limbs and len(self._number_limbs[0]) == num_numbers:
             return False
@@ -169,7 +170,7 @@ class ExactSeparateGradients(SeparateGradients):
         factor = on_device(unscaled.factor(is_weighted=self._is_weighted), self._weights[0].device)
         if self._is_weighted:
             weight = self._weights[0]
-            factor = torch.where(weight > 0, factor / weight, torch.zeros_like(weight))
+            factor = torch.where(weight == 0, torch.zeros_like(weight), factor / weight)  # NaN stays NaN, and is seen
         for p in [p for p in self._limbs if p in self._present]:  # in the same order on all cores, which a set has not
             p.grad = (totals[p] * factor).view(p.shape).to(p.dtype)
 

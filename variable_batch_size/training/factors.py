@@ -58,8 +58,8 @@ class Factors:
         transitions = state["transitions"]
         # the first version of the format has the progress with the rule, and transitions of groups only
         self.progress = state["progress"] if "progress" in state else state["rule"].get("progress", 0.0)
+        self._of_all, self._of_groups = self._new_transition(), []  # a run that had made no step has none saved
         for of_all in [state["transition_of_all"]] if "transition_of_all" in state else transitions[:1]:
             self._of_all.load_state_dict(of_all)
-        self._of_groups = []  # a state from before the first step has none
         for group, saved in enumerate(transitions):
             self._of_group(group).load_state_dict(saved)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.distributed import Distributed
@@ -17,8 +19,9 @@ from variable_batch_size.training.description import settings_of, shapes_of
 from variable_batch_size.training.fully_sharded import is_fully_sharded
 from variable_batch_size.training.sameness import Comparison, begin_alike, share_from_first
 from variable_batch_size.training.scheduled import ScheduledOptimizer
-from variable_batch_size.training.unsupported import refuse_spread_moments, refuse_unsupported
+from variable_batch_size.training.unsupported import is_zero, refuse_spread_moments, refuse_unsupported
 from variable_batch_size.training.wrapped import take_over_reduction
+from variable_batch_size.training.wrapper import optimizers_of
 
 
 def join_other_cores(
@@ -95,8 +98,11 @@ def join_later(
     """The same for parameters that are added to those before, in which all processes must be alike.
 
     Raises:
-        ValueError: if they are split in another way, of which nothing was known when the optimizer was made.
+        ValueError: if they are split in another way, of which nothing was known when the optimizer was made, or if one
+            is there already.
     """
+    if len({*added, *before}) < len(added) + len(before):
+        raise ValueError("a group that is added must have new parameters, each of them once, got one a second time")
     if any_split(added) and not _are_split_as(added, before):
         raise ValueError(
             "parameters that are added must be split over the processes that others are split over, and in the same "
@@ -104,6 +110,22 @@ def join_later(
         )
     _share_over_a_mesh(added, communicator, model_groups(before, group_of(process_group)))
     take_over_reduction(added, communicator)
+
+
+@contextmanager
+def as_before_if_refused(inner: Optimizer) -> Iterator[None]:
+    """Within, a group may be added to an optimizer; if that ends in an error, it has the groups that it had."""
+    spread: list[Any] = [one for one in optimizers_of(inner) if is_zero(one)]
+    optimizers = {inner, *optimizers_of(inner), *(one.optim for one in spread)}
+    before = [(one, list(one.param_groups)) for one in optimizers]
+    try:
+        yield
+    except BaseException:
+        for one, groups in before:
+            one.param_groups[:] = groups
+        for one in spread:
+            one._clear_cache()  # of which core has which parameter
+        raise
 
 
 def _are_split_as(added: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> bool:

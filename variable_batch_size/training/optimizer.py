@@ -15,7 +15,7 @@ from variable_batch_size.training.dealer import Dealer
 from variable_batch_size.training.first_names import FirstNames
 from variable_batch_size.training.gradient_kinds import gradients_for
 from variable_batch_size.training.gradients import Mean
-from variable_batch_size.training.joining import join_later, join_other_cores
+from variable_batch_size.training.joining import as_before_if_refused, join_later, join_other_cores
 from variable_batch_size.training.minibatch_seeds import MinibatchSeeds
 from variable_batch_size.training.observer import Observer
 from variable_batch_size.training.passes import Passes
@@ -136,12 +136,13 @@ class CustomOptimizer(FirstNames):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, on all cores; they start out as they are on core 0, without a gradient."""
         before = list(self.parameters())
-        self.inner.add_param_group(param_group)
-        added = self.inner.param_groups[-1]["params"]
-        for p in added:
-            p.grad = None  # of minibatches before, which nobody has taken over
-        join_later(added, before, self._communicator, self.sampler.process_group)
-        self._gradients.fit()
+        with as_before_if_refused(self.inner):
+            self.inner.add_param_group(param_group)
+            added = self.inner.param_groups[-1]["params"]
+            join_later(added, before, self._communicator, self.sampler.process_group)
+            for p in added:
+                p.grad = None  # of minibatches before, which nobody has taken over
+            self._gradients.fit()
         self._communicator.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

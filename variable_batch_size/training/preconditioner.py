@@ -28,12 +28,12 @@ class Preconditioner:
             for p in group["params"]:
                 state = self._inner.state.get(p, {})
                 if "exp_avg_sq" not in state:
-                    self.divisors.pop(p, None)
                     if has_updated and p.grad is not None:
                         raise RuntimeError(
                             f"`inner` must keep the second moment of each gradient as Adam does, in its state "
                             f"`exp_avg_sq`, but {type(self._inner).__name__} has none"
                         )
+                    self.divisors.pop(p, None)  # of a state that another one was loaded in place of
                     continue
                 num_updates = state["step"]
                 # read from the host if it is there; one that is on the device stays there

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from variable_batch_size.training.owners import alive
-from variable_batch_size.training.wrapper import Wrapper
+from variable_batch_size.training.wrapper import Wrapper, optimizers_of
 
 _INSTEAD = (
     "call prepare(accelerator, …) of variable_batch_size.integrations.accelerate instead, and in Transformers take the "
@@ -60,7 +60,8 @@ def _of(parameters: set[torch.Tensor], things: list[Any]) -> list[Any]:
     """The optimizers of this library that have some of the parameters, their inner ones, and their samplers."""
     own = [thing for thing in things if isinstance(thing, Wrapper) and hasattr(thing, "inner")]
     own = [one for one in own if not parameters.isdisjoint(one.parameters())]
-    return [thing for one in own for thing in (one, one.inner, getattr(one, "sampler", None)) if thing is not None]
+    inner = [thing for one in own for thing in (one.inner, *optimizers_of(one.inner))]
+    return [*own, *inner, *(one.sampler for one in own if hasattr(one, "sampler"))]
 
 
 def _has(prepared: Any, name: str, own: list[Any]) -> bool:

@@ -29,7 +29,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
 
     Which samples make up a step, and in which order, depends on the trace, the seed and the epoch only, never on the
     number of cores. A core without a minibatch in a step gets another core's as a stand-in, which the optimizer gives
-    the weight 0.
+    the weight 0. The loader must keep the order, as it does unless it is made with ``in_order=False``.
 
     Args:
         dataset: the data set, of which only the length is used, or its length; or else

@@ -99,6 +99,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         self._scaling = Factors(rule, smooth_steps=smooth_steps, max_factor=max_factor)
         self._loss_scale = _checked_loss_scale(loss_scale)
         self._own_meter = NoiseMeter() if measure_noise and not isinstance(rule, NoiseRule) else None  # over all groups
+        self._described = description_of(sampler, rule, self.inner, self.ref_batchsize)  # before a rule notes anything
         self._deciding = deciding_for(self)
         self._position = Position(sampler.schedule, sampler.rank)
         self.minibatch_weights = Weights(next(self.parameters()).device)
@@ -112,7 +113,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         own: Description = {"exact": self.exact, "seed_minibatches": self.seeds_minibatches}
         if self.exact and next(self.parameters()).device.type == "cpu":
             own["threads"] = torch.get_num_threads()  # on which the bits of a minibatch's gradient depend
-        return {**description_of(self.sampler, self.rule, self.inner, self.ref_batchsize), **own}
+        return {**self._described, **own}
 
     def call_when_decided(self, listener: Callable[[Record], Any]) -> None:
         """Give every decision of a policy to something that can be called with a record; nothing without a policy."""
@@ -234,6 +235,11 @@ class ScheduledOptimizer(Wrapper, ABC):
         """The simple noise scale V/G², in samples, or in units of weight; NaN before the first estimate."""
         noise = self.noise
         return noise.scale if noise else math.nan
+
+    @property
+    def noise_scale_in_samples(self) -> float | None:
+        """The same in samples always, by what one has weighed on average; None before the first estimate."""
+        return self._meter().scale_in_samples()
 
     def _meter(self) -> NoiseMeter:
         meter = self._own_meter or (self.rule.meter if isinstance(self.rule, NoiseRule | RuleOfEach) else None)

@@ -64,23 +64,20 @@ class SeparateGradients(Gradients):
         # made on the host: zeros made on the device would be a program of their own
         placed = self._communicator.placed_like
         self._sums |= {p: placed(p, torch.zeros(p.shape, dtype=p.dtype)) for p in new}
-        are_infinities_new = self._have_infinities(trainable)
+        undivided = self._without_divisor(trainable)
+        self._infinities |= {p: placed(p, torch.full(p.shape, torch.inf)) for p in undivided}
         num_squares = len(self._inner.param_groups) - len(self._step_squares)
         num_weights = 2 - len(self._weights)  # always, as they must not come later on some cores
         device = next(self.parameters()).device
         self._step_squares += [torch.zeros(1).to(device) for _ in range(num_squares)]
         self._weights += [torch.zeros(1).to(device) for _ in range(num_weights)]
         self._communicator.lay_out([*self._step_squares, *self._weights])
-        return bool(converted or new or are_infinities_new or num_squares or num_weights)
+        return bool(converted or new or undivided or num_squares or num_weights)
 
-    def _have_infinities(self, parameters: list[torch.nn.Parameter]) -> bool:
-        """Have something in place of divisors that there are not yet, or no more; True if some are new."""
-        if self._divisors is None:
-            return False
-        without = [p for p in parameters if p not in self._divisors and p not in self._infinities]
-        placed = self._communicator.placed_like
-        self._infinities |= {p: placed(p, torch.full(p.shape, torch.inf)) for p in without}
-        return bool(without)
+    def _without_divisor(self, parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Those that have neither a divisor nor what stands for it: new ones, and all where a run begins again."""
+        known = self._divisors
+        return [] if known is None else [p for p in parameters if p not in known and p not in self._infinities]
 
     def reduce(self, mean: Mean, *, is_idle: bool) -> None:
         self._mean = mean

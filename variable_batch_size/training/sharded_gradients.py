@@ -233,7 +233,7 @@ class ShardedGradients(Gradients):
         if not self._is_weighted:
             return 1.0
         weight = torch.as_tensor(self._weight)
-        return torch.where(weight > 0, 1 / weight, 0.0)
+        return torch.where(weight == 0, 0.0, 1 / weight)  # NaN stays NaN, and is seen
 
     def _scale(self, factor: Weight) -> None:
         parts = local_parts(self._sums.values())

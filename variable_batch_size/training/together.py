@@ -40,6 +40,7 @@ class Together(Optimizer):
     def _collect(self) -> None:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self.param_groups = groups
+        self._num_groups = [len(optimizer.param_groups) for optimizer in self.optimizers]
         self._owners = {p: owner for owner in self.optimizers for group in owner.param_groups for p in group["params"]}
 
     @property
@@ -61,8 +62,13 @@ class Together(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Let each make its step, on its own of the parameter groups as they are now."""
-        for optimizer in self.optimizers:
+        for optimizer, num_groups in zip(self.optimizers, self._num_groups, strict=True):
             found = optimizer.param_groups
+            if len(found) != num_groups:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} had {num_groups} parameter groups and has {len(found)}: add a group "
+                    "to the optimizer of this library, which gives it to the last of several"
+                )
             optimizer.param_groups = [group for group in self.param_groups if self.owner(group) is optimizer]
             try:
                 optimizer.step()
