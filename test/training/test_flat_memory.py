@@ -39,6 +39,14 @@ def test_each_dtype_has_a_tensor_and_the_norms_are_in_one_that_is_exact():
     assert memory.flats[1][-2:].tolist() == [5, 5]
 
 
+def test_the_norms_are_in_double_precision_where_a_gradient_is():
+    single, double = parameters(2), parameters(2, dtype=torch.float64)
+    assert FlatMemory([*single, *double], num_numbers=2).numbers.dtype == torch.float64
+    memory = FlatMemory([*single, *parameters(2, dtype=torch.complex128)], num_numbers=2)
+    assert memory.flats[-1] is memory.numbers
+    assert memory.numbers.dtype == torch.float64
+
+
 @pytest.mark.parametrize("given", [[], parameters(2, dtype=torch.bfloat16)])
 def test_without_an_exact_tensor_the_norms_have_one_of_their_own(given):
     memory = FlatMemory(given, num_numbers=2)
@@ -72,13 +80,14 @@ def test_gradients_are_taken_over_from_memory_for_other_parameters():
     assert [view.tolist() for view in new.views] == [[0, 0], [2, 2]]
 
 
-def test_a_copy_has_the_gradients_and_room_for_as_many_norms():
+def test_a_copy_has_the_gradients_and_the_norms():
     memory = FlatMemory(parameters(2, 3), num_numbers=3)
     for number, view in enumerate(memory.views, start=1):
         view.fill_(number)
+    memory.numbers.fill_(3)
     copy = pickle.loads(pickle.dumps(memory))
     assert [view.tolist() for view in copy.views] == [[1, 1], [2, 2, 2]]
-    assert len(copy.numbers) == 3
+    assert copy.numbers.tolist() == [3, 3, 3]
     copy.zero()
     assert [view.tolist() for view in copy.views] == [[0, 0], [0, 0, 0]]
 

@@ -364,6 +364,20 @@ def test_the_optimizer_can_be_copied_and_pickled(keep_gradients):
         assert other.progress == optimizer.progress
 
 
+@pytest.mark.parametrize("keep_gradients", [False, True])
+@pytest.mark.parametrize("measure_noise", [False, True])
+def test_a_copy_within_a_step_knows_what_the_minibatches_so_far_weigh(keep_gradients, measure_noise):
+    model, _, optimizer = make([2], keep_gradients=keep_gradients, measure_noise=measure_noise)
+    backward(model, 1)
+    optimizer.step(weight=3)
+    pairs = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    for one, its_optimizer in [(model, optimizer), *pairs]:
+        backward(one, 9)
+        its_optimizer.step(weight=1)
+        assert one.weight.item() == -(1 + 9) / (3 + 1)
+        assert its_optimizer.weight_done == 4
+
+
 # -------------------------------------------------------------------------------------------------------------- kept
 
 
@@ -480,6 +494,18 @@ def test_kept_gradients_follow_a_module_that_is_converted_between_steps(rule):
     assert model.weight.item() == -4
 
 
+@pytest.mark.parametrize("conversions", [(nn.Module.bfloat16, nn.Module.half), (nn.Module.float, nn.Module.double)])
+def test_kept_gradients_that_are_measured_follow_a_module_that_is_converted_and_copied(conversions):
+    model, _, optimizer = make([2, 2], keep_gradients=True, rule=vbs.AdaScaleRule())
+    for convert in conversions:
+        model, optimizer = copy.deepcopy((convert(model), optimizer))
+        nn.init.zeros_(model.weight)
+        for x in (257 / 256, 1):  # which bfloat16 has no number for
+            backward(model, x)
+            optimizer.step()
+    assert model.weight.item() == pytest.approx(-513 / 512, rel=1e-3)
+
+
 def test_kept_gradients_refuse_a_module_that_is_converted_within_a_step():
     model, _, optimizer = make([2], keep_gradients=True)
     backward(model, 1)
@@ -510,6 +536,23 @@ def test_zero_grad_drops_the_gradient_of_another_loss(options):
         backward(model, 5)
         optimizer.step()
     assert model.weight.item() == -7
+
+
+@pytest.mark.parametrize("change", [nn.Module.requires_grad_, nn.Module.float])
+@pytest.mark.parametrize("rule", [vbs.ConstantRule, vbs.AdaScaleRule])
+def test_zero_grad_drops_a_kept_gradient_that_has_no_place_yet(change, rule):
+    model, _, optimizer = make([2, 2], keep_gradients=True, rule=rule())
+    model.weight.requires_grad_(change is not nn.Module.requires_grad_)
+    for _ in range(2):
+        optimizer.step()
+    change(model)  # unfreezes or converts it
+    backward(model, 100)
+    optimizer.zero_grad()
+    for x in (1, 3):
+        backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.weight.item() == -2
 
 
 def test_zero_grad_drops_one_within_a_step_or_says_that_it_cannot():

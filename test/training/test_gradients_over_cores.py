@@ -16,6 +16,7 @@ from variable_batch_size.training.flat_gradients import FlatGradients
 from variable_batch_size.training.gradients import Mean, Measured
 from variable_batch_size.training.kept_gradients import KeptGradients
 from variable_batch_size.training.separate_gradients import SeparateGradients
+from variable_batch_size.training.split_gradients import SplitGradients
 
 KINDS = [FlatGradients, KeptGradients, SeparateGradients, ExactGradients, ExactSeparateGradients]
 TWO = Mean(2)
@@ -262,6 +263,20 @@ def test_gradients_are_divided_before_they_are_measured_and_those_without_a_divi
     assert gradients.measured() == measured(None, Norms(4.0, 4.0))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_whose_divisor_is_gone_counts_no_more(kind):
+    divisors = {}
+    parameters, gradients = make(kind, Alone(), measures=True, divisors=divisors)
+    for expected in (Norms(9.0, 9.0), None):
+        divisors.clear()
+        if expected:
+            divisors[parameters[0]] = torch.ones(1)
+        take_all(parameters, gradients, [[3, 4]], mean=Mean(1))
+        gradients.reduce(Mean(1), is_idle=False)
+        assert gradients.measured() == measured(expected)
+        gradients.clear()
+
+
 def test_a_gradient_without_a_divisor_is_looked_at_in_its_own_precision():
     parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, dtype=torch.float64))]
     divisors = {parameters[0]: torch.ones(1)}
@@ -392,12 +407,44 @@ def test_a_single_minibatch_is_clipped_as_torch_does_it(size):
         assert parameters[0].grad.item() == pytest.approx(plain.grad.item(), rel=1e-9)
 
 
+@pytest.mark.parametrize("kind", [FlatGradients, SplitGradients])
+def test_a_narrow_gradient_without_a_shape_is_clipped_beside_others(kind):
+    parameters = [nn.Parameter(torch.zeros((), dtype=torch.bfloat16)), nn.Parameter(torch.zeros(1))]
+    options = {"model": Alone(), "model_groups": []} if kind is SplitGradients else {}
+    gradients = kind(torch.optim.SGD(parameters), Alone(), **options)
+    take_all(parameters, gradients, [[3.0, 4.0]])
+    gradients.reduce(Mean(1), is_idle=False)
+    gradients.clip(1.0)
+    assert [p.grad.dtype for p in parameters] == [torch.bfloat16, torch.float32]
+    assert values_of(parameters) == pytest.approx([0.6, 0.8], rel=4e-3)
+
+
 def test_where_no_gradient_is_none_is_clipped():
     parameters, gradients = make(FlatGradients, Alone())
     take_all(parameters, gradients, [[None, None]])
     gradients.reduce(Mean(1), is_idle=False)
     gradients.clip(1.0)
     assert values_of(parameters) == [None, None]
+
+
+@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients, SeparateGradients, ExactGradients])
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("weight", [None, 3.0])
+def test_a_step_in_which_no_parameter_can_have_a_gradient_has_none(kind, num_minibatches, cores, weight):
+    def run(core):
+        parameters, inner = optimizer_of()
+        for p in parameters:
+            p.requires_grad_(False)
+        gradients = kind(inner, core, measures=True)
+        mean, weights = Mean(2, loss_scale=2.0), weight and [weight] * num_minibatches
+        take_all(parameters, gradients, [[None, None]] * num_minibatches, mean=mean, weights=weights)
+        gradients.reduce(mean, is_idle=False)
+        return values_of(parameters), gradients.measured()
+
+    count = num_minibatches * cores
+    whole = {"weight": count * weight, "num_weighted": count} if weight else {}
+    assert run_on(cores, run) == [([None, None], measured(Norms(0.0, 0.0), **whole))] * cores
 
 
 def test_a_single_minibatch_of_several_dtypes_is_divided_by_its_weight_in_each_of_them():
@@ -408,6 +455,19 @@ def test_a_single_minibatch_of_several_dtypes_is_divided_by_its_weight_in_each_o
     assert [p.grad.dtype for p in parameters] == [torch.float32, torch.float64]
     assert parameters[0].grad.item() == pytest.approx(1 / 3, rel=1e-7)
     assert parameters[1].grad.item() == pytest.approx(1 / 3, rel=1e-15)
+
+
+@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.complex64, torch.complex128)])
+def test_double_precision_is_divided_by_weights_of_that_precision_beside_single_on_all_cores(kind, dtypes):
+    def run(core):
+        parameters = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in dtypes]
+        gradients = kind(torch.optim.SGD(parameters), core)
+        take_all(parameters, gradients, [[1, 1]], weights=[1.5])
+        gradients.reduce(TWO, is_idle=False)
+        return parameters[1].grad.item().real
+
+    assert run_on(2, run) == [pytest.approx(2 / 3, rel=1e-15)] * 2
 
 
 def test_a_frozen_parameter_that_was_given_a_gradient_counts():

@@ -100,6 +100,20 @@ def test_what_adam_divides_by_is_known_from_the_first_step_after_loading():
     assert other.noise is not None
 
 
+@pytest.mark.parametrize("keep_gradients", [False, True])
+def test_what_adam_divides_by_is_unknown_again_in_a_run_that_goes_back_to_its_start(keep_gradients):
+    options = {"kind": torch.optim.Adam, "rule": vbs.AdamScaleRule(), "dataset_size": 6}
+    weight, optimizer = make([2, 2, 2], keep_gradients=keep_gradients, **options)
+    state = copy.deepcopy(optimizer.state_dict())
+    for _ in range(2):
+        for value in (1.0, 3.0):
+            (weight * value).sum().backward()
+            optimizer.step()
+        assert optimizer.noise is None  # as the first step has nothing to be divided by
+        optimizer.load_state_dict(copy.deepcopy(state))
+        optimizer.sampler.set_epoch(0)
+
+
 def test_how_large_exact_gradients_were_goes_on_with_a_run():
     weight, optimizer = make(exact=True)
     run(weight, optimizer, 1, 1, 3)

@@ -173,6 +173,27 @@ def test_weights_on_some_cores_only_are_refused_on_all(kind, without):
     assert all(found.startswith(message) for found in run_on(3, run))
 
 
+@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients, ExactGradients])
+def test_weights_on_some_cores_only_are_refused_when_a_run_without_any_has_gone_back_to_its_start(kind):
+    def run(core):
+        p = nn.Parameter(torch.zeros(1))
+        gradients = kind(torch.optim.SGD([p], lr=1.0), core)
+
+        def step(weight):
+            p.grad = torch.ones(1) if p.grad is None else p.grad.add_(1.0)
+            gradients.take(Mean(2), is_last=True, weight=weight)
+            gradients.reduce(Mean(2), is_idle=False)
+            gradients.clear()
+
+        state = gradients.state_dict()
+        step(weight=None)
+        gradients.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"^`weight` must be given on all cores or on none, got none on 1 of 2"):
+            step(weight=3 if core.rank else None)
+
+    run_on(2, run)
+
+
 @pytest.mark.parametrize("kind", [FlatGradients, KeptGradients])
 def test_a_core_without_weights_is_seen_beside_one_with_many(kind):
     def run(core):

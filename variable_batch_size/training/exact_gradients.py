@@ -162,7 +162,7 @@ class ExactGradients(FlatGradients):
         memory.numbers[: parts.numel()].copy_(parts.flatten())
         for rung in self._rungs:
             memory.numbers[parts.numel() + MOST_RUNGS + rung] = 1
-        if not self._is_weighted and not self._has_compared:
+        if not self._is_weighted:
             memory.numbers[parts.numel() - 1] = UNWEIGHTED  # the fraction of the number of weights, else 0
         memory.numbers[-1:].fill_(self._layout)
         self._communicator.sum(memory.flats)
@@ -188,6 +188,7 @@ class ExactGradients(FlatGradients):
         return self._units.state_dict(self.parameters())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         self._latest = None
         self._units = Units()
         if state:

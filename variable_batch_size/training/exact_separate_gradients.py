@@ -163,7 +163,7 @@ class ExactSeparateGradients(SeparateGradients):
         self._look_at(torch.cat([self._largest_of(totals), numbers]))
 
     def _numbers(self) -> torch.Tensor:
-        return torch.cat([*self._step_squares, *self._weights]) if self._limbs else super()._numbers()
+        return super()._numbers() if self._limbs else torch.zeros(len(self._inner.param_groups) + 2)
 
     def _hand_over(self, totals: Mapping[torch.Tensor, torch.Tensor]) -> None:
         unscaled = self._mean._replace(loss_scale=1.0)  # the loss scale is divided out already
@@ -203,6 +203,7 @@ class ExactSeparateGradients(SeparateGradients):
         return {**self._units.state_dict(self.parameters()), "numbers": self._number_units.state_dict(numbers)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         self._units, self._number_units = Units(), Units()
         if "numbers" in state:
             self._units.load_state_dict(state, self.parameters())

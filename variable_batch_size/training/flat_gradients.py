@@ -64,7 +64,7 @@ class FlatGradients(Gradients):
         """Copy gradients to the memory, or add them to what is there."""
         memory = self._memory
         is_whole = not any(gradient is None for gradient in gradients)
-        if is_whole and not self._has_sums:
+        if gradients and is_whole and not self._has_sums:
             torch._foreach_copy_(memory.views, dense(gradients))
             return
         if not self._has_sums:
@@ -142,8 +142,8 @@ class FlatGradients(Gradients):
 
     def _scale_single(self, factor: Weight) -> None:
         """A single minibatch, used as it is; what the user may still hold is left alone."""
-        if isinstance(factor, torch.Tensor) or factor != 1:
-            owners = [p for p in self.parameters() if p.grad is not None]
+        owners = [p for p in self.parameters() if p.grad is not None]
+        if owners and (isinstance(factor, torch.Tensor) or factor != 1):
             gradients: list[Any] = [p.grad.detach() for p in owners]  # type: ignore[union-attr]
             kinds = {(gradient.device, gradient.dtype) for gradient in gradients}
             if not isinstance(factor, torch.Tensor):
@@ -151,7 +151,8 @@ class FlatGradients(Gradients):
             elif len(kinds) == 1:  # all at once, if the factor is of their kind
                 scaled = list(torch._foreach_mul(gradients, factor.to(*kinds.pop())))
             else:
-                scaled = [gradient * factor.to(gradient.device) for gradient in gradients]
+                # a factor is wider than a narrow gradient of one element without a shape
+                scaled = [(gradient * factor.to(gradient.device)).to(gradient.dtype) for gradient in gradients]
             for p, gradient in zip(owners, scaled, strict=True):
                 p.grad = gradient
 

@@ -14,6 +14,8 @@ from variable_batch_size.cores.meshes import local_part
 EXACT = (torch.float32, torch.float64)
 """In which squared norms can be summed."""
 
+_DOUBLE = {torch.float64, torch.complex128}
+
 # the first versions of torch measure many tensors at once in their own precision only
 _ALL_AT_ONCE = (
     {*EXACT, torch.bfloat16, torch.float16} if "dtype" in str(torch.ops.aten._foreach_norm.Scalar._schema) else {*EXACT}
@@ -53,7 +55,8 @@ class FlatMemory:
         of_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for number, p in enumerate(parameters):
             of_kind.setdefault((p.device, dtype or p.dtype), []).append(number)
-        carrier = next((kind for kind in of_kind if kind[1] in EXACT), None)
+        precision = torch.float64 if _DOUBLE & {dtype for _, dtype in of_kind} else torch.float32
+        carrier = next((kind for kind in of_kind if kind[1] == precision), None)
         for kind, members in of_kind.items():
             *offsets, end = _aligned_offsets((local_part(parameters[number]).numel() for number in members), kind[1])
             num_extras = len(members) + (num_numbers if kind == carrier else 0)
@@ -68,7 +71,7 @@ class FlatMemory:
         self.views = [views.pop(number) for number in range(len(parameters))]  # nobody else may hold them, see is_held
         if carrier is None:
             place = parameters[0].device if parameters else None
-            self.numbers = torch.zeros(num_numbers, dtype=torch.float32, device=place)
+            self.numbers = torch.zeros(num_numbers, dtype=precision, device=place)
             self.flats.append(self.numbers)
         self._addresses = [view.data_ptr() for view in self.views]
         self._holders = self._count_holders()
@@ -104,7 +107,8 @@ class FlatMemory:
 
     def __reduce__(self) -> Any:
         # a copy of the views would not be views of the copy
-        return _restored, (self.parameters, len(self.numbers), self._dtype, [view.clone() for view in self.views])
+        values = [place.clone() for place in (*self.views, self.numbers)]
+        return _restored, (self.parameters, len(self.numbers), self._dtype, values)
 
     def zero(self) -> None:
         for flat in self.flats:
@@ -136,8 +140,8 @@ def _restored(
     parameters: list[torch.nn.Parameter], num_numbers: int, dtype: torch.dtype | None, values: list[torch.Tensor]
 ) -> FlatMemory:
     memory = FlatMemory(parameters, num_numbers=num_numbers, dtype=dtype)
-    for view, value in zip(memory.views, values, strict=True):
-        view.copy_(value)
+    for place, value in zip((*memory.views, memory.numbers), values, strict=True):
+        place.copy_(value)
     return memory
 
 

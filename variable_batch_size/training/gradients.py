@@ -182,8 +182,9 @@ class Gradients(ABC):
         """What has to be remembered from one step to the next."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most kinds remember nothing)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned, on any number of cores."""
+        self._has_compared = False  # a run that goes back to its start may have weights from then on, or none
 
     def weighs_nothing(self) -> bool:
         """After :meth:`reduce`: whether the weights are known to be 0 in all; what is on a device is not waited for."""
@@ -192,7 +193,7 @@ class Gradients(ABC):
         return is_known and not weight
 
     def _compare(self, num_weighted: torch.Tensor) -> None:
-        """Refuse weights on some cores only; looked at in the first step, as no core may change its mind later."""
+        """Refuse weights on some cores only; looked at in the first step, as then no core may change its mind."""
         if self._has_compared:
             return
         self._has_compared = True

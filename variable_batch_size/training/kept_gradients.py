@@ -86,15 +86,25 @@ class KeptGradients(Gradients):
         self._memory, self._sums = memory, []
 
     def drop(self) -> None:
-        if self._versions == self._versions_now():
+        is_untouched = self._versions == self._versions_now()
+        if not self._has_taken:
+            if not is_untouched or self._is_elsewhere():
+                self.discard()
             return
-        if self._has_taken and not self._measures:
+        if is_untouched:
+            return
+        if not self._measures:
             raise RuntimeError(
                 "with `keep_gradients` zero_grad() cannot drop the gradient of a backward pass without step(), as it "
                 "was added to those of the minibatches before"
             )
         self._memory.zero()
         self._note_versions()
+
+    def _is_elsewhere(self) -> bool:
+        """Whether there are gradients beside the memory: of a module converted since, or of parameters unfrozen."""
+        own = set(self._memory.parameters)
+        return not self._memory.is_in_place() or any(p.grad is not None for p in self.parameters() if p not in own)
 
     def _note_versions(self) -> None:
         self._versions = self._versions_now()
@@ -111,7 +121,7 @@ class KeptGradients(Gradients):
             self._scale(mean.factor(is_weighted=self._is_weighted))
             self._numbers()[:-2].div_(mean.loss_scale**2)
         if self._communicator.num_replicas > 1:
-            if not self._is_weighted and not self._has_compared:
+            if not self._is_weighted:
                 put(self._numbers()[-1], UNWEIGHTED)
             layout = self._memory.numbers[-1:]
             put(layout, self._layout)
@@ -146,6 +156,8 @@ class KeptGradients(Gradients):
         self.__dict__.update(state)
         for p, view in zip(self._memory.parameters, self._memory.views, strict=True):
             p.grad = view
+        if not self._has_taken:
+            self._sums = []  # a module that was converted since has its memory made anew
         self._note_versions()
 
     def weight(self) -> Weight | None:

@@ -181,7 +181,7 @@ class CustomOptimizer(FirstNames):
         self.minibatch_weights.load_state_dict(own.get("weights", {}))
         self._gradients.load_state_dict(own.get("gradients", {}))
         if self._preconditioner is not None:
-            self._preconditioner.refresh()
+            self._preconditioner.refresh(has_updated=False)
 
     # --------------------------------------------------------------------------------------------------------- position
 

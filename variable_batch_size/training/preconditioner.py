@@ -21,14 +21,14 @@ class Preconditioner:
         self.divisors: dict[torch.Tensor, torch.Tensor] = {}
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """After an update, or when a state was loaded: let the divisors be those of the state as it is now."""
+    def refresh(self, *, has_updated: bool = True) -> None:
+        """After an update, or when another state was loaded: let the divisors be those of the state as it is now."""
         for group in self._inner.param_groups:
             beta, eps = group["betas"][1], group["eps"]
             for p in group["params"]:
                 state = self._inner.state.get(p, {})
                 if "exp_avg_sq" not in state:
-                    if p.grad is not None:
+                    if has_updated and p.grad is not None:
                         raise RuntimeError(
                             f"`inner` must keep the second moment of each gradient as Adam does, in its state "
                             f"`exp_avg_sq`, but {type(self._inner).__name__} has none"

@@ -66,10 +66,11 @@ class SeparateGradients(Gradients):
         self._sums |= {p: placed(p, torch.zeros(p.shape, dtype=p.dtype)) for p in new}
         undivided = self._without_divisor(trainable)
         self._infinities |= {p: placed(p, torch.full(p.shape, torch.inf)) for p in undivided}
-        num_squares = len(self._inner.param_groups) - len(self._step_squares) if trainable else 0
-        num_weights = 2 - len(self._weights) if trainable else 0  # always, as they must not come later on some cores
-        self._step_squares += [torch.zeros(1).to(trainable[0].device) for _ in range(num_squares)]
-        self._weights += [torch.zeros(1).to(trainable[0].device) for _ in range(num_weights)]
+        num_squares = len(self._inner.param_groups) - len(self._step_squares)
+        num_weights = 2 - len(self._weights)  # always, as they must not come later on some cores
+        device = next(self.parameters()).device
+        self._step_squares += [torch.zeros(1).to(device) for _ in range(num_squares)]
+        self._weights += [torch.zeros(1).to(device) for _ in range(num_weights)]
         self._communicator.lay_out([*self._step_squares, *self._weights])
         return bool(converted or new or undivided or num_squares or num_weights)
 
@@ -80,12 +81,10 @@ class SeparateGradients(Gradients):
 
     def reduce(self, mean: Mean, *, is_idle: bool) -> None:
         self._mean = mean
-        if not self._sums:
-            return
         self._communicator.flush()  # what the loop has noted down may differ between cores, as a sum of losses does
         sums = list(self._sums.values())
         values = [mean.factor(is_weighted=self._is_weighted), 1 / mean.loss_scale**2, 1.0]
-        factors = torch.tensor([0.0 if is_idle else value for value in values]).to(sums[0].device)
+        factors = torch.tensor([0.0 if is_idle else value for value in values]).to(self._weights[0].device)
         for place, tensors in enumerate((sums, self._step_squares, self._weights)):
             factor = factors[place : place + 1]
             counts = factor != 0
@@ -127,8 +126,6 @@ class SeparateGradients(Gradients):
         return self._weights[0] * 1 if self._is_weighted else None
 
     def _numbers(self) -> torch.Tensor:
-        if not self._sums:
-            return torch.zeros(len(self._inner.param_groups) + 2)
         return torch.cat([*self._step_squares, *self._weights])
 
     def _read(self, numbers: torch.Tensor) -> list[float]:

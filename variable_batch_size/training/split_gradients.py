@@ -50,7 +50,8 @@ class SplitGradients(FlatGradients):
         """A factor is a plain tensor, which must not meet one that is split."""
         for p in self.parameters():
             if p.grad is not None:
-                p.grad = self._gradient_of(p, local_part(p.grad.detach()) * factor)
+                part = local_part(p.grad.detach())
+                p.grad = self._gradient_of(p, (part * factor).to(part.dtype))
 
     def _square(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         return self._square_each([gradients])[0]
