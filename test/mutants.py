@@ -46,6 +46,7 @@ OF_RULES += [f"test/training/test_{name}.py" for name in ("settings", "factors",
 OF_TRAINING = [f"test/training/test_{name}.py" for name in ("state", "optimizer", "adascale", "gradients")]
 OF_GRADIENTS = [f"test/training/test_{name}.py" for name in ("gradients_over_cores", "flat_memory", "weights")]
 OF_GRADIENTS += OF_TRAINING
+OF_EXACT = [f"test/training/test_exact_{name}.py" for name in ("units", "gradients", "training")]
 OF_RUNS = [f"test/runs/test_{name}.py" for name in ("going_on", "checkpoint", "fork", "metrics")]
 OF_SCHEDULES = [f"test/schedules/test_{name}.py" for name in ("schedule", "past", "live")]
 OF_SETTINGS = ["test/training/test_settings.py", "test/training/test_together.py"]
@@ -73,6 +74,12 @@ TESTS = {
     "training/buffers.py": ["test/training/test_buffers.py", *OF_TRAINING],
     "training/scheduled.py": ["test/training/test_scheduled.py", *OF_OPTIMIZER],
     "training/optimizer.py": OF_OPTIMIZER,
+    "training/weights.py": ["test/training/test_weights.py", *OF_GRADIENTS],
+    "training/progress.py": ["test/training/test_progress.py"],
+    "training/exact_units.py": OF_EXACT,
+    "training/exact_gradients.py": OF_EXACT,
+    "rules/each.py": ["test/rules/test_each.py", *OF_SETTINGS],
+    "rules/noise_meter.py": ["test/rules/test_noise_meter.py"],
     "runs/storage.py": ["test/runs/test_storage.py", "test/runs/test_checkpoint.py"],
     "runs/checkpoint.py": OF_RUNS,
     "schedules/batch_sizes.py": ["test/schedules/test_batch_sizes.py", *OF_SCHEDULES],

@@ -171,10 +171,10 @@ def all_with_any_sizes(way, kind, names):
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def go(directory, way, kind, name, *, until=None):
+def go(directory, way, kind, name, *, until=None, **how):
     """Take up a run, if there is one, and go on to the end, or until some steps are saved; the state after that."""
     model, mesh, sampler, optimizer = made(way, kind, name)
-    checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=1)
+    checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=1, **how)
     layouts = layouts_of([state["momentum_buffer"] for state in optimizer.inner.state.values()]) if mesh else []
     expected = layouts_of(optimizer.inner.state) if mesh else []
     x, y = data()
@@ -186,13 +186,14 @@ def go(directory, way, kind, name, *, until=None):
                 log.step(loss)
                 checkpoint.step()
                 if optimizer.steps_done == until and not optimizer.is_accumulating:
+                    checkpoint.wait()
                     return state_of(model), layouts, expected
     return state_of(model), layouts, expected
 
 
 def in_turns(directory, kind, name, turns):
     """A run that is saved and gone on with, in one way after the other; the layouts it was taken up with."""
-    return [go(directory, way, kind, name, until=until)[1:] for way, until in turns]
+    return [go(directory, way, kind, name, until=until, **how)[1:] for way, until, how in turns]
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -79,7 +79,8 @@ def test_a_run_goes_on_in_one_plain_process_and_back(tmp_path):
     uninterrupted, _, _ = spmd_runs.go(tmp_path / "whole", "plain", Small, "adascale")
     stopped = tmp_path / "stopped"
     spmd_runs.go(stopped, "plain", Small, "adascale", until=3)
-    turns = [("laid_out", 7), ("wrapped", 10), ("laid_out", 13)]
+    meanwhile = {"asynchronous": True}
+    turns = [("laid_out", 7, {}), ("wrapped", 10, meanwhile), ("laid_out", 13, meanwhile)]
     arguments = (stopped, Small, "adascale", turns)
     (layouts,) = vbs.launch(spmd_runs.in_turns, arguments, cores=4, backend="xla", spmd=True)
     for of_momentum, of_parameters in layouts:

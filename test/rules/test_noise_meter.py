@@ -1,9 +1,11 @@
 """NoiseMeter: the noise of a run, with weights against every token by itself."""
 
+import math
+
 import numpy as np
 import pytest
 
-from variable_batch_size.rules.noise import Noise
+from variable_batch_size.rules.noise import Noise, NoiseAverage
 from variable_batch_size.rules.noise_meter import NoiseMeter
 from variable_batch_size.rules.rule import Norms, Step
 
@@ -89,5 +91,55 @@ def test_the_same_weight_for_all_is_the_noise_without_weights_in_other_units():
     assert plain.scale_in_samples() == plain.noise().scale
 
 
-def test_before_the_first_estimate_there_is_no_scale():
-    assert NoiseMeter().scale_in_samples() is None
+PLAIN = Step(batch_size=64, minibatch_size=16, ref_batchsize=32)
+
+
+def test_before_the_first_estimate_there_is_no_scale_and_the_gain_is_the_least_there_may_be():
+    meter = NoiseMeter()
+    assert meter.scale_in_samples() is None
+    assert [meter.gain(size, 32) for size in (8, 32, 64)] == [0.25, 1, 1]
+    report = meter.report(PLAIN)
+    assert report["gain"] == 1
+    assert math.isnan(report["noise_scale"])
+
+
+def test_groups_have_noise_of_their_own_and_together_the_sum_of_it():
+    meter = NoiseMeter()
+    meter.observe(PLAIN, [Norms(2.0, 1.0), Norms(8.0, 1.5), None, Norms(3.0, 2.0)])
+    of_groups = [meter.noise(group) for group in range(4)]
+    expected = [
+        Noise.from_norms(*pair, batch_size=64, num_minibatches=4) for pair in ((2.0, 1.0), (8.0, 1.5), (3.0, 2.0))
+    ]
+    assert of_groups == [*expected[:2], None, expected[2]]
+    assert meter.noise() == expected[0] + expected[1] + expected[2]
+    assert meter.gain(64, 32, group=1) == expected[1].gain(64, 32)
+    assert meter.report(PLAIN) == {"gain": meter.gain(64, 32), "noise_scale": meter.noise().scale}
+
+
+@pytest.mark.parametrize("starts_with_mean", [False, True])
+def test_it_averages_the_first_steps_as_it_is_told_also_when_it_goes_on(starts_with_mean):
+    meter, average = NoiseMeter(starts_with_mean=starts_with_mean), NoiseAverage(starts_with_mean=starts_with_mean)
+    for mean_of_squares in (2.0, 8.0, 3.0, 5.0):
+        meter.observe(PLAIN, [Norms(mean_of_squares, 1.0)])
+        average.add(Noise.from_norms(mean_of_squares, 1.0, batch_size=64, num_minibatches=4), PLAIN.scale)
+        assert meter.noise() == average.noise
+        resumed = NoiseMeter(starts_with_mean=starts_with_mean)
+        resumed.load_state_dict(meter.state_dict())
+        meter = resumed
+
+
+def test_it_debiases_the_first_steps_unless_it_is_told_otherwise():
+    meter, average = NoiseMeter(), NoiseAverage()
+    for mean_of_squares in (2.0, 8.0):
+        meter.observe(PLAIN, [Norms(mean_of_squares, 1.0)])
+        average.add(Noise.from_norms(mean_of_squares, 1.0, batch_size=64, num_minibatches=4), PLAIN.scale)
+    assert meter.noise() == average.noise
+
+
+def test_a_state_from_before_there_were_weights_has_none():
+    meter = NoiseMeter()
+    meter.observe(step_of([1, 3]), [Norms(7.0, 6.25)])
+    meter.load_state_dict({"averages": meter.state_dict()["averages"]})
+    assert meter.gain(8, 2) == Noise(3.0, 5.5).gain(8, 2)
+    meter.observe(step_of([2, 2]), [None])
+    assert meter.gain(8, 2) == Noise(3.0, 5.5).gain(16, 4)

@@ -47,6 +47,30 @@ def test_what_is_zero_or_not_finite_is_on_the_first_rung_and_tells_nothing(large
     assert made.rung(P, largest) == 0
 
 
+def test_rungs_count_from_the_parameters_own_gradient():
+    made = units(8.0)
+    made.learn([Q], [2.0**-60])
+    assert made.limit(P) == 4 + 12
+    assert made.limit(Q) == -59 + 12
+    assert [made.rung(p, 1.0) for p in (P, Q)] == [0, 4]
+    assert [made.rung(Q, largest) for largest in (0.0, math.inf)] == [0, 0]
+    assert made.rounder(Q, 0, 1) == 1.5 * 2.0 ** (52 - 59 + 12 - 51)
+
+
+@pytest.mark.parametrize(("num_minibatches", "bits"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (2**13, 13)])
+def test_a_unit_is_as_small_as_the_sum_of_so_many_allows(num_minibatches, bits):
+    assert math.ulp(units(0.75).rounder(P, 0, num_minibatches)) == 2.0 ** (12 + bits - 51)
+    assert math.ulp(units(0.75).rounder(P, -2, num_minibatches)) == 2.0 ** (12 - 24 + bits - 51)
+
+
+def test_a_unit_is_lowered_by_two_rungs():
+    made = units(8.0)
+    made.learn([Q], [2.0**30])
+    made.lower(P)
+    assert made.limit(P) == 4 + 12 - 24
+    assert made.limit(Q) == 31 + 12
+
+
 def test_a_parameter_that_had_no_gradient_has_the_largest_unit_of_all():
     made = units(8.0)
     assert made.limit(Q) == made.limit(P)
@@ -96,6 +120,18 @@ def test_parts_add_up_to_the_same_in_any_order_and_in_any_groups(numbers, rng):
         sums.add(joined(cores[0] + cores[1]).item())
     (found,) = sums
     assert found == pytest.approx(exact, rel=1e-15, abs=len(numbers) * 2.0**-153)
+
+
+@pytest.mark.parametrize("number", [1.0, 2.0**-149, 3.4e38, 1.1754942e-38, 0.1, 12345.678, 2.0**47, 2.0**87])
+def test_a_part_is_what_is_whole_in_its_unit_and_those_after_it_are_less_than_that(number):
+    exact = torch.tensor([number]).double().item()
+    parts = parts_of(torch.tensor([number]))
+    units_of_parts = [2.0 ** (88 - 40 * place) for place in range(7)]
+    assert len(parts) == len(units_of_parts)
+    for place, unit in enumerate(units_of_parts):
+        assert parts[place].item() % unit == 0
+        assert abs(exact - parts[: place + 1].sum().item()) <= unit / 2
+    assert joined(parts).item() == exact
 
 
 def sum_of_parts(numbers):

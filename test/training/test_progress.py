@@ -40,6 +40,12 @@ ENDING = {
     "linear": (linear, 4),
     "polynomial": (lambda optimizer: schedulers.PolynomialLR(optimizer, total_iters=5, power=2), 5),
     "warm-up, then cosine": (lambda o: schedulers.SequentialLR(o, [linear(o), cosine(o)], milestones=[4]), 10),
+    "a sequence of three": (
+        lambda o: schedulers.SequentialLR(
+            o, [linear(o), schedulers.ConstantLR(o, 0.5, 3), cosine(o)], milestones=[4, 7]
+        ),
+        13,
+    ),
     "a sequence of one": (lambda o: schedulers.SequentialLR(o, [cosine(o)], milestones=[]), 6),
     "warm-up with cosine": (lambda o: schedulers.ChainedScheduler([linear(o), cosine(o)]), 6),
     "SWA": (lambda optimizer: SWALR(optimizer, 0.05, anneal_epochs=5), 5),
@@ -112,7 +118,7 @@ def test_a_part_of_a_chain_stays_at_its_end_while_the_others_go_on():
 
 
 def test_a_scheduler_that_goes_by_a_metric_is_refused():
-    with pytest.raises(ValueError, match="`scheduler` must go by its steps alone, got ReduceLROnPlateau"):
+    with pytest.raises(ValueError, match=r"^`scheduler` must go by its steps alone, got ReduceLROnPlateau"):
         vbs.follow_progress(schedulers.ReduceLROnPlateau(new_optimizer()), Run(1.0))
 
 

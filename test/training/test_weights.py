@@ -15,6 +15,7 @@ from variable_batch_size.training.flat_gradients import FlatGradients
 from variable_batch_size.training.gradients import Mean
 from variable_batch_size.training.kept_gradients import KeptGradients
 from variable_batch_size.training.separate_gradients import SeparateGradients
+from variable_batch_size.training.weights import Weights
 
 
 def make(trace=(2, 2, 2, 2), *, rule=None, device="cpu", lr=1.0, **options):
@@ -56,7 +57,7 @@ def load(optimizer, state):
         (1j, r"^`weight` must be one number, got 1j$"),
         (
             torch.tensor(7, dtype=torch.bfloat16),
-            r"^`weight` must be of a type that can count, .*, got torch\.bfloat16: ",
+            r"^`weight` must be of a type that can count, .*, got torch\.bfloat16: sum a mask before it is converted$",
         ),
         (torch.tensor(7, dtype=torch.float16, device="meta"), r"^`weight` must be of a type that can count"),
         (torch.tensor(7j), r"^`weight` must be of a type that can count, .*, got torch\.complex64: "),
@@ -70,6 +71,21 @@ def test_a_weight_that_cannot_be_right_is_refused_and_changes_nothing(wrong, mes
     step(p, optimizer, 1.0)  # not even whether there are weights is decided
     step(p, optimizer, 3.0)
     assert p.item() == -2.0
+
+
+@pytest.mark.parametrize("weight", [3, np.int64(3), np.array([3]), np.array([[3.0]]), torch.tensor([3])])
+def test_anything_that_is_one_number_is_a_weight(weight):
+    checked = Weights(torch.device("cpu")).checked(weight)
+    assert checked == 3
+    assert type(checked) is float
+
+
+def test_what_is_on_a_device_is_counted_there_in_double_precision():
+    weights = Weights(torch.device("meta"))
+    checked = weights.checked(torch.ones(1, dtype=torch.int32, device="meta"))
+    assert (checked.device.type, checked.dtype, checked.shape) == ("meta", torch.float64, ())
+    weights.add(torch.ones(()))  # summed elsewhere
+    assert (weights.unread.device.type, weights.unread.dtype) == ("meta", torch.float64)
 
 
 @pytest.mark.parametrize("loads", [False, True])

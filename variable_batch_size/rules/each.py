@@ -28,10 +28,9 @@ class RuleOfEach(Rule):
     def __init__(self, rules: Sequence[Rule], *, num_groups: Sequence[int]) -> None:
         if len(rules) != len(num_groups):
             raise ValueError(f"`rule` must be one, or one for each of {len(num_groups)} optimizers, got {len(rules)}")
-        if len(set(rules)) < len(rules):
-            raise ValueError(
-                f"`rule` must be a rule of its own for each optimizer, got one {type(rules[0]).__name__} twice"
-            )
+        twice = [type(rule).__name__ for rule in rules if rules.count(rule) > 1]
+        if twice:
+            raise ValueError(f"`rule` must be a rule of its own for each optimizer, got one {twice[0]} twice")
         for trait, words in (("sums_gradients", "sum gradients"), ("preconditions", "measure divided gradients")):
             if len({getattr(rule, trait) for rule in rules}) > 1:
                 names = " and ".join(type(rule).__name__ for rule in rules)
