@@ -340,6 +340,22 @@ def test_sparse_gradients_are_accumulated_and_measured():
     assert gain == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("kind", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.optim.Adam])
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"skip_nonfinite": True, "loss_scale": 8.0}])
+def test_sparse_gradients_serve_any_optimizer_also_in_a_step_of_one_minibatch(kind, options):
+    def train(is_sparse):
+        torch.manual_seed(0)
+        model = nn.Embedding(5, 3, sparse=is_sparse).double()
+        sampler = vbs.CustomSampler(dataset_size=64, trace=[1, 3, 1], minibatch_size=1, shuffle=False)
+        optimizer = vbs.ConstantOptimizer(kind(model.parameters()), sampler, ref_batchsize=1, **options)
+        for number in (1, 2, 1, 4, 3):
+            (model(torch.tensor([number, 0])).square().sum() * optimizer.loss_scale).backward()
+            optimizer.step()
+        return model.weight.detach()
+
+    torch.testing.assert_close(train(True), train(False))
+
+
 def test_the_epoch_may_be_a_number_of_numpy():
     _, sampler, optimizer = make([2, 2])
     sampler.set_epoch(np.int64(0), np.int64(1))
