@@ -732,6 +732,34 @@ def with_a_frozen_group(**options):
     return model.weight.item(), late.item(), optimizer.gain()
 
 
+def with_a_minibatch_that_core_0_leaves_out():
+    """Two epochs of two steps of four minibatches; the message of the error, if there is one."""
+    model = nn.Linear(1, 1, bias=False).double()
+    sampler = vbs.CustomSampler(dataset_size=8, trace=[4] * 4, minibatch_size=1)
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), sampler, ref_batchsize=4)
+    for _ in vbs.epochs(optimizer, 2):
+        for number, _ in enumerate(sampler):
+            if sampler.rank == 0 and optimizer.epoch == 0 and number == 1:
+                continue
+            backward(model, 1)
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                return str(error)
+            if optimizer.steps_done == 2:  # what comes after it would find no other core
+                return None
+    raise AssertionError("the run has fewer than two steps")
+
+
+def test_a_core_that_leaves_out_a_call_of_step_does_not_mix_the_steps_of_two_epochs(on_cores):
+    message, nothing = on_cores(2, with_a_minibatch_that_core_0_leaves_out)
+    assert nothing is None
+    assert message == (
+        "the cores must be in the same epoch, got one in epoch 1 and some in others: call step() after every minibatch "
+        "on every core, without a backward pass for one that is to be left out"
+    )
+
+
 def test_a_group_may_be_frozen_when_it_is_added(on_cores):
     expected = with_a_frozen_group()
     assert expected[1] == -0.5

@@ -167,7 +167,7 @@ class FlatGradients(Gradients):
         self._write_numbers(numbers)
         if not self._is_weighted:
             put(numbers[-1:], UNWEIGHTED)
-        layout.fill_(self._layout)
+        layout.fill_(self._layout_and_epoch())
         self._communicator.sum(memory.flats)
         self._compare(numbers[-1])
         self._compare_layout(layout)
