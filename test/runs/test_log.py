@@ -120,6 +120,25 @@ def test_what_was_left_of_a_step_is_not_in_the_loss():
     assert [(record["epoch"], record["loss"]) for record in records] == [(0, 3.5), (0, 3.5), (1, 1.5)]
 
 
+def test_a_loss_may_be_a_number():
+    model, sampler, optimizer = make()
+    records = []
+    log = vbs.Log(optimizer, every=1, to=[records.append])
+    train(model, sampler, optimizer, lambda loss: log.step(loss.item()), minibatches=6)
+    assert [record["loss"] for record in records] == [3.5, 15.5]
+
+
+def test_a_log_that_is_not_given_all_losses_says_so():
+    model, sampler, optimizer = make()
+    log = vbs.Log(optimizer, every=1, to=[])
+    message = (
+        r"^log\.step\(\) was called for 1 of the 2 minibatches that this core has in a step of batch size 8: call it "
+        r"after every optimizer\.step\(\), not only if that is True$"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        train(model, sampler, optimizer, lambda loss: log.step(loss) if optimizer.updated else None, minibatches=2)
+
+
 def test_a_log_made_before_the_checkpoint_goes_on(tmp_path):
     model, sampler, optimizer = make()
     checkpoint = vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer, every_steps=1)
