@@ -6,6 +6,7 @@ import math
 import struct
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import stoppable_run
 import torch
@@ -126,6 +127,13 @@ def test_a_loss_may_be_a_number():
     log = vbs.Log(optimizer, every=1, to=[records.append])
     train(model, sampler, optimizer, lambda loss: log.step(loss.item()), minibatches=6)
     assert [record["loss"] for record in records] == [3.5, 15.5]
+
+
+def test_what_is_written_besides_may_be_a_number_of_torch_or_numpy(tmp_path):
+    with vbs.Log(make()[2], every=1, to=[vbs.JsonLines(tmp_path / "log.jsonl")]) as log:
+        log.write(accuracy=torch.tensor(0.5), correct=np.int64(3), best=0.75)
+    (found,) = lines(tmp_path / "log.jsonl")
+    assert (found["accuracy"], found["correct"], found["best"]) == (0.5, 3, 0.75)
 
 
 def test_a_log_that_is_not_given_all_losses_says_so():

@@ -93,9 +93,13 @@ class Log:
         if optimizer.steps_done % self.every == 0:
             self._write_step()
 
-    def write(self, **values: float) -> None:
-        """Give the sinks a record of your own, such as a test accuracy, with the position of the run."""
-        self._send({**self._position(self._optimizer.weight_done), **values})
+    def write(self, **values: Any) -> None:
+        """Give the sinks a record of your own, such as a test accuracy, with the position of the run.
+
+        Numbers of torch and numpy become plain ones, which is what most sinks take.
+        """
+        plain = {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in values.items()}
+        self._send({**self._position(self._optimizer.weight_done), **plain})
 
     def close(self) -> None:
         """Close the sinks that can be closed."""
