@@ -11,7 +11,6 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +25,8 @@ _LINE = re.compile(rb"[^\n]*\n?")
 _COMMENT = re.compile(rb"#[^\n]*")
 
 
-def read_sizes(source: str) -> npt.NDArray[np.int64]:
+def read_sizes(source: str, content: bytes) -> npt.NDArray[np.int64]:
     """The batch sizes in a file, or a refusal that names the line and the value of the first row that breaks a rule."""
-    content = Path(source).read_bytes()
     text = _plain(content)
     names, header_line = _header(source, text)
     columns = [names.index(column) for column in COLUMNS]
@@ -50,16 +48,16 @@ def write_sizes(path: str | os.PathLike[str], sizes: npt.NDArray[np.int64], *, c
         frame.to_csv(file, index=False, lineterminator="\n")
 
 
-def read_comment(source: str) -> str:
+def read_comment(content: bytes) -> str:
     """The comment on top of a file."""
-    with open(source, encoding="utf-8-sig", errors="replace") as file:
+    with io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", errors="replace") as file:
         lines = itertools.takewhile(lambda line: line.startswith("#"), file)
         return "\n".join(line[1:].strip() for line in lines)
 
 
-def find_line(source: str, row: int) -> int:
+def find_line(content: bytes, row: int) -> int:
     """The number of the line that holds a row of a file, counting rows from 0 below the header."""
-    lines = [line for line, _ in _rows(_plain(Path(source).read_bytes()))]
+    lines = [line for line, _ in _rows(_plain(content))]
     return lines[row + 1]
 
 
