@@ -37,6 +37,8 @@ class OnPlateau(Policy):
     Decision(batch_size=128, reason='2 values no better than 0.9')
     """
 
+    needs_loss = True
+
     def __init__(
         self,
         *,
