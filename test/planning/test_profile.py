@@ -90,6 +90,9 @@ def test_the_noise_of_a_log_is_that_of_its_records(tmp_path):
         ValueError, match="a log must have a record with a noise scale, as runs with AdaScale write, got no"
     ):
         vbs.NoiseCurve.read(log)
+    log.write_text('{"progress": 1.0, "noise_scale": 5.0}\n{"progress": 2.0, "noi')  # what a crash has left
+    with pytest.raises(ValueError, match=r"log.jsonl:2: expected a record of JSON, got '{\"progress\": 2.0, \"noi'"):
+        vbs.NoiseCurve.read(log)
     with pytest.raises(ValueError, match="`noise_scale` must be a positive number, got 0"):
         vbs.NoiseCurve.constant(0)
 

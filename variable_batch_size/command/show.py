@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from variable_batch_size.command.options import add_width, print_text, print_trace
+from variable_batch_size.files import read_records
 from variable_batch_size.planning.decisions_picture import plot_decisions
 from variable_batch_size.planning.reports import decisions_report
 from variable_batch_size.traces.trace import Trace
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
     if options.plot is not None and not decisions.exists():
         raise ValueError(f"--plot draws the decisions of a policy, and there is no {decisions}; vbs plan draws a trace")
     if decisions.exists():
-        records = [json.loads(line) for line in decisions.read_text(encoding="utf-8").splitlines()]
+        records = read_records(decisions)
         print_text(decisions_report(records))
         if options.plot is not None:
             plot_decisions(trace, records, options.plot)
