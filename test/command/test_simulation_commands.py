@@ -172,3 +172,16 @@ def test_the_table_of_a_simulation_keeps_the_names_of_policies(run):
     assert int(rows[policy]["updates"]) == len(
         vbs.Trace.read("out/traces/autoscale-max_batch_size=4096-threshold=1.1.csv")
     )
+
+
+def test_simulate_reads_a_recording_in_the_unit_that_it_is_told(run):
+    Path("seconds.csv").write_text("time,devices\n0,4\n60,2\n120,0\n180,4\n")
+    Path("minutes.csv").write_text("zone,minute,devices\na,0,4\na,1,2\na,2,0\na,3,4\n")
+    told = "--time-column minute --count-column devices --time-unit min"
+    found = [
+        run(f"{SIMULATE} --noise 500 --samples 200K --recording {recording}")
+        for recording in ("seconds.csv", f"minutes.csv {told}")
+    ]
+    assert found[0] == found[1]
+    code, _, err = run(f"{SIMULATE} --noise 500 --samples 200K --cores 2 --time-unit min")
+    assert (code, err) == (1, "vbs: --time-unit is for a --recording, got min without one\n")
