@@ -11,11 +11,13 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size.checks import refuse
+from variable_batch_size.files import write
 from variable_batch_size.traces.limits import LARGEST, checked_size
 
 COLUMNS = ("step", "batchsize")
@@ -38,10 +40,22 @@ def read_sizes(source: str, content: bytes) -> npt.NDArray[np.int64]:
 
 
 def write_sizes(path: str | os.PathLike[str], sizes: npt.NDArray[np.int64], *, comment: str) -> None:
-    """Write a file that :func:`read_sizes` reads back, with the lines of `comment` on top, after ``#``."""
+    """Write a file that :func:`read_sizes` reads back, with the lines of `comment` on top, after ``#``.
+
+    It is whole or not there, for the beginning of a trace is a trace, too.
+    """
+    target = Path(path)
+    if target.is_symlink() or (target.exists() and not target.is_file()):  # which a file would take the place of
+        _fill(target, sizes, comment)
+    else:
+        write(target, lambda temporary: _fill(temporary, sizes, comment))
+
+
+def _fill(path: Path, sizes: npt.NDArray[np.int64], comment: str) -> None:
     import pandas as pd
 
-    with open(path, "w", encoding="utf-8", newline="") as file:
+    # a name on a command line need not be Unicode
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         for line in comment.splitlines():
             file.write(f"# {line}\n")
         frame = pd.DataFrame({"step": np.arange(len(sizes)), "batchsize": sizes})
