@@ -46,6 +46,13 @@ def test_between_two_numbers_of_cores_times_are_on_a_line():
     assert profile.times(cores=4, minibatch_size=32) == (2.0, 4.0)
 
 
+def test_what_was_measured_twice_is_the_mean():
+    twice = Measured(1, 1, 32, 1.0, 2.0), Measured(1, 1, 32, 3.0, 6.0)
+    profile = vbs.Profile((*twice, Measured(1, 3, 32, 4.0, 6.0)))
+    assert profile.times(cores=1, minibatch_size=32) == (2.0, 4.0)
+    assert profile.times(cores=2, minibatch_size=32) == (3.0, 5.0)
+
+
 def test_a_minibatch_beyond_twice_the_measured_is_refused():
     profile = vbs.Profile((Measured(1, 1, 32, 1.0, 2.0), Measured(1, 2, 32, 1.0, 3.0)), "p.csv")
     with pytest.raises(ValueError, match=r"p.csv was measured with 32 to 32 samples in a minibatch, got 65"):

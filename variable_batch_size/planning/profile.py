@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from variable_batch_size.checks import is_integer, refuse
@@ -80,11 +81,7 @@ class Profile:
         Raises:
             ValueError: beyond twice what was measured, or over a network that was not, unless `extrapolates`.
         """
-        found = sorted(
-            (row.cores, Times(row.seconds_accumulating, row.seconds_updating))
-            for row in self.rows
-            if (row.machines, row.minibatch_size) == (machines, minibatch_size)
-        )
+        found = self._measured(machines, minibatch_size)
         for number, times in found:
             if number == cores:
                 return times
@@ -98,6 +95,14 @@ class Profile:
         return Times(
             self.throughput.accumulating(minibatch_size), self.throughput.updating(machines, cores, minibatch_size)
         )
+
+    def _measured(self, machines: int, minibatch_size: int) -> list[tuple[int, Times]]:
+        """The times on each number of cores, ascending; the mean where it was measured more than once."""
+        of_cores: dict[int, list[tuple[float, ...]]] = {}
+        for row in self.rows:
+            if (row.machines, row.minibatch_size) == (machines, minibatch_size):
+                of_cores.setdefault(row.cores, []).append(row[3:])
+        return [(cores, Times(*map(fmean, zip(*times, strict=True)))) for cores, times in sorted(of_cores.items())]
 
     @cached_property
     def throughput(self) -> Throughput:
