@@ -77,7 +77,6 @@ TESTS = {
     "training/weights.py": ["test/training/test_weights.py", *OF_GRADIENTS],
     "training/progress.py": ["test/training/test_progress.py"],
     "training/exact_units.py": OF_EXACT,
-    "training/exact_gradients.py": OF_EXACT,
     "rules/each.py": ["test/rules/test_each.py", *OF_SETTINGS],
     "rules/noise_meter.py": ["test/rules/test_noise_meter.py"],
     "runs/storage.py": ["test/runs/test_storage.py", "test/runs/test_checkpoint.py"],

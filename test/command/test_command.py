@@ -388,6 +388,9 @@ def test_show_tells_the_decisions_that_an_executed_trace_was_made_of(run):
         "      2          2         128      2        1,234  goodput +9 %\n"
         "(1 decision more changed nothing)\n"
     )
+    write("ramp.csv", "step,batchsize\n0,64\n1,96\n")
+    assert "noise scale" not in run("vbs show ramp.csv")[1]  # which another trace was made of
+    assert "--plot draws an executed.csv of a policy, got ramp.csv" in run("vbs show ramp.csv --plot a.png")[2]
     assert run("vbs show executed.csv --plot decided.png")[0] == 0
     assert Path("decided.png").stat().st_size > 1000
     assert "a plot must be a file that ends in .png or .svg" in run("vbs show executed.csv --plot decided.txt")[2]

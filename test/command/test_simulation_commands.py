@@ -1,5 +1,6 @@
 """vbs profile, vbs fit and vbs simulate."""
 
+import csv
 import json
 import shlex
 import time
@@ -113,6 +114,9 @@ def test_simulate_takes_recorded_devices_and_the_noise_of_a_log(run):
     ("options", "message"),
     [
         ("--noise x --cores 2", "--noise must be the log of a run or a positive number, got 'x'"),
+        ("100 --noise 5 --cores 2", "`policy` must be a multiple of 32 (the minibatch size), got 100"),
+        ("512 --dataset-size 300 --noise 5 --cores 2", "`policy` must be at most 288 (the samples of an epoch), got"),
+        ("on_plateau --noise 5 --cores 2", "a simulation has no loss to decide by, got the policy OnPlateau"),
         ("--noise 5 --cores 9", "profile.csv was measured with 1 to 4 cores, got 9"),
         ("slow --noise 5 --cores 2", "`policy` must be one of 'autoscale'"),
         (
@@ -139,3 +143,45 @@ def test_profile_needs_steps_for_a_median(run):
     code, _, err = run("vbs profile digits --cores 1 --steps 4")
     assert code == 1
     assert "`steps` must be at least 5, for their median to tell anything, got 4" in err
+
+
+def test_fit_predicts_no_network_that_was_not_measured(run):
+    code, _, err = run("vbs fit profile.csv --cores 8 --machines 2")
+    assert code == 1
+    assert "profile.csv must have a row of several cores on several machines" in err
+
+
+def test_what_was_measured_before_a_failure_is_kept(run, monkeypatch):
+    measured = profile.Measured(1, 1, 8, 0.01, 0.02)
+
+    def fails_later(*_, **__):
+        yield measured
+        raise ValueError("no second core")
+
+    monkeypatch.setattr(profile, "measure", fails_later)
+    code, _, err = run("vbs profile digits --cores 1 2 --out measured.csv")
+    assert (code, err) == (1, "vbs: no second core\n")
+    assert vbs.Profile.read("measured.csv").rows == (measured,)
+
+
+def test_the_table_of_a_simulation_keeps_the_names_of_policies(run):
+    policy = "autoscale:max_batch_size=4096,threshold=1.1"
+    run(f"{SIMULATE.replace('256', policy)} --noise 2000 --cores 2 --samples 1M --out out")
+    with open("out/table.csv", newline="") as file:
+        rows = {row["policy"]: row for row in csv.DictReader(file)}
+    assert int(rows[policy]["updates"]) == len(
+        vbs.Trace.read("out/traces/autoscale-max_batch_size=4096-threshold=1.1.csv")
+    )
+
+
+def test_simulate_reads_a_recording_in_the_unit_that_it_is_told(run):
+    Path("seconds.csv").write_text("time,devices\n0,4\n60,2\n120,0\n180,4\n")
+    Path("minutes.csv").write_text("zone,minute,devices\na,0,4\na,1,2\na,2,0\na,3,4\n")
+    told = "--time-column minute --count-column devices --time-unit min"
+    found = [
+        run(f"{SIMULATE} --noise 500 --samples 200K --recording {recording}")
+        for recording in ("seconds.csv", f"minutes.csv {told}")
+    ]
+    assert found[0] == found[1]
+    code, _, err = run(f"{SIMULATE} --noise 500 --samples 200K --cores 2 --time-unit min")
+    assert (code, err) == (1, "vbs: --time-unit is for a --recording, got min without one\n")

@@ -19,6 +19,8 @@ def test_the_best_is_first_and_what_diverged_or_has_no_number_is_not():
     arms = [arm("a", 90.0, 90.0), arm("b", "diverged", 99.0), arm("c", 95.0, "failed"), arm("d", "failed")]
     assert [arm.rule for arm in ranking(arms, is_higher_better=True)] == ["c", "a", "b"]
     assert [arm.rule for arm in ranking(arms, is_higher_better=False)] == ["a", "c", "b"]
+    more = [arm("few", "diverged", 99.0), arm("many", *["diverged"] * 2, *[90.0] * 8)]
+    assert [arm.rule for arm in ranking(more, is_higher_better=True)] == ["many", "few"]
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,7 @@ def test_the_best_is_first_and_what_diverged_or_has_no_number_is_not():
         ([98.0, "failed"], ["failed", 97.0], False),  # no seed in common
         ([98.0, 98.1], ["diverged", 99.0], True),
         ([90.0, 91.0, 99.0], [92.0, 93.0, "failed"], False),  # behind wherever both are done
+        ([98.0, 98.1], [98.1, 98.0, "diverged", 98.0], False),  # from a seed that only one of them has
     ],
 )
 @pytest.mark.parametrize("sign", [1, -1])

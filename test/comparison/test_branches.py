@@ -32,6 +32,11 @@ def test_branches_train_on_equally_many_samples_from_the_same_state():
     assert twice[0] == twice[1] == found[0]
 
 
+def test_branches_of_larger_steps_train_on_no_more_samples():
+    found = branches(load_workload("digits", None), branching(samples=48, factors=[1, 2, 3]))
+    assert [branch.batch_size * branch.updates for branch in found] == [96, 96, 96]
+
+
 def test_a_later_start_begins_with_a_lower_loss():
     workload = load_workload("digits", None)
     early, late = (branches(workload, branching(samples_before=n, samples=16, factors=[1]))[0] for n in (16, 3200))
@@ -44,6 +49,9 @@ def test_the_critical_batch_size_is_before_the_first_branch_that_lost_something(
     assert critical_batch_size(found, tolerance=0.01) == 64
     assert critical_batch_size(found, tolerance=0.1) == 256
     assert critical_batch_size([Branch(32, 1, 1.0), Branch(64, 1, float("nan"))], tolerance=0.5) == 32
+    assert critical_batch_size([Branch(32, 1, -1.0), Branch(64, 1, -0.995)], tolerance=0.01) == 64  # a log-likelihood
+    with pytest.raises(ValueError, match="the branch of 32 must have a loss to compare with, got nan"):
+        critical_batch_size([Branch(32, 1, float("nan")), Branch(64, 1, 1.0)], tolerance=0.01)
 
 
 def test_the_command_prints_every_branch_and_the_answer(capsys):

@@ -10,7 +10,7 @@ HEAD = "machines,cores,minibatch_size,seconds_accumulating,seconds_updating\n"
 
 
 def test_a_profile_is_what_was_written(tmp_path):
-    rows = (Measured(1, 1, 32, 0.25, 0.5), Measured(2, 8, 64, 1e-5, 1234.5))
+    rows = (Measured(1, 1, 32, 0.25, 0.5), Measured(2, 8, 1_234_567, 1e-5, 1234.5))
     vbs.Profile(rows).write(tmp_path / "profile.csv", comment="made by: a test\non two lines")
     assert (tmp_path / "profile.csv").read_text().startswith("# made by: a test\n# on two lines\n" + HEAD)
     found = vbs.Profile.read(tmp_path / "profile.csv")
@@ -44,6 +44,13 @@ def test_between_two_numbers_of_cores_times_are_on_a_line():
     profile = vbs.Profile((Measured(1, 2, 32, 1.0, 3.0), Measured(1, 1, 32, 1.0, 2.0), Measured(1, 6, 32, 3.0, 5.0)))
     assert profile.times(cores=2, minibatch_size=32) == (1.0, 3.0)
     assert profile.times(cores=4, minibatch_size=32) == (2.0, 4.0)
+
+
+def test_what_was_measured_twice_is_the_mean():
+    twice = Measured(1, 1, 32, 1.0, 2.0), Measured(1, 1, 32, 3.0, 6.0)
+    profile = vbs.Profile((*twice, Measured(1, 3, 32, 4.0, 6.0)))
+    assert profile.times(cores=1, minibatch_size=32) == (2.0, 4.0)
+    assert profile.times(cores=2, minibatch_size=32) == (3.0, 5.0)
 
 
 def test_a_minibatch_beyond_twice_the_measured_is_refused():
@@ -90,5 +97,19 @@ def test_the_noise_of_a_log_is_that_of_its_records(tmp_path):
         ValueError, match="a log must have a record with a noise scale, as runs with AdaScale write, got no"
     ):
         vbs.NoiseCurve.read(log)
+    log.write_text('{"progress": 1.0, "noise_scale": 5.0}\n{"progress": 2.0, "noi')  # what a crash has left
+    with pytest.raises(ValueError, match=r"log.jsonl:2: expected a record of JSON, got '{\"progress\": 2.0, \"noi'"):
+        vbs.NoiseCurve.read(log)
     with pytest.raises(ValueError, match="`noise_scale` must be a positive number, got 0"):
         vbs.NoiseCurve.constant(0)
+
+
+def test_cores_between_which_no_all_reduce_was_measured_are_refused():
+    alone = vbs.Profile((Measured(1, 1, 32, 0.04, 0.05),), "p.csv")
+    with pytest.raises(ValueError, match=r"p.csv must have a row of several cores on one machine, for the time of th"):
+        alone.times(cores=2, minibatch_size=32)
+    together = vbs.Profile((Measured(1, 1, 32, 0.04, 0.05), Measured(1, 2, 32, 0.04, 0.15)), "p.csv")
+    with pytest.raises(ValueError, match=r"p.csv must have a row of several cores on several machines, .*, got none"):
+        together.times(cores=2, minibatch_size=32, machines=2)
+    assert together.times(cores=4, minibatch_size=32).updating > 0.1
+    assert vbs.Profile(alone.rows, extrapolates=True).times(cores=2, minibatch_size=32).updating > 0

@@ -35,6 +35,14 @@ def test_a_conversion_is_told_with_the_effect_of_rounding():
     ]
 
 
+def test_a_conversion_to_short_steps_tells_their_time():
+    options = {"samples_per_device": 32, "minibatch_size": 32, "when_empty": "skip", "rounding": "down"}
+    recording = vbs.Recording.from_counts([0, 1.0025], [3])
+    report = vbs.conversion_report(vbs.convert_recording(recording, seconds_per_step=0.004, **options))
+    assert "250 steps of 0.004 s," in report
+    assert "left at end    0.0025 s," in report
+
+
 def test_a_plan_is_told_with_all_its_tables():
     schedule = vbs.Schedule(
         vbs.Trace.from_sequence([64, 96, 32, 256, 128]), dataset_size=310, minibatch_size=32, num_replicas=4

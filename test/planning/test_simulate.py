@@ -151,3 +151,13 @@ def test_availabilities_are_refused_that_have_no_core_or_no_time():
 def test_a_market_gives_cores_for_as_long_as_its_rows():
     spans = vbs.Availability.of_market(vbs.Trace.of([2, 2, 3]), seconds_per_row=60).spans
     assert spans == [(2, 120), (3, 60)]
+
+
+@pytest.mark.parametrize(("times", "counts"), [([0, 61], [4]), ([0, 20, 20.5, 61], [4, 0, 4])])
+def test_where_the_end_of_a_recording_meets_its_beginning_with_the_same_cores_nothing_restarts(times, counts):
+    availability = vbs.Availability.of_recording(vbs.Recording.from_counts(times, counts))
+    run = simulate(fixed(128), availability=availability, restart_seconds=7.0)
+    gaps = counts.count(0) * math.floor(run.seconds / 61 + 1 - 20 / 61)
+    assert run.restarts == gaps
+    if not gaps:
+        assert run.seconds == simulate(fixed(128)).seconds

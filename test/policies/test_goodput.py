@@ -129,3 +129,18 @@ def test_one_core_alone_does_not_communicate():
 def test_a_power_of_short_times_does_not_vanish():
     short = vbs.Throughput(1e-40, 1e-40, 1e-40, 1e-40, 1e-40, 1e-40, 10.0)
     assert 3e-40 < short.updating(1, 2, 2) < 4e-40
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"noise_scale": math.nan}, "`noise_scale` must be 0 or a positive number, got nan"),
+        ({"noise_scale": -50.0}, "`noise_scale` must be 0 or a positive number, got -50.0"),
+        ({"cores": 0}, "`cores` must be a positive integer, got 0"),
+        ({"max_minibatch": 0}, "`max_minibatch` must be a positive integer, got 0"),
+    ],
+)
+def test_a_split_of_what_is_no_number_is_refused(change, message):
+    options = {"noise_scale": 100.0, "ref_batchsize": 128, "cores": 2, "max_batch_size": 1024, **change}
+    with pytest.raises(ValueError, match=message):
+        vbs.best_split(MODELS[0], **options)

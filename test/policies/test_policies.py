@@ -185,6 +185,14 @@ def test_a_plateau_of_an_accuracy_is_where_it_no_longer_rises():
     assert policy.answer(situation(batch_size=64))[0] == 128
 
 
+@pytest.mark.parametrize(("first", "is_higher_better"), [(math.inf, False), (-math.inf, True)])
+def test_what_follows_an_infinite_metric_is_better(first, is_higher_better):
+    policy = vbs.OnPlateau(patience=1, is_higher_better=is_higher_better)
+    policy.tell(first)
+    policy.tell(3.0)
+    assert policy.answer(situation(batch_size=64))[0] == 64
+
+
 def test_a_plateau_is_remembered():
     policy, other = vbs.OnPlateau(patience=2), vbs.OnPlateau(patience=2)
     policy.tell(1.0)

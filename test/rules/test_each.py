@@ -24,6 +24,8 @@ def test_the_first_rule_speaks_for_all():
     assert rule.factor(STEP) == vbs.AdamRule().factor(STEP) == 2
     assert rule.worth(STEP, 2.0) == vbs.AdamRule().worth(STEP, 2.0) == 4
     assert rule.meter is None
+    rule = RuleOfEach([vbs.SurgeRule(), vbs.LinearRule()], num_groups=[1, 1])
+    assert rule.worth(STEP, 3.0) == vbs.SurgeRule().worth(STEP, 3.0) == 6
 
 
 def test_a_rule_sees_the_noise_of_its_own_groups_and_scales_each_by_it():

@@ -92,11 +92,14 @@ def test_the_linear_momentum_rule_does_not_need_weight_decay():
     assert settings_of(LinearMomentumRule(), {"lr": 0.5}, step) == {"lr": 0.125}
 
 
-@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+@pytest.mark.parametrize("name", ["AdamW", "Adadelta", "Adafactor", "Adagrad", "Muon", "RMSprop", "Rprop"])
 def test_the_linear_momentum_rule_is_not_for_optimizers_that_divide_by_the_size_of_gradients(name):
     """Such a one would make the same step of a sum as of a mean, at the learning rate of one minibatch."""
     settings = {"lr": 0.5, **({"betas": (0.9, 0.999), "eps": 1e-8} if name == "AdamW" else {})}
-    with pytest.raises(ValueError, match=f"^`inner` must be SGD or of its kind, got {name}, whose updates do not grow"):
+    message = (
+        f"^`inner` must be SGD or of its kind, got {name}, whose updates .* sums: use LinearRule, RootRule or AdamRule$"
+    )
+    with pytest.raises(ValueError, match=message):
         LinearMomentumRule().check(name, [settings])
     LinearMomentumRule().check("SGD", [{"lr": 0.5, "momentum": 0.9}])
 

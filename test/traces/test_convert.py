@@ -181,3 +181,12 @@ def test_the_time_of_a_step_is_that_of_its_minibatches_and_the_all_reduce():
     assert step_seconds(samples_per_device=65, **options) == 1.75
     with pytest.raises(ValueError, match="`seconds_per_allreduce` must be a number of seconds, got -1"):
         step_seconds(samples_per_device=64, **{**options, "seconds_per_allreduce": -1})
+
+
+@pytest.mark.parametrize("rounding", ["down", "nearest", "up"])
+def test_a_month_of_the_same_devices_is_a_month_of_the_same_batch_size(rounding):
+    recording = Recording.from_counts([0, 2.6e6], [1000])
+    options = {**OPTIONS, "samples_per_device": 256, "seconds_per_step": 0.7, "rounding": rounding}
+    conversion = convert_recording(recording, **options)
+    assert set(conversion.trace.sizes.tolist()) == {256_000}
+    assert conversion.num_steps_rounded == 0

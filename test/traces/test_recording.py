@@ -104,3 +104,13 @@ def test_a_mutated_file_is_read_or_refused_with_a_line(save, good, edits):
     else:
         assert len(recording.times) == len(recording.counts) + 1
         assert (recording.durations >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "format"), [("0,add,a\n5,remove,a\n", "events"), ('{"metadata": {"gap_seconds": 1}, "data": [1]}', "json")]
+)
+@pytest.mark.parametrize("option", [{"time_unit": "s"}, {"time_column": "time"}, {"count_column": "nodes"}])
+def test_what_only_a_table_of_counts_needs_is_refused_for_the_others(save, text, format, option):
+    ((name, value),) = option.items()
+    with pytest.raises(ValueError, match=f"`{name}` is for CSV files of times and counts, got '{value}' with {format}"):
+        Recording.read(save(text), **option)

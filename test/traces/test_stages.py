@@ -86,7 +86,7 @@ def test_asked_before_each_step_which_starts_are_reached_the_answer_is_the_trace
     expected, done = [], 0
     while True:
         size = max((start // per, row) for row, start in enumerate(starts) if start // per <= done)[1]
-        if done + sizes[size] > ends[-1] // per and size == len(sizes) - 1:
+        if done + sizes[size] > ends[-1] // per:
             break
         expected.append(sizes[size])
         done += sizes[size]
@@ -165,3 +165,9 @@ def test_tokens_of_a_sample_belong_to_stages_counted_in_tokens(unit, tokens, mes
 def test_a_change_of_another_kind_is_refused():
     with pytest.raises(ValueError, match=r"^`change` must be one of 'nearest', 'after', got 'before'$"):
         Stages.parse("0:32", until=100, unit="samples").trace(change="before")
+
+
+def test_the_last_step_fits_though_its_stage_is_not_the_last_one():
+    stages = Stages.parse("0:40 90:8", until=100, unit="samples")
+    assert list(stages.trace(change="after")) == [40, 40]  # the third begins at 80, before the change, and ends at 120
+    assert list(Stages.parse("0:40 80:8", until=100, unit="samples").trace(change="after")) == [40, 40, 8, 8]

@@ -1,4 +1,5 @@
 import re
+import resource
 import tracemalloc
 
 import numpy as np
@@ -220,3 +221,29 @@ def test_a_trace_knows_where_its_numbers_were_given(save):
     assert (trace.name, trace.place(1)) == ("trace", "trace[1]")
     trace = Trace.constant(64)
     assert (trace.name, trace.place(0)) == ("trace", "trace")
+
+
+@pytest.fixture
+def full_disk():
+    """Files of 1000 bytes at most."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_trace_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, full_disk):
+    path = tmp_path / "trace.csv"
+    Trace.from_sequence([64, 96]).write(path)
+    with pytest.raises(OSError, match="File too large"):
+        Trace.from_sequence([32] * 1000).write(path)
+    assert list(Trace.read(path)) == [64, 96]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_trace_is_written_through_a_link_and_after_a_command_that_is_no_unicode(tmp_path):
+    path, link = tmp_path / "trace.csv", tmp_path / "link.csv"
+    link.symlink_to(path)
+    Trace.from_sequence([64]).write(link, comment="made by: vbs make --out caf\udce9.csv")
+    assert link.is_symlink()
+    assert list(Trace.read(path)) == [64]

@@ -170,10 +170,14 @@ def test_a_name_that_looks_like_an_address_does_not_matter(tmp_path, monkeypatch
 def test_a_pipe_is_read_once(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    writer = threading.Thread(target=path.write_text, args=["step,batchsize\n0,64\n1,96\n"])
+    writer = threading.Thread(target=path.write_text, args=["# made by hand\nstep,batchsize\n0,64\n1,96\n"])
     writer.start()
-    assert list(Trace.read(path)) == [64, 96]
+    trace = Trace.read(path)
     writer.join()
+    path.unlink()
+    assert list(trace) == [64, 96]
+    assert trace.comment == "made by hand"
+    assert trace.place(1) == f"{path}:4"
 
 
 def test_a_missing_file_is_named(tmp_path):

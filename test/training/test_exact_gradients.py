@@ -16,12 +16,23 @@ from variable_batch_size.training.gradients import Mean
 CORES = [1, 2, 3, 5]
 
 
-def run_steps(steps, *, cores, kind=ExactGradients, shapes=((3,),), dtype=torch.float32, weights=None, **options):
+def run_steps(
+    steps,
+    *,
+    cores,
+    kind=ExactGradients,
+    shapes=((3,),),
+    dtype=torch.float32,
+    weights=None,
+    loss_scale=1.0,
+    **options,
+):
     """The gradient of every step and what was measured, as all cores find it.
 
     Args:
         steps: minibatches of each, in their order, and in each of them a gradient for each parameter; None for none.
         weights: of the minibatches, in the same order.
+        loss_scale: by which gradients are multiplied.
     """
 
     def run(core):
@@ -29,12 +40,14 @@ def run_steps(steps, *, cores, kind=ExactGradients, shapes=((3,),), dtype=torch.
         gradients = kind(torch.optim.SGD(parameters, lr=1.0), core, **options)
         found = []
         for number, minibatches in enumerate(steps):
-            mean = Mean(len(minibatches))
+            mean = Mean(len(minibatches), loss_scale)
             own = range(core.rank, len(minibatches), cores)
             is_idle = not own
             for place in own or [0]:  # a stand-in
                 for p, values in zip(parameters, minibatches[place], strict=True):
-                    p.grad = None if values is None else torch.as_tensor(values, dtype=dtype).expand(p.shape).clone()
+                    p.grad = None
+                    if values is not None:
+                        p.grad = torch.as_tensor(values, dtype=dtype).expand(p.shape) * loss_scale
                 weight = None if weights is None else weights[number][place]
                 gradients.take(mean, is_last=is_idle or place == own[-1], weight=weight)
             gradients.reduce(mean, is_idle=is_idle)
@@ -184,6 +197,17 @@ def test_squared_norms_and_weights_are_exact(weights):
     plain = run_steps(steps, cores=1, kind=FlatGradients, **how)
     for (_, measured), (_, other) in zip(alone, plain, strict=True):
         assert measured.norms[0] == pytest.approx(other.norms[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("power", [20, 40, -40])
+@pytest.mark.parametrize("cores", [1, 3])
+def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit(power, cores):
+    rng = random.Random(power)
+    steps = [[[drawn(rng, scale=10.0 ** rng.randint(-2, 2))] for _ in range(rng.randint(1, 5))] for _ in range(4)]
+    plain, scaled = (run_steps(steps, cores=cores, measures=True, loss_scale=2.0**exponent) for exponent in (0, power))
+    assert all(map(same, gradients_of(plain), gradients_of(scaled)))
+    for (_, one), (_, other) in zip(plain, scaled, strict=True):
+        assert one.norms[0] == pytest.approx(other.norms[0], rel=1e-6)
 
 
 def test_the_gradient_of_the_user_is_left_as_it_is():

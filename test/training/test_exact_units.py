@@ -122,7 +122,7 @@ def test_parts_add_up_to_the_same_in_any_order_and_in_any_groups(numbers, rng):
     assert found == pytest.approx(exact, rel=1e-15, abs=len(numbers) * 2.0**-153)
 
 
-@pytest.mark.parametrize("number", [1.0, 2.0**-149, 3.4e38, 1.1754942e-38, 0.1, 12345.678, 2.0**47, 2.0**87])
+@pytest.mark.parametrize("number", [*(2.0**e for e in (88, 48, 8, -32, -72, -112, -149)), 3.4e38, 1.1754942e-38, 0.1])
 def test_a_part_is_what_is_whole_in_its_unit_and_those_after_it_are_less_than_that(number):
     exact = torch.tensor([number]).double().item()
     parts = parts_of(torch.tensor([number]))

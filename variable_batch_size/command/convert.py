@@ -8,16 +8,17 @@ import sys
 from variable_batch_size.command.options import (
     add_minibatch_size,
     add_out,
+    add_recording,
     add_samples_per_device,
     add_tokens_per_sample,
     print_text,
     print_trace,
+    recording_options,
     write_trace,
 )
 from variable_batch_size.planning.reports import conversion_report
 from variable_batch_size.traces.convert import ROUNDING, WHEN_EMPTY, convert_recording, step_seconds
-from variable_batch_size.traces.recording import FORMATS, Recording
-from variable_batch_size.traces.recording_tables import TIME_UNITS
+from variable_batch_size.traces.recording import Recording
 from variable_batch_size.traces.stages import UNITS, Stages
 from variable_batch_size.traces.trace import Trace
 
@@ -28,12 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     recording = parser.add_argument_group(
         "the recording", "A CSV file of times and counts, rows milliseconds,add|remove,node, or JSON counts with a gap."
     )
-    recording.add_argument("--format", choices=FORMATS, help="how it is written (default: told from its content)")
-    recording.add_argument("--time-column", metavar="NAME", help="CSV: the times (default: the first named column)")
-    recording.add_argument("--count-column", metavar="NAME", help="CSV: numbers of devices (default: the other one)")
-    recording.add_argument(
-        "--time-unit", choices=TIME_UNITS, default="s", help="CSV: of times that are numbers (default: s)"
-    )
+    add_recording(recording)
     trace = parser.add_argument_group("the trace")
     add_samples_per_device(trace, is_required=False)
     add_minibatch_size(trace, is_required=False)
@@ -58,15 +54,8 @@ def run(options: argparse.Namespace) -> None:
         return
     _require(options, "samples_per_device", "minibatch_size", "when_empty", "round")
     seconds_per_step = _seconds_per_step(options)
-    recording = Recording.read(
-        options.file,
-        format=options.format,
-        time_column=options.time_column,
-        count_column=options.count_column,
-        time_unit=options.time_unit,
-    )
     conversion = convert_recording(
-        recording,
+        Recording.read(options.file, **recording_options(options)),
         samples_per_device=options.samples_per_device,
         minibatch_size=options.minibatch_size,
         seconds_per_step=seconds_per_step,

@@ -29,6 +29,7 @@ def run(options: argparse.Namespace) -> None:
     for name, value in model._asdict().items():
         print_text(f"{name:<8}  {value:.4g}")
     print_text(f"accumulating a minibatch of {size}: {1000 * model.accumulating(size):.4g} ms")
-    for cores in options.cores or sorted({row.cores for row in profile.rows}):
+    for cores in options.cores or sorted({row.cores for row in profile.rows if row.machines == options.machines}):
+        profile.refuse_other_network(options.machines, cores)
         seconds = model.updating(options.machines, cores, size)
         print_text(f"updating with it on {cores} cores: {1000 * seconds:.4g} ms")

@@ -8,6 +8,8 @@ import sys
 from typing import Any
 
 from variable_batch_size.planning.reports import trace_report
+from variable_batch_size.traces.recording import FORMATS
+from variable_batch_size.traces.recording_tables import TIME_UNITS
 from variable_batch_size.traces.stages import parse_count
 from variable_batch_size.traces.trace import Trace
 
@@ -39,6 +41,18 @@ def add_samples_per_device(parser: Any, *, is_required: bool = True) -> None:
     parser.add_argument(
         "--samples-per-device", type=count, required=is_required, metavar="N", help="what each adds to the batch size"
     )
+
+
+def add_recording(parser: Any) -> None:
+    parser.add_argument("--format", choices=FORMATS, help="how it is written (default: told from its content)")
+    parser.add_argument("--time-column", metavar="NAME", help="CSV: the times (default: the first named column)")
+    parser.add_argument("--count-column", metavar="NAME", help="CSV: numbers of devices (default: the other one)")
+    parser.add_argument("--time-unit", choices=TIME_UNITS, help="CSV: of times that are numbers (default: s)")
+
+
+def recording_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What the options of :func:`add_recording` say, as :meth:`Recording.read` takes it."""
+    return {name: getattr(options, name) for name in ("format", "time_column", "count_column", "time_unit")}
 
 
 def add_tokens_per_sample(parser: Any, help: str) -> None:

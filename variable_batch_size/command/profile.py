@@ -55,4 +55,5 @@ def run(options: argparse.Namespace) -> None:
         rows.append(row)
         times = f"{1000 * row.seconds_accumulating:17.4g}  {1000 * row.seconds_updating:13.4g}"
         print_text(f"{row.cores:5}  {row.minibatch_size:9}  {times}")
-    Profile(tuple(rows)).write(options.out, comment=f"made by: {options.command}")
+        # one by one, for the next may fail after minutes
+        Profile(tuple(rows)).write(options.out, comment=f"made by: {options.command}")

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from variable_batch_size.command.options import add_width, print_text, print_trace
+from variable_batch_size.files import read_records
 from variable_batch_size.planning.decisions_picture import plot_decisions
 from variable_batch_size.planning.reports import decisions_report
 from variable_batch_size.traces.trace import Trace
 
-DECISIONS = "decisions.jsonl"
+EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "trace", metavar="TRACE", help=f"a trace file; beside an executed.csv of a policy, {DECISIONS} is shown too"
+        "trace", metavar="TRACE", help=f"a trace file; beside an {EXECUTED} of a policy, {DECISIONS} is shown too"
     )
     parser.add_argument("--plot", metavar="FILE", help="also draw both, as a .png or .svg file (needs matplotlib)")
     add_width(parser)
@@ -28,10 +28,14 @@ def run(options: argparse.Namespace) -> None:
         print_text(trace.comment)
     print_trace(trace, options.width)
     decisions = Path(options.trace).with_name(DECISIONS)
+    if Path(options.trace).name != EXECUTED:  # whatever lies beside it has decided another one
+        if options.plot is not None:
+            raise ValueError(f"--plot draws an {EXECUTED} of a policy, got {options.trace}; vbs plan draws a trace")
+        return
     if options.plot is not None and not decisions.exists():
         raise ValueError(f"--plot draws the decisions of a policy, and there is no {decisions}; vbs plan draws a trace")
     if decisions.exists():
-        records = [json.loads(line) for line in decisions.read_text(encoding="utf-8").splitlines()]
+        records = read_records(decisions)
         print_text(decisions_report(records))
         if options.plot is not None:
             plot_decisions(trace, records, options.plot)

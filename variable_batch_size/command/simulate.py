@@ -6,7 +6,13 @@ import argparse
 import os
 from pathlib import Path
 
-from variable_batch_size.command.options import add_minibatch_size, positive, print_text
+from variable_batch_size.command.options import (
+    add_minibatch_size,
+    add_recording,
+    positive,
+    print_text,
+    recording_options,
+)
 from variable_batch_size.files import write_text
 from variable_batch_size.planning.availability import Availability
 from variable_batch_size.planning.noise_curve import NoiseCurve
@@ -41,6 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds-per-row", type=float, default=60.0, metavar="T", help="of such a trace (default: 60)"
     )
+    add_recording(parser.add_argument_group("the recording"))
     add_minibatch_size(parser)
     parser.add_argument("--ref-batchsize", type=positive, required=True, metavar="B0", help="that progress counts in")
     parser.add_argument(
@@ -89,10 +96,14 @@ def _noise(text: str) -> NoiseCurve:
 
 
 def _availability(options: argparse.Namespace) -> Availability:
+    given = recording_options(options)
+    if options.recording is not None:
+        return Availability.of_recording(Recording.read(options.recording, **given))
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is for a --recording, got {value} without one")
     if options.cores is not None:
         return Availability.constant(options.cores)
-    if options.recording is not None:
-        return Availability.of_recording(Recording.read(options.recording))
     return Availability.of_market(Trace.read(options.market), seconds_per_row=options.seconds_per_row)
 
 

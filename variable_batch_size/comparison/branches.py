@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ class Branching:
         batch_size: of the run that they branch off from, and of the first branch.
         factors: what the others multiply it by.
         samples_before: that the run trains on before.
-        samples: that each branch trains on.
+        samples: that each branch trains on, up to whole steps of all of them.
         rule: what the batch size makes of the learning rate, by its name.
         seeds: how many runs to average over.
     """
@@ -60,7 +61,11 @@ class Branching:
 
 
 def branches(workload: Workload, branching: Branching) -> list[Branch]:
-    """Train, branch off, and give the loss of each branch after equally many samples."""
+    """Train, branch off, and give the loss of each branch after equally many samples.
+
+    These are `samples`, rounded up to whole steps of all batch sizes: where each branch rounded up to its own, those of
+    larger steps would have trained on more.
+    """
     sizes = [branching.batch_size * factor for factor in branching.factors]
     of_seeds = [_of_seed(workload, branching, sizes, seed) for seed in range(branching.seeds)]
     of_sizes = zip(sizes, zip(*of_seeds, strict=True), strict=True)
@@ -73,9 +78,12 @@ def critical_batch_size(found: Sequence[Branch], *, tolerance: float) -> int:
     >>> critical_batch_size([Branch(32, 8, 1.0), Branch(64, 4, 1.005), Branch(128, 2, 1.2)], tolerance=0.01)
     64
     """
-    largest = found[0].batch_size
+    first = found[0]
+    if not math.isfinite(first.loss):
+        raise ValueError(f"the branch of {first.batch_size} must have a loss to compare with, got {first.loss}")
+    largest = first.batch_size
     for branch in found[1:]:
-        if not branch.loss <= found[0].loss * (1 + tolerance):
+        if not branch.loss <= first.loss + tolerance * abs(first.loss):
             break
         largest = branch.batch_size
     return largest
@@ -89,6 +97,8 @@ def _of_seed(workload: Workload, branching: Branching, sizes: Sequence[int], see
     run.train(branching.samples_before)
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(run.optimizer.inner.state_dict())
     noise = copy.deepcopy(run.optimizer.rule.state_dict())
+    whole = math.lcm(*sizes)
+    samples = -(-branching.samples // whole) * whole
     found = []
     for size in sizes:
         model.load_state_dict(weights)
@@ -96,7 +106,7 @@ def _of_seed(workload: Workload, branching: Branching, sizes: Sequence[int], see
         branch = _Run(workload, model, size, branching, seed + 1_000_000)
         branch.optimizer.inner.load_state_dict(copy.deepcopy(state))
         branch.optimizer.rule.load_state_dict(copy.deepcopy(noise))
-        branch.train(branching.samples)
+        branch.train(samples)
         found.append((branch.optimizer.steps_done, _test_loss(workload, model)))
     return found
 

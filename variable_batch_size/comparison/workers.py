@@ -47,8 +47,9 @@ class Workers:
     def start(self, run: Run, work: Work) -> None:
         """Give a run to a process that has none, which may be a new one."""
         assert not self.is_full
-        pipe, process = self._waiting.pop() if self._waiting else self._new_process()
-        pipe.send(work)
+        pipe, process = self._living_process() or self._new_process()
+        with suppress(ConnectionError):  # one that has died is noticed when its outcome is waited for
+            pipe.send(work)
         self._busy[pipe] = (process, run)
 
     def next_outcome(self) -> tuple[Run, Outcome]:
@@ -57,13 +58,25 @@ class Workers:
         process, run = self._busy.pop(pipe)
         try:
             outcome = pipe.recv()
-        except EOFError:  # killed, by the system that is out of memory perhaps
-            process.join()
-            pipe.close()
-            self._free.append(self._places.pop(process))
+        except (EOFError, ConnectionError):  # killed, by the system that is out of memory perhaps; or never begun
+            self._bury(pipe, process)
             return run, Outcome(status=FAILED, reason=f"its process died with exit code {process.exitcode}")
         self._waiting.append((pipe, process))
         return run, outcome
+
+    def _living_process(self) -> tuple[Any, Any] | None:
+        """A process that waits for work; those that have died while they waited are forgotten."""
+        while self._waiting:
+            pipe, process = self._waiting.pop()
+            if process.is_alive():
+                return pipe, process
+            self._bury(pipe, process)
+        return None
+
+    def _bury(self, pipe: Any, process: Any) -> None:
+        process.join()
+        pipe.close()
+        self._free.append(self._places.pop(process))
 
     def _new_process(self) -> tuple[Any, Any]:
         ours, theirs = self._context.Pipe()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -56,8 +57,14 @@ class Availability:
         return cls([Span(count, seconds_per_row) for count in trace.sizes.tolist()], name=trace.name)
 
     def __iter__(self) -> Iterator[Span]:
-        while True:
-            yield from self.spans
+        first, last = self.spans[0], self.spans[-1]
+        if len(self.spans) == 1:
+            yield Span(first.cores, math.inf)
+        elif first.cores != last.cores:
+            yield from itertools.cycle(self.spans)
+        else:  # where the end meets the beginning nothing changes
+            yield first
+            yield from itertools.cycle([*self.spans[1:-1], Span(last.cores, last.seconds + first.seconds)])
 
 
 def _merged(spans: list[Span]) -> list[Span]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from variable_batch_size.checks import refuse
+from variable_batch_size.files import read_records
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class NoiseCurve:
         Where minibatches had weights it is converted to samples, by what these have weighed on average.
         """
         found: dict[float, float] = {}
-        for line in Path(path).read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
+        for record in read_records(Path(path)):
             scale = record.get("noise_scale")
             if scale is not None and 0 < scale < math.inf:
                 in_samples = record["samples"] / record["weight"] if "weight" in record else 1.0

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
-from variable_batch_size.checks import refuse
+from variable_batch_size.checks import is_integer, refuse
 from variable_batch_size.files import write_text
 from variable_batch_size.planning.fit import fit_throughput
 from variable_batch_size.policies.throughput import Throughput
@@ -71,20 +72,16 @@ class Profile:
     def write(self, path: str | os.PathLike[str], *, comment: str | None = None) -> None:
         """Write such a file."""
         top = "".join(f"# {line}\n" for line in (comment or "").splitlines())
-        lines = [",".join(COLUMNS), *(",".join(f"{value:.6g}" for value in row) for row in self.rows)]
+        lines = [",".join(COLUMNS), *(",".join(map(_cell, row)) for row in self.rows)]
         write_text(Path(path), top + "\n".join(lines) + "\n")
 
     def times(self, *, cores: int, minibatch_size: int, machines: int = 1) -> Times:
         """The seconds of minibatches: as measured, on a line between the nearest numbers of cores, or as fitted.
 
         Raises:
-            ValueError: beyond twice what was measured, unless `extrapolates`.
+            ValueError: beyond twice what was measured, or over a network that was not, unless `extrapolates`.
         """
-        found = sorted(
-            (row.cores, Times(row.seconds_accumulating, row.seconds_updating))
-            for row in self.rows
-            if (row.machines, row.minibatch_size) == (machines, minibatch_size)
-        )
+        found = self._measured(machines, minibatch_size)
         for number, times in found:
             if number == cores:
                 return times
@@ -94,14 +91,32 @@ class Profile:
                 return Times(*(a + share * (b - a) for a, b in zip(at_low, at_high, strict=True)))
         self._refuse_far("cores", cores, [row.cores for row in self.rows])
         self._refuse_far("samples in a minibatch", minibatch_size, [row.minibatch_size for row in self.rows])
+        self.refuse_other_network(machines, cores)
         return Times(
             self.throughput.accumulating(minibatch_size), self.throughput.updating(machines, cores, minibatch_size)
         )
+
+    def _measured(self, machines: int, minibatch_size: int) -> list[tuple[int, Times]]:
+        """The times on each number of cores, ascending; the mean where it was measured more than once."""
+        of_cores: dict[int, list[tuple[float, ...]]] = {}
+        for row in self.rows:
+            if (row.machines, row.minibatch_size) == (machines, minibatch_size):
+                of_cores.setdefault(row.cores, []).append(row[3:])
+        return [(cores, Times(*map(fmean, zip(*times, strict=True)))) for cores, times in sorted(of_cores.items())]
 
     @cached_property
     def throughput(self) -> Throughput:
         """The model that fits the measurements best."""
         return fit_throughput(self.rows)
+
+    def refuse_other_network(self, machines: int, cores: int) -> None:
+        """Refuse cores between which no all-reduce was measured, for it takes no time in the model then."""
+        is_known = any(row.cores > 1 and (row.machines > 1) == (machines > 1) for row in self.rows)
+        if cores > 1 and not is_known and not self.extrapolates:
+            where = "several machines" if machines > 1 else "one machine"
+            raise ValueError(
+                f"{self.name} must have a row of several cores on {where}, for the time of their all-reduce, got none"
+            )
 
     def _refuse_far(self, what: str, number: int, measured: Sequence[int]) -> None:
         low, high = min(measured), max(measured)
@@ -110,6 +125,10 @@ class Profile:
                 f"{self.name} was measured with {low} to {high} {what}, got {number}: times beyond twice that are "
                 "guesses, which must be asked for (extrapolates)"
             )
+
+
+def _cell(value: float) -> str:
+    return str(value) if is_integer(value) else f"{value:.6g}"
 
 
 def _rows(lines: Iterator[str], name: str) -> Iterator[Measured]:

@@ -49,13 +49,13 @@ def conversion_report(conversion: Conversion) -> str:
     share = difference / conversion.samples_before_rounding
     return "\n".join(
         [
-            f"recording      {_number(conversion.seconds_recorded)} s, of which {_number(conversion.seconds_empty)} s "
-            f"without a device; {_number(conversion.recorded_rate)} samples per second",
-            f"trace          {_counted(len(conversion.trace), 'step')} of {_number(conversion.seconds_per_step)} s, "
+            f"recording      {_seconds(conversion.seconds_recorded)} s, of which {_seconds(conversion.seconds_empty)} "
+            f"s without a device; {_number(conversion.recorded_rate)} samples per second",
+            f"trace          {_counted(len(conversion.trace), 'step')} of {_seconds(conversion.seconds_per_step)} s, "
             f"{_counted(conversion.samples, 'sample')}; {_number(conversion.rate)} samples per second",
             f"rounding       changed {conversion.num_steps_rounded:,} of {_counted(len(conversion.trace), 'step')}, "
             f"{_number(difference, sign='+')} samples ({100 * share:+.2f} %)",
-            f"left at end    {_number(conversion.seconds_left)} s, less than a step",
+            f"left at end    {_seconds(conversion.seconds_left)} s, less than a step",
         ]
     )
 
@@ -230,3 +230,8 @@ def _counted(number: int, one: str, many: str | None = None) -> str:
 def _number(value: float, sign: str = "") -> str:
     """Up to two decimals, none where they would be 0."""
     return f"{value:{sign},.2f}".rstrip("0").rstrip(".")
+
+
+def _seconds(value: float) -> str:
+    """Likewise, but three digits of a time that two decimals are too few for, unless it is a floating-point error."""
+    return f"{value:.3g}" if 1e-6 <= value < 0.1 else _number(value)

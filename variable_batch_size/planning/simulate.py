@@ -116,7 +116,10 @@ def simulate(
         raise ValueError(f"`progress` must be a positive number, got {progress!r}")
     if not 0 <= restart_seconds < math.inf:
         raise ValueError(f"`restart_seconds` must be a number of seconds, got {restart_seconds!r}")
-    run = _Run(policy_of(policy), profile, noise, minibatch_size, ref_batchsize, progress, capacity)
+    policy = policy_of(policy)
+    if policy.needs_loss:
+        raise ValueError(f"a simulation has no loss to decide by, got the policy {type(policy).__name__}")
+    run = _Run(policy, profile, noise, minibatch_size, ref_batchsize, progress, capacity)
     num_empty = 0
     for span in availability:
         num_empty = 0 if run.spend(span, restart_seconds) else num_empty + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -58,5 +60,9 @@ def as_text(table: Table) -> str:
 
 def as_csv(table: Table) -> str:
     """The same for a spreadsheet."""
-    lines = [table.head, *([cell.replace(",", "") for cell in row] for row in table.rows)]
-    return "\n".join(",".join(line) for line in lines) + "\n"
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(table.head)
+    # a name keeps the commas between its settings, a number loses those between its digits
+    writer.writerows([name, *(cell.replace(",", "") for cell in cells)] for name, *cells in table.rows)
+    return text.getvalue()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from variable_batch_size.checks import check_positive
 from variable_batch_size.policies.goodput import gain
 from variable_batch_size.policies.throughput import Throughput
 
@@ -57,12 +58,18 @@ def best_split(
         may_accumulate: whether cores may run several in a step.
 
     Raises:
-        ValueError: if no split keeps all bounds.
+        ValueError: if no split keeps all bounds, or a number is none that these can have.
 
     >>> model = Throughput(0.01, 0.001, 0.2, 0.01, 0.05, 0.005, 1.0)
     >>> best_split(model, noise_scale=1000.0, ref_batchsize=128, cores=4, max_batch_size=4096, max_minibatch=64)[1:]
     (64, 2)
     """
+    check_positive(ref_batchsize=ref_batchsize, cores=cores, max_batch_size=max_batch_size, machines=machines)
+    check_positive(
+        min_minibatch=min_minibatch, max_minibatch=max_batch_size if max_minibatch is None else max_minibatch
+    )
+    if not noise_scale >= 0:
+        raise ValueError(f"`noise_scale` must be 0 or a positive number, got {noise_scale!r}")
     splits = [
         BestSplit(_goodput(throughput, machines, cores, size, depth, ref_batchsize, noise_scale), size, depth)
         for depth in _spread(1, max_batch_size // (min_minibatch * cores) if may_accumulate else 1)

@@ -37,6 +37,8 @@ class OnPlateau(Policy):
     Decision(batch_size=128, reason='2 values no better than 0.9')
     """
 
+    needs_loss = True
+
     def __init__(
         self,
         *,
@@ -89,7 +91,7 @@ class OnPlateau(Policy):
     def _is_better(self, value: float, best: float) -> bool:
         if math.isnan(best):
             return not math.isnan(value)
-        margin = self.min_delta * abs(best)
+        margin = self.min_delta * abs(best) if math.isfinite(best) else 0.0
         return value > best + margin if self.is_higher_better else value < best - margin
 
     def state_dict(self) -> dict[str, Any]:

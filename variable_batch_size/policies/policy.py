@@ -43,6 +43,9 @@ class Policy(ABC):
     needs_noise: ClassVar[bool] = False
     """Whether the policy cannot decide without the noise of the gradient."""
 
+    needs_loss: ClassVar[bool] = False
+    """Whether it cannot without a loss, or another metric, which a simulation does not have."""
+
     def __init__(self, *, every: int = 20, lead: int = 16, **bounds: Unpack[BoundsOptions]) -> None:
         check_positive(every=every, lead=lead)
         self.every = int(every)

@@ -60,11 +60,19 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 class _Always:
-    """The same batch size in every situation."""
+    """The same batch size in every situation; one that would have to be another is refused."""
 
     def __init__(self, size: int) -> None:
         self.__qualname__ = f"always {size}"
         self._size = size
 
     def __call__(self, situation: Situation) -> float:
+        if not self._size or self._size % situation.minibatch_size:
+            raise ValueError(
+                f"`policy` must be a multiple of {situation.minibatch_size} (the minibatch size), got {self._size}"
+            )
+        if situation.capacity is not None and self._size > situation.capacity:
+            raise ValueError(
+                f"`policy` must be at most {situation.capacity} (the samples of an epoch), got {self._size}"
+            )
         return self._size

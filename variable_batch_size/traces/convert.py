@@ -21,6 +21,7 @@ Rounding = Literal["down", "nearest", "up"]
 ROUNDING: tuple[Rounding, ...] = get_args(Rounding)
 
 _CLOSE = 1e-6  # a smaller part of a minibatch, or of a step, is a floating-point error
+_ROUNDING_ERRORS = 8 * np.finfo(np.float64).eps  # of a sum, as a share of it
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,9 @@ def convert_recording(
     edges = np.arange(math.floor(num_steps) + 1) * seconds_per_step
     device_seconds = np.interp(edges, times, np.concatenate(([0.0], np.cumsum(counts * durations))))
     minibatches = np.diff(device_seconds) / seconds_per_step * samples_per_device / minibatch_size
-    rounded = _round(minibatches, rounding)
+    # a step is the difference of two sums, whose errors are those of the whole recording
+    close = max(_CLOSE, _ROUNDING_ERRORS * float(minibatches.sum()))
+    rounded = _round(minibatches, rounding, close)
     if rounded.min() < 1 or rounded.max() * minibatch_size > 2**53:
         step = int((rounded < 1).argmax() if rounded.min() < 1 else rounded.argmax())
         row = int(used[np.searchsorted(times, edges[step], side="right") - 1])
@@ -125,7 +128,7 @@ def convert_recording(
         seconds_left=max(0.0, float(times[-1] - edges[-1])),
         samples_before_rounding=float(minibatches.sum()) * minibatch_size,
         recorded_rate=recording.mean_devices * samples_per_device / seconds_per_step,
-        num_steps_rounded=int(np.count_nonzero(np.abs(rounded - minibatches) > _CLOSE)),
+        num_steps_rounded=int(np.count_nonzero(np.abs(rounded - minibatches) > close)),
     )
 
 
@@ -169,10 +172,10 @@ def _without_gaps(recording: Recording, when_empty: WhenEmpty) -> tuple[npt.NDAr
     return rows, recording.counts[np.maximum.accumulate(np.where(has_devices, rows, 0))]
 
 
-def _round(values: npt.NDArray[np.float64], rounding: Rounding) -> npt.NDArray[np.float64]:
+def _round(values: npt.NDArray[np.float64], rounding: Rounding, close: float) -> npt.NDArray[np.float64]:
     """Round to whole numbers; what is whole up to a floating-point error stays so, whatever the direction."""
     if rounding == "down":
-        return np.floor(values + _CLOSE)
+        return np.floor(values + close)
     if rounding == "up":
-        return np.ceil(values - _CLOSE)
-    return np.floor(values + 0.5 + _CLOSE)
+        return np.ceil(values - close)
+    return np.floor(values + 0.5 + close)

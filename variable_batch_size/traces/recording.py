@@ -57,7 +57,7 @@ class Recording:
         format: Format | None = None,
         time_column: str | None = None,
         count_column: str | None = None,
-        time_unit: TimeUnit = "s",
+        time_unit: TimeUnit | None = None,
     ) -> Recording:
         """Read a file in one of three formats.
 
@@ -73,17 +73,21 @@ class Recording:
             format: one of these; detected from the file's content if None.
             time_column: the name of a CSV file's time column; by default the first that has a name.
             count_column: the name of its count column; by default the second, and last, that has a name.
-            time_unit: the unit of a CSV file's times where they are numbers: ``"ms"``, ``"s"``, ``"min"`` or ``"h"``.
+            time_unit: the unit of a CSV file's times where they are numbers: ``"ms"``, ``"s"``, ``"min"`` or ``"h"``;
+                seconds if None. Events and JSON have their own units, and no columns to name.
 
         Raises:
             ValueError: with file, line and value of the first row that breaks a rule.
         """
         if format is not None:
             check_one_of(FORMATS, format=format)
-        check_one_of(TIME_UNITS, time_unit=time_unit)
+        if time_unit is not None:
+            check_one_of(TIME_UNITS, time_unit=time_unit)
         source = os.fspath(path)
         text = Path(source).read_bytes().decode("utf-8-sig", errors="replace")
         format = format or _detected_format(source, text)
+        if format != "csv":
+            _refuse_given(source, format, time_column=time_column, count_column=count_column, time_unit=time_unit)
         if format == "json":
             rows = read_json(source, text)
         elif format == "events":
@@ -94,7 +98,7 @@ class Recording:
                 text,
                 time_column=time_column,
                 count_column=count_column,
-                seconds_per_unit=TIME_UNITS[time_unit],
+                seconds_per_unit=TIME_UNITS[time_unit or "s"],
             )
         return cls(*rows.columns())
 
@@ -123,3 +127,10 @@ def _detected_format(source: str, text: str) -> Format:
     if is_json(text):
         return "json"
     return "events" if are_events(source, text) else "csv"
+
+
+def _refuse_given(source: str, format: Format, **options: str | None) -> None:
+    """Refuse options that a format has no use for."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{source}: `{name}` is for CSV files of times and counts, got {value!r} with {format}")

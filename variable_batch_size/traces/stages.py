@@ -125,13 +125,16 @@ class Stages:
         if self.unit == "steps":
             return list(self._ends)
         steps = samples = 0
-        found = []
-        for size, end in zip(self.sizes, self._ends, strict=True):
-            to_go = max(0, end // (self.tokens_per_sample or 1) - samples)
-            number = to_go // size if end == self.until else -(-to_go // size)
+        found: list[int] = []
+        ends = [end // (self.tokens_per_sample or 1) for end in self._ends]
+        for size, end in zip(self.sizes, ends, strict=True):
+            wanted = -(-max(0, end - samples) // size)
+            number = min(wanted, (ends[-1] - samples) // size)
             steps, samples = steps + number, samples + number * size
             found.append(steps)
-        return found
+            if number < wanted:  # the next step, which has this size still, does not fit before the end
+                break
+        return found + [steps] * (len(ends) - len(found))
 
     @property
     def _ends(self) -> tuple[int, ...]:

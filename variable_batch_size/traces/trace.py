@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias, overload
 
 import numpy as np
@@ -42,11 +43,19 @@ class Trace:
     128
     """
 
-    def __init__(self, sizes: npt.NDArray[np.int64], *, is_endless: bool = False, source: str | None = None) -> None:
+    def __init__(
+        self,
+        sizes: npt.NDArray[np.int64],
+        *,
+        is_endless: bool = False,
+        source: str | None = None,
+        content: bytes | None = None,
+    ) -> None:
         self.sizes = sizes
         self.sizes.flags.writeable = False
         self.is_endless = is_endless
         self._source = source
+        self._kept = content  # of a source that cannot be read again
 
     @classmethod
     def of(cls, source: TraceLike) -> Trace:
@@ -92,11 +101,12 @@ class Trace:
             ValueError: with file, line and value of the first row that breaks a rule.
         """
         source = os.fspath(path)
-        return cls(read_sizes(source), source=source)
+        content = Path(source).read_bytes()
+        return cls(read_sizes(source, content), source=source, content=None if os.path.isfile(source) else content)
 
     def with_rows(self, sizes: npt.NDArray[np.int64]) -> Trace:
         """A finite trace of the given batch sizes, by the name of this one."""
-        return Trace(sizes, source=self._source)
+        return Trace(sizes, source=self._source, content=self._kept)
 
     def write(self, path: str | os.PathLike[str], *, comment: str | None = None) -> None:
         """Write a CSV file that :meth:`read` reads back, with the lines of `comment` on top, after ``#``."""
@@ -108,7 +118,7 @@ class Trace:
         """Where the batch size of a row was given: ``spot.csv:17`` or ``trace[3]``."""
         if self._source is None:
             return "trace" if self.is_endless else f"trace[{row}]"
-        return f"{self._source}:{find_line(self._source, row)}"
+        return f"{self._source}:{find_line(self._content(self._source), row)}"
 
     @property
     def name(self) -> str:
@@ -118,7 +128,11 @@ class Trace:
     @property
     def comment(self) -> str:
         """The comment on top of the file the trace was read from, as :meth:`write` takes it: its origin."""
-        return "" if self._source is None else read_comment(self._source)
+        return "" if self._source is None else read_comment(self._content(self._source))
+
+    def _content(self, source: str) -> bytes:
+        """What the file holds; a pipe that were opened once more would wait for ever, or be empty."""
+        return Path(source).read_bytes() if self._kept is None else self._kept
 
     def __len__(self) -> int:
         if self.is_endless:

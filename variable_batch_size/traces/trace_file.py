@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size.checks import refuse
+from variable_batch_size.files import write
 from variable_batch_size.traces.limits import LARGEST, checked_size
 
 COLUMNS = ("step", "batchsize")
@@ -26,9 +27,8 @@ _LINE = re.compile(rb"[^\n]*\n?")
 _COMMENT = re.compile(rb"#[^\n]*")
 
 
-def read_sizes(source: str) -> npt.NDArray[np.int64]:
+def read_sizes(source: str, content: bytes) -> npt.NDArray[np.int64]:
     """The batch sizes in a file, or a refusal that names the line and the value of the first row that breaks a rule."""
-    content = Path(source).read_bytes()
     text = _plain(content)
     names, header_line = _header(source, text)
     columns = [names.index(column) for column in COLUMNS]
@@ -40,26 +40,38 @@ def read_sizes(source: str) -> npt.NDArray[np.int64]:
 
 
 def write_sizes(path: str | os.PathLike[str], sizes: npt.NDArray[np.int64], *, comment: str) -> None:
-    """Write a file that :func:`read_sizes` reads back, with the lines of `comment` on top, after ``#``."""
+    """Write a file that :func:`read_sizes` reads back, with the lines of `comment` on top, after ``#``.
+
+    It is whole or not there, for the beginning of a trace is a trace, too.
+    """
+    target = Path(path)
+    if target.is_symlink() or (target.exists() and not target.is_file()):  # which a file would take the place of
+        _fill(target, sizes, comment)
+    else:
+        write(target, lambda temporary: _fill(temporary, sizes, comment))
+
+
+def _fill(path: Path, sizes: npt.NDArray[np.int64], comment: str) -> None:
     import pandas as pd
 
-    with open(path, "w", encoding="utf-8", newline="") as file:
+    # a name on a command line need not be Unicode
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         for line in comment.splitlines():
             file.write(f"# {line}\n")
         frame = pd.DataFrame({"step": np.arange(len(sizes)), "batchsize": sizes})
         frame.to_csv(file, index=False, lineterminator="\n")
 
 
-def read_comment(source: str) -> str:
+def read_comment(content: bytes) -> str:
     """The comment on top of a file."""
-    with open(source, encoding="utf-8-sig", errors="replace") as file:
+    with io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", errors="replace") as file:
         lines = itertools.takewhile(lambda line: line.startswith("#"), file)
         return "\n".join(line[1:].strip() for line in lines)
 
 
-def find_line(source: str, row: int) -> int:
+def find_line(content: bytes, row: int) -> int:
     """The number of the line that holds a row of a file, counting rows from 0 below the header."""
-    lines = [line for line, _ in _rows(_plain(Path(source).read_bytes()))]
+    lines = [line for line, _ in _rows(_plain(content))]
     return lines[row + 1]
 
 

@@ -88,7 +88,7 @@ class KeptGradients(Gradients):
     def drop(self) -> None:
         is_untouched = self._versions == self._versions_now()
         if not self._has_taken:
-            if not is_untouched or self._is_elsewhere():
+            if not is_untouched or self._are_elsewhere():
                 self.discard()
             return
         if is_untouched:
@@ -101,10 +101,10 @@ class KeptGradients(Gradients):
         self._memory.zero()
         self._note_versions()
 
-    def _is_elsewhere(self) -> bool:
-        """Whether there are gradients beside the memory: of a module converted since, or of parameters unfrozen."""
+    def _are_elsewhere(self) -> bool:
+        """Whether there are gradients beside the memory, of parameters that were unfrozen since."""
         own = set(self._memory.parameters)
-        return not self._memory.is_in_place() or any(p.grad is not None for p in self.parameters() if p not in own)
+        return any(p.grad is not None for p in self.parameters() if p not in own)
 
     def _note_versions(self) -> None:
         self._versions = self._versions_now()

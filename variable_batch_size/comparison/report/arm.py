@@ -26,6 +26,15 @@ class Arm:
         """How many of the runs ended so."""
         return sum(outcome.status == status for _, outcome in self.outcomes)
 
+    def seeds(self, *statuses: str) -> set[int]:
+        """The seeds of the runs that ended so."""
+        return {run.seed for run, outcome in self.outcomes if outcome.status in statuses}
+
+    @property
+    def share_diverged(self) -> float:
+        """Of the runs that have ended without failing."""
+        return self.num(DIVERGED) / max(1, self.num(DIVERGED) + self.num(DONE))
+
     def spread(self, quantity: Callable[[Outcome], float | None]) -> Spread | None:
         """Of a quantity over the runs that are done."""
         return Spread.of(quantity(outcome) for _, outcome in self.outcomes if outcome.status == DONE)
@@ -70,17 +79,21 @@ class Arms:
 
 
 def ranking(arms: Iterable[Arm], *, is_higher_better: bool) -> list[Arm]:
-    """Arms that have a final metric, from the best to the worst; a rule that diverged from fewer seeds is better."""
+    """Arms that have a final metric, from the best to the worst; one of which fewer runs have diverged is better."""
 
-    def key(arm: Arm) -> tuple[int, float]:
+    def key(arm: Arm) -> tuple[float, float]:
         assert arm.final is not None
-        return arm.num(DIVERGED), -arm.final.mean if is_higher_better else arm.final.mean
+        return arm.share_diverged, -arm.final.mean if is_higher_better else arm.final.mean
 
     return sorted((arm for arm in arms if arm.final is not None), key=key)
 
 
 def is_ahead(arm: Arm, other: Arm, *, is_higher_better: bool) -> bool:
-    """Whether an arm is told apart from one ranked below it, which diverged from more seeds or is clearly worse."""
+    """Whether an arm is told apart from one ranked below it, which diverged from more seeds or is clearly worse.
+
+    Both are told by the seeds that have ended in both: one arm may have more of them than the other.
+    """
     gap = arm.above(other)
     is_better = gap is not None and gap.is_clear and (gap.mean > 0) == is_higher_better
-    return is_better or other.num(DIVERGED) > arm.num(DIVERGED)
+    common = arm.seeds(DONE, DIVERGED) & other.seeds(DONE, DIVERGED)
+    return is_better or len(other.seeds(DIVERGED) & common) > len(arm.seeds(DIVERGED) & common)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ import numpy.typing as npt
 from variable_batch_size.comparison.experiment import DIVERGED, DONE
 from variable_batch_size.comparison.report.arm import Arm
 from variable_batch_size.comparison.results import Results
+from variable_batch_size.files import read_records
 
 AXES = ("step", "samples", "progress")
 
@@ -42,21 +41,11 @@ def curves(results: Results, arm: Arm) -> dict[str, Curves]:
     2 % of the run, as that of a few small batches says little.
     """
     ended = [run for run, outcome in arm.outcomes if outcome.status in (DONE, DIVERGED)]
-    seeds = [_read(results.run_directory(run) / "steps.jsonl") for run in ended]
+    seeds = [read_records(results.run_directory(run) / "steps.jsonl") for run in ended]
     return {
         "training": _together([_smooth([r for r in records if "loss" in r]) for records in seeds], TRAINING),
         "tests": _together([[r for r in records if "metric" in r] for records in seeds], TESTS),
     }
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            raise ValueError(f"{path}:{number}: expected a record of JSON, got {line[:40]!r}") from None
-    return records
 
 
 def _smooth(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
