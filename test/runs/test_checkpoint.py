@@ -278,6 +278,26 @@ def test_an_epoch_may_be_left_in_the_middle_of_a_step(tmp_path):
     assert stoppable_run.same(dict(model.named_parameters()), dict(parts[-1].named_parameters()))
 
 
+@pytest.mark.parametrize("num_minibatches", [1, 2, 3, 5, 6])  # of two steps of 2 and 4, then two of 2 and 6
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_loop_that_was_interrupted_goes_on_where_it_was_when_it_is_run_again(tmp_path, num_minibatches, saves):
+    parts = checkpoint, sampler, optimizer, model = make(tmp_path if saves else None, every_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in checkpoint.epochs(2):
+            for number, indices in enumerate(sampler):
+                model(torch.ones(len(indices), 6)).sum().backward()
+                if number == num_minibatches:
+                    raise KeyboardInterrupt
+                optimizer.step()
+                checkpoint.step()
+    train(*parts)
+    undisturbed = make(None)
+    train(*undisturbed)
+    assert optimizer.steps_done == undisturbed[2].steps_done
+    assert stoppable_run.same(dict(model.named_parameters()), dict(undisturbed[-1].named_parameters()))
+    assert not saves or list(vbs.Trace.read(tmp_path / "executed.csv")) == [8, 16, 8, 24]
+
+
 @pytest.fixture
 def survives_sigterm():
     """Lets the tests go on if SIGTERM is not obeyed."""

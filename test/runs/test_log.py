@@ -6,6 +6,7 @@ import math
 import struct
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import stoppable_run
 import torch
@@ -118,6 +119,32 @@ def test_what_was_left_of_a_step_is_not_in_the_loss():
         optimizer.set_epoch(epoch)
         train(model, sampler, optimizer, log.step, minibatches=3)
     assert [(record["epoch"], record["loss"]) for record in records] == [(0, 3.5), (0, 3.5), (1, 1.5)]
+
+
+def test_a_loss_may_be_a_number():
+    model, sampler, optimizer = make()
+    records = []
+    log = vbs.Log(optimizer, every=1, to=[records.append])
+    train(model, sampler, optimizer, lambda loss: log.step(loss.item()), minibatches=6)
+    assert [record["loss"] for record in records] == [3.5, 15.5]
+
+
+def test_what_is_written_besides_may_be_a_number_of_torch_or_numpy(tmp_path):
+    with vbs.Log(make()[2], every=1, to=[vbs.JsonLines(tmp_path / "log.jsonl")]) as log:
+        log.write(accuracy=torch.tensor(0.5), correct=np.int64(3), best=0.75)
+    (found,) = lines(tmp_path / "log.jsonl")
+    assert (found["accuracy"], found["correct"], found["best"]) == (0.5, 3, 0.75)
+
+
+def test_a_log_that_is_not_given_all_losses_says_so():
+    model, sampler, optimizer = make()
+    log = vbs.Log(optimizer, every=1, to=[])
+    message = (
+        r"^log\.step\(\) was called for 1 of the 2 minibatches that this core has in a step of batch size 8: call it "
+        r"after every optimizer\.step\(\), not only if that is True$"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        train(model, sampler, optimizer, lambda loss: log.step(loss) if optimizer.updated else None, minibatches=2)
 
 
 def test_a_log_made_before_the_checkpoint_goes_on(tmp_path):

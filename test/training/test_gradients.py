@@ -340,6 +340,22 @@ def test_sparse_gradients_are_accumulated_and_measured():
     assert gain == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("kind", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.optim.Adam])
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"skip_nonfinite": True, "loss_scale": 8.0}])
+def test_sparse_gradients_serve_any_optimizer_also_in_a_step_of_one_minibatch(kind, options):
+    def train(is_sparse):
+        torch.manual_seed(0)
+        model = nn.Embedding(5, 3, sparse=is_sparse).double()
+        sampler = vbs.CustomSampler(dataset_size=64, trace=[1, 3, 1], minibatch_size=1, shuffle=False)
+        optimizer = vbs.ConstantOptimizer(kind(model.parameters()), sampler, ref_batchsize=1, **options)
+        for number in (1, 2, 1, 4, 3):
+            (model(torch.tensor([number, 0])).square().sum() * optimizer.loss_scale).backward()
+            optimizer.step()
+        return model.weight.detach()
+
+    torch.testing.assert_close(train(True), train(False))
+
+
 def test_the_epoch_may_be_a_number_of_numpy():
     _, sampler, optimizer = make([2, 2])
     sampler.set_epoch(np.int64(0), np.int64(1))
@@ -714,6 +730,34 @@ def with_a_frozen_group(**options):
             (model(torch.tensor([[1.0 + x]], dtype=torch.float64)) + late * x).sum().backward()
             optimizer.step()
     return model.weight.item(), late.item(), optimizer.gain()
+
+
+def with_a_minibatch_that_core_0_leaves_out():
+    """Two epochs of two steps of four minibatches; the message of the error, if there is one."""
+    model = nn.Linear(1, 1, bias=False).double()
+    sampler = vbs.CustomSampler(dataset_size=8, trace=[4] * 4, minibatch_size=1)
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), sampler, ref_batchsize=4)
+    for _ in vbs.epochs(optimizer, 2):
+        for number, _ in enumerate(sampler):
+            if sampler.rank == 0 and optimizer.epoch == 0 and number == 1:
+                continue
+            backward(model, 1)
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                return str(error)
+            if optimizer.steps_done == 2:  # what comes after it would find no other core
+                return None
+    raise AssertionError("the run has fewer than two steps")
+
+
+def test_a_core_that_leaves_out_a_call_of_step_does_not_mix_the_steps_of_two_epochs(on_cores):
+    message, nothing = on_cores(2, with_a_minibatch_that_core_0_leaves_out)
+    assert nothing is None
+    assert message == (
+        "the cores must be in the same epoch, got one in epoch 1 and some in others: call step() after every minibatch "
+        "on every core, without a backward pass for one that is to be left out"
+    )
 
 
 def test_a_group_may_be_frozen_when_it_is_added(on_cores):

@@ -535,6 +535,24 @@ def test_cores_that_freeze_other_parameters_later_are_refused(kind):
     run_on(2, run)
 
 
+@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients, ExactGradients])
+def test_a_core_that_is_in_another_epoch_is_refused(kind):
+    def run(core):
+        parameters, gradients = make(kind, core)
+        for epoch in (4, 5, 6 if core.rank == 0 else 5):
+            gradients.begin(epoch)
+            take_all(parameters, gradients, [[1.0, 2.0]])
+            if epoch == 6:
+                message = "^the cores must be in the same epoch, got one in epoch 6 and some in others: "
+                with pytest.raises(RuntimeError, match=message):
+                    gradients.reduce(TWO, is_idle=False)
+            else:
+                gradients.reduce(TWO, is_idle=False)
+                gradients.clear()
+
+    run_on(2, run)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unfinished_step_is_dropped(kind):
     parameters, gradients = make(kind, Alone(), measures=True)

@@ -190,6 +190,11 @@ def test_lbfgs_is_refused():
         make([64], inner=lambda p: torch.optim.LBFGS(p))
 
 
+def test_sparse_adam_is_refused():
+    with pytest.raises(ValueError, match=r"`inner` must take dense gradients, .* got SparseAdam: use Adam or SGD"):
+        make([64], inner=lambda p: torch.optim.SparseAdam(p))
+
+
 # --------------------------------------------------------------------------------------------------- a torch citizen
 
 

@@ -170,15 +170,12 @@ class Checkpoint:
             raise RuntimeError(
                 "save() was called in the middle of a step: call it when optimizer.step() has completed one"
             )
-        where = {"epoch": self._epoch, "first_step": self._first_step, "steps_before": self._steps_before}
-        epoch_step = standing.epoch_step(self._optimizer, **where)
+        epoch_step = self._epoch_step()
         random = self._agreement.rows_of_all_cores(randomness.capture(self._device))
         sums = [metrics.read() for metrics in self._metrics]
         rows = [*self._steps_of_epochs, epoch_step]
-        self._saving.save(
-            {**self._state(epoch_step), "random": random, "metrics": sums},
-            when_done=lambda: self._executed.extend(rows),
-        )
+        state = {**self._state(epoch_step), "random": random, "metrics": sums}
+        self._saving.save(state, when_done=lambda: self._executed.extend(rows))
         self._agreement.note_saved()
 
     def wait(self) -> None:
@@ -188,7 +185,14 @@ class Checkpoint:
 
     # ------------------------------------------------------------------------------------------------- epochs and cores
 
+    def _epoch_step(self) -> int:
+        where = {"epoch": self._epoch, "first_step": self._first_step, "steps_before": self._steps_before}
+        return standing.epoch_step(self._optimizer, **where)
+
     def _begin_epoch(self) -> None:
+        if self._optimizer.steps_done > self._steps_before:  # a loop before this one was left within the epoch
+            self._first_step, self._random = self._epoch_step(), None
+            self._steps_before = self._optimizer.steps_done
         # what was saved between two epochs is restored there; what was saved within one, when its loader is set up
         if not self._first_step:
             self._restore_random()
@@ -215,11 +219,8 @@ class Checkpoint:
         self._agreement.sums([0])  # a core that ended now would have the others killed, perhaps core 0 as it writes
         stopping.obey()
         if self._communicator.rank == 0:
-            logger.warning(
-                "told to stop: ended after %d steps%s",
-                self._optimizer.steps_done,
-                "" if self.directory is None else f", saved in {self.directory}",
-            )
+            saved = "" if self.directory is None else f", saved in {self.directory}"
+            logger.warning("told to stop: ended after %d steps%s", self._optimizer.steps_done, saved)
         raise SystemExit(stopping.EXIT_STOPPED)
 
     # ---------------------------------------------------------------------------------------------- writing and reading

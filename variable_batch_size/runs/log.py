@@ -74,12 +74,13 @@ class Log:
         self._restart()
         optimizer.keep_gradient_norm(every=every)
 
-    def step(self, loss: torch.Tensor) -> None:
+    def step(self, loss: torch.Tensor | float) -> None:
         """Take in a minibatch's loss, as ``backward()`` was called on it, but without a loss scale.
 
         Call it after every ``optimizer.step()``.
         """
         optimizer = self._optimizer
+        loss = loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss)).to(self._device)
         if loss.dim():
             kind = "sum" if optimizer.minibatch_weights.is_weighted else "mean"
             raise ValueError(f"`loss` must be the {kind} over a minibatch, got the shape {tuple(loss.shape)}")
@@ -92,9 +93,13 @@ class Log:
         if optimizer.steps_done % self.every == 0:
             self._write_step()
 
-    def write(self, **values: float) -> None:
-        """Give the sinks a record of your own, such as a test accuracy, with the position of the run."""
-        self._send({**self._position(self._optimizer.weight_done), **values})
+    def write(self, **values: Any) -> None:
+        """Give the sinks a record of your own, such as a test accuracy, with the position of the run.
+
+        Numbers of torch and numpy become plain ones, which is what most sinks take.
+        """
+        plain = {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in values.items()}
+        self._send({**self._position(self._optimizer.weight_done), **plain})
 
     def close(self) -> None:
         """Close the sinks that can be closed."""
@@ -119,8 +124,14 @@ class Log:
     def _count_step(self) -> None:
         num_minibatches = self._optimizer.batch_size // self._schedule.minibatch_size
         own = len(range(self._communicator.rank, num_minibatches, self._schedule.num_replicas))
+        given = len(self._losses_of_step)
+        if given < own:
+            raise RuntimeError(
+                f"log.step() was called for {given} of the {own} minibatches that this core has in a step of batch "
+                f"size {self._optimizer.batch_size}: call it after every optimizer.step(), not only if that is True"
+            )
         # what came before these belongs to a step that was left unfinished
-        self._losses += self._losses_of_step[len(self._losses_of_step) - own :]
+        self._losses += self._losses_of_step[given - own :]
         self._losses_of_step = []
         while len(self._losses) >= _LOSSES_AT_ONCE:
             self._add_losses()

@@ -164,7 +164,7 @@ class ExactGradients(FlatGradients):
             memory.numbers[parts.numel() + MOST_RUNGS + rung] = 1
         if not self._is_weighted:
             memory.numbers[parts.numel() - 1] = UNWEIGHTED  # the fraction of the number of weights, else 0
-        memory.numbers[-1:].fill_(self._layout)
+        memory.numbers[-1:].fill_(self._layout_and_epoch())
         self._communicator.sum(memory.flats)
         self._compare(memory.numbers[parts.numel() - 1])
         self._compare_layout(memory.numbers[-1:])

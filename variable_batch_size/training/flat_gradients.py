@@ -14,8 +14,8 @@ from variable_batch_size.training.weights import Weight
 class FlatGradients(Gradients):
     """Autograd hands over each minibatch's gradients as tensors of their own, which costs nothing.
 
-    Where a core has a single minibatch in a step and no other core, they are used as they are. Else they are copied and
-    added into flat memory (:class:`FlatMemory`).
+    Where a core has a single minibatch in a step and no other core, they are used as they are. Else, and where some are
+    sparse, they are copied and added into flat memory (:class:`FlatMemory`).
     """
 
     _has_sums: bool  # whether the memory holds minibatches of this step
@@ -39,8 +39,12 @@ class FlatGradients(Gradients):
         if weight is not None:
             self._weight = self._weight + weight
             self._num_weighted = self._num_weighted + (weight > 0)
-        if not is_last or self._has_sums or self._communicator.num_replicas > 1:
+        if not is_last or self._has_sums or self._communicator.num_replicas > 1 or self._has_sparse():
             self._add()
+
+    def _has_sparse(self) -> bool:
+        """Sums are dense, and the inner optimizer must not get both kinds, which its state would not bear."""
+        return any(p.grad is not None and p.grad.is_sparse for p in self.parameters())
 
     def _measure(self, weight: Weight | None) -> None:
         squares = self._per_weight(self._squares(self._with_gradients()), weight)
@@ -163,7 +167,7 @@ class FlatGradients(Gradients):
         self._write_numbers(numbers)
         if not self._is_weighted:
             put(numbers[-1:], UNWEIGHTED)
-        layout.fill_(self._layout)
+        layout.fill_(self._layout_and_epoch())
         self._communicator.sum(memory.flats)
         self._compare(numbers[-1])
         self._compare_layout(layout)

@@ -95,7 +95,8 @@ class Gradients(ABC):
         self._divisors = divisors
         self._is_weighted = False  # whether the minibatches of this step have weights
         self._has_compared = False  # whether cores have seen that all of them have weights, or none
-        self._compared_layout: int | None = None  # when cores last saw that it is the same
+        self._epoch = 0
+        self._compared: tuple[int, int] | None = None  # layout and epoch, when cores last saw that they are the same
         self._mean = Mean(1)  # of the latest step
         self.discard()
 
@@ -108,6 +109,11 @@ class Gradients(ABC):
             is_last: whether it is the core's last one of the step.
             weight: w_i; the gradients are then those of a sum over so many.
         """
+
+    def begin(self, epoch: int) -> None:
+        """At the start of an epoch: drop what an unfinished step has left, and note where this core is."""
+        self._epoch = epoch
+        self.discard()
 
     def fit(self) -> None:  # noqa: B027 (most kinds see that by themselves)
         """After a group of parameters was added: be ready for their gradients. Every core must call it."""
@@ -205,18 +211,26 @@ class Gradients(ABC):
             )
 
     def _compare_layout(self, summed: torch.Tensor) -> None:
-        """Refuse cores that have other parameters frozen; looked at when that has changed, as it means to wait."""
-        if self._layout == self._compared_layout:
+        """Refuse cores with other parameters frozen, or in another epoch; looked at when that changes, as it waits."""
+        before, self._compared = self._compared, (self._layout, self._epoch)
+        if self._compared == before or float(summed) == self._layout_and_epoch() * self._communicator.num_replicas:
             return
-        self._compared_layout = self._layout
-        if float(summed) != self._layout * self._communicator.num_replicas:
+        if before is not None and before[0] == self._layout:
             raise RuntimeError(
-                "the same parameters must be frozen on all cores, which sum the gradients of the others in one piece: "
-                "draw which ones from a generator with the same seed on all cores"
+                f"the cores must be in the same epoch, got one in epoch {self._epoch} and some in others: call step() "
+                "after every minibatch on every core, without a backward pass for one that is to be left out"
             )
+        raise RuntimeError(
+            "the same parameters must be frozen on all cores, which sum the gradients of the others in one piece: "
+            "draw which ones from a generator with the same seed on all cores"
+        )
+
+    def _layout_and_epoch(self) -> int:
+        """One number for both, so small that sums over cores are exact."""
+        return (self._layout + self._epoch) % 2**12
 
     def _layout_of(self, parameters: list[torch.nn.Parameter]) -> int:
-        """A number that tells for which of all parameters there is memory, so small that sums over cores are exact."""
+        """A number that tells for which of all parameters there is memory."""
         places = {id(p): place for place, p in enumerate(self.parameters())}
         return zlib.crc32(str([places[id(p)] for p in parameters]).encode()) % 2**12
 

@@ -124,7 +124,7 @@ class KeptGradients(Gradients):
             if not self._is_weighted:
                 put(self._numbers()[-1], UNWEIGHTED)
             layout = self._memory.numbers[-1:]
-            put(layout, self._layout)
+            put(layout, self._layout_and_epoch())
             self._communicator.sum(self._memory.flats)
             self._compare(self._numbers()[-1])
             self._compare_layout(layout)

@@ -207,7 +207,7 @@ class CustomOptimizer(FirstNames):
 
     def _begin_epoch(self) -> None:
         self._passes.begin()
-        self._gradients.discard()
+        self._gradients.begin(self.epoch)
         self._factors = None
         self._buffers.save(self._position.is_idle)
         self._stand_ins.expect(self._position)

@@ -26,6 +26,11 @@ class Wrapper(Optimizer):
             raise ValueError(
                 "`inner` must update from one gradient, got LBFGS, which evaluates the loss again and again"
             )
+        if any(isinstance(one, torch.optim.SparseAdam) for one in optimizers_of(inner)):
+            raise ValueError(
+                "`inner` must take dense gradients, as sums over minibatches are, got SparseAdam: use Adam or SGD, "
+                "also for embeddings with sparse gradients"
+            )
         if any(len(set(group["params"])) < len(group["params"]) for group in inner.param_groups):
             raise ValueError("`inner` must have each parameter once, got one that is in a group several times")
         self.inner: Optimizer = inner
