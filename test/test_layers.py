@@ -12,7 +12,7 @@ import variable_batch_size
 PACKAGE = Path(variable_batch_size.__file__).parent
 
 # what each folder imports of the others; the files beside the folders (FOR_ALL) may be used by all
-FOR_ALL = {"checks", "files", "version"}
+FOR_ALL = {"checks", "files", "records", "version"}
 LAYERS = {
     "rules": set(),
     "policies": set(),

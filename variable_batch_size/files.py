@@ -1,8 +1,7 @@
-"""Files: written whole or not at all, whatever happens meanwhile; read with the place of what is wrong."""
+"""Files that are whole or not there, whatever happens while they are written."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -31,20 +30,6 @@ def write(path: Path, fill: Callable[[Path], Any]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a text, in the same way."""
     write(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline=""))
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file, each of which is a record of JSON; or a refusal that names the first that is none."""
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}:{number}: expected a record of JSON, got {line[:40]!r}")
-        records.append(record)
-    return records
 
 
 def sync(path: Path) -> None:

@@ -33,8 +33,8 @@ def test_branches_train_on_equally_many_samples_from_the_same_state():
 
 
 def test_branches_of_larger_steps_train_on_no_more_samples():
-    found = branches(load_workload("digits", None), branching(samples=48, factors=[1, 2, 3]))
-    assert [branch.batch_size * branch.updates for branch in found] == [96, 96, 96]
+    found = branches(load_workload("digits", None), branching(samples=100, factors=[1, 2, 3]))
+    assert [branch.batch_size * branch.updates for branch in found] == [192, 192, 192]
 
 
 def test_a_later_start_begins_with_a_lower_loss():
@@ -66,3 +66,5 @@ def test_wrong_numbers_are_refused(capsys):
     assert "--tolerance must be a share from 0 on, got -1.0" in capsys.readouterr().err
     with pytest.raises(ValueError, match="`samples` must be a positive integer, got 0"):
         branching(samples=0)
+    with pytest.raises(ValueError, match=r"^`samples` must be at least 1680, .* sizes \[16, 48, 80, 112\], got 1000$"):
+        branching(samples=1000, factors=[1, 3, 5, 7])

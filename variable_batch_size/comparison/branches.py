@@ -58,6 +58,21 @@ class Branching:
     def __post_init__(self) -> None:
         check_positive(batch_size=self.batch_size, samples_before=self.samples_before, samples=self.samples)
         check_positive(seeds=self.seeds)
+        if self.samples < self.whole:  # else it might be rounded to many times as many
+            raise ValueError(
+                f"`samples` must be at least {self.whole}, whole steps of all batch sizes {self.sizes}, "
+                f"got {self.samples}"
+            )
+
+    @property
+    def sizes(self) -> list[int]:
+        """The batch sizes of the branches."""
+        return [self.batch_size * factor for factor in self.factors]
+
+    @property
+    def whole(self) -> int:
+        """The fewest samples that are whole steps of all branches."""
+        return math.lcm(*self.sizes)
 
 
 def branches(workload: Workload, branching: Branching) -> list[Branch]:
@@ -66,9 +81,8 @@ def branches(workload: Workload, branching: Branching) -> list[Branch]:
     These are `samples`, rounded up to whole steps of all batch sizes: where each branch rounded up to its own, those of
     larger steps would have trained on more.
     """
-    sizes = [branching.batch_size * factor for factor in branching.factors]
-    of_seeds = [_of_seed(workload, branching, sizes, seed) for seed in range(branching.seeds)]
-    of_sizes = zip(sizes, zip(*of_seeds, strict=True), strict=True)
+    of_seeds = [_of_seed(workload, branching, seed) for seed in range(branching.seeds)]
+    of_sizes = zip(branching.sizes, zip(*of_seeds, strict=True), strict=True)
     return [Branch(size, ends[0][0], sum(loss for _, loss in ends) / len(ends)) for size, ends in of_sizes]
 
 
@@ -89,7 +103,7 @@ def critical_batch_size(found: Sequence[Branch], *, tolerance: float) -> int:
     return largest
 
 
-def _of_seed(workload: Workload, branching: Branching, sizes: Sequence[int], seed: int) -> list[tuple[int, float]]:
+def _of_seed(workload: Workload, branching: Branching, seed: int) -> list[tuple[int, float]]:
     """Updates and loss of each branch."""
     torch.manual_seed(seed)
     model = workload.model()
@@ -97,10 +111,9 @@ def _of_seed(workload: Workload, branching: Branching, sizes: Sequence[int], see
     run.train(branching.samples_before)
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(run.optimizer.inner.state_dict())
     noise = copy.deepcopy(run.optimizer.rule.state_dict())
-    whole = math.lcm(*sizes)
-    samples = -(-branching.samples // whole) * whole
+    samples = -(-branching.samples // branching.whole) * branching.whole
     found = []
-    for size in sizes:
+    for size in branching.sizes:
         model.load_state_dict(weights)
         # samples in an order that the run has not seen, the same for all branches
         branch = _Run(workload, model, size, branching, seed + 1_000_000)

@@ -108,8 +108,8 @@ def _passing_on_sigterm(started: list[tuple[Any, Any]]) -> Iterator[_Order]:
     has_stopped = False
     try:
         yield order
-    except SystemExit as exit:
-        has_stopped = exit.code == stopping.EXIT_STOPPED
+    except SystemExit as ended:
+        has_stopped = ended.code == stopping.EXIT_STOPPED
         if has_stopped:
             stopping.obey()
             stopping.note_sigterm()

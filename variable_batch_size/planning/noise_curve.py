@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from variable_batch_size.checks import refuse
-from variable_batch_size.files import read_records
+from variable_batch_size.records import read_records
 
 
 @dataclass(frozen=True)

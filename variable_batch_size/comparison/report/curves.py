@@ -12,7 +12,7 @@ import numpy.typing as npt
 from variable_batch_size.comparison.experiment import DIVERGED, DONE
 from variable_batch_size.comparison.report.arm import Arm
 from variable_batch_size.comparison.results import Results
-from variable_batch_size.files import read_records
+from variable_batch_size.records import read_records
 
 AXES = ("step", "samples", "progress")
 
