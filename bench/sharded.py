@@ -30,11 +30,8 @@ import variable_batch_size as vbs
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 MINIBATCH = {"cpu": 32, "cuda": 8}  # with 8 texts of 1,024 tokens fully_shard keeps a fast GPU waiting for the host
 WIDTH, LAYERS = 512, 8
-SIDES = {
-    "sharded": ["plain", "plain again", "linear", "AdaScale"],
-    "sharded, reduced once a step": ["plain", "plain again", "linear", "AdaScale"],
-    "wrapped": ["plain", "plain again", "linear", "AdaScale"],
-}
+SIDES = ["plain", "plain again", "plain that waits", "linear", "AdaScale"]
+WAYS = ["sharded", "sharded, reduced once a step", "wrapped"]
 RULES = {"linear": vbs.LinearRuleOptimizer, "AdaScale": vbs.AdaScaleOptimizer}
 
 Update = Callable[[], None]
@@ -98,8 +95,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 # ------------------------------------------------------------------------------------------------------------ updates
 
 
-def plain_update(model: Any, loss: Callable[[nn.Module], torch.Tensor], way: str, depth: int) -> Update:
-    """The loop by hand, which lets the wrapper reduce as it is meant to."""
+def plain_update(side: str, model: Any, loss: Callable[[nn.Module], torch.Tensor], way: str, depth: int) -> Update:
+    """The loop by hand, which lets the wrapper reduce as it is meant to.
+
+    One that waits looks at its gradient's norm before it updates, as AdaScale must.
+    """
     optimizer = adamw(model)
 
     def update() -> None:
@@ -110,10 +110,16 @@ def plain_update(model: Any, loss: Callable[[nn.Module], torch.Tensor], way: str
             else:
                 model.set_requires_gradient_sync(is_last or way == "sharded")
             (loss(model) / depth).backward()
-        optimizer.step()
+        if side != "plain that waits" or norm_of(model) < torch.inf:
+            optimizer.step()
         optimizer.zero_grad()
 
     return update
+
+
+def norm_of(model: nn.Module) -> float:
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def update_of(rule: str, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], way: str, depth: int) -> Update:
@@ -134,10 +140,10 @@ def updates_of(way: str, device: str, depth: int, is_tiny: bool, size: int | Non
     """An update of each side, and the bytes of the gradients that a core has."""
     model, loss = workload(device, is_tiny, size)
     updates = {}
-    for side in SIDES[way]:
+    for side in SIDES:
         own = spread_over_cores(model, way)
-        make = partial(update_of, side) if side in RULES else plain_update
-        updates[side] = make(own, loss, way, depth)
+        make = update_of if side in RULES else plain_update
+        updates[side] = make(side, own, loss, way, depth)
     return updates, sum(p.numel() * p.element_size() for p in model.parameters()) // dist.get_world_size()
 
 
@@ -217,7 +223,7 @@ def main() -> None:
     parser.add_argument("--device", choices=list(BACKENDS), default="cpu")
     parser.add_argument("--cores", type=int, help="processes (default: 2 on a CPU, 1 on a GPU)")
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--ways", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--minibatch", type=int, help="samples (default: 32 on a CPU, 8 on a GPU)")
     parser.add_argument("--tiny", action="store_true", help="many small parameters, to see the time of the host alone")
     parser.add_argument("--repeats", type=int, default=15)

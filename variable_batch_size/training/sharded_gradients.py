@@ -11,7 +11,7 @@ from variable_batch_size.cores.groups import Ranks
 from variable_batch_size.cores.meshes import local_part, local_parts, num_copies, placed_like
 from variable_batch_size.training.arrivals import Arrivals
 from variable_batch_size.training.flat_memory import norms_of
-from variable_batch_size.training.gradients import TINY, UNWEIGHTED, Gradients, Mean, Measured, put
+from variable_batch_size.training.gradients import TINY, UNWEIGHTED, Gradients, Mean, put
 from variable_batch_size.training.split_squares import SplitSquares
 from variable_batch_size.training.weights import Weight
 
@@ -211,22 +211,15 @@ class ShardedGradients(Gradients):
         if self._is_weighted:
             self._weight, self._num_weighted = numbers[num_groups], numbers[num_groups + 1]
         self._scales = numbers[-2:] / self._communicator.num_replicas
-        if self._scales.device.type == "cpu":
-            self._refuse_different_scales()
+        if self._scales.device.type == "cpu":  # on another device only when measured numbers are waited for
+            self._refuse_different_scales(*self._scales.tolist())
 
-    def _refuse_different_scales(self) -> None:
-        assert self._scales is not None
-        mean, of_squares = self._scales.tolist()
+    def _refuse_different_scales(self, mean: float, of_squares: float) -> None:
         if abs(of_squares - mean**2) > _SAME * mean**2:
             raise ValueError(
                 "`loss_scale` must be the same on all cores where a model is in fully_shard, which adds up gradients "
                 f"before it is divided out, got {self._mean.loss_scale!r} here and {mean:g} on average"
             )
-
-    def measured(self) -> Measured:
-        if self._scales is not None:  # on a device it is only looked at where one waits for that anyway
-            self._refuse_different_scales()
-        return super().measured()
 
     def _share_of_weight(self) -> Weight:
         """1/W, or 1 where minibatches have no weights."""
@@ -277,7 +270,10 @@ class ShardedGradients(Gradients):
         return numbers
 
     def _read(self, numbers: torch.Tensor) -> list[float]:
-        return [float(number) for number in numbers.tolist()]
+        assert self._scales is not None
+        *values, mean, of_squares = torch.cat([numbers, self._scales.to(numbers.dtype)]).tolist()
+        self._refuse_different_scales(mean, of_squares)
+        return values
 
     def _square(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         return self._square_each([gradients])[0]

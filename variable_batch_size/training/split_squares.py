@@ -8,7 +8,7 @@ import torch
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.groups import Ranks
-from variable_batch_size.cores.meshes import local_part, num_copies
+from variable_batch_size.cores.meshes import local_parts, num_copies
 from variable_batch_size.training.flat_memory import square_of
 
 
@@ -30,8 +30,8 @@ class SplitSquares:
     def own(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """This process's share of the squared norm of several tensors together."""
         by_copies: dict[int, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            by_copies.setdefault(num_copies(tensor, self._groups), []).append(local_part(tensor))
+        for tensor, part in zip(tensors, local_parts(tensors), strict=True):
+            by_copies.setdefault(num_copies(tensor, self._groups), []).append(part)
         squares = [square_of(parts, like=self._like) / copies for copies, parts in by_copies.items()]
         return torch.stack(squares).sum() if squares else square_of([], like=self._like)
 
