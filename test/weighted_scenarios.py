@@ -113,6 +113,7 @@ RUNS = {
     "scaled": ("linear", sgd, {"loss_scale": 1024.0}),
     "scaled adascale": ("adascale", sgd, {"loss_scale": 1024.0}),
     "careful": ("linear", sgd, {"skip_nonfinite": True}),
+    "careless": ("linear", sgd, {"skip_nonfinite": False}),
     "measured": ("linear", sgd, {"measure_noise": True}),
     "measured at rest": ("linear", sgd_at_rest, {"measure_noise": True}),
     "adascale at rest": ("adascale", sgd_at_rest, {}),
