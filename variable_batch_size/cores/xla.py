@@ -90,7 +90,7 @@ class Xla(Communicator):
         self._is_virtual = _runtime().device_type() == "CPU" and self.num_replicas > 1
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
-        if self._is_spmd:  # the compiler has summed
+        if self._is_spmd or self.num_replicas == 1:  # in SPMD mode the compiler has summed
             return
         model = _module("core.xla_model")
         model.all_reduce(model.REDUCE_SUM, list(tensors))

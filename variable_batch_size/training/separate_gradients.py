@@ -84,12 +84,13 @@ class SeparateGradients(Gradients):
         self._communicator.flush()  # what the loop has noted down may differ between cores, as a sum of losses does
         sums = list(self._sums.values())
         values = [mean.factor(is_weighted=self._is_weighted), 1 / mean.loss_scale**2, 1.0]
-        factors = torch.tensor([0.0 if is_idle else value for value in values]).to(self._weights[0].device)
+        factors = torch.tensor([*(0.0 if is_idle else value for value in values), 0.0]).to(self._weights[0].device)
+        nothing = factors[-1:]
         for place, tensors in enumerate((sums, self._step_squares, self._weights)):
             factor = factors[place : place + 1]
             counts = factor != 0
             for tensor in tensors:
-                weighted = torch.where(counts, tensor * factor, torch.zeros_like(tensor))
+                weighted = torch.where(counts, tensor * factor, nothing)
                 tensor.copy_(weighted.view_as(tensor))
         self._communicator.sum([*sums, *self._step_squares, *self._weights])
         if self._is_weighted:
