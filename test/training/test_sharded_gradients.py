@@ -287,3 +287,26 @@ def test_an_error_within_the_model_on_one_core_ends_all_while_the_others_wait_fo
         vbs.launch(fail_on_core_1, cores=2, backend="gloo")
     at = float(re.findall(r"on core 1 at ([0-9.]+)", str(raised.value))[-1])
     assert time.time() - at < 20
+
+
+def what_travels(rule):
+    """After which steps of two epochs numbers have travelled, and what is said of a scale that changes on one core."""
+    model, sampler = parts(sharded_models.sharded, trace=[8, 8, sharded_models.NUM_SAMPLES - 16] * 2)
+    optimizer = vbs.CustomOptimizer(
+        sharded_models.sgd(model.parameters()), sampler, rule=vbs.make_rule(rule), ref_batchsize=8, model=model
+    )
+    travelled = []
+    run(model, sampler, optimizer, lambda: travelled.append(optimizer._gradients._scales is not None), num_epochs=2)
+    try:
+        optimizer.loss_scale = 1.0 + torch.distributed.get_rank()
+        run(model, sampler, optimizer, num_epochs=1)
+    except ValueError as error:
+        return travelled, str(error)
+    return travelled, "no error"
+
+
+@pytest.mark.parametrize(("rule", "others"), [("linear", False), ("adascale", True)])
+def test_numbers_travel_where_they_are_wanted_and_once_an_epoch(on_cores, rule, others):
+    for travelled, message in on_cores(2, what_travels, rule):
+        assert travelled == [True, others, others] * 2
+        assert message.startswith("`loss_scale` must be the same on all cores")

@@ -32,8 +32,9 @@ class ShardedGradients(Gradients):
     minibatches. What a core has in it is seen before by a hook on each whole parameter, which leaves out a stand-in and
     measures a minibatch: a loss times 0 would not do, as NaN survives that.
 
-    Some numbers travel at the update: squares of each group, Σ w_i, how many w_i are above 0, and the loss scale and
-    its square, which tell whether it is the same on all cores.
+    Some numbers travel at the update, if any of them is wanted, and in the first step of an epoch: squares of each
+    group, Σ w_i, how many w_i are above 0, and the loss scale and its square, which tell whether it is the same on all
+    cores.
 
     Args:
         cores: the ranks of the cores among all processes.
@@ -67,7 +68,9 @@ class ShardedGradients(Gradients):
         self._step_squares: torch.Tensor | None = None
         self._weight: Weight = 0.0
         self._num_weighted: Weight = 0.0
-        self._scales: torch.Tensor | None = None  # mean and mean square of the cores' loss scales
+        # mean and mean square of the cores' loss scales, where they have travelled
+        self._scales: torch.Tensor | None = None
+        self._is_first = True  # whether the step is the first of an epoch
         self._is_stand_in = False
         self._groups: dict[torch.nn.Parameter, int] = {}
         super().__init__(*args, **options)
@@ -110,6 +113,10 @@ class ShardedGradients(Gradients):
 
     def _squares_here(self) -> SplitSquares:
         return SplitSquares(self._model, self._model_groups, self._like)
+
+    def begin(self, epoch: int) -> None:
+        super().begin(epoch)
+        self._is_first = True
 
     def fit(self) -> None:
         self._watch()
@@ -184,7 +191,9 @@ class ShardedGradients(Gradients):
     def reduce(self, mean: Mean, *, is_idle: bool) -> None:
         self._mean = mean
         self._arrivals.give_back_whole()
-        self._sum_numbers(mean)
+        self._scales = None
+        if self._measures or self._is_weighted or self._is_first:  # which is so on all cores, or on none
+            self._sum_numbers(mean)
         factor = mean.factor(is_weighted=self._is_weighted) * self._communicator.num_replicas
         self._scale(factor * self._share_of_weight())
         for p, gradient in self._sums.items():
@@ -211,8 +220,9 @@ class ShardedGradients(Gradients):
         if self._is_weighted:
             self._weight, self._num_weighted = numbers[num_groups], numbers[num_groups + 1]
         self._scales = numbers[-2:] / self._communicator.num_replicas
-        if self._scales.device.type == "cpu":  # on another device only when measured numbers are waited for
+        if self._is_first:  # which waits for the device; later only where measured numbers are waited for
             self._refuse_different_scales(*self._scales.tolist())
+        self._is_first = False
 
     def _refuse_different_scales(self, mean: float, of_squares: float) -> None:
         if abs(of_squares - mean**2) > _SAME * mean**2:
@@ -270,7 +280,8 @@ class ShardedGradients(Gradients):
         return numbers
 
     def _read(self, numbers: torch.Tensor) -> list[float]:
-        assert self._scales is not None
+        if self._scales is None:
+            return [float(number) for number in numbers.tolist()]
         *values, mean, of_squares = torch.cat([numbers, self._scales.to(numbers.dtype)]).tolist()
         self._refuse_different_scales(mean, of_squares)
         return values
