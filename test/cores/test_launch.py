@@ -138,23 +138,33 @@ def test_spmd_is_a_mode_of_xla_alone(monkeypatch):
 
 UNDER_TORCHRUN = """
 import os, sys
+import torch.distributed as dist
 import variable_batch_size as vbs
 from variable_batch_size.cores.running import running_cores
 
+meet, waited = dist.init_process_group, []
+
+
+def noted(*arguments):
+    waited.append(os.environ.get("TORCH_DIST_INIT_BARRIER"))
+    meet(*arguments)
+
+
 if __name__ == "__main__":
+    dist.init_process_group = noted
     with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
-        file.write(str(vbs.launch(running_cores)))
+        file.write(f"{vbs.launch(running_cores)} {waited}")
 """
 
 
-def test_under_torchrun_it_just_runs_the_function(tmp_path):
+def test_under_torchrun_it_just_runs_the_function_and_none_is_gone_before_the_others_have_met_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNDER_TORCHRUN)
     results = tmp_path / "results"  # a file each: what two processes print may run together
     results.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     subprocess.run([*command, str(script), str(results)], check=True)
-    assert [(results / rank).read_text() for rank in "01"] == ["[(0, 2)]", "[(1, 2)]"]
+    assert [(results / rank).read_text() for rank in "01"] == ["[(0, 2)] ['1']", "[(1, 2)] ['1']"]
 
 
 PARENT = """

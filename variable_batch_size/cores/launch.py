@@ -16,6 +16,9 @@ from variable_batch_size.cores.processes import Process, end_with_parent, enviro
 
 _GOOGLE_PCI_VENDOR = "0x1ae0"
 
+# when cores meet; else one that has little to do would be gone before the others have met it, and they would fail
+_ALL_ARE_WAITED_FOR = {"TORCH_DIST_INIT_BARRIER": "1"}
+
 
 def launch(
     fn: Callable[..., Any],
@@ -140,8 +143,7 @@ def _distributed_main(
     from variable_batch_size.cores import accelerators
 
     accelerators.use_device(rank, backend)
-    # else one that has little to do would be gone before the others have met it, and they would fail
-    with environment({"TORCH_DIST_INIT_BARRIER": "1"}):
+    with environment(_ALL_ARE_WAITED_FOR):
         dist.init_process_group(backend, init_method=meeting_point, rank=rank, world_size=num_cores)
     run_and_send(work, pipe, rank)
     dist.destroy_process_group()
@@ -160,7 +162,8 @@ def _run_under_torchrun(fn: Callable[..., Any], args: tuple[Any, ...], backend: 
     accelerators.use_device(int(os.environ["LOCAL_RANK"]), backend)
     if dist.is_initialized():
         return fn(*args)
-    dist.init_process_group(backend)
+    with environment(_ALL_ARE_WAITED_FOR):
+        dist.init_process_group(backend)
     try:
         return fn(*args)
     finally:
