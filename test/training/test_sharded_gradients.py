@@ -289,24 +289,35 @@ def test_an_error_within_the_model_on_one_core_ends_all_while_the_others_wait_fo
     assert time.time() - at < 20
 
 
-def what_travels(rule):
-    """After which steps of two epochs numbers have travelled, and what is said of a scale that changes on one core."""
-    model, sampler = parts(sharded_models.sharded, trace=[8, 8, sharded_models.NUM_SAMPLES - 16] * 2)
-    optimizer = vbs.CustomOptimizer(
-        sharded_models.sgd(model.parameters()), sampler, rule=vbs.make_rule(rule), ref_batchsize=8, model=model
-    )
+def what_travels(rule, scale):
+    """After which steps of two epochs numbers have travelled, and what is said of a scale that changes in the third."""
+    trace = [8, 8, sharded_models.NUM_SAMPLES - 16] * 3
+    model, sampler = parts(sharded_models.sharded, trace=trace)
+    options = {"rule": vbs.make_rule(rule), "ref_batchsize": 8, "model": model, "loss_scale": scale}
+    optimizer = vbs.CustomOptimizer(sharded_models.sgd(model.parameters()), sampler, **options)
     travelled = []
     run(model, sampler, optimizer, lambda: travelled.append(optimizer._gradients._scales is not None), num_epochs=2)
+
+    def change():
+        optimizer.loss_scale = 16.0 if scale == 1 else 16.0 + torch.distributed.get_rank()
+
     try:
-        optimizer.loss_scale = 1.0 + torch.distributed.get_rank()
-        run(model, sampler, optimizer, num_epochs=1)
+        run(model, sampler, optimizer, change, num_epochs=1)
     except ValueError as error:
-        return travelled, str(error)
-    return travelled, "no error"
+        return travelled, str(error), optimizer.epoch_step
+    return travelled, "no error", None
 
 
-@pytest.mark.parametrize(("rule", "others"), [("linear", False), ("adascale", True)])
-def test_numbers_travel_where_they_are_wanted_and_once_an_epoch(on_cores, rule, others):
-    for travelled, message in on_cores(2, what_travels, rule):
+@pytest.mark.parametrize(
+    ("rule", "scale", "others", "message"),
+    [
+        ("linear", 1.0, False, "`loss_scale` must be set before an epoch"),
+        ("linear", 8.0, True, "`loss_scale` must be the same on all cores"),
+        ("adascale", 8.0, True, "`loss_scale` must be the same on all cores"),
+    ],
+)
+def test_numbers_travel_where_they_are_wanted_and_once_an_epoch(on_cores, rule, scale, others, message):
+    for travelled, said, at in on_cores(2, what_travels, rule, scale):
         assert travelled == [True, others, others] * 2
-        assert message.startswith("`loss_scale` must be the same on all cores")
+        assert said.startswith(message)
+        assert at == 2  # the step after that in which it changed

@@ -34,7 +34,7 @@ class ShardedGradients(Gradients):
 
     Some numbers travel at the update, if any of them is wanted, and in the first step of an epoch: squares of each
     group, Σ w_i, how many w_i are above 0, and the loss scale and its square, which tell whether it is the same on all
-    cores.
+    cores. A loss scale is wanted from the first such step on that has another than 1.
 
     Args:
         cores: the ranks of the cores among all processes.
@@ -71,6 +71,7 @@ class ShardedGradients(Gradients):
         # mean and mean square of the cores' loss scales, where they have travelled
         self._scales: torch.Tensor | None = None
         self._is_first = True  # whether the step is the first of an epoch
+        self._is_scaled = False  # whether one of these has had a loss scale
         self._is_stand_in = False
         self._groups: dict[torch.nn.Parameter, int] = {}
         super().__init__(*args, **options)
@@ -192,8 +193,13 @@ class ShardedGradients(Gradients):
         self._mean = mean
         self._arrivals.give_back_whole()
         self._scales = None
-        if self._measures or self._is_weighted or self._is_first:  # which is so on all cores, or on none
+        if self._measures or self._is_weighted or self._is_scaled or self._is_first:  # so on all cores, or on none
             self._sum_numbers(mean)
+        elif mean.loss_scale != 1:
+            raise ValueError(
+                "`loss_scale` must be set before an epoch where a model is in fully_shard, as its cores then begin to "
+                f"compare it, got {mean.loss_scale!r} in the middle of the first that has one"
+            )
         factor = mean.factor(is_weighted=self._is_weighted) * self._communicator.num_replicas
         self._scale(factor * self._share_of_weight())
         for p, gradient in self._sums.items():
@@ -220,8 +226,9 @@ class ShardedGradients(Gradients):
         if self._is_weighted:
             self._weight, self._num_weighted = numbers[num_groups], numbers[num_groups + 1]
         self._scales = numbers[-2:] / self._communicator.num_replicas
-        if self._is_first:  # which waits for the device; later only where measured numbers are waited for
+        if self._is_first or self._scales.device.type == "cpu":  # else where measured numbers are waited for
             self._refuse_different_scales(*self._scales.tolist())
+        self._is_scaled |= mean.loss_scale != 1
         self._is_first = False
 
     def _refuse_different_scales(self, mean: float, of_squares: float) -> None:
