@@ -1,10 +1,12 @@
 """What a device that notes work down first would make programs of; looked at without one."""
 
 import torch
+from threaded_cores import Threads
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from variable_batch_size.cores.communicator import Alone
+from variable_batch_size.cores.xla import Xla
 
 
 class Programs(TorchDispatchMode):
@@ -32,4 +34,16 @@ class Noting(Alone):
     """Says where what was noted down is started."""
 
     def __init__(self, programs):
+        self.flush = programs.end
+
+
+class NotingCore(Threads):
+    """One of several threads that decides as a core of XLA does, and says where what was noted down is started."""
+
+    is_one_program = True
+    keeps_flat_gradients = False
+    varying, varying_share, broadcast = Xla.varying, Xla.varying_share, Xla.broadcast
+
+    def __init__(self, core, programs):
+        self.__dict__ |= core.__dict__ | {"is_one_program": True}
         self.flush = programs.end

@@ -1,0 +1,136 @@
+"""The programs that XLA would compile for a whole run: a closed set, the same on idle and busy cores; without XLA."""
+
+import functools
+import threading
+
+import pytest
+import torch
+from noted_programs import NotingCore, Programs
+from threaded_cores import run_on
+from torch import nn
+
+import variable_batch_size as vbs
+from variable_batch_size.training import optimizer as module
+
+FIRST = [12, 4, 8, 20]  # samples in minibatches of 4: on three cores even and uneven shares, and idle cores
+LATER = [16, 4, 28, 8, 32, 24, 36, 40]
+MOST = 5  # as docs/cores.md has it
+MOST_EXACT = 8  # units are found, each minibatch is added, and sums over cores are made by programs of their own
+
+ADAMS = {"adam", "adam:half-life", "adamscale", "surge"}
+RUNS = {rule: {"rule": rule} for rule in (*vbs.RULES, "adam:half-life", "legw:60") if rule != "legw"}
+if not hasattr(torch.optim, "Muon"):  # before torch 2.9
+    del RUNS["muon"]
+RUNS |= {
+    "weights": {"rule": "linear", "is_weighted": True},
+    "weights and AdaScale": {"rule": "adascale", "is_weighted": True},
+    "smooth steps": {"rule": "linear", "smooth_steps": 3},
+    "bounded factor": {"rule": "linear", "max_factor": 2.0},
+    "clipping": {"rule": "linear", "clip_grad_norm": 0.5},
+    "measured noise": {"rule": "root", "measure_noise": True},
+    "skipped steps": {"rule": "constant", "skip_nonfinite": True},
+    "exact": {"rule": "linear", "exact": True},
+    "exact and AdaScale": {"rule": "adascale", "exact": True},
+    "exact and weights": {"rule": "linear", "exact": True, "is_weighted": True},
+}
+
+
+def inner_for(rule, model):
+    if rule == "muon":
+        return torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.01)
+    if rule in ADAMS:
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def train(core, here, *, rule, is_weighted=False, **options):
+    """What was started before the first minibatch; then for each step whether the core is idle, what was started for
+    minibatches that do not complete it, and what was started for the one that does."""
+    programs = Programs()
+    here.core = NotingCore(core, programs)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    data = torch.randn(400, 3)
+    inner = inner_for(rule, model)
+    sampler = vbs.CustomSampler(
+        dataset_size=400, trace=FIRST + LATER, minibatch_size=4, num_replicas=core.num_replicas, rank=core.rank
+    )
+    with torch.enable_grad(), programs:
+        rule = vbs.make_rule(rule)
+        optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=8, rule=rule, model=model, **options)
+        if core.num_replicas == 1:
+            assert not programs.current  # else it would be part of the first minibatch's program
+        programs.current = []  # several cores have compared their settings, on the host
+        before, steps, accumulating = started(programs), [], []
+        for batch in sampler:
+            x = data[batch].clone()
+            programs.current = []  # of the loader
+            model(x).square().sum().backward()
+            optimizer.step(weight=3.0 + batch[0] % 2 if is_weighted else None)
+            if optimizer.is_accumulating:
+                accumulating += started(programs)
+            else:
+                steps.append((optimizer.is_idle, accumulating, started(programs)))
+                accumulating = []
+    assert not programs.current
+    return before, steps
+
+
+def started(programs):
+    """The programs since the last look, but for empty ones."""
+    found, programs.found = programs.found, []
+    return [program for program in found if program]
+
+
+@pytest.fixture(scope="module")
+def found_on():
+    """What each core has noted down, for a run of `RUNS` and a number of cores."""
+    here = threading.local()
+
+    @functools.cache
+    def run(name, cores):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "communicator_for", lambda *_: here.core)
+            return run_on(cores, lambda core: train(core, here, **RUNS[name]))
+
+    return run
+
+
+each_run = pytest.mark.parametrize("name", RUNS)
+
+
+@pytest.mark.parametrize(
+    ("cores", "name"), [*((3, name) for name in RUNS), (1, "linear"), (1, "adamscale"), (1, "exact and AdaScale")]
+)
+def test_a_new_batch_size_needs_no_new_program(found_on, name, cores):
+    for before, steps in found_on(name, cores):
+        assert len(steps) == len(FIRST + LATER)
+        known = [set(before)]
+        for _, accumulating, completing in steps:
+            known.append(known[-1].union(accumulating, completing))
+        assert known[-1] == known[len(FIRST)]
+        assert 3 <= len(known[-1]) <= (MOST_EXACT if "exact" in name else MOST)
+
+
+@each_run
+def test_idle_and_busy_cores_complete_a_step_by_the_same_programs(found_on, name):
+    (_, first), *others = found_on(name, 3)
+    assert [is_idle for is_idle, _, _ in first] == [False] * len(first)
+    num_idle = 0
+    for _, steps in others:
+        for (is_idle, accumulating, completing), (_, _, of_first) in zip(steps, first, strict=True):
+            assert completing == of_first
+            num_idle += is_idle
+            assert not (is_idle and accumulating)
+    assert num_idle == 2 + 1 + 2 + 1  # of two cores, in steps of 4 and 8 samples
+
+
+@each_run
+def test_every_core_accumulates_by_the_same_programs(found_on, name):
+    accumulating = [
+        tuple(programs) for _, steps in found_on(name, 3)[:2] for _, programs, _ in steps[len(FIRST) :] if programs
+    ]
+    assert len(accumulating) > 5
+    one_minibatch = min(accumulating, key=len)
+    for programs in accumulating:
+        assert programs == one_minibatch * (len(programs) // len(one_minibatch))
