@@ -18,14 +18,25 @@ if settings.get_current_profile_name() == "default":
 torch.set_num_threads(1)  # on the platforms that do not ask for the variable
 
 
+NO_WHEEL = f"torch_xla has no wheel for this processor ({platform.system()} on {platform.machine()})"
+
+
 def pytest_collection_modifyitems(items):
     """Leave out what needs torch_xla where it cannot be installed; on Linux with x86-64 its absence is a failure."""
     if find_spec("torch_xla") or (platform.system(), platform.machine()) == ("Linux", "x86_64"):
         return
-    reason = f"torch_xla has no wheel for {platform.system()} on {platform.machine()}"
     for item in items:
         if item.get_closest_marker("xla"):
-            item.add_marker(pytest.mark.skip(reason=reason))
+            item.add_marker(pytest.mark.skip(reason=NO_WHEEL))
+
+
+def pytest_unconfigure(config):
+    """Say how many these were, in the last line; the processes of xdist have no reporter."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter else []
+    num_left_out = sum(NO_WHEEL in str(report.longrepr) for report in skipped)
+    if num_left_out:
+        reporter.write_line(f"{num_left_out} XLA tests did not run: {NO_WHEEL}", yellow=True, bold=True)
 
 
 def pytest_collection_finish():
