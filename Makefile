@@ -5,31 +5,37 @@ BIN = $(VENV)/bin
 # torch_xla has wheels for Linux on x86-64 alone; elsewhere all but XLA is set up, with the same torch
 comma := ,
 XLA := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),xla$(comma))
-COSTS := $(if $(XLA),torch$(comma) torch_xla and CUDA's libraries: about 7 GB and 4 minutes,torch: about 1.5 GB and a few minutes)
 
 # .venv is set up here; another environment that is there is used as it is, if it has the packages that a target needs
 ifneq ($(VENV),.venv)
 export PYTHONPATH := $(CURDIR)
 endif
-NEEDS = $(if $(filter-out .venv,$(VENV)),$(if $(wildcard $(BIN)/python),complete,$(VENV)/.installed),$(VENV)/.installed)
+SETS_UP := $(or $(filter .venv,$(VENV)),$(if $(wildcard $(BIN)/python),$(wildcard $(VENV)/.demo),$(VENV)))
+FOR_DEMO := $(if $(SETS_UP),$(VENV)/.demo,complete)
+FOR_ALL := $(if $(SETS_UP),$(VENV)/.test,complete)
 
-.PHONY: demo test lint docs browser bench soak mutants clean complete
+.PHONY: demo check test lint docs browser bench soak mutants clean complete
 
 demo: EXTRAS = demo
-demo: $(NEEDS)
+demo: $(FOR_DEMO)
 	$(BIN)/python examples/demo.py
 
 test: lint browser
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
+# for those who change a line, in two minutes: what needs no other process
+CHECKED = $(addprefix test/,traces rules schedules policies planning test_layers.py)
+check: lint
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not xla and not browser' $(CHECKED)
+
 lint: EXTRAS = docs test
-lint: $(NEEDS)
+lint: $(FOR_ALL)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 docs: EXTRAS = docs
-docs: $(NEEDS)
+docs: $(FOR_ALL)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "Open site/index.html, or serve it, for the search to work: $(BIN)/python -m http.server --directory site"
 
@@ -41,7 +47,7 @@ browser:
 		|| echo "chromium and chromedriver are missing: tests marked browser will fail"
 
 bench: EXTRAS = test
-bench: $(NEEDS) .peers
+bench: $(FOR_ALL) .peers
 	$(BIN)/python bench/sampler.py
 	$(BIN)/python bench/trace.py
 	$(BIN)/python bench/scaling.py
@@ -55,35 +61,41 @@ bench: $(NEEDS) .peers
 	$(BIN)/python bench/xla.py
 
 soak: EXTRAS = test
-soak: $(NEEDS)
+soak: $(FOR_ALL)
 	$(BIN)/python test/soak.py --directory .soak
 	$(BIN)/python test/elastic.py --directory .soak
 
 # plants faults and shows those that no test notices; for some files: make mutants ONLY="rules/noise.py rules/adam.py"
 mutants: EXTRAS = test
-mutants: $(NEEDS) .mutmut
+mutants: $(FOR_ALL) .mutmut
 	PYTHONPATH=$(CURDIR)/.mutmut $(BIN)/python test/mutants.py $(if $(ONLY),--only $(ONLY))
 
-# everything else needs the environment; it is made once, and again when the requirements change
-$(VENV)/.installed: setup.cfg pyproject.toml
+# the demo needs few packages, everything else all of them; each set is installed once, and again when setup.cfg changes
+$(VENV)/.demo: PACKAGES = $(XLA)demo
+$(VENV)/.demo: COSTS = $(if $(XLA),torch$(comma) torch_xla and CUDA's libraries: about 7 GB and 5 minutes,torch: about 0.8 GB and 1 minute)
+$(VENV)/.test: PACKAGES = $(XLA)demo,docs,test
+$(VENV)/.test: COSTS = $(if $(XLA),all packages: about 8.8 GB and 8 minutes,all packages: about 2.5 GB and 4 minutes)
+# bytecode for everything, on all cores, where pip would use one; the demo imports so little that it makes its own
+$(VENV)/.test: COMPILE = -$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
+$(VENV)/.demo $(VENV)/.test: setup.cfg pyproject.toml
 	@echo "Setting up $(VENV), once, with $(COSTS)."
 	@echo "To use an environment that you have: make $(MAKECMDGOALS) VENV=/path/to/venv"
 	$(PYTHON) -m venv $(VENV)
 	@if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; set -x; \
-		$(BIN)/pip install $$quiet --disable-pip-version-check --no-compile --editable '.[$(XLA)docs,test]' 'torch==2.9.*'
-	-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib  # on all cores, where pip would on one
-	touch $@
+		$(BIN)/pip install $$quiet --disable-pip-version-check --no-compile --editable '.[$(PACKAGES)]' 'torch==2.9.*'
+	$(COMPILE)
+	touch $(VENV)/.demo $@
 
 complete:
 	@$(BIN)/python .ci/missing.py $(EXTRAS)
 
 # what benchmarks compare with, apart from the environment; without it they say so and go on
-.peers: | $(NEEDS)
+.peers: | $(FOR_ALL)
 	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ fairscale==0.4.13 adaptdl==0.2.11 \
 		autograd portpicker psutil redis requests certifi charset_normalizer idna urllib3 semver 'setuptools<81'
 
 # apart from the environment, too; pytest and what it needs are those of the environment
-.mutmut: | $(NEEDS)
+.mutmut: | $(FOR_ALL)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ mutmut==3.8.0 click coverage libcst \
 		linkify-it-py markdown-it-py mdit-py-plugins mdurl platformdirs pyyaml rich setproctitle textual
 

@@ -9,28 +9,53 @@ from pathlib import Path
 SETUP = Path(__file__).parent.parent / "setup.cfg"
 
 
-def missing_packages(extras: list[str]) -> list[str]:
+def missing_packages(extras: list[str]) -> dict[str, str]:
+    """Each requirement that is not met, and why it is one: the extra it belongs to, the version that is there."""
     setup = configparser.ConfigParser()
     setup.read(SETUP)
-    lists = [setup["options"]["install_requires"], *(setup["options.extras_require"][extra] for extra in extras)]
-    requirements = [line for text in lists for line in text.split("\n") if line]
-    return [requirement for requirement in requirements if not _is_there(re.split(r"[\[<>=!~; ]", requirement)[0])]
+    lists = {"": setup["options"]["install_requires"]}
+    lists |= {f"extra {extra}": setup["options.extras_require"][extra] for extra in extras}
+    missing: dict[str, str] = {}
+    for origin, text in lists.items():
+        for requirement in text.split():
+            found = _version_of(re.split(r"[\[<>=!~;]", requirement)[0])
+            if found is None or not _satisfies(found, requirement):
+                remarks = [origin, f"{found} is installed" if found else ""]
+                missing.setdefault(requirement, ", ".join(filter(None, remarks)))
+    return missing
 
 
-def _is_there(package: str) -> bool:
+def _version_of(package: str) -> str | None:
     try:
-        version(package)
+        return version(package)
     except PackageNotFoundError:
-        return False
+        return None
+
+
+def _satisfies(found: str, requirement: str) -> bool:
+    """Whether a version is in the range of a requirement; ranges in setup.cfg are made of >=, < and == with a star."""
+    for operator, bound in re.findall(r"(>=|<|==)([\d.]*\d)", requirement):
+        wanted = _numbers(bound)
+        numbers = _numbers(found)
+        is_in = {">=": numbers >= wanted, "<": numbers < wanted, "==": numbers[: len(wanted)] == wanted}
+        if not is_in[operator]:
+            return False
     return True
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.match(r"[\d.]*\d", text).group().split("."))
 
 
 if __name__ == "__main__":
     missing = missing_packages(sys.argv[1:])
     if missing:
+        named = ", ".join(
+            f"{requirement} ({remark})" if remark else requirement for requirement, remark in missing.items()
+        )
         packages = " ".join(f"'{requirement}'" for requirement in missing)
         sys.exit(
-            f"{sys.prefix} has no {', '.join(missing)}. To use it all the same:\n"
+            f"{sys.prefix} has no {named}. To use it all the same:\n"
             f"  {sys.executable} -m pip install {packages}\n"
             "To have an environment set up for you, leave out VENV."
         )

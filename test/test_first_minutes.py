@@ -1,14 +1,18 @@
 """The first minutes with a clone: what make says before it installs, and what the demo shows."""
 
+import os
+import platform
 import re
 import subprocess
 import sys
+import textwrap
 import venv
 from importlib.util import find_spec
 
 import pytest
 from documents import ROOT
 
+STAMPS = (".demo", ".test")  # what has been installed
 HAS_XLA = find_spec("torch_xla") is not None
 
 
@@ -46,21 +50,106 @@ def test_an_environment_that_lacks_packages_is_left_alone_and_they_are_named(tmp
     venv.create(tmp_path, with_pip=False)
     done = make("demo", f"VENV={tmp_path}")
     assert done.returncode != 0
-    assert re.search(r"has no torch>=2.4, numpy, .*scikit-learn", done.stderr)
+    assert re.search(r"has no torch>=2.4, numpy, .*scikit-learn \(extra demo\)\. To use it", done.stderr)
     assert f"{tmp_path}/bin/python -m pip install 'torch>=2.4'" in done.stderr
-    assert not (tmp_path / ".installed").exists()
+    assert not any((tmp_path / stamp).exists() for stamp in STAMPS)
+
+
+def add_package(environment, name, version):
+    """What an installed package shows of itself."""
+    (packages,) = environment.glob("lib/python*/site-packages")
+    about = packages / f"{name}-{version}.dist-info" / "METADATA"
+    about.parent.mkdir()
+    about.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_only_what_is_missing_is_named_and_a_version_that_is_too_old_is(tmp_path):
+    venv.create(tmp_path, with_pip=False)
+    for name in ("numpy", "pandas", "fsspec", "tqdm", "typing_extensions"):
+        add_package(tmp_path, name, "1.0")
+    add_package(tmp_path, "lazy_loader", "0.10")  # not below 0.4
+    add_package(tmp_path, "torch", "2.3.1+cpu")
+    said = make("demo", f"VENV={tmp_path}").stderr
+    assert "has no torch>=2.4 (2.3.1+cpu is installed), scikit-learn (extra demo). To use it all the same:" in said
+    assert f"{tmp_path}/bin/python -m pip install 'torch>=2.4' 'scikit-learn'\n" in said
 
 
 @pytest.mark.parametrize(
-    ("goal", "package"), [("demo", "scikit-learn"), ("docs", "mkdocs-material"), ("lint", "pytest")]
+    ("goal", "package"),
+    [
+        ("demo", "scikit-learn (extra demo)"),
+        ("docs", "mkdocs-material>=9,<10 (extra docs)"),
+        ("lint", "mypy (extra test)"),
+        ("check", "pytest (extra test)"),
+    ],
 )
 def test_each_goal_asks_for_what_it_needs(goal, package, tmp_path):
     venv.create(tmp_path, with_pip=False)
     assert package in make(goal, f"VENV={tmp_path}").stderr
 
 
-def test_before_anything_is_installed_it_says_how_large_that_is_and_how_to_do_without(tmp_path):
-    said = make("--dry-run", "demo", f"VENV={tmp_path}/new").stdout
-    assert re.search(r"about [\d.]+ GB and .*minutes", said)
+@pytest.mark.parametrize("goal", ["demo", "test"])
+def test_before_anything_is_installed_it_says_how_large_that_is_and_how_to_do_without(goal, tmp_path):
+    said = make("--dry-run", goal, f"VENV={tmp_path}/new").stdout
+    assert re.search(r"about [\d.]+ GB", said)
     assert said.index("about") < said.index("pip install")
-    assert "make demo VENV=/path/to/venv" in said
+    assert f"make {goal} VENV=/path/to/venv" in said
+
+
+def installed(said):
+    """The extras that pip is asked for, in each of its calls."""
+    return [set(extras.split(",")) - {"xla"} for extras in re.findall(r"pip install .*'\.\[(.*)\]' 'torch==2\.9", said)]
+
+
+def test_the_demo_installs_its_own_packages_and_the_tests_all_at_once(tmp_path):
+    assert installed(make("--dry-run", "demo", f"VENV={tmp_path}/new").stdout) == [{"demo"}]
+    assert installed(make("--dry-run", "test", f"VENV={tmp_path}/new").stdout) == [{"demo", "docs", "test"}]
+
+
+@pytest.mark.parametrize(
+    ("stamps", "for_demo", "for_tests"),
+    [
+        ([".demo"], [], [{"demo", "docs", "test"}]),
+        (STAMPS, [], []),
+    ],
+)
+def test_what_has_been_installed_is_not_installed_again(stamps, for_demo, for_tests, tmp_path):
+    venv.create(tmp_path, with_pip=False)
+    for stamp in stamps:
+        (tmp_path / stamp).touch()
+    assert installed(make("--dry-run", "demo", f"VENV={tmp_path}").stdout) == for_demo
+    assert installed(make("--dry-run", "lint", f"VENV={tmp_path}").stdout) == for_tests
+
+
+def test_what_was_installed_before_the_requirements_changed_is_installed_again(tmp_path):
+    venv.create(tmp_path, with_pip=False)
+    for stamp in STAMPS:
+        (tmp_path / stamp).touch()
+        os.utime(tmp_path / stamp, (0, 0))
+    assert installed(make("--dry-run", "demo", f"VENV={tmp_path}").stdout) == [{"demo"}]
+    assert installed(make("--dry-run", "test", f"VENV={tmp_path}").stdout) == [{"demo", "docs", "test"}]
+
+
+SKIPPED = """
+    import pytest
+
+    pytestmark = pytest.mark.xla
+
+    @pytest.mark.parametrize("number", range(5))
+    def test_on_xla(number):
+        pass
+"""
+
+
+def test_how_many_xla_tests_did_not_run_is_the_last_line(tmp_path):
+    (tmp_path / "test_xla.py").write_text(textwrap.dedent(SKIPPED))
+    conftest = (ROOT / "test" / "conftest.py").read_text()
+    # as on a machine for which there is no wheel, whichever this one is
+    conftest = conftest.replace("import platform\n", "import platform\nplatform.machine = lambda: 'riscv64'\n")
+    conftest = conftest.replace('find_spec("torch_xla")', "None")
+    (tmp_path / "conftest.py").write_text(conftest)
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / "setup.cfg", "--rootdir", tmp_path, "-n", "2"]
+    done = subprocess.run([*command, tmp_path], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = "5 XLA tests did not run: torch_xla has no wheel for this processor (Linux on riscv64)"
+    assert done.stdout.splitlines()[-1] == expected.replace("Linux", platform.system())
