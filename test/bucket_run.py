@@ -3,6 +3,7 @@
 python test/bucket_run.py s3://bucket/run KILLS EXCEPTIONS
 """
 
+import itertools
 import json
 import os
 import random
@@ -48,16 +49,24 @@ def train(directory, *, every_steps=20, before_save=lambda: None, asynchronous=F
 def disturbed(address, number, chance):
     """Let the run go on in a process, and send it a signal while it saves; whether it had not ended by then."""
     reader, writer = os.pipe()
+    saves = chance.randint(1, SAVES_AT_MOST)
     child = os.fork()
     if not child:
         signal.signal(signal.SIGUSR1, signal.default_int_handler)  # no OSError, which asyncio overlooks in places
+        begun = itertools.count(1)
+
+        def before_save():
+            while next(begun) > saves:  # however late the signal is, the run has not ended before it
+                time.sleep(0.01)
+            os.write(writer, b".")
+
         try:
-            train(address, every_steps=1, before_save=lambda: os.write(writer, b"."))
+            train(address, every_steps=1, before_save=before_save)
         except KeyboardInterrupt:
             os._exit(3)
         os._exit(0)
     os.close(writer)
-    for _ in range(chance.randint(1, SAVES_AT_MOST)):
+    for _ in range(saves):
         os.read(reader, 1)
     time.sleep(chance.random() * SECONDS_OF_A_SAVE)
     os.kill(child, number)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from selenium import webdriver
 
 DESKTOP, PHONE = (1280, 900), (390, 800)
+MOST_SECONDS = 600  # which only a hang takes, however busy the machine is
 
 
 @contextmanager
@@ -21,6 +22,8 @@ def browser(size, *, is_dark=False):
     options.add_argument("--disable-background-networking")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(programs[1]))
+    driver.set_page_load_timeout(MOST_SECONDS)
+    driver.set_script_timeout(MOST_SECONDS)
     try:
         width, height = size
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == PHONE}

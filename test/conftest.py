@@ -10,10 +10,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if settings.get_current_profile_name() == "default":
-    settings.register_profile("the same each time", derandomize=True)  # others with --hypothesis-profile default
+    patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # a busy machine is no failure
+    # others with --hypothesis-profile default
+    settings.register_profile("the same each time", derandomize=True, **patient)
     settings.load_profile("the same each time")
 torch.set_num_threads(1)  # on the platforms that do not ask for the variable
 

@@ -31,7 +31,7 @@ import variable_batch_size as vbs
 HERE = Path(__file__).parent
 DEPLOY = HERE.parent / "deploy"
 SCRIPT = HERE / "stoppable_run.py"
-MOST_SECONDS = 300
+MOST_SECONDS = 900
 LARGEST_DIFFERENCE = 1e-5
 
 SETTINGS = {

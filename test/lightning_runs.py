@@ -167,6 +167,7 @@ def train_in_shards(rank, port, directory, rule):
     variables = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="x")
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")  # the store is there
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     module, trainer = Sharded(rule), make_trainer(strategy=strategy, devices=2)
     trainer.fit(module)

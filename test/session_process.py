@@ -17,7 +17,7 @@ import torch
 
 SCRIPT = Path(stoppable_run.__file__)
 MARK = "STOPPABLE_RUN"  # an environment variable by which all processes of a session are found
-MOST_SECONDS = 300  # for a session, or for something to happen in it; longer is a hang
+MOST_SECONDS = 900  # for a session, or for something to happen in it; longer is a hang
 
 
 class Place:
@@ -135,7 +135,7 @@ class SessionProcess:
             self.destroy()
             raise AssertionError(f"the session hangs\n{self.output}") from None
 
-    def left_behind(self, seconds=60):
+    def left_behind(self, seconds=MOST_SECONDS):
         """The processes of the session that are there although its leader has ended, for all the time they were given.
 
         Loader workers look every 5 s whether their parent still lives.

@@ -61,6 +61,10 @@ class StandingCores:
         """Whether one of them has come to the end of its job, or to its own."""
         return bool(multiprocessing.connection.wait(self._pipes, 0))
 
+    def answer(self):
+        """What one of them has answered: whether its job went well, and the result or the error."""
+        return _received(multiprocessing.connection.wait(self._pipes)[0])
+
     def kill(self):
         """End all of them at once, with SIGKILL."""
         self.is_broken = True

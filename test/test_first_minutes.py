@@ -42,7 +42,7 @@ def test_the_demo_shows_what_happened(demo):
     assert table["samples"] == "19,840"
     assert table["distinct batch sizes"] == "7, from 16 to 256"
     assert table["idle share"] == f"{(20 * 2 + 20 * 3 + 20 * 1) / (4 * 180):.1%} of cores × steps"
-    assert float(table["test accuracy"].rstrip("%")) > 95
+    assert float(table["test accuracy"].rstrip("%")) > 90  # 98.3 to 99.2 % with ten seeds
     assert ("XLA graphs compiled" in table) == HAS_XLA
 
 

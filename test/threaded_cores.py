@@ -7,6 +7,8 @@ import torch
 
 from variable_batch_size.cores.communicator import Communicator
 
+MOST_SECONDS = 600  # which only a hang takes
+
 
 class Threads(Communicator):
     """One of several threads that meet at every sum."""
@@ -28,9 +30,9 @@ class Threads(Communicator):
 
     def _of_all(self, tensors):
         self._shown[self.rank] = [tensor.detach().clone() for tensor in tensors]
-        self._barrier.wait(timeout=20)
+        self._barrier.wait(timeout=MOST_SECONDS)
         found = list(self._shown)
-        self._barrier.wait(timeout=20)
+        self._barrier.wait(timeout=MOST_SECONDS)
         return found
 
 
@@ -40,8 +42,12 @@ def run_on(num_replicas, function, **options):
     cores = [Threads(rank, num_replicas, barrier, shown, **options) for rank in range(num_replicas)]
 
     def run(core):
-        with torch.no_grad():
-            return function(core)
+        try:
+            with torch.no_grad():
+                return function(core)
+        except BaseException:
+            barrier.abort()  # the others would wait for this core
+            raise
 
     with ThreadPoolExecutor(num_replicas) as pool:
         return list(pool.map(run, cores))

@@ -305,7 +305,7 @@ def test_a_trace_turned_into_stages_and_back_is_the_same(run, name, unit):
 
 def in_a_process(*arguments, **options):
     command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, cwd=ROOT, timeout=120, **options)
+    return subprocess.run(command, capture_output=True, cwd=ROOT, timeout=600, **options)
 
 
 def test_the_module_is_the_command():

@@ -3,15 +3,18 @@
 import csv
 import json
 import shlex
-import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import variable_batch_size as vbs
 from variable_batch_size.command.main import main
 from variable_batch_size.comparison import profile
+from variable_batch_size.comparison.workload import load_workload
 
 PROFILE = """machines,cores,minibatch_size,seconds_accumulating,seconds_updating
 1,1,32,0.01,0.012
@@ -21,11 +24,39 @@ PROFILE = """machines,cores,minibatch_size,seconds_accumulating,seconds_updating
 SIMULATE = (
     "vbs simulate 256 autoscale:max_batch_size=4096 --profile profile.csv --minibatch-size 32 --ref-batchsize 128"
 )
+SECONDS_PER_LAYER, SECONDS_PER_UPDATE = 0.001, 0.002
+
+
+class Work:
+    """A clock that goes by what its process does: each layer and each update take a while, and nothing else does."""
+
+    seconds = 0.0
+    handles = ()
+
+    @classmethod
+    def spend(cls, seconds):
+        cls.seconds += seconds
+
+    @classmethod
+    def clock(cls):
+        cls.handles = cls.handles or (
+            register_module_forward_hook(lambda *_: cls.spend(SECONDS_PER_LAYER)),
+            register_optimizer_step_post_hook(
+                lambda optimizer, *_: cls.spend(SECONDS_PER_UPDATE * isinstance(optimizer, torch.optim.SGD))
+            ),
+        )
+        return cls.seconds
+
+    @classmethod
+    def stop(cls):
+        for handle in cls.handles:
+            handle.remove()
+        cls.handles = ()
 
 
 @pytest.fixture
 def run(capsys, tmp_path, monkeypatch):
-    monkeypatch.setitem(profile.measure.__kwdefaults__, "clock", time.process_time)  # whatever else the machine does
+    monkeypatch.setitem(profile.measure.__kwdefaults__, "clock", Work.clock)
     monkeypatch.chdir(tmp_path)
     Path("profile.csv").write_text(PROFILE)
 
@@ -34,7 +65,8 @@ def run(capsys, tmp_path, monkeypatch):
         out, err = capsys.readouterr()
         return code, out, err
 
-    return run
+    yield run
+    Work.stop()
 
 
 def test_profile_says_when_nothing_could_be_measured(run, monkeypatch):
@@ -51,7 +83,10 @@ def test_profile_measures_and_simulate_takes_what_it_wrote(run):
     assert len(out.splitlines()) == 3
     rows = vbs.Profile.read("measured.csv").rows
     assert [(row.machines, row.cores, row.minibatch_size) for row in rows] == [(1, 1, 8), (1, 1, 16)]
-    assert all(0 < row.seconds_accumulating <= row.seconds_updating < 1 for row in rows)
+    num_modules = len(list(load_workload("digits", None).model().modules()))
+    for row in rows:
+        assert row.seconds_accumulating == pytest.approx(num_modules * SECONDS_PER_LAYER)
+        assert row.seconds_updating == pytest.approx(row.seconds_accumulating + SECONDS_PER_UPDATE)
     assert Path("measured.csv").read_text().startswith("# made by: vbs profile digits --cores 1")
     options = "--noise 500 --cores 1 --minibatch-size 16 --ref-batchsize 16 --samples 14400"
     code, out, _ = run(f"vbs simulate 64 --profile measured.csv {options}")
@@ -61,7 +96,7 @@ def test_profile_measures_and_simulate_takes_what_it_wrote(run):
 
 def seconds_on_core_0():
     """A clock that stands still on the others."""
-    return time.process_time() if dist.get_rank() == 0 else 0.0
+    return Work.clock() if dist.get_rank() == 0 else 0.0
 
 
 def test_profile_measures_several_cores_by_the_clock_of_the_first(run, monkeypatch):

@@ -105,7 +105,7 @@ def test_no_process_is_left_behind_by_sigterm(tmp_path):
     running.terminate()
     assert running.wait() == 130
     with pytest.raises(ProcessLookupError):
-        for _ in range(600):  # multiprocessing has a helper of its own that ends a moment later
+        for _ in range(12_000):  # multiprocessing has a helper of its own that ends a moment later
             os.killpg(running.pid, 0)
             time.sleep(0.05)
 

@@ -46,7 +46,7 @@ def options_for(recipe, folder):
 
 def until(question):
     """Wait until the answer is yes, and return it."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not (answer := question()):
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -89,7 +89,7 @@ def interrupted(options, **variables):
     """Interrupt a comparison after a run or more; the files of those runs with the time they were made."""
     running = started(options, **variables)
     running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=60)
+    _, errors = running.communicate(timeout=600)
     assert running.returncode == 130, errors.decode()
     assert b"interrupted; the same command goes on" in errors
     until(lambda: not of_session(running.pid))
@@ -129,7 +129,7 @@ def test_loky_is_interrupted_and_goes_on_though_a_worker_is_killed(local, tmp_pa
 def test_dask_goes_on_though_a_worker_is_killed_and_leaves_no_process(local, tmp_path):
     running = started(options_for("on_dask.py", tmp_path))
     below(running.pid, "spawn_main")[0].kill()
-    _, errors = running.communicate(timeout=120)
+    _, errors = running.communicate(timeout=600)
     assert running.returncode == 0, errors.decode()
     assert (tmp_path / "out" / "results.csv").read_bytes() == local
     until(lambda: not of_session(running.pid))

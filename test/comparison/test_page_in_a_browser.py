@@ -3,7 +3,7 @@
 import statistics
 
 import pytest
-from chromium import DESKTOP, PHONE, browser, requested_by
+from chromium import DESKTOP, MOST_SECONDS, PHONE, browser, requested_by
 from comparisons import rows, vbs_compare
 from outcomes import HOSTILE, HOSTILE_FOLDER, write_hostile_results
 from selenium.webdriver.common.by import By
@@ -26,7 +26,9 @@ def results(tmp_path_factory):
 
 def show(driver, directory):
     driver.get((directory / "report.html").as_uri())
-    WebDriverWait(driver, 60).until(lambda driver: driver.find_elements(By.CSS_SELECTOR, ".chart .legendtoggle"))
+    WebDriverWait(driver, MOST_SECONDS).until(
+        lambda driver: driver.find_elements(By.CSS_SELECTOR, ".chart .legendtoggle")
+    )
 
 
 def texts(driver, selector):
@@ -67,7 +69,9 @@ def test_a_click_changes_the_axis(results):
         assert texts(driver, ".chart .xtitle") == ["samples", "samples"]
         for axis, title in (("progress", "progress"), ("step", "steps")):
             driver.find_element(By.CSS_SELECTOR, f"button[data-axis={axis}]").click()
-            WebDriverWait(driver, 60).until(lambda _, title=title: texts(driver, ".chart .xtitle") == [title, title])
+            WebDriverWait(driver, MOST_SECONDS).until(
+                lambda _, title=title: texts(driver, ".chart .xtitle") == [title, title]
+            )
         assert driver.get_log("browser") == []
 
 

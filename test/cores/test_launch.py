@@ -174,7 +174,7 @@ import variable_batch_size as vbs
 def wait(fifo):
     with open(fifo, "w") as file:
         print("started", file=file, flush=True)
-        time.sleep(60)
+        time.sleep(600)
         print("slept to the end", file=file)
 
 if __name__ == "__main__":

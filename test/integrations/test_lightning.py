@@ -3,7 +3,6 @@
 import csv
 import re
 import runpy
-import socket
 import sys
 
 import lightning_runs as runs
@@ -168,7 +167,7 @@ def test_the_example_runs_and_has_nothing_to_do_when_it_runs_again(tmp_path, mon
     shown = re.findall(r"^60 updates, accuracy (\S+)$", capsys.readouterr().out, re.MULTILINE)
     assert len(shown) == 2
     assert shown[0] == shown[1]
-    assert float(shown[0]) > 0.9
+    assert float(shown[0]) > 0.9  # 0.969 to 0.981 with ten seeds
 
 
 # ----------------------------------------------------------------------------------------------- stopped and continued
@@ -288,10 +287,8 @@ def test_two_processes_train_as_one_and_go_on_as_one_or_two(expected, tmp_path):
 
 
 def test_a_model_in_shards_trains_as_a_whole_one(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = (port, tmp_path, "adascale")
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at a free port
+    arguments = (store.port, tmp_path, "adascale")
     multiprocessing.start_processes(runs.train_in_shards, arguments, nprocs=2, start_method="fork")
     trained, _ = own_loop("adascale", model=runs.small_network())
     for rank in range(2):

@@ -7,7 +7,7 @@ import soak
 
 def test_disturbed_again_and_again_runs_end_as_if_nothing_had_happened(tmp_path):
     said = []
-    tally = soak.soak(tmp_path, stops=2, seconds=60, seed=24, most_cores=2, say=said.append)
+    tally = soak.soak(tmp_path, stops=2, seconds=900, seed=24, most_cores=2, say=said.append)
     assert not tally["broken promises"], said
     assert soak.num_disturbances(tally) > 0
     assert tally["runs"] > 0

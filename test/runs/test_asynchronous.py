@@ -19,10 +19,10 @@ from variable_batch_size.runs.host_copy import HostCopy, needs_of
 from variable_batch_size.runs.writer import Writer
 
 
-def run(directory, *, every_steps=1, size=4):
+def run(directory, *, every_steps=1, size=4, num_steps=100):
     """A model, its optimizer and an asynchronous checkpoint of both."""
     model = nn.Linear(size, 1)
-    sampler = vbs.CustomSampler(dataset_size=400, trace=4, minibatch_size=4)
+    sampler = vbs.CustomSampler(dataset_size=4 * num_steps, trace=4, minibatch_size=4)
     inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4, model=model)
     checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=every_steps, asynchronous=True)
@@ -64,13 +64,14 @@ def test_what_is_saved_is_the_state_of_the_step_and_not_of_those_made_since(tmp_
 
 
 def test_a_write_that_failed_is_an_error_at_the_next_step(tmp_path):
-    model, optimizer, checkpoint = run(tmp_path / "run", every_steps=None)
+    num_steps = 60_000  # 10 minutes, which no write takes
+    model, optimizer, checkpoint = run(tmp_path / "run", every_steps=None, num_steps=num_steps)
     shutil.rmtree(tmp_path / "run")
     step(model, optimizer)
     checkpoint.save()
     with pytest.raises(OSError, match=r"run/step-000000001\.pt could not be written: .*No such file or directory"):
-        for _ in range(90):  # steps that save nothing
-            time.sleep(0.1)
+        for _ in range(num_steps - 1):  # that save nothing
+            time.sleep(0.01)
             step(model, optimizer)
             checkpoint.step()
 
@@ -142,5 +143,5 @@ writer.start(fail)
 if os.fork():
     os.wait()
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=600)
     assert done.stderr == "what was being written when the process ended is lost: full\n"

