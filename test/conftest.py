@@ -10,6 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
+from division import divide
 from hypothesis import settings
 
 if settings.get_current_profile_name() == "default":
@@ -18,8 +19,11 @@ if settings.get_current_profile_name() == "default":
 torch.set_num_threads(1)  # on the platforms that do not ask for the variable
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config, items):
     """Leave out what needs torch_xla where it cannot be installed; on Linux with x86-64 its absence is a failure."""
+    if config.pluginmanager.hasplugin("xdist"):
+        divide(items)
     if find_spec("torch_xla") or (platform.system(), platform.machine()) == ("Linux", "x86_64"):
         return
     reason = f"torch_xla has no wheel for {platform.system()} on {platform.machine()}"
@@ -55,6 +59,24 @@ def on_cores(tmp_path_factory):
     yield run
     for one in standing.values():
         one.kill()
+
+
+@pytest.fixture(scope="session")
+def on_new_cores(tmp_path_factory):
+    """Runs a function on gloo processes that end with it: for what changes a process, by signals or its environment.
+
+    They are forked from this process, which has imported torch and the frameworks: a launch takes seconds to do so.
+    """
+    from standing_cores import StandingCores
+
+    def run(cores, function, *args):
+        new = StandingCores(cores, tmp_path_factory.mktemp("new-cores"))
+        try:
+            return new.run(function, *args)
+        finally:
+            new.kill()
+
+    return run
 
 
 @pytest.fixture(scope="session")
