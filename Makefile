@@ -20,7 +20,7 @@ demo: $(NEEDS)
 	$(BIN)/python examples/demo.py
 
 test: lint browser
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 lint: EXTRAS = docs test
 lint: $(NEEDS)

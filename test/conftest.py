@@ -8,9 +8,9 @@ from importlib.util import find_spec
 # the tests' networks are tiny: a second thread would only be waited for, here and in processes that tests start
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import division
 import pytest
 import torch
-from division import divide
 from hypothesis import settings
 
 if settings.get_current_profile_name() == "default":
@@ -19,11 +19,15 @@ if settings.get_current_profile_name() == "default":
 torch.set_num_threads(1)  # on the platforms that do not ask for the variable
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return division.scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(config, items):
     """Leave out what needs torch_xla where it cannot be installed; on Linux with x86-64 its absence is a failure."""
-    if config.pluginmanager.hasplugin("xdist"):
-        divide(items)
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist
+        items[:] = division.longest_first(items)
     if find_spec("torch_xla") or (platform.system(), platform.machine()) == ("Linux", "x86_64"):
         return
     reason = f"torch_xla has no wheel for {platform.system()} on {platform.machine()}"
