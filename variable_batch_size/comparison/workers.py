@@ -10,7 +10,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from variable_batch_size.comparison.experiment import FAILED, Outcome, Run
 from variable_batch_size.cores.processes import end_with_parent
@@ -18,7 +18,7 @@ from variable_batch_size.cores.processes import end_with_parent
 Work = tuple[Callable[..., Outcome], tuple[Any, ...], dict[str, Any]]
 """A function, which is pickled and so at the top level of a module, and its arguments."""
 
-_START_METHOD = "spawn"  # a forked process would have the threads' locks of this one
+_START_METHOD: Final = "spawn"  # a forked process would have the threads' locks of this one
 
 
 class Workers:
