@@ -5,12 +5,15 @@ import dataclasses
 import io
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+import warnings
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -20,6 +23,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import variable_batch_size as vbs
 from variable_batch_size.command.main import main
+from variable_batch_size.comparison import workers
 from variable_batch_size.comparison.experiment import Run
 from variable_batch_size.comparison.results import Results
 
@@ -38,15 +42,35 @@ class Done:
 def vbs_compare(*options, check=True):
     """Run ``vbs compare`` with these options in this folder, and in this process, which has imported what it needs.
 
-    Its runs are made in another one, one after another unless the options say how many at once.
+    Its runs are made in another one, which is forked for the same reason: one after another unless the options say how
+    many at once. `start_vbs_compare` has them spawned, as a user does.
     """
     arguments = ["compare", *map(str, options), *([] if "--jobs" in options else ["--jobs", "1"])]
     out, error = io.StringIO(), io.StringIO()
-    with in_this_folder(), redirect_stdout(out), redirect_stderr(error), sigterm_as_it_is():
+    starting = nullcontext() if "xla" in options else forked_runs()  # XLA has threads
+    with in_this_folder(), redirect_stdout(out), redirect_stderr(error), sigterm_as_it_is(), starting:
         torch.manual_seed(0)  # a process of its own would not have the seed that other tests leave behind
         code = main(arguments)
     assert not check or code == 0, error.getvalue()
     return Done(code, out.getvalue(), error.getvalue())
+
+
+@contextmanager
+def forked_runs():
+    """Within, processes that make runs need not import torch; what they have of this one is what a new one has."""
+
+    def serve(*args):
+        warnings.resetwarnings()  # which are errors where tests run
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        random.seed()
+        np.random.seed()
+        torch.seed()
+        spawned(*args)
+
+    spawned = workers._serve
+    with patch.object(workers, "_serve", serve), patch.object(workers, "_START_METHOD", "fork"):
+        yield
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 # the tests' networks are tiny: a second thread would only be waited for, here and in processes that tests start
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import division
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -23,8 +24,15 @@ torch.set_num_threads(1)  # on the platforms that do not ask for the variable
 NO_WHEEL = f"torch_xla has no wheel for this processor ({platform.system()} on {platform.machine()})"
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return division.scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(config, items):
     """Leave out what needs torch_xla where it cannot be installed; on Linux with x86-64 its absence is a failure."""
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist
+        items[:] = division.longest_first(items)
     if find_spec("torch_xla") or (platform.system(), platform.machine()) == ("Linux", "x86_64"):
         return
     for item in items:
@@ -68,6 +76,24 @@ def on_cores(tmp_path_factory):
     yield run
     for one in standing.values():
         one.kill()
+
+
+@pytest.fixture(scope="session")
+def on_new_cores(tmp_path_factory):
+    """Runs a function on gloo processes that end with it: for what changes a process, by signals or its environment.
+
+    They are forked from this process, which has imported torch and the frameworks: a launch takes seconds to do so.
+    """
+    from standing_cores import StandingCores
+
+    def run(cores, function, *args):
+        new = StandingCores(cores, tmp_path_factory.mktemp("new-cores"))
+        try:
+            return new.run(function, *args)
+        finally:
+            new.kill()
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -3,25 +3,18 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+import traceback
+import warnings
 from pathlib import Path
+
+import forked
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-_RUN_EACH = """
-import json, runpy, sys, traceback
-failures = {}
-for path in sys.argv[2:]:
-    try:
-        runpy.run_path(path, run_name="__main__")
-    except BaseException:
-        failures[path] = traceback.format_exc()
-with open(sys.argv[1], "w") as file:
-    json.dump(failures, file)
-"""
 
 
 def name_of(document):
@@ -55,7 +48,7 @@ def commands_of(block):
 def run_as_scripts(sources, folder):
     """Run Python blocks as scripts; the traceback of each that fails, by its name.
 
-    All in one process, as importing torch takes seconds.
+    All in one process, which has imported torch and the frameworks: that takes many seconds.
     """
     paths = [folder / f"{name}.py" for name in sources]
     for path, source in zip(paths, sources.values(), strict=True):
@@ -63,11 +56,21 @@ def run_as_scripts(sources, folder):
     report = folder / "failures.json"
     # frameworks take XLA wherever torch_xla is installed, and ask the network for models
     frameworks = {"USE_TORCH_XLA": "0", "HF_HUB_OFFLINE": "1", "KERAS_BACKEND": "torch"}
-    environment = {**os.environ, **frameworks, "PYTHONPATH": str(ROOT)}
-    # of Keras, where it makes an array of a tensor
-    ignored = "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
-    command = [sys.executable, "-W", "error", "-W", ignored, "-c", _RUN_EACH, str(report), *map(str, paths)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    environment = {**frameworks, "PYTHONPATH": str(ROOT)}
+    done = forked.run(_run_each, paths, report, folder=folder, environment=environment)
     assert done.returncode == 0, done.stderr
     failures = json.loads(report.read_text(encoding="utf-8"))
     return {Path(path).stem: failure for path, failure in failures.items()}
+
+
+def _run_each(paths, report):
+    warnings.simplefilter("error")
+    # of Keras, where it makes an array of a tensor
+    warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy", DeprecationWarning)
+    failures = {}
+    for path in paths:
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except BaseException:
+            failures[str(path)] = traceback.format_exc()
+    report.write_text(json.dumps(failures), encoding="utf-8")

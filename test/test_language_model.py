@@ -1,9 +1,8 @@
 """The example of a language model: it runs, learns, and gives the same on two cores."""
 
 import re
-import subprocess
-import sys
 
+import forked
 import pytest
 from documents import ROOT
 
@@ -15,16 +14,8 @@ def run():
     """What the example prints: the rows of its table, and the lines before it."""
 
     def run(*arguments):
-        command = [
-            sys.executable,
-            "examples/language_model.py",
-            "--tokens",
-            str(TOKENS),
-            "--log-steps",
-            "2",
-            *arguments,
-        ]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        options = ["--tokens", TOKENS, "--log-steps", 2, *arguments]
+        done = forked.run_script(ROOT / "examples" / "language_model.py", *options, folder=ROOT)
         assert done.returncode == 0, done.stderr
         records = re.findall(r"^step .*$", done.stdout, re.MULTILINE)
         return dict(re.findall(r"^(\S.*?) {2,}(.+)$", done.stdout.rpartition("\n\n")[2], re.MULTILINE)), records

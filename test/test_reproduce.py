@@ -1,13 +1,17 @@
 """The programs that reproduce tables of the literature: each runs small, goes on where it stopped, and judges."""
 
+import contextlib
+import io
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import time
 
+import forked
 import pytest
 from documents import ROOT
 
@@ -16,22 +20,22 @@ PROGRAMS = sorted(
     for path in (ROOT / "reproduce").glob("*.py")
     if "EXPERIMENT = experiment.Experiment(" in path.read_text(encoding="utf-8")
 )
-# all in one process, as importing torch takes seconds; mnist_elastic runs `vbs compare`, which has tests of its own
-RUN_EACH = """
-import contextlib, io, json, os, runpy, sys
-sys.path.insert(0, "reproduce")
-found = {}
-for name in sys.argv[2:]:
-    sys.argv = [f"reproduce/{name}.py", "--small", "--device", "cpu", "--directory", f"{FOLDER}/{name}"]
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(output):
-            runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as end:
-        found[name] = (end.code, output.getvalue())
-with open(f"{FOLDER}/found.json", "w") as file:
-    json.dump(found, file)
-"""
+# mnist_elastic runs `vbs compare`, which has tests of its own
+NAMES = [name for name in PROGRAMS if name != "mnist_elastic"]
+
+
+def run_each(names, folder):
+    sys.path.insert(0, "reproduce")
+    found = {}
+    for name in names:
+        sys.argv = [f"reproduce/{name}.py", "--small", "--device", "cpu", "--directory", f"{folder}/{name}"]
+        output = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(output):
+                runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            found[name] = (end.code, output.getvalue())
+    (folder / "found.json").write_text(json.dumps(found))
 
 
 def environment(**more):
@@ -42,16 +46,12 @@ def environment(**more):
 def found(tmp_path_factory):
     """The exit code and the output of every program with --small, and the folder of their runs."""
     folder = tmp_path_factory.mktemp("reproduced")
-    names = [name for name in PROGRAMS if name != "mnist_elastic"]
-    code = f"FOLDER = {str(folder)!r}\n{RUN_EACH}"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "-", *names], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
+    done = forked.run(run_each, NAMES, folder, folder=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "found.json").read_text()), folder
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "mnist_elastic"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_program_runs_small_and_ends_with_a_table_in_which_all_holds(name, found):
     results, folder = found
     code, output = results[name]

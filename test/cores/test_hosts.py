@@ -89,8 +89,8 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(directory):
-    return vbs.launch(on_two_hosts, (directory,), cores=2, backend="gloo")
+def found(on_new_cores, directory):
+    return on_new_cores(2, on_two_hosts, directory)
 
 
 def test_numbers_go_from_host_to_host(found):

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-import variable_batch_size as vbs
-
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 
 
@@ -25,8 +23,11 @@ def all_runs(folder):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return vbs.launch(all_runs, (tmp_path_factory.mktemp("two"),), cores=2, backend="gloo")
+def found(on_new_cores, tmp_path_factory):
+    import accelerate_runs  # noqa: F401  here, for both processes
+    import trainer_runs  # noqa: F401
+
+    return on_new_cores(2, all_runs, tmp_path_factory.mktemp("two"))
 
 
 def test_a_loop_with_accelerate_on_two_processes_makes_the_run_of_one(found):

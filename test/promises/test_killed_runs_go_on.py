@@ -139,7 +139,7 @@ print("went on")
 
 
 def test_killed_it_leaves_no_loader_worker_behind(tmp_path):
-    session = SessionProcess(Place(tmp_path), with_workers(2), launcher="alone")
+    session = SessionProcess(Place(tmp_path), with_workers(2), launcher="forked")
     session.wait_for_steps()
     session.signal(signal.SIGKILL)
     session.finish()

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import variable_batch_size as vbs
 from variable_batch_size.cores import stopping
 from variable_batch_size.cores.running import communicator_for
 from variable_batch_size.runs import agreement as module
@@ -62,8 +61,8 @@ def agree_on_two_cores():
 
 
 @pytest.fixture(scope="module")
-def cores():
-    return vbs.launch(agree_on_two_cores, cores=2, backend="gloo")
+def cores(on_new_cores):
+    return on_new_cores(2, agree_on_two_cores)
 
 
 def test_the_clock_is_that_of_core_0(cores):

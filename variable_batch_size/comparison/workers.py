@@ -10,13 +10,15 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from variable_batch_size.comparison.experiment import FAILED, Outcome, Run
 from variable_batch_size.cores.processes import end_with_parent
 
 Work = tuple[Callable[..., Outcome], tuple[Any, ...], dict[str, Any]]
 """A function, which is pickled and so at the top level of a module, and its arguments."""
+
+_START_METHOD: Final = "spawn"  # a forked process would have the threads' locks of this one
 
 
 class Workers:
@@ -36,7 +38,7 @@ class Workers:
         self._environments = environments
         self._free = list(range(number))  # places for a process
         self._places: dict[Any, int] = {}  # by process
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context(_START_METHOD)
         self._waiting: list[tuple[Any, Any]] = []  # pipes and processes
         self._busy: dict[Any, tuple[Any, Run]] = {}  # by pipe
 
