@@ -55,7 +55,7 @@ NEW_STATE: tuple[str, ...] = ()
 # other differences that are wanted: pattern of the run, pattern of the path in it, reason
 ALLOWED: tuple[tuple[str, str, str], ...] = ()
 
-LIMIT = datetime.timedelta(seconds=120)  # of a collective: a rank that waits longer waits for one that has failed
+LIMIT = datetime.timedelta(seconds=300)  # of a collective: a rank that waits longer waits for one that has failed
 
 
 # ------------------------------------------------------------------------------------------------------------- record
@@ -124,6 +124,8 @@ def _run_on_processes(names: list[str], cores: int, directory: Path, results: Pa
 def _work(rank: int, names: list[str], cores: int, directory: Path, results: Path) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
+    gc.collect()
+    gc.freeze()  # the imported modules, as there is no model yet: collecting after each run takes a tenth of the time
     if cores:
         store = f"file://{results}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=cores, timeout=LIMIT)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import hashlib
 import importlib
 import inspect
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -82,13 +83,13 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        local = local.detach().cpu()
+        local = local.detach() if local.device.type == "cpu" else local.detach().cpu()
         if local.is_sparse:
             local = local.coalesce()
             found.update(digest([local.indices(), local.values()]).encode())
             continue
         found.update(f"{local.dtype}{tuple(local.shape)}".encode())
-        found.update(local.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update((local.view(torch.int16) if local.dtype is torch.bfloat16 else local).numpy().tobytes())
     return found.hexdigest()[:16]
 
 
@@ -151,18 +152,24 @@ class Counts(TorchDispatchMode):
         return [*(map(sum, columns) if self.collectives else (0, 0)), self.waits]
 
 
-class CountReads(TorchFunctionMode):
-    """Counts the calls that bring many values to the host, for a :class:`Counts`."""
+_counting = threading.local()  # the counts of the run in this thread, as virtual XLA cores are threads
 
-    READS = (torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy)
 
-    def __init__(self, counts: Counts) -> None:
-        super().__init__()
-        self._counts = counts
+def _counted(read: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that brings values of a tensor to the host, with its calls counted."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._counts.waits += func in self.READS and not self._counts.is_paused
-        return func(*args, **(kwargs or {}))
+    @functools.wraps(read)
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        counts = getattr(_counting, "counts", None)
+        if counts is not None and not counts.is_paused:
+            counts.waits += 1
+        return read(tensor, *args, **kwargs)
+
+    return counted
+
+
+for _name in ("tolist", "numpy", "cpu"):  # on the host they are no operations that a Counts would see
+    setattr(torch.Tensor, _name, _counted(getattr(torch.Tensor, _name)))
 
 
 class Clock:
@@ -203,10 +210,12 @@ class Recorder:
         clocks = time.monotonic, time.perf_counter
         if self.device.type != "xla":
             time.monotonic = time.perf_counter = self._clock
+        _counting.counts = self._counts
         try:
-            with CountReads(self._counts), self._counts:
+            with self._counts:
                 yield
         finally:
+            _counting.counts = None
             time.monotonic, time.perf_counter = clocks
 
     @contextlib.contextmanager
