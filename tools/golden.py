@@ -102,7 +102,7 @@ def _lines(names: list[str], where: int | str, directory: Path) -> Iterator[dict
                 path.read_text().splitlines() for path in sorted(Path(results).iterdir()) if path.suffix == ".jsonl"
             ]
         num_done = min(map(len, done), default=0) if len(done) == max(where, 1) else 0
-        for lines in zip(*done, strict=False):
+        for lines in zip(*(lines[:num_done] for lines in done), strict=True):
             yield from map(json.loads, lines)
         names = names[num_done:]
         if names and error is not None:  # all ranks have stopped at the scenario that failed on one of them
@@ -129,6 +129,7 @@ def _work(rank: int, names: list[str], cores: int, directory: Path, results: Pat
     if cores:
         store = f"file://{results}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=cores, timeout=LIMIT)
+        golden_scenarios.make_meshes()
     with (results / f"{rank}.jsonl").open("w") as file:
         for name in names:
             made = golden_scenarios.run(name, Recorder(_folder(directory, name), torch.device("cpu")))

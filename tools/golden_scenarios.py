@@ -29,6 +29,7 @@ NUM_CLASSES = 5
 TRACE = [MINIBATCH * n for n in (3, 1, 4, 2, 7, 1, 5, 3, 1)]
 NUM_EPOCHS = 3
 
+PAIRS = (2, 4)
 ALL_CORES = (0, 1, 2, 3, 4)  # gloo processes; 0 for one process without a process group
 
 
@@ -245,10 +246,17 @@ def sharded_and_parallel(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
 
 @functools.cache
 def _mesh(names: tuple[str, str]) -> Any:
-    """Pairs of processes; one mesh for all runs, as each makes new process groups."""
+    """Pairs of processes."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=names)
+
+
+def make_meshes() -> None:
+    """Before the first run, so that the collectives of making them count nowhere."""
+    if dist.get_world_size() in PAIRS:
+        for names in (("replicated", "sharded"), ("data", "model")):
+            _mesh(names)
 
 
 def _parallelized(model: nn.Module, mesh: Any) -> nn.Module:
@@ -895,7 +903,6 @@ LOOPS = {
     "orders": _of(orders, (0,)),
 }
 
-PAIRS = (2, 4)
 SHARDED = {
     "ddp": _of(train, (1, 2, 3, 4), net=Tower, way=ddp, rule=ADASCALE),
     "ddp, BatchNorm": _of(train, (2, 3), net=NormedTower, way=ddp),
