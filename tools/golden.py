@@ -159,12 +159,12 @@ def _folder(directory: Path, name: str) -> Path:
 # ------------------------------------------------------------------------------------------------------------ compare
 
 
-def compare(old_path: Path, new_path: Path) -> int:
+def compare(old_path: Path, new_path: Path, only: str) -> int:
     """Print the first difference of each run; the number of runs that differ in what is not allowed."""
-    old, new = _read(old_path), _read(new_path)
+    old, new = _read(old_path, only), _read(new_path, only)
     num_different = num_allowed = 0
     for key, runs in itertools.groupby(sorted({*old, *new}), key=lambda key: key[:2]):
-        name = f"{key[0]} on {key[1]} cores"
+        name = _name(*key)
         found = [(rank, path, was, now) for *_, rank in runs for path, was, now in _differences(old, new, (*key, rank))]
         refused = [difference for difference in found if not _is_allowed(name, difference[1])]
         num_allowed += len(found) - len(refused)
@@ -176,10 +176,14 @@ def compare(old_path: Path, new_path: Path) -> int:
     return num_different
 
 
-def _read(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
+def _read(path: Path, only: str) -> dict[tuple[str, str, int], dict[str, Any]]:
     _, *lines = path.read_text().splitlines()
-    runs = map(json.loads, lines)
+    runs = [run for run in map(json.loads, lines) if fnmatch.fnmatch(_name(run["scenario"], run["cores"]), only)]
     return {(run["scenario"], str(run["cores"]), run["rank"]): run for run in runs}
+
+
+def _name(scenario: str, cores: int | str) -> str:
+    return f"{scenario} on {cores} cores"
 
 
 def _differences(old: Any, new: Any, key: tuple[str, str, int]) -> Iterator[tuple[str, Any, Any]]:
@@ -240,10 +244,11 @@ def main() -> None:
     comparing = commands.add_parser("compare", help="print the first difference of each run")
     comparing.add_argument("old", type=Path)
     comparing.add_argument("new", type=Path)
+    comparing.add_argument("--only", default="*", help='a pattern of runs, as "adascale* on [02] cores"')
     given = parser.parse_args()
     if given.command == "record":
         sys.exit(bool(record(given.path, given.cores, given.only)))
-    sys.exit(bool(compare(given.old, given.new)))
+    sys.exit(bool(compare(given.old, given.new, given.only)))
 
 
 if __name__ == "__main__":
