@@ -457,7 +457,7 @@ def closures(recorder: Recorder) -> None:
 
 
 def left_early(recorder: Recorder) -> None:
-    """Epochs out of order that are left before a given step: after a backward pass or, if it has enough, a minibatch."""
+    """Epochs out of order, left before a given step: after a backward pass or, if it has enough, a minibatch."""
     model, optimizer, sampler, x, y = _usual(recorder, "LinearRule", on_end="cycle")
     for epoch, last in ((2, 0), (0, 2), (0, 1), (1, 0), (3, 99)):
         sampler.set_epoch(epoch)
