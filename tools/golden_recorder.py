@@ -231,8 +231,9 @@ class Recorder:
         """What there is when the optimizer is made, of one inner optimizer or a list of several; its steps follow."""
         with self._paused():
             self._model, self._optimizer = model, optimizer
+            self._given = inner if isinstance(inner, list) else [inner]
             # ZeroRedundancyOptimizer has this rank's part of the state in an optimizer of its own
-            self._inners = [getattr(one, "optim", one) for one in (inner if isinstance(inner, list) else [inner])]
+            self._inners = [getattr(one, "optim", one) for one in self._given]
             for one in self._inners:
                 one.register_step_pre_hook(self._note_applied)
             self.run.setdefault("setup", []).append(self._counts.summary())
@@ -261,6 +262,9 @@ class Recorder:
             self.run["graphs"] = _num_graphs(self.device) - self._num_graphs
             if hasattr(self, "_optimizer"):
                 self.run["batch_sizes"] = [step["batch_size"] for step in self.steps if "batch_size" in step]
+                for zero in (one for one in self._given if hasattr(one, "consolidate_state_dict")):
+                    for rank in range(torch.distributed.get_world_size()):
+                        zero.consolidate_state_dict(to=rank)
                 self.run["state_dict"] = flattened(self._optimizer.state_dict())
         return {"run": self.run, "steps": self.steps}
 
