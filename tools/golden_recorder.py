@@ -262,11 +262,21 @@ class Recorder:
             self.run["graphs"] = _num_graphs(self.device) - self._num_graphs
             if hasattr(self, "_optimizer"):
                 self.run["batch_sizes"] = [step["batch_size"] for step in self.steps if "batch_size" in step]
-                for zero in (one for one in self._given if hasattr(one, "consolidate_state_dict")):
-                    for rank in range(torch.distributed.get_world_size()):
-                        zero.consolidate_state_dict(to=rank)
-                self.run["state_dict"] = flattened(self._optimizer.state_dict())
+                self.run["state_dict"] = self._state_dict()
         return {"run": self.run, "steps": self.steps}
+
+    def _state_dict(self) -> dict[str, Any]:
+        """Every leaf; ZeroRedundancyOptimizer has all of its state on the rank for which it was consolidated last."""
+        zeros = [one for one in self._given if hasattr(one, "consolidate_state_dict")]
+        if not zeros:
+            return flattened(self._optimizer.state_dict())
+        found: dict[str, Any] = {}
+        for rank in range(torch.distributed.get_world_size()):
+            for zero in zeros:
+                zero.consolidate_state_dict(to=rank)
+            if rank == torch.distributed.get_rank():
+                found = flattened(self._optimizer.state_dict())
+        return found
 
     def _record(self) -> dict[str, Any]:
         optimizer, groups = self._optimizer, range(len(self._optimizer.param_groups))
