@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import variable_batch_size as vbs
 
-SUBMODULES = ("rules", "policies", "traces", "planning", "schedules", "runs")
+SUBMODULES = ("rules", "policies", "traces", "planning", "schedules", "cores", "data", "optim", "runs")
 
 # options and methods that have another name in later versions; whichever is there is used
 NEW_NAMES = {
@@ -46,33 +46,28 @@ def public(name: str) -> Any:
     if hasattr(vbs, name):
         return getattr(vbs, name)
     for folder in SUBMODULES:
-        module = importlib.import_module(f"{vbs.__name__}.{folder}")
-        if hasattr(module, name):
-            return getattr(module, name)
+        with contextlib.suppress(ModuleNotFoundError, AttributeError):
+            return getattr(importlib.import_module(f"{vbs.__name__}.{folder}"), name)
     raise AttributeError(f"{vbs.__name__} has no public {name}, neither at the top nor in {', '.join(SUBMODULES)}")
 
 
 def make(name: str, *args: Any, **options: Any) -> Any:
-    """An object of a public class, each option under the name that the class has for it."""
+    """An object of a public class, each option under the name that the class, or one of its bases, has for it."""
     kind = public(name)
-    accepted = set(_parameters(kind))
-    return kind(*args, **{_present(option, accepted): value for option, value in options.items()})
+    makers = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
+    return kind(*args, **_under_present_names(options, *makers))
 
 
-def method(thing: Any, name: str) -> Any:
-    """A method under its old or its new name."""
-    return getattr(thing, name) if hasattr(thing, name) else getattr(thing, NEW_NAMES[name])
+def call(thing: Any, name: str, *args: Any, **options: Any) -> Any:
+    """A method under its old or its new name, and its options likewise."""
+    found = getattr(thing, name) if hasattr(thing, name) else getattr(thing, NEW_NAMES[name])
+    return found(*args, **_under_present_names(options, found))
 
 
-def _parameters(kind: type) -> Iterator[str]:
-    for ancestor in kind.__mro__:
-        if "__init__" in vars(ancestor):
-            yield from inspect.signature(ancestor.__init__).parameters
-
-
-def _present(option: str, accepted: set[str]) -> str:
-    new = NEW_NAMES.get(option, option)
-    return new if new in accepted else option
+def _under_present_names(options: dict[str, Any], *functions: Callable[..., Any]) -> dict[str, Any]:
+    accepted = {name for function in functions for name in inspect.signature(function).parameters}
+    news = {option: NEW_NAMES.get(option, option) for option in options}
+    return {news[option] if news[option] in accepted else option: value for option, value in options.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------- digests
@@ -239,7 +234,7 @@ class Recorder:
             self.run.setdefault("setup", []).append(self._counts.summary())
             self._counts.reset()
             self.steps.append({"weights": digest(model.parameters()), "buffers": digest(model.buffers())})
-        method(optimizer, "keep_gradient_norm")(every=1)
+        call(optimizer, "keep_gradient_norm", every=1)
 
     def step(self, samples: Any, loss: torch.Tensor | None = None, **how: Any) -> Any:
         """``optimizer.step(…)``, and a record if that completes a step of the schedule."""

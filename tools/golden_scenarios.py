@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from golden_recorder import Recorder, make, method, public
+from golden_recorder import Recorder, call, make, public
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -630,8 +630,8 @@ def decided(recorder: Recorder, policy: Callable[[], Any], *, num_workers: int =
             loss.backward()
             recorder.step(numbers, loss)
             log.step(loss)
-        if hasattr(chosen, "factor"):  # OnPlateau
-            method(chosen, "tell")(1.0 + 0.1 * epoch)
+        if isinstance(chosen, public("OnPlateau")):
+            call(chosen, "tell", 1.0 + 0.1 * epoch)
     recorder.run["log"] = records
 
 
