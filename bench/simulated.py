@@ -15,7 +15,7 @@ from variable_batch_size.comparison.profile import measure
 from variable_batch_size.comparison.train import inner_optimizer, minibatches_of
 from variable_batch_size.comparison.workload import load_workload
 from variable_batch_size.planning.profile import Measured
-from variable_batch_size.policies.registry import parse_policy
+from variable_batch_size.policies.builtin import parse_policy
 
 POLICIES = ("64", "256", "autoscale:max_batch_size=512")
 STEPS = 1500

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
-from variable_batch_size.cores.running import running_cores
+from variable_batch_size.cores.detect import running_cores
 
 MINIBATCH = 4
 NUM_SAMPLES = 150

@@ -13,8 +13,8 @@ from torch import nn
 import variable_batch_size as vbs
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import Alone
-from variable_batch_size.cores.hosts import Hosts
-from variable_batch_size.cores.running import everyone_for, running_cores
+from variable_batch_size.cores.detect import everyone_for, running_cores
+from variable_batch_size.cores.process_group import Hosts
 
 TRACE = [8, 24, 16] * 14
 FACTS_THAT_DIFFER = r"all cores must be set up alike, but they differ in ref_batchsize.*8 on core 0, 9 on core 1"

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from variable_batch_size.cores.meeting import Meeting
+from variable_batch_size.cores.xla import Meeting
 
 
 def test_every_thread_sees_what_all_brought_each_time():

@@ -16,16 +16,16 @@ def run(code):
 
 NOTED = """
 import os, signal, time
-from variable_batch_size.cores import stopping
-stopping.note_sigterm()
-with stopping.listening():
+from variable_batch_size.cores import signals
+signals.note_sigterm()
+with signals.listening():
     os.kill(os.getpid(), signal.SIGTERM)
-    assert stopping.was_told()
+    assert signals.was_told()
     {obey}
 print("after")
 os.kill(os.getpid(), signal.SIGTERM)
 print("again", flush=True)
-stopping._SECONDS_OF_ONE_ORDER = 0.0
+signals._SECONDS_OF_ONE_ORDER = 0.0
 os.kill(os.getpid(), signal.SIGTERM)
 print("never")
 """
@@ -37,7 +37,7 @@ def test_a_signal_that_nobody_obeys_has_its_effect_when_nobody_listens_any_more(
 
 INTERRUPTED = """
 import signal, sys
-from variable_batch_size.cores import stopping
+from variable_batch_size.cores import signals
 {set_up}
 interrupted = set()
 def interrupt(frame, event, arg):
@@ -64,7 +64,7 @@ def test_a_signal_may_interrupt_the_note_of_another():
 
 def test_a_signal_may_interrupt_the_passing_on_of_another():
     code = INTERRUPTED.format(
-        set_up="from variable_batch_size.cores import processes",
+        set_up="from variable_batch_size.cores import launch",
         listening="processes._passing_on_sigterm([])",
         obey="assert order.is_given; order.is_given = False",
     )
@@ -74,11 +74,11 @@ def test_a_signal_may_interrupt_the_passing_on_of_another():
 def test_a_launch_passes_the_signal_on_also_after_a_run_of_this_process_has_obeyed_one():
     code = """
 import signal
-from variable_batch_size.cores import processes, stopping
-with stopping.listening():
+from variable_batch_size.cores import launch, signals
+with signals.listening():
     signal.raise_signal(signal.SIGTERM)
-    stopping.obey()
-with processes._passing_on_sigterm([]) as order:
+    signals.obey()
+with launch._passing_on_sigterm([]) as order:
     signal.raise_signal(signal.SIGTERM)
     assert order.is_given
     order.is_given = False
@@ -89,9 +89,9 @@ print("ended")
 
 ENDED_BY_ITS_CORES = """
 import signal, sys
-from variable_batch_size.cores import processes
+from variable_batch_size.cores import launch
 try:
-    with processes._passing_on_sigterm([]):
+    with launch._passing_on_sigterm([]):
         signal.raise_signal(signal.SIGTERM)
         sys.exit({code})
 finally:
@@ -157,7 +157,7 @@ SHIELDED = """
 import multiprocessing, os, signal, subprocess, time
 import torch
 from torch.utils.data import DataLoader
-from variable_batch_size.cores import loader_workers, stopping
+from variable_batch_size.cores import signals
 
 class Slow(torch.utils.data.Dataset):
     def __len__(self):
@@ -170,14 +170,14 @@ class Slow(torch.utils.data.Dataset):
 def terminate(pid):
     subprocess.run(["kill", "-TERM", str(pid)], check=True)
 
-loader_workers.shield_loader_workers()
-stopping.note_sigterm()
+signals.shield_loader_workers()
+signals.note_sigterm()
 """
 
 
 def test_a_loader_worker_ignores_the_signal_of_others_and_obeys_its_parent():
     code = """
-with stopping.listening():
+with signals.listening():
     iterator = iter(DataLoader(Slow(), num_workers=1))
     (worker,) = multiprocessing.active_children()
     terminate(worker.pid)  # perhaps before torch has set it up
@@ -214,7 +214,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_whatever_else_is_forked_can_be_terminated_as_always():
     code = """
-with stopping.listening():
+with signals.listening():
     program = subprocess.Popen(["sleep", "600"], preexec_fn=os.setsid)
     program.terminate()
     print(program.wait())

@@ -28,8 +28,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
-from variable_batch_size.integrations.lightning import VariableBatchSize
-from variable_batch_size.integrations.lightning_checks import check_trainer
+from variable_batch_size.integrations.lightning import VariableBatchSize, check_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),

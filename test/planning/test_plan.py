@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from variable_batch_size.planning.rules import RULES, planned_rules
+from variable_batch_size.planning.plan import RULES, planned_rules
 
 
 @st.composite

@@ -1,7 +1,7 @@
 """Asking: when a policy is asked, and what it is told."""
 
 import variable_batch_size as vbs
-from variable_batch_size.policies.asking import Asking
+from variable_batch_size.policies.timing import Asking
 
 
 class Counting(vbs.Policy):

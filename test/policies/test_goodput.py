@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from variable_batch_size.policies.goodput import Goodput, gain
+from variable_batch_size.policies.autoscale import Goodput, gain
 
 
 def test_gain_is_that_of_the_noise():

@@ -14,7 +14,7 @@ from session_process import Place, SessionProcess
 from stoppable_run import NUM_STEPS, Settings
 
 import variable_batch_size as vbs
-from variable_batch_size.runs import storage
+from variable_batch_size.runs import state_file
 
 UNUSED = 2_000_000  # 8 MB, so that writing takes a while
 SLOW = Settings(seconds_per_minibatch=0.02, num_unused=UNUSED)
@@ -22,13 +22,13 @@ SAVES_ONLY_AT_THE_END = Settings(seconds_per_minibatch=0.02, every_steps=1000)
 
 
 def check_every_file_loads(directory):
-    for path in storage.checkpoints(directory):
-        storage.load(path)
+    for path in state_file.checkpoints(directory):
+        state_file.load(path)
 
 
 def steps_saved(directory):
-    (path,) = storage.checkpoints(directory)
-    return storage.load(path)["optimizer"]["variable_batch_size"]["steps_done"]
+    (path,) = state_file.checkpoints(directory)
+    return state_file.load(path)["optimizer"]["variable_batch_size"]["steps_done"]
 
 
 # --------------------------------------------------------------------------------------------------------------- killed

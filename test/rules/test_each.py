@@ -3,8 +3,8 @@
 import pytest
 
 import variable_batch_size as vbs
-from variable_batch_size.rules.each import RuleOfEach
 from variable_batch_size.rules.noise import Noise
+from variable_batch_size.rules.per_optimizer import RuleOfEach
 from variable_batch_size.rules.rule import Norms, Step
 
 STEP = Step(batch_size=64, minibatch_size=16, ref_batchsize=16)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import variable_batch_size as vbs
-from variable_batch_size.cores import stopping
-from variable_batch_size.cores.running import communicator_for
-from variable_batch_size.runs.agreement import Agreement, Decision
+from variable_batch_size.cores import signals
+from variable_batch_size.cores.detect import communicator_for
+from variable_batch_size.runs.coordination import Agreement, Decision
 
 CPU = torch.device("cpu")
 
@@ -42,11 +42,11 @@ def agree_on_two_cores():
         agreement.after_minibatches(1)
     found["questions"], found["seconds"] = agreement.times, time.monotonic() - begin
 
-    with stopping.listening():
+    with signals.listening():
         if not is_first:
             os.kill(os.getpid(), signal.SIGTERM)
         found["told on core 1"] = agreement.ask()
-        stopping.obey()
+        signals.obey()
     return found
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import batch_norm, linear
 
 import variable_batch_size as vbs
 from variable_batch_size.cores.communicator import Alone, Communicator
-from variable_batch_size.training.buffers import Buffers
+from variable_batch_size.optim.buffers import Buffers
 
 
 class Statistics(nn.Module):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import variable_batch_size as vbs
-from variable_batch_size.cores.distributed import Distributed
+from variable_batch_size.cores.process_group import Distributed
 
 RULES = ("linear", "linear_momentum", "adascale", "adamscale")
 WEIGHTED = ("linear weighted", "adascale weighted", "linear measured")

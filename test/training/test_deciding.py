@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
-from variable_batch_size.training import deciding
+from variable_batch_size.optim import policy_driver
 
 MINIBATCH = 8
 
@@ -206,7 +206,7 @@ def test_every_decision_is_told_with_its_reason(monkeypatch):
     seconds = [0.0]  # one of each minibatch, and three more of an update
     model.register_forward_hook(lambda *_: seconds.append(1.0))
     optimizer.inner.register_step_post_hook(lambda *_: seconds.append(3.0))
-    monkeypatch.setattr(deciding, "time", SimpleNamespace(perf_counter=lambda: sum(seconds)))
+    monkeypatch.setattr(policy_driver, "time", SimpleNamespace(perf_counter=lambda: sum(seconds)))
     seen = []
     optimizer.call_when_decided(seen.append)
     assert [record["why"] for record in seen] == ["the start"]

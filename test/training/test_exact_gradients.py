@@ -9,9 +9,9 @@ from threaded_cores import run_on
 from torch import nn
 
 from variable_batch_size.cores.communicator import Alone
-from variable_batch_size.training.exact_gradients import ExactGradients
-from variable_batch_size.training.flat_gradients import FlatGradients
-from variable_batch_size.training.gradients import Mean
+from variable_batch_size.optim.gradients.accumulator import Mean
+from variable_batch_size.optim.gradients.buckets import FlatGradients
+from variable_batch_size.optim.gradients.fixed_point import ExactGradients
 
 CORES = [1, 2, 3, 5]
 

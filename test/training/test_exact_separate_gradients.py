@@ -9,8 +9,8 @@ from threaded_cores import run_on
 from torch import nn
 
 from variable_batch_size.cores.communicator import Alone
-from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
-from variable_batch_size.training.gradients import Mean
+from variable_batch_size.optim.gradients.accumulator import Mean
+from variable_batch_size.optim.gradients.fixed_point import ExactSeparateGradients
 
 SHAPES = [(3, 2), (4,), ()]
 STEPS = [3, 1, 2, 5, 1, 4]  # minibatches: uneven shares and idle cores

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from variable_batch_size.training.exact_units import HEADROOM, MOST_RUNGS, NUM_PARTS, Units, joined, parts_of
+from variable_batch_size.optim.gradients.fixed_point import HEADROOM, MOST_RUNGS, NUM_PARTS, Units, joined, parts_of
 
 P, Q = torch.zeros(1), torch.zeros(1)
 

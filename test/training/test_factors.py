@@ -3,7 +3,7 @@
 import pytest
 
 from variable_batch_size import Rule, Step
-from variable_batch_size.training.factors import Factors
+from variable_batch_size.optim.optimizer import Factors
 
 
 class OfGroups(Rule):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from variable_batch_size.training.flat_memory import FlatMemory, square_of
+from variable_batch_size.optim.gradients.buckets import FlatMemory, square_of
 
 
 def parameters(*sizes, dtype=torch.float32):

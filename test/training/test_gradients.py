@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.training.flat_memory import FlatMemory
+from variable_batch_size.optim.gradients.buckets import FlatMemory
 
 
 def make(trace=(2,), *, rule=None, inner=None, **options):

@@ -9,14 +9,11 @@ from threaded_cores import run_on
 from torch import nn
 
 from variable_batch_size.cores.communicator import Alone, Communicator
+from variable_batch_size.optim.gradients.accumulator import Mean, Measured
+from variable_batch_size.optim.gradients.buckets import FlatGradients, KeptGradients, SplitGradients
+from variable_batch_size.optim.gradients.fixed_point import ExactGradients, ExactSeparateGradients
+from variable_batch_size.optim.gradients.traced import SeparateGradients
 from variable_batch_size.rules.rule import Norms
-from variable_batch_size.training.exact_gradients import ExactGradients
-from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
-from variable_batch_size.training.flat_gradients import FlatGradients
-from variable_batch_size.training.gradients import Mean, Measured
-from variable_batch_size.training.kept_gradients import KeptGradients
-from variable_batch_size.training.separate_gradients import SeparateGradients
-from variable_batch_size.training.split_gradients import SplitGradients
 
 KINDS = [FlatGradients, KeptGradients, SeparateGradients, ExactGradients, ExactSeparateGradients]
 TWO = Mean(2)

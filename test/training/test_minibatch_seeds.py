@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
-from variable_batch_size.training.minibatch_seeds import MinibatchSeeds
-from variable_batch_size.training.position import Position
+from variable_batch_size.optim.seeding import MinibatchSeeds
+from variable_batch_size.optim.step_plan import Position
 
 MINIBATCH = 2
 SIZES = [MINIBATCH * n for n in (3, 1, 5, 2, 4, 1, 6, 2)]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from variable_batch_size import Schedule, Trace
-from variable_batch_size.training.position import Position
+from variable_batch_size.optim.step_plan import Position
 
 
 def position_of(rank, *, trace=(64, 96, 32, 256, 32), num_replicas=4, dataset_size=1000):

@@ -5,7 +5,7 @@ import torch
 from threaded_cores import run_on
 
 from variable_batch_size.cores.communicator import Alone
-from variable_batch_size.training.sameness import Comparison, begin_alike
+from variable_batch_size.optim.consistency import Comparison, begin_alike
 
 CPU = torch.device("cpu")
 

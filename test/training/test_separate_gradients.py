@@ -7,9 +7,9 @@ from threaded_cores import run_on
 from torch import nn
 
 from variable_batch_size.cores.communicator import Alone
-from variable_batch_size.training.flat_gradients import FlatGradients
-from variable_batch_size.training.gradients import Mean
-from variable_batch_size.training.separate_gradients import SeparateGradients
+from variable_batch_size.optim.gradients.accumulator import Mean
+from variable_batch_size.optim.gradients.buckets import FlatGradients
+from variable_batch_size.optim.gradients.traced import SeparateGradients
 
 ONE = Mean(1)
 

@@ -8,10 +8,8 @@ from torch import nn
 
 import variable_batch_size as vbs
 from variable_batch_size.cores.communicator import Alone, Communicator
-from variable_batch_size.training.adam_bias import AdamBias, is_decoupled
-from variable_batch_size.training.preconditioner import Preconditioner
-from variable_batch_size.training.settings import Settings
-from variable_batch_size.training.together import Together
+from variable_batch_size.optim.hyperparameters import AdamBias, Preconditioner, Settings, is_decoupled
+from variable_batch_size.optim.proxy import Together
 
 STEP = vbs.Step(batch_size=4, minibatch_size=1, ref_batchsize=1)
 

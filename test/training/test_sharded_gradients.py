@@ -10,7 +10,7 @@ import torch
 from sharded_models import Transformer, largest_difference
 
 import variable_batch_size as vbs
-from variable_batch_size.training import sharded_gradients
+from variable_batch_size.optim.gradients import fsdp
 
 
 def parts(spread, **options):
@@ -207,7 +207,7 @@ def reduced_once(spread):
 def measured_in_lots(spread):
     """Some gradients at a time, as those of a large model are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_gradients, "_MOST_HELD", 300)
+        patch.setattr(fsdp, "_MOST_HELD", 300)
         model, sampler = parts(spread)
         optimizer = optimizer_of(model, sampler)
         run(model, sampler, optimizer)

@@ -190,7 +190,7 @@ def test_the_warning_of_a_step_left_says_which(caplog):
     run(weight, optimizer, 1)
     go_to(optimizer, 2)
     assert caplog.messages == ["core 0 left step 1 of epoch 1 unfinished: its gradients are discarded"]
-    assert caplog.records[0].name == "variable_batch_size.training.optimizer"
+    assert caplog.records[0].name == "variable_batch_size.optim.optimizer"
 
 
 # ------------------------------------------------------------------------------------------------------------- one step

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
-from variable_batch_size.training.source import Source
+from variable_batch_size.data.stream import Source
 
 # newer Pythons warn when a process with threads is forked, and torch when there are more workers than processors
 pytestmark = pytest.mark.filterwarnings(

@@ -9,13 +9,11 @@ from threaded_cores import run_on
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.training.exact_gradients import ExactGradients
-from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
-from variable_batch_size.training.flat_gradients import FlatGradients
-from variable_batch_size.training.gradients import Mean
-from variable_batch_size.training.kept_gradients import KeptGradients
-from variable_batch_size.training.separate_gradients import SeparateGradients
-from variable_batch_size.training.weights import Weights
+from variable_batch_size.optim.gradients.accumulator import Mean
+from variable_batch_size.optim.gradients.buckets import FlatGradients, KeptGradients
+from variable_batch_size.optim.gradients.fixed_point import ExactGradients, ExactSeparateGradients
+from variable_batch_size.optim.gradients.traced import SeparateGradients
+from variable_batch_size.optim.token_weights import Weights
 
 
 def make(trace=(2, 2, 2, 2), *, rule=None, device="cpu", lr=1.0, **options):

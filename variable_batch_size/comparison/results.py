@@ -11,8 +11,8 @@ from typing import Any
 
 from variable_batch_size.comparison.experiment import POLICY, REFERENCE, Outcome, Run, Settings
 from variable_batch_size.files import write, write_text
+from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Policy
-from variable_batch_size.policies.registry import parse_policy
 from variable_batch_size.traces.trace import Trace
 
 

@@ -23,16 +23,15 @@ from variable_batch_size.comparison.results import Results
 from variable_batch_size.comparison.workload import Workload, load_workload
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.launch import launch
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.optim.buffers import share_buffers
+from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.policies.policy import Policy
 from variable_batch_size.rules.registry import make_rule
-from variable_batch_size.runs.log import Log
-from variable_batch_size.runs.metrics import Metrics
+from variable_batch_size.runs.log import Log, Metrics
 from variable_batch_size.runs.sinks import JsonLines, TensorBoard
 from variable_batch_size.schedules.live import LiveSchedule
 from variable_batch_size.traces.trace import Trace
-from variable_batch_size.training.buffers import share_buffers
-from variable_batch_size.training.optimizer import CustomOptimizer
-from variable_batch_size.training.sampler import CustomSampler
 
 _NUM_RECORDS = 500
 _SAMPLES_PER_TEST = 256

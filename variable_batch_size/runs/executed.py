@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from variable_batch_size.schedules.layout import Layout
-from variable_batch_size.traces.trace_file import COLUMNS
+from variable_batch_size.schedules.schedule import Layout
+from variable_batch_size.traces.csv import COLUMNS
 
 _HEADER = f"{','.join(COLUMNS)}\n"
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from variable_batch_size.policies.policy import Policy
 from variable_batch_size.schedules.batch_sizes import Integers
-from variable_batch_size.schedules.layout import Layout
-from variable_batch_size.schedules.past import Past
+from variable_batch_size.schedules.schedule import Layout, Past
 from variable_batch_size.traces.trace import Trace
 
 
@@ -33,7 +32,7 @@ class LiveSchedule(Layout):
     Attributes:
         num_done: how many rows were executed.
 
-    >>> from variable_batch_size.policies.per_core import PerCore
+    >>> from variable_batch_size.policies.builtin import PerCore
     >>> schedule = LiveSchedule(PerCore(), dataset_size=300, minibatch_size=32, num_replicas=4)
     >>> schedule.append(128, number=3)
     >>> schedule.steps(epoch=0), schedule.steps(epoch=1), schedule.num_ahead
