@@ -4,7 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from variable_batch_size.cores.communicator import Alone
+from variable_batch_size.cores.communicator import SingleProcess
 
 
 class Programs(TorchDispatchMode):
@@ -28,7 +28,7 @@ class Programs(TorchDispatchMode):
         self.current = []
 
 
-class Noting(Alone):
+class Noting(SingleProcess):
     """Says where what was noted down is started."""
 
     def __init__(self, programs):

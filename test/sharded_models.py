@@ -245,7 +245,7 @@ def train(spread, kind, name, *, until=None, **sampler_options):
     )
     groups = list(model.parameters())
     optimizer = optimizer_class(inner(groups), sampler, ref_batchsize=8, model=model, **options)
-    optimizer.keep_gradient_norm(every=1)
+    optimizer.record_grad_norm(every=1)
     norms, updates, noise = [], [], []
     x, y = data()
     for epoch in range(sampler.schedule.num_epochs):

@@ -231,7 +231,10 @@ def run_all(backend, directory, stopped_alone):
     results["dropout"] = run(directory / "dropout", Settings(dropout=0.5), device=device)
     results["resumed"] = [
         run_and_stop(
-            directory / f"stopped-{number}", stop_at, Settings(dropout=0.5, every_steps=1 + number), device=device
+            directory / f"stopped-{number}",
+            stop_at,
+            Settings(dropout=0.5, every_steps=1 + number),
+            device=device,
         )
         for number, stop_at in enumerate(STOPS_ON_CORES)
     ]

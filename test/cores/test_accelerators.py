@@ -79,6 +79,6 @@ def train(kinds):
 def test_where_numbers_are_compiled_in_gradients_are_summed_in_a_tensor_each_with_the_same_result(on_cores):
     _, weight, gain = train(())
     for kind, found, found_gain in on_cores(2, train, ("cpu",)):
-        assert kind == "SeparateGradients"
+        assert kind == "TracedAccumulator"
         torch.testing.assert_close(torch.tensor(found), torch.tensor(weight), rtol=0, atol=1e-6)
         assert found_gain == pytest.approx(gain, rel=1e-4)

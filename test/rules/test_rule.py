@@ -164,7 +164,7 @@ def test_a_rule_of_ones_own_gets_the_factor_that_the_step_really_has():
 
     step = Step(batch_size=512, minibatch_size=32, ref_batchsize=128)
     assert LinearAgain().settings({"lr": 0.5}, step, 3.0) == {"lr": 1.5}
-    assert LinearAgain().factor_of_group(step, group=1) == 4.0
+    assert LinearAgain().group_factor(step, group=1) == 4.0
     assert LinearAgain().measures_noise is False
     assert LinearAgain().state_dict() == {}
 

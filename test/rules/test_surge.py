@@ -24,7 +24,7 @@ def test_the_factor_is_that_of_the_paper_over_its_value_at_the_reference(noise_s
     rule, step = at_noise_scale(noise_scale), Step(batch_size, minibatch_size=1, ref_batchsize=100)
     assert rule.noise().scale == pytest.approx(noise_scale)
     assert rule.factor(step) == pytest.approx(paper(batch_size) / paper(100))
-    assert rule.factor_of_group(step, 0) == rule.factor(step)
+    assert rule.group_factor(step, 0) == rule.factor(step)
 
 
 def test_the_factors_are_those_written_here():

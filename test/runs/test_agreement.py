@@ -1,4 +1,4 @@
-"""Agreement: all cores decide the same, by the clock of core 0 and by whoever was told, about once a second."""
+"""RankCoordinator: all cores decide the same, by the clock of core 0 and by whoever was told, about once a second."""
 
 import os
 import signal
@@ -10,12 +10,12 @@ import torch
 import variable_batch_size as vbs
 from variable_batch_size.cores import signals
 from variable_batch_size.cores.detect import communicator_for
-from variable_batch_size.runs.coordination import Agreement, Decision
+from variable_batch_size.runs.coordination import Decision, RankCoordinator
 
 CPU = torch.device("cpu")
 
 
-class Counting(Agreement):
+class Counting(RankCoordinator):
     """Counts how often the cores come together."""
 
     times = 0
@@ -31,7 +31,7 @@ def agree_on_two_cores():
     found = {}
     for of_first in (True, False):
         every_seconds = 1e-9 if is_first == of_first else 1e9
-        found["late on core 0" if of_first else "late on core 1"] = Agreement(
+        found["late on core 0" if of_first else "late on core 1"] = RankCoordinator(
             communicator, CPU, every_seconds=every_seconds
         ).ask()
 
@@ -73,7 +73,7 @@ def test_they_come_together_about_once_a_second(cores):
 
 
 def test_a_core_alone_asks_after_every_step():
-    agreement = Agreement(communicator_for([]), CPU, every_seconds=0.01)
+    agreement = RankCoordinator(communicator_for([]), CPU, every_seconds=0.01)
     assert agreement.after_minibatches(1) == Decision(is_late=False, is_told=False)
     time.sleep(0.02)
     assert agreement.after_minibatches(1) == Decision(is_late=True, is_told=False)

@@ -15,7 +15,7 @@ from torch import nn
 
 import variable_batch_size as vbs
 from variable_batch_size.runs import state_file
-from variable_batch_size.runs.async_writer import HostCopy, Writer, needs_of
+from variable_batch_size.runs.async_writer import AsyncWriter, HostStaging, needs_of
 
 
 def run(directory, *, every_steps=1, size=4):
@@ -88,7 +88,7 @@ def test_sigterm_waits_until_the_checkpoint_is_there(tmp_path):
 def test_a_copy_keeps_tensors_that_are_one_and_uses_the_memory_of_the_one_before():
     weight = torch.arange(6.0).view(2, 3)
     state = {"model": {"a": weight, "tied": weight, "b": torch.ones(2)}, "numbers": [1, (2.0, None)]}
-    copies = HostCopy()
+    copies = HostStaging()
     copies.reserve(needs_of(state))
     first = copies.of(state)
     assert first["model"]["a"] is first["model"]["tied"]
@@ -103,7 +103,7 @@ def test_a_copy_keeps_tensors_that_are_one_and_uses_the_memory_of_the_one_before
 
 
 def test_a_writer_says_once_what_has_failed():
-    writer = Writer()
+    writer = AsyncWriter()
     writer.start(lambda: None)
     writer.wait()
 
@@ -119,12 +119,12 @@ def test_a_writer_says_once_what_has_failed():
 
 def test_a_conjugate_view_is_not_taken_for_the_tensor_that_it_shows():
     values = torch.tensor([1 + 2j])
-    assert HostCopy().of({"a": values, "b": values.conj()})["b"].item() == 1 - 2j
+    assert HostStaging().of({"a": values, "b": values.conj()})["b"].item() == 1 - 2j
 
 
 def test_a_named_tuple_is_copied_as_a_file_has_it():
     kind = namedtuple("Range", "first last")
-    assert HostCopy().of({"range": kind(torch.ones(1), [2])}) == {"range": (torch.ones(1), [2])}
+    assert HostStaging().of({"range": kind(torch.ones(1), [2])}) == {"range": (torch.ones(1), [2])}
 
 
 def test_a_process_that_ends_logs_what_has_failed_and_its_children_do_not_wait():

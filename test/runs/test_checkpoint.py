@@ -291,10 +291,10 @@ def test_a_loop_that_was_interrupted_goes_on_where_it_was_when_it_is_run_again(t
                 optimizer.step()
                 checkpoint.step()
     train(*parts)
-    undisturbed = make(None)
-    train(*undisturbed)
-    assert optimizer.steps_done == undisturbed[2].steps_done
-    assert stoppable_run.same(dict(model.named_parameters()), dict(undisturbed[-1].named_parameters()))
+    preserve_rng = make(None)
+    train(*preserve_rng)
+    assert optimizer.steps_done == preserve_rng[2].steps_done
+    assert stoppable_run.same(dict(model.named_parameters()), dict(preserve_rng[-1].named_parameters()))
     assert not saves or list(vbs.Trace.read(tmp_path / "executed.csv")) == [8, 16, 8, 24]
 
 

@@ -6,14 +6,14 @@ import time
 import pytest
 
 import variable_batch_size as vbs
-from variable_batch_size.runs.executed import Executed
+from variable_batch_size.runs.executed import ExecutedTrace
 
 SIZES = [8, 16, 8, 4, 12, 8, 24, 8, 4]  # the steps of three epochs of 40 samples: 4, 2 and 3
 
 
 def executed(path, sizes=SIZES):
     schedule = vbs.Schedule(vbs.Trace.of(sizes), dataset_size=40, minibatch_size=4)
-    return Executed(path, schedule, origin="seed 0")
+    return ExecutedTrace(path, schedule, origin="seed 0")
 
 
 @pytest.fixture

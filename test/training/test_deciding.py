@@ -208,7 +208,7 @@ def test_every_decision_is_told_with_its_reason(monkeypatch):
     optimizer.inner.register_step_post_hook(lambda *_: seconds.append(3.0))
     monkeypatch.setattr(policy_driver, "time", SimpleNamespace(perf_counter=lambda: sum(seconds)))
     seen = []
-    optimizer.call_when_decided(seen.append)
+    optimizer.on_decision(seen.append)
     assert [record["why"] for record in seen] == ["the start"]
     train(model, sampler, optimizer, epochs=2)
     assert [record["step"] for record in seen[:4]] == [0, 6, 12, 18]
@@ -246,7 +246,7 @@ def test_a_policy_is_told_the_noise_in_samples_also_where_minibatches_weigh_by_t
 
     def train_and_listen(**weight):
         _, sampler, optimizer = run_with(vbs.FunctionPolicy(lambda situation: 16, every=6, lead=2))
-        optimizer.call_when_decided(lambda record: told.append(record["noise_scale"]))
+        optimizer.on_decision(lambda record: told.append(record["noise_scale"]))
         generator = torch.Generator().manual_seed(2)
         for _ in vbs.epochs(optimizer, 1):
             for _ in sampler:

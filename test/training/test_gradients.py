@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.optim.gradients.buckets import FlatMemory
+from variable_batch_size.optim.gradients.buckets import GradientBuckets
 
 
 def make(trace=(2,), *, rule=None, inner=None, **options):
@@ -710,7 +710,7 @@ def test_conjugated_gradients_are_measured():
 def test_norms_travel_in_float32_at_least_whatever_the_default_is():
     torch.set_default_dtype(torch.bfloat16)
     try:
-        memory = FlatMemory(list(nn.Linear(1, 1).parameters()), num_numbers=2)
+        memory = GradientBuckets(list(nn.Linear(1, 1).parameters()), num_numbers=2)
     finally:
         torch.set_default_dtype(torch.float32)
     assert memory.numbers.dtype == torch.float32

@@ -245,14 +245,14 @@ def norms_seen(optimizer, weights, gradients):
 def test_the_norm_is_that_of_the_mean_gradient_before_it_is_clipped(rule):
     weights, optimizer = make([2, 1], rule=rule(), clip_grad_norm=0.5)
     assert optimizer.gradient_norm is None
-    optimizer.keep_gradient_norm(every=1)
+    optimizer.record_grad_norm(every=1)
     assert norms_seen(optimizer, weights, [(1, 2), (5, 6), (6, 8)]) == pytest.approx([5.0, 10.0])
 
 
 def test_norms_are_kept_in_every_step_that_somebody_asked_for():
     weights, optimizer = make([1] * 9, lrs=(1.0,))
-    optimizer.keep_gradient_norm(every=2)
-    optimizer.keep_gradient_norm(every=3)
+    optimizer.record_grad_norm(every=2)
+    optimizer.record_grad_norm(every=3)
     seen = norms_seen(optimizer, weights, [(number,) for number in range(1, 10)])
     assert seen == [None, 2.0, 3.0, 4.0, None, 6.0, None, 8.0, 9.0]
 
@@ -261,4 +261,4 @@ def test_norms_are_kept_in_every_step_that_somebody_asked_for():
 def test_norms_of_no_step_cannot_be_asked_for(every):
     _, optimizer = make()
     with pytest.raises(ValueError, match=f"^`every` must be a positive integer, got {every}$"):
-        optimizer.keep_gradient_norm(every=every)
+        optimizer.record_grad_norm(every=every)

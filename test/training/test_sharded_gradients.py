@@ -53,7 +53,7 @@ def with_another_optimizer_before(spread):
     before = vbs.AdaScaleOptimizer(sharded_models.sgd(model.parameters()), sampler, ref_batchsize=8, model=model)
     x, y = sharded_models.data()
     sharded_models.loss_of(model, x[:4], y[:4]).backward()
-    before._gradients.expect(is_stand_in=True)
+    before._gradients.expect(is_padding_minibatch=True)
     before._gradients.drop()
     model_2, sampler_2 = model, parts(sharded_models.plain)[1]
     optimizer = vbs.AdaScaleOptimizer(sharded_models.sgd(model_2.parameters()), sampler_2, ref_batchsize=8, model=model)

@@ -60,7 +60,11 @@ class Results:
         return Settings(**{name: value for name, value in found.items() if name in known})
 
     def write_experiment(
-        self, settings: Settings, origin: Mapping[str, Any], traces: Mapping[str, Trace | str], runs: Iterable[Run]
+        self,
+        settings: Settings,
+        origin: Mapping[str, Any],
+        traces: Mapping[str, Trace | str],
+        runs: Iterable[Run],
     ) -> None:
         """Set down settings, traces and planned runs beside those that are there; refuse what does not go with them.
 

@@ -37,15 +37,15 @@ class Communicator(ABC):
     def flush(self) -> None:  # noqa: B027 (eager devices have nothing to do)
         """Start the work that was noted down so far, where tensor work is noted down first and then compiled."""
 
-    def varying(self, number: float) -> float:
+    def traced_scalar(self, number: float) -> float:
         """A number that changes from step to step, in a form that is no reason to compile again."""
         return number
 
-    def varying_share(self, number: float) -> float:
+    def traced_beta(self, number: float) -> float:
         """The same for a number x from 0 on of which 1 − x is used, too, as Adam uses its betas."""
         return number
 
-    def lay_out(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 (most have one device for each tensor)
+    def shard_like(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 (most have one device for each tensor)
         """Before the first program: say where tensors are whose place nobody has chosen."""
 
     def placed_like(self, other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def each_element_once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @final
-class Alone(Communicator):
+class SingleProcess(Communicator):
     """One process that is the only core."""
 
     rank = 0

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from variable_batch_size.cores import devices, dtensor, xla
-from variable_batch_size.cores.communicator import Alone, Communicator, group_of, is_running
-from variable_batch_size.cores.process_group import Distributed, Hosts
+from variable_batch_size.cores.communicator import Communicator, SingleProcess, group_of, is_running
+from variable_batch_size.cores.process_group import ProcessGroups, SpmdHosts
 
 
 def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:
@@ -22,22 +22,22 @@ def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None)
     kinds = {tensor.device.type for tensor in tensors}
     if "xla" in kinds or xla.is_spmd():
         _refuse_group(process_group)
-        return xla.Xla() if "xla" in kinds else Alone()
+        return xla.XlaDevices() if "xla" in kinds else SingleProcess()
     group = group_of(process_group)
     if not is_running():
-        return Alone()
-    return Distributed(group, keeps_flat_gradients=kinds.isdisjoint(devices.COMPILING))
+        return SingleProcess()
+    return ProcessGroups(group, keeps_flat_gradients=kinds.isdisjoint(devices.COMPILING))
 
 
 def everyone_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:
     """The cores of a run that share its samples, and those that share its parameters: all who save it together."""
     tensors = list(tensors)
     if xla.is_spmd() and xla.num_hosts() > 1:
-        return Hosts(communicator_for(tensors, process_group), xla.num_hosts())
-    if not dtensor.any_split(tensors):
+        return SpmdHosts(communicator_for(tensors, process_group), xla.num_hosts())
+    if not dtensor.any_dtensor(tensors):
         return communicator_for(tensors, process_group)
     group = group_of(process_group)
-    return Distributed(group, *dtensor.model_groups(tensors, group).values())
+    return ProcessGroups(group, *dtensor.model_groups(tensors, group).values())
 
 
 def running_cores(process_group: Any = None) -> tuple[int, int]:
@@ -47,7 +47,7 @@ def running_cores(process_group: Any = None) -> tuple[int, int]:
         return 0, 1
     group = group_of(process_group)
     if is_running():
-        communicator = Distributed(group)
+        communicator = ProcessGroups(group)
         return communicator.rank, communicator.num_replicas
     return xla.cores() if xla.is_running() else (0, 1)
 

@@ -123,9 +123,9 @@ def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
         xla.set_random_seed(seed, device)
 
 
-def undisturbed(device: torch.device) -> AbstractContextManager[None]:
+def preserve_rng(device: torch.device) -> AbstractContextManager[None]:
     """Within, what all cores do together does not change which random numbers come next, as it does on XLA."""
-    return xla.undisturbed(device) if device.type == "xla" else nullcontext()
+    return xla.preserve_rng(device) if device.type == "xla" else nullcontext()
 
 
 def _tensor(content: bytes) -> torch.Tensor:

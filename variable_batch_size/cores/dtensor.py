@@ -28,7 +28,7 @@ class Dimension(NamedTuple):
     is_copied: bool
 
 
-def is_split(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor; not those of XLA, whose compiler splits what is one tensor to this process."""
     return isinstance(tensor, _kinds()) and tensor.device.type != "xla"
 
@@ -48,26 +48,26 @@ def _kinds() -> tuple[type, ...]:
 
 def is_spread(tensor: torch.Tensor) -> bool:
     """Whether all processes must take part when one of them reads a tensor."""
-    return is_split(tensor) or (tensor.device.type == "xla" and xla.is_spmd() and xla.num_hosts() > 1)
+    return is_dtensor(tensor) or (tensor.device.type == "xla" and xla.is_spmd() and xla.num_hosts() > 1)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this process has; the tensor itself if it is not split."""
-    return local_parts([tensor])[0] if is_split(tensor) else tensor
+    return to_locals([tensor])[0] if is_dtensor(tensor) else tensor
 
 
-def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def to_locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The same of several, which takes less time than one after another."""
     with torch.no_grad():
         return [
-            tensor.to_local() if is_split(tensor) else tensor  # type: ignore[attr-defined]
+            tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
             for tensor in tensors
         ]
 
 
-def split_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def from_local_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """A tensor split as another one is, of which this process has `part`; the part itself if the other is not split."""
-    if not is_split(tensor):
+    if not is_dtensor(tensor):
         return part
     where: Any = tensor
     return type(where).from_local(  # type: ignore[no-any-return]
@@ -77,7 +77,7 @@ def split_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 def placed_like(tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """A gradient split as its parameter is: partial sums are added up, parts that others need are sent."""
-    if not is_split(gradient) or gradient.placements == tensor.placements:  # type: ignore[attr-defined]
+    if not is_dtensor(gradient) or gradient.placements == tensor.placements:  # type: ignore[attr-defined]
         return gradient
     return gradient.redistribute(placements=tensor.placements)  # type: ignore[attr-defined, no-any-return]
 
@@ -85,7 +85,7 @@ def placed_like(tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 def dimensions_of(tensor: torch.Tensor) -> list[Dimension]:
     """The dimensions of a tensor's mesh that have several processes; none if it is not split."""
     where: Any = tensor
-    return _dimensions_of(where.device_mesh, where.placements) if is_split(tensor) else []
+    return _dimensions_of(where.device_mesh, where.placements) if is_dtensor(tensor) else []
 
 
 def _dimensions_of(mesh: Any, placements: Any) -> list[Dimension]:
@@ -97,7 +97,7 @@ def _dimensions_of(mesh: Any, placements: Any) -> list[Dimension]:
 
 def model_groups(tensors: Iterable[torch.Tensor], group: Group) -> dict[Ranks, Group]:
     """The groups over which tensors are split whose processes do not share the samples, as those of `group` do."""
-    tensors = [tensor for tensor in tensors if is_split(tensor)]
+    tensors = [tensor for tensor in tensors if is_dtensor(tensor)]
     replicas = set(ranks_of(group)) if tensors else set()
     return {
         dimension.ranks: dimension.group
@@ -107,9 +107,9 @@ def model_groups(tensors: Iterable[torch.Tensor], group: Group) -> dict[Ranks, G
     }
 
 
-def num_copies(tensor: torch.Tensor, groups: Iterable[Ranks]) -> int:
+def replication_factor(tensor: torch.Tensor, groups: Iterable[Ranks]) -> int:
     """How many processes have the same part of a tensor, over its own mesh and all of the groups."""
-    where: Any = tensor if is_split(tensor) else None
+    where: Any = tensor if is_dtensor(tensor) else None
     key = None if where is None else (where.device_mesh, where.placements)
     return _num_copies(key, tuple(groups))
 
@@ -125,21 +125,21 @@ def _num_copies(key: tuple[Any, Any] | None, groups: tuple[Ranks, ...]) -> int:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor; every process that has a part must call it."""
-    if is_split(tensor):
+    if is_dtensor(tensor):
         return tensor.full_tensor()  # type: ignore[attr-defined, no-any-return]
     return tensor.cpu() if is_spread(tensor) else tensor
 
 
-def split_from(tensor: torch.Tensor, complete: torch.Tensor) -> torch.Tensor:
+def shard_from_full(tensor: torch.Tensor, complete: torch.Tensor) -> torch.Tensor:
     """A complete tensor, the same on all processes, split as another one is; every process must call it."""
-    if not is_split(tensor):
+    if not is_dtensor(tensor):
         return xla.placed_like(tensor, complete) if xla.is_spmd() else complete
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     where: Any = tensor
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, where.device_mesh, where.placements)
     part = complete[tuple(slice(first, first + size) for size, first in zip(shape, offsets, strict=True))]
-    result = split_like(tensor, part.to(local_part(tensor).device, copy=True).contiguous())
+    result = from_local_like(tensor, part.to(to_local(tensor).device, copy=True).contiguous())
     # a dimension that is split twice may have its parts in an order that is no slice
     is_doubtful = any(hasattr(placement, "split_factor") for placement in where.placements)
     if is_doubtful and not torch.equal(whole(result).cpu(), complete.cpu()):
@@ -147,6 +147,6 @@ def split_from(tensor: torch.Tensor, complete: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def any_split(tensors: Sequence[torch.Tensor]) -> bool:
+def any_dtensor(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether some of the tensors are split."""
-    return any(map(is_split, tensors))
+    return any(map(is_dtensor, tensors))

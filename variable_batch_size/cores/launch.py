@@ -284,7 +284,7 @@ def _xla_main(local_rank: int, num_processes: int, work: bytes, pipe: Any) -> No
     end_with_parent()
     signals.note_sigterm()  # in the main thread, which this is; the cores are others
     if os.environ["PJRT_DEVICE"] == "CPU":
-        xla.let_virtual_cores_meet(int(os.environ["CPU_NUM_DEVICES"]))
+        xla.patch_rendezvous(int(os.environ["CPU_NUM_DEVICES"]))
     xla.run_on_devices(local_rank, num_processes, lambda rank: run_and_send(work, pipe, rank))
 
 
@@ -292,7 +292,7 @@ def _spmd_main(work: bytes, pipe: Any) -> None:
     """Run the work once, on all devices of this process."""
     end_with_parent()
     xla.use_spmd()
-    xla.meet_other_hosts()
+    xla.init_hosts_process_group()
     run_and_send(work, pipe, 0)
 
 

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from variable_batch_size.cores.communicator import Communicator, Group, each_element_once, is_running, ranks_of
-from variable_batch_size.cores.dtensor import dimensions_of, local_part
+from variable_batch_size.cores.dtensor import dimensions_of, to_local
 
 _LARGE = 2**22
 """Elements from which on a second call surely costs less than it gains: at 1 M these are equal."""
 
 
 @final
-class Distributed(Communicator):
+class ProcessGroups(Communicator):
     """The processes of a group of torch.distributed.
 
     Args:
@@ -46,7 +46,7 @@ class Distributed(Communicator):
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             for group in self._groups_with_copies(tensor):
-                _broadcast(each_element_once(local_part(tensor.detach())), group)
+                _broadcast(each_element_once(to_local(tensor.detach())), group)
 
     def _groups_with_copies(self, tensor: torch.Tensor) -> Sequence[Group]:
         """Those whose processes are to have the same of a tensor: of one that is split over the cores, its copies."""
@@ -74,7 +74,7 @@ def _halves_if_large(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 @final
-class Hosts(Communicator):
+class SpmdHosts(Communicator):
     """A process on each host, which all run the same programs on the same samples.
 
     What they have on the devices is the same, or parts of one tensor. This is for the rest: clocks and signals, which
@@ -95,7 +95,7 @@ class Hosts(Communicator):
                 'torch.distributed.init_process_group("gloo", init_method="xla://")'
             )
         self._devices = devices
-        self._processes = Distributed()
+        self._processes = ProcessGroups()
         self.rank, self.num_replicas = self._processes.rank, self._processes.num_replicas
         if self.num_replicas != number:
             raise ValueError(

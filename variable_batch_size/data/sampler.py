@@ -14,15 +14,15 @@ from variable_batch_size.checks import check_integer, check_within
 from variable_batch_size.cores.detect import running_cores
 from variable_batch_size.policies.policy import Policy, Situation, policy_of
 from variable_batch_size.schedules.batch_sizes import OnEnd
-from variable_batch_size.schedules.live import LiveSchedule
+from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.schedules.permutation import Permutation
-from variable_batch_size.schedules.schedule import Layout, Schedule
+from variable_batch_size.schedules.schedule import BaseSchedule, Schedule
 from variable_batch_size.traces.trace import Trace, TraceLike
 
 Description = dict[str, str | int | bool | None]
 
 
-class Dealer(ABC):
+class MinibatchSource(ABC):
     """A schedule, this core's rank in it, and where in it the pass over the data has begun.
 
     Args:
@@ -124,12 +124,12 @@ class Dealer(ABC):
             )
         self.schedule.lockstep = True
 
-    def call_when_read(self, callback: Callable[[], None]) -> None:
+    def on_first_read(self, callback: Callable[[], None]) -> None:
         """Call something when the first minibatch of this pass is asked for: after the loader has set itself up, which
         draws a random number, and before anything is done with a sample."""
         self._when_read = callback
 
-    def call_when_asked(self, callback: Callable[[bool], None]) -> None:
+    def on_request(self, callback: Callable[[bool], None]) -> None:
         """Call something whenever a minibatch is asked for, in every pass from now on, also where none is left.
 
         It is told whether it is the first of a pass. A loader asks for one whenever it hands one over, even if its
@@ -149,7 +149,7 @@ class Dealer(ABC):
 
     def __len__(self) -> int:
         """How many minibatches this core gets in the epoch, stand-ins included."""
-        return self.schedule.num_yielded(self.epoch, self.rank, self.first_step)
+        return self.schedule.num_minibatches_for(self.epoch, self.rank, self.first_step)
 
 
 def is_decided(trace: Any) -> bool:
@@ -159,9 +159,9 @@ def is_decided(trace: Any) -> bool:
 
 def _schedule_of(
     trace: Any, *, dataset_size: int | None, minibatch_size: int, num_replicas: int, on_end: OnEnd, lockstep: bool
-) -> Layout:
+) -> BaseSchedule:
     if is_decided(trace):
-        return LiveSchedule(
+        return PolicySchedule(
             policy_of(trace),
             dataset_size=dataset_size,
             minibatch_size=minibatch_size,
@@ -184,7 +184,7 @@ _SAMPLES_AT_ONCE = 8192
 _NO_TRACE: Any = object()
 
 
-class CustomSampler(Dealer, Sampler[list[int]]):
+class CustomSampler(MinibatchSource, Sampler[list[int]]):
     """Deals this core its minibatches of every step, in the order of the steps.
 
     Which samples make up a step, and in which order, depends on the trace, the seed and the epoch only, never on the

@@ -15,14 +15,14 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from torch.utils.data import _utils as loading
 
 from variable_batch_size.checks import check_integer
-from variable_batch_size.data.sampler import Dealer, Description, is_decided
+from variable_batch_size.data.sampler import Description, MinibatchSource, is_decided
 from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.schedules.batch_sizes import OnEnd
-from variable_batch_size.schedules.schedule import Layout, Schedule
+from variable_batch_size.schedules.schedule import BaseSchedule, Schedule
 from variable_batch_size.traces.trace import TraceLike
 
 
-class Turns(NamedTuple):
+class WorkerShare(NamedTuple):
     """The turns of a worker: a loader asks its workers one after the other, for number i worker ``i % num_workers``.
 
     Attributes:
@@ -45,7 +45,7 @@ class Turns(NamedTuple):
         return number + (self.worker - number) % self.num_workers
 
 
-def number_behind(state: Mapping[str, Any], schedule: Schedule, first_step: int, turns: Turns) -> int:
+def number_behind(state: Mapping[str, Any], schedule: Schedule, first_step: int, turns: WorkerShare) -> int:
     """The number of the first minibatch of a step, where the turns of a loader's workers go on.
 
     Args:
@@ -63,7 +63,9 @@ def number_behind(state: Mapping[str, Any], schedule: Schedule, first_step: int,
         lockstep=state["lockstep"],
     )
     epoch = state["epoch"]
-    first, behind = (saved.num_yielded(epoch, state["rank"], step) for step in (state["first_step"], first_step))
+    first, behind = (
+        saved.num_minibatches_for(epoch, state["rank"], step) for step in (state["first_step"], first_step)
+    )
     number: int = state["first_number"] + first - behind
     if not state["num_dealt"] <= number <= turns.next_from(state["num_dealt"]):
         refuse_state(epoch, first_step)
@@ -82,7 +84,7 @@ Samples: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 """What may be read as a stream: an iterable, an iterator, or a function that makes one."""
 
 
-class Source:
+class SampleSource:
     """Reads a stream from its beginning or from a state that it had, and counts.
 
     The stream does not see that it is read in a loader worker: one that deals itself out to the workers would give each
@@ -199,7 +201,7 @@ logger = logging.getLogger(__name__)
 _BEGINNING = {"num_read": 0, "stream": None}
 
 
-class Reader:
+class StreamReader:
     """Deals from a stream what a core runs in successive steps of an epoch.
 
     Without `is_sharded`, every core reads the whole stream and skips what is not its own. A step's last minibatch of a
@@ -220,14 +222,14 @@ class Reader:
 
     def __init__(
         self,
-        source: Source,
-        schedule: Layout,
+        source: SampleSource,
+        schedule: BaseSchedule,
         *,
         rank: int,
         epoch: int,
         first_step: int,
         is_sharded: bool,
-        turns: Turns,
+        turns: WorkerShare,
         state: dict[str, Any] | None = None,
     ) -> None:
         self._source = source
@@ -319,7 +321,7 @@ class Reader:
             number = self._schedule.num_minibatches(step)
             stand_in = self._rank % number
             own = self._schedule.minibatches(step, self._rank) or range(stand_in, stand_in + 1)
-            num_rounds, begin = self._schedule.num_rounds(step, self._rank), source.num_read
+            num_rounds, begin = self._schedule.rounds_for(step, self._rank), source.num_read
             for i, j in enumerate(own):
                 source.skip(begin + j * size - source.num_read)
                 # in lockstep it may be its own stand-in
@@ -338,7 +340,7 @@ class Reader:
         In lockstep those of all cores: where a forward pass waits for all, a round that one core begins must be begun
         by each.
         """
-        if round + 1 == self._schedule.num_rounds(step, self._rank):
+        if round + 1 == self._schedule.rounds_for(step, self._rank):
             return self._schedule.num_minibatches(step)
         return (round + 1) * self._schedule.num_replicas if self._schedule.lockstep else 0
 
@@ -353,7 +355,7 @@ class Reader:
                     self._refuse_end(step)
                 latest = found or latest
                 yield from self._deal(found)
-            if len(own) < self._schedule.num_rounds(step, self._rank):
+            if len(own) < self._schedule.rounds_for(step, self._rank):
                 yield from self._deal(self._stand_in(latest, step))
 
     def _stand_in(self, latest: list[Any] | None, step: int) -> list[Any] | None:
@@ -394,7 +396,7 @@ class Reader:
         )
 
 
-class Stream(Dealer, IterableDataset[Any]):
+class Stream(MinibatchSource, IterableDataset[Any]):
     """Deals this core its minibatches of every step from samples that come one after another.
 
         stream = vbs.Stream(samples, trace="trace.csv", minibatch_size=32)
@@ -476,8 +478,8 @@ class Stream(Dealer, IterableDataset[Any]):
         self.collate_fn = collate_fn
         self.is_sharded = is_sharded
         self._samples = samples
-        self._source = Source(samples)
-        self._reader: Reader | None = None
+        self._source = SampleSource(samples)
+        self._reader: StreamReader | None = None
         self._loaded: dict[str, Any] | None = None
         # workers that live on from pass to pass know of set_epoch by memory that they share: epoch, first step, number
         # of the pass, and number of the latest pass that was read
@@ -503,12 +505,12 @@ class Stream(Dealer, IterableDataset[Any]):
         super().set_epoch(epoch, first_step)
         self._told[:3] = torch.tensor([self.epoch, self.first_step, self.num_passes])
 
-    def call_when_read(self, callback: Callable[[], None]) -> None:
+    def on_first_read(self, callback: Callable[[], None]) -> None:
         """Call something now, and again when the first minibatch of this pass is asked for in this process.
 
         With loader workers it is asked for in these: then what the loader draws to set itself up comes in between.
         """
-        super().call_when_read(callback)
+        super().on_first_read(callback)
         callback()
 
     def __len__(self) -> int:
@@ -523,7 +525,7 @@ class Stream(Dealer, IterableDataset[Any]):
         self._refuse_to_decide_in_workers()
         epoch, first_step, number, _ = self._told.tolist()
         state, self._loaded = self._loaded, None
-        self._reader = Reader(
+        self._reader = StreamReader(
             self._source,
             self.schedule,
             rank=self.rank,
@@ -542,7 +544,7 @@ class Stream(Dealer, IterableDataset[Any]):
                 "`samples` read ahead themselves if need be"
             )
 
-    def _minibatches(self, reader: Reader, number: int) -> Iterator[Any]:
+    def _minibatches(self, reader: StreamReader, number: int) -> Iterator[Any]:
         """What a reader deals in the pass of this number; nothing happens before the first minibatch is asked for."""
         _refuse_merging(sys._getframe(1))
         tell = self._when_asked if get_worker_info() is None else None
@@ -569,7 +571,7 @@ class Stream(Dealer, IterableDataset[Any]):
         """What a loader worker needs that is not forked."""
         return {
             **self.__dict__,
-            "_source": Source(self._samples),
+            "_source": SampleSource(self._samples),
             "_reader": None,
             "_when_read": None,
             "_when_asked": None,
@@ -587,9 +589,9 @@ class Stream(Dealer, IterableDataset[Any]):
         self._loaded = {**state_dict, "goes_on": get_worker_info() is not None} if state_dict else None
 
 
-def _turns() -> Turns:
+def _turns() -> WorkerShare:
     worker = get_worker_info()
-    return Turns() if worker is None else Turns(worker.id, worker.num_workers)
+    return WorkerShare() if worker is None else WorkerShare(worker.id, worker.num_workers)
 
 
 def _refuse_merging(frame: FrameType) -> None:

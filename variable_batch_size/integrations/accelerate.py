@@ -14,14 +14,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from variable_batch_size.cores.detect import communicator_for
-from variable_batch_size.data.sampler import Dealer
+from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.integrations.common import load_state, state_of
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.proxy import optimizers_of
-from variable_batch_size.optim.wrappers import take_over_reduction
+from variable_batch_size.optim.wrappers import disable_ddp_allreduce
 
 
-class Updates(Optimizer):
+class UpdateCountingOptimizer(Optimizer):
     """Stands where a framework wants its optimizer, after something else has run all minibatches of the step.
 
     Its ``step()`` changes nothing, and sees that there was an update.
@@ -107,7 +107,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     # the model first, as the optimizer must see how it is wrapped
     ready = [accelerator.prepare(thing) if isinstance(thing, torch.nn.Module) else thing for thing in objects]
     parameters = list(optimizer.parameters())
-    take_over_reduction(parameters, communicator_for(parameters, optimizer.sampler.process_group))
+    disable_ddp_allreduce(parameters, communicator_for(parameters, optimizer.sampler.process_group))
     optimizer.register_step_pre_hook(_refuse_other_loaders)
     accelerator.register_for_checkpointing(SavedOptimizer(optimizer))
     ready = [_prepared(accelerator, optimizer, thing) for thing in ready]
@@ -151,7 +151,7 @@ class SavedOptimizer:
 class LoaderToDevice:
     """A loader that puts what it yields on a device, and is dealt its minibatches by its sampler alone."""
 
-    def __init__(self, loader: DataLoader[Any], sampler: Dealer, device: torch.device) -> None:
+    def __init__(self, loader: DataLoader[Any], sampler: MinibatchSource, device: torch.device) -> None:
         if loader.generator is None:
             # else it would draw a number from the generator of the run whenever it is set up, also where a run goes on
             loader.generator = torch.Generator().manual_seed(sampler.seed)

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from variable_batch_size.data.sampler import Dealer
+from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.schedules.schedule import Layout, Schedule
+from variable_batch_size.schedules.schedule import BaseSchedule, Schedule
 
 
 class Steps:
@@ -25,7 +25,7 @@ class Steps:
         sampler: that of the loader.
     """
 
-    def __init__(self, loader: Iterable[Any], sampler: Dealer) -> None:
+    def __init__(self, loader: Iterable[Any], sampler: MinibatchSource) -> None:
         self.loader = loader
         self.sampler = sampler
 
@@ -38,7 +38,7 @@ class Steps:
         step = schedule.steps(self.sampler.epoch).start + self.sampler.first_step
         minibatches = iter(self.loader)
         for first in minibatches:
-            others = islice(minibatches, schedule.num_rounds(step, rank) - 1)
+            others = islice(minibatches, schedule.rounds_for(step, rank) - 1)
             yield chain((first,), others)
             if next(others, None) is not None:
                 raise RuntimeError(f"step {step} of the run was left before all its minibatches were run")
@@ -59,7 +59,7 @@ class Extent(NamedTuple):
     most_steps: int
 
 
-def extent_of_epochs(schedule: Layout, num_epochs: float) -> Extent:
+def extent_of_epochs(schedule: BaseSchedule, num_epochs: float) -> Extent:
     """How long a run of some epochs is, of which the last one may be a fraction.
 
     >>> from variable_batch_size.traces.trace import Trace
@@ -76,7 +76,7 @@ def extent_of_epochs(schedule: Layout, num_epochs: float) -> Extent:
     return Extent(len(epochs), epochs[-1].start + last, max(map(len, epochs)))
 
 
-def extent_of_steps(schedule: Layout, num_steps: int) -> Extent:
+def extent_of_steps(schedule: BaseSchedule, num_steps: int) -> Extent:
     """How long a run of some steps is; with a policy as many epochs as these take.
 
     >>> from variable_batch_size.traces.trace import Trace

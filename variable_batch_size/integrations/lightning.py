@@ -19,10 +19,10 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from variable_batch_size.data.sampler import CustomSampler, Dealer
+from variable_batch_size.data.sampler import CustomSampler, MinibatchSource
 from variable_batch_size.integrations.common import refuse_another_run
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.schedules.live import LiveSchedule
+from variable_batch_size.schedules.live import PolicySchedule
 
 
 @final
@@ -136,13 +136,13 @@ def check_optimizer(trainer: Trainer) -> CustomOptimizer:
     return optimizer
 
 
-def _check_sampler(trainer: Trainer, sampler: Dealer) -> None:
+def _check_sampler(trainer: Trainer, sampler: MinibatchSource) -> None:
     if not isinstance(sampler, CustomSampler):
         raise ValueError(
             f"`sampler` must be a CustomSampler with Lightning, which begins to read before a run is continued, got "
             f"{type(sampler).__name__}"
         )
-    if isinstance(sampler.schedule, LiveSchedule):
+    if isinstance(sampler.schedule, PolicySchedule):
         raise ValueError("`trace` must be known before the run where Lightning asks how long an epoch is, got a policy")
     if sampler.num_replicas > 1 and not sampler.schedule.lockstep:
         raise ValueError(
@@ -251,8 +251,10 @@ class UpdateLoop(_TrainingEpochLoop):
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
             super().reset()
         sampler = self._followed.sampler
-        done = sampler.schedule.num_yielded(sampler.epoch, sampler.rank) - len(sampler)
-        before = sum(sampler.schedule.num_yielded(epoch, sampler.rank) for epoch in range(sampler.epoch * is_going_on))
+        done = sampler.schedule.num_minibatches_for(sampler.epoch, sampler.rank) - len(sampler)
+        before = sum(
+            sampler.schedule.num_minibatches_for(epoch, sampler.rank) for epoch in range(sampler.epoch * is_going_on)
+        )
         for count in ("ready", "started", "processed", "completed"):
             setattr(self.batch_progress.current, count, done)
             if is_going_on:  # without those of a step that is made again
@@ -280,7 +282,7 @@ class UpdateLoop(_TrainingEpochLoop):
     def note_length(self) -> int:
         """Let Lightning know how many minibatches the epoch has, which it takes for the same in all."""
         sampler, fit_loop = self._followed.sampler, self.trainer.fit_loop
-        number = sampler.schedule.num_yielded(fit_loop.epoch_progress.current.processed, sampler.rank)
+        number = sampler.schedule.num_minibatches_for(fit_loop.epoch_progress.current.processed, sampler.rank)
         fit_loop.max_batches = number
         return number
 

@@ -14,11 +14,11 @@ from transformers import Trainer, TrainerCallback
 
 from variable_batch_size.cores.detect import communicator_for
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.integrations.accelerate import Updates
+from variable_batch_size.integrations.accelerate import UpdateCountingOptimizer
 from variable_batch_size.integrations.common import Extent, Steps, extent_of_epochs, extent_of_steps
 from variable_batch_size.optim.lr_scheduler import epochs
 from variable_batch_size.optim.optimizer import CustomOptimizer, Options
-from variable_batch_size.optim.wrappers import take_over_reduction
+from variable_batch_size.optim.wrappers import disable_ddp_allreduce
 from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.schedules.batch_sizes import OnEnd
@@ -131,7 +131,7 @@ class VariableBatchMixin:
                 "`train_dataset` must have a length, got an IterableDataset: train it in a loop of your own"
             )
         own = super().get_train_dataloader()  # type: ignore[misc]
-        if self.variable_sampler is None or not isinstance(self.optimizer, Updates):
+        if self.variable_sampler is None or not isinstance(self.optimizer, UpdateCountingOptimizer):
             self.variable_sampler = CustomSampler(
                 own.dataset,
                 trace=self._trace,
@@ -180,7 +180,7 @@ class VariableBatchMixin:
 
     def create_optimizer(self, *args: Any) -> Optimizer:
         """The trainer's own optimizer, made to update as the trace says."""
-        if not isinstance(self.optimizer, Updates):  # also where `model_init` has made another model
+        if not isinstance(self.optimizer, UpdateCountingOptimizer):  # also where `model_init` has made another model
             assert self.variable_sampler is not None
             self.variable_optimizer = CustomOptimizer(
                 super().create_optimizer(*args),  # type: ignore[misc]
@@ -191,8 +191,8 @@ class VariableBatchMixin:
                 model=self.model,
                 **self._options,
             )
-            self.variable_optimizer.keep_gradient_norm(every=1)  # as the trainer does
-            self.optimizer = Updates(self.variable_optimizer)
+            self.variable_optimizer.record_grad_norm(every=1)  # as the trainer does
+            self.optimizer = UpdateCountingOptimizer(self.variable_optimizer)
         return self.optimizer
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
@@ -296,7 +296,7 @@ class _Position(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer = self._optimizer
         parameters = list(optimizer.parameters())
-        take_over_reduction(parameters, communicator_for(parameters))  # the model was wrapped after it was made
+        disable_ddp_allreduce(parameters, communicator_for(parameters))  # the model was wrapped after it was made
         if not state.global_step:
             optimizer.set_epoch(0)
         steps = optimizer.sampler.schedule.steps(optimizer.epoch)

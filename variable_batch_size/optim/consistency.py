@@ -12,21 +12,21 @@ from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator, Group, Ranks, group_of
 from variable_batch_size.cores.detect import everyone_for
-from variable_batch_size.cores.dtensor import any_split, dimensions_of, local_part, model_groups
-from variable_batch_size.cores.process_group import Distributed, Hosts
-from variable_batch_size.data.sampler import Dealer, Description
-from variable_batch_size.optim.proxy import Together, optimizers_of
+from variable_batch_size.cores.dtensor import any_dtensor, dimensions_of, model_groups, to_local
+from variable_batch_size.cores.process_group import ProcessGroups, SpmdHosts
+from variable_batch_size.data.sampler import Description, MinibatchSource
+from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
 from variable_batch_size.optim.wrappers import (
+    disable_ddp_allreduce,
     is_fully_sharded,
     is_zero,
     refuse_spread_moments,
     refuse_unsupported,
-    take_over_reduction,
 )
 from variable_batch_size.rules.rule import Rule
 
 
-def description_of(sampler: Dealer, rule: Rule, inner: Optimizer, ref_batchsize: int) -> Description:
+def fingerprint_of(sampler: MinibatchSource, rule: Rule, inner: Optimizer, ref_batchsize: int) -> Description:
     """What the samples of a step and the meaning of the state depend on; the number of cores is not among it."""
     schedule = sampler.schedule
     return {
@@ -38,7 +38,7 @@ def description_of(sampler: Dealer, rule: Rule, inner: Optimizer, ref_batchsize:
         "settings of the rule": settings_of_rule(rule),
         "ref_batchsize": ref_batchsize,
         # that of ZeroRedundancyOptimizer is the one whose state it has in parts
-        "optimizer": inner.name if isinstance(inner, Together) else type(getattr(inner, "optim", inner)).__name__,
+        "optimizer": inner.name if isinstance(inner, MultiOptimizer) else type(getattr(inner, "optim", inner)).__name__,
     }
 
 
@@ -85,7 +85,7 @@ def shapes_of(tensors: Iterable[torch.Tensor]) -> str:
 _LONGEST = 120
 
 
-def begin_alike(
+def check_same_on_all_ranks(
     facts: Mapping[str, object], tensors: Sequence[torch.Tensor], communicator: Communicator
 ) -> Callable[[], None]:
     """Let tensors be on all cores as they are on core 0, and refuse cores that were set up differently.
@@ -95,14 +95,14 @@ def begin_alike(
         one program with whatever else is noted down until then.
     """
     if communicator.num_replicas == 1:
-        share_from_first(tensors, communicator)
+        broadcast_from_rank0(tensors, communicator)
         return _nothing_more
     comparison = Comparison(facts, communicator, tensors[0].device)
     if communicator.is_one_program:
-        share_from_first(tensors, communicator)
+        broadcast_from_rank0(tensors, communicator)
         return comparison.refuse_different
     comparison.refuse_different()
-    share_from_first(tensors, communicator)
+    broadcast_from_rank0(tensors, communicator)
     return _nothing_more
 
 
@@ -110,10 +110,10 @@ def _nothing_more() -> None:
     pass
 
 
-def share_from_first(tensors: Iterable[torch.Tensor], communicator: Communicator) -> None:
+def broadcast_from_rank0(tensors: Iterable[torch.Tensor], communicator: Communicator) -> None:
     """Let parameters and buffers be on all cores as they are on core 0."""
     tensors = list({id(tensor): tensor for tensor in tensors}.values())
-    communicator.lay_out(tensors)
+    communicator.shard_like(tensors)
     if communicator.num_replicas > 1:
         communicator.broadcast(tensors)
 
@@ -170,7 +170,7 @@ class Joining(Protocol):
 
     rule: Rule
     inner: Optimizer
-    sampler: Dealer
+    sampler: MinibatchSource
 
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
@@ -181,7 +181,7 @@ class Joining(Protocol):
     def description(self) -> Description: ...
 
 
-def join_other_cores(
+def sync_and_check_ranks(
     optimizer: Joining,
     communicator: Communicator,
     model: torch.nn.Module | None,
@@ -218,13 +218,13 @@ def join_other_cores(
         "first batch size": optimizer.batch_size,
     }
     tensors = [*parameters, *of_model]
-    if any_split(tensors):
+    if any_dtensor(tensors):
         return _join_over_a_mesh(facts, tensors, communicator, sampler.process_group)
     everyone = everyone_for(tensors, sampler.process_group)
-    if isinstance(everyone, Hosts):
+    if isinstance(everyone, SpmdHosts):
         Comparison(facts, everyone, torch.device("cpu")).refuse_different()
-    complete = begin_alike(facts, tensors, communicator)
-    take_over_reduction(parameters, communicator)
+    complete = check_same_on_all_ranks(facts, tensors, communicator)
+    disable_ddp_allreduce(parameters, communicator)
     return complete
 
 
@@ -234,7 +234,7 @@ def _join_over_a_mesh(
     """The same where processes share the samples, which must begin with the same of what is not split over them."""
     everyone = everyone_for(tensors, process_group)
     if everyone.num_replicas > 1:
-        Comparison(facts, everyone, local_part(tensors[0]).device).refuse_different()
+        Comparison(facts, everyone, to_local(tensors[0]).device).refuse_different()
     _share_over_a_mesh(tensors, communicator, model_groups(tensors, group_of(process_group)))
     return lambda: None
 
@@ -243,13 +243,13 @@ def _share_over_a_mesh(
     tensors: Sequence[torch.Tensor], communicator: Communicator, groups: Mapping[Ranks, Group]
 ) -> None:
     """Let tensors be as on the first core, and what is not split over a group as on the first process of that."""
-    share_from_first(tensors, communicator)
+    broadcast_from_rank0(tensors, communicator)
     for ranks, group in groups.items():
-        copied = [local_part(tensor.detach()) for tensor in tensors if ranks not in _ranks_of_meshes([tensor])]
-        share_from_first(copied, Distributed(group))
+        copied = [to_local(tensor.detach()) for tensor in tensors if ranks not in _ranks_of_meshes([tensor])]
+        broadcast_from_rank0(copied, ProcessGroups(group))
 
 
-def join_later(
+def sync_added_params(
     added: Sequence[torch.Tensor], before: Sequence[torch.Tensor], communicator: Communicator, process_group: Any
 ) -> None:
     """The same for parameters that are added to those before, in which all processes must be alike.
@@ -260,17 +260,17 @@ def join_later(
     """
     if len({*added, *before}) < len(added) + len(before):
         raise ValueError("a group that is added must have new parameters, each of them once, got one a second time")
-    if any_split(added) and not _are_split_as(added, before):
+    if any_dtensor(added) and not _are_split_as(added, before):
         raise ValueError(
             "parameters that are added must be split over the processes that others are split over, and in the same "
             "way, or not at all: make the optimizer with them, frozen until they are to be trained"
         )
     _share_over_a_mesh(added, communicator, model_groups(before, group_of(process_group)))
-    take_over_reduction(added, communicator)
+    disable_ddp_allreduce(added, communicator)
 
 
 @contextmanager
-def as_before_if_refused(inner: Optimizer) -> Iterator[None]:
+def rollback_param_groups(inner: Optimizer) -> Iterator[None]:
     """Within, a group may be added to an optimizer; if that ends in an error, it has the groups that it had."""
     spread: list[Any] = [one for one in optimizers_of(inner) if is_zero(one)]
     optimizers = {inner, *optimizers_of(inner), *(one.optim for one in spread)}

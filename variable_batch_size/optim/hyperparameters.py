@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator
-from variable_batch_size.optim.proxy import Together
+from variable_batch_size.optim.proxy import MultiOptimizer
 from variable_batch_size.rules.adam import corrected_for_bias
 from variable_batch_size.rules.rule import Rule, Step
 
@@ -69,12 +69,12 @@ def is_decoupled(inner: Optimizer, group: Mapping[str, Any]) -> bool:
 
     Where its group does not say so, as in earlier versions of torch and outside of it, the name of its class does.
     """
-    owner = inner.owner(group) if isinstance(inner, Together) else inner
+    owner = inner.owner(group) if isinstance(inner, MultiOptimizer) else inner
     is_named_so = any("AdamW" in kind.__name__ for kind in type(owner).__mro__)
     return bool(group.get("decoupled_weight_decay", is_named_so))
 
 
-class AdamBias:
+class BetaHistory:
     """Remembers the betas of past updates, for rules that change them from step to step.
 
     Args:
@@ -127,7 +127,7 @@ class AdamBias:
 Group = dict[str, Any]
 
 
-class Settings:
+class StepHyperparameters:
     """Gives the parameter groups what a rule wants them to have in one step.
 
     Args:
@@ -141,7 +141,7 @@ class Settings:
     def __init__(self, inner: Optimizer, communicator: Communicator) -> None:
         self._inner = inner
         self._communicator = communicator
-        self.adam_bias = AdamBias(inner)
+        self.adam_bias = BetaHistory(inner)
 
     @contextmanager
     def of_step(self, rule: Rule, step: Step, factors: Sequence[float]) -> Iterator[list[float]]:
@@ -154,7 +154,7 @@ class Settings:
             parts: list[Group] = []
             lrs = []
             for number, (group, factor) in enumerate(zip(found, factors, strict=True)):
-                settings = rule.of_group(number)[0].settings(self._as_rules_see(group), step, factor)
+                settings = rule.rule_for_group(number)[0].settings(self._as_rules_see(group), step, factor)
                 lrs.append(float(settings.get("lr", group["lr"])))
                 variants = [(params, self._varying(values)) for params, values in self._variants(group, settings)]
                 if len(variants) == 1:
@@ -185,6 +185,6 @@ class Settings:
 
     def _varying(self, settings: Group) -> Group:
         """The settings in a form in which they may change without compiling again."""
-        varying, share = self._communicator.varying, self._communicator.varying_share
-        values = {name: varying(value) if isinstance(value, float) else value for name, value in settings.items()}
+        traced_scalar, share = self._communicator.traced_scalar, self._communicator.traced_beta
+        values = {name: traced_scalar(value) if isinstance(value, float) else value for name, value in settings.items()}
         return values | {name: tuple(map(share, settings[name])) for name in ("betas",) if name in settings}

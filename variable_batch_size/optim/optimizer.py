@@ -16,24 +16,29 @@ from torch.optim import Optimizer
 from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.detect import communicator_for
-from variable_batch_size.data.sampler import Dealer, Description
+from variable_batch_size.data.sampler import Description, MinibatchSource
 from variable_batch_size.optim.buffers import Buffers
-from variable_batch_size.optim.consistency import as_before_if_refused, description_of, join_later, join_other_cores
-from variable_batch_size.optim.gradients.accumulator import Gradients, Mean
-from variable_batch_size.optim.gradients.select import gradients_for
-from variable_batch_size.optim.hyperparameters import Preconditioner, Settings
+from variable_batch_size.optim.consistency import (
+    fingerprint_of,
+    rollback_param_groups,
+    sync_added_params,
+    sync_and_check_ranks,
+)
+from variable_batch_size.optim.gradients.accumulator import GradientAccumulator, Mean
+from variable_batch_size.optim.gradients.select import make_accumulator
+from variable_batch_size.optim.hyperparameters import Preconditioner, StepHyperparameters
 from variable_batch_size.optim.policy_driver import Record, deciding_for
-from variable_batch_size.optim.proxy import Inner, Wrapper, name_of, optimizers_of
-from variable_batch_size.optim.seeding import MinibatchSeeds
+from variable_batch_size.optim.proxy import Inner, OptimizerProxy, name_of, optimizers_of
+from variable_batch_size.optim.seeding import MinibatchSeeder
 from variable_batch_size.optim.step_plan import Position
-from variable_batch_size.optim.token_weights import Weight, Weights
+from variable_batch_size.optim.token_weights import TokenWeights, Weight
 from variable_batch_size.optim.wrappers import is_fully_sharded, refuse_call, refuse_other_reductions
 from variable_batch_size.rules.adascale import NoiseRule
 from variable_batch_size.rules.noise import Noise, NoiseMeter
-from variable_batch_size.rules.per_optimizer import RuleOfEach
+from variable_batch_size.rules.per_optimizer import PerOptimizerRule
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.rules.transition import Transition
-from variable_batch_size.schedules.schedule import Layout
+from variable_batch_size.schedules.schedule import BaseSchedule
 
 
 class Options(TypedDict, total=False):
@@ -56,7 +61,7 @@ class Options(TypedDict, total=False):
 class Passes:
     """Sees the minibatches of each pass over the loader, and refuses those of a pass that only one of the two began."""
 
-    def __init__(self, sampler: Dealer) -> None:
+    def __init__(self, sampler: MinibatchSource) -> None:
         self._sampler = sampler
         self._has_begun = False  # whether there was a minibatch since the optimizer's set_epoch
         self._pass = -1  # of the sampler, that of the latest minibatch
@@ -106,7 +111,7 @@ class StandIns:
     """
 
     def __init__(
-        self, is_on: bool, gradients: Gradients, model: torch.nn.Module | None, communicator: Communicator
+        self, is_on: bool, gradients: GradientAccumulator, model: torch.nn.Module | None, communicator: Communicator
     ) -> None:
         self._is_on = is_on
         self._gradients = gradients
@@ -115,12 +120,12 @@ class StandIns:
     def expect(self, position: Position) -> None:
         """Before a minibatch."""
         if self._is_on:
-            self._gradients.expect(is_stand_in=position.is_stand_in_next, is_last=position.is_last_next)
-            self._buffers.save(position.is_stand_in_next)
+            self._gradients.expect(is_padding_minibatch=position.is_next_padding, is_last=position.is_last_next)
+            self._buffers.save(position.is_next_padding)
 
     def take_back(self, position: Position, weight: Weight | None) -> Weight | None:
         """After a minibatch, of which only the gradient of the others is left if it was a stand-in; what it weighs."""
-        if not self._is_on or not position.is_stand_in:
+        if not self._is_on or not position.is_padding_minibatch:
             return weight
         self._buffers.settle(is_taken_back=True)
         self._gradients.leave_out()
@@ -140,7 +145,9 @@ class Observer:
         skip_nonfinite: whether no update is to be made where they are not finite.
     """
 
-    def __init__(self, gradients: Gradients, rule: Rule, meter: NoiseMeter | None, *, skip_nonfinite: bool) -> None:
+    def __init__(
+        self, gradients: GradientAccumulator, rule: Rule, meter: NoiseMeter | None, *, skip_nonfinite: bool
+    ) -> None:
         self._gradients = gradients
         self._rule = rule
         self._meter = meter
@@ -185,13 +192,13 @@ class Factors:
 
     def preview(self, step: Step, group: int) -> float:
         """The factor of a parameter group in a step."""
-        return self._of_group(group).preview(self._rule.factor_of_group(step, group), step.batch_size)
+        return self._of_group(group).preview(self._rule.group_factor(step, group), step.batch_size)
 
     def move(self, step: Step, num_groups: int) -> list[float]:
         """The factors of all groups in a step, which is then taken as made."""
         self.progress += self._rule.worth(step, self._of_all.move(self._rule.factor(step), step.batch_size))
         return [
-            self._of_group(group).move(self._rule.factor_of_group(step, group), step.batch_size)
+            self._of_group(group).move(self._rule.group_factor(step, group), step.batch_size)
             for group in range(num_groups)
         ]
 
@@ -219,7 +226,7 @@ class Factors:
             self._of_group(group).load_state_dict(saved)
 
 
-def rule_for(rule: Rule | Sequence[Rule], inner: Optimizer) -> Rule:
+def make_rule_for(rule: Rule | Sequence[Rule], inner: Optimizer) -> Rule:
     """The rule of an optimizer, or one made of the rules of several; what does not fit is refused."""
     optimizers = optimizers_of(inner)
     rules: list[Any] = list(rule) if isinstance(rule, list | tuple) else [rule] * len(optimizers)
@@ -230,13 +237,13 @@ def rule_for(rule: Rule | Sequence[Rule], inner: Optimizer) -> Rule:
         one.check(name_of(optimizer), optimizer.param_groups)
     if isinstance(rule, Rule):
         return rule
-    return RuleOfEach(rules, num_groups=[len(optimizer.param_groups) for optimizer in optimizers])
+    return PerOptimizerRule(rules, num_groups=[len(optimizer.param_groups) for optimizer in optimizers])
 
 
 logger = logging.getLogger(__name__)
 
 
-class ScheduledOptimizer(Wrapper, ABC):
+class ScheduledOptimizer(OptimizerProxy, ABC):
     """What can be read of a run between two calls of ``step()``.
 
     Args:
@@ -260,7 +267,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         steps_skipped: steps whose gradient was not finite, or whose minibatches all have the weight 0.
         minibatch_weights: what minibatches weigh, and how much that is so far.
         gradient_norm: the norm of the latest step's mean gradient before clipping, on the device; None unless that step
-            is one of those for which :meth:`keep_gradient_norm` has asked.
+            is one of those for which :meth:`record_grad_norm` has asked.
     """
 
     _communicator: Communicator
@@ -270,7 +277,7 @@ class ScheduledOptimizer(Wrapper, ABC):
     def __init__(
         self,
         inner: Inner,
-        sampler: Dealer,
+        sampler: MinibatchSource,
         *,
         rule: Rule | Sequence[Rule],
         ref_batchsize: int,
@@ -283,9 +290,9 @@ class ScheduledOptimizer(Wrapper, ABC):
         seed_minibatches: bool,
     ) -> None:
         super().__init__(inner)
-        if not isinstance(sampler, Dealer):
+        if not isinstance(sampler, MinibatchSource):
             raise ValueError(f"`sampler` must be a CustomSampler or a Stream, got {type(sampler).__name__}")
-        rule = rule_for(rule, self.inner)
+        rule = make_rule_for(rule, self.inner)
         check_positive(ref_batchsize=ref_batchsize)
         check_not_negative(log_steps=log_steps)
         self.sampler = sampler
@@ -303,10 +310,10 @@ class ScheduledOptimizer(Wrapper, ABC):
         self._scaling = Factors(rule, smooth_steps=smooth_steps, max_factor=max_factor)
         self._loss_scale = _checked_loss_scale(loss_scale)
         self._own_meter = NoiseMeter() if measure_noise and not isinstance(rule, NoiseRule) else None  # over all groups
-        self._described = description_of(sampler, rule, self.inner, self.ref_batchsize)  # before a rule notes anything
+        self._described = fingerprint_of(sampler, rule, self.inner, self.ref_batchsize)  # before a rule notes anything
         self._deciding = deciding_for(self)
         self._position = Position(sampler.schedule, sampler.rank)
-        self.minibatch_weights = Weights(next(self.parameters()).device)
+        self.minibatch_weights = TokenWeights(next(self.parameters()).device)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r}, ref_batchsize={self.ref_batchsize})"
@@ -319,17 +326,17 @@ class ScheduledOptimizer(Wrapper, ABC):
             own["threads"] = torch.get_num_threads()  # on which the bits of a minibatch's gradient depend
         return {**self._described, **own}
 
-    def call_when_decided(self, listener: Callable[[Record], Any]) -> None:
+    def on_decision(self, listener: Callable[[Record], Any]) -> None:
         """Give every decision of a policy to something that can be called with a record; nothing without a policy."""
         if self._deciding is not None:
-            self._deciding.call_when_decided(listener)
+            self._deciding.on_decision(listener)
 
     def note_loss(self, loss: float) -> None:
         """Let a policy know the loss that a log has recorded."""
         if self._deciding is not None:
             self._deciding.loss = loss
 
-    def keep_gradient_norm(self, *, every: int) -> None:
+    def record_grad_norm(self, *, every: int) -> None:
         """From now on, leave the norm of every N-th step's mean gradient in `gradient_norm`; several N add up."""
         check_positive(every=every)
         self._norm_every.add(every)
@@ -373,9 +380,9 @@ class ScheduledOptimizer(Wrapper, ABC):
     @property
     def is_idle(self) -> bool:
         """Whether the latest minibatch was a stand-in: this core has none in that step, or in lockstep no more."""
-        return self._position.is_stand_in
+        return self._position.is_padding_minibatch
 
-    def go_on_with(self, schedule: Layout) -> None:
+    def set_schedule(self, schedule: BaseSchedule) -> None:
         """Take another schedule in place of the sampler's, and give it to the sampler; ``set_epoch`` goes into it."""
         self.sampler.schedule = schedule
         self._position.take(schedule)
@@ -387,7 +394,9 @@ class ScheduledOptimizer(Wrapper, ABC):
         if self._is_known(group):
             return self._lrs[group]  # as it was then: a scheduler may have gone on
         return float(
-            self.rule.of_group(group)[0].settings(self.param_groups[group], self._rule_step(), self.factor(group))["lr"]
+            self.rule.rule_for_group(group)[0].settings(
+                self.param_groups[group], self._rule_step(), self.factor(group)
+            )["lr"]
         )
 
     def factor(self, group: int = 0) -> float:
@@ -446,7 +455,7 @@ class ScheduledOptimizer(Wrapper, ABC):
         return self._meter().scale_in_samples()
 
     def _meter(self) -> NoiseMeter:
-        meter = self._own_meter or (self.rule.meter if isinstance(self.rule, NoiseRule | RuleOfEach) else None)
+        meter = self._own_meter or (self.rule.meter if isinstance(self.rule, NoiseRule | PerOptimizerRule) else None)
         if meter is None:
             raise RuntimeError(
                 f"{type(self.rule).__name__} measures no noise: AdaScaleRule does, and so does any rule with "
@@ -552,7 +561,7 @@ class CustomOptimizer(FirstNames):
         exact: sum so that the weights are the same to the last bit on any number of cores; see the page on exactness
             for what that needs and costs.
         seed_minibatches: set the random generators before each minibatch, so that what it draws does not depend on the
-            core (:class:`MinibatchSeeds`); None for as `exact` is.
+            core (:class:`MinibatchSeeder`); None for as `exact` is.
         reduce_once: let a model in ``fully_shard`` reduce once a step instead of in every round, for the memory of
             whole gradients on each core; other models always do so.
     """
@@ -560,7 +569,7 @@ class CustomOptimizer(FirstNames):
     def __init__(
         self,
         inner: Inner,
-        sampler: Dealer,
+        sampler: MinibatchSource,
         *,
         rule: Rule | Sequence[Rule],
         ref_batchsize: int,
@@ -599,10 +608,10 @@ class CustomOptimizer(FirstNames):
         options = {"clip_grad_norm": clip_grad_norm, "smooth_steps": smooth_steps, "max_factor": max_factor}
         options |= {"skip_nonfinite": self.skip_nonfinite, "keep_gradients": keep_gradients, "loss_scale": loss_scale}
         options |= {"measure_noise": measure_noise, "reduce_once": reduce_once}
-        complete_joining = join_other_cores(self, self._communicator, model, options)
+        complete_joining = sync_and_check_ranks(self, self._communicator, model, options)
         self._preconditioner = Preconditioner(self.inner) if self.rule.preconditions else None
         divisors = None if self._preconditioner is None else self._preconditioner.divisors
-        self._gradients = gradients_for(
+        self._gradients = make_accumulator(
             self.inner,
             self._communicator,
             sampler=sampler,
@@ -615,8 +624,8 @@ class CustomOptimizer(FirstNames):
         self._observer = Observer(self._gradients, self.rule, self._own_meter, skip_nonfinite=self.skip_nonfinite)
         self._stand_ins = StandIns(sampler.schedule.lockstep, self._gradients, model, self._communicator)
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
-        self._settings, self._passes = Settings(self.inner, self._communicator), Passes(sampler)
-        self._seeds = MinibatchSeeds(self.seeds_minibatches, sampler, self._position, next(self.parameters()), model)
+        self._settings, self._passes = StepHyperparameters(self.inner, self._communicator), Passes(sampler)
+        self._seeds = MinibatchSeeder(self.seeds_minibatches, sampler, self._position, next(self.parameters()), model)
         self._begin_epoch()
         complete_joining()
 
@@ -625,10 +634,10 @@ class CustomOptimizer(FirstNames):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, on all cores; they start out as they are on core 0, without a gradient."""
         before = list(self.parameters())
-        with as_before_if_refused(self.inner):
+        with rollback_param_groups(self.inner):
             self.inner.add_param_group(param_group)
             added = self.inner.param_groups[-1]["params"]
-            join_later(added, before, self._communicator, self.sampler.process_group)
+            sync_added_params(added, before, self._communicator, self.sampler.process_group)
             for p in added:
                 p.grad = None  # of minibatches before, which nobody has taken over
             self._gradients.fit()
@@ -779,7 +788,7 @@ class CustomOptimizer(FirstNames):
     def _update(self, step: Step) -> None:
         """Let the inner optimizer make its step, with the settings that the rule gives it."""
         if self.clip_grad_norm is not None:
-            largest = self._communicator.varying(self.clip_grad_norm * self._mean().multiple)
+            largest = self._communicator.traced_scalar(self.clip_grad_norm * self._mean().multiple)
             self._gradients.clip(largest)
         self._factors = self._scaling.move(step, len(self.param_groups))
         with self._settings.of_step(self.rule, step, self._factors) as self._lrs:

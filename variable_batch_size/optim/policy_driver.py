@@ -12,11 +12,11 @@ import torch
 
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.detect import everyone_for
-from variable_batch_size.data.sampler import Dealer
+from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.policies.policy import Decision, Situation
-from variable_batch_size.policies.timing import Asking
+from variable_batch_size.policies.timing import PolicyTiming
 from variable_batch_size.rules.rule import Rule
-from variable_batch_size.schedules.live import LiveSchedule
+from variable_batch_size.schedules.live import PolicySchedule
 
 Record = dict[str, Any]
 
@@ -24,7 +24,7 @@ Record = dict[str, Any]
 class Run(Protocol):
     """What a policy is told of: an optimizer, while it trains."""
 
-    sampler: Dealer
+    sampler: MinibatchSource
     rule: Rule
     ref_batchsize: int
     steps_done: int
@@ -37,7 +37,7 @@ class Run(Protocol):
     def parameters(self) -> Iterable[torch.Tensor]: ...
 
 
-class Deciding:
+class PolicyDriver:
     """Times the steps of a run, and appends to its schedule what the policy decides.
 
     The first batch size is decided by every core from the same numbers. From then on core 0 decides, and the cores sum
@@ -52,20 +52,20 @@ class Deciding:
         latest: the record of the latest decision: step, batch size, noise scale, seconds and the reason.
     """
 
-    def __init__(self, optimizer: Run, schedule: LiveSchedule) -> None:
+    def __init__(self, optimizer: Run, schedule: PolicySchedule) -> None:
         if schedule.num_ahead or schedule.num_done:
             raise RuntimeError("the policy of this sampler decides for another optimizer: make a sampler for each")
         self.loss: float | None = None
         self.latest: Record | None = None
         self._optimizer, self._schedule = optimizer, schedule
-        self._asking = Asking(schedule.policy)
+        self._asking = PolicyTiming(schedule.policy)
         self._listeners: list[Callable[[Record], Any]] = []
         self._began: float | None = None  # when the step under way did
         self._pass = 0  # of the sampler, that of the latest step
         situation = self._situation(_noise_scale(optimizer))  # refuses noise that is needed and nobody measures
         self._append(self._asking.answer(situation), situation)
 
-    def call_when_decided(self, listener: Callable[[Record], Any]) -> None:
+    def on_decision(self, listener: Callable[[Record], Any]) -> None:
         """Give every decision to come, and the latest, to something, as a record."""
         self._listeners.append(listener)
         if self.latest is not None:
@@ -100,7 +100,7 @@ class Deciding:
         decision = self._asking.answer(situation) if communicator.rank == 0 else Decision(0, "decided by core 0")
         if communicator.num_replicas > 1:
             device = next(iter(self._optimizer.parameters())).device
-            with xla.undisturbed(device) if device.type == "xla" else nullcontext():
+            with xla.preserve_rng(device) if device.type == "xla" else nullcontext():
                 communicator.flush()  # else the update would be another program, together with the sum
                 total = communicator.total(torch.tensor([decision.batch_size], dtype=torch.int64).to(device))
             decision = Decision(int(total), decision.reason)
@@ -178,10 +178,10 @@ class Deciding:
         return (state["cores"], minibatch_size) == (schedule.num_replicas, schedule.minibatch_size)
 
 
-def deciding_for(optimizer: Run) -> Deciding | None:
+def deciding_for(optimizer: Run) -> PolicyDriver | None:
     """What decides, where batch sizes are decided while the run goes on."""
     schedule = optimizer.sampler.schedule
-    return Deciding(optimizer, schedule) if isinstance(schedule, LiveSchedule) else None
+    return PolicyDriver(optimizer, schedule) if isinstance(schedule, PolicySchedule) else None
 
 
 def _noise_scale(optimizer: Run) -> float | None:
@@ -189,7 +189,7 @@ def _noise_scale(optimizer: Run) -> float | None:
         return optimizer.noise_scale_in_samples
     except RuntimeError:
         schedule = optimizer.sampler.schedule
-        assert isinstance(schedule, LiveSchedule)
+        assert isinstance(schedule, PolicySchedule)
         if schedule.policy.needs_noise:
             raise ValueError(
                 f"{schedule.name} decides by the noise of the gradient, which {type(optimizer.rule).__name__} does not "

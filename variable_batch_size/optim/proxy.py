@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 
-class Wrapper(Optimizer):
+class OptimizerProxy(Optimizer):
     """Reads everything that an optimizer has from the inner one; a copy would go stale when a state is loaded.
 
     Args:
@@ -17,8 +17,8 @@ class Wrapper(Optimizer):
     """
 
     def __init__(self, inner: Inner) -> None:
-        inner = inner if isinstance(inner, Optimizer) or not isinstance(inner, Sequence) else Together(inner)
-        if not isinstance(inner, Optimizer) or isinstance(inner, Wrapper):
+        inner = inner if isinstance(inner, Optimizer) or not isinstance(inner, Sequence) else MultiOptimizer(inner)
+        if not isinstance(inner, Optimizer) or isinstance(inner, OptimizerProxy):
             raise ValueError(f"`inner` must be an optimizer of torch, got {type(inner).__name__}")
         if any(isinstance(one, torch.optim.LBFGS) for one in optimizers_of(inner)):
             raise ValueError(
@@ -61,7 +61,7 @@ class Wrapper(Optimizer):
 
 def optimizers_of(inner: Optimizer) -> list[Optimizer]:
     """The optimizer itself, or the several that it is."""
-    return inner.optimizers if isinstance(inner, Together) else [inner]
+    return inner.optimizers if isinstance(inner, MultiOptimizer) else [inner]
 
 
 def name_of(inner: Optimizer) -> str:
@@ -74,7 +74,7 @@ Inner = Optimizer | Sequence[Optimizer]
 Group = dict[str, Any]
 
 
-class Together(Optimizer):
+class MultiOptimizer(Optimizer):
     """Has the parameter groups of all, in their order, and the state of all.
 
     Args:

@@ -6,7 +6,7 @@ from typing import final
 
 from typing_extensions import Unpack
 
-from variable_batch_size.data.sampler import Dealer
+from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.optimizer import CustomOptimizer, Options
 from variable_batch_size.optim.proxy import Inner
 from variable_batch_size.rules.adam import AdamRule, Form
@@ -18,7 +18,9 @@ from variable_batch_size.rules.scaling import ConstantRule, LEGWRule, LinearMome
 class LinearRuleOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 · S, S = batch size / `ref_batchsize` (:class:`LinearRule`)."""
 
-    def __init__(self, inner: Inner, sampler: Dealer, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
+    def __init__(
+        self, inner: Inner, sampler: MinibatchSource, *, ref_batchsize: int, **options: Unpack[Options]
+    ) -> None:
         super().__init__(inner, sampler, rule=LinearRule(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -26,7 +28,9 @@ class LinearRuleOptimizer(CustomOptimizer):
 class RootRuleOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 · √S, S = batch size / `ref_batchsize` (:class:`RootRule`)."""
 
-    def __init__(self, inner: Inner, sampler: Dealer, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
+    def __init__(
+        self, inner: Inner, sampler: MinibatchSource, *, ref_batchsize: int, **options: Unpack[Options]
+    ) -> None:
         super().__init__(inner, sampler, rule=RootRule(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -34,7 +38,9 @@ class RootRuleOptimizer(CustomOptimizer):
 class ConstantOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 for every batch size, so that `ref_batchsize` only counts for progress."""
 
-    def __init__(self, inner: Inner, sampler: Dealer, *, ref_batchsize: int = 1, **options: Unpack[Options]) -> None:
+    def __init__(
+        self, inner: Inner, sampler: MinibatchSource, *, ref_batchsize: int = 1, **options: Unpack[Options]
+    ) -> None:
         super().__init__(inner, sampler, rule=ConstantRule(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -42,7 +48,9 @@ class ConstantOptimizer(CustomOptimizer):
 class LinearRuleMomentumOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with the linear rule in the form that suits momentum (:class:`LinearMomentumRule`)."""
 
-    def __init__(self, inner: Inner, sampler: Dealer, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
+    def __init__(
+        self, inner: Inner, sampler: MinibatchSource, *, ref_batchsize: int, **options: Unpack[Options]
+    ) -> None:
         super().__init__(inner, sampler, rule=LinearMomentumRule(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -53,7 +61,7 @@ class LEGWRuleOptimizer(CustomOptimizer):
     def __init__(
         self,
         inner: Inner,
-        sampler: Dealer,
+        sampler: MinibatchSource,
         *,
         ref_batchsize: int,
         warmup_samples: int,
@@ -75,7 +83,7 @@ class AdamRuleOptimizer(CustomOptimizer):
     def __init__(
         self,
         inner: Inner,
-        sampler: Dealer,
+        sampler: MinibatchSource,
         *,
         ref_batchsize: int,
         form: Form = "sde",
@@ -99,7 +107,7 @@ class AdaScaleOptimizer(CustomOptimizer):
     def __init__(
         self,
         inner: Inner,
-        sampler: Dealer,
+        sampler: MinibatchSource,
         *,
         ref_batchsize: int,
         starts_with_mean: bool = False,
@@ -120,7 +128,7 @@ class AdamScaleOptimizer(CustomOptimizer):
     def __init__(
         self,
         inner: Inner,
-        sampler: Dealer,
+        sampler: MinibatchSource,
         *,
         ref_batchsize: int,
         starts_with_mean: bool = False,

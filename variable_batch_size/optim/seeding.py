@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from variable_batch_size.cores import devices, xla
-from variable_batch_size.data.sampler import Dealer
+from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.step_plan import Position
 
 _TWO_SEEDS = struct.Struct("<QQ")
 
 
-class MinibatchSeeds:
+class MinibatchSeeder:
     """Sets the generators of a core before each minibatch, from the seed, the epoch and the minibatch's number in it.
 
     So what is drawn is the same on any number of cores, after a stop, and in a replay, and a stand-in disturbs nothing.
@@ -38,7 +38,7 @@ class MinibatchSeeds:
     def __init__(
         self,
         is_on: bool,
-        sampler: Dealer,
+        sampler: MinibatchSource,
         position: Position,
         like: torch.Tensor,
         model: torch.nn.Module | None,
@@ -53,7 +53,7 @@ class MinibatchSeeds:
         self._was_evaluated = False  # likewise
         if not is_on:
             return
-        sampler.call_when_asked(self._when_asked)
+        sampler.on_request(self._when_asked)
         if model is not None:
             model.register_forward_pre_hook(self._before_forward)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from variable_batch_size.checks import check_within
-from variable_batch_size.schedules.schedule import Layout
+from variable_batch_size.schedules.schedule import BaseSchedule
 
 
 class Position:
@@ -19,11 +19,11 @@ class Position:
         step: the number in the run of the step that the latest minibatch belongs to; at first, of the epoch's first.
     """
 
-    def __init__(self, schedule: Layout, rank: int) -> None:
+    def __init__(self, schedule: BaseSchedule, rank: int) -> None:
         self._rank = rank
         self.take(schedule)
 
-    def take(self, schedule: Layout) -> None:
+    def take(self, schedule: BaseSchedule) -> None:
         """Go to the start of another schedule."""
         self._schedule = schedule
         self.set_epoch(0)
@@ -60,7 +60,7 @@ class Position:
 
     def _share_of_step(self) -> int:
         """How many minibatches this core runs in the step: at least a stand-in."""
-        return self._schedule.num_rounds(self.step, self._rank)
+        return self._schedule.rounds_for(self.step, self._rank)
 
     @property
     def next_minibatch(self) -> int:
@@ -119,15 +119,15 @@ class Position:
         return self.step < self._steps[-1] and self._schedule.is_idle(self.step + 1, self._rank)
 
     @property
-    def is_stand_in(self) -> bool:
+    def is_padding_minibatch(self) -> bool:
         """Whether the latest minibatch was a stand-in: in lockstep a core may have others in the step."""
-        return self._schedule.stands_in(self.step, self._rank, max(0, self._num_run - 1))
+        return self._schedule.is_padding(self.step, self._rank, max(0, self._num_run - 1))
 
     @property
-    def is_stand_in_next(self) -> bool:
+    def is_next_padding(self) -> bool:
         """Whether the next one is, if the epoch has one."""
         if not self.is_complete:
-            return self._schedule.stands_in(self.step, self._rank, self._num_run)
+            return self._schedule.is_padding(self.step, self._rank, self._num_run)
         return self.is_idle_next
 
     @property
@@ -135,4 +135,4 @@ class Position:
         """Whether the next one is the core's last of its step, if the epoch has one."""
         if not self.is_complete:
             return self._minibatches_left == 1
-        return self.step == self._steps[-1] or self._schedule.num_rounds(self.step + 1, self._rank) == 1
+        return self.step == self._steps[-1] or self._schedule.rounds_for(self.step + 1, self._rank) == 1

@@ -13,7 +13,7 @@ _COUNTS_BADLY = (torch.float16, torch.bfloat16)
 """Their whole numbers have gaps from 2,048 and from 256 on."""
 
 
-class Weights:
+class TokenWeights:
     """Sees that all minibatches of a run have a weight or none has, and sums the weights of its steps.
 
     Args:

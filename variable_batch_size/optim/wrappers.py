@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator, is_running
-from variable_batch_size.cores.dtensor import any_split, is_split
-from variable_batch_size.optim.proxy import Wrapper, optimizers_of
+from variable_batch_size.cores.dtensor import any_dtensor, is_dtensor
+from variable_batch_size.optim.proxy import OptimizerProxy, optimizers_of
 from variable_batch_size.rules.rule import Rule
 
 Kind = TypeVar("Kind")
@@ -75,7 +75,7 @@ def refuse_prepared(parameters: Iterable[torch.Tensor]) -> None:
     if "accelerate.accelerator" not in sys.modules:
         return
     kinds = [getattr(sys.modules[f"accelerate.{module}"], kind) for _, module, kind, _ in _MADE]
-    things = alive(Wrapper, *kinds)  # all in one search, which goes through everything there is
+    things = alive(OptimizerProxy, *kinds)  # all in one search, which goes through everything there is
     own = _of(set(parameters), things)
     for kind, (sentence, _, _, name) in zip(kinds, _MADE, strict=True):
         theirs = [thing for thing in things if issubclass(type(thing), kind)]
@@ -86,7 +86,7 @@ def refuse_prepared(parameters: Iterable[torch.Tensor]) -> None:
 
 def _of(parameters: set[torch.Tensor], things: list[Any]) -> list[Any]:
     """The optimizers of this library that have some of the parameters, their inner ones, and their samplers."""
-    own = [thing for thing in things if isinstance(thing, Wrapper) and hasattr(thing, "inner")]
+    own = [thing for thing in things if isinstance(thing, OptimizerProxy) and hasattr(thing, "inner")]
     own = [one for one in own if not parameters.isdisjoint(one.parameters())]
     inner = [thing for one in own for thing in (one.inner, *optimizers_of(one.inner))]
     return [*own, *inner, *(one.sampler for one in own if hasattr(one, "sampler"))]
@@ -121,7 +121,7 @@ def sharding_modules(parameters: Sequence[torch.Tensor]) -> list[Any]:
     In the same order on all cores, as what they do with their parameters they do together.
     """
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if kind is None or not any_split(parameters):
+    if kind is None or not any_dtensor(parameters):
         return []
     places = {id(p): place for place, p in enumerate(parameters)}
 
@@ -137,7 +137,7 @@ def sharding_modules(parameters: Sequence[torch.Tensor]) -> list[Any]:
 def refuse_sharded_since(parameters: Iterable[torch.Tensor]) -> None:
     """Raise, after a backward pass, if parameters have no gradients because a model in ``fully_shard`` has others."""
     parameters = list(parameters)
-    if any_split(parameters) or any(p.grad is not None for p in parameters):
+    if any_dtensor(parameters) or any(p.grad is not None for p in parameters):
         return
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is not None and alive(kind):
@@ -256,7 +256,7 @@ def refuse_unsupported(parameters: Iterable[torch.Tensor], model: torch.nn.Modul
         if any(isinstance(thing, kind) for thing in found):
             raise ValueError(sentence)
     if is_fully_sharded(parameters):
-        refuse_left_out([p for p in parameters if not is_split(p)])
+        refuse_left_out([p for p in parameters if not is_dtensor(p)])
 
 
 def refuse_spread_moments(rule: Rule, inner: Optimizer) -> None:
@@ -292,7 +292,7 @@ def is_zero(inner: Any) -> bool:
     return module is not None and isinstance(inner, module.ZeroRedundancyOptimizer)
 
 
-def take_over_reduction(parameters: Iterable[torch.Tensor], communicator: Communicator) -> None:
+def disable_ddp_allreduce(parameters: Iterable[torch.Tensor], communicator: Communicator) -> None:
     """Switch off the reduction of every DistributedDataParallel that has some of these parameters.
 
     In every backward pass it takes the mean over all processes, which is wrong where these have different numbers of
@@ -341,7 +341,9 @@ def refuse_other_reductions(parameters: Iterable[torch.Tensor], communicator: Co
             "reduced twice: wrap the model first"
         )
     optimizers = alive(Optimizer)
-    reduced = {p for optimizer in optimizers if isinstance(optimizer, Wrapper) for p in _parameters_of_other(optimizer)}
+    reduced = {
+        p for optimizer in optimizers if isinstance(optimizer, OptimizerProxy) for p in _parameters_of_other(optimizer)
+    }
     left_out = {p for wrapper in [*wrappers, *sharding] for p in wrapper.parameters() if p.requires_grad} - reduced
     for optimizer in optimizers:
         if not left_out.isdisjoint(_parameters_of_other(optimizer)):

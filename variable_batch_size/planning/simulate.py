@@ -18,7 +18,7 @@ from variable_batch_size.files import read_records
 from variable_batch_size.planning.profile import Profile
 from variable_batch_size.policies.autoscale import gain
 from variable_batch_size.policies.policy import Policy, Situation, policy_of
-from variable_batch_size.policies.timing import Asking
+from variable_batch_size.policies.timing import PolicyTiming
 from variable_batch_size.traces.recording import Recording
 from variable_batch_size.traces.trace import Trace
 
@@ -259,7 +259,7 @@ class _Run:
         goal: float,
         capacity: int | None,
     ) -> None:
-        self._asking = Asking(policy)
+        self._asking = PolicyTiming(policy)
         self._profile, self._noise, self._goal = profile, noise, goal
         self._m, self._ref, self._capacity = minibatch_size, ref_batchsize, capacity
         self._rows: deque[tuple[int, int]] = deque()  # decided and not executed yet: batch sizes, and how often

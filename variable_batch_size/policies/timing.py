@@ -67,7 +67,7 @@ class StepTimes:
 _FEWEST = 5
 
 
-class Asking:
+class PolicyTiming:
     """Asks a policy for the batch size of the next steps, `every` at a time and `lead` ahead.
 
     An answer is decided some steps before it is executed. The policy is not asked again before a few of its steps were

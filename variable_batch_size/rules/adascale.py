@@ -46,7 +46,7 @@ class NoiseRule(Rule):
     def factor(self, step: Step) -> float:
         return self.scaled(self.gain(step.batch_size, step.ref_batchsize), step)
 
-    def factor_of_group(self, step: Step, group: int) -> float:
+    def group_factor(self, step: Step, group: int) -> float:
         return self.scaled(self.gain(step.batch_size, step.ref_batchsize, group), step)
 
     def report(self, step: Step) -> dict[str, float]:

@@ -11,7 +11,7 @@ from variable_batch_size.rules.rule import Norms, Rule, Step
 
 
 @final
-class RuleOfEach(Rule):
+class PerOptimizerRule(Rule):
     """Lets every parameter group follow the rule of its optimizer; progress is counted by the first one.
 
     Args:
@@ -19,9 +19,9 @@ class RuleOfEach(Rule):
         num_groups: how many parameter groups each optimizer has.
 
     >>> from variable_batch_size.rules.scaling import LinearRule, RootRule
-    >>> rule = RuleOfEach([RootRule(), LinearRule()], num_groups=[2, 1])
+    >>> rule = PerOptimizerRule([RootRule(), LinearRule()], num_groups=[2, 1])
     >>> step = Step(batch_size=64, minibatch_size=16, ref_batchsize=16)
-    >>> [rule.factor_of_group(step, group) for group in range(3)]
+    >>> [rule.group_factor(step, group) for group in range(3)]
     [2.0, 2.0, 4.0]
     """
 
@@ -46,7 +46,7 @@ class RuleOfEach(Rule):
         """That of the first rule that has one, which sees the parameters of its optimizer."""
         return next((rule.meter for rule in self.rules if isinstance(rule, NoiseRule)), None)
 
-    def of_group(self, group: int) -> tuple[Rule, int]:
+    def rule_for_group(self, group: int) -> tuple[Rule, int]:
         for rule, count in zip(self.rules, self._num_groups, strict=True):
             if group < count:
                 return rule, group
@@ -56,9 +56,9 @@ class RuleOfEach(Rule):
     def factor(self, step: Step) -> float:
         return self.rules[0].factor(step)
 
-    def factor_of_group(self, step: Step, group: int) -> float:
-        rule, own = self.of_group(group)
-        return rule.factor_of_group(step, own)
+    def group_factor(self, step: Step, group: int) -> float:
+        rule, own = self.rule_for_group(group)
+        return rule.group_factor(step, own)
 
     def worth(self, step: Step, factor: float) -> float:
         return self.rules[0].worth(step, factor)
@@ -66,7 +66,7 @@ class RuleOfEach(Rule):
     def observe(self, step: Step, norms: Sequence[Norms | None]) -> None:
         of_rules: dict[Rule, list[Norms | None]] = {rule: [] for rule in self.rules}
         for group, pair in enumerate(norms):
-            of_rules[self.of_group(group)[0]].append(pair)
+            of_rules[self.rule_for_group(group)[0]].append(pair)
         for rule, own in of_rules.items():
             rule.observe(step, own)
 

@@ -44,7 +44,7 @@ def needs_of(state: Any) -> list[Need]:
     return found
 
 
-class HostCopy:
+class HostStaging:
     """Copies a state between two steps, so that it can be written while training changes the original.
 
     New memory is what takes most of the time, so that of the copy before is used again: it must have been written by
@@ -100,7 +100,7 @@ def _is_there(tensor: torch.Tensor) -> bool:
 logger = logging.getLogger(__name__)
 
 
-class Writer:
+class AsyncWriter:
     """A thread that writes while training goes on.
 
     A process that ends lets it finish. What has failed is raised once, by :meth:`check` or :meth:`wait`, or logged
@@ -130,7 +130,7 @@ class Writer:
             self.wait()
 
 
-def _finish(writer: Writer | None) -> None:
+def _finish(writer: AsyncWriter | None) -> None:
     """Wait for what was begun, when the process ends."""
     try:
         if writer is not None:

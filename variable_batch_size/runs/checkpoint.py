@@ -17,12 +17,12 @@ from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.runs import resume, state_file
-from variable_batch_size.runs.coordination import Agreement
-from variable_batch_size.runs.executed import Executed
+from variable_batch_size.runs.coordination import RankCoordinator
+from variable_batch_size.runs.executed import ExecutedTrace
 from variable_batch_size.runs.log import Metrics
 from variable_batch_size.runs.sinks import ClosedAfterEach, JsonLines
 from variable_batch_size.runs.state_file import Stateful, load_state, state_of
-from variable_batch_size.runs.store import DECISIONS, EXECUTED, Format, Saving
+from variable_batch_size.runs.store import DECISIONS, EXECUTED, CheckpointStore, Format
 
 
 def epoch_step(optimizer: CustomOptimizer, *, epoch: int, first_step: int, steps_before: int) -> int:
@@ -118,7 +118,7 @@ class Checkpoint:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._device: torch.device = parameters[0].device
         self._communicator = everyone_for(parameters, self._sampler.process_group)
-        self._agreement = Agreement(self._communicator, self._device, every_seconds=every_seconds)
+        self._agreement = RankCoordinator(self._communicator, self._device, every_seconds=every_seconds)
         self._identity = optimizer.description
 
         self._epoch = 0  # where the next pass begins, or the present one began
@@ -128,12 +128,12 @@ class Checkpoint:
         self._changes: list[tuple[int, str]] = []  # after how many steps the run became another, and in what
         if directory is not None:
             how: dict[str, Any] = {"keep": keep, "format": format, "asynchronous": asynchronous}
-            self._saving = Saving(directory, model, optimizer, self._communicator, **how)
+            self._saving = CheckpointStore(directory, model, optimizer, self._communicator, **how)
             self.directory = self._saving.directory
             with self._saving.found() as paths:
                 self._take_up(paths)
             if self._communicator.rank == 0:
-                optimizer.call_when_decided(ClosedAfterEach(JsonLines(self._saving.folder / DECISIONS)))
+                optimizer.on_decision(ClosedAfterEach(JsonLines(self._saving.folder / DECISIONS)))
         self._agreement.note_saved()
         self._steps_seen = self._steps_before = optimizer.steps_done  # the latter: before the epoch
 
@@ -221,7 +221,7 @@ class Checkpoint:
         self._sampler.set_epoch(self._epoch, self._first_step)
         self._optimizer.set_epoch(self._epoch, self._first_step)
         if self._first_step:
-            self._sampler.call_when_read(self._restore_random)
+            self._sampler.on_first_read(self._restore_random)
 
     def _restore_random(self) -> None:
         """As a checkpoint has them that was loaded, until the epoch ends."""
@@ -274,7 +274,7 @@ class Checkpoint:
             self._restore(state, paths[-1])
         origin = ", ".join(f"{name} {value}" for name, value in self._identity.items())
         path, schedule = self._saving.folder / EXECUTED, self._sampler.schedule
-        self._executed = Executed(path, schedule, origin=origin, changes=self._changes)
+        self._executed = ExecutedTrace(path, schedule, origin=origin, changes=self._changes)
         if state is not None and self._communicator.rank == 0:
             self._executed.cut_back([*self._steps_of_epochs, self._first_step])
             name = f"{self.directory}/{paths[-1].name}"

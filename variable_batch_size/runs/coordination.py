@@ -27,7 +27,7 @@ class Decision(NamedTuple):
     is_told: bool
 
 
-class Agreement:
+class RankCoordinator:
     """Lets the cores of a run decide together about saving and stopping.
 
     The clock is that of core 0, and SIGTERM may reach one core first; so the cores tell each other about once a second,
@@ -92,5 +92,5 @@ class Agreement:
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor's sum over all cores, on the host, which changes none of the random numbers to come."""
-        with devices.undisturbed(self._device):
+        with devices.preserve_rng(self._device):
             return self._communicator.total(tensor.to(self._device))

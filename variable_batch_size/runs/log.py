@@ -139,7 +139,7 @@ class Log:
         self._started_at: float
         self._weight_seen = optimizer.minibatch_weights.since
         self._restart()
-        optimizer.keep_gradient_norm(every=every)
+        optimizer.record_grad_norm(every=every)
 
     def step(self, loss: torch.Tensor | float) -> None:
         """Take in a minibatch's loss, as ``backward()`` was called on it, but without a loss scale.

@@ -9,7 +9,7 @@ import torch
 
 from variable_batch_size.checks import check_one_of
 from variable_batch_size.optim.consistency import differences
-from variable_batch_size.schedules.schedule import Layout, Past
+from variable_batch_size.schedules.schedule import BaseSchedule, ScheduleHistory
 
 MAY_CHANGE = (
     "trace",
@@ -29,7 +29,7 @@ MAY_CHANGE = (
 _CHANGE_THE_SCHEDULE = ("trace", "on_end", "dataset_size", "minibatch_size")
 
 
-class Place(NamedTuple):
+class ResumePoint(NamedTuple):
     """Where a run goes on.
 
     Args:
@@ -39,7 +39,7 @@ class Place(NamedTuple):
         steps_of_epochs: how many steps of each epoch before this one were made.
     """
 
-    schedule: Layout
+    schedule: BaseSchedule
     epoch: int
     first_step: int
     steps_of_epochs: list[int]
@@ -60,30 +60,30 @@ def refused(saved: Mapping[str, object], now: Mapping[str, object], accept: Coll
     return differences(saved, {name: value for name, value in now.items() if name not in accepted})
 
 
-def past_state(past: Past) -> dict[str, Any]:
+def past_state(past: ScheduleHistory) -> dict[str, Any]:
     """A past as a checkpoint holds it."""
     sizes, counts = (torch.from_numpy(values.copy()) for values in (past.sizes, past.counts))
     return {"sizes": sizes, "counts": counts, "starts": list(past.starts), "has_ended": past.has_ended}
 
 
-def place_of(state: Mapping[str, Any], schedule: Layout, now: Mapping[str, object]) -> Place:
+def place_of(state: Mapping[str, Any], schedule: BaseSchedule, now: Mapping[str, object]) -> ResumePoint:
     """Where a run stands in a schedule, which need not be the one that it was saved with.
 
     An epoch that ended because its trace did goes on, if the trace now does.
     """
-    place = Place(schedule, state["epoch"], state["epoch_step"], list(state["steps_of_epochs"]))
+    place = ResumePoint(schedule, state["epoch"], state["epoch_step"], list(state["steps_of_epochs"]))
     if "past" not in state:  # of the first version
         changed = [name for name in _CHANGE_THE_SCHEDULE if state["run"].get(name) != now[name]]
         if changed:
             raise ValueError(f"{', '.join(changed)} must stay: the checkpoint is too old to hold the rows of its trace")
         return place
     saved = state["past"]
-    past = Past(saved["sizes"].numpy(), saved["counts"].numpy(), tuple(saved["starts"]), saved["has_ended"])
+    past = ScheduleHistory(saved["sizes"].numpy(), saved["counts"].numpy(), tuple(saved["starts"]), saved["has_ended"])
     if past.has_ended and not place.first_step and place.epoch:
         *before, number = place.steps_of_epochs
         longer = schedule.after(past.without_last_epoch())
         if past.starts[-2] + number == past.num_rows and number < len(longer.steps(place.epoch - 1)):
-            return Place(longer, place.epoch - 1, number, before)
+            return ResumePoint(longer, place.epoch - 1, number, before)
     return place._replace(schedule=schedule.after(past))
 
 

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import Communicator, Group, group_of, is_running, ranks_of
-from variable_batch_size.cores.dtensor import is_split, is_spread, local_part, split_from, split_like, whole
+from variable_batch_size.cores.dtensor import from_local_like, is_dtensor, is_spread, shard_from_full, to_local, whole
 from variable_batch_size.files import TEMPORARY, sync
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.proxy import Together, optimizers_of
+from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
 from variable_batch_size.optim.wrappers import is_zero
 from variable_batch_size.runs import state_file
-from variable_batch_size.runs.async_writer import Writer
+from variable_batch_size.runs.async_writer import AsyncWriter
 from variable_batch_size.runs.state_file import mapped
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -52,7 +52,7 @@ def state_in_parts(model: torch.nn.Module, optimizer: CustomOptimizer) -> dict[s
     """The state of both as this process has it."""
     _consolidate(optimizer)
     # torch forgets in which order a dimension is split that is split twice; the order is the parameter's
-    state = _changed(optimizer.inner, optimizer.state_dict(), lambda p, value: split_like(p, local_part(value)))
+    state = _changed(optimizer.inner, optimizer.state_dict(), lambda p, value: from_local_like(p, to_local(value)))
     return {"model": _under_plain_names(unwrapped(model).state_dict()), "optimizer": state}
 
 
@@ -90,8 +90,8 @@ def load_model(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     present = _under_plain_names(own.state_dict())
     loaded = _without_prefixes(state, present)
     for name, value in loaded.items():
-        if name in present and present[name].shape == value.shape and not is_split(value):
-            loaded[name] = split_from(present[name], value)
+        if name in present and present[name].shape == value.shape and not is_dtensor(value):
+            loaded[name] = shard_from_full(present[name], value)
     if list(names) != list(names.values()):
         loaded = OrderedDict((names.get(name, name), value) for name, value in loaded.items())
     own.load_state_dict(loaded)
@@ -99,12 +99,12 @@ def load_model(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
 def split_optimizer_state(inner: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """A state of whole tensors, as the optimizer's own ``load_state_dict`` takes it; every core must call it."""
-    return _changed(inner, state, lambda p, value: value if is_split(value) else split_from(p, value))
+    return _changed(inner, state, lambda p, value: value if is_dtensor(value) else shard_from_full(p, value))
 
 
 def _changed(inner: Optimizer, state: Mapping[str, Any], change: Change) -> dict[str, Any]:
     """The state of an optimizer with those tensors changed that are of the shape of their parameter."""
-    if isinstance(inner, Together):
+    if isinstance(inner, MultiOptimizer):
         pairs = zip(inner.optimizers, state["optimizers"], strict=True)
         return {**state, "optimizers": [_changed(*pair, change) for pair in pairs]}
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -176,7 +176,7 @@ class ShardedFiles:
     """
 
     def __init__(
-        self, directory: Path, communicator: Communicator, device: torch.device, *, writer: Writer | None
+        self, directory: Path, communicator: Communicator, device: torch.device, *, writer: AsyncWriter | None
     ) -> None:
         self._directory = directory
         self._communicator = communicator
@@ -197,7 +197,7 @@ class ShardedFiles:
             self._write(steps_done, tensors, rest, when_done)
             return
         self._writer.wait()
-        copies = {place: split_like(tensor, local_part(tensor).clone()) for place, tensor in tensors.items()}
+        copies = {place: from_local_like(tensor, to_local(tensor).clone()) for place, tensor in tensors.items()}
         rest = copy.deepcopy(rest) if self._communicator.rank == 0 else {}
         self._writer.start(lambda: self._write(steps_done, copies, rest, when_done))
 
@@ -267,7 +267,7 @@ def _without_split(state: dict[str, Any], found: Tensors) -> Any:
     """A state with a note in the place of each split tensor, which are put into `found`."""
 
     def note(part: Any, place: str) -> Any:
-        if not (isinstance(part, torch.Tensor) and is_split(part)):
+        if not (isinstance(part, torch.Tensor) and is_dtensor(part)):
             return part
         found[place] = part.detach()
         return {_PLACE: place, "dtype": part.dtype}

@@ -15,9 +15,9 @@ from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.runs import sharded_state, state_file
-from variable_batch_size.runs.async_writer import HostCopy, Writer, needs_of
+from variable_batch_size.runs.async_writer import AsyncWriter, HostStaging, needs_of
 from variable_batch_size.runs.remote import Mirror, is_address, local_path
-from variable_batch_size.schedules.schedule import Layout
+from variable_batch_size.schedules.schedule import BaseSchedule
 
 Format = Literal["file", "sharded"]
 FORMATS: tuple[Format, ...] = ("file", "sharded")
@@ -27,7 +27,7 @@ EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"
 """What grows beside the checkpoints."""
 
 
-class Saving:
+class CheckpointStore:
     """What all cores do together when a run is saved.
 
     Args:
@@ -62,8 +62,8 @@ class Saving:
         self._keep = keep
         self._model, self._optimizer = model, optimizer
         self._communicator = communicator
-        self._writer = Writer() if asynchronous else None
-        self._host_copy, self._has_reserved = HostCopy(), False
+        self._writer = AsyncWriter() if asynchronous else None
+        self._host_copy, self._has_reserved = HostStaging(), False
         self._sharded = None
         if format == "sharded":
             if xla.is_spmd():
@@ -128,7 +128,7 @@ class Saving:
             if self._sharded is None and not self._has_reserved:
                 self._reserve(self._writer)
 
-    def _reserve(self, writer: Writer) -> None:
+    def _reserve(self, writer: AsyncWriter) -> None:
         """Get memory for the first copy while training goes on; the optimizer has all of its state after a step."""
         self._has_reserved = True
         is_writer = self._communicator.rank == 0
@@ -154,7 +154,7 @@ class Saving:
         for path in paths[-1:]:
             self._mirror.forget(path)
 
-    def load(self, path: Path, state: dict[str, Any], *, own: dict[str, Any], schedule: Layout) -> None:
+    def load(self, path: Path, state: dict[str, Any], *, own: dict[str, Any], schedule: BaseSchedule) -> None:
         """Give what was read of a checkpoint to the model and the optimizer; every core must call it.
 
         Args:
@@ -169,7 +169,7 @@ class Saving:
         except RuntimeError as error:
             raise ValueError(f"{path} does not fit the model: {error}") from error
         optimizer = self._optimizer
-        optimizer.go_on_with(schedule)
+        optimizer.set_schedule(schedule)
         spread = sharded_state.split_optimizer_state(optimizer.inner, state["optimizer"])
         optimizer.load_state_dict({**spread, STATE_KEY: own})
         for one in (optimizer, optimizer.inner):

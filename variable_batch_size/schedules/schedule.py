@@ -16,7 +16,7 @@ from variable_batch_size.schedules.batch_sizes import BatchSizes, Integers, OnEn
 from variable_batch_size.traces.trace import Trace
 
 
-class Past(NamedTuple):
+class ScheduleHistory(NamedTuple):
     """What a run has behind it, which stays as it was if the run goes on with another trace.
 
     Args:
@@ -40,7 +40,7 @@ class Past(NamedTuple):
         """The batch sizes of all rows passed."""
         return np.repeat(self.sizes, self.counts)
 
-    def without_last_epoch(self) -> Past:
+    def without_last_epoch(self) -> ScheduleHistory:
         """The same rows, with the last epoch as part of the one before."""
         return self._replace(starts=self.starts[:-1])
 
@@ -48,7 +48,7 @@ class Past(NamedTuple):
 _ALL = 2**62  # more samples than any run has, and still a number that numpy can count with
 
 
-class Layout(ABC):
+class BaseSchedule(ABC):
     """Which steps make up an epoch, and which minibatches of a step go to which core.
 
     An epoch takes steps while their batch sizes still fit into its capacity, `dataset_size` rounded down to whole
@@ -119,11 +119,11 @@ class Layout(ABC):
         """The samples used by all steps before this one."""
 
     @abstractmethod
-    def past(self, epoch: int, first_step: int) -> Past:
+    def past(self, epoch: int, first_step: int) -> ScheduleHistory:
         """What a run has behind it that stands before the step number `first_step` of an epoch."""
 
     @abstractmethod
-    def after(self, past: Past) -> Layout:
+    def after(self, past: ScheduleHistory) -> BaseSchedule:
         """This layout for a run that has begun with another: what is past stays, and the next step is the next row."""
 
     @abstractmethod
@@ -131,7 +131,7 @@ class Layout(ABC):
         """The samples of a step, over all cores."""
 
     @abstractmethod
-    def num_yielded(self, epoch: int, rank: int, first_step: int = 0) -> int:
+    def num_minibatches_for(self, epoch: int, rank: int, first_step: int = 0) -> int:
         """How many minibatches a core runs in an epoch from its `first_step` on, stand-ins included."""
 
     @abstractmethod
@@ -148,7 +148,7 @@ class Layout(ABC):
     def begin_epoch(self, epoch: int) -> None:  # noqa: B027 (known batch sizes know their epochs)
         """Note that an epoch begins, on every core."""
 
-    def was_left(self, epoch: int, num_steps: int) -> bool:
+    def ended_early(self, epoch: int, num_steps: int) -> bool:
         """Whether an epoch of which so many steps were made was left before its end."""
         return num_steps < len(self.steps(epoch))
 
@@ -171,12 +171,12 @@ class Layout(ABC):
         """Whether a core has no minibatch in a step, and so runs a stand-in."""
         return rank >= self.num_minibatches(step)
 
-    def num_rounds(self, step: int, rank: int) -> int:
+    def rounds_for(self, step: int, rank: int) -> int:
         """How many minibatches a core runs in a step, stand-ins included."""
         first = 0 if self.lockstep else rank  # in lockstep all run as many as core 0, which has most
         return max(1, -((first - self.num_minibatches(step)) // self.num_replicas))
 
-    def stands_in(self, step: int, rank: int, round: int) -> bool:
+    def is_padding(self, step: int, rank: int, round: int) -> bool:
         """Whether what a core runs in a round of a step, from 0, is a stand-in."""
         return rank + round * self.num_replicas >= self.num_minibatches(step)
 
@@ -203,7 +203,7 @@ _ROWS_PER_SEARCH = 512
 
 
 @final
-class Schedule(Layout):
+class Schedule(BaseSchedule):
     """A trace laid out over epochs of a data set and over cores.
 
     An epoch takes steps while their batch sizes still fit into its capacity, `dataset_size` rounded down to whole
@@ -334,14 +334,14 @@ class Schedule(Layout):
 
     # ------------------------------------------------------------------------------------------------ another trace
 
-    def past(self, epoch: int, first_step: int) -> Past:
+    def past(self, epoch: int, first_step: int) -> ScheduleHistory:
         """What a run has behind it that stands before the step number `first_step` of an epoch."""
         starts = tuple(self._start(number) for number in range(epoch + 1))
         num_rows = starts[-1] + first_step
         has_ended = self.on_end == "stop" and num_rows == len(self.trace)
-        return Past(*self._sizes.runs(num_rows), starts, has_ended)
+        return ScheduleHistory(*self._sizes.runs(num_rows), starts, has_ended)
 
-    def after(self, past: Past) -> Schedule:
+    def after(self, past: ScheduleHistory) -> Schedule:
         """This schedule for a run that has begun with another: what is past stays, and the next step is the next row.
 
         Row r of this trace is step r of the run, whatever rows were there before. The present epoch goes on behind the
@@ -359,7 +359,7 @@ class Schedule(Layout):
         schedule._epoch_of_row = {}
         return schedule
 
-    def _begins_with(self, past: Past) -> bool:
+    def _begins_with(self, past: ScheduleHistory) -> bool:
         if self.on_end == "stop" and past.num_rows > len(self.trace):
             raise ValueError(
                 f"{self.trace.name} must go on behind the {counted(past.num_rows, 'step')} that the run has passed, "
@@ -408,7 +408,7 @@ class Schedule(Layout):
 
     # ---------------------------------------------------------------------------------------- a core through an epoch
 
-    def num_yielded(self, epoch: int, rank: int, first_step: int = 0) -> int:
+    def num_minibatches_for(self, epoch: int, rank: int, first_step: int = 0) -> int:
         """How many minibatches a core runs in an epoch from its `first_step` on, stand-ins included."""
         return self._sizes.sum(self.steps(epoch)[first_step:], lambda sizes: self._num_yielded(sizes, rank))
 

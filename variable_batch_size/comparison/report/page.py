@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size.checks import install
-from variable_batch_size.comparison.experiment import DIVERGED, DONE, POLICY, REFERENCE, Outcome, Run, Settings
+from variable_batch_size.comparison.experiment import (
+    DIVERGED,
+    DONE,
+    POLICY,
+    REFERENCE,
+    Outcome,
+    Run,
+    Settings,
+)
 from variable_batch_size.comparison.report.summary import (
     Arm,
     Arms,

@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from variable_batch_size.checks import install
-from variable_batch_size.comparison.experiment import DIVERGED, DONE, FAILED, REFERENCE, Outcome, Run, Settings
+from variable_batch_size.comparison.experiment import (
+    DIVERGED,
+    DONE,
+    FAILED,
+    REFERENCE,
+    Outcome,
+    Run,
+    Settings,
+)
 from variable_batch_size.comparison.results import Results
 
 

@@ -60,7 +60,7 @@ class Measured(NamedTuple):
     num_weighted: int | None
 
 
-class Gradients(ABC):
+class GradientAccumulator(ABC):
     """Takes over the gradients of each minibatch, and hands those of the whole step to the inner optimizer.
 
     Until :meth:`take`, the gradient is the user's: ``p.grad`` as it stands then is that of the minibatch, whatever made
@@ -118,7 +118,7 @@ class Gradients(ABC):
     def fit(self) -> None:  # noqa: B027 (most kinds see that by themselves)
         """After a group of parameters was added: be ready for their gradients. Every core must call it."""
 
-    def expect(self, *, is_stand_in: bool, is_last: bool = True) -> None:  # noqa: B027 (most can leave it out later)
+    def expect(self, *, is_padding_minibatch: bool, is_last: bool = True) -> None:  # noqa: B027 (most can leave it out later)
         """Before each minibatch of a core in lockstep with others: whether it is a stand-in, and the step's last."""
 
     def leave_out(self) -> None:
@@ -178,7 +178,7 @@ class Gradients(ABC):
     def norm(self) -> torch.Tensor:
         """After :meth:`reduce`: the norm of the mean gradient over all parameters, on the device."""
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        return self._square(gradients).sqrt() / self._communicator.varying(self._mean.multiple)
+        return self._square(gradients).sqrt() / self._communicator.traced_scalar(self._mean.multiple)
 
     @abstractmethod
     def weight(self) -> Weight | None:

@@ -10,15 +10,15 @@ from typing import Any, final
 import torch
 
 from variable_batch_size.cores.communicator import Communicator, Ranks
-from variable_batch_size.cores.dtensor import is_split, local_part, placed_like, split_like
-from variable_batch_size.optim.gradients.accumulator import TINY, UNWEIGHTED, Gradients, Mean, put
+from variable_batch_size.cores.dtensor import from_local_like, is_dtensor, placed_like, to_local
+from variable_batch_size.optim.gradients.accumulator import TINY, UNWEIGHTED, GradientAccumulator, Mean, put
 from variable_batch_size.optim.gradients.norms import SplitSquares, square_of
 from variable_batch_size.optim.token_weights import Weight
 
 _DOUBLE = {torch.float64, torch.complex128}
 
 
-class FlatMemory:
+class GradientBuckets:
     """One flat tensor for all gradients of a device and dtype; a gradient is a view of it with the parameter's strides.
 
     Of a parameter that is split over processes it holds the gradient of the part that is here.
@@ -54,13 +54,13 @@ class FlatMemory:
         precision = torch.float64 if _DOUBLE & {dtype for _, dtype in of_kind} else torch.float32
         carrier = next((kind for kind in of_kind if kind[1] == precision), None)
         for kind, members in of_kind.items():
-            *offsets, end = _aligned_offsets((local_part(parameters[number]).numel() for number in members), kind[1])
+            *offsets, end = _aligned_offsets((to_local(parameters[number]).numel() for number in members), kind[1])
             num_extras = len(members) + (num_numbers if kind == carrier else 0)
             flat = torch.zeros(end + num_extras, dtype=kind[1], device=kind[0])
             self.flats.append(flat)
             self._notes.append((flat[end : end + len(members)], members))
             views |= {
-                n: _view(flat, local_part(parameters[n]), offset) for n, offset in zip(members, offsets, strict=True)
+                n: _view(flat, to_local(parameters[n]), offset) for n, offset in zip(members, offsets, strict=True)
             }
             if kind == carrier:
                 self.numbers = flat[end + len(members) :]
@@ -94,7 +94,7 @@ class FlatMemory:
         of_storages = [torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self.flats]
         return [*of_storages, sum(map(getrefcount, self.views))]
 
-    def take_over(self, old: FlatMemory) -> None:
+    def take_over(self, old: GradientBuckets) -> None:
         """Take over the gradients of other memory, as far as the parameters are the same."""
         values = {id(p): view for p, view in zip(old.parameters, old.views, strict=True)}
         for p, view in zip(self.parameters, self.views, strict=True):
@@ -134,8 +134,8 @@ class FlatMemory:
 
 def _restored(
     parameters: list[torch.nn.Parameter], num_numbers: int, dtype: torch.dtype | None, values: list[torch.Tensor]
-) -> FlatMemory:
-    memory = FlatMemory(parameters, num_numbers=num_numbers, dtype=dtype)
+) -> GradientBuckets:
+    memory = GradientBuckets(parameters, num_numbers=num_numbers, dtype=dtype)
     for place, value in zip((*memory.views, memory.numbers), values, strict=True):
         place.copy_(value)
     return memory
@@ -156,11 +156,11 @@ def _view(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
     return flat.as_strided(like.size(), torch.empty_like(like, device="meta").stride(), offset)
 
 
-class FlatGradients(Gradients):
+class BucketAccumulator(GradientAccumulator):
     """Autograd hands over each minibatch's gradients as tensors of their own, which costs nothing.
 
     Where a core has a single minibatch in a step and no other core, they are used as they are. Else, and where some are
-    sparse, they are copied and added into flat memory (:class:`FlatMemory`).
+    sparse, they are copied and added into flat memory (:class:`GradientBuckets`).
     """
 
     _has_sums: bool  # whether the memory holds minibatches of this step
@@ -174,8 +174,8 @@ class FlatGradients(Gradients):
         self._frozen: set[torch.Tensor] = set()  # parameters that need no gradient and were given one all the same
         super().__init__(*args, **options)
 
-    def _new_memory(self, parameters: list[torch.nn.Parameter], num_numbers: int) -> FlatMemory:
-        return FlatMemory(parameters, num_numbers=num_numbers)
+    def _new_memory(self, parameters: list[torch.nn.Parameter], num_numbers: int) -> GradientBuckets:
+        return GradientBuckets(parameters, num_numbers=num_numbers)
 
     def take(self, mean: Mean, *, is_last: bool, weight: Weight | None = None) -> None:
         self._is_weighted = weight is not None
@@ -370,7 +370,7 @@ def dense(gradients: list[Any]) -> list[torch.Tensor]:
 
 
 @final
-class KeptGradients(Gradients):
+class BucketViewAccumulator(GradientAccumulator):
     """For CUDA graphs, which need static addresses, and where there is no memory for one more gradient.
 
     ``p.grad`` is a view of flat memory for the whole run, and autograd accumulates there. So it is the sum over the
@@ -384,7 +384,7 @@ class KeptGradients(Gradients):
     _versions: list[int]
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._memory = FlatMemory([], num_numbers=0)
+        self._memory = GradientBuckets([], num_numbers=0)
         super().__init__(*args, **options)
 
     def take(self, mean: Mean, *, is_last: bool, weight: Weight | None = None) -> None:
@@ -432,7 +432,7 @@ class KeptGradients(Gradients):
             raise RuntimeError(
                 "with `keep_gradients` the trainable parameters must stay the same within a step, and where they are"
             )
-        memory = FlatMemory(trainable, num_numbers=num_numbers)
+        memory = GradientBuckets(trainable, num_numbers=num_numbers)
         self._layout = self._layout_of(trainable)
         for p, view in zip(trainable, memory.views, strict=True):
             if p.grad is not None:
@@ -532,7 +532,7 @@ class KeptGradients(Gradients):
 
 
 @final
-class SplitGradients(FlatGradients):
+class ShardedBucketAccumulator(BucketAccumulator):
     """The part of each gradient that is here, summed over the cores that have the same part of other samples.
 
     Norms are those of the whole gradients: processes that share the samples add up what each has of them.
@@ -553,10 +553,10 @@ class SplitGradients(FlatGradients):
         super().take(mean, is_last=is_last, weight=weight)
 
     def _put(self, gradients: list[torch.Tensor | None]) -> None:
-        super()._put([None if gradient is None else local_part(gradient) for gradient in gradients])
+        super()._put([None if gradient is None else to_local(gradient) for gradient in gradients])
 
     def _gradient_of(self, p: torch.nn.Parameter, view: torch.Tensor) -> torch.Tensor:
-        return split_like(p, view) if is_split(p) else view
+        return from_local_like(p, view) if is_dtensor(p) else view
 
     def clip(self, largest: float) -> None:
         factor = (largest / (self.norm() * self._mean.multiple + TINY)).clamp(max=1.0)
@@ -566,7 +566,7 @@ class SplitGradients(FlatGradients):
         """A factor is a plain tensor, which must not meet one that is split."""
         for p in self.parameters():
             if p.grad is not None:
-                part = local_part(p.grad.detach())
+                part = to_local(p.grad.detach())
                 p.grad = self._gradient_of(p, (part * factor).to(part.dtype))
 
     def _square(self, gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -576,4 +576,4 @@ class SplitGradients(FlatGradients):
         return SplitSquares(self._model, self._model_groups, self._like()).of_each(lists)
 
     def _like(self) -> torch.Tensor:
-        return local_part(next(self.parameters()))
+        return to_local(next(self.parameters()))

@@ -14,8 +14,8 @@ from typing import Any, final
 import torch
 
 from variable_batch_size.optim.gradients.accumulator import UNWEIGHTED, Mean
-from variable_batch_size.optim.gradients.buckets import FlatGradients, FlatMemory, dense
-from variable_batch_size.optim.gradients.traced import SeparateGradients, on_device
+from variable_batch_size.optim.gradients.buckets import BucketAccumulator, GradientBuckets, dense
+from variable_batch_size.optim.gradients.traced import TracedAccumulator, on_device
 from variable_batch_size.optim.token_weights import Weight
 
 HEADROOM = 12
@@ -32,7 +32,7 @@ _BITS = 51
 """How many powers of two the sum may be larger than the unit, for adding 1.5 · 2⁵² units to round to whole ones."""
 
 
-class Units:
+class FixedPointScale:
     """The unit of each parameter's gradient in each step.
 
     With |mean gradient of the step before| < 2^e and at most 2^k minibatches, a gradient up to 2^(e + 12) is rounded to
@@ -121,24 +121,24 @@ _ELEMENTS_AT_ONCE = 2**16
 
 
 @final
-class ExactGradients(FlatGradients):
-    """Every minibatch's gradient is rounded to whole units (:class:`Units`), and these are summed in float64.
+class FixedPointAccumulator(BucketAccumulator):
+    """Every minibatch's gradient is rounded to whole units (:class:`FixedPointScale`), and these are summed in float64.
 
     Such sums are exact: they do not depend on which core had which minibatch. The step's gradient is made of them when
     all are there. What is measured and weighed is summed exactly, too, in parts of fixed units.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._units = Units()
-        self._rungs: dict[int, FlatMemory] = {}  # what is out of the range of the memory, by its rung
+        self._units = FixedPointScale()
+        self._rungs: dict[int, GradientBuckets] = {}  # what is out of the range of the memory, by its rung
         self._parts: torch.Tensor | None = None  # of the numbers, summed over this core's minibatches
         self._latest: tuple[list[torch.nn.Parameter], torch.Tensor] | None = None  # the step before: largest elements
         super().__init__(*args, **options)
         if any(p.is_complex() for p in self.parameters()):
             raise ValueError("`exact` must be False where parameters are complex")
 
-    def _new_memory(self, parameters: list[torch.nn.Parameter], num_numbers: int) -> FlatMemory:
-        return FlatMemory(parameters, num_numbers=num_numbers, dtype=torch.float64)
+    def _new_memory(self, parameters: list[torch.nn.Parameter], num_numbers: int) -> GradientBuckets:
+        return GradientBuckets(parameters, num_numbers=num_numbers, dtype=torch.float64)
 
     def _num_numbers(self) -> int:
         return NUM_PARTS * super()._num_numbers() + 2 * MOST_RUNGS + 1
@@ -214,7 +214,7 @@ class ExactGradients(FlatGradients):
                 self._memory.views[number].zero_()
         _add_rounded(views, found, rounders, are_new, divisor=self._mean.loss_scale)
 
-    def _rung(self, rung: int) -> FlatMemory:
+    def _rung(self, rung: int) -> GradientBuckets:
         if rung not in self._rungs:
             self._rungs[rung] = self._new_memory(self._memory.parameters, 0)
         return self._rungs[rung]
@@ -292,7 +292,7 @@ class ExactGradients(FlatGradients):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._latest = None
-        self._units = Units()
+        self._units = FixedPointScale()
         if state:
             self._units.load_state_dict(state, self.parameters())
 
@@ -366,22 +366,22 @@ _MORE_HEADROOM = 12  # of squares, beyond that of gradients
 
 
 @final
-class ExactSeparateGradients(SeparateGradients):
+class FixedPointTracedAccumulator(TracedAccumulator):
     """Every minibatch's gradient is written as three whole numbers of 16 bits, and these are summed as integers.
 
     A TPU has no float64, and cannot sum what stands for it over cores; integers of 32 bits it can. The units follow
-    from the step before, as on other devices (:class:`Units`), are known on the host and are data to the program. What
-    is out of their range is seen in the sum, by all cores, and raises: which sum it goes into cannot depend on its size
-    where every core must run the same program. A gradient that falls to less than 2^-24 of the one before is rounded
-    coarsely in that step.
+    from the step before, as on other devices (:class:`FixedPointScale`), are known on the host and are data to the
+    program. What is out of their range is seen in the sum, by all cores, and raises: which sum it goes into cannot
+    depend on its size where every core must run the same program. A gradient that falls to less than 2^-24 of the one
+    before is rounded coarsely in that step.
 
     How a compiler rounds may depend on all that is in a program. So work is started, first of all, when a minibatch has
     been run and when it has been added: what rounds in it is the same two programs for each minibatch, on any core.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._units = Units()
-        self._number_units = Units()
+        self._units = FixedPointScale()
+        self._number_units = FixedPointScale()
         self._limbs: dict[torch.Tensor, list[torch.Tensor]] = {}
         self._number_limbs: list[torch.Tensor] = []
         self._flags: list[
@@ -549,7 +549,7 @@ class ExactSeparateGradients(SeparateGradients):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._units, self._number_units = Units(), Units()
+        self._units, self._number_units = FixedPointScale(), FixedPointScale()
         if "numbers" in state:
             self._units.load_state_dict(state, self.parameters())
             self._number_units.load_state_dict(state["numbers"], range(len(self._inner.param_groups) + 2))

@@ -10,8 +10,8 @@ from typing import Any, final
 import torch
 
 from variable_batch_size.cores.communicator import Communicator, Ranks
-from variable_batch_size.cores.dtensor import dimensions_of, local_part, local_parts, num_copies, placed_like
-from variable_batch_size.optim.gradients.accumulator import TINY, UNWEIGHTED, Gradients, Mean, put
+from variable_batch_size.cores.dtensor import dimensions_of, placed_like, replication_factor, to_local, to_locals
+from variable_batch_size.optim.gradients.accumulator import TINY, UNWEIGHTED, GradientAccumulator, Mean, put
 from variable_batch_size.optim.gradients.norms import SplitSquares, norms_of
 from variable_batch_size.optim.token_weights import Weight
 from variable_batch_size.optim.wrappers import (
@@ -27,7 +27,7 @@ from variable_batch_size.optim.wrappers import (
 See = Callable[[torch.nn.Parameter, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Arrivals:
+class FSDPGradHooks:
     """Has a hook on each whole parameter, which may change a core's gradient, and says when a model reduces.
 
     Args:
@@ -83,7 +83,7 @@ class Arrivals:
         module.set_is_last_backward(True)
         module.set_requires_gradient_sync(self.is_reducing)
 
-    def give_back_whole(self) -> None:
+    def reshard(self) -> None:
         """Before an update: let modules gather their parameters anew, if they have kept whole ones."""
         for module in self._modules:
             module.reshard()
@@ -133,7 +133,7 @@ class _Hook:
 class _Switch:
     """Loops that accumulate by themselves switch the reduction off for all but the last of some minibatches."""
 
-    def __init__(self, arrivals: Arrivals) -> None:
+    def __init__(self, arrivals: FSDPGradHooks) -> None:
         self._arrivals = weakref.ref(arrivals)
 
     def __call__(self, module: Any, args: Any) -> None:
@@ -150,7 +150,7 @@ _SAME = 1e-4
 
 
 @final
-class ShardedGradients(Gradients):
+class FSDPAccumulator(GradientAccumulator):
     """In each round of a step the model takes the mean over all cores; these means are summed here, shard by shard.
 
         gradient = Σ means · R · multiple / (n · loss_scale)        with weights: Σ w_i in place of n
@@ -181,7 +181,7 @@ class ShardedGradients(Gradients):
         reduces_once: bool = False,
         **options: Any,
     ) -> None:
-        self._arrivals = Arrivals(cores, self.see)
+        self._arrivals = FSDPGradHooks(cores, self.see)
         self._reduces_once = reduces_once
         self._num_kept = 0  # minibatches of the step that the model has not reduced yet
         self._everyone, self._model, self._model_groups = everyone, model, model_groups
@@ -212,7 +212,7 @@ class ShardedGradients(Gradients):
         numbers = enumerate(self._inner.param_groups)
         self._groups = {p: number for number, group in numbers for p in group["params"]}
         device = self._arrivals.watch(list(self.parameters()))
-        like = local_part(next(self.parameters()))
+        like = to_local(next(self.parameters()))
         self._like = torch.empty(0, dtype=like.dtype, device=device or like.device)
 
     def see(self, p: torch.nn.Parameter, whole: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -223,9 +223,9 @@ class ShardedGradients(Gradients):
         gradient = placed_like(whole, gradient)
         if self._measures:
             if p not in self._copies:
-                self._copies[p] = num_copies(gradient, self._model_groups)
+                self._copies[p] = replication_factor(gradient, self._model_groups)
             # not the gradient itself, which autograd would then copy
-            part = local_part(gradient.detach())
+            part = to_local(gradient.detach())
             self._held.append((p, part))
             self._num_held += part.numel()
             if self._num_held >= _MOST_HELD:
@@ -250,8 +250,8 @@ class ShardedGradients(Gradients):
         self._watch()
         self._forget_minibatch()
 
-    def expect(self, *, is_stand_in: bool, is_last: bool = True) -> None:
-        self._is_stand_in = is_stand_in
+    def expect(self, *, is_padding_minibatch: bool, is_last: bool = True) -> None:
+        self._is_stand_in = is_padding_minibatch
         self._arrivals.is_reducing = is_last or not self._reduces_once
 
     def leave_out(self) -> None:
@@ -276,7 +276,7 @@ class ShardedGradients(Gradients):
         gradients = {p: p.grad for p in parameters if p.grad is not None}
         known = [p for p in gradients if p in self._sums]
         if known:
-            torch._foreach_add_(local_parts(self._sums[p] for p in known), local_parts(gradients[p] for p in known))
+            torch._foreach_add_(to_locals(self._sums[p] for p in known), to_locals(gradients[p] for p in known))
         self._sums |= {p: g for p, g in gradients.items() if p not in self._sums}
 
     def _check_seen(self, found: list[torch.nn.Parameter]) -> None:
@@ -318,7 +318,7 @@ class ShardedGradients(Gradients):
 
     def reduce(self, mean: Mean, *, is_idle: bool) -> None:
         self._mean = mean
-        self._arrivals.give_back_whole()
+        self._arrivals.reshard()
         self._scales = None
         if self._measures or self._is_weighted or self._is_scaled or self._is_first:  # so on all cores, or on none
             self._sum_numbers(mean)
@@ -373,7 +373,7 @@ class ShardedGradients(Gradients):
         return torch.where(weight == 0, 0.0, 1 / weight)  # NaN stays NaN, and is seen
 
     def _scale(self, factor: Weight) -> None:
-        parts = local_parts(self._sums.values())
+        parts = to_locals(self._sums.values())
         if parts and (isinstance(factor, torch.Tensor) or factor != 1):
             torch._foreach_mul_(parts, factor.to(parts[0].device) if isinstance(factor, torch.Tensor) else factor)
 

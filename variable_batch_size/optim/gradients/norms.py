@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from variable_batch_size.cores.communicator import Communicator, Ranks
-from variable_batch_size.cores.dtensor import local_parts, num_copies
+from variable_batch_size.cores.dtensor import replication_factor, to_locals
 
 EXACT = (torch.float32, torch.float64)
 """In which squared norms can be summed."""
@@ -64,8 +64,8 @@ class SplitSquares:
     def own(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """This process's share of the squared norm of several tensors together."""
         by_copies: dict[int, list[torch.Tensor]] = {}
-        for tensor, part in zip(tensors, local_parts(tensors), strict=True):
-            by_copies.setdefault(num_copies(tensor, self._groups), []).append(part)
+        for tensor, part in zip(tensors, to_locals(tensors), strict=True):
+            by_copies.setdefault(replication_factor(tensor, self._groups), []).append(part)
         squares = [square_of(parts, like=self._like) / copies for copies, parts in by_copies.items()]
         return torch.stack(squares).sum() if squares else square_of([], like=self._like)
 

@@ -8,29 +8,33 @@ import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.cores import dtensor, xla
-from variable_batch_size.cores.communicator import Alone, Communicator, group_of, ranks_of
+from variable_batch_size.cores.communicator import Communicator, SingleProcess, group_of, ranks_of
 from variable_batch_size.cores.detect import everyone_for
-from variable_batch_size.cores.process_group import Distributed
-from variable_batch_size.data.sampler import Dealer
-from variable_batch_size.optim.gradients.accumulator import Divisors, Gradients
-from variable_batch_size.optim.gradients.buckets import FlatGradients, KeptGradients, SplitGradients
-from variable_batch_size.optim.gradients.fixed_point import ExactGradients, ExactSeparateGradients
-from variable_batch_size.optim.gradients.fsdp import ShardedGradients
-from variable_batch_size.optim.gradients.traced import SeparateGradients
+from variable_batch_size.cores.process_group import ProcessGroups
+from variable_batch_size.data.sampler import MinibatchSource
+from variable_batch_size.optim.gradients.accumulator import Divisors, GradientAccumulator
+from variable_batch_size.optim.gradients.buckets import (
+    BucketAccumulator,
+    BucketViewAccumulator,
+    ShardedBucketAccumulator,
+)
+from variable_batch_size.optim.gradients.fixed_point import FixedPointAccumulator, FixedPointTracedAccumulator
+from variable_batch_size.optim.gradients.fsdp import FSDPAccumulator
+from variable_batch_size.optim.gradients.traced import TracedAccumulator
 from variable_batch_size.optim.wrappers import is_fully_sharded
 
 
-def gradients_for(
+def make_accumulator(
     inner: Optimizer,
     communicator: Communicator,
     *,
-    sampler: Dealer,
+    sampler: MinibatchSource,
     measures: bool,
     divisors: Divisors | None,
     keeps: bool,
     exact: bool,
     reduces_once: bool = False,
-) -> Gradients:
+) -> GradientAccumulator:
     """The gradients of an optimizer.
 
     Args:
@@ -50,14 +54,14 @@ def gradients_for(
         raise ValueError("`exact` must be False in XLA's SPMD mode, where several devices sum within each minibatch")
     options: dict[str, Any] = {"measures": measures, "divisors": divisors}
     parameters = [p for group in inner.param_groups for p in group["params"]]
-    if dtensor.any_split(parameters):
+    if dtensor.any_dtensor(parameters):
         if keeps or exact:
             name = "keep_gradients" if keeps else "exact"
             raise ValueError(f"`{name}` must be False where parameters are split over processes")
         return _of_split(inner, communicator, parameters, sampler.process_group, options, reduces_once)
-    kind: type[Gradients] = ExactSeparateGradients if exact else SeparateGradients
+    kind: type[GradientAccumulator] = FixedPointTracedAccumulator if exact else TracedAccumulator
     if communicator.keeps_flat_gradients:
-        kind = ExactGradients if exact else KeptGradients if keeps else FlatGradients
+        kind = FixedPointAccumulator if exact else BucketViewAccumulator if keeps else BucketAccumulator
     return kind(inner, communicator, **options)
 
 
@@ -68,14 +72,14 @@ def _of_split(
     process_group: Any,
     options: dict[str, Any],
     reduces_once: bool,
-) -> Gradients:
+) -> GradientAccumulator:
     group = group_of(process_group)
     cores = ranks_of(group)
     groups = dtensor.model_groups(parameters, group)
-    options |= {"model": Distributed(*groups.values()) if groups else Alone(), "model_groups": list(groups)}
+    options |= {"model": ProcessGroups(*groups.values()) if groups else SingleProcess(), "model_groups": list(groups)}
     if is_fully_sharded(parameters):
         everyone = everyone_for(parameters, process_group)
-        return ShardedGradients(
+        return FSDPAccumulator(
             inner, communicator, cores=cores, everyone=everyone, reduces_once=reduces_once, **options
         )
     if any(set(cores).issuperset(dimension.ranks) for p in parameters for dimension in dtensor.dimensions_of(p)):
@@ -83,4 +87,4 @@ def _of_split(
             "parameters are split over processes that the sampler deals different samples: pass it the other dimension "
             'of the mesh, as process_group=mesh["data"]'
         )
-    return SplitGradients(inner, communicator, **options)
+    return ShardedBucketAccumulator(inner, communicator, **options)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from variable_batch_size.optim.gradients.accumulator import Gradients, Mean
+from variable_batch_size.optim.gradients.accumulator import GradientAccumulator, Mean
 from variable_batch_size.optim.token_weights import Weight
 
 
-class SeparateGradients(Gradients):
+class TracedAccumulator(GradientAccumulator):
     """For devices whose compiler merges what it can.
 
     Every minibatch adds its gradients to sums that stay where they are, also where a core has a single one: all cores
@@ -71,7 +71,7 @@ class SeparateGradients(Gradients):
         device = next(self.parameters()).device
         self._step_squares += [torch.zeros(1).to(device) for _ in range(num_squares)]
         self._weights += [torch.zeros(1).to(device) for _ in range(num_weights)]
-        self._communicator.lay_out([*self._step_squares, *self._weights])
+        self._communicator.shard_like([*self._step_squares, *self._weights])
         return bool(converted or new or undivided or num_squares or num_weights)
 
     def _without_divisor(self, parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
