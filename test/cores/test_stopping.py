@@ -58,14 +58,14 @@ print("ended")
 
 def test_a_signal_may_interrupt_the_note_of_another():
     """As where one comes to all processes of a group, and again from the process that launched them."""
-    code = INTERRUPTED.format(set_up="", listening="stopping.listening()", obey="stopping.obey()")
+    code = INTERRUPTED.format(set_up="", listening="signals.listening()", obey="signals.obey()")
     assert run(code) == (0, ["ended"])
 
 
 def test_a_signal_may_interrupt_the_passing_on_of_another():
     code = INTERRUPTED.format(
         set_up="from variable_batch_size.cores import launch",
-        listening="processes._passing_on_sigterm([])",
+        listening="launch._passing_on_sigterm([])",
         obey="assert order.is_given; order.is_given = False",
     )
     assert run(code) == (0, ["ended"])
@@ -107,7 +107,7 @@ def test_a_launch_whose_cores_have_saved_and_stopped_may_be_told_again_as_it_end
 
 
 def test_a_signal_that_was_obeyed_may_come_again_for_a_while():
-    assert run(NOTED.format(obey="stopping.obey()")) == (TERMINATED, ["after", "again"])
+    assert run(NOTED.format(obey="signals.obey()")) == (TERMINATED, ["after", "again"])
 
 
 ON_REQUEST = """

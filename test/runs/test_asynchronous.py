@@ -130,13 +130,13 @@ def test_a_named_tuple_is_copied_as_a_file_has_it():
 def test_a_process_that_ends_logs_what_has_failed_and_its_children_do_not_wait():
     program = """
 import os, time
-from variable_batch_size.runs.async_writer import Writer
+from variable_batch_size.runs.async_writer import AsyncWriter
 
 def fail():
     time.sleep(1)
     raise OSError("full")
 
-writer = Writer()
+writer = AsyncWriter()
 writer.start(fail)
 if os.fork():
     os.wait()

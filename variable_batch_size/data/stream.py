@@ -29,7 +29,7 @@ class WorkerShare(NamedTuple):
         worker: which worker this is; 0 without workers.
         num_workers: of the loader; 1 without workers.
 
-    >>> turns = Turns(worker=1, num_workers=3)
+    >>> turns = WorkerShare(worker=1, num_workers=3)
     >>> 4 in turns, 5 in turns, turns.next_from(5)
     (True, False, 7)
     """
@@ -97,7 +97,7 @@ class SampleSource:
         num_read: samples read in this pass, skipped ones included.
         has_ended: whether there were fewer samples than were asked for.
 
-    >>> source = Source(range(7))
+    >>> source = SampleSource(range(7))
     >>> source.begin(epoch=0)
     >>> source.skip(2)
     >>> source.take(3), source.num_read
