@@ -76,11 +76,11 @@ def main():
             1, options.cores, size, *(statistics.mean(pair) for pair in zip(before[3:], after[3:], strict=True))
         )
         known = {p: n for p, n in noise.items() if 0 < n < float("inf")}
-        run = vbs.simulate(
+        run = vbs.planning.simulate(
             parse_policy(text),
-            profile=vbs.Profile((row,)),
-            noise=vbs.NoiseCurve(list(known), list(known.values())),
-            availability=vbs.Availability.constant(options.cores),
+            profile=vbs.planning.Profile((row,)),
+            noise=vbs.planning.NoiseCurve(list(known), list(known.values())),
+            availability=vbs.planning.Availability.constant(options.cores),
             minibatch_size=size,
             ref_batchsize=workload.ref_batchsize,
             progress=progress,

@@ -215,7 +215,7 @@ NAN_STEP = 2  # of 4 minibatches
 
 def erratic():
     """A policy whose answers change from step to step, and depend on the measured noise."""
-    return vbs.FunctionPolicy(
+    return vbs.policies.FunctionPolicy(
         lambda seen: MINIBATCH * (2 + int(7 * seen.steps_done + 10 * (seen.noise_scale or 0)) % 4), every=1, lead=1
     )
 

@@ -1,6 +1,7 @@
 """The architecture: which folder may import which. Changing this table is a decision made in the open."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,10 +126,20 @@ def test_using_every_public_name_loads_neither_torch_xla_nor_pandas():
     assert not {"dask", "distributed", "loky", "s3fs"} & set(loaded)
 
 
-def test_every_public_name_has_a_docstring_and_is_listed():
-    for name in variable_batch_size.__all__:
-        value = getattr(variable_batch_size, name)
-        assert name == "__version__" or value.__doc__
-    assert set(dir(variable_batch_size)) == set(variable_batch_size.__all__)
+SUBMODULES = ("planning", "policies", "rules", "traces")
+
+
+def test_there_are_at_most_40_names_at_the_top():
+    assert len(variable_batch_size.__all__) <= 40
+    assert set(SUBMODULES) <= set(variable_batch_size.__all__)
+
+
+@pytest.mark.parametrize("place", ["", *SUBMODULES])
+def test_every_public_name_has_a_docstring_is_listed_and_is_on_a_page(place):
+    module = getattr(variable_batch_size, place) if place else variable_batch_size
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (PACKAGE.parent / "docs").rglob("*.md"))
+    for name in module.__all__:
+        assert name == "__version__" or (getattr(module, name).__doc__ and re.search(rf"\b{name}\b", pages)), name
+    assert set(dir(module)) == set(module.__all__)
     with pytest.raises(AttributeError, match="nothing"):
-        variable_batch_size.nothing  # noqa: B018
+        module.nothing  # noqa: B018

@@ -414,7 +414,8 @@ def test_loaders_with_a_state_and_streams_are_refused():
 
 def test_policies_are_refused():
     refused(
-        Net(trace=vbs.FunctionPolicy(lambda situation: 8)), "^`trace` must be known before the run .*, got a policy$"
+        Net(trace=vbs.policies.FunctionPolicy(lambda situation: 8)),
+        "^`trace` must be known before the run .*, got a policy$",
     )
 
 

@@ -16,11 +16,11 @@ class Counting(vbs.Policy):
         return 32 * len(self.asked)
 
 
-SITUATION = vbs.Situation(cores=2, minibatch_size=32, ref_batchsize=64, steps_done=7)
+SITUATION = vbs.policies.Situation(cores=2, minibatch_size=32, ref_batchsize=64, steps_done=7)
 
 
 def test_rows_are_decided_as_far_ahead_as_the_lead_and_so_many_at_a_time():
-    asking = PolicyTiming(vbs.PerCore(every=20, lead=16))
+    asking = PolicyTiming(vbs.policies.PerCore(every=20, lead=16))
     assert [asking.num_rows(ahead) for ahead in (0, 1, 16, 17, 36)] == [36, 35, 20, 0, 0]
 
 
@@ -77,7 +77,7 @@ def test_the_answer_of_another_core_counts_as_its_own():
 
 
 def test_it_is_saved():
-    asking, other = PolicyTiming(vbs.OnPlateau(patience=1)), PolicyTiming(vbs.OnPlateau(patience=1))
+    asking, other = PolicyTiming(vbs.policies.OnPlateau(patience=1)), PolicyTiming(vbs.policies.OnPlateau(patience=1))
     asking.answer(SITUATION)
     asking.policy.tell(1.0)
     asking.policy.tell(1.0)

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from variable_batch_size import AdamScaleRule, AdaScaleRule, Noise, Norms, Step
+from variable_batch_size import Step
+from variable_batch_size.rules import AdamScaleRule, AdaScaleRule, Noise, Norms
 
 TWO = Step(batch_size=2, minibatch_size=1, ref_batchsize=1)
 SINGLE = Step(batch_size=1, minibatch_size=1, ref_batchsize=1)

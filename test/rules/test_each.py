@@ -12,7 +12,7 @@ QUIET, NOISY = Norms(mean_of_squares=1.25, square_of_mean=1.0), Norms(mean_of_sq
 
 
 def test_groups_go_to_the_rules_in_their_order_and_added_ones_to_the_last():
-    rules = [vbs.ConstantRule(), vbs.RootRule(), vbs.LinearRule()]
+    rules = [vbs.rules.ConstantRule(), vbs.rules.RootRule(), vbs.rules.LinearRule()]
     rule = PerOptimizerRule(rules, num_groups=[2, 3, 1])
     places = [(rules.index(of), own) for of, own in map(rule.rule_for_group, range(8))]
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
@@ -20,16 +20,18 @@ def test_groups_go_to_the_rules_in_their_order_and_added_ones_to_the_last():
 
 
 def test_the_first_rule_speaks_for_all():
-    rule = PerOptimizerRule([vbs.AdamRule(), vbs.LinearRule(), vbs.LinearRule()], num_groups=[1, 1, 1])
-    assert rule.factor(STEP) == vbs.AdamRule().factor(STEP) == 2
-    assert rule.worth(STEP, 2.0) == vbs.AdamRule().worth(STEP, 2.0) == 4
+    rule = PerOptimizerRule(
+        [vbs.rules.AdamRule(), vbs.rules.LinearRule(), vbs.rules.LinearRule()], num_groups=[1, 1, 1]
+    )
+    assert rule.factor(STEP) == vbs.rules.AdamRule().factor(STEP) == 2
+    assert rule.worth(STEP, 2.0) == vbs.rules.AdamRule().worth(STEP, 2.0) == 4
     assert rule.meter is None
-    rule = PerOptimizerRule([vbs.SurgeRule(), vbs.LinearRule()], num_groups=[1, 1])
-    assert rule.worth(STEP, 3.0) == vbs.SurgeRule().worth(STEP, 3.0) == 6
+    rule = PerOptimizerRule([vbs.rules.SurgeRule(), vbs.rules.LinearRule()], num_groups=[1, 1])
+    assert rule.worth(STEP, 3.0) == vbs.rules.SurgeRule().worth(STEP, 3.0) == 6
 
 
 def test_a_rule_sees_the_noise_of_its_own_groups_and_scales_each_by_it():
-    linear, adascale = vbs.LinearRule(), vbs.AdaScaleRule()
+    linear, adascale = vbs.rules.LinearRule(), vbs.rules.AdaScaleRule()
     rule = PerOptimizerRule([linear, adascale], num_groups=[1, 2])
     assert rule.measures_noise
     rule.observe(STEP, [None, QUIET, NOISY])
@@ -42,9 +44,9 @@ def test_a_rule_sees_the_noise_of_its_own_groups_and_scales_each_by_it():
 @pytest.mark.parametrize(
     ("rule", "sums", "preconditions"),
     [
-        (vbs.LinearMomentumRule, True, False),
-        (vbs.AdamScaleRule, False, True),
-        (vbs.LinearRule, False, False),
+        (vbs.rules.LinearMomentumRule, True, False),
+        (vbs.rules.AdamScaleRule, False, True),
+        (vbs.rules.LinearRule, False, False),
     ],
 )
 def test_what_all_rules_have_in_common_they_have_together(rule, sums, preconditions):
@@ -54,7 +56,7 @@ def test_what_all_rules_have_in_common_they_have_together(rule, sums, preconditi
 
 
 def test_rules_that_need_other_gradients_are_refused_together():
-    rules = [vbs.LinearRule(), vbs.AdamScaleRule(), vbs.RootRule()]
+    rules = [vbs.rules.LinearRule(), vbs.rules.AdamScaleRule(), vbs.rules.RootRule()]
     message = (
         "^`rule` must be rules of which all or none measure divided gradients, got LinearRule and AdamScaleRule and"
     )
@@ -63,8 +65,8 @@ def test_rules_that_need_other_gradients_are_refused_together():
 
 
 def test_one_rule_twice_is_refused():
-    rule = vbs.RootRule()
+    rule = vbs.rules.RootRule()
     with pytest.raises(
         ValueError, match=r"^`rule` must be a rule of its own for each optimizer, got one RootRule twice$"
     ):
-        PerOptimizerRule([vbs.LinearRule(), rule, rule], num_groups=[1, 1, 1])
+        PerOptimizerRule([vbs.rules.LinearRule(), rule, rule], num_groups=[1, 1, 1])

@@ -4,15 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from variable_batch_size import (
+from variable_batch_size import Rule, Step
+from variable_batch_size.rules import (
     AdamRule,
     ConstantRule,
     LEGWRule,
     LinearMomentumRule,
     LinearRule,
     RootRule,
-    Rule,
-    Step,
     Transition,
     ema_decay,
 )

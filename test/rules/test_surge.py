@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from variable_batch_size import Norms, Step, SurgeRule
+from variable_batch_size import Step
+from variable_batch_size.rules import Norms, SurgeRule
 
 
 def at_noise_scale(noise_scale):

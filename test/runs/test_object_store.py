@@ -114,13 +114,13 @@ import time
 from pathlib import Path
 import variable_batch_size as vbs
 from variable_batch_size.runs.remote import ObjectStore
-from variable_batch_size.runs.async_writer import Writer
+from variable_batch_size.runs.async_writer import AsyncWriter
 
 def write():
     time.sleep(0.5)  # until the process is ending
     ObjectStore("{bucket}/ended").upload(Path("{tmp_path}/written"), "written")
 
-writer = Writer()
+writer = AsyncWriter()
 writer.start(write)
 sink = vbs.JsonLines("{bucket}/ended/steps.jsonl")
 sink({{"step": 1}})

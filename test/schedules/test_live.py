@@ -12,7 +12,9 @@ from variable_batch_size.schedules.live import PolicySchedule
 
 
 def live(rows=(), *, dataset_size=300, cores=4, lead=16):
-    schedule = PolicySchedule(vbs.PerCore(lead=lead), dataset_size=dataset_size, minibatch_size=32, num_replicas=cores)
+    schedule = PolicySchedule(
+        vbs.policies.PerCore(lead=lead), dataset_size=dataset_size, minibatch_size=32, num_replicas=cores
+    )
     for size in rows:
         schedule.append(size, number=1)
     return schedule
@@ -165,7 +167,7 @@ def test_in_lockstep_all_cores_run_as_many_as_the_busiest():
 
 
 def test_rows_decided_for_the_next_epoch_come_into_it_when_this_one_ends_early():
-    schedule = PolicySchedule(vbs.PerCore(), dataset_size=64, minibatch_size=16)
+    schedule = PolicySchedule(vbs.policies.PerCore(), dataset_size=64, minibatch_size=16)
     schedule.append(16, number=6)  # 4 in the first epoch
     schedule.note_done(1)
     assert schedule.past(1, 0).starts == (0, 2)

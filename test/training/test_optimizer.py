@@ -477,7 +477,7 @@ def test_wrong_parts_are_refused(wrong):
     parts = {
         "inner": torch.optim.SGD(model.parameters(), lr=0.1),
         "sampler": vbs.CustomSampler(dataset_size=1000, trace=[64], minibatch_size=32),
-        "rule": vbs.LinearRule(),
+        "rule": vbs.rules.LinearRule(),
         wrong: "something else",
     }
     with pytest.raises(ValueError, match=f"`{wrong}` must be"):

@@ -134,7 +134,7 @@ def with_two_optimizers(spread):
     model, sampler = parts(spread)
     matrices, rest = ([p for p in model.parameters() if (p.ndim == 2) == is_so] for is_so in (True, False))
     inner = [sharded_models.sgd(matrices), sharded_models.adamw(rest)]
-    rules = [vbs.LinearRule(), vbs.AdamRule()]
+    rules = [vbs.rules.LinearRule(), vbs.rules.AdamRule()]
     optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=8, rule=rules, model=model, measure_noise=True)
     run(model, sampler, optimizer)
     return sharded_models.state_of(model), optimizer.gain()

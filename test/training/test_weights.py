@@ -21,7 +21,7 @@ def make(trace=(2, 2, 2, 2), *, rule=None, device="cpu", lr=1.0, **options):
     p = nn.Parameter(torch.zeros(1, dtype=torch.float64, device=device))
     sampler = vbs.CustomSampler(dataset_size=64, trace=list(trace), minibatch_size=1, shuffle=False)
     inner = torch.optim.SGD([p], lr=lr, momentum=0.5, weight_decay=0.1)
-    optimizer = vbs.CustomOptimizer(inner, sampler, rule=rule or vbs.LinearRule(), ref_batchsize=2, **options)
+    optimizer = vbs.CustomOptimizer(inner, sampler, rule=rule or vbs.rules.LinearRule(), ref_batchsize=2, **options)
     return p, optimizer
 
 
@@ -353,7 +353,7 @@ def test_the_sinks_show_the_weight(tmp_path):
     assert b"steps/weight" in b"".join(path.read_bytes() for path in (tmp_path / "board" / "steps").iterdir())
 
 
-@pytest.mark.parametrize("rule", [vbs.LinearRule, vbs.AdaScaleRule])
+@pytest.mark.parametrize("rule", [vbs.rules.LinearRule, vbs.rules.AdaScaleRule])
 def test_a_run_that_goes_on_has_the_noise_and_the_weight_that_it_had(tmp_path, rule):
     def session(records, num_steps):
         p, optimizer = make(rule=rule(), lr=0.1, measure_noise=True)

@@ -264,7 +264,7 @@ class VariableBatchTrainer(VariableBatchMixin, Trainer):  # type: ignore[misc]
 
         args = TrainingArguments("out", per_device_train_batch_size=8, learning_rate=1e-3, max_steps=1000)
         trainer = VariableBatchTrainer(
-            model, args, train_dataset=dataset, trace="trace.csv", rule=vbs.AdamRule(), ref_batchsize=64
+            model, args, train_dataset=dataset, trace="trace.csv", rule=vbs.rules.AdamRule(), ref_batchsize=64
         )
         trainer.train()
 
