@@ -107,6 +107,81 @@ def test_every_file_says_in_its_first_line_what_it_is_for(module):
     assert ast.get_docstring(ast.parse(text))
 
 
+# limits on what makes code hard to read; each exception with its reason
+LONGEST_BODY = 50
+MOST_PUBLIC_METHODS = 20
+MOST_ARGUMENTS = 14
+SHORTEST_MODULE = 60
+
+LONG_FUNCTIONS = {
+    "command/compare.py": {"add_options", "run"},  # one line for each option of a command with thirty
+    "planning/plan.py": {"of"},  # one line for each field of a plan
+}
+LARGE_CLASSES = {
+    "schedules/live.py": {"PolicySchedule"},  # the questions of a schedule, and the rows that a policy appends
+}
+LONG_CONSTRUCTORS = {
+    "optim/optimizer.py": {"CustomOptimizer"},  # each is an option of the user's
+}
+SHORT_MODULES = {
+    "version.py",  # read by setup.cfg, so it imports nothing
+    "command/cbs.py",  # a file for each subcommand
+    "command/fit.py",
+    "command/profile.py",
+    "command/report.py",
+    "command/show.py",
+    "rules/transition.py",  # pure, where its only user needs torch
+}
+
+
+def definitions_in(module, *kinds):
+    return [node for node in ast.walk(ast.parse((PACKAGE / module).read_text())) if isinstance(node, kinds)]
+
+
+@by_module
+def test_functions_are_short(module):
+    found = set()
+    for function in definitions_in(module, ast.FunctionDef):
+        body = function.body[1:] if ast.get_docstring(function) and len(function.body) > 1 else function.body
+        if body[-1].end_lineno - body[0].lineno + 1 > LONGEST_BODY:
+            found.add(function.name)
+    assert found == LONG_FUNCTIONS.get(module.as_posix(), set())
+
+
+@by_module
+def test_classes_have_few_public_methods(module):
+    found = set()
+    for definition in definitions_in(module, ast.ClassDef):
+        names = {node.name for node in definition.body if isinstance(node, ast.FunctionDef)}
+        if len({name for name in names if not name.startswith("_")}) > MOST_PUBLIC_METHODS:
+            found.add(definition.name)
+    assert found == LARGE_CLASSES.get(module.as_posix(), set())
+
+
+@by_module
+def test_constructors_have_few_arguments(module):
+    found = set()
+    for definition in definitions_in(module, ast.ClassDef):
+        made_by = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+        if any(len(node.args.args) - 1 + len(node.args.kwonlyargs) > MOST_ARGUMENTS for node in made_by):
+            found.add(definition.name)
+    assert found == LONG_CONSTRUCTORS.get(module.as_posix(), set())
+
+
+def test_no_short_module_has_a_single_importer():
+    importers = {".".join(module.with_suffix("").parts): set() for module in MODULES}
+    for module in MODULES:
+        for parts in own_imports_of(module):
+            if ".".join(parts) in importers:
+                importers[".".join(parts)].add(module)
+    found = set()
+    for module in MODULES:
+        num_lines = (PACKAGE / module).read_text().count("\n")
+        if num_lines < SHORTEST_MODULE and len(importers[".".join(module.with_suffix("").parts)]) <= 1:
+            found.add(module.as_posix())
+    assert found == SHORT_MODULES
+
+
 def loaded_by(statement):
     code = f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
