@@ -20,7 +20,7 @@ MARK = "STOPPABLE_RUN"  # an environment variable by which all processes of a se
 MOST_SECONDS = 300  # for a session, or for something to happen in it; longer is a hang
 
 
-class ResumePoint:
+class Place:
     """Where a run keeps what it leaves behind.
 
     Attributes:

@@ -23,7 +23,7 @@ from pathlib import Path
 import stoppable_run
 import torch
 from disturbances import AT_ANY_TIME, ENDED, IN_TRAINING, MEANING, RAISED, STOPPED, TERMINATED, happens
-from session_process import ResumePoint, SessionProcess
+from session_process import Place, SessionProcess
 from stoppable_run import NUM_STEPS, SIZES, Settings
 
 import variable_batch_size as vbs
@@ -85,7 +85,7 @@ class Run:
     _ways_of_one_core = ("forked", "forked", "forked", "alone", "launch")
 
     def __init__(self, root, preserve_rng, rng, tally, *, most_cores):
-        self.place = ResumePoint(root)
+        self.place = Place(root)
         self._undisturbed = preserve_rng
         self._rng = rng
         self._tally = tally
@@ -183,7 +183,7 @@ class Run:
         check(not list(self.place.checkpoints.glob("*.tmp")), "an unfinished file is left")
 
     def _whole(self, index, cores):
-        place = ResumePoint(self._undisturbed / f"{index}-{cores}")
+        place = Place(self._undisturbed / f"{index}-{cores}")
         if not place.weights.exists():
             settings = dataclasses.replace(SETTINGS[index], seconds_per_minibatch=0.0)
             session = SessionProcess(place, settings, launcher="launch" if cores > 1 else "forked", cores=cores)

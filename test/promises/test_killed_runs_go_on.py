@@ -10,7 +10,7 @@ import time
 
 import pytest
 import stoppable_run
-from session_process import ResumePoint, SessionProcess
+from session_process import Place, SessionProcess
 from stoppable_run import NUM_STEPS, Settings
 
 import variable_batch_size as vbs
@@ -36,7 +36,7 @@ def steps_saved(directory):
 
 def test_killed_again_and_again_a_group_of_workers_ends_with_the_same_weights(on_cores, tmp_path):
     """Under torchrun, time after time: every other time while core 0 writes a checkpoint."""
-    kills, killed = 2, ResumePoint(tmp_path / "killed")
+    kills, killed = 2, Place(tmp_path / "killed")
     preserve_rng = on_cores(2, stoppable_run.run, tmp_path / "whole", Settings(repeats=2, num_unused=UNUSED))
     settings = Settings(seconds_per_minibatch=0.02, num_unused=UNUSED, repeats=2)
     session = SessionProcess(killed, settings, launcher="torchrun", cores=2, restarts=kills)
@@ -62,7 +62,7 @@ def test_killed_again_and_again_a_group_of_workers_ends_with_the_same_weights(on
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("xla", marks=pytest.mark.xla)])
 def test_sigterm_saves_ends_with_its_exit_code_and_the_run_goes_on(tmp_path, backend):
-    place = ResumePoint(tmp_path)
+    place = Place(tmp_path)
     session = SessionProcess(place, SAVES_ONLY_AT_THE_END, cores=2, backend=backend)
     session.wait_for_steps()
     session.signal(signal.SIGTERM)
@@ -91,7 +91,7 @@ def with_workers(number, **more):
     ids=lambda value: f"{value.num_workers} workers" if isinstance(value, Settings) else None,
 )
 def test_sigterm_to_the_whole_process_group_saves_and_leaves_no_process(tmp_path, launcher, cores, settings):
-    session = SessionProcess(ResumePoint(tmp_path), settings, launcher=launcher, cores=cores)
+    session = SessionProcess(Place(tmp_path), settings, launcher=launcher, cores=cores)
     session.wait_for_steps(3)
     session.signal_group(signal.SIGTERM)
     assert session.finish() == vbs.EXIT_STOPPED, session.output
@@ -101,7 +101,7 @@ def test_sigterm_to_the_whole_process_group_saves_and_leaves_no_process(tmp_path
 
 @pytest.mark.parametrize(("to_group", "num_workers"), [(False, 0), (True, 2)])
 def test_sigterm_to_torchrun_saves_too(tmp_path, to_group, num_workers):
-    session = SessionProcess(ResumePoint(tmp_path), with_workers(num_workers), launcher="torchrun", cores=2)
+    session = SessionProcess(Place(tmp_path), with_workers(num_workers), launcher="torchrun", cores=2)
     session.wait_for_steps(3)
     (session.signal_group if to_group else session.signal)(signal.SIGTERM)
     session.finish()  # with an exit code of torchrun's own
@@ -135,7 +135,7 @@ print("went on")
 
 
 def test_killed_it_leaves_no_loader_worker_behind(tmp_path):
-    session = SessionProcess(ResumePoint(tmp_path), with_workers(2), launcher="alone")
+    session = SessionProcess(Place(tmp_path), with_workers(2), launcher="alone")
     session.wait_for_steps()
     session.signal(signal.SIGKILL)
     session.finish()
