@@ -62,7 +62,7 @@ def print_case(trace: vbs.Trace, cores: int) -> None:
     last = schedule.num_epochs - 2  # the very last epoch ends where the trace does
     epochs = range(last - NUM_EPOCHS + 1, last + 1)
     steps = range(schedule.steps(epochs[0]).start, schedule.steps(last).stop)
-    num_minibatches = sum(schedule.num_yielded(epoch, rank) for epoch in epochs)
+    num_minibatches = sum(schedule.num_minibatches_for(epoch, rank) for epoch in epochs)
     build = least_seconds(new)
     fresh = [new() for _ in range(REPEATS)]
     late = least_seconds(find_late_epoch)

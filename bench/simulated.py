@@ -15,7 +15,7 @@ from variable_batch_size.comparison.profile import measure
 from variable_batch_size.comparison.train import inner_optimizer, minibatches_of
 from variable_batch_size.comparison.workload import load_workload
 from variable_batch_size.planning.profile import Measured
-from variable_batch_size.policies.registry import parse_policy
+from variable_batch_size.policies.builtin import parse_policy
 
 POLICIES = ("64", "256", "autoscale:max_batch_size=512")
 STEPS = 1500
@@ -76,11 +76,11 @@ def main():
             1, options.cores, size, *(statistics.mean(pair) for pair in zip(before[3:], after[3:], strict=True))
         )
         known = {p: n for p, n in noise.items() if 0 < n < float("inf")}
-        run = vbs.simulate(
+        run = vbs.planning.simulate(
             parse_policy(text),
-            profile=vbs.Profile((row,)),
-            noise=vbs.NoiseCurve(list(known), list(known.values())),
-            availability=vbs.Availability.constant(options.cores),
+            profile=vbs.planning.Profile((row,)),
+            noise=vbs.planning.NoiseCurve(list(known), list(known.values())),
+            availability=vbs.planning.Availability.constant(options.cores),
             minibatch_size=size,
             ref_batchsize=workload.ref_batchsize,
             progress=progress,

@@ -18,7 +18,9 @@ import variable_batch_size as vbs
 MINIBATCH = 32
 CONSTANT = 4
 WIDTHS = (26, 9, 12, 14, 14, 14, 12, 10)
-RULES = [name for name, rule in vbs.RULES.items() if not rule.needs and name != "muon"]  # which takes matrices only
+RULES = [
+    name for name, rule in vbs.rules.RULES.items() if not rule.needs and name != "muon"
+]  # which takes matrices only
 BY_HAND = "by hand, one graph a size"
 BY_HAND_SYNCED = "by hand, sync a minibatch"
 

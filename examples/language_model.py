@@ -114,7 +114,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 
     # three stages, given in tokens: 16 samples at first, 64 in the end
     starts, sizes = (0, options.tokens // 8, options.tokens // 3), (16, 32, 64)
-    stages = vbs.Stages(starts, sizes, options.tokens, "tokens", text.tokens_per_sample)
+    stages = vbs.traces.Stages(starts, sizes, options.tokens, "tokens", text.tokens_per_sample)
     sampler = vbs.CustomSampler(text.train, trace=stages.trace(), minibatch_size=MINIBATCH)
     loader = DataLoader(text.train, batch_sampler=sampler, collate_fn=padded)
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))

@@ -44,7 +44,7 @@ def runs(options: argparse.Namespace) -> dict[str, Any]:
 def _train(seed: int, name: str, kappa: int, options: argparse.Namespace, folder: Path) -> experiment.Row:
     batchsize, num_updates = (SMALL_BATCHSIZE, SMALL_UPDATES) if options.small else (BATCHSIZE, NUM_UPDATES)
     run = characters_run.Run(
-        trace=vbs.constant_trace(batchsize * kappa, num_steps=num_updates // kappa),
+        trace=vbs.traces.constant_trace(batchsize * kappa, num_steps=num_updates // kappa),
         rule=RULES[name],
         lr=LR,
         betas=BETAS,

@@ -37,7 +37,7 @@ class Run:
         on_end: what follows the last row of the trace.
     """
 
-    trace: vbs.TraceLike
+    trace: vbs.traces.TraceLike
     rule: str
     lr: float
     schedule: Callable[[int], float]

@@ -36,17 +36,19 @@ OFF_ACCURACY = 0.5  # of AdaScale from SGD at a constant 128, in percent
 SMALL_STEPS, SMALL_BATCHSIZE, SMALL_SCALES, SMALL_SAMPLES = 24, 8, (1, 4, 2), 32
 
 
-def traces(options: argparse.Namespace) -> dict[str, vbs.TraceLike]:
+def traces(options: argparse.Namespace) -> dict[str, vbs.traces.TraceLike]:
     scales, batchsize = (SMALL_SCALES, SMALL_BATCHSIZE) if options.small else (SCALES, BATCHSIZE)
     samples = SMALL_SAMPLES if options.small else SAMPLES_AT_A_SCALE
     starts = tuple(samples * number for number in range(len(scales)))
     sizes = tuple(scale * batchsize for scale in scales)
-    jumps = vbs.Stages(starts, sizes, samples * len(scales), "samples").trace()
+    jumps = vbs.traces.Stages(starts, sizes, samples * len(scales), "samples").trace()
     market: dict[str, Any] = {**MARKET, **({"num_devices": 4} if options.small else {})}
     return {
         "constant": batchsize,
         "jumps": jumps,
-        "market": vbs.spot_market(**market, samples_per_device=batchsize, num_steps=50 if options.small else 5000),
+        "market": vbs.traces.spot_market(
+            **market, samples_per_device=batchsize, num_steps=50 if options.small else 5000
+        ),
     }
 
 

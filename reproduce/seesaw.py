@@ -48,9 +48,9 @@ def _train(seed: int, name: str, options: argparse.Namespace, folder: Path) -> e
     batchsize, num_updates = (SMALL_BATCHSIZE, SMALL_UPDATES) if options.small else (BATCHSIZE, NUM_UPDATES)
     num_samples = batchsize * num_updates
     if name == "seesaw":
-        trace = vbs.seesaw(batchsize, num_samples=num_samples, minibatch_size=batchsize)
+        trace = vbs.traces.seesaw(batchsize, num_samples=num_samples, minibatch_size=batchsize)
     else:
-        trace = vbs.constant_trace(batchsize, num_steps=num_updates)
+        trace = vbs.traces.constant_trace(batchsize, num_steps=num_updates)
     run = characters_run.Run(
         trace=trace,
         rule="root",

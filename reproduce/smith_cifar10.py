@@ -61,7 +61,7 @@ def trace_of(
     schedule: Schedule, *, num_epochs: int, dataset_size: int, minibatch_size: int = 128, factor: int = FACTOR
 ) -> vbs.Trace:
     """Its batch sizes, with the changes at 30 %, 60 % and 80 % of the epochs."""
-    return vbs.growth_for_decay(
+    return vbs.traces.growth_for_decay(
         schedule.start * minibatch_size // 128,
         factor=factor,
         at_epochs=[epoch * num_epochs // NUM_EPOCHS for epoch in AT_EPOCHS],

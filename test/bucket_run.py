@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.runs.object_store import ObjectStore
+from variable_batch_size.runs.remote import ObjectStore
 
 SIZES = [8, 24, 16, 8, 40, 8, 16, 32, 8, 24] * 8
 SECONDS_OF_A_SAVE = 0.2  # about; a killing comes at a random instant of it

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import variable_batch_size as vbs
 from variable_batch_size.command.main import main
-from variable_batch_size.comparison import workers
+from variable_batch_size.comparison import executors
 from variable_batch_size.comparison.experiment import Run
 from variable_batch_size.comparison.results import Results
 
@@ -68,8 +68,8 @@ def forked_runs():
         torch.seed()
         spawned(*args)
 
-    spawned = workers._serve
-    with patch.object(workers, "_serve", serve), patch.object(workers, "_START_METHOD", "fork"):
+    spawned = executors._serve
+    with patch.object(executors, "_serve", serve), patch.object(executors, "_START_METHOD", "fork"):
         yield
 
 

@@ -169,8 +169,8 @@ def main() -> None:
         root.mkdir(parents=True)
         started_at = time.monotonic()
         weights = disturbed(root, settings)
-        undisturbed = Settings(**{**asdict(settings), "seconds_per_minibatch": 0.0})
-        expected = stoppable_run.run(root / "whole", undisturbed)["model"]
+        preserve_rng = Settings(**{**asdict(settings), "seconds_per_minibatch": 0.0})
+        expected = stoppable_run.run(root / "whole", preserve_rng)["model"]
         difference = stoppable_run.largest_difference(weights, expected)
         print(f"{name}: the weights differ by {difference:.2g}, {time.monotonic() - started_at:.0f} s")
         assert difference == 0 if name == "exact" else difference < LARGEST_DIFFERENCE

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
-from variable_batch_size.cores.running import running_cores
+from variable_batch_size.cores.detect import running_cores
 
 MINIBATCH = 4
 NUM_SAMPLES = 61

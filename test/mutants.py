@@ -1,6 +1,6 @@
 """Plants faults in what decides numbers and files, one at a time, and shows those that no test notices.
 
-python test/mutants.py --only rules/noise.py training/position.py
+python test/mutants.py --only rules/noise.py optim/step_plan.py
 
 The faults are those of mutmut (https://mutmut.readthedocs.io): another operator, another number, an argument left out,
 a branch always taken. Each is planted in a copy of the package, and a fork of this process, which has torch loaded,
@@ -55,31 +55,25 @@ OF_OPTIMIZER += [f"test/training/test_{name}.py" for name in ("deciding", "toget
 OF_OPTIMIZER += [f"test/training/test_{name}.py" for name in ("scheduled", "process_group", "unsupported")]
 OF_OPTIMIZER += ["test/training/test_sharded_gradients.py", "test/promises/test_sharded_models_train_as_plain_ones.py"]
 TESTS = {
-    "rules/noise.py": ["test/rules/test_noise.py", *OF_RULES],
+    "rules/noise.py": ["test/rules/test_noise.py", "test/rules/test_noise_meter.py", *OF_RULES],
     "rules/transition.py": OF_RULES,
     "rules/adam.py": ["test/rules/test_adam.py", *OF_RULES],
     "rules/adascale.py": ["test/rules/test_adascale_rule.py", *OF_RULES],
     "rules/scaling.py": OF_RULES,
     "rules/rule.py": OF_RULES,
     "rules/registry.py": ["test/rules/test_registry.py", *OF_RULES],
-    "training/position.py": ["test/training/test_position.py", *OF_TRAINING, "test/training/test_deciding.py"],
-    "training/factors.py": ["test/training/test_factors.py", *OF_TRAINING],
-    "training/settings.py": [*OF_SETTINGS, *OF_TRAINING],
-    "training/adam_bias.py": [*OF_SETTINGS, *OF_TRAINING],
-    "training/preconditioner.py": ["test/training/test_settings.py", *OF_TRAINING],
-    "training/flat_gradients.py": OF_GRADIENTS,
-    "training/flat_memory.py": ["test/training/test_flat_memory.py", *OF_GRADIENTS],
-    "training/gradients.py": OF_GRADIENTS,
-    "training/kept_gradients.py": OF_GRADIENTS,
-    "training/buffers.py": ["test/training/test_buffers.py", *OF_TRAINING],
-    "training/scheduled.py": ["test/training/test_scheduled.py", *OF_OPTIMIZER],
-    "training/optimizer.py": OF_OPTIMIZER,
-    "training/weights.py": ["test/training/test_weights.py", *OF_GRADIENTS],
-    "training/progress.py": ["test/training/test_progress.py"],
-    "training/exact_units.py": OF_EXACT,
-    "rules/each.py": ["test/rules/test_each.py", *OF_SETTINGS],
-    "rules/noise_meter.py": ["test/rules/test_noise_meter.py"],
-    "runs/storage.py": ["test/runs/test_storage.py", "test/runs/test_checkpoint.py"],
+    "rules/per_optimizer.py": ["test/rules/test_each.py", *OF_SETTINGS],
+    "optim/step_plan.py": ["test/training/test_position.py", *OF_TRAINING, "test/training/test_deciding.py"],
+    "optim/optimizer.py": ["test/training/test_factors.py", "test/training/test_scheduled.py", *OF_OPTIMIZER],
+    "optim/hyperparameters.py": [*OF_SETTINGS, *OF_TRAINING],
+    "optim/buffers.py": ["test/training/test_buffers.py", *OF_TRAINING],
+    "optim/token_weights.py": ["test/training/test_weights.py", *OF_GRADIENTS],
+    "optim/lr_scheduler.py": ["test/training/test_progress.py"],
+    "optim/gradients/accumulator.py": OF_GRADIENTS,
+    "optim/gradients/buckets.py": OF_GRADIENTS,
+    "optim/gradients/norms.py": OF_GRADIENTS,
+    "optim/gradients/fixed_point.py": OF_EXACT,
+    "runs/state_file.py": ["test/runs/test_storage.py", "test/runs/test_checkpoint.py"],
     "runs/checkpoint.py": OF_RUNS,
     "schedules/batch_sizes.py": ["test/schedules/test_batch_sizes.py", *OF_SCHEDULES],
     "schedules/schedule.py": OF_SCHEDULES,

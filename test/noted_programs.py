@@ -5,8 +5,8 @@ from threaded_cores import Threads
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from variable_batch_size.cores.communicator import Alone
-from variable_batch_size.cores.xla import Xla
+from variable_batch_size.cores.communicator import SingleProcess
+from variable_batch_size.cores.xla import XlaDevices
 
 
 class Programs(TorchDispatchMode):
@@ -30,7 +30,7 @@ class Programs(TorchDispatchMode):
         self.current = []
 
 
-class Noting(Alone):
+class Noting(SingleProcess):
     """Says where what was noted down is started."""
 
     def __init__(self, programs):
@@ -42,7 +42,7 @@ class NotingCore(Threads):
 
     is_one_program = True
     keeps_flat_gradients = False
-    varying, varying_share, broadcast = Xla.varying, Xla.varying_share, Xla.broadcast
+    traced_scalar, traced_beta, broadcast = XlaDevices.traced_scalar, XlaDevices.traced_beta, XlaDevices.broadcast
 
     def __init__(self, core, programs):
         self.__dict__ |= core.__dict__ | {"is_one_program": True}

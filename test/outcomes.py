@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 from variable_batch_size.comparison.experiment import REFERENCE, Outcome, Run, Settings
-from variable_batch_size.comparison.report.arm import Arm
+from variable_batch_size.comparison.report.summary import Arm
 from variable_batch_size.comparison.results import Results
 from variable_batch_size.traces.trace import Trace
 

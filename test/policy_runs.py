@@ -11,11 +11,11 @@ MINIBATCH, REF_BATCHSIZE, NUM_SAMPLES, NUM_EPOCHS = 8, 16, 600, 3
 
 POLICIES = {
     "autoscale": lambda: vbs.Autoscale(max_batch_size=160, every=6, lead=4),
-    "per core": lambda: vbs.PerCore(16, every=6, lead=4),
-    "norm test": lambda: vbs.NormTest(eta=0.3, max_batch_size=200, max_growth=1.6, every=6, lead=4),
-    "critical batch": lambda: vbs.CriticalBatch(cost=0.4, max_batch_size=96, every=6, lead=4),
-    "on plateau": lambda: vbs.OnPlateau(patience=1, factor=1.5, every=6, lead=4),
-    "function": lambda: vbs.FunctionPolicy(_sawtooth, every=6, lead=4),
+    "per core": lambda: vbs.policies.PerCore(16, every=6, lead=4),
+    "norm test": lambda: vbs.policies.NormTest(eta=0.3, max_batch_size=200, max_growth=1.6, every=6, lead=4),
+    "critical batch": lambda: vbs.policies.CriticalBatch(cost=0.4, max_batch_size=96, every=6, lead=4),
+    "on plateau": lambda: vbs.policies.OnPlateau(patience=1, factor=1.5, every=6, lead=4),
+    "function": lambda: vbs.policies.FunctionPolicy(_sawtooth, every=6, lead=4),
 }
 
 

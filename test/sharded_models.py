@@ -215,7 +215,7 @@ NAN_STEP = 2  # of 4 minibatches
 
 def erratic():
     """A policy whose answers change from step to step, and depend on the measured noise."""
-    return vbs.FunctionPolicy(
+    return vbs.policies.FunctionPolicy(
         lambda seen: MINIBATCH * (2 + int(7 * seen.steps_done + 10 * (seen.noise_scale or 0)) % 4), every=1, lead=1
     )
 
@@ -245,7 +245,7 @@ def train(spread, kind, name, *, until=None, **sampler_options):
     )
     groups = list(model.parameters())
     optimizer = optimizer_class(inner(groups), sampler, ref_batchsize=8, model=model, **options)
-    optimizer.keep_gradient_norm(every=1)
+    optimizer.record_grad_norm(every=1)
     norms, updates, noise = [], [], []
     x, y = data()
     for epoch in range(sampler.schedule.num_epochs):

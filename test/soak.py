@@ -28,7 +28,7 @@ from stoppable_run import NUM_STEPS, SIZES, Settings
 
 import variable_batch_size as vbs
 from variable_batch_size.files import write_text
-from variable_batch_size.runs import storage
+from variable_batch_size.runs import state_file
 
 LARGEST_DIFFERENCE = 1e-5
 MOST_CORES = 4
@@ -84,9 +84,9 @@ class Run:
 
     _ways_of_one_core = ("forked", "forked", "forked", "alone", "launch")
 
-    def __init__(self, root, undisturbed, rng, tally, *, most_cores):
+    def __init__(self, root, preserve_rng, rng, tally, *, most_cores):
         self.place = Place(root)
-        self._undisturbed = undisturbed
+        self._undisturbed = preserve_rng
         self._rng = rng
         self._tally = tally
         self._changes_cores = rng.random() < 0.5
@@ -125,8 +125,8 @@ class Run:
             check(not left, f"processes were left behind: {left}", session)
         finally:
             session.destroy()
-        for path in storage.checkpoints(self.place.checkpoints):
-            storage.load(path)
+        for path in state_file.checkpoints(self.place.checkpoints):
+            state_file.load(path)
 
     def _change_cores(self):
         before = self._cores
@@ -158,8 +158,8 @@ class Run:
             check(self._steps_saved() == steps_done, f"of {steps_done} steps {self._steps_saved()} were saved", session)
 
     def _steps_saved(self):
-        paths = storage.checkpoints(self.place.checkpoints)
-        return storage.load(paths[-1])["optimizer"]["variable_batch_size"]["steps_done"] if paths else 0
+        paths = state_file.checkpoints(self.place.checkpoints)
+        return state_file.load(paths[-1])["optimizer"]["variable_batch_size"]["steps_done"] if paths else 0
 
     def _check_result(self):
         index = SETTINGS.index(self._settings)

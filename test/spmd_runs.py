@@ -41,7 +41,7 @@ def mesh_of(name):
     return spmd.Mesh(list(range(number)), (number, 1), (name, "model"))
 
 
-def lay_out(tensor, mesh):
+def shard_like(tensor, mesh):
     """Over the first dimension, also where that is no multiple of the devices."""
     import torch_xla.distributed.spmd as spmd
 
@@ -70,7 +70,7 @@ def laid_out(model):
     mesh, model = mesh_of("data"), tied(model.to("xla"))
     for p in model.parameters():
         if p.dim() > 1:
-            lay_out(p, mesh)
+            shard_like(p, mesh)
     return model, mesh
 
 
@@ -120,7 +120,7 @@ def made(way, kind, name, sizes=SIZES):
 
 def backward(model, mesh, x, y, *, is_sum=False, factor=1.0):
     if mesh is not None:
-        x, y = lay_out(x.to("xla"), mesh), lay_out(y.to("xla"), mesh)
+        x, y = shard_like(x.to("xla"), mesh), shard_like(y.to("xla"), mesh)
     loss = nn.functional.cross_entropy(model(x), y, reduction="sum" if is_sum else "mean")
     (loss * factor).backward()
     return loss

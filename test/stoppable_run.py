@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
-from variable_batch_size.cores.running import running_cores
+from variable_batch_size.cores.detect import running_cores
 
 MINIBATCH = 4
 NUM_SAMPLES = 150
@@ -231,7 +231,10 @@ def run_all(backend, directory, stopped_alone):
     results["dropout"] = run(directory / "dropout", Settings(dropout=0.5), device=device)
     results["resumed"] = [
         run_and_stop(
-            directory / f"stopped-{number}", stop_at, Settings(dropout=0.5, every_steps=1 + number), device=device
+            directory / f"stopped-{number}",
+            stop_at,
+            Settings(dropout=0.5, every_steps=1 + number),
+            device=device,
         )
         for number, stop_at in enumerate(STOPS_ON_CORES)
     ]

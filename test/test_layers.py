@@ -1,6 +1,7 @@
 """The architecture: which folder may import which. Changing this table is a decision made in the open."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import variable_batch_size
 PACKAGE = Path(variable_batch_size.__file__).parent
 
 # what each folder imports of the others; the files beside the folders (FOR_ALL) may be used by all
-FOR_ALL = {"checks", "files", "records", "version"}
+FOR_ALL = {"checks", "files", "version"}
 LAYERS = {
     "rules": set(),
     "policies": set(),
@@ -20,10 +21,11 @@ LAYERS = {
     "schedules": {"traces", "policies"},
     "planning": {"rules", "traces", "policies", "schedules"},
     "cores": set(),
-    "training": {"cores", "rules", "traces", "policies", "schedules"},
-    "runs": {"cores", "traces", "schedules", "training"},
-    "comparison": {"cores", "rules", "traces", "policies", "schedules", "planning", "training", "runs"},
-    "integrations": {"cores", "rules", "traces", "policies", "schedules", "training"},
+    "data": {"cores", "traces", "policies", "schedules"},
+    "optim": {"cores", "rules", "policies", "schedules", "data"},
+    "runs": {"cores", "traces", "schedules", "optim"},
+    "comparison": {"cores", "rules", "traces", "policies", "schedules", "planning", "data", "optim", "runs"},
+    "integrations": {"cores", "rules", "traces", "policies", "schedules", "data", "optim"},
     "command": {"traces", "policies", "schedules", "planning", "comparison"},
 }
 FRAMEWORKS = {"lightning", "pytorch_lightning", "accelerate", "transformers", "keras", "ray"}
@@ -100,10 +102,84 @@ def test_frameworks_are_imported_by_their_integration_alone(module):
 
 
 @by_module
-def test_every_file_says_in_its_first_line_what_it_is_for_and_stays_short(module):
+def test_every_file_says_in_its_first_line_what_it_is_for(module):
     text = (PACKAGE / module).read_text()
     assert ast.get_docstring(ast.parse(text))
-    assert text.count("\n") <= 300
+
+
+# limits on what makes code hard to read; each exception with its reason
+LONGEST_BODY = 50
+MOST_PUBLIC_METHODS = 20
+MOST_ARGUMENTS = 14
+SHORTEST_MODULE = 60
+
+LONG_FUNCTIONS = {
+    "command/compare.py": {"add_options", "run"},  # one line for each option of a command with thirty
+    "planning/plan.py": {"of"},  # one line for each field of a plan
+}
+LARGE_CLASSES = {
+    "schedules/live.py": {"PolicySchedule"},  # the questions of a schedule, and the rows that a policy appends
+}
+LONG_CONSTRUCTORS = {
+    "optim/optimizer.py": {"CustomOptimizer"},  # each is an option of the user's
+}
+SHORT_MODULES = {
+    "version.py",  # read by setup.cfg, so it imports nothing
+    "command/cbs.py",  # a file for each subcommand
+    "command/fit.py",
+    "command/profile.py",
+    "command/report.py",
+    "command/show.py",
+    "rules/transition.py",  # pure, where its only user needs torch
+}
+
+
+def definitions_in(module, *kinds):
+    return [node for node in ast.walk(ast.parse((PACKAGE / module).read_text())) if isinstance(node, kinds)]
+
+
+@by_module
+def test_functions_are_short(module):
+    found = set()
+    for function in definitions_in(module, ast.FunctionDef):
+        body = function.body[1:] if ast.get_docstring(function) and len(function.body) > 1 else function.body
+        if body[-1].end_lineno - body[0].lineno + 1 > LONGEST_BODY:
+            found.add(function.name)
+    assert found == LONG_FUNCTIONS.get(module.as_posix(), set())
+
+
+@by_module
+def test_classes_have_few_public_methods(module):
+    found = set()
+    for definition in definitions_in(module, ast.ClassDef):
+        names = {node.name for node in definition.body if isinstance(node, ast.FunctionDef)}
+        if len({name for name in names if not name.startswith("_")}) > MOST_PUBLIC_METHODS:
+            found.add(definition.name)
+    assert found == LARGE_CLASSES.get(module.as_posix(), set())
+
+
+@by_module
+def test_constructors_have_few_arguments(module):
+    found = set()
+    for definition in definitions_in(module, ast.ClassDef):
+        made_by = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+        if any(len(node.args.args) - 1 + len(node.args.kwonlyargs) > MOST_ARGUMENTS for node in made_by):
+            found.add(definition.name)
+    assert found == LONG_CONSTRUCTORS.get(module.as_posix(), set())
+
+
+def test_no_short_module_has_a_single_importer():
+    importers = {".".join(module.with_suffix("").parts): set() for module in MODULES}
+    for module in MODULES:
+        for parts in own_imports_of(module):
+            if ".".join(parts) in importers:
+                importers[".".join(parts)].add(module)
+    found = set()
+    for module in MODULES:
+        num_lines = (PACKAGE / module).read_text().count("\n")
+        if num_lines < SHORTEST_MODULE and len(importers[".".join(module.with_suffix("").parts)]) <= 1:
+            found.add(module.as_posix())
+    assert found == SHORT_MODULES
 
 
 def loaded_by(statement):
@@ -125,10 +201,20 @@ def test_using_every_public_name_loads_neither_torch_xla_nor_pandas():
     assert not {"dask", "distributed", "loky", "s3fs"} & set(loaded)
 
 
-def test_every_public_name_has_a_docstring_and_is_listed():
-    for name in variable_batch_size.__all__:
-        value = getattr(variable_batch_size, name)
-        assert name == "__version__" or value.__doc__
-    assert set(dir(variable_batch_size)) == set(variable_batch_size.__all__)
+SUBMODULES = ("planning", "policies", "rules", "traces")
+
+
+def test_there_are_at_most_40_names_at_the_top():
+    assert len(variable_batch_size.__all__) <= 40
+    assert set(SUBMODULES) <= set(variable_batch_size.__all__)
+
+
+@pytest.mark.parametrize("place", ["", *SUBMODULES])
+def test_every_public_name_has_a_docstring_is_listed_and_is_on_a_page(place):
+    module = getattr(variable_batch_size, place) if place else variable_batch_size
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (PACKAGE.parent / "docs").rglob("*.md"))
+    for name in module.__all__:
+        assert name == "__version__" or (getattr(module, name).__doc__ and re.search(rf"\b{name}\b", pages)), name
+    assert set(dir(module)) == set(module.__all__)
     with pytest.raises(AttributeError, match="nothing"):
-        variable_batch_size.nothing  # noqa: B018
+        module.nothing  # noqa: B018

@@ -29,7 +29,9 @@ from torch.nn.functional import cross_entropy
 import variable_batch_size as vbs
 
 
-def train(train_dataset: torch.utils.data.TensorDataset, model: nn.Module, trace: vbs.TraceLike, epochs: int) -> int:
+def train(
+    train_dataset: torch.utils.data.TensorDataset, model: nn.Module, trace: vbs.traces.TraceLike, epochs: int
+) -> int:
     train_sampler = vbs.CustomSampler(
         dataset_size=len(train_dataset), trace=trace, num_replicas=2, rank=0, minibatch_size=32
     )
@@ -62,7 +64,7 @@ def train_with_each_trace(dataset: torch.utils.data.TensorDataset, frame: pd.Dat
     train(dataset, model, frame["batchsize"], 1)
     train(dataset, model, 64, 1)
     train(dataset, model, np.int64(64), 1)
-    train(dataset, model, vbs.linear_ramp(32, 256, num_steps=100, minibatch_size=32), 1)
+    train(dataset, model, vbs.traces.linear_ramp(32, 256, num_steps=100, minibatch_size=32), 1)
 
 
 def train_on_a_stream(samples: torch.utils.data.IterableDataset[torch.Tensor], model: nn.Module) -> None:
@@ -70,7 +72,7 @@ def train_on_a_stream(samples: torch.utils.data.IterableDataset[torch.Tensor], m
     loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=2)
     inner = optim.SGD(model.parameters(), lr=0.1)
     optimizer: vbs.CustomOptimizer = vbs.LinearRuleOptimizer(inner, stream, ref_batchsize=128)
-    optimizer = vbs.CustomOptimizer(inner, stream, rule=vbs.RootRule(), ref_batchsize=128)
+    optimizer = vbs.CustomOptimizer(inner, stream, rule=vbs.rules.RootRule(), ref_batchsize=128)
     for data in loader:
         model(data).sum().backward()
         optimizer.step()
@@ -97,9 +99,9 @@ WRONG = {
     "vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=128, log_step=5)": '"log_step"',
     'vbs.RootRuleOptimizer(inner, sampler, ref_batchsize=128, log_steps="5")': '"log_steps"',
     "vbs.LinearRuleOptimiser(inner, sampler, ref_batchsize=128)": '"LinearRuleOptimiser"',
-    'vbs.Stages.parse("0:32 9:64", until=20, unit="epochs")': '"unit"',
-    'vbs.Recording.read("spot.csv", format="xml")': '"format"',
-    'vbs.Recording.read("spot.csv", time_unit="d")': '"time_unit"',
+    'vbs.traces.Stages.parse("0:32 9:64", until=20, unit="epochs")': '"unit"',
+    'vbs.traces.Recording.read("spot.csv", format="xml")': '"format"',
+    'vbs.traces.Recording.read("spot.csv", time_unit="d")': '"time_unit"',
 }
 
 

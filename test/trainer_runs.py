@@ -11,7 +11,7 @@ MINIBATCH = 2
 REF_BATCHSIZE = 8
 # two epochs of 40 samples, of six and five steps; with two processes also idle and uneven ones
 TRACE = [4, 8, 2, 12, 6, 8, 16, 4, 2, 10, 8]
-RULES = {"linear": vbs.LinearRule, "adascale": vbs.AdaScaleRule}
+RULES = {"linear": vbs.rules.LinearRule, "adascale": vbs.rules.AdaScaleRule}
 
 
 def model_of_llama(dropout=0.0):

@@ -252,7 +252,7 @@ def run(program, device="cpu", rule=None):
     sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=program.sizes, minibatch_size=MINIBATCH, seed=1)
     schedule = sampler.schedule
     optimizer = vbs.CustomOptimizer(
-        inner_of(program, model), sampler, rule=rule or vbs.LinearRule(), ref_batchsize=REF_BATCHSIZE, model=model
+        inner_of(program, model), sampler, rule=rule or vbs.rules.LinearRule(), ref_batchsize=REF_BATCHSIZE, model=model
     )
     num_steps = first_minibatch = 0  # of the run, and of those before the step
     gains = []

@@ -37,7 +37,7 @@ WEIGHTS = {
 }
 
 
-class Reader(nn.Module):
+class StreamReader(nn.Module):
     """Predicts each token from the mean of those before it."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ _one_at_a_time = threading.Lock()  # as cores that are threads share a generator
 def reader(dtype=torch.float64) -> nn.Module:
     with _one_at_a_time:
         torch.manual_seed(0)
-        return Reader().to(dtype)
+        return StreamReader().to(dtype)
 
 
 @functools.cache

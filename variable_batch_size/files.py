@@ -1,11 +1,27 @@
-"""Files that are whole or not there, whatever happens while they are written."""
+"""Atomic local file writes, and JSON lines."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file, each of which is a record of JSON; or a refusal that names the first that is none."""
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}:{number}: expected a record of JSON, got {line[:40]!r}")
+        records.append(record)
+    return records
+
 
 TEMPORARY = ".tmp"
 """The end of the name of a file that is being written."""

@@ -48,8 +48,8 @@ CONVERT = "vbs convert devices.csv --samples-per-device 48 --minibatch-size 32 -
 def test_plan_prints_what_the_functions_say(run):
     write("trace.csv", "step,batchsize\n0,64\n1,96\n2,32\n3,256\n")
     schedule = vbs.Schedule(vbs.Trace.read("trace.csv"), dataset_size=300, minibatch_size=32, num_replicas=4)
-    plan = vbs.Plan.of(schedule)
-    assert run(PLAN) == (0, vbs.plan_report(plan) + "\n", "")
+    plan = vbs.planning.Plan.of(schedule)
+    assert run(PLAN) == (0, vbs.planning.plan_report(plan) + "\n", "")
     code, out, err = run(f"{PLAN} --json")
     assert (code, err) == (0, "")
     assert json.loads(out) == {**json.loads(json.dumps(plan.as_dict())), "comment": ""}
@@ -185,25 +185,28 @@ def test_a_command_line_that_is_not_understood_has_its_own_exit_code(run, comman
 @pytest.mark.parametrize(
     ("command", "trace"),
     [
-        ("constant 1K --steps 5", vbs.constant_trace(1000, num_steps=5)),
-        ("linear 32 512 --steps 9 --minibatch-size 32", vbs.linear_ramp(32, 512, num_steps=9, minibatch_size=32)),
+        ("constant 1K --steps 5", vbs.traces.constant_trace(1000, num_steps=5)),
+        (
+            "linear 32 512 --steps 9 --minibatch-size 32",
+            vbs.traces.linear_ramp(32, 512, num_steps=9, minibatch_size=32),
+        ),
         (
             "doubling 512 32 --every 3 --minibatch-size 32 --steps 20",
-            vbs.doubling_ramp(512, 32, every=3, num_steps=20, minibatch_size=32),
+            vbs.traces.doubling_ramp(512, 32, every=3, num_steps=20, minibatch_size=32),
         ),
         (
             "stages '0:768 250K:1536 500K:3072' --unit samples --until 1M",
-            vbs.Stages.parse("0:768 250K:1536 500K:3072", until=10**6, unit="samples").trace(),
+            vbs.traces.Stages.parse("0:768 250K:1536 500K:3072", until=10**6, unit="samples").trace(),
         ),
         (
             "stages '0:768 250B:1536' --unit tokens --tokens-per-sample 4096 --until 1T --change after",
-            vbs.Stages((0, 25 * 10**10), (768, 1536), 10**12, "tokens", 4096).trace(change="after"),
+            vbs.traces.Stages((0, 25 * 10**10), (768, 1536), 10**12, "tokens", 4096).trace(change="after"),
         ),
-        ("rampup 16 16 960 --final 64", vbs.rampup(16, 16, 960, final=64)),
-        ("rampup 16 16 960 --final 64 --samples 10K", vbs.rampup(16, 16, 960, final=64, num_samples=10_000)),
+        ("rampup 16 16 960 --final 64", vbs.traces.rampup(16, 16, 960, final=64)),
+        ("rampup 16 16 960 --final 64 --samples 10K", vbs.traces.rampup(16, 16, 960, final=64, num_samples=10_000)),
         (
             "decay 640 --factor 5 --at 60 120 160 --epochs 200 --dataset-size 50K --minibatch-size 32 --cap 5120",
-            vbs.growth_for_decay(
+            vbs.traces.growth_for_decay(
                 640,
                 factor=5,
                 at_epochs=[60, 120, 160],
@@ -215,12 +218,12 @@ def test_a_command_line_that_is_not_understood_has_its_own_exit_code(run, comman
         ),
         (
             "seesaw 256 --samples 1M --minibatch-size 32 --factor 1.1 --cap 4096",
-            vbs.seesaw(256, num_samples=10**6, minibatch_size=32, factor=1.1, cap=4096),
+            vbs.traces.seesaw(256, num_samples=10**6, minibatch_size=32, factor=1.1, cap=4096),
         ),
-        ("seesaw 256 --samples 1M --minibatch-size 32", vbs.seesaw(256, num_samples=10**6, minibatch_size=32)),
+        ("seesaw 256 --samples 1M --minibatch-size 32", vbs.traces.seesaw(256, num_samples=10**6, minibatch_size=32)),
         (
             "spot --devices 9 --at-least 2 --arrive 0.1 --leave 0.2 --samples-per-device 8 --steps 50 --seed 5",
-            vbs.spot_market(
+            vbs.traces.spot_market(
                 num_devices=9, at_least=2, arrive=0.1, leave=0.2, samples_per_device=8, num_steps=50, seed=5
             ),
         ),
@@ -230,7 +233,7 @@ def test_make_makes_what_the_functions_make(run, command, trace):
     code, out, err = run(f"vbs make {command} --out made.csv")
     assert (code, err) == (0, "")
     assert vbs.Trace.read("made.csv") == trace
-    assert out == vbs.trace_report(trace, width=80) + "\n"
+    assert out == vbs.planning.trace_report(trace, width=80) + "\n"
     assert run("vbs show made.csv")[1].endswith(out)
 
 
@@ -267,13 +270,16 @@ def test_convert_makes_what_the_functions_make(run):
     columns = "--time-column when --count-column gpus --time-unit h"
     code, out, err = run(f"{CONVERT} {columns} --seconds-per-step 300 --out made.csv")
     assert (code, err) == (0, "")
-    recording = vbs.Recording.read("devices.csv", time_column="when", count_column="gpus", time_unit="h")
-    conversion = vbs.convert_recording(
+    recording = vbs.traces.Recording.read("devices.csv", time_column="when", count_column="gpus", time_unit="h")
+    conversion = vbs.traces.convert_recording(
         recording, samples_per_device=48, minibatch_size=32, seconds_per_step=300, when_empty="skip", rounding="nearest"
     )
     assert vbs.Trace.read("made.csv") == conversion.trace
     assert list(conversion.trace) == [96] * 6 + [160] * 6
-    assert out == f"{vbs.conversion_report(conversion)}\n{vbs.trace_report(conversion.trace, width=80)}\n"
+    assert (
+        out
+        == f"{vbs.planning.conversion_report(conversion)}\n{vbs.planning.trace_report(conversion.trace, width=80)}\n"
+    )
     assert vbs.Trace.read("made.csv").comment.startswith("made by: vbs convert devices.csv ")
 
 

@@ -81,7 +81,7 @@ def test_profile_measures_and_simulate_takes_what_it_wrote(run):
     code, out, err = run("vbs profile digits --cores 1 --minibatch-sizes 8 16 --steps 6 --out measured.csv")
     assert (code, err) == (0, "")
     assert len(out.splitlines()) == 3
-    rows = vbs.Profile.read("measured.csv").rows
+    rows = vbs.planning.Profile.read("measured.csv").rows
     assert [(row.machines, row.cores, row.minibatch_size) for row in rows] == [(1, 1, 8), (1, 1, 16)]
     num_modules = len(list(load_workload("digits", None).model().modules()))
     for row in rows:
@@ -103,7 +103,7 @@ def test_profile_measures_several_cores_by_the_clock_of_the_first(run, monkeypat
     monkeypatch.setitem(profile.measure.__kwdefaults__, "clock", seconds_on_core_0)
     code, _, _ = run("vbs profile digits --cores 2 --steps 5")
     assert code == 0
-    assert [row.cores for row in vbs.Profile.read("profile.csv").rows] == [2]
+    assert [row.cores for row in vbs.planning.Profile.read("profile.csv").rows] == [2]
 
 
 def test_fit_prints_the_model_and_its_times(run):
@@ -111,7 +111,7 @@ def test_fit_prints_the_model_and_its_times(run):
     assert code == 0
     assert "updating with it on 8 cores:" in out
     code, out, _ = run("vbs fit profile.csv --json")
-    model = vbs.Throughput(**json.loads(out))
+    model = vbs.policies.Throughput(**json.loads(out))
     assert model.updating(1, 4, 32) == pytest.approx(0.03, rel=0.05)
 
 
@@ -196,7 +196,7 @@ def test_what_was_measured_before_a_failure_is_kept(run, monkeypatch):
     monkeypatch.setattr(profile, "measure", fails_later)
     code, _, err = run("vbs profile digits --cores 1 2 --out measured.csv")
     assert (code, err) == (1, "vbs: no second core\n")
-    assert vbs.Profile.read("measured.csv").rows == (measured,)
+    assert vbs.planning.Profile.read("measured.csv").rows == (measured,)
 
 
 def test_the_table_of_a_simulation_keeps_the_names_of_policies(run):

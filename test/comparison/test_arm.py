@@ -4,7 +4,7 @@ import pytest
 from outcomes import arm, ended, write_results
 
 from variable_batch_size.comparison.experiment import Run
-from variable_batch_size.comparison.report.arm import Arms, is_ahead, ranking
+from variable_batch_size.comparison.report.summary import Arms, is_ahead, ranking
 
 
 def test_a_difference_is_of_pairs_of_the_same_seed():

@@ -6,8 +6,8 @@ import pytest
 from outcomes import ended, write_records, write_results
 
 from variable_batch_size.comparison.experiment import Run
-from variable_batch_size.comparison.report.arm import Arms
-from variable_batch_size.comparison.report.curves import curves
+from variable_batch_size.comparison.report.page import curves
+from variable_batch_size.comparison.report.summary import Arms
 
 
 def records(*, losses, metrics, progress):

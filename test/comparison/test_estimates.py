@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from variable_batch_size.comparison.report.estimates import Difference, Spread
+from variable_batch_size.comparison.report.summary import Difference, Spread
 
 
 def test_a_spread_is_the_mean_and_the_deviation_of_a_sample():

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from variable_batch_size.comparison import gpus
+from variable_batch_size.comparison import executors
+from variable_batch_size.comparison.executors import Workers
 from variable_batch_size.comparison.experiment import Outcome, Run
-from variable_batch_size.comparison.workers import Workers
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from variable_batch_size.comparison.workers import Workers
 )
 def test_processes_begin_with_different_gpus_and_each_core_has_its_own(monkeypatch, jobs, cores, first):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    found = [environment["CUDA_VISIBLE_DEVICES"].split(",") for environment in gpus.environments(jobs, cores)]
+    found = [environment["CUDA_VISIBLE_DEVICES"].split(",") for environment in executors.environments(jobs, cores)]
     assert [visible[0] for visible in found] == first
     assert all(len(set(visible[:cores])) == cores for visible in found)
 
@@ -30,7 +30,7 @@ def die():
 def test_a_process_that_replaces_a_dead_one_has_its_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     runs = [Run("spot", "linear", seed) for seed in range(3)]
-    with Workers(2, environments=gpus.environments(2, 1)) as workers:
+    with Workers(2, environments=executors.environments(2, 1)) as workers:
         workers.start(runs[0], (visible_gpus, (), {}))
         workers.start(runs[1], (die, (), {}))
         outcomes = dict(workers.next_outcome() for _ in range(2))

@@ -2,8 +2,8 @@
 
 from operator import neg
 
+from variable_batch_size.comparison.executors import Workers
 from variable_batch_size.comparison.experiment import FAILED, Run
-from variable_batch_size.comparison.workers import Workers
 
 
 def test_a_process_that_dies_before_it_has_begun_fails_its_run_only():

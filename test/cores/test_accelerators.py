@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.cores import accelerators
-from variable_batch_size.runs import randomness
+from variable_batch_size.cores import devices
 
 DEVICE = torch.device("hpu")
 
@@ -34,34 +33,34 @@ def made_up(monkeypatch):
 
 
 def test_the_generator_of_a_device_is_saved_and_goes_on(made_up):
-    states = randomness.capture(DEVICE)
+    states = devices.capture(DEVICE)
     assert "hpu" in states
     drawn = torch.rand(3, generator=made_up.generator)
-    randomness.restore(states, DEVICE)
+    devices.restore(states, DEVICE)
     assert torch.equal(torch.rand(3, generator=made_up.generator), drawn)
 
 
 def test_a_seed_is_that_of_the_device_too(made_up):
-    accelerators.set_random_seed(7, DEVICE)
+    devices.set_random_seed(7, DEVICE)
     assert made_up.generator.initial_seed() == 7
 
 
 def test_a_backend_for_devices_counts_and_chooses_them_and_one_for_the_host_does_not(made_up):
-    assert (accelerators.num_devices("tpu_dist"), accelerators.num_devices("gloo")) == (2, 0)
-    accelerators.use_device(1, "tpu_dist")
-    accelerators.use_device(0, "gloo")
+    assert (devices.num_devices("tpu_dist"), devices.num_devices("gloo")) == (2, 0)
+    devices.use_device(1, "tpu_dist")
+    devices.use_device(0, "gloo")
     assert made_up.used == [1]
 
 
 def test_the_backend_is_that_of_the_accelerator_and_gloo_without_one():
     num_gpus = torch.cuda.device_count()
-    assert accelerators.default_backend() == ("nccl" if num_gpus else "gloo")
-    assert accelerators.num_devices("nccl") == num_gpus
+    assert devices.default_backend() == ("nccl" if num_gpus else "gloo")
+    assert devices.num_devices("nccl") == num_gpus
 
 
 def train(kinds):
-    before = accelerators.COMPILING
-    accelerators.COMPILING = before.union(kinds)
+    before = devices.COMPILING
+    devices.COMPILING = before.union(kinds)
     try:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
@@ -74,12 +73,12 @@ def train(kinds):
             optimizer.step()
         return type(optimizer._gradients).__name__, model.weight.detach().tolist(), optimizer.gain()
     finally:
-        accelerators.COMPILING = before
+        devices.COMPILING = before
 
 
 def test_where_numbers_are_compiled_in_gradients_are_summed_in_a_tensor_each_with_the_same_result(on_cores):
     _, weight, gain = train(())
     for kind, found, found_gain in on_cores(2, train, ("cpu",)):
-        assert kind == "SeparateGradients"
+        assert kind == "TracedAccumulator"
         torch.testing.assert_close(torch.tensor(found), torch.tensor(weight), rtol=0, atol=1e-6)
         assert found_gain == pytest.approx(gain, rel=1e-4)

@@ -12,9 +12,9 @@ from torch import nn
 
 import variable_batch_size as vbs
 from variable_batch_size.cores import xla
-from variable_batch_size.cores.communicator import Alone
-from variable_batch_size.cores.hosts import Hosts
-from variable_batch_size.cores.running import everyone_for, running_cores
+from variable_batch_size.cores.communicator import SingleProcess
+from variable_batch_size.cores.detect import everyone_for, running_cores
+from variable_batch_size.cores.process_group import SpmdHosts
 
 TRACE = [8, 24, 16] * 14
 FACTS_THAT_DIFFER = r"all cores must be set up alike, but they differ in ref_batchsize.*8 on core 0, 9 on core 1"
@@ -27,7 +27,7 @@ def be_a_host():
 
 
 def what_hosts_do_together():
-    hosts = Hosts(Alone(), 2)
+    hosts = SpmdHosts(SingleProcess(), 2)
     numbers, sent = torch.tensor([1.0, hosts.rank]), torch.tensor([5 + hosts.rank])
     total = hosts.total(numbers)
     assert numbers.tolist() == [1.0, hosts.rank]
@@ -76,7 +76,7 @@ def on_two_hosts(directory):
     be_a_host()
     return {
         "together": together,
-        "of three": said_by(Hosts, Alone(), 3),
+        "of three": said_by(SpmdHosts, SingleProcess(), 3),
         "trained": train(directory / "whole"),
         "stopped": train(directory / "stopped", 5),
         "different": said_by(train, directory / "different", None, (8, 9)),
@@ -100,7 +100,7 @@ def test_numbers_go_from_host_to_host(found):
 
 def test_hosts_that_cannot_reach_each_other_are_refused(found):
     with pytest.raises(RuntimeError, match=r"these must reach each other: use vbs\.launch\(…, spmd=True\), or"):
-        Hosts(Alone(), 2)
+        SpmdHosts(SingleProcess(), 2)
     sentence = "torch.distributed must have a process on each of the 3 hosts of XLA's SPMD mode, got 2"
     assert [result["of three"] for result in found] == [sentence] * 2
 

@@ -16,7 +16,7 @@ XLA = pytest.param("xla", marks=pytest.mark.xla)
 
 
 def rank_and_size():
-    from variable_batch_size.cores.running import running_cores
+    from variable_batch_size.cores.detect import running_cores
 
     return running_cores()
 
@@ -140,7 +140,7 @@ UNDER_TORCHRUN = """
 import os, sys
 import torch.distributed as dist
 import variable_batch_size as vbs
-from variable_batch_size.cores.running import running_cores
+from variable_batch_size.cores.detect import running_cores
 
 meet, waited = dist.init_process_group, []
 

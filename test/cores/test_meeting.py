@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from variable_batch_size.cores.meeting import Meeting
+from variable_batch_size.cores.xla import ThreadRendezvous
 
 
 def test_every_thread_sees_what_all_brought_each_time():
     local = threading.local()
-    meeting = Meeting(4, lambda: local.rank)
+    meeting = ThreadRendezvous(4, lambda: local.rank)
 
     def run(rank):
         local.rank = rank
@@ -23,7 +23,7 @@ def test_every_thread_sees_what_all_brought_each_time():
 
 
 def test_all_replicas_are_all_and_some_are_refused():
-    meeting = Meeting(1, lambda: 0)
+    meeting = ThreadRendezvous(1, lambda: 0)
     assert meeting.rendezvous("all", b"x", [0]) == [b"x"]
     with pytest.raises(ValueError, match=r"^`replicas` must be empty or all 1 cores, got \[1\] \('some'\)$"):
         meeting.rendezvous("some", replicas=[1])

@@ -19,17 +19,17 @@ def run(code):
 
 NOTED = """
 import os, signal, time
-from variable_batch_size.cores import stopping
-stopping._SECONDS_OF_ONE_ORDER = float("inf")
-stopping.note_sigterm()
-with stopping.listening():
+from variable_batch_size.cores import signals
+signals._SECONDS_OF_ONE_ORDER = float("inf")
+signals.note_sigterm()
+with signals.listening():
     os.kill(os.getpid(), signal.SIGTERM)
-    assert stopping.was_told()
+    assert signals.was_told()
     {obey}
 print("after")
 os.kill(os.getpid(), signal.SIGTERM)
 print("again", flush=True)
-stopping._SECONDS_OF_ONE_ORDER = 0.0
+signals._SECONDS_OF_ONE_ORDER = 0.0
 os.kill(os.getpid(), signal.SIGTERM)
 print("never")
 """
@@ -41,7 +41,7 @@ def test_a_signal_that_nobody_obeys_has_its_effect_when_nobody_listens_any_more(
 
 INTERRUPTED = """
 import signal, sys
-from variable_batch_size.cores import stopping
+from variable_batch_size.cores import signals
 {set_up}
 interrupted = set()
 def interrupt(frame, event, arg):
@@ -62,14 +62,14 @@ print("ended")
 
 def test_a_signal_may_interrupt_the_note_of_another():
     """As where one comes to all processes of a group, and again from the process that launched them."""
-    code = INTERRUPTED.format(set_up="", listening="stopping.listening()", obey="stopping.obey()")
+    code = INTERRUPTED.format(set_up="", listening="signals.listening()", obey="signals.obey()")
     assert run(code) == (0, ["ended"])
 
 
 def test_a_signal_may_interrupt_the_passing_on_of_another():
     code = INTERRUPTED.format(
-        set_up="from variable_batch_size.cores import processes",
-        listening="processes._passing_on_sigterm([])",
+        set_up="from variable_batch_size.cores import launch",
+        listening="launch._passing_on_sigterm([])",
         obey="assert order.is_given; order.is_given = False",
     )
     assert run(code) == (0, ["ended"])
@@ -78,11 +78,11 @@ def test_a_signal_may_interrupt_the_passing_on_of_another():
 def test_a_launch_passes_the_signal_on_also_after_a_run_of_this_process_has_obeyed_one():
     code = """
 import signal
-from variable_batch_size.cores import processes, stopping
-with stopping.listening():
+from variable_batch_size.cores import launch, signals
+with signals.listening():
     signal.raise_signal(signal.SIGTERM)
-    stopping.obey()
-with processes._passing_on_sigterm([]) as order:
+    signals.obey()
+with launch._passing_on_sigterm([]) as order:
     signal.raise_signal(signal.SIGTERM)
     assert order.is_given
     order.is_given = False
@@ -93,10 +93,10 @@ print("ended")
 
 ENDED_BY_ITS_CORES = """
 import signal, sys
-from variable_batch_size.cores import processes, stopping
-stopping._SECONDS_OF_ONE_ORDER = float("inf")
+from variable_batch_size.cores import launch, signals
+signals._SECONDS_OF_ONE_ORDER = float("inf")
 try:
-    with processes._passing_on_sigterm([]):
+    with launch._passing_on_sigterm([]):
         signal.raise_signal(signal.SIGTERM)
         sys.exit({code})
 finally:
@@ -112,7 +112,7 @@ def test_a_launch_whose_cores_have_saved_and_stopped_may_be_told_again_as_it_end
 
 
 def test_a_signal_that_was_obeyed_may_come_again_for_a_while():
-    assert run(NOTED.format(obey="stopping.obey()")) == (TERMINATED, ["after", "again"])
+    assert run(NOTED.format(obey="signals.obey()")) == (TERMINATED, ["after", "again"])
 
 
 ON_REQUEST = """
@@ -162,7 +162,7 @@ SHIELDED = """
 import multiprocessing, os, signal, subprocess, time
 import torch
 from torch.utils.data import DataLoader
-from variable_batch_size.cores import loader_workers, stopping
+from variable_batch_size.cores import signals
 
 class Slow(torch.utils.data.Dataset):
     def __len__(self):
@@ -175,14 +175,14 @@ class Slow(torch.utils.data.Dataset):
 def terminate(pid):
     subprocess.run(["kill", "-TERM", str(pid)], check=True)
 
-loader_workers.shield_loader_workers()
-stopping.note_sigterm()
+signals.shield_loader_workers()
+signals.note_sigterm()
 """
 
 
 def test_a_loader_worker_ignores_the_signal_of_others_and_obeys_its_parent():
     code = """
-with stopping.listening():
+with signals.listening():
     iterator = iter(DataLoader(Slow(), num_workers=1))
     (worker,) = multiprocessing.active_children()
     terminate(worker.pid)  # perhaps before torch has set it up
@@ -224,7 +224,7 @@ def sleep(has_begun):
     while True:
         time.sleep(0.01)  # Python runs the handler of a signal that comes just before a sleep after it
 
-with stopping.listening():
+with signals.listening():
     program = subprocess.Popen(["sleep", "3600"], preexec_fn=os.setsid)
     program.terminate()
     print(program.wait())

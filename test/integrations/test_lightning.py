@@ -27,8 +27,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
-from variable_batch_size.integrations.lightning import VariableBatchSize
-from variable_batch_size.integrations.lightning_checks import check_trainer
+from variable_batch_size.integrations.lightning import VariableBatchSize, check_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),
@@ -412,7 +411,8 @@ def test_loaders_with_a_state_and_streams_are_refused():
 
 def test_policies_are_refused():
     refused(
-        Net(trace=vbs.FunctionPolicy(lambda situation: 8)), "^`trace` must be known before the run .*, got a policy$"
+        Net(trace=vbs.policies.FunctionPolicy(lambda situation: 8)),
+        "^`trace` must be known before the run .*, got a policy$",
     )
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 import variable_batch_size as vbs
-from variable_batch_size.integrations.steps import Steps
+from variable_batch_size.integrations.common import Steps
 
 
 def steps_of(rank=0, num_replicas=1, **options):

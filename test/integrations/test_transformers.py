@@ -58,7 +58,7 @@ def test_half_an_epoch_more_is_half_of_its_steps(tmp_path):
 
 
 def test_a_policy_decides_while_the_trainer_runs(tmp_path):
-    policy = vbs.FunctionPolicy(lambda situation: 4 if situation.steps_done < 4 else 8, every=2, lead=2)
+    policy = vbs.policies.FunctionPolicy(lambda situation: 4 if situation.steps_done < 4 else 8, every=2, lead=2)
     trainer = trainer_with(arguments(tmp_path, max_steps=12), trace=policy)
     trainer.train()
     sizes = [logs["batch_size"] for logs in trainer.state.log_history if "loss" in logs]

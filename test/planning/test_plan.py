@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from variable_batch_size.planning.rules import RULES, planned_rules
+from variable_batch_size.planning.plan import RULES, planned_rules
 
 
 @st.composite
@@ -62,7 +62,7 @@ def test_steps_beyond_the_end_cannot_be_added_up():
 @given(schedules(), st.integers(1, 100), st.integers(1, 10))
 def test_every_number_of_a_plan_is_what_the_steps_one_by_one_give(planned, ref_batchsize, every):
     schedule, num_epochs = planned
-    plan = vbs.Plan.of(schedule, num_epochs=num_epochs, ref_batchsize=ref_batchsize, checkpoint_every=every)
+    plan = vbs.planning.Plan.of(schedule, num_epochs=num_epochs, ref_batchsize=ref_batchsize, checkpoint_every=every)
     epochs = [schedule.steps(epoch) for epoch in range(num_epochs)]
     steps = range(epochs[-1].stop)
     sizes = [schedule.batch_size(step) for step in steps]
@@ -78,7 +78,7 @@ def test_every_number_of_a_plan_is_what_the_steps_one_by_one_give(planned, ref_b
     assert plan.mean_depth == sum(map(max, loads)) / len(steps)
     assert plan.busy_share == sum(map(sum, loads)) / (len(cores) * sum(map(max, loads)))
     rounds = [max(load) if schedule.lockstep else 1 for load in loads]
-    assert (plan.lockstep, plan.num_rounds) == (schedule.lockstep, sum(map(max, loads)))
+    assert (plan.lockstep, plan.rounds_for) == (schedule.lockstep, sum(map(max, loads)))
     stand_ins = [max(0, num - own) for num, load in zip(rounds, loads, strict=True) for own in load]
     assert plan.num_stand_ins == sum(stand_ins)
 
@@ -114,7 +114,7 @@ def test_every_number_of_a_plan_is_what_the_steps_one_by_one_give(planned, ref_b
 def test_numbers_written_out_by_hand():
     trace = vbs.Trace.from_sequence([64, 96, 32, 256, 128, 128])
     schedule = vbs.Schedule(trace, dataset_size=310, minibatch_size=32, num_replicas=4)
-    plan = vbs.Plan.of(schedule, ref_batchsize=128, checkpoint_every=2)
+    plan = vbs.planning.Plan.of(schedule, ref_batchsize=128, checkpoint_every=2)
     # epochs of up to 288 samples: 64 + 96 + 32, 256, 128 + 128
     assert [epoch.num_left_over for epoch in plan.epochs] == [118, 54, 54]
     assert [epoch.ends_with_trace for epoch in plan.epochs] == [False, False, True]
@@ -132,14 +132,14 @@ def test_numbers_written_out_by_hand():
 
 def test_a_last_epoch_that_is_full_does_not_end_with_the_trace():
     schedule = vbs.Schedule(vbs.Trace.from_sequence([64, 32, 96]), dataset_size=100, minibatch_size=32)
-    plan = vbs.Plan.of(schedule)
+    plan = vbs.planning.Plan.of(schedule)
     assert [epoch.ends_with_trace for epoch in plan.epochs] == [False, False]
     assert plan.num_left_over == 4 + 4
 
 
 def test_the_report_says_what_the_constant_run_of_smith_et_al_drops():
-    trace = vbs.constant_trace(128, num_steps=78_125)
-    plan = vbs.Plan.of(vbs.Schedule(trace, dataset_size=50_000, minibatch_size=128, num_replicas=8))
+    trace = vbs.traces.constant_trace(128, num_steps=78_125)
+    plan = vbs.planning.Plan.of(vbs.Schedule(trace, dataset_size=50_000, minibatch_size=128, num_replicas=8))
     # 390 steps of 128 fit into an epoch and leave 80 samples, so that the updates reach into epoch 200
     assert (plan.num_steps, plan.num_samples) == (78_125, 10_000_000)
     assert (plan.num_epochs, plan.num_left_over) == (201, 200 * 80)
@@ -148,7 +148,7 @@ def test_the_report_says_what_the_constant_run_of_smith_et_al_drops():
 
 def test_a_run_of_billions_of_steps_is_planned_without_counting_them():
     schedule = vbs.Schedule(vbs.Trace.constant(32), dataset_size=10**10, minibatch_size=32, num_replicas=256)
-    plan = vbs.Plan.of(schedule, num_epochs=1000)
+    plan = vbs.planning.Plan.of(schedule, num_epochs=1000)
     assert plan.num_steps == 1000 * 10**10 // 32
     assert plan.core_minibatches == (plan.num_steps, *[0] * 255)
 
@@ -169,16 +169,16 @@ def test_rules_that_measure_noise_are_planned_at_a_noise_scale():
 
 def test_a_warm_up_is_planned_step_by_step_and_batch_sizes_as_they_are_after_it():
     schedule = vbs.Schedule(vbs.Trace.from_sequence([32, 128, 32, 128, 32]), dataset_size=400, minibatch_size=32)
-    plan = vbs.Plan.of(schedule, rules=planned_rules(["legw:128"]))  # 4 steps at 32
+    plan = vbs.planning.Plan.of(schedule, rules=planned_rules(["legw:128"]))  # 4 steps at 32
     assert [moment.factors["legw:128"] for moment in plan.moments] == [0.25, 1.0, 0.75, 2.0, 1.0]
     assert {size.batch_size: size.factors["legw:128"] for size in plan.sizes} == {32: 1.0, 128: 2.0}
 
 
-@pytest.mark.parametrize("name", vbs.RULES)
+@pytest.mark.parametrize("name", vbs.rules.RULES)
 def test_every_rule_can_be_planned(name):
     schedule = vbs.Schedule(vbs.Trace.from_sequence([32, 64]), dataset_size=300, minibatch_size=32)
     rules = planned_rules(["legw:1" if name == "legw" else name], noise_scale=1000)
-    plan = vbs.Plan.of(schedule, rules=rules, ref_batchsize=32)
+    plan = vbs.planning.Plan.of(schedule, rules=rules, ref_batchsize=32)
     assert plan.rules[0].startswith(name)
     assert plan.moments[0].factors[plan.rules[0]] == 1.0
 
@@ -189,13 +189,13 @@ def test_a_rule_of_ones_own_can_be_planned():
             return min(step.scale, 2.0)
 
     schedule = vbs.Schedule(vbs.Trace.from_sequence([32, 64, 128]), dataset_size=300, minibatch_size=32)
-    plan = vbs.Plan.of(schedule, rules={"capped": Capped()})
+    plan = vbs.planning.Plan.of(schedule, rules={"capped": Capped()})
     assert [moment.factors for moment in plan.moments] == [{"capped": 1.0}, {"capped": 2.0}, {"capped": 2.0}]
 
 
 def test_a_plan_is_ready_for_json():
     schedule = vbs.Schedule(vbs.Trace.from_sequence([32, 64]), dataset_size=300, minibatch_size=32)
-    plan = json.loads(json.dumps(vbs.Plan.of(schedule, checkpoint_every=1).as_dict()))
+    plan = json.loads(json.dumps(vbs.planning.Plan.of(schedule, checkpoint_every=1).as_dict()))
     assert plan["num_steps"] == 2
     assert plan["sizes"][1]["factors"] == {"linear": 2.0, "root": math.sqrt(2), "constant": 1.0}
     assert plan["epochs"][0]["num_left_over"] == 300 - 96
@@ -204,9 +204,9 @@ def test_a_plan_is_ready_for_json():
 
 def test_a_plan_counts_tokens_if_told_what_a_sample_has():
     schedule = vbs.Schedule(vbs.Trace.from_sequence([32, 64]), dataset_size=300, minibatch_size=32)
-    plan = vbs.Plan.of(schedule, tokens_per_sample=4096).as_dict()
+    plan = vbs.planning.Plan.of(schedule, tokens_per_sample=4096).as_dict()
     assert (plan["tokens_per_sample"], plan["num_tokens"]) == (4096, 96 * 4096)
-    plan = vbs.Plan.of(schedule).as_dict()
+    plan = vbs.planning.Plan.of(schedule).as_dict()
     assert (plan["tokens_per_sample"], plan["num_tokens"]) == (None, None)
 
 
@@ -224,7 +224,7 @@ def test_a_plan_counts_tokens_if_told_what_a_sample_has():
 def test_bad_arguments_are_refused(trace, options, message):
     schedule = vbs.Schedule(vbs.Trace.of(trace), dataset_size=300, minibatch_size=32)
     with pytest.raises(ValueError, match=message):
-        vbs.Plan.of(schedule, **options)
+        vbs.planning.Plan.of(schedule, **options)
 
 
 # ------------------------------------------------------------------------------------------- a plan equals the real run
@@ -279,7 +279,7 @@ def test_every_number_of_a_plan_is_what_a_real_run_does(on_cores, rule, cores, o
     options = {"dataset_size": 215, "minibatch_size": 16, "trace": TRACE, "on_end": on_end}
     schedule = vbs.Schedule(vbs.Trace.of(TRACE), dataset_size=215, minibatch_size=16, num_replicas=cores, on_end=on_end)
     rules = {rule: RULES[rule]}
-    plan = vbs.Plan.of(schedule, num_epochs=num_epochs, rules=rules, ref_batchsize=48, checkpoint_every=every)
+    plan = vbs.planning.Plan.of(schedule, num_epochs=num_epochs, rules=rules, ref_batchsize=48, checkpoint_every=every)
     args = (rule, plan.num_epochs, every, options)
     ran = [run_for_real(*args)] if cores == 1 else on_cores(cores, run_for_real, *args)
 
@@ -334,4 +334,4 @@ def test_a_plan_of_data_without_a_length_is_refused():
     with pytest.raises(
         ValueError, match=r"^a plan is one of epochs: the schedule must have a `dataset_size`, got None$"
     ):
-        vbs.Plan.of(schedule)
+        vbs.planning.Plan.of(schedule)

@@ -11,9 +11,9 @@ HEAD = "machines,cores,minibatch_size,seconds_accumulating,seconds_updating\n"
 
 def test_a_profile_is_what_was_written(tmp_path):
     rows = (Measured(1, 1, 32, 0.25, 0.5), Measured(2, 8, 1_234_567, 1e-5, 1234.5))
-    vbs.Profile(rows).write(tmp_path / "profile.csv", comment="made by: a test\non two lines")
+    vbs.planning.Profile(rows).write(tmp_path / "profile.csv", comment="made by: a test\non two lines")
     assert (tmp_path / "profile.csv").read_text().startswith("# made by: a test\n# on two lines\n" + HEAD)
-    found = vbs.Profile.read(tmp_path / "profile.csv")
+    found = vbs.planning.Profile.read(tmp_path / "profile.csv")
     assert found.rows == rows
     assert not found.extrapolates
 
@@ -37,24 +37,26 @@ def test_a_profile_is_what_was_written(tmp_path):
 def test_wrong_rows_are_refused_with_their_place(tmp_path, text, message):
     (tmp_path / "p.csv").write_text(text)
     with pytest.raises(ValueError, match=message):
-        vbs.Profile.read(tmp_path / "p.csv")
+        vbs.planning.Profile.read(tmp_path / "p.csv")
 
 
 def test_between_two_numbers_of_cores_times_are_on_a_line():
-    profile = vbs.Profile((Measured(1, 2, 32, 1.0, 3.0), Measured(1, 1, 32, 1.0, 2.0), Measured(1, 6, 32, 3.0, 5.0)))
+    profile = vbs.planning.Profile(
+        (Measured(1, 2, 32, 1.0, 3.0), Measured(1, 1, 32, 1.0, 2.0), Measured(1, 6, 32, 3.0, 5.0))
+    )
     assert profile.times(cores=2, minibatch_size=32) == (1.0, 3.0)
     assert profile.times(cores=4, minibatch_size=32) == (2.0, 4.0)
 
 
 def test_what_was_measured_twice_is_the_mean():
     twice = Measured(1, 1, 32, 1.0, 2.0), Measured(1, 1, 32, 3.0, 6.0)
-    profile = vbs.Profile((*twice, Measured(1, 3, 32, 4.0, 6.0)))
+    profile = vbs.planning.Profile((*twice, Measured(1, 3, 32, 4.0, 6.0)))
     assert profile.times(cores=1, minibatch_size=32) == (2.0, 4.0)
     assert profile.times(cores=2, minibatch_size=32) == (3.0, 5.0)
 
 
 def test_a_minibatch_beyond_twice_the_measured_is_refused():
-    profile = vbs.Profile((Measured(1, 1, 32, 1.0, 2.0), Measured(1, 2, 32, 1.0, 3.0)), "p.csv")
+    profile = vbs.planning.Profile((Measured(1, 1, 32, 1.0, 2.0), Measured(1, 2, 32, 1.0, 3.0)), "p.csv")
     with pytest.raises(ValueError, match=r"p.csv was measured with 32 to 32 samples in a minibatch, got 65"):
         profile.times(cores=1, minibatch_size=65)
     assert profile.times(cores=1, minibatch_size=64).accumulating > 1.0
@@ -64,13 +66,13 @@ def test_a_minibatch_beyond_twice_the_measured_is_refused():
 def test_the_fit_predicts_numbers_of_cores_that_were_not_measured(seed):
     draws = np.random.RandomState(seed)
     alpha, beta = np.exp(draws.uniform(-5, 0, 2)).tolist()
-    model = vbs.Throughput(alpha, beta / 64, 1.0, 0.1, 2 * alpha, 0.2 * alpha, float(draws.uniform(1, 4)))
+    model = vbs.policies.Throughput(alpha, beta / 64, 1.0, 0.1, 2 * alpha, 0.2 * alpha, float(draws.uniform(1, 4)))
     rows = [
         Measured(1, cores, size, model.accumulating(size), model.updating(1, cores, size))
         for cores in (1, 2, 3, 4)
         for size in (16, 32, 64)
     ]
-    fitted = vbs.fit_throughput(rows)
+    fitted = vbs.planning.fit_throughput(rows)
     for cores in (1, 3, 6, 8):
         for size in (24, 96):
             assert fitted.accumulating(size) == pytest.approx(model.accumulating(size), rel=0.03)
@@ -78,7 +80,7 @@ def test_the_fit_predicts_numbers_of_cores_that_were_not_measured(seed):
 
 
 def test_a_single_row_is_fitted_too():
-    fitted = vbs.fit_throughput([Measured(1, 1, 32, 0.5, 0.5)])
+    fitted = vbs.planning.fit_throughput([Measured(1, 1, 32, 0.5, 0.5)])
     assert fitted.accumulating(32) == pytest.approx(0.5, rel=1e-3)
     assert fitted.accumulating(64) == pytest.approx(0.75, rel=1e-3)  # half of it is taken for constant
 
@@ -88,28 +90,28 @@ def test_the_noise_of_a_log_is_that_of_its_records(tmp_path):
     lines = ['{"progress": 0.0, "noise_scale": null}', '{"progress": 10.0, "noise_scale": 100.0}']
     lines += ['{"progress": 20.0, "accuracy": 0.5}', '{"progress": 30.0, "noise_scale": 10000.0}']
     log.write_text("\n".join(lines) + "\n")
-    curve = vbs.NoiseCurve.read(log)
+    curve = vbs.planning.NoiseCurve.read(log)
     assert [curve(progress) for progress in (0, 10, 20, 30, 99)] == pytest.approx([100, 100, 1000, 10_000, 10_000])
     log.write_text('{"progress": 10.0, "samples": 50, "weight": 4000.0, "noise_scale": 800.0}\n')
-    assert vbs.NoiseCurve.read(log).noise_scales == [10.0]  # samples, of 80 tokens each
+    assert vbs.planning.NoiseCurve.read(log).noise_scales == [10.0]  # samples, of 80 tokens each
     log.write_text('{"progress": 1.0}\n')
     with pytest.raises(
         ValueError, match="a log must have a record with a noise scale, as runs with AdaScale write, got no"
     ):
-        vbs.NoiseCurve.read(log)
+        vbs.planning.NoiseCurve.read(log)
     log.write_text('{"progress": 1.0, "noise_scale": 5.0}\n{"progress": 2.0, "noi')  # what a crash has left
     with pytest.raises(ValueError, match=r"log.jsonl:2: expected a record of JSON, got '{\"progress\": 2.0, \"noi'"):
-        vbs.NoiseCurve.read(log)
+        vbs.planning.NoiseCurve.read(log)
     with pytest.raises(ValueError, match="`noise_scale` must be a positive number, got 0"):
-        vbs.NoiseCurve.constant(0)
+        vbs.planning.NoiseCurve.constant(0)
 
 
 def test_cores_between_which_no_all_reduce_was_measured_are_refused():
-    alone = vbs.Profile((Measured(1, 1, 32, 0.04, 0.05),), "p.csv")
+    alone = vbs.planning.Profile((Measured(1, 1, 32, 0.04, 0.05),), "p.csv")
     with pytest.raises(ValueError, match=r"p.csv must have a row of several cores on one machine, for the time of th"):
         alone.times(cores=2, minibatch_size=32)
-    together = vbs.Profile((Measured(1, 1, 32, 0.04, 0.05), Measured(1, 2, 32, 0.04, 0.15)), "p.csv")
+    together = vbs.planning.Profile((Measured(1, 1, 32, 0.04, 0.05), Measured(1, 2, 32, 0.04, 0.15)), "p.csv")
     with pytest.raises(ValueError, match=r"p.csv must have a row of several cores on several machines, .*, got none"):
         together.times(cores=2, minibatch_size=32, machines=2)
     assert together.times(cores=4, minibatch_size=32).updating > 0.1
-    assert vbs.Profile(alone.rows, extrapolates=True).times(cores=2, minibatch_size=32).updating > 0
+    assert vbs.planning.Profile(alone.rows, extrapolates=True).times(cores=2, minibatch_size=32).updating > 0

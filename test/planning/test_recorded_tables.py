@@ -23,12 +23,14 @@ def noise_rows():
 
 def curve():
     rows = noise_rows()
-    return vbs.NoiseCurve([row["progress"] for row in rows], [REF * row["grad_var"] / row["grad_sqr"] for row in rows])
+    return vbs.planning.NoiseCurve(
+        [row["progress"] for row in rows], [REF * row["grad_var"] / row["grad_sqr"] for row in rows]
+    )
 
 
 def profile(without=()):
-    whole = vbs.Profile.read(RECORDED / "cifar10_times.csv")
-    return vbs.Profile(tuple(row for row in whole.rows if row.cores not in without))
+    whole = vbs.planning.Profile.read(RECORDED / "cifar10_times.csv")
+    return vbs.planning.Profile(tuple(row for row in whole.rows if row.cores not in without))
 
 
 def fixed(size):
@@ -36,11 +38,11 @@ def fixed(size):
 
 
 def simulated(policy, cores, minibatch, without=()):
-    return vbs.simulate(
+    return vbs.planning.simulate(
         policy,
         profile=profile(without),
         noise=curve(),
-        availability=vbs.Availability.constant(cores),
+        availability=vbs.planning.Availability.constant(cores),
         minibatch_size=minibatch,
         ref_batchsize=REF,
         progress=PROGRESS,
@@ -97,7 +99,7 @@ def test_autoscale_is_close_to_an_oracle_that_knows_table_and_noise_at_every_ste
 
 @pytest.mark.parametrize("cores", [3, 6, 12])
 def test_numbers_of_cores_that_were_left_out_rank_policies_as_those_that_were_measured(cores):
-    policies = {"per core": vbs.PerCore(), "1024": fixed(1032), "2048": fixed(2064), "4096": fixed(4128)}
+    policies = {"per core": vbs.policies.PerCore(), "1024": fixed(1032), "2048": fixed(2064), "4096": fixed(4128)}
     known, guessed = (
         {name: simulated(policy, cores, 129, without=left_out).seconds for name, policy in policies.items()}
         for left_out in ((), (cores,))

@@ -5,7 +5,7 @@ import variable_batch_size as vbs
 
 def test_a_trace_is_told_over_steps_and_over_samples():
     trace = vbs.Trace.from_sequence([32] * 20 + [128] * 10)
-    assert vbs.trace_report(trace, width=24, is_ascii=True).splitlines() == [
+    assert vbs.planning.trace_report(trace, width=24, is_ascii=True).splitlines() == [
         "30 steps, 1,920 samples",
         "batch sizes   32 to 128, mean 64, 2 distinct, 1 change",
         "over steps    ......=###",  # the seventh has 32, 32 and 128
@@ -14,12 +14,12 @@ def test_a_trace_is_told_over_steps_and_over_samples():
 
 
 def test_an_endless_trace_is_told_in_a_line():
-    assert vbs.trace_report(vbs.Trace.constant(1024), width=80) == "batch size 1,024 forever"
+    assert vbs.planning.trace_report(vbs.Trace.constant(1024), width=80) == "batch size 1,024 forever"
 
 
 def test_a_conversion_is_told_with_the_effect_of_rounding():
-    conversion = vbs.convert_recording(
-        vbs.Recording.from_counts([0, 10, 20, 30, 43], [1, 0, 2, 5]),
+    conversion = vbs.traces.convert_recording(
+        vbs.traces.Recording.from_counts([0, 10, 20, 30, 43], [1, 0, 2, 5]),
         samples_per_device=48,
         minibatch_size=32,
         seconds_per_step=10,
@@ -27,7 +27,7 @@ def test_a_conversion_is_told_with_the_effect_of_rounding():
         rounding="down",
     )
     # devices and seconds: 1·10 + 2·10 + 5·13 = 95, 95 · 48 / 10 / 43 = 10.6 a second; 48, 96 and 240 samples, rounded
-    assert vbs.conversion_report(conversion).splitlines() == [
+    assert vbs.planning.conversion_report(conversion).splitlines() == [
         "recording      43 s, of which 10 s without a device; 10.6 samples per second",
         "trace          3 steps of 10 s, 352 samples; 8.8 samples per second",
         "rounding       changed 2 of 3 steps, -32 samples (-8.33 %)",
@@ -37,8 +37,8 @@ def test_a_conversion_is_told_with_the_effect_of_rounding():
 
 def test_a_conversion_to_short_steps_tells_their_time():
     options = {"samples_per_device": 32, "minibatch_size": 32, "when_empty": "skip", "rounding": "down"}
-    recording = vbs.Recording.from_counts([0, 1.0025], [3])
-    report = vbs.conversion_report(vbs.convert_recording(recording, seconds_per_step=0.004, **options))
+    recording = vbs.traces.Recording.from_counts([0, 1.0025], [3])
+    report = vbs.planning.conversion_report(vbs.traces.convert_recording(recording, seconds_per_step=0.004, **options))
     assert "250 steps of 0.004 s," in report
     assert "left at end    0.0025 s," in report
 
@@ -47,8 +47,8 @@ def test_a_plan_is_told_with_all_its_tables():
     schedule = vbs.Schedule(
         vbs.Trace.from_sequence([64, 96, 32, 256, 128]), dataset_size=310, minibatch_size=32, num_replicas=4
     )
-    plan = vbs.Plan.of(schedule, rules={"root": vbs.RootRule()}, ref_batchsize=128, checkpoint_every=3)
-    assert vbs.plan_report(plan) == PLAN
+    plan = vbs.planning.Plan.of(schedule, rules={"root": vbs.rules.RootRule()}, ref_batchsize=128, checkpoint_every=3)
+    assert vbs.planning.plan_report(plan) == PLAN
 
 
 PLAN = """\
@@ -94,7 +94,7 @@ steps done  samples done  epoch  steps done in it
 def test_a_plan_is_told_in_tokens_too():
     trace = vbs.Trace.from_sequence([64, 96, 32, 256])
     schedule = vbs.Schedule(trace, dataset_size=310, minibatch_size=32, num_replicas=4)
-    report = vbs.plan_report(vbs.Plan.of(schedule, rules={}, tokens_per_sample=1000)).splitlines()
+    report = vbs.planning.plan_report(vbs.planning.Plan.of(schedule, rules={}, tokens_per_sample=1000)).splitlines()
     assert report[2] == "tokens        448,000 at 1,000 in a sample; 32,000 to 256,000 in a step, mean 112,000"
     sizes = report.index("batch sizes")
     assert report[sizes + 1 : sizes + 3] == [
@@ -108,7 +108,7 @@ def test_a_plan_is_told_in_tokens_too():
 def test_of_many_rows_the_first_and_the_last_are_told():
     sizes = 32 * np.arange(1, 101)
     schedule = vbs.Schedule(vbs.Trace.from_sequence(sizes), dataset_size=10_000, minibatch_size=32)
-    report = vbs.plan_report(vbs.Plan.of(schedule, rules={}))
+    report = vbs.planning.plan_report(vbs.planning.Plan.of(schedule, rules={}))
     assert "(86 rows more: --json has them all)" in report
     table = report.split("batch sizes\n")[1].split("\n\n")[0].splitlines()
     assert [row.split()[0] for row in table[1:-1]] == [
@@ -120,13 +120,13 @@ def test_of_many_rows_the_first_and_the_last_are_told():
 
 def test_rows_that_are_not_reached_are_told():
     schedule = vbs.Schedule(vbs.Trace.from_sequence([64, 96, 32, 256]), dataset_size=310, minibatch_size=32)
-    report = vbs.plan_report(vbs.Plan.of(schedule, num_epochs=1))
+    report = vbs.planning.plan_report(vbs.planning.Plan.of(schedule, num_epochs=1))
     assert "note          1 row at the end of the trace is not reached" in report
 
 
 def test_a_plan_in_lockstep_tells_its_rounds_and_stand_ins():
     # 5, 2 and 8 minibatches: 5 rounds of 4 cores for 15 minibatches
     trace = vbs.Trace.from_sequence([5, 2, 8])
-    plan = vbs.Plan.of(vbs.Schedule(trace, dataset_size=20, minibatch_size=1, num_replicas=4, lockstep=True))
+    plan = vbs.planning.Plan.of(vbs.Schedule(trace, dataset_size=20, minibatch_size=1, num_replicas=4, lockstep=True))
     line = "lockstep      5 rounds of all cores, 5 stand-ins (25.0 % of what they run)"
-    assert line in vbs.plan_report(plan).splitlines()
+    assert line in vbs.planning.plan_report(plan).splitlines()

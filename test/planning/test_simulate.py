@@ -13,13 +13,15 @@ REF, MINIBATCH = 128, 32
 
 def profile(accumulating=1.0, updating=2.0, cores=(1, 2, 4, 8), extrapolates=False):
     rows = tuple(Measured(1, number, MINIBATCH, accumulating, updating + 0.1 * (number - 1)) for number in cores)
-    return vbs.Profile(rows, extrapolates=extrapolates)
+    return vbs.planning.Profile(rows, extrapolates=extrapolates)
 
 
 def simulate(policy, *, noise=1000.0, cores=4, progress=100, **options):
-    options = {"profile": profile(), "availability": vbs.Availability.constant(cores), **options}
-    curve = noise if callable(noise) else vbs.NoiseCurve.constant(noise)
-    return vbs.simulate(policy, noise=curve, minibatch_size=MINIBATCH, ref_batchsize=REF, progress=progress, **options)
+    options = {"profile": profile(), "availability": vbs.planning.Availability.constant(cores), **options}
+    curve = noise if callable(noise) else vbs.planning.NoiseCurve.constant(noise)
+    return vbs.planning.simulate(
+        policy, noise=curve, minibatch_size=MINIBATCH, ref_batchsize=REF, progress=progress, **options
+    )
 
 
 def fixed(size):
@@ -28,7 +30,7 @@ def fixed(size):
 
 def test_a_fixed_batch_takes_what_its_steps_take():
     run = simulate(fixed(512))
-    worth = vbs.Noise(1000.0, 1.0).gain(512, REF)
+    worth = vbs.rules.Noise(1000.0, 1.0).gain(512, REF)
     assert run.updates == math.ceil(100 / worth)
     assert run.samples == 512 * run.updates
     assert run.progress == pytest.approx(worth * run.updates)
@@ -40,7 +42,7 @@ def test_a_fixed_batch_takes_what_its_steps_take():
 
 
 def test_the_step_under_way_is_lost_when_cores_change():
-    availability = vbs.Availability.of_recording(vbs.Recording.from_counts([0, 10, 20], [4, 2]))
+    availability = vbs.planning.Availability.of_recording(vbs.traces.Recording.from_counts([0, 10, 20], [4, 2]))
     run = simulate(fixed(128), availability=availability, progress=7)
     # 4 cores: 2.3 s a step, 4 of them in 10 s; 2 cores: depth 2, 3.1 s, 3 in 10 s
     assert (run.updates, run.seconds, run.restarts) == (7, pytest.approx(10 + 3 * 3.1), 1)
@@ -52,13 +54,15 @@ def test_the_step_under_way_is_lost_when_cores_change():
 
 
 def test_time_without_cores_passes_and_costs_nothing():
-    availability = vbs.Availability.of_recording(vbs.Recording.from_counts([0, 10, 110, 120], [4, 0, 4]))
+    availability = vbs.planning.Availability.of_recording(
+        vbs.traces.Recording.from_counts([0, 10, 110, 120], [4, 0, 4])
+    )
     run = simulate(fixed(128), availability=availability, progress=6)
     assert (run.seconds, run.device_seconds) == (pytest.approx(110 + 2 * 2.3), pytest.approx(4 * (10 + 2 * 2.3)))
 
 
 def test_times_in_which_no_step_fits_are_refused():
-    availability = vbs.Availability.of_recording(vbs.Recording.from_counts([0, 1, 2], [4, 2]))
+    availability = vbs.planning.Availability.of_recording(vbs.traces.Recording.from_counts([0, 1, 2], [4, 2]))
     with pytest.raises(ValueError, match="no step fits into any of the times between two changes of the cores"):
         simulate(fixed(128), availability=availability)
 
@@ -70,7 +74,7 @@ def test_a_policy_sees_what_it_would_see_in_a_run():
         seen.append(situation)
         return 128 * (1 + len(seen) % 2)
 
-    simulate(vbs.FunctionPolicy(decide, every=10, lead=5), progress=60)
+    simulate(vbs.policies.FunctionPolicy(decide, every=10, lead=5), progress=60)
     assert [found.steps_done for found in seen[:4]] == [0, 10, 20, 30]
     assert [found.batch_size for found in seen[:4]] == [None, 256, 128, 256]
     assert seen[0].noise_scale is None
@@ -82,7 +86,7 @@ def test_a_policy_sees_what_it_would_see_in_a_run():
 def test_autoscale_grows_to_the_best_fixed_batch_and_stays_there():
     run = simulate(vbs.Autoscale(max_batch_size=8192), noise=20_000.0, progress=2000)
     times = {"accumulating": 1.0, "updating": 2.3}
-    goodput = vbs.Goodput(cores=4, minibatch_size=MINIBATCH, ref_batchsize=REF, noise_scale=20_000.0, **times)
+    goodput = vbs.policies.Goodput(cores=4, minibatch_size=MINIBATCH, ref_batchsize=REF, noise_scale=20_000.0, **times)
     best = goodput(goodput.best(range(4, 257)))
     assert goodput(run.trace[-1] // MINIBATCH) > best / 1.05
     assert run.trace[0] == 128
@@ -96,8 +100,8 @@ def random_case(seed):
     overhead = accumulating * float(np.exp(draws.uniform(-2, 3)))
     row = Measured(1, cores, MINIBATCH, accumulating, accumulating + overhead)
     start = float(np.exp(draws.uniform(2, 8)))
-    noise = vbs.NoiseCurve([0.0, 20_000.0], [start, start * float(np.exp(draws.uniform(0, 4)))])
-    return {"profile": vbs.Profile((row,)), "noise": noise, "cores": cores, "progress": 20_000}
+    noise = vbs.planning.NoiseCurve([0.0, 20_000.0], [start, start * float(np.exp(draws.uniform(0, 4)))])
+    return {"profile": vbs.planning.Profile((row,)), "noise": noise, "cores": cores, "progress": 20_000}
 
 
 LARGEST = 8192
@@ -112,7 +116,7 @@ def test_autoscale_is_never_far_behind_the_best_fixed_batch_and_ahead_of_a_batch
         best = min(simulate(fixed(size), **case).seconds for size in grid if size <= LARGEST)
         mine = simulate(vbs.Autoscale(max_batch_size=LARGEST), **case).seconds
         against_fixed.append(mine / best)
-        against_cores.append(simulate(vbs.PerCore(), **case).seconds / mine)
+        against_cores.append(simulate(vbs.policies.PerCore(), **case).seconds / mine)
     assert max(against_fixed) < 1.1
     assert np.exp(np.mean(np.log(against_cores))) > 1.2
 
@@ -143,19 +147,19 @@ def test_wrong_numbers_are_refused(options, message):
 
 def test_availabilities_are_refused_that_have_no_core_or_no_time():
     with pytest.raises(ValueError, match="there must be a core at some time, got 0 at all times"):
-        vbs.Availability.of_recording(vbs.Recording.from_counts([0, 1], [0]))
+        vbs.planning.Availability.of_recording(vbs.traces.Recording.from_counts([0, 1], [0]))
     with pytest.raises(ValueError, match="`seconds_per_row` must be a positive number, got 0"):
-        vbs.Availability.of_market(vbs.Trace.of([1, 2]), seconds_per_row=0)
+        vbs.planning.Availability.of_market(vbs.Trace.of([1, 2]), seconds_per_row=0)
 
 
 def test_a_market_gives_cores_for_as_long_as_its_rows():
-    spans = vbs.Availability.of_market(vbs.Trace.of([2, 2, 3]), seconds_per_row=60).spans
+    spans = vbs.planning.Availability.of_market(vbs.Trace.of([2, 2, 3]), seconds_per_row=60).spans
     assert spans == [(2, 120), (3, 60)]
 
 
 @pytest.mark.parametrize(("times", "counts"), [([0, 61], [4]), ([0, 20, 20.5, 61], [4, 0, 4])])
 def test_where_the_end_of_a_recording_meets_its_beginning_with_the_same_cores_nothing_restarts(times, counts):
-    availability = vbs.Availability.of_recording(vbs.Recording.from_counts(times, counts))
+    availability = vbs.planning.Availability.of_recording(vbs.traces.Recording.from_counts(times, counts))
     run = simulate(fixed(128), availability=availability, restart_seconds=7.0)
     gaps = counts.count(0) * math.floor(run.seconds / 61 + 1 - 20 / 61)
     assert run.restarts == gaps

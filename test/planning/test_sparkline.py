@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from variable_batch_size.planning.sparkline import sparkline
+from variable_batch_size.planning.reports import sparkline
 
 VALUES = st.lists(st.integers(1, 10**9), min_size=1, max_size=60).map(np.array)
 

@@ -1,7 +1,7 @@
-"""Asking: when a policy is asked, and what it is told."""
+"""PolicyTiming: when a policy is asked, and what it is told."""
 
 import variable_batch_size as vbs
-from variable_batch_size.policies.asking import Asking
+from variable_batch_size.policies.timing import PolicyTiming
 
 
 class Counting(vbs.Policy):
@@ -16,16 +16,16 @@ class Counting(vbs.Policy):
         return 32 * len(self.asked)
 
 
-SITUATION = vbs.Situation(cores=2, minibatch_size=32, ref_batchsize=64, steps_done=7)
+SITUATION = vbs.policies.Situation(cores=2, minibatch_size=32, ref_batchsize=64, steps_done=7)
 
 
 def test_rows_are_decided_as_far_ahead_as_the_lead_and_so_many_at_a_time():
-    asking = Asking(vbs.PerCore(every=20, lead=16))
+    asking = PolicyTiming(vbs.policies.PerCore(every=20, lead=16))
     assert [asking.num_rows(ahead) for ahead in (0, 1, 16, 17, 36)] == [36, 35, 20, 0, 0]
 
 
 def test_a_policy_is_not_asked_again_before_its_answer_was_executed_for_a_while():
-    asking = Asking(Counting())
+    asking = PolicyTiming(Counting())
     assert asking.answer(SITUATION).batch_size == 32
     for number in (0, 4):
         asking.note_steps(32, 1, 1.0, number)
@@ -39,7 +39,7 @@ def test_a_policy_is_not_asked_again_before_its_answer_was_executed_for_a_while(
 
 
 def test_a_policy_is_told_the_times_once_that_two_depths_are_known():
-    asking = Asking(Counting())
+    asking = PolicyTiming(Counting())
     asking.answer(SITUATION)
     asking.note_steps(32, 1, None, 9)  # whose time tells nothing
     asking.answer(SITUATION)
@@ -53,7 +53,7 @@ def test_a_policy_is_told_the_times_once_that_two_depths_are_known():
 
 
 def test_on_other_cores_it_asks_at_once_and_knows_no_times():
-    asking = Asking(Counting())
+    asking = PolicyTiming(Counting())
     asking.answer(SITUATION)
     asking.note_steps(32, 1, 4.0, 9)
     asking.note_steps(64, 2, 5.0, 9)
@@ -67,7 +67,7 @@ def test_on_other_cores_it_asks_at_once_and_knows_no_times():
 
 
 def test_the_answer_of_another_core_counts_as_its_own():
-    asking = Asking(Counting())
+    asking = PolicyTiming(Counting())
     asking.take_over(128)
     assert asking.answer(SITUATION).batch_size == 128
     asking.note_steps(128, 2, 1.0, 5)
@@ -77,7 +77,7 @@ def test_the_answer_of_another_core_counts_as_its_own():
 
 
 def test_it_is_saved():
-    asking, other = Asking(vbs.OnPlateau(patience=1)), Asking(vbs.OnPlateau(patience=1))
+    asking, other = PolicyTiming(vbs.policies.OnPlateau(patience=1)), PolicyTiming(vbs.policies.OnPlateau(patience=1))
     asking.answer(SITUATION)
     asking.policy.tell(1.0)
     asking.policy.tell(1.0)

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from variable_batch_size.policies.bounds import Bounds
-from variable_batch_size.policies.situation import Situation
+from variable_batch_size.policies.policy import Bounds, Situation
 
 
 def situation(**numbers):

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from variable_batch_size.policies.goodput import Goodput, gain
+from variable_batch_size.policies.autoscale import Goodput, gain
 
 
 def test_gain_is_that_of_the_noise():
     for size, ref in ((400, 100), (32, 128), (128, 128)):
-        expected = vbs.Noise(variance=300.0, square_norm=2.0).gain(size, ref)
+        expected = vbs.rules.Noise(variance=300.0, square_norm=2.0).gain(size, ref)
         assert gain(size, ref_batchsize=ref, noise_scale=150.0) == pytest.approx(expected)
     assert gain(64, ref_batchsize=16, noise_scale=0.0) == 1.0
     assert gain(64, ref_batchsize=16, noise_scale=math.inf) == 4.0
@@ -53,7 +53,7 @@ def test_the_closed_form_is_as_fast_for_millions_of_minibatches():
 # ------------------------------------------------------------------- AdaptDL 0.2.11, from its own test's parameters
 
 _DRAWS = np.random.RandomState(0)
-MODELS = [vbs.Throughput(*_DRAWS.gamma(2.0, 2.0, [7]).tolist()) for _ in range(10)]
+MODELS = [vbs.policies.Throughput(*_DRAWS.gamma(2.0, 2.0, [7]).tolist()) for _ in range(10)]
 NOISES = [(sqr, var) for sqr, var in (_DRAWS.gamma(2.0, 2.0, [2]).tolist() for _ in range(10))]
 
 
@@ -94,7 +94,7 @@ def test_the_best_split_is_adaptdls(cores, goodput, minibatch):
 
 
 def split_of(model, noise, cores, **bounds):
-    return vbs.best_split(model, noise_scale=noise_scale(noise, 128), ref_batchsize=128, cores=cores, **bounds)
+    return vbs.policies.best_split(model, noise_scale=noise_scale(noise, 128), ref_batchsize=128, cores=cores, **bounds)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -127,7 +127,7 @@ def test_one_core_alone_does_not_communicate():
 
 
 def test_a_power_of_short_times_does_not_vanish():
-    short = vbs.Throughput(1e-40, 1e-40, 1e-40, 1e-40, 1e-40, 1e-40, 10.0)
+    short = vbs.policies.Throughput(1e-40, 1e-40, 1e-40, 1e-40, 1e-40, 1e-40, 10.0)
     assert 3e-40 < short.updating(1, 2, 2) < 4e-40
 
 
@@ -143,4 +143,4 @@ def test_a_power_of_short_times_does_not_vanish():
 def test_a_split_of_what_is_no_number_is_refused(change, message):
     options = {"noise_scale": 100.0, "ref_batchsize": 128, "cores": 2, "max_batch_size": 1024, **change}
     with pytest.raises(ValueError, match=message):
-        vbs.best_split(MODELS[0], **options)
+        vbs.policies.best_split(MODELS[0], **options)

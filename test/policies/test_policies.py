@@ -14,7 +14,7 @@ NOISE = st.one_of(st.none(), st.sampled_from([0.0, math.inf, math.nan, -1.0]), s
 
 
 def situation(**numbers):
-    return vbs.Situation(**{"cores": 4, "minibatch_size": 32, "ref_batchsize": 128, **numbers})
+    return vbs.policies.Situation(**{"cores": 4, "minibatch_size": 32, "ref_batchsize": 128, **numbers})
 
 
 @st.composite
@@ -33,16 +33,16 @@ def cases(draw):
     }
     kinds = {
         "autoscale": lambda: vbs.Autoscale(**bounds),
-        "per core": lambda: vbs.PerCore(draw(st.one_of(st.none(), st.integers(1, 300))), **bounds),
-        "norm test": lambda: vbs.NormTest(eta=draw(st.floats(0.01, 0.99)), **bounds),
-        "critical batch": lambda: vbs.CriticalBatch(cost=draw(st.floats(0.01, 0.99)), **bounds),
-        "on plateau": lambda: vbs.OnPlateau(patience=1, factor=draw(st.floats(1.1, 9)), **bounds),
-        "function": lambda: vbs.FunctionPolicy(
+        "per core": lambda: vbs.policies.PerCore(draw(st.one_of(st.none(), st.integers(1, 300))), **bounds),
+        "norm test": lambda: vbs.policies.NormTest(eta=draw(st.floats(0.01, 0.99)), **bounds),
+        "critical batch": lambda: vbs.policies.CriticalBatch(cost=draw(st.floats(0.01, 0.99)), **bounds),
+        "on plateau": lambda: vbs.policies.OnPlateau(patience=1, factor=draw(st.floats(1.1, 9)), **bounds),
+        "function": lambda: vbs.policies.FunctionPolicy(
             lambda _: draw(st.one_of(st.integers(1, 10**6), st.floats(1, 1e9))), **bounds
         ),
     }
     policy = kinds[draw(st.sampled_from(list(kinds)))]()
-    found = vbs.Situation(
+    found = vbs.policies.Situation(
         cores=cores,
         minibatch_size=m,
         ref_batchsize=draw(st.integers(1, 1000)),
@@ -142,12 +142,12 @@ def test_autoscale_stays_where_a_change_would_gain_little():
 
 
 def test_per_core_follows_the_cores():
-    assert [vbs.PerCore().answer(situation(cores=cores))[0] for cores in (1, 3, 16)] == [32, 96, 512]
-    assert vbs.PerCore(96, max_batch_size=200).answer(situation(cores=3))[0] == 192
+    assert [vbs.policies.PerCore().answer(situation(cores=cores))[0] for cores in (1, 3, 16)] == [32, 96, 512]
+    assert vbs.policies.PerCore(96, max_batch_size=200).answer(situation(cores=3))[0] == 192
 
 
 def test_the_norm_test_grows_to_the_first_size_that_passes_and_never_shrinks():
-    policy = vbs.NormTest(eta=0.5)
+    policy = vbs.policies.NormTest(eta=0.5)
     assert policy.answer(situation(noise_scale=100.0, batch_size=128))[0] == 320  # 100·0.75/0.25 = 300
     assert policy.answer(situation(noise_scale=100.0, batch_size=640))[0] == 640
     assert policy.answer(situation(noise_scale=math.inf, batch_size=64, capacity=1000))[0] == 992
@@ -158,7 +158,7 @@ def test_the_norm_test_grows_to_the_first_size_that_passes_and_never_shrinks():
 
 
 def test_the_critical_batch_doubles_while_that_costs_little():
-    policy = vbs.CriticalBatch(cost=0.2)
+    policy = vbs.policies.CriticalBatch(cost=0.2)
     assert policy.answer(situation(noise_scale=1000.0, batch_size=224))[0] == 448
     assert policy.answer(situation(noise_scale=1000.0, batch_size=256))[0] == 256
     assert policy.answer(situation(noise_scale=1000.0))[0] == 256  # of the reference
@@ -166,7 +166,7 @@ def test_the_critical_batch_doubles_while_that_costs_little():
 
 
 def test_a_plateau_of_what_it_is_told_or_else_of_the_loss_grows():
-    policy = vbs.OnPlateau(factor=4, patience=2, min_delta=0.1)
+    policy = vbs.policies.OnPlateau(factor=4, patience=2, min_delta=0.1)
     losses = [1.0, 0.95, 0.95, 0.8, 0.79, 0.78, 0.5]  # the third is the second still, which counts once
     assert [policy.answer(situation(batch_size=64, loss=loss))[0] for loss in losses] == [64, 64, 64, 64, 64, 256, 64]
     policy.tell(0.3)
@@ -177,7 +177,7 @@ def test_a_plateau_of_what_it_is_told_or_else_of_the_loss_grows():
 
 
 def test_a_plateau_of_an_accuracy_is_where_it_no_longer_rises():
-    policy = vbs.OnPlateau(patience=1, is_higher_better=True)
+    policy = vbs.policies.OnPlateau(patience=1, is_higher_better=True)
     policy.tell(80.0)
     policy.tell(81.0)
     assert policy.answer(situation(batch_size=64))[0] == 64
@@ -187,14 +187,14 @@ def test_a_plateau_of_an_accuracy_is_where_it_no_longer_rises():
 
 @pytest.mark.parametrize(("first", "is_higher_better"), [(math.inf, False), (-math.inf, True)])
 def test_what_follows_an_infinite_metric_is_better(first, is_higher_better):
-    policy = vbs.OnPlateau(patience=1, is_higher_better=is_higher_better)
+    policy = vbs.policies.OnPlateau(patience=1, is_higher_better=is_higher_better)
     policy.tell(first)
     policy.tell(3.0)
     assert policy.answer(situation(batch_size=64))[0] == 64
 
 
 def test_a_plateau_is_remembered():
-    policy, other = vbs.OnPlateau(patience=2), vbs.OnPlateau(patience=2)
+    policy, other = vbs.policies.OnPlateau(patience=2), vbs.policies.OnPlateau(patience=2)
     policy.tell(1.0)
     policy.tell(1.0)
     other.load_state_dict(policy.state_dict())
@@ -211,11 +211,11 @@ def test_a_function_is_a_policy():
 
 def test_the_description_tells_policies_apart_and_is_the_same_for_the_same():
     assert vbs.Autoscale(max_batch_size=64).description != vbs.Autoscale(max_batch_size=128).description
-    assert vbs.PerCore().description != vbs.PerCore(64).description
-    plateau = vbs.OnPlateau()
+    assert vbs.policies.PerCore().description != vbs.policies.PerCore(64).description
+    plateau = vbs.policies.OnPlateau()
     before = plateau.description
     plateau.tell(1.0)
-    assert plateau.description == before == vbs.OnPlateau().description
+    assert plateau.description == before == vbs.policies.OnPlateau().description
     assert "patience=10" in before
     assert "every=20" in before
 
@@ -223,14 +223,14 @@ def test_the_description_tells_policies_apart_and_is_the_same_for_the_same():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: vbs.PerCore(0), "`samples` must be a positive integer, got 0"),
-        (lambda: vbs.PerCore(every=0), "`every` must be a positive integer, got 0"),
-        (lambda: vbs.PerCore(lead=0), "`lead` must be a positive integer, got 0"),
-        (lambda: vbs.NormTest(eta=1.0), "`eta` must be between 0 and 1, got 1.0"),
-        (lambda: vbs.CriticalBatch(cost=0), "`cost` must be between 0 and 1, got 0"),
-        (lambda: vbs.OnPlateau(factor=1), "`factor` must be above 1, got 1"),
-        (lambda: vbs.OnPlateau(min_delta=1), "`min_delta` must be a share from 0 to 1, got 1"),
-        (lambda: vbs.make_policy("auto"), "`policy` must be one of 'autoscale', 'per_core'"),
+        (lambda: vbs.policies.PerCore(0), "`samples` must be a positive integer, got 0"),
+        (lambda: vbs.policies.PerCore(every=0), "`every` must be a positive integer, got 0"),
+        (lambda: vbs.policies.PerCore(lead=0), "`lead` must be a positive integer, got 0"),
+        (lambda: vbs.policies.NormTest(eta=1.0), "`eta` must be between 0 and 1, got 1.0"),
+        (lambda: vbs.policies.CriticalBatch(cost=0), "`cost` must be between 0 and 1, got 0"),
+        (lambda: vbs.policies.OnPlateau(factor=1), "`factor` must be above 1, got 1"),
+        (lambda: vbs.policies.OnPlateau(min_delta=1), "`min_delta` must be a share from 0 to 1, got 1"),
+        (lambda: vbs.policies.make_policy("auto"), "`policy` must be one of 'autoscale', 'per_core'"),
     ],
 )
 def test_wrong_settings_are_refused(make, message):
@@ -239,8 +239,8 @@ def test_wrong_settings_are_refused(make, message):
 
 
 def test_every_policy_has_a_name():
-    made = {name: vbs.make_policy(name, **settings) for name, settings in SETTINGS.items()}
-    assert {name: type(policy) for name, policy in made.items()} == dict(vbs.POLICIES)
+    made = {name: vbs.policies.make_policy(name, **settings) for name, settings in SETTINGS.items()}
+    assert {name: type(policy) for name, policy in made.items()} == dict(vbs.policies.POLICIES)
 
 
 SETTINGS = {

@@ -9,7 +9,7 @@ import variable_batch_size as vbs
 
 @given(st.integers(1, 2000), st.integers(1, 300), st.integers(1, 40))
 def test_every_sample_is_dealt_and_no_minibatch_is_too_large(batch_size, max_minibatch, cores):
-    found = vbs.split(batch_size, max_minibatch=max_minibatch, cores=cores)
+    found = vbs.policies.split(batch_size, max_minibatch=max_minibatch, cores=cores)
     assert found.minibatch_size <= max_minibatch
     assert found.minibatch_size * found.num_minibatches == batch_size
     assert sum(found.shares) == found.num_minibatches
@@ -29,9 +29,9 @@ def test_every_sample_is_dealt_and_no_minibatch_is_too_large(batch_size, max_min
     ],
 )
 def test_a_global_256_of_at_most_64_a_core(cores, minibatch_size, shares):
-    assert vbs.split(256, max_minibatch=64, cores=cores) == (minibatch_size, 256 // minibatch_size, shares)
+    assert vbs.policies.split(256, max_minibatch=64, cores=cores) == (minibatch_size, 256 // minibatch_size, shares)
 
 
 def test_wrong_numbers_are_refused():
     with pytest.raises(ValueError, match="`max_minibatch` must be a positive integer, got 0"):
-        vbs.split(256, max_minibatch=0, cores=3)
+        vbs.policies.split(256, max_minibatch=0, cores=3)

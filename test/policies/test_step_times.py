@@ -2,7 +2,7 @@
 
 import pytest
 
-from variable_batch_size.policies.step_times import StepTimes
+from variable_batch_size.policies.timing import StepTimes
 
 
 def times_of(seconds):

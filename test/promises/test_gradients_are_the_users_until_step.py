@@ -44,7 +44,7 @@ def test_it_is_so_on_virtual_xla_cores():
 def test_adascale_measures_the_gradient_that_step_takes_over(on_cores):
     """The same gains on two processes as in one, whatever was done to the gradients."""
     drawn = [programs.draw(seed, events=["evaluate"]) for seed in range(8)]
-    alone = [programs.run(program, rule=vbs.AdaScaleRule()) for program in drawn]
+    alone = [programs.run(program, rule=vbs.rules.AdaScaleRule()) for program in drawn]
     for results in on_cores(2, adascale_runs, drawn):
         for (weights, gains), (expected, expected_gains) in zip(results, alone, strict=True):
             assert gains == pytest.approx(expected_gains, rel=1e-9)
@@ -52,7 +52,7 @@ def test_adascale_measures_the_gradient_that_step_takes_over(on_cores):
 
 
 def adascale_runs(drawn):
-    return [programs.run(program, rule=vbs.AdaScaleRule()) for program in drawn]
+    return [programs.run(program, rule=vbs.rules.AdaScaleRule()) for program in drawn]
 
 
 def test_the_programs_have_everything_in_them():

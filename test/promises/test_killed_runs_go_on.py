@@ -15,7 +15,7 @@ from session_process import Place, SessionProcess
 from stoppable_run import NUM_STEPS, Settings
 
 import variable_batch_size as vbs
-from variable_batch_size.runs import storage
+from variable_batch_size.runs import state_file
 
 UNUSED = 2_000_000  # 8 MB, so that writing takes a while
 SLOW = Settings(seconds_per_minibatch=0.02, num_unused=UNUSED)
@@ -24,14 +24,14 @@ SAVES_ONLY_AT_THE_END = Settings(seconds_per_minibatch=0.02, every_steps=10_000,
 
 
 def check_every_file_loads(directory):
-    for path in storage.checkpoints(directory):
+    for path in state_file.checkpoints(directory):
         with contextlib.suppress(FileNotFoundError):  # removed since by a core that still runs
-            storage.load(path)
+            state_file.load(path)
 
 
 def steps_saved(directory):
-    (path,) = storage.checkpoints(directory)
-    return storage.load(path)["optimizer"]["variable_batch_size"]["steps_done"]
+    (path,) = state_file.checkpoints(directory)
+    return state_file.load(path)["optimizer"]["variable_batch_size"]["steps_done"]
 
 
 # --------------------------------------------------------------------------------------------------------------- killed
@@ -40,7 +40,7 @@ def steps_saved(directory):
 def test_killed_again_and_again_a_group_of_workers_ends_with_the_same_weights(on_cores, tmp_path):
     """Under torchrun, time after time: every other time while core 0 writes a checkpoint."""
     kills, killed = 2, Place(tmp_path / "killed")
-    undisturbed = on_cores(2, stoppable_run.run, tmp_path / "whole", Settings(repeats=2, num_unused=UNUSED))
+    preserve_rng = on_cores(2, stoppable_run.run, tmp_path / "whole", Settings(repeats=2, num_unused=UNUSED))
     settings = Settings(seconds_per_minibatch=0.02, num_unused=UNUSED, repeats=2)
     session = SessionProcess(killed, settings, launcher="torchrun", cores=2, restarts=kills)
     rng = random.Random(0)
@@ -57,7 +57,7 @@ def test_killed_again_and_again_a_group_of_workers_ends_with_the_same_weights(on
     assert session.finish() == 0, session.output
     check_every_file_loads(killed.checkpoints)
     assert not list(killed.checkpoints.glob("*.tmp"))
-    assert stoppable_run.same(killed.read_weights(), undisturbed[0]["model"])
+    assert stoppable_run.same(killed.read_weights(), preserve_rng[0]["model"])
 
 
 # ----------------------------------------------------------------------------------------------------------- terminated

@@ -2,7 +2,8 @@
 
 import pytest
 
-from variable_batch_size import AdamRule, Step
+from variable_batch_size import Step
+from variable_batch_size.rules import AdamRule
 from variable_batch_size.rules.adam import check_adam, corrected_for_bias
 
 # 1 − β^t is 0.75 and 0.4375 after two updates; against 1 − Π β of 0.6 and 0.109375 that is 1.25 and 4 times as much

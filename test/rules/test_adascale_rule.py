@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from variable_batch_size import AdamScaleRule, AdaScaleRule, Noise, Norms, Step
+from variable_batch_size import Step
+from variable_batch_size.rules import AdamScaleRule, AdaScaleRule, Noise, Norms
 
 TWO = Step(batch_size=2, minibatch_size=1, ref_batchsize=1)
 SINGLE = Step(batch_size=1, minibatch_size=1, ref_batchsize=1)
@@ -16,7 +17,7 @@ def test_each_group_has_the_noise_of_its_own_norms():
     # V = (L − T) · B/(n − 1), G² = T − V/B
     assert (rule.noise(0), rule.noise(1)) == (Noise(2.0, 2.0), Noise(3.0, 0.0))
     assert rule.noise() == Noise(5.0, 2.0)
-    assert [rule.factor_of_group(TWO, group) for group in (0, 1)] == pytest.approx([4 / 3, 2.0])
+    assert [rule.group_factor(TWO, group) for group in (0, 1)] == pytest.approx([4 / 3, 2.0])
     assert rule.factor(TWO) == pytest.approx(7 / 4.5)
     assert rule.gain(4, 2, group=0) == pytest.approx((1 + 2) / (0.5 + 2))
 
@@ -26,7 +27,7 @@ def test_groups_of_which_nothing_is_known_have_no_part_in_the_noise_of_all():
     rule.observe(TWO, [None, Norms(4.0, 3.0), Norms(3.0, 1.5)])
     assert rule.noise(0) is None
     assert rule.noise() == Noise(5.0, 2.0)
-    assert rule.factor_of_group(TWO, 0) == 1.0
+    assert rule.group_factor(TWO, 0) == 1.0
 
 
 def test_a_single_minibatch_tells_nothing():

@@ -2,7 +2,8 @@
 
 import pytest
 
-from variable_batch_size import MuonRule, Step
+from variable_batch_size import Step
+from variable_batch_size.rules import MuonRule
 
 GROUP = {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.95}
 

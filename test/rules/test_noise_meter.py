@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from variable_batch_size.rules.noise import Noise, NoiseAverage
-from variable_batch_size.rules.noise_meter import NoiseMeter
+from variable_batch_size.rules.noise import Noise, NoiseAverage, NoiseMeter
 from variable_batch_size.rules.rule import Norms, Step
 
 

@@ -9,7 +9,7 @@ from variable_batch_size.rules.registry import RULES
 
 
 def test_a_rule_is_made_by_its_name_with_its_settings():
-    assert isinstance(vbs.make_rule("root"), vbs.RootRule)
+    assert isinstance(vbs.make_rule("root"), vbs.rules.RootRule)
     assert vbs.make_rule("adascale", starts_with_mean=True).starts_with_mean
     assert vbs.make_rule("legw", warmup_samples=128).warmup_samples == 128
 

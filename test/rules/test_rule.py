@@ -4,15 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from variable_batch_size import (
+from variable_batch_size import Rule, Step
+from variable_batch_size.rules import (
     AdamRule,
     ConstantRule,
     LEGWRule,
     LinearMomentumRule,
     LinearRule,
     RootRule,
-    Rule,
-    Step,
     Transition,
     ema_decay,
 )
@@ -164,7 +163,7 @@ def test_a_rule_of_ones_own_gets_the_factor_that_the_step_really_has():
 
     step = Step(batch_size=512, minibatch_size=32, ref_batchsize=128)
     assert LinearAgain().settings({"lr": 0.5}, step, 3.0) == {"lr": 1.5}
-    assert LinearAgain().factor_of_group(step, group=1) == 4.0
+    assert LinearAgain().group_factor(step, group=1) == 4.0
     assert LinearAgain().measures_noise is False
     assert LinearAgain().state_dict() == {}
 

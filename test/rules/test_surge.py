@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from variable_batch_size import Norms, Step, SurgeRule
+from variable_batch_size import Step
+from variable_batch_size.rules import Norms, SurgeRule
 
 
 def at_noise_scale(noise_scale):
@@ -24,7 +25,7 @@ def test_the_factor_is_that_of_the_paper_over_its_value_at_the_reference(noise_s
     rule, step = at_noise_scale(noise_scale), Step(batch_size, minibatch_size=1, ref_batchsize=100)
     assert rule.noise().scale == pytest.approx(noise_scale)
     assert rule.factor(step) == pytest.approx(paper(batch_size) / paper(100))
-    assert rule.factor_of_group(step, 0) == rule.factor(step)
+    assert rule.group_factor(step, 0) == rule.factor(step)
 
 
 def test_the_factors_are_those_written_here():

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from variable_batch_size.cores import stopping
-from variable_batch_size.cores.running import communicator_for
-from variable_batch_size.runs import agreement as module
-from variable_batch_size.runs.agreement import Agreement, Decision
+from variable_batch_size.cores import signals
+from variable_batch_size.cores.detect import communicator_for
+from variable_batch_size.runs import coordination
+from variable_batch_size.runs.coordination import Decision, RankCoordinator
 
 CPU = torch.device("cpu")
 SECONDS_PER_MINIBATCH, NUM_MINIBATCHES = 1 / 256, 2_600  # on core 0; 10 s of its time
@@ -24,7 +24,7 @@ class Clock:
         self.time = SimpleNamespace(monotonic=lambda: self.now)
 
 
-class Counting(Agreement):
+class Counting(RankCoordinator):
     """Counts how often the cores come together."""
 
     times = 0
@@ -40,23 +40,23 @@ def agree_on_two_cores():
     found = {}
     for of_first in (True, False):
         every_seconds = 1e-9 if is_first == of_first else 1e9
-        found["late on core 0" if of_first else "late on core 1"] = Agreement(
+        found["late on core 0" if of_first else "late on core 1"] = RankCoordinator(
             communicator, CPU, every_seconds=every_seconds
         ).ask()
 
     clock = Clock()
-    module.time = clock.time
+    coordination.time = clock.time
     agreement = Counting(communicator, CPU, every_seconds=None)
     for _ in range(NUM_MINIBATCHES):
         clock.now += SECONDS_PER_MINIBATCH if is_first else 1.0
         agreement.after_minibatches(1)
     found["questions"] = agreement.times
 
-    with stopping.listening():
+    with signals.listening():
         if not is_first:
             os.kill(os.getpid(), signal.SIGTERM)
         found["told on core 1"] = agreement.ask()
-        stopping.obey()
+        signals.obey()
     return found
 
 
@@ -83,8 +83,8 @@ def test_they_come_together_about_once_a_second(cores):
 
 def test_a_core_alone_asks_after_every_step(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(module, "time", clock.time)
-    agreement = Agreement(communicator_for([]), CPU, every_seconds=0.01)
+    monkeypatch.setattr(coordination, "time", clock.time)
+    agreement = RankCoordinator(communicator_for([]), CPU, every_seconds=0.01)
     assert agreement.after_minibatches(1) == Decision(is_late=False, is_told=False)
     clock.now += 0.02
     assert agreement.after_minibatches(1) == Decision(is_late=True, is_told=False)

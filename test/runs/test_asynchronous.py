@@ -14,9 +14,8 @@ from bucket_run import SIZES, train
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.runs import storage
-from variable_batch_size.runs.host_copy import HostCopy, needs_of
-from variable_batch_size.runs.writer import Writer
+from variable_batch_size.runs import state_file
+from variable_batch_size.runs.async_writer import AsyncWriter, HostStaging, needs_of
 
 
 def run(directory, *, every_steps=1, size=4, num_steps=100):
@@ -59,7 +58,7 @@ def test_what_is_saved_is_the_state_of_the_step_and_not_of_those_made_since(tmp_
     for _ in range(3):
         step(model, optimizer)
     checkpoint.wait()
-    assert torch.equal(storage.load(storage.path_of(tmp_path, 1))["model"]["weight"], saved)
+    assert torch.equal(state_file.load(state_file.path_of(tmp_path, 1))["model"]["weight"], saved)
     assert not torch.equal(model.weight, saved)
 
 
@@ -84,13 +83,13 @@ def test_sigterm_waits_until_the_checkpoint_is_there(tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
             checkpoint.step()
     assert ended.value.code == vbs.EXIT_STOPPED
-    assert torch.equal(storage.load(storage.path_of(tmp_path, 1))["model"]["weight"], model.weight)
+    assert torch.equal(state_file.load(state_file.path_of(tmp_path, 1))["model"]["weight"], model.weight)
 
 
 def test_a_copy_keeps_tensors_that_are_one_and_uses_the_memory_of_the_one_before():
     weight = torch.arange(6.0).view(2, 3)
     state = {"model": {"a": weight, "tied": weight, "b": torch.ones(2)}, "numbers": [1, (2.0, None)]}
-    copies = HostCopy()
+    copies = HostStaging()
     copies.reserve(needs_of(state))
     first = copies.of(state)
     assert first["model"]["a"] is first["model"]["tied"]
@@ -105,7 +104,7 @@ def test_a_copy_keeps_tensors_that_are_one_and_uses_the_memory_of_the_one_before
 
 
 def test_a_writer_says_once_what_has_failed():
-    writer = Writer()
+    writer = AsyncWriter()
     writer.start(lambda: None)
     writer.wait()
 
@@ -121,24 +120,24 @@ def test_a_writer_says_once_what_has_failed():
 
 def test_a_conjugate_view_is_not_taken_for_the_tensor_that_it_shows():
     values = torch.tensor([1 + 2j])
-    assert HostCopy().of({"a": values, "b": values.conj()})["b"].item() == 1 - 2j
+    assert HostStaging().of({"a": values, "b": values.conj()})["b"].item() == 1 - 2j
 
 
 def test_a_named_tuple_is_copied_as_a_file_has_it():
     kind = namedtuple("Range", "first last")
-    assert HostCopy().of({"range": kind(torch.ones(1), [2])}) == {"range": (torch.ones(1), [2])}
+    assert HostStaging().of({"range": kind(torch.ones(1), [2])}) == {"range": (torch.ones(1), [2])}
 
 
 def test_a_process_that_ends_logs_what_has_failed_and_its_children_do_not_wait():
     program = """
 import os, time
-from variable_batch_size.runs.writer import Writer
+from variable_batch_size.runs.async_writer import AsyncWriter
 
 def fail():
     time.sleep(1)
     raise OSError("full")
 
-writer = Writer()
+writer = AsyncWriter()
 writer.start(fail)
 if os.fork():
     os.wait()

@@ -20,7 +20,7 @@ from stoppable_run import NUM_STEPS, SIZES, Settings
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.runs import storage
+from variable_batch_size.runs import state_file
 
 
 def make(directory=None, *, trace=(8, 16, 8, 24), kind=vbs.LinearRuleOptimizer, model=None, **options):
@@ -215,15 +215,15 @@ def test_numbers_of_numpy_become_plain_and_other_objects_are_refused(tmp_path):
 
 def test_it_saves_every_n_steps_and_keeps_some(tmp_path):
     train(*make(tmp_path, trace=(4,) * 20, every_steps=3, keep=3))
-    assert [path.name[-6:] for path in storage.checkpoints(tmp_path)] == ["015.pt", "018.pt", "020.pt"]
+    assert [path.name[-6:] for path in state_file.checkpoints(tmp_path)] == ["015.pt", "018.pt", "020.pt"]
 
 
 def test_it_saves_every_n_seconds(tmp_path):
     train(*make(tmp_path, every_seconds=1e-9, keep=100))
-    assert len(storage.checkpoints(tmp_path)) == 4
+    assert len(state_file.checkpoints(tmp_path)) == 4
     other = tmp_path / "other"
     train(*make(other, every_seconds=1e9, keep=100))
-    assert len(storage.checkpoints(other)) == 1  # the end
+    assert len(state_file.checkpoints(other)) == 1  # the end
 
 
 def test_a_run_that_has_ended_has_no_epochs_left_and_can_be_made_longer(saved):
@@ -269,7 +269,7 @@ def train_and_leave_each_epoch_after(num_minibatches, checkpoint, sampler, optim
 def test_an_epoch_may_be_left_in_the_middle_of_a_step(tmp_path):
     parts = make(tmp_path, every_seconds=1e-9, keep=100)
     train_and_leave_each_epoch_after(3, *parts)  # of a step of 2 and one of 4, and of a step of 6
-    states = [storage.load(path) for path in storage.checkpoints(tmp_path)]
+    states = [state_file.load(path) for path in state_file.checkpoints(tmp_path)]
     assert [(state["epoch"], state["steps_of_epochs"]) for state in states] == [(2, [1, 0])]
     assert list(vbs.Trace.read(tmp_path / "executed.csv")) == [8]
 
@@ -291,10 +291,10 @@ def test_a_loop_that_was_interrupted_goes_on_where_it_was_when_it_is_run_again(t
                 optimizer.step()
                 checkpoint.step()
     train(*parts)
-    undisturbed = make(None)
-    train(*undisturbed)
-    assert optimizer.steps_done == undisturbed[2].steps_done
-    assert stoppable_run.same(dict(model.named_parameters()), dict(undisturbed[-1].named_parameters()))
+    preserve_rng = make(None)
+    train(*preserve_rng)
+    assert optimizer.steps_done == preserve_rng[2].steps_done
+    assert stoppable_run.same(dict(model.named_parameters()), dict(preserve_rng[-1].named_parameters()))
     assert not saves or list(vbs.Trace.read(tmp_path / "executed.csv")) == [8, 16, 8, 24]
 
 
@@ -311,8 +311,8 @@ def test_told_to_stop_it_saves_where_the_epoch_was_left_in_the_middle_of_a_step(
     with pytest.raises(SystemExit) as caught:
         train_and_leave_each_epoch_after(3, *make(tmp_path), after=lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert caught.value.code == vbs.EXIT_STOPPED
-    (path,) = storage.checkpoints(tmp_path)
-    assert (storage.load(path)["epoch"], storage.load(path)["steps_of_epochs"]) == (1, [1])
+    (path,) = state_file.checkpoints(tmp_path)
+    assert (state_file.load(path)["epoch"], state_file.load(path)["steps_of_epochs"]) == (1, [1])
 
 
 @pytest.mark.usefixtures("survives_sigterm")
@@ -325,7 +325,7 @@ def test_told_to_stop_it_says_where_it_has_saved(tmp_path, caplog, is_saved):
     assert caught.value.code == vbs.EXIT_STOPPED
     said = "told to stop: ended after 1 steps" + (f", saved in {tmp_path}" if is_saved else "")
     assert caplog.record_tuples == [("variable_batch_size.runs.checkpoint", logging.WARNING, said)]
-    assert len(storage.checkpoints(tmp_path)) == is_saved
+    assert len(state_file.checkpoints(tmp_path)) == is_saved
 
 
 def test_a_trace_that_is_too_short_is_said_before_anything_is_trained():

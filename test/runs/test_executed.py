@@ -5,14 +5,14 @@ import resource
 import pytest
 
 import variable_batch_size as vbs
-from variable_batch_size.runs.executed import Executed
+from variable_batch_size.runs.executed import ExecutedTrace
 
 SIZES = [8, 16, 8, 4, 12, 8, 24, 8, 4]  # the steps of three epochs of 40 samples: 4, 2 and 3
 
 
 def executed(path, sizes=SIZES):
     schedule = vbs.Schedule(vbs.Trace.of(sizes), dataset_size=40, minibatch_size=4)
-    return Executed(path, schedule, origin="seed 0")
+    return ExecutedTrace(path, schedule, origin="seed 0")
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_what_a_save_adds_costs_what_it_adds_and_not_what_is_there(path, monkeyp
     schedule, asked = vbs.Schedule(vbs.Trace.of(4), dataset_size=40, minibatch_size=4), []
     batch_size = schedule.batch_size
     monkeypatch.setattr(schedule, "batch_size", lambda step: asked.append(step) or batch_size(step))
-    file = Executed(path, schedule, origin="seed 0")
+    file = ExecutedTrace(path, schedule, origin="seed 0")
     file.extend([10] * 1000)
     with open(path, "r+") as there:
         there.write("! e")  # which a file that is written anew would not have

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.runs import storage
+from variable_batch_size.runs import state_file
 
 LOGGER = "variable_batch_size.runs.checkpoint"
 
@@ -73,7 +73,7 @@ def stopped_after(number, directory, **options):
 
 
 def names_in(directory):
-    return [path.name for path in storage.checkpoints(directory)]
+    return [path.name for path in state_file.checkpoints(directory)]
 
 
 # ------------------------------------------------------------------------------------------------------- one process
@@ -113,7 +113,7 @@ def test_what_is_in_a_checkpoint_keeps_its_names(tmp_path):
     where = ["epoch", "epoch_step", "past", "steps_of_epochs"]
     parts = ["metrics", "model", "optimizer", "random", "schedulers"]
     which = ["changes", "format", "run", "sums_gradients", "version"]
-    assert sorted(storage.load(tmp_path / "step-000000000.pt")) == sorted(where + parts + which)
+    assert sorted(state_file.load(tmp_path / "step-000000000.pt")) == sorted(where + parts + which)
 
 
 def test_two_checkpoints_stay_unless_another_number_is_said(tmp_path):
@@ -175,7 +175,7 @@ def test_a_model_may_have_one_parameter(tmp_path):
 
 
 def test_a_checkpoint_of_the_first_version_is_gone_on_from(tmp_path):
-    (*_, path) = storage.checkpoints(stopped_after(1, tmp_path))
+    (*_, path) = state_file.checkpoints(stopped_after(1, tmp_path))
     state = torch.load(path, weights_only=True)
     torch.save({name: value for name, value in state.items() if name not in ("metrics", "changes", "past")}, path)
     assert Run(tmp_path).optimizer.steps_done == 1

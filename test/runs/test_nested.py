@@ -4,7 +4,7 @@ from collections import OrderedDict, namedtuple
 
 import torch
 
-from variable_batch_size.runs.nested import mapped
+from variable_batch_size.runs.state_file import mapped
 
 
 def test_parts_are_changed_wherever_they_are_and_containers_stay_what_they_are_in_a_file():

@@ -17,7 +17,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import variable_batch_size as vbs
-from variable_batch_size.runs.object_store import ObjectStore
+from variable_batch_size.runs.remote import ObjectStore
 
 HERE = Path(__file__).parent.parent
 NUM_STEPS = len(bucket_run.SIZES)
@@ -108,14 +108,14 @@ def test_a_process_that_ends_uploads_what_is_left_through_new_connections(bucket
 import time
 from pathlib import Path
 import variable_batch_size as vbs
-from variable_batch_size.runs.object_store import ObjectStore
-from variable_batch_size.runs.writer import Writer
+from variable_batch_size.runs.remote import ObjectStore
+from variable_batch_size.runs.async_writer import AsyncWriter
 
 def write():
     time.sleep(0.5)  # until the process is ending
     ObjectStore("{bucket}/ended").upload(Path("{tmp_path}/written"), "written")
 
-writer = Writer()
+writer = AsyncWriter()
 writer.start(write)
 sink = vbs.JsonLines("{bucket}/ended/steps.jsonl")
 sink({{"step": 1}})
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_could_not_be_uploaded_is_none_of_those_that_stay():
 
 def test_a_log_whose_store_is_away_for_a_while_warns_and_catches_up(monkeypatch, tmp_path, caplog):
     fsspec.register_implementation("faltering", Faltering, clobber=True)
-    monkeypatch.setattr("variable_batch_size.runs.uploads._SECONDS_BETWEEN_UPLOADS", 0.0)
+    monkeypatch.setattr("variable_batch_size.runs.remote._SECONDS_BETWEEN_UPLOADS", 0.0)
     sink = vbs.JsonLines("faltering://log/steps.jsonl")
     for step, is_there in enumerate([True, False, False, True]):
         monkeypatch.setattr(Faltering, "is_there", is_there)

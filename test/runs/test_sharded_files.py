@@ -10,7 +10,7 @@ from sharded_models import Normed, Transformer, go, largest_difference
 from standing_cores import StandingCores
 
 import variable_batch_size as vbs
-from variable_batch_size.runs import storage
+from variable_batch_size.runs import state_file
 
 STOP_AFTER = 2
 
@@ -76,17 +76,17 @@ def test_a_run_goes_on_as_if_never_stopped(resumed, case):
     states, directory = resumed[key, cores]
     for state in states:
         assert largest_difference(state, expected) < 1e-5
-    *_, before, last = storage.checkpoints(directory)
+    *_, before, last = state_file.checkpoints(directory)
     assert last.is_dir() == (how.get("format") == "sharded")
-    assert len(storage.checkpoints(directory)) == 2
+    assert len(state_file.checkpoints(directory)) == 2
     assert before != last
 
 
 def test_what_is_split_is_in_parts_and_the_rest_in_a_file_that_runs_no_code(saved):
-    (*_, path) = storage.checkpoints(saved / "sharded")
+    (*_, path) = state_file.checkpoints(saved / "sharded")
     assert path.name == f"step-{STOP_AFTER:09d}-1"
     assert len(list(path.glob("*.distcp"))) == 4
-    state = storage.load(path)
+    state = state_file.load(path)
     assert state["optimizer"]["variable_batch_size"]["steps_done"] == STOP_AFTER
     tensors = [value for value in state["model"].values() if isinstance(value, torch.Tensor)]
     assert not tensors
@@ -94,10 +94,10 @@ def test_what_is_split_is_in_parts_and_the_rest_in_a_file_that_runs_no_code(save
 
 def test_a_directory_that_was_not_completed_is_cleaned_up_and_the_one_before_is_gone_on_from(saved, tmp_path):
     shutil.copytree(saved / "sharded", tmp_path / "run")
-    (*_, path) = storage.checkpoints(tmp_path / "run")
+    (*_, path) = state_file.checkpoints(tmp_path / "run")
     unfinished = path.with_name("step-000000003-1.tmp")
     shutil.copytree(path, unfinished)
-    storage.rest_of(unfinished).unlink()
+    state_file.rest_of(unfinished).unlink()
     state = go(tmp_path / "run", "plain", Transformer, "adam")
     assert not unfinished.exists()
     assert largest_difference(state, go(None, "plain", Transformer, "adam")) < 1e-5
@@ -109,12 +109,12 @@ def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_checkpoint_before
     directory = tmp_path / "run"
     cores = StandingCores(2, tmp_path)
     cores.give(save_again_and_again, directory, format)
-    while not (storage.checkpoints(directory) and list(directory.glob("*.tmp"))) and not cores.have_answered():
+    while not (state_file.checkpoints(directory) and list(directory.glob("*.tmp"))) and not cores.have_answered():
         time.sleep(0.0005)
     answer = cores.answer() if cores.have_answered() else None
     cores.kill()
     assert answer is None or answer[0], answer
-    (*_, path) = storage.checkpoints(directory)
+    (*_, path) = state_file.checkpoints(directory)
     assert path.is_dir() == (format == "sharded")
     state = go(directory, "plain", Transformer, "adam")
     assert largest_difference(state, go(None, "plain", Transformer, "adam")) < 1e-5
@@ -138,7 +138,7 @@ def save_again_and_again(directory, format):
 
 def test_a_part_that_is_missing_is_named(saved, tmp_path):
     shutil.copytree(saved / "sharded", tmp_path / "run")
-    (*_, path) = storage.checkpoints(tmp_path / "run")
+    (*_, path) = state_file.checkpoints(tmp_path / "run")
     for part in path.glob("*.distcp"):
         part.unlink()
     with pytest.raises(ValueError, match=r"step-000000002-1 does not load"):
@@ -156,13 +156,13 @@ def test_what_a_crash_leaves_of_a_directory_that_was_to_go_does_not_pass_for_a_c
     def crash(path):
         raise KeyboardInterrupt
 
-    paths = [storage.directory_of(tmp_path, steps, 1) for steps in (1, 2)]
+    paths = [state_file.directory_of(tmp_path, steps, 1) for steps in (1, 2)]
     for path in paths:
         path.mkdir()
     monkeypatch.setattr(shutil, "rmtree", crash)
     with pytest.raises(KeyboardInterrupt):
-        storage.keep_only(tmp_path, 1)
-    assert storage.checkpoints(tmp_path) == paths[1:]
+        state_file.keep_only(tmp_path, 1)
+    assert state_file.checkpoints(tmp_path) == paths[1:]
     monkeypatch.undo()
-    storage.prepare(tmp_path)
+    state_file.prepare(tmp_path)
     assert list(tmp_path.iterdir()) == paths[1:]

@@ -10,7 +10,7 @@ from sharded_models import Normed, Transformer, go, largest_difference
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.runs import storage
+from variable_batch_size.runs import state_file
 
 
 def go_all(cases):
@@ -89,8 +89,8 @@ def test_without_its_momentum_it_would_be_another_run(saved, uninterrupted, tmp_
 
 @pytest.mark.parametrize("key", SAVED)
 def test_the_file_holds_whole_tensors_under_the_names_of_the_plain_model(saved, key):
-    (*_, path) = storage.checkpoints(saved / key)
-    state = storage.load(path)
+    (*_, path) = state_file.checkpoints(saved / key)
+    state = state_file.load(path)
     plain = sharded_models.model_of(SAVED[key][2]).state_dict()
     assert {name: value.shape for name, value in state["model"].items()} == {
         name: value.shape for name, value in plain.items()
@@ -104,10 +104,10 @@ def test_the_file_holds_whole_tensors_under_the_names_of_the_plain_model(saved, 
 def test_a_state_saved_under_the_names_of_a_wrapper_is_loaded_too(tmp_path):
     directory = Path(tmp_path)
     go(directory, "plain", Transformer, "linear", until=2)
-    (*_, path) = storage.checkpoints(directory)
-    state = storage.load(path)
+    (*_, path) = state_file.checkpoints(directory)
+    state = state_file.load(path)
     state["model"] = {f"module._orig_mod.{name}": value for name, value in state["model"].items()}
-    storage.save(path, {key: value for key, value in state.items() if key not in ("format", "version")})
+    state_file.save(path, {key: value for key, value in state.items() if key not in ("format", "version")})
     found = go(directory, "plain", Transformer, "linear")
     assert largest_difference(found, go(None, "plain", Transformer, "linear")) < 1e-6
 
@@ -117,4 +117,4 @@ def test_a_compiled_model_is_saved_under_the_names_of_the_plain_one(tmp_path):
     sampler = vbs.CustomSampler(dataset_size=8, trace=[4], minibatch_size=4)
     optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=4)
     vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer).save()
-    assert set(storage.load(storage.checkpoints(tmp_path)[-1])["model"]) == {"weight", "bias"}
+    assert set(state_file.load(state_file.checkpoints(tmp_path)[-1])["model"]) == {"weight", "bias"}

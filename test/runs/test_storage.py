@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from variable_batch_size.runs import storage
+from variable_batch_size.runs import state_file
 
 
 def touch(directory, *names):
@@ -19,16 +19,16 @@ def touch(directory, *names):
 
 
 def names_of(directory):
-    return [path.name for path in storage.checkpoints(directory)]
+    return [path.name for path in state_file.checkpoints(directory)]
 
 
 # --------------------------------------------------------------------------------------------------- names and numbers
 
 
 def test_files_and_directories_are_named_after_their_step(tmp_path):
-    assert storage.path_of(tmp_path, 7) == tmp_path / "step-000000007.pt"
-    assert storage.directory_of(tmp_path, 7, 2) == tmp_path / "step-000000007-2"
-    assert storage.rest_of(tmp_path) == tmp_path / "run.pt"
+    assert state_file.path_of(tmp_path, 7) == tmp_path / "step-000000007.pt"
+    assert state_file.directory_of(tmp_path, 7, 2) == tmp_path / "step-000000007-2"
+    assert state_file.rest_of(tmp_path) == tmp_path / "run.pt"
 
 
 def test_checkpoints_are_in_the_order_of_their_steps_and_numbers(tmp_path):
@@ -40,15 +40,15 @@ def test_checkpoints_are_in_the_order_of_their_steps_and_numbers(tmp_path):
 
 
 def test_a_directory_that_is_not_there_has_no_checkpoints(tmp_path):
-    assert storage.checkpoints(tmp_path / "nowhere") == []
+    assert state_file.checkpoints(tmp_path / "nowhere") == []
 
 
 def test_the_next_directory_of_a_step_has_the_next_number(tmp_path):
-    assert storage.free_number(tmp_path, 7) == 1
+    assert state_file.free_number(tmp_path, 7) == 1
     touch(tmp_path, "step-000000007.pt", "step-000000008-12")
-    assert storage.free_number(tmp_path, 7) == 1
+    assert state_file.free_number(tmp_path, 7) == 1
     touch(tmp_path, "step-000000007-1", "step-000000007-10")
-    assert storage.free_number(tmp_path, 7) == 11
+    assert state_file.free_number(tmp_path, 7) == 11
 
 
 # ------------------------------------------------------------------------------------------------------- what stays
@@ -56,7 +56,7 @@ def test_the_next_directory_of_a_step_has_the_next_number(tmp_path):
 
 def test_a_directory_is_made_with_those_above_it_and_left_empty(tmp_path):
     for _ in range(2):  # also where it is there
-        storage.prepare(tmp_path / "some" / "run")
+        state_file.prepare(tmp_path / "some" / "run")
         assert list((tmp_path / "some" / "run").iterdir()) == []
 
 
@@ -64,7 +64,7 @@ def test_files_and_directories_that_a_crash_has_left_are_removed(tmp_path):
     touch(tmp_path, "step-000000001.pt.tmp", "step-000000002.pt", "tmp")
     (tmp_path / "step-000000003-1.tmp").mkdir()
     touch(tmp_path / "step-000000003-1.tmp", "run.pt")
-    storage.prepare(tmp_path)
+    state_file.prepare(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000002.pt", "tmp"]
 
 
@@ -72,7 +72,7 @@ def test_a_directory_that_cannot_be_made_is_named_with_the_reason(tmp_path):
     touch(tmp_path, "file")
     message = f"`directory` must be one that can be written to, got {tmp_path / 'file'}: [Errno 17] File exists"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}") as caught:
-        storage.prepare(tmp_path / "file")
+        state_file.prepare(tmp_path / "file")
     assert isinstance(caught.value.__cause__, FileExistsError)
 
 
@@ -80,9 +80,9 @@ def test_the_newest_stay(tmp_path):
     touch(tmp_path, "step-000000001.pt", "step-000000003.pt", "step-000000004.pt")
     (tmp_path / "step-000000002-1").mkdir()
     touch(tmp_path / "step-000000002-1", "run.pt")
-    storage.keep_only(tmp_path, 4)
+    state_file.keep_only(tmp_path, 4)
     assert len(names_of(tmp_path)) == 4
-    storage.keep_only(tmp_path, 2)
+    state_file.keep_only(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000003.pt", "step-000000004.pt"]
 
 
@@ -99,8 +99,8 @@ def test_what_is_read_is_what_was_written(tmp_path):
         "keys": {1: "int", (2, "b"): "tuple"},
         "ordered": OrderedDict(a=1),
     }
-    storage.save(tmp_path / "file.pt", state)
-    found = storage.load(tmp_path / "file.pt")
+    state_file.save(tmp_path / "file.pt", state)
+    found = state_file.load(tmp_path / "file.pt")
     weight = found["modules"].pop("weight")
     assert (weight.tolist(), weight.requires_grad) == ([1, 1], False)
     assert (type(found["modules"]), found["modules"]._metadata) == (OrderedDict, modules._metadata)
@@ -112,8 +112,10 @@ def test_what_is_read_is_what_was_written(tmp_path):
 
 
 def test_numbers_of_numpy_become_plain(tmp_path):
-    storage.save(tmp_path / "file.pt", {"numbers": [np.float64(0.5), np.int32(3), np.bool_(True)], np.str_("key"): 1})
-    found = storage.load(tmp_path / "file.pt")
+    state_file.save(
+        tmp_path / "file.pt", {"numbers": [np.float64(0.5), np.int32(3), np.bool_(True)], np.str_("key"): 1}
+    )
+    found = state_file.load(tmp_path / "file.pt")
     assert [(type(number), number) for number in found["numbers"]] == [(float, 0.5), (int, 3), (bool, True)]
     assert {type(key) for key in found} == {str}
 
@@ -129,7 +131,7 @@ def test_numbers_of_numpy_become_plain(tmp_path):
 def test_what_would_not_load_again_is_refused_with_its_place(tmp_path, state, said):
     message = f"a checkpoint holds tensors and primitives only, {said}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        storage.save(tmp_path / "file.pt", state)
+        state_file.save(tmp_path / "file.pt", state)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -137,14 +139,14 @@ def test_the_versions_of_modules_are_refused_with_their_place(tmp_path):
     modules = OrderedDict()
     modules._metadata = {"": object()}
     with pytest.raises(ValueError, match=re.escape("got object at state['a']['']") + "$"):
-        storage.save(tmp_path / "file.pt", {"a": modules})
+        state_file.save(tmp_path / "file.pt", {"a": modules})
 
 
 def test_a_file_that_cannot_be_written_is_named_with_the_reason(tmp_path):
     path = tmp_path / "nowhere" / "file.pt"
     message = f"{path} could not be written: [Errno 2] No such file or directory: '{path}.tmp'"
     with pytest.raises(OSError, match=f"^{re.escape(message)}$") as caught:
-        storage.save(path, {})
+        state_file.save(path, {})
     assert isinstance(caught.value.__cause__, FileNotFoundError)
 
 
@@ -153,20 +155,20 @@ def test_a_disk_that_is_full_is_the_reason_and_not_that_torch_stopped_writing(tm
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
     try:
         with pytest.raises(OSError, match=r"file\.pt could not be written: \[Errno 27\] File too large$"):
-            storage.save(tmp_path / "file.pt", {"tensor": torch.zeros(100_000)})
+            state_file.save(tmp_path / "file.pt", {"tensor": torch.zeros(100_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_rest_of_a_checkpoint_in_a_directory_is_read_from_there(tmp_path):
-    storage.save(storage.rest_of(tmp_path), {"number": 3})
-    assert storage.load(tmp_path)["number"] == 3
+    state_file.save(state_file.rest_of(tmp_path), {"number": 3})
+    assert state_file.load(tmp_path)["number"] == 3
 
 
 def test_a_checkpoint_of_a_gpu_is_read_where_there_is_none(tmp_path):
     path, of_gpu = tmp_path / "file.pt", tmp_path / "of_gpu.pt"
-    storage.save(path, {"tensor": torch.arange(3)})
+    state_file.save(path, {"tensor": torch.arange(3)})
     with zipfile.ZipFile(path) as here, zipfile.ZipFile(of_gpu, "w") as there:
         for name in here.namelist():
             content = here.read(name)
@@ -174,7 +176,7 @@ def test_a_checkpoint_of_a_gpu_is_read_where_there_is_none(tmp_path):
                 assert content.count(b"\x03\0\0\0cpu") == 1
                 content = content.replace(b"\x03\0\0\0cpu", b"\x06\0\0\0cuda:0")
             there.writestr(name, content)
-    tensor = storage.load(of_gpu)["tensor"]
+    tensor = state_file.load(of_gpu)["tensor"]
     assert (tensor.tolist(), tensor.device.type) == ([0, 1, 2], "cpu")
 
 
@@ -182,7 +184,7 @@ def test_other_objects_are_not_loaded_even_if_torch_is_told_to_load_all(tmp_path
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     torch.save({1: PurePath("a")}, tmp_path / "file.pt")
     with pytest.raises(ValueError, match=r"does not load, .*: Weights only load failed"):
-        storage.load(tmp_path / "file.pt")
+        state_file.load(tmp_path / "file.pt")
 
 
 @pytest.mark.parametrize(
@@ -203,4 +205,4 @@ def test_another_file_is_refused_with_the_reason(tmp_path, content, said):
     else:
         torch.save(content, path)
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))} {said}$"):
-        storage.load(path)
+        state_file.load(path)

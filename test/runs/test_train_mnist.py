@@ -11,7 +11,7 @@ import pytest
 import variable_train_mnist
 
 import variable_batch_size as vbs
-from variable_batch_size.runs import storage
+from variable_batch_size.runs import state_file
 
 SCRIPT = Path(__file__).parents[1] / "variable_train_mnist.py"
 NO_DATA = ["--datadir", "there/is/nothing/here"]
@@ -115,7 +115,7 @@ def weights_of(directory, *flags):
     """The bytes of the weights after a run, as its last checkpoint has them."""
     code, output = run(*BRIEFLY, "--exact", "--rule", "adascale", "--checkpoint_dir", directory, *flags)
     assert code == 0, output
-    state = storage.load(storage.checkpoints(directory)[-1])
+    state = state_file.load(state_file.checkpoints(directory)[-1])
     assert state["run"]["exact"]
     assert "exact True" in (directory / "executed.csv").read_text().splitlines()[0]
     return {name: value.numpy().tobytes() for name, value in state["model"].items()}

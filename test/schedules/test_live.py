@@ -1,4 +1,4 @@
-"""LiveSchedule: rows that are decided as the run goes on make the same epochs as a trace of them."""
+"""PolicySchedule: rows that are decided as the run goes on make the same epochs as a trace of them."""
 
 import itertools
 
@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from variable_batch_size.schedules.live import LiveSchedule
+from variable_batch_size.schedules.live import PolicySchedule
 
 
 def live(rows=(), *, dataset_size=300, cores=4, lead=16):
-    schedule = LiveSchedule(vbs.PerCore(lead=lead), dataset_size=dataset_size, minibatch_size=32, num_replicas=cores)
+    schedule = PolicySchedule(
+        vbs.policies.PerCore(lead=lead), dataset_size=dataset_size, minibatch_size=32, num_replicas=cores
+    )
     for size in rows:
         schedule.append(size, number=1)
     return schedule
@@ -35,7 +37,7 @@ def test_decided_rows_make_the_epochs_of_a_trace(rows, cores):
     for epoch in range(expected.num_epochs - 1):
         assert schedule.steps(epoch) == expected.steps(epoch)
         for rank in range(cores):
-            assert schedule.num_yielded(epoch, rank) == expected.num_yielded(epoch, rank)
+            assert schedule.num_minibatches_for(epoch, rank) == expected.num_minibatches_for(epoch, rank)
             found = np.concatenate([*schedule.offsets(epoch, rank, at_once=7)])
             np.testing.assert_array_equal(found, np.concatenate([*expected.offsets(epoch, rank, at_once=7)]))
 
@@ -79,7 +81,7 @@ def test_the_end_of_the_open_epoch_is_where_it_would_be_with_the_last_size():
     schedule = live([32, 64])
     assert schedule.steps(0) == range(5)  # 96 of 288 are used, 3 more of 64 fit
     assert schedule.steps(1) == range(2, 6)
-    assert schedule.num_yielded(0, rank=3) == 5
+    assert schedule.num_minibatches_for(0, rank=3) == 5
     assert schedule.num_epochs is None
     schedule.append(256, number=1)
     assert schedule.steps(0) == range(2)
@@ -125,8 +127,8 @@ def test_an_epoch_that_is_left_ends_where_it_was_left():
     schedule.begin_epoch(1)
     assert schedule.steps(0) == range(3)
     assert schedule.steps(1) == range(3, 12)  # with three of 32 more than are decided
-    assert schedule.was_left(0, 3)
-    assert not schedule.was_left(1, 3)
+    assert schedule.ended_early(0, 3)
+    assert not schedule.ended_early(1, 3)
     schedule.begin_epoch(1)
     assert schedule.steps(1).start == 3
 
@@ -135,7 +137,7 @@ def test_a_full_epoch_was_not_left():
     schedule = live([256, 32])
     schedule.note_done(1)
     schedule.begin_epoch(1)
-    assert not schedule.was_left(0, 2)
+    assert not schedule.ended_early(0, 2)
 
 
 def test_it_is_saved_with_its_epochs():
@@ -144,7 +146,7 @@ def test_it_is_saved_with_its_epochs():
     schedule.begin_epoch(1)
     other.load_state_dict(schedule.state_dict())
     assert [other.steps(epoch) for epoch in range(3)] == [schedule.steps(epoch) for epoch in range(3)]
-    assert (other.num_done, other.num_ahead, other.was_left(0, 3)) == (3, 17, True)
+    assert (other.num_done, other.num_ahead, other.ended_early(0, 3)) == (3, 17, True)
     schedule.append(64, number=3)
     other.append(64, number=3)
     assert other.state_dict() == schedule.state_dict()
@@ -156,7 +158,7 @@ def test_in_lockstep_all_cores_run_as_many_as_the_busiest():
     schedules[1].lockstep = True
     for schedule in schedules:
         schedule.note_done(2)
-    apart, together = ([s.num_rounds(step, rank) for rank in range(2) for step in range(3)] for s in schedules)
+    apart, together = ([s.rounds_for(step, rank) for rank in range(2) for step in range(3)] for s in schedules)
     assert (apart, together) == ([2, 1, 2, 1, 1, 2], [2, 1, 2, 2, 1, 2])
     assert [next(s.offsets(0, 1, at_once=99)).tolist() for s in schedules] == [
         [32, 96, 160, 224],
@@ -165,10 +167,10 @@ def test_in_lockstep_all_cores_run_as_many_as_the_busiest():
 
 
 def test_rows_decided_for_the_next_epoch_come_into_it_when_this_one_ends_early():
-    schedule = LiveSchedule(vbs.PerCore(), dataset_size=64, minibatch_size=16)
+    schedule = PolicySchedule(vbs.policies.PerCore(), dataset_size=64, minibatch_size=16)
     schedule.append(16, number=6)  # 4 in the first epoch
     schedule.note_done(1)
     assert schedule.past(1, 0).starts == (0, 2)
     schedule.begin_epoch(1)
     assert (schedule.steps(0), schedule.steps(1), schedule.num_ahead) == (range(2), range(2, 6), 4)
-    assert schedule.was_left(0, 2)
+    assert schedule.ended_early(0, 2)

@@ -51,19 +51,19 @@ def assert_offsets(schedule, epoch, rank, at_once, sizes, first_step=0):
     assert all(len(block) <= at_once and block.dtype == np.int64 for block in blocks)
     found = iter(np.concatenate(blocks).tolist() if blocks else [])
     begin = sum(sizes[:first_step])
-    num_yielded = num_idle = 0
+    num_minibatches_for = num_idle = 0
     for size in sizes[first_step:]:
         starts = range(begin, begin + size, schedule.minibatch_size)
         share = starts[rank :: schedule.num_replicas]
         busiest = starts[0 :: schedule.num_replicas]
-        num_rounds = len(busiest) if schedule.lockstep else max(1, len(share))
+        rounds_for = len(busiest) if schedule.lockstep else max(1, len(share))
         assert [next(found) for _ in share] == list(share)
-        assert all(next(found) in starts for _ in range(num_rounds - len(share)))
-        num_yielded += num_rounds
+        assert all(next(found) in starts for _ in range(rounds_for - len(share)))
+        num_minibatches_for += rounds_for
         num_idle += not share
         begin += size
     assert next(found, None) is None
-    assert schedule.num_yielded(epoch, rank, first_step) == num_yielded
+    assert schedule.num_minibatches_for(epoch, rank, first_step) == num_minibatches_for
     if first_step == 0:
         assert schedule.num_idle_steps(epoch, rank) == num_idle
 
@@ -120,8 +120,8 @@ def test_a_far_epoch_of_a_constant_trace_is_right():
     # 992 of the 1,000 samples are whole minibatches, and 10 steps of 96 fit into them
     schedule = Schedule(Trace.constant(96), dataset_size=1000, minibatch_size=32, num_replicas=2)
     assert schedule.steps(10**12) == range(10**13, 10**13 + 10)
-    assert schedule.num_yielded(10**12, rank=0) == 20
-    assert schedule.num_yielded(10**12, rank=1) == 10
+    assert schedule.num_minibatches_for(10**12, rank=0) == 20
+    assert schedule.num_minibatches_for(10**12, rank=1) == 10
     assert schedule.samples_before(10**13) == 96 * 10**13
     assert schedule.num_epochs is None
 
@@ -167,9 +167,9 @@ def test_a_long_trace_has_the_epochs_of_the_definition(on_end, num_rows):
 
 def test_ten_billion_samples_are_counted():
     schedule = Schedule(Trace.constant(64), dataset_size=10**10, minibatch_size=32, num_replicas=3)
-    assert [schedule.num_yielded(0, rank) for rank in range(3)] == [156_250_000] * 3
+    assert [schedule.num_minibatches_for(0, rank) for rank in range(3)] == [156_250_000] * 3
     assert [schedule.num_idle_steps(0, rank) for rank in range(3)] == [0, 0, 156_250_000]
-    assert schedule.num_yielded(10**6, rank=0, first_step=156_249_999) == 1
+    assert schedule.num_minibatches_for(10**6, rank=0, first_step=156_249_999) == 1
     first = next(schedule.offsets(10**6, rank=1, at_once=3, first_step=156_249_990))
     assert first.tolist() == [64 * 156_249_990 + 32, 64 * 156_249_991 + 32, 64 * 156_249_992 + 32]
 
@@ -261,11 +261,11 @@ def test_in_lockstep_all_cores_run_as_many_rounds_and_the_rest_are_stand_ins():
     # 5, 2 and 8 minibatches on 4 cores: 2, 1 and 2 rounds
     schedule = Schedule(Trace.of([5, 2, 8]), dataset_size=20, minibatch_size=1, num_replicas=4, lockstep=True)
     for rank in range(4):
-        assert [schedule.num_rounds(step, rank) for step in range(3)] == [2, 1, 2]
-        assert schedule.num_yielded(0, rank) == 5
+        assert [schedule.rounds_for(step, rank) for step in range(3)] == [2, 1, 2]
+        assert schedule.num_minibatches_for(0, rank) == 5
     stand_ins = [
         [
-            [schedule.stands_in(step, rank, round) for round in range(schedule.num_rounds(step, rank))]
+            [schedule.is_padding(step, rank, round) for round in range(schedule.rounds_for(step, rank))]
             for rank in range(4)
         ]
         for step in range(3)
@@ -282,7 +282,7 @@ def test_a_schedule_in_lockstep_has_the_same_steps_also_when_a_run_goes_on():
     schedule = Schedule(Trace.of([5, 2, 8]), **how)
     together = Schedule(Trace.of([5, 2, 8]), lockstep=True, **how)
     assert [together.steps(epoch) for epoch in range(2)] == [schedule.steps(epoch) for epoch in range(2)]
-    assert [schedule.num_rounds(0, rank) for rank in range(4)] == [2, 1, 1, 1]
+    assert [schedule.rounds_for(0, rank) for rank in range(4)] == [2, 1, 1, 1]
     assert together.after(together.past(0, 1)).lockstep
 
 
@@ -292,7 +292,7 @@ def test_four_cores_get_the_minibatches_written_here():
     counts = [[len(schedule.minibatches(step, rank)) for step in range(4)] for rank in range(4)]
     assert counts == [[1, 1, 1, 2], [1, 1, 0, 2], [0, 1, 0, 2], [0, 0, 0, 2]]
     assert [list(schedule.minibatches(3, rank)) for rank in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert [schedule.num_yielded(0, rank) for rank in range(4)] == [5, 5, 5, 5]
+    assert [schedule.num_minibatches_for(0, rank) for rank in range(4)] == [5, 5, 5, 5]
     assert [schedule.num_idle_steps(0, rank) for rank in range(4)] == [0, 1, 2, 3]
 
 
@@ -311,7 +311,7 @@ def test_data_without_a_length_are_one_epoch_with_all_steps_of_the_trace():
     schedule = Schedule(Trace.of([64, 96, 32] * 2000), dataset_size=None, minibatch_size=32, num_replicas=2)
     assert schedule.steps(0) == range(6000)
     assert (schedule.num_epochs, schedule.is_endless, schedule.dataset_size) == (1, False, None)
-    assert schedule.num_yielded(0, 1) == 2000 * (1 + 1 + 1)
+    assert schedule.num_minibatches_for(0, 1) == 2000 * (1 + 1 + 1)
     assert schedule.samples_before(6000) == 192 * 2000
 
 
@@ -321,7 +321,7 @@ def test_data_without_a_length_go_on_forever_if_the_trace_does(on_end, size):
     assert (schedule.num_epochs, schedule.is_endless) == (1, True)
     assert 10**15 < len(schedule.steps(0)) < 2**63
     assert schedule.batch_size(schedule.steps(0)[10**15 + 3]) == size
-    first, second = (schedule.num_yielded(0, 0, step) for step in (10**15, 10**15 + 3))
+    first, second = (schedule.num_minibatches_for(0, 0, step) for step in (10**15, 10**15 + 3))
     assert first - second == {"hold": 3, "cycle": 6}[on_end]
 
 
@@ -419,7 +419,7 @@ def test_an_epoch_beyond_a_file_says_how_many_epochs_it_holds(tmp_path):
         f"{path} holds 2 epochs of 300 samples, got epoch 2 (counting from 0); "
         'on_end="hold" or "cycle" goes on beyond its end'
     )
-    for question in (schedule.steps, lambda epoch: schedule.num_yielded(epoch, rank=0)):
+    for question in (schedule.steps, lambda epoch: schedule.num_minibatches_for(epoch, rank=0)):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             question(2)
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from variable_batch_size import Recording, convert_recording, step_seconds
+from variable_batch_size.traces import Recording, convert_recording, step_seconds
 
 RECORDINGS = st.lists(st.tuples(st.floats(0.01, 500), st.integers(0, 40)), min_size=1, max_size=15).map(
     lambda rows: Recording.from_counts(

@@ -9,23 +9,23 @@ import variable_batch_size as vbs
 @given(st.integers(1, 8), st.integers(0, 8), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**32 - 1))
 def test_a_spot_market_has_whole_devices_within_its_bounds(at_least, more, arrive, leave, seed):
     options = {"arrive": arrive, "leave": leave, "samples_per_device": 32, "num_steps": 40, "seed": seed}
-    trace = vbs.spot_market(num_devices=at_least + more, at_least=at_least, **options)
+    trace = vbs.traces.spot_market(num_devices=at_least + more, at_least=at_least, **options)
     assert len(trace) == 40
     assert not (trace.sizes % 32).any()
     assert at_least * 32 <= trace.sizes.min()
     assert trace.sizes.max() <= trace[0] == (at_least + more) * 32
-    assert trace == vbs.spot_market(num_devices=at_least + more, at_least=at_least, **options)
+    assert trace == vbs.traces.spot_market(num_devices=at_least + more, at_least=at_least, **options)
 
 
 def test_devices_of_a_spot_market_are_there_as_often_as_their_rates_say():
-    trace = vbs.spot_market(
+    trace = vbs.traces.spot_market(
         num_devices=101, at_least=1, arrive=0.03, leave=0.01, samples_per_device=1, num_steps=20_000, seed=0
     )
     assert trace.sizes[1000:].mean() == pytest.approx(1 + 100 * 0.75, rel=0.02)
 
 
 def test_a_spot_market_is_the_same_with_every_version_of_numpy():
-    trace = vbs.spot_market(
+    trace = vbs.traces.spot_market(
         num_devices=4, at_least=1, arrive=0.3, leave=0.2, samples_per_device=32, num_steps=12, seed=7
     )
     assert list(trace) == [128, 96, 96, 64, 64, 96, 96, 64, 96, 64, 64, 96]
@@ -35,19 +35,19 @@ def test_a_spot_market_is_the_same_with_every_version_of_numpy():
     ("call", "message"),
     [
         (
-            lambda: vbs.spot_market(
+            lambda: vbs.traces.spot_market(
                 num_devices=2, at_least=3, arrive=0.5, leave=0.5, samples_per_device=1, num_steps=1, seed=0
             ),
             "`at_least` must be at most the 2 devices, got 3",
         ),
         (
-            lambda: vbs.spot_market(
+            lambda: vbs.traces.spot_market(
                 num_devices=2, at_least=1, arrive=1.5, leave=0.5, samples_per_device=1, num_steps=1, seed=0
             ),
             "`arrive` must be a probability from 0 to 1, got 1.5",
         ),
         (
-            lambda: vbs.spot_market(
+            lambda: vbs.traces.spot_market(
                 num_devices=2, at_least=1, arrive=0.5, leave=0.5, samples_per_device=1, num_steps=1, seed=2**32
             ),
             "`seed` must be an integer from 0 to 4294967295, got 4294967296",

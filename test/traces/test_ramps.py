@@ -12,7 +12,7 @@ MINIBATCHES = st.integers(1, 64)
 
 @given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 300), MINIBATCHES)
 def test_a_linear_ramp_goes_from_end_to_end_and_is_never_off_by_more_than_half_a_minibatch(start, end, steps, size):
-    trace = vbs.linear_ramp(start * size, end * size, num_steps=steps, minibatch_size=size)
+    trace = vbs.traces.linear_ramp(start * size, end * size, num_steps=steps, minibatch_size=size)
     line = np.linspace(start * size, end * size, steps) if steps > 1 else np.array([start * size])
     assert len(trace) == steps
     assert trace[0] == start * size
@@ -23,7 +23,7 @@ def test_a_linear_ramp_goes_from_end_to_end_and_is_never_off_by_more_than_half_a
 
 @given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 20), MINIBATCHES)
 def test_a_doubling_ramp_doubles_or_halves_until_it_is_there(start, end, every, size):
-    trace = vbs.doubling_ramp(start * size, end * size, every=every, minibatch_size=size)
+    trace = vbs.traces.doubling_ramp(start * size, end * size, every=every, minibatch_size=size)
     sizes = trace.sizes[::every]
     assert list(trace) == np.repeat(sizes, every).tolist()
     assert (sizes[0], sizes[-1]) == (start * size, end * size)
@@ -34,8 +34,18 @@ def test_a_doubling_ramp_doubles_or_halves_until_it_is_there(start, end, every, 
 
 
 def test_a_doubling_ramp_may_hold_its_end_or_be_cut():
-    assert list(vbs.doubling_ramp(8, 32, every=2, minibatch_size=8, num_steps=9)) == [8, 8, 16, 16, 32, 32, 32, 32, 32]
-    assert list(vbs.doubling_ramp(8, 32, every=2, minibatch_size=8, num_steps=3)) == [8, 8, 16]
+    assert list(vbs.traces.doubling_ramp(8, 32, every=2, minibatch_size=8, num_steps=9)) == [
+        8,
+        8,
+        16,
+        16,
+        32,
+        32,
+        32,
+        32,
+        32,
+    ]
+    assert list(vbs.traces.doubling_ramp(8, 32, every=2, minibatch_size=8, num_steps=3)) == [8, 8, 16]
 
 
 def runs_of(trace):
@@ -59,42 +69,51 @@ def runs_of(trace):
 )
 def test_a_ramp_up_has_the_sizes_of_megatrons_calculator(arguments, expected):
     start, increment, ramp_samples, final = arguments
-    assert runs_of(vbs.rampup(start, increment, ramp_samples, final=final)) == expected
+    assert runs_of(vbs.traces.rampup(start, increment, ramp_samples, final=final)) == expected
 
 
 def test_a_ramp_up_goes_on_to_the_end_of_the_training_in_whole_steps():
     # 20 · 16 + 10 · 32 + 7 · 48 = 976 samples, then (10,000 − 976) / 64 = 141 steps
     ramp = [(16, 20), (32, 10), (48, 7)]
-    assert runs_of(vbs.rampup(16, 16, 960, final=64, num_samples=10_000)) == [*ramp, (64, 141)]
-    assert runs_of(vbs.rampup(16, 16, 960, final=64, num_samples=9_999)) == [*ramp, (64, 140)]
-    assert runs_of(vbs.rampup(16, 16, 960, final=64, num_samples=976)) == ramp
-    assert runs_of(vbs.rampup(16, 16, 960, final=64, num_samples=975)) == [(16, 20), (32, 10), (48, 6)]
-    assert runs_of(vbs.rampup(16, 16, 960, final=64, num_samples=16)) == [(16, 1)]
+    assert runs_of(vbs.traces.rampup(16, 16, 960, final=64, num_samples=10_000)) == [*ramp, (64, 141)]
+    assert runs_of(vbs.traces.rampup(16, 16, 960, final=64, num_samples=9_999)) == [*ramp, (64, 140)]
+    assert runs_of(vbs.traces.rampup(16, 16, 960, final=64, num_samples=976)) == ramp
+    assert runs_of(vbs.traces.rampup(16, 16, 960, final=64, num_samples=975)) == [(16, 20), (32, 10), (48, 6)]
+    assert runs_of(vbs.traces.rampup(16, 16, 960, final=64, num_samples=16)) == [(16, 1)]
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: vbs.constant_trace(0, num_steps=1), "`batch_size` must be a positive integer, got 0"),
-        (lambda: vbs.constant_trace(32, num_steps=10**9), "a trace may have 20000000 steps at most, got 1000000000"),
+        (lambda: vbs.traces.constant_trace(0, num_steps=1), "`batch_size` must be a positive integer, got 0"),
         (
-            lambda: vbs.linear_ramp(32, 100, num_steps=5, minibatch_size=32),
+            lambda: vbs.traces.constant_trace(32, num_steps=10**9),
+            "a trace may have 20000000 steps at most, got 1000000000",
+        ),
+        (
+            lambda: vbs.traces.linear_ramp(32, 100, num_steps=5, minibatch_size=32),
             r"`end` must be a multiple of 32 \(the minibatch size\), got 100",
         ),
         (
-            lambda: vbs.doubling_ramp(32, 64, every=0, minibatch_size=32),
+            lambda: vbs.traces.doubling_ramp(32, 64, every=0, minibatch_size=32),
             "`every` must be a positive integer, got 0",
         ),
-        (lambda: vbs.rampup(16, 0, 960, final=64), "`increment` must be a positive integer, got 0"),
-        (lambda: vbs.rampup(16, 16, 0, final=64), "`ramp_samples` must be a positive integer, got 0"),
-        (lambda: vbs.rampup(16, 16, 960, final=72), "`final` must be 16 and one or more increments of 16, got 72"),
-        (lambda: vbs.rampup(16, 16, 960, final=16), "`final` must be 16 and one or more increments of 16, got 16"),
+        (lambda: vbs.traces.rampup(16, 0, 960, final=64), "`increment` must be a positive integer, got 0"),
+        (lambda: vbs.traces.rampup(16, 16, 0, final=64), "`ramp_samples` must be a positive integer, got 0"),
         (
-            lambda: vbs.rampup(16, 16, 960, final=64, num_samples=15),
+            lambda: vbs.traces.rampup(16, 16, 960, final=72),
+            "`final` must be 16 and one or more increments of 16, got 72",
+        ),
+        (
+            lambda: vbs.traces.rampup(16, 16, 960, final=16),
+            "`final` must be 16 and one or more increments of 16, got 16",
+        ),
+        (
+            lambda: vbs.traces.rampup(16, 16, 960, final=64, num_samples=15),
             "`num_samples` must be at least one step of 16, got 15",
         ),
         (
-            lambda: vbs.rampup(1, 1, 10**12, final=2),
+            lambda: vbs.traces.rampup(1, 1, 10**12, final=2),
             "a trace may have 20000000 steps at most, got 500000000000",
         ),
     ],

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from variable_batch_size import Recording
+from variable_batch_size.traces import Recording
 
 LINE_ENDS = st.sampled_from(["\n", "\r\n", "\r"])
 COUNTS = st.lists(st.integers(0, 64), min_size=1, max_size=20)

@@ -1,6 +1,6 @@
 import pytest
 
-from variable_batch_size import Recording
+from variable_batch_size.traces import Recording
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from variable_batch_size import Recording
+from variable_batch_size.traces import Recording
 
 LINE_ENDS = st.sampled_from(["\n", "\r\n", "\r"])
 

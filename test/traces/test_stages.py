@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from variable_batch_size import Stages, Trace
+from variable_batch_size import Trace
+from variable_batch_size.traces import Stages
 from variable_batch_size.traces.stages import format_count, parse_count
 
 TRACES = st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 50)), min_size=1, max_size=20).map(

@@ -136,7 +136,7 @@ def test_averages_are_not_rescaled_when_the_batch_size_changes():
     for _ in range(400):
         model(true_gradient + torch.randn(50)).sum().backward()
         optimizer.step()
-    true = vbs.Noise(variance=50.0, square_norm=50 * 0.09)
+    true = vbs.rules.Noise(variance=50.0, square_norm=50 * 0.09)
     assert optimizer.gain(32) == pytest.approx(true.gain(32, 1), rel=0.1)
 
 

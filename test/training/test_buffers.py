@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.functional import batch_norm, linear
 
 import variable_batch_size as vbs
-from variable_batch_size.cores.communicator import Alone, Communicator
-from variable_batch_size.training.buffers import Buffers
+from variable_batch_size.cores.communicator import Communicator, SingleProcess
+from variable_batch_size.optim.buffers import Buffers
 
 
 class Statistics(nn.Module):
@@ -276,7 +276,7 @@ def test_nothing_is_put_back_before_anything_was_remembered():
 def test_a_change_that_gives_a_buffer_no_new_version_is_remembered_too():
     torch.manual_seed(0)
     model = Around()
-    buffers = Buffers(model, Alone(), may_skip=True)
+    buffers = Buffers(model, SingleProcess(), may_skip=True)
     buffers.save(is_idle=False)
     model(torch.randn(4, 2))
     buffers.settle(is_taken_back=False)
@@ -301,7 +301,7 @@ def test_what_does_not_count_may_be_nan(is_one_program):
 
 def test_a_core_that_is_never_idle_and_never_skips_has_no_copies_and_no_hooks():
     model = Statistics()
-    buffers = Buffers(model, Alone())
+    buffers = Buffers(model, SingleProcess())
     buffers.save(is_idle=False)
     model(torch.randn(4, 2))
     before = buffers_of(model)
@@ -326,7 +326,7 @@ def test_where_nothing_is_to_be_undone_nothing_is_kept_from_an_earlier_step():
 def test_of_several_minibatches_in_a_step_none_is_remembered_as_the_beginning():
     torch.manual_seed(0)
     model = Statistics()
-    buffers = Buffers(model, Alone(), may_skip=True)
+    buffers = Buffers(model, SingleProcess(), may_skip=True)
     buffers.save(is_idle=False)
     with torch.no_grad():
         model.mean.fill_(5.0)  # by the user, before the step
@@ -339,7 +339,7 @@ def test_of_several_minibatches_in_a_step_none_is_remembered_as_the_beginning():
 
 def test_evaluation_does_not_use_up_the_look_at_what_the_user_did():
     model = Statistics()
-    buffers = Buffers(model, Alone(), may_skip=True)
+    buffers = Buffers(model, SingleProcess(), may_skip=True)
     buffers.save(is_idle=False)
     model.eval()
     model(torch.randn(4, 2))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import variable_batch_size as vbs
-from variable_batch_size.cores.distributed import Distributed
+from variable_batch_size.cores.process_group import ProcessGroups
 
 RULES = ("linear", "linear_momentum", "adascale", "adamscale")
 WEIGHTED = ("linear weighted", "adascale weighted", "linear measured")
@@ -228,7 +228,7 @@ def test_a_step_makes_no_second_copy_of_the_gradients(calls_on, cores, rule):
 
 def sum_large():
     numbers = torch.arange(2**22 + 3)
-    total = Distributed().total(numbers)
+    total = ProcessGroups().total(numbers)
     large = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2**20, bias=False))
     return torch.equal(total, 2 * numbers), [call.num_collectives for call in count("linear", trace=[8], model=large)]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
-from variable_batch_size.training import deciding
+from variable_batch_size.optim import policy_driver
 
 MINIBATCH = 8
 
@@ -55,12 +55,14 @@ def are_equal(some, others):
 
 POLICIES = {
     "autoscale": lambda: vbs.Autoscale(max_batch_size=128, every=6, lead=4),
-    "per core": lambda: vbs.PerCore(24),
-    "norm test": lambda: vbs.NormTest(eta=0.3, max_batch_size=200, max_growth=1.6, every=7, lead=2),
-    "critical batch": lambda: vbs.CriticalBatch(cost=0.4, max_batch_size=96, every=5, lead=1),
-    "on plateau": lambda: vbs.OnPlateau(patience=1, factor=1.5, every=5),
+    "per core": lambda: vbs.policies.PerCore(24),
+    "norm test": lambda: vbs.policies.NormTest(eta=0.3, max_batch_size=200, max_growth=1.6, every=7, lead=2),
+    "critical batch": lambda: vbs.policies.CriticalBatch(cost=0.4, max_batch_size=96, every=5, lead=1),
+    "on plateau": lambda: vbs.policies.OnPlateau(patience=1, factor=1.5, every=5),
     "function": lambda: lambda situation: 8 * (1 + situation.steps_done % 7),
-    "by the loss": lambda: vbs.FunctionPolicy(lambda situation: 16 if situation.loss is None else 32, every=3, lead=1),
+    "by the loss": lambda: vbs.policies.FunctionPolicy(
+        lambda situation: 16 if situation.loss is None else 32, every=3, lead=1
+    ),
 }
 
 
@@ -84,7 +86,7 @@ def test_loader_workers_read_ahead_what_is_decided():
 
 
 def test_too_short_a_lead_is_refused_where_loader_workers_read_ahead():
-    made = run_with(vbs.PerCore(every=2, lead=1))
+    made = run_with(vbs.policies.PerCore(every=2, lead=1))
     with pytest.raises(
         RuntimeError, match="step 3 is read before it is decided: the `lead` of a policy must be at least"
     ):
@@ -92,7 +94,7 @@ def test_too_short_a_lead_is_refused_where_loader_workers_read_ahead():
 
 
 def test_a_sampler_without_an_optimizer_has_nothing_decided():
-    sampler = vbs.CustomSampler(data(), trace=vbs.PerCore(), minibatch_size=MINIBATCH)
+    sampler = vbs.CustomSampler(data(), trace=vbs.policies.PerCore(), minibatch_size=MINIBATCH)
     with pytest.raises(
         RuntimeError, match="no batch size is decided yet: make the optimizer before the sampler is read"
     ):
@@ -100,7 +102,7 @@ def test_a_sampler_without_an_optimizer_has_nothing_decided():
 
 
 def test_a_policy_decides_for_one_optimizer():
-    model, sampler, _ = run_with(vbs.PerCore())
+    model, sampler, _ = run_with(vbs.policies.PerCore())
     with pytest.raises(
         RuntimeError, match="the policy of this sampler decides for another optimizer: make a sampler for ea"
     ):
@@ -125,21 +127,21 @@ def test_any_rule_may_measure_it():
 
 
 def test_other_policies_need_no_noise():
-    made = run_with(vbs.OnPlateau(patience=1, every=4), kind=vbs.LinearRuleOptimizer)
+    made = run_with(vbs.policies.OnPlateau(patience=1, every=4), kind=vbs.LinearRuleOptimizer)
     train(*made, epochs=1)
     assert made[2].steps_done > 0
 
 
 def test_a_policy_class_or_no_policy_at_all_is_refused():
-    for wrong in (vbs.PerCore, None):
+    for wrong in (vbs.policies.PerCore, None):
         with pytest.raises(ValueError, match="`trace` must be a path, a sequence of batch sizes or an integer, got"):
             run_with(wrong)
 
 
 def test_what_cannot_read_a_stream_as_it_is_decided_is_refused():
     with pytest.raises(ValueError, match="`is_sharded` must be False with a policy, which decides how much"):
-        vbs.Stream(range(100), trace=vbs.PerCore(), minibatch_size=4, is_sharded=True)
-    stream = vbs.Stream(range(100), trace=vbs.PerCore(), minibatch_size=4)
+        vbs.Stream(range(100), trace=vbs.policies.PerCore(), minibatch_size=4, is_sharded=True)
+    stream = vbs.Stream(range(100), trace=vbs.policies.PerCore(), minibatch_size=4)
     with pytest.raises(ValueError, match="a stream with a policy is read where that decides: pass num_workers=0"):
         list(DataLoader(stream, batch_size=None, num_workers=1))
 
@@ -198,7 +200,7 @@ def test_bounds_that_the_data_set_breaks_are_refused_at_the_start():
     with pytest.raises(
         ValueError, match="no batch size keeps all bounds on 1 cores with minibatches of 8: at least 500 in"
     ):
-        run_with(vbs.PerCore(min_batch_size=500))
+        run_with(vbs.policies.PerCore(min_batch_size=500))
 
 
 def test_every_decision_is_told_with_its_reason(monkeypatch):
@@ -206,9 +208,9 @@ def test_every_decision_is_told_with_its_reason(monkeypatch):
     seconds = [0.0]  # one of each minibatch, and three more of an update
     model.register_forward_hook(lambda *_: seconds.append(1.0))
     optimizer.inner.register_step_post_hook(lambda *_: seconds.append(3.0))
-    monkeypatch.setattr(deciding, "time", SimpleNamespace(perf_counter=lambda: sum(seconds)))
+    monkeypatch.setattr(policy_driver, "time", SimpleNamespace(perf_counter=lambda: sum(seconds)))
     seen = []
-    optimizer.call_when_decided(seen.append)
+    optimizer.on_decision(seen.append)
     assert [record["why"] for record in seen] == ["the start"]
     train(model, sampler, optimizer, epochs=2)
     assert [record["step"] for record in seen[:4]] == [0, 6, 12, 18]
@@ -230,7 +232,7 @@ def test_a_log_has_the_times_and_tells_the_policy_the_loss():
         losses.append(situation.loss)
         return 16
 
-    model, sampler, optimizer = run_with(vbs.FunctionPolicy(decide, every=6, lead=2))
+    model, sampler, optimizer = run_with(vbs.policies.FunctionPolicy(decide, every=6, lead=2))
     records = []
     with vbs.Log(optimizer, every=2, to=[records.append]) as log:
         train(model, sampler, optimizer, epochs=1, log=log)
@@ -245,8 +247,8 @@ def test_a_policy_is_told_the_noise_in_samples_also_where_minibatches_weigh_by_t
     told = []
 
     def train_and_listen(**weight):
-        _, sampler, optimizer = run_with(vbs.FunctionPolicy(lambda situation: 16, every=6, lead=2))
-        optimizer.call_when_decided(lambda record: told.append(record["noise_scale"]))
+        _, sampler, optimizer = run_with(vbs.policies.FunctionPolicy(lambda situation: 16, every=6, lead=2))
+        optimizer.on_decision(lambda record: told.append(record["noise_scale"]))
         generator = torch.Generator().manual_seed(2)
         for _ in vbs.epochs(optimizer, 1):
             for _ in sampler:
@@ -305,7 +307,7 @@ def test_executed_csv_is_the_trace_and_replays_to_the_same_bits(tmp_path):
 
 @pytest.mark.parametrize("lead", [1, 30])  # its end may be decided already
 def test_an_epoch_that_was_left_is_said_in_executed_csv(tmp_path, lead):
-    model, sampler, optimizer = run_with(vbs.PerCore(16, every=1, lead=lead))
+    model, sampler, optimizer = run_with(vbs.policies.PerCore(16, every=1, lead=lead))
     checkpoint = vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer)
     for epoch in checkpoint.epochs(2):
         for x, y in DataLoader(data(), batch_sampler=sampler):
@@ -319,7 +321,7 @@ def test_an_epoch_that_was_left_is_said_in_executed_csv(tmp_path, lead):
 
 
 def test_a_state_without_decisions_is_refused():
-    live, fixed = run_with(vbs.PerCore())[2], run_with([16] * 20)[2]
+    live, fixed = run_with(vbs.policies.PerCore())[2], run_with([16] * 20)[2]
     with pytest.raises(ValueError, match="the state is that of a run with a trace, and this one has a policy"):
         live.load_state_dict(fixed.state_dict())
 
@@ -327,7 +329,7 @@ def test_a_state_without_decisions_is_refused():
 def test_a_run_may_be_forked_from_a_trace_to_a_policy_and_back(tmp_path):
     saved_run(tmp_path, [16] * 60, epochs=2, stop_after=10)
     accept = {"trace", "on_end"}
-    saved_run(tmp_path, vbs.PerCore(24, every=4, lead=2), epochs=2, stop_after=20, accept=accept)
+    saved_run(tmp_path, vbs.policies.PerCore(24, every=4, lead=2), epochs=2, stop_after=20, accept=accept)
     saved_run(tmp_path, [40] * 60, epochs=2, accept=accept)
     rows = list(vbs.Trace.read(tmp_path / "executed.csv"))
     assert rows[:10] == [16] * 10
@@ -337,7 +339,7 @@ def test_a_run_may_be_forked_from_a_trace_to_a_policy_and_back(tmp_path):
 
 
 def test_a_run_that_has_left_an_epoch_of_its_trace_may_go_on_with_a_policy(tmp_path):
-    for trace, stop_after in (([16] * 60, 8), (vbs.PerCore(24, every=4, lead=2), None)):
+    for trace, stop_after in (([16] * 60, 8), (vbs.policies.PerCore(24, every=4, lead=2), None)):
         model, sampler, optimizer = run_with(trace)
         options = {"every_steps": 1, "accept": {"trace", "on_end"}}
         checkpoint = vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer, **options)
@@ -354,8 +356,8 @@ def test_a_run_that_has_left_an_epoch_of_its_trace_may_go_on_with_a_policy(tmp_p
 
 
 def test_another_policy_does_not_go_on(tmp_path):
-    saved_run(tmp_path, vbs.PerCore(16), epochs=2, stop_after=5)
+    saved_run(tmp_path, vbs.policies.PerCore(16), epochs=2, stop_after=5)
     with pytest.raises(
         ValueError, match=r"was saved by another run: trace was decided by PerCore\(.*samples=16.* and is "
     ):
-        saved_run(tmp_path, vbs.PerCore(24), epochs=2)
+        saved_run(tmp_path, vbs.policies.PerCore(24), epochs=2)

@@ -69,7 +69,9 @@ def test_an_epoch_may_be_left_early(caplog):
 
 def test_a_policy_decides_the_epochs_as_always():
     def sizes_with(epochs):
-        weight, optimizer = make(vbs.FunctionPolicy(lambda situation: 1 + situation.steps_done % 3, every=1, lead=1))
+        weight, optimizer = make(
+            vbs.policies.FunctionPolicy(lambda situation: 1 + situation.steps_done % 3, every=1, lead=1)
+        )
         found = []
         for epoch in epochs(optimizer):
             for _ in optimizer.sampler:

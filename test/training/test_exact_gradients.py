@@ -1,4 +1,4 @@
-"""ExactGradients: sums that do not depend on the cores, whatever becomes of the gradients from one step to the next."""
+"""FixedPointAccumulator: sums that do not depend on the cores, whatever the gradients do from step to step."""
 
 import math
 import random
@@ -8,10 +8,10 @@ import torch
 from threaded_cores import run_on
 from torch import nn
 
-from variable_batch_size.cores.communicator import Alone
-from variable_batch_size.training.exact_gradients import ExactGradients
-from variable_batch_size.training.flat_gradients import FlatGradients
-from variable_batch_size.training.gradients import Mean
+from variable_batch_size.cores.communicator import SingleProcess
+from variable_batch_size.optim.gradients.accumulator import Mean
+from variable_batch_size.optim.gradients.buckets import BucketAccumulator
+from variable_batch_size.optim.gradients.fixed_point import FixedPointAccumulator
 
 CORES = [1, 2, 3, 5]
 
@@ -20,7 +20,7 @@ def run_steps(
     steps,
     *,
     cores,
-    kind=ExactGradients,
+    kind=FixedPointAccumulator,
     shapes=((3,),),
     dtype=torch.float32,
     weights=None,
@@ -56,7 +56,7 @@ def run_steps(
             gradients.clear()
         return found
 
-    of_cores = run_on(cores, run) if cores > 1 else [run(Alone())]
+    of_cores = run_on(cores, run) if cores > 1 else [run(SingleProcess())]
     for other in of_cores[1:]:
         for (one, _), (another, _) in zip(of_cores[0], other, strict=True):
             assert same(one, another)
@@ -93,7 +93,9 @@ def test_the_sum_is_the_same_to_the_last_bit_where_plain_sums_differ(cores):
     how = {"shapes": [(50,)]}
     alone, found = (gradients_of(run_steps(steps, cores=number, **how)) for number in (1, cores))
     assert all(map(same, alone, found))
-    plain, others = (gradients_of(run_steps(steps, cores=number, kind=FlatGradients, **how)) for number in (1, cores))
+    plain, others = (
+        gradients_of(run_steps(steps, cores=number, kind=BucketAccumulator, **how)) for number in (1, cores)
+    )
     assert all(map(same, plain, others)) == (cores == 1)
     for exact, rounded in zip(alone, plain, strict=True):
         torch.testing.assert_close(exact, rounded, rtol=1e-6, atol=1e-7)
@@ -169,7 +171,7 @@ def test_an_idle_core_with_nan_leaves_no_mark():
 
     def run(core):
         p = nn.Parameter(torch.zeros(3))
-        gradients = ExactGradients(torch.optim.SGD([p], lr=1.0), core, measures=True)
+        gradients = FixedPointAccumulator(torch.optim.SGD([p], lr=1.0), core, measures=True)
         p.grad = torch.full((3,), 1.0 if core.rank < 2 else math.nan)
         gradients.take(Mean(2), is_last=True)
         gradients.reduce(Mean(2), is_idle=core.rank == 2)
@@ -194,7 +196,7 @@ def test_squared_norms_and_weights_are_exact(weights):
         for (_, measured), of_step in zip(alone, tokens, strict=True):
             assert measured.weight == pytest.approx(sum(of_step), rel=1e-7)
             assert measured.num_weighted == sum(token > 0 for token in of_step)
-    plain = run_steps(steps, cores=1, kind=FlatGradients, **how)
+    plain = run_steps(steps, cores=1, kind=BucketAccumulator, **how)
     for (_, measured), (_, other) in zip(alone, plain, strict=True):
         assert measured.norms[0] == pytest.approx(other.norms[0], rel=1e-5)
 
@@ -212,7 +214,7 @@ def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit(power, cores):
 
 def test_the_gradient_of_the_user_is_left_as_it_is():
     p = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-    gradients = ExactGradients(torch.optim.SGD([p], lr=1.0), Alone())
+    gradients = FixedPointAccumulator(torch.optim.SGD([p], lr=1.0), SingleProcess())
     held = torch.tensor([1.0, 1 / 3, 2.0**-60, 0.0], dtype=torch.float64)
     kept = held.clone()
     p.grad = held
@@ -227,7 +229,7 @@ def test_the_gradient_of_the_user_is_left_as_it_is():
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_the_layout_of_a_gradient_does_not_matter(memory_format):
     p = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=memory_format))
-    gradients = ExactGradients(torch.optim.SGD([p], lr=1.0), Alone())
+    gradients = FixedPointAccumulator(torch.optim.SGD([p], lr=1.0), SingleProcess())
     gradient = torch.arange(120.0).view(2, 3, 4, 5)
     for layout in (torch.contiguous_format, torch.channels_last):
         p.grad = gradient.clone().to(memory_format=layout)
@@ -239,7 +241,7 @@ def test_the_layout_of_a_gradient_does_not_matter(memory_format):
 def test_large_gradients_are_rounded_in_pieces_that_make_no_difference():
     p, q = nn.Parameter(torch.zeros(200_001)), nn.Parameter(torch.zeros(200_001))
     generator = torch.Generator().manual_seed(0)
-    made = [ExactGradients(torch.optim.SGD([parameter], lr=1.0), Alone()) for parameter in (p, q)]
+    made = [FixedPointAccumulator(torch.optim.SGD([parameter], lr=1.0), SingleProcess()) for parameter in (p, q)]
     values = torch.randn(2, 200_001, generator=generator)
     strided = torch.empty(200_001, 2)[:, 0]
     for number in range(2):
@@ -259,7 +261,7 @@ def test_the_units_go_on_from_a_state_and_saving_it_changes_nothing():
     found, state = [], None
     for minibatches in steps:
         p = nn.Parameter(torch.zeros(3))
-        gradients = ExactGradients(torch.optim.SGD([p], lr=1.0), Alone())
+        gradients = FixedPointAccumulator(torch.optim.SGD([p], lr=1.0), SingleProcess())
         gradients.load_state_dict(state or {})
         for number, (values,) in enumerate(minibatches):
             p.grad = torch.tensor(values)
@@ -275,7 +277,7 @@ def test_the_units_go_on_from_a_state_and_saving_it_changes_nothing():
 
 def test_gradients_that_someone_keeps_do_not_keep_it_from_going_on():
     p = nn.Parameter(torch.zeros(3))
-    gradients = ExactGradients(torch.optim.SGD([p], lr=1.0), Alone())
+    gradients = FixedPointAccumulator(torch.optim.SGD([p], lr=1.0), SingleProcess())
     kept = []
     for value in (1.0, 2.0, 3.0):
         p.grad = torch.full((3,), value)
@@ -288,8 +290,10 @@ def test_gradients_that_someone_keeps_do_not_keep_it_from_going_on():
 
 def test_complex_parameters_and_steps_of_too_many_minibatches_are_refused():
     with pytest.raises(ValueError, match=r"^`exact` must be False where parameters are complex$"):
-        ExactGradients(torch.optim.SGD([nn.Parameter(torch.zeros(1, dtype=torch.complex64))], lr=1.0), Alone())
-    gradients = ExactGradients(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), Alone())
+        FixedPointAccumulator(
+            torch.optim.SGD([nn.Parameter(torch.zeros(1, dtype=torch.complex64))], lr=1.0), SingleProcess()
+        )
+    gradients = FixedPointAccumulator(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), SingleProcess())
     with pytest.raises(ValueError, match=r"^with `exact` a step must have at most 8192 minibatches, got 8193$"):
         gradients.take(Mean(8193), is_last=False)
 
@@ -297,7 +301,7 @@ def test_complex_parameters_and_steps_of_too_many_minibatches_are_refused():
 def test_a_group_that_is_added_within_a_step_is_refused():
     p = nn.Parameter(torch.zeros(1))
     inner = torch.optim.SGD([p], lr=1.0)
-    gradients = ExactGradients(inner, Alone())
+    gradients = FixedPointAccumulator(inner, SingleProcess())
     p.grad = torch.ones(1)
     gradients.take(Mean(2), is_last=False)
     inner.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
@@ -307,7 +311,7 @@ def test_a_group_that_is_added_within_a_step_is_refused():
 
 def test_a_parameter_that_joins_within_a_step_keeps_what_was_summed_on_every_rung():
     p, late = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1), requires_grad=False)
-    gradients = ExactGradients(torch.optim.SGD([p, late], lr=1.0), Alone())
+    gradients = FixedPointAccumulator(torch.optim.SGD([p, late], lr=1.0), SingleProcess())
     for value in ([1.0, 2.0], [3.0 * 2**40, 4.0]):
         p.grad = torch.tensor(value)
         gradients.take(Mean(3), is_last=False)

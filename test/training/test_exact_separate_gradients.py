@@ -1,4 +1,4 @@
-"""ExactSeparateGradients, which XLA needs: the bits, and the programs that a device would make of them, without XLA."""
+"""FixedPointTracedAccumulator, which XLA needs: its bits, and the graphs a device would compile, without XLA."""
 
 import random
 
@@ -8,9 +8,9 @@ from noted_programs import Noting, Programs
 from threaded_cores import run_on
 from torch import nn
 
-from variable_batch_size.cores.communicator import Alone
-from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
-from variable_batch_size.training.gradients import Mean
+from variable_batch_size.cores.communicator import SingleProcess
+from variable_batch_size.optim.gradients.accumulator import Mean
+from variable_batch_size.optim.gradients.fixed_point import FixedPointTracedAccumulator
 
 SHAPES = [(3, 2), (4,), ()]
 STEPS = [3, 1, 2, 5, 1, 4]  # minibatches: uneven shares and idle cores
@@ -25,7 +25,7 @@ def run_steps(core, steps, *, weighted=False, loss_scale=1.0, on_minibatch=lambd
     """The gradients and norms of every step."""
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     inner = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=1.0)
-    gradients, found = ExactSeparateGradients(inner, core, measures=True), []
+    gradients, found = FixedPointTracedAccumulator(inner, core, measures=True), []
     gradients._communicator.flush()
     for step, num_minibatches in enumerate(steps):
         mean = Mean(num_minibatches, loss_scale)
@@ -51,7 +51,7 @@ def test_gradients_and_norms_have_the_same_bits_on_any_number_of_cores(cores, we
     steps = [*STEPS, *LATER]
     if weighted:
         steps = [max(2, num) for num in steps]  # the first minibatch of each step weighs nothing
-    expected = run_steps(Alone(), steps, weighted=weighted)
+    expected = run_steps(SingleProcess(), steps, weighted=weighted)
     for found in run_on(cores, lambda core: run_steps(core, steps, weighted=weighted), is_one_program=True):
         for (one, measured), (other, of_one_core) in zip(found, expected, strict=True):
             assert [a.numpy().tobytes() for a in one] == [b.numpy().tobytes() for b in other]
@@ -75,7 +75,7 @@ def test_parameters_get_their_gradients_in_the_same_order_on_all_cores():
     kept, orders = [], []
     for _ in range(2):
         parameters = [nn.Parameter(torch.zeros(size)) for size in range(1, 20)]
-        gradients = ExactSeparateGradients(torch.optim.SGD(parameters, lr=1.0), Alone())
+        gradients = FixedPointTracedAccumulator(torch.optim.SGD(parameters, lr=1.0), SingleProcess())
         kept.append(gradients)  # so that the other ones are elsewhere in memory
         for p in parameters:
             p.grad = torch.ones_like(p)
@@ -112,7 +112,7 @@ def test_the_loss_scale_is_divided_out_to_the_last_bit_where_it_is_a_power_of_tw
     found = []
     for loss_scale in (1.0, 1024.0):
         p = nn.Parameter(torch.zeros(3))
-        gradients = ExactSeparateGradients(torch.optim.SGD([p], lr=1.0), Alone())
+        gradients = FixedPointTracedAccumulator(torch.optim.SGD([p], lr=1.0), SingleProcess())
         p.grad = torch.tensor(values) * loss_scale
         gradients.take(Mean(1, loss_scale), is_last=True)
         gradients.reduce(Mean(1, loss_scale), is_idle=False)
@@ -122,7 +122,7 @@ def test_the_loss_scale_is_divided_out_to_the_last_bit_where_it_is_a_power_of_tw
 
 def test_a_gradient_that_vanishes_in_its_unit_is_there_again_in_the_next_steps():
     p = torch.nn.Parameter(torch.zeros(2))
-    gradients = ExactSeparateGradients(torch.optim.SGD([p], lr=0.1), Alone())
+    gradients = FixedPointTracedAccumulator(torch.optim.SGD([p], lr=0.1), SingleProcess())
     found = []
     for size in (1.0, *[2.0**-58] * 4, 0.0, 2.0**-58):
         p.grad = torch.full((2,), size)

@@ -11,13 +11,20 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from variable_batch_size.training.exact_units import HEADROOM, MOST_RUNGS, NUM_PARTS, Units, joined, parts_of
+from variable_batch_size.optim.gradients.fixed_point import (
+    HEADROOM,
+    MOST_RUNGS,
+    NUM_PARTS,
+    FixedPointScale,
+    joined,
+    parts_of,
+)
 
 P, Q = torch.zeros(1), torch.zeros(1)
 
 
 def units(largest=1.0):
-    made = Units()
+    made = FixedPointScale()
     made.learn([P], [largest])
     return made
 
@@ -74,7 +81,7 @@ def test_a_unit_is_lowered_by_two_rungs():
 def test_a_parameter_that_had_no_gradient_has_the_largest_unit_of_all():
     made = units(8.0)
     assert made.limit(Q) == made.limit(P)
-    assert Units().limit(Q) == 0 + 12
+    assert FixedPointScale().limit(Q) == 0 + 12
 
 
 @given(before=st.integers(-148, 128), now=st.integers(-148, 128), num_minibatches=st.integers(1, 2**13))
@@ -100,7 +107,7 @@ def test_adding_and_subtracting_rounds_to_the_nearest_unit(number, num_minibatch
 def test_units_are_remembered_by_the_order_of_the_parameters():
     made = units(8.0)
     made.has_asked = True
-    other = Units()
+    other = FixedPointScale()
     other.load_state_dict(made.state_dict([Q, P]), [Q, P])
     assert other.has_asked
     assert other.state_dict([Q, P]) == {"exponents": [None, 4], "has_asked": True}

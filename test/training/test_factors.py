@@ -3,7 +3,7 @@
 import pytest
 
 from variable_batch_size import Rule, Step
-from variable_batch_size.training.factors import Factors
+from variable_batch_size.optim.optimizer import Factors
 
 
 class OfGroups(Rule):
@@ -12,7 +12,7 @@ class OfGroups(Rule):
     def factor(self, step):
         return step.scale
 
-    def factor_of_group(self, step, group):
+    def group_factor(self, step, group):
         return step.scale * 10**group
 
     def worth(self, step, factor):
@@ -69,7 +69,7 @@ def test_where_no_jump_of_all_was_saved_progress_goes_by_that_of_the_first_group
 
 def test_the_jump_of_all_is_its_own_where_it_was_saved():
     factors = Factors(OfGroups(), smooth_steps=3, max_factor=None)
-    of_group, of_all = ({"factor": factor, "batch_size": 4, "steps_left": 2} for factor in (2.0, 1.0))
-    factors.load_state_dict({"progress": 5.0, "transitions": [of_group], "transition_of_all": of_all})
+    rule_for_group, of_all = ({"factor": factor, "batch_size": 4, "steps_left": 2} for factor in (2.0, 1.0))
+    factors.load_state_dict({"progress": 5.0, "transitions": [rule_for_group], "transition_of_all": of_all})
     assert factors.move(step(4), 1) == [3]
     assert factors.progress == pytest.approx(5.0 + 0.25)

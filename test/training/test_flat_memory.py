@@ -1,4 +1,4 @@
-"""FlatMemory: where gradients lie, what else travels with them, and the squared norm of tensors of any kind."""
+"""GradientBuckets: where gradients lie, what else travels with them, and the squared norm of tensors of any kind."""
 
 import pickle
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from variable_batch_size.training.flat_memory import FlatMemory, square_of
+from variable_batch_size.optim.gradients.buckets import GradientBuckets, square_of
 
 
 def parameters(*sizes, dtype=torch.float32):
@@ -14,7 +14,7 @@ def parameters(*sizes, dtype=torch.float32):
 
 
 def test_gradients_begin_at_64_bytes_and_the_notes_and_norms_come_last():
-    memory = FlatMemory(parameters(3, 20), num_numbers=4)
+    memory = GradientBuckets(parameters(3, 20), num_numbers=4)
     (flat,) = memory.flats
     assert flat.shape == (16 + 32 + 2 + 4,)
     assert [view.storage_offset() for view in memory.views] == [0, 16]
@@ -27,13 +27,13 @@ def test_gradients_begin_at_64_bytes_and_the_notes_and_norms_come_last():
 
 
 def test_a_gradient_that_fills_its_place_leaves_no_gap():
-    memory = FlatMemory(parameters(8, 1, dtype=torch.float64), num_numbers=1)
+    memory = GradientBuckets(parameters(8, 1, dtype=torch.float64), num_numbers=1)
     assert memory.flats[0].shape == (8 + 8 + 2 + 1,)
 
 
 def test_each_dtype_has_a_tensor_and_the_norms_are_in_one_that_is_exact():
     narrow, exact = parameters(2, dtype=torch.bfloat16), parameters(2)
-    memory = FlatMemory([*narrow, *exact], num_numbers=2)
+    memory = GradientBuckets([*narrow, *exact], num_numbers=2)
     assert [(flat.dtype, len(flat)) for flat in memory.flats] == [(torch.bfloat16, 32 + 1), (torch.float32, 16 + 1 + 2)]
     memory.numbers.fill_(5)
     assert memory.flats[1][-2:].tolist() == [5, 5]
@@ -41,15 +41,15 @@ def test_each_dtype_has_a_tensor_and_the_norms_are_in_one_that_is_exact():
 
 def test_the_norms_are_in_double_precision_where_a_gradient_is():
     single, double = parameters(2), parameters(2, dtype=torch.float64)
-    assert FlatMemory([*single, *double], num_numbers=2).numbers.dtype == torch.float64
-    memory = FlatMemory([*single, *parameters(2, dtype=torch.complex128)], num_numbers=2)
+    assert GradientBuckets([*single, *double], num_numbers=2).numbers.dtype == torch.float64
+    memory = GradientBuckets([*single, *parameters(2, dtype=torch.complex128)], num_numbers=2)
     assert memory.flats[-1] is memory.numbers
     assert memory.numbers.dtype == torch.float64
 
 
 @pytest.mark.parametrize("given", [[], parameters(2, dtype=torch.bfloat16)])
 def test_without_an_exact_tensor_the_norms_have_one_of_their_own(given):
-    memory = FlatMemory(given, num_numbers=2)
+    memory = GradientBuckets(given, num_numbers=2)
     assert memory.flats[-1] is memory.numbers
     assert len(memory.flats) == len(given) + 1
     assert (memory.numbers.dtype, memory.numbers.tolist()) == (torch.float32, [0, 0])
@@ -57,7 +57,7 @@ def test_without_an_exact_tensor_the_norms_have_one_of_their_own(given):
 
 def test_it_fits_the_same_parameters_as_they_were():
     first, second = given = parameters(2, 2)
-    memory = FlatMemory(given, num_numbers=1)
+    memory = GradientBuckets(given, num_numbers=1)
     assert memory.fits([first, second], 1)
     assert not memory.fits([first, second], 2)
     assert not memory.fits([first], 1)
@@ -72,16 +72,16 @@ def test_it_fits_the_same_parameters_as_they_were():
 
 def test_gradients_are_taken_over_from_memory_for_other_parameters():
     first, second, third = parameters(2, 2, 2)
-    old = FlatMemory([first, second], num_numbers=1)
+    old = GradientBuckets([first, second], num_numbers=1)
     old.views[0].fill_(1)
     old.views[1].fill_(2)
-    new = FlatMemory([third, second], num_numbers=1)
+    new = GradientBuckets([third, second], num_numbers=1)
     new.take_over(old)
     assert [view.tolist() for view in new.views] == [[0, 0], [2, 2]]
 
 
 def test_a_copy_has_the_gradients_and_the_norms():
-    memory = FlatMemory(parameters(2, 3), num_numbers=3)
+    memory = GradientBuckets(parameters(2, 3), num_numbers=3)
     for number, view in enumerate(memory.views, start=1):
         view.fill_(number)
     memory.numbers.fill_(3)
@@ -93,7 +93,7 @@ def test_a_copy_has_the_gradients_and_the_norms():
 
 
 def test_a_copy_has_the_dtype_that_was_asked_for():
-    memory = FlatMemory(parameters(2), num_numbers=1, dtype=torch.float64)
+    memory = GradientBuckets(parameters(2), num_numbers=1, dtype=torch.float64)
     memory.views[0].fill_(1 + 1e-12)
     copy = pickle.loads(pickle.dumps(memory))
     assert copy.views[0].tolist() == [1 + 1e-12] * 2
@@ -103,12 +103,12 @@ def test_a_copy_has_the_dtype_that_was_asked_for():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_on_the_device_of_its_parameters(dtype):
     p = nn.Parameter(torch.zeros(2, dtype=dtype, device="meta"))
-    memory = FlatMemory([p], num_numbers=3)
+    memory = GradientBuckets([p], num_numbers=3)
     assert {tensor.device.type for tensor in (*memory.flats, *memory.views, memory.numbers)} == {"meta"}
 
 
 def test_all_of_it_is_multiplied_and_zeroed():
-    memory = FlatMemory([*parameters(1), *parameters(1, dtype=torch.bfloat16)], num_numbers=1)
+    memory = GradientBuckets([*parameters(1), *parameters(1, dtype=torch.bfloat16)], num_numbers=1)
     for flat in memory.flats:
         flat.fill_(3)
     memory.multiply(0.5)
@@ -120,7 +120,7 @@ def test_all_of_it_is_multiplied_and_zeroed():
 @pytest.mark.parametrize("numbers", [(), (0,), (2,), (1, 2), (0, 1, 2, 3)])
 def test_what_was_noted_is_read_again_also_as_a_sum_over_cores(numbers):
     narrow, exact = parameters(2, 2, dtype=torch.bfloat16), parameters(2, 2)
-    memory = FlatMemory([narrow[0], exact[0], narrow[1], exact[1]], num_numbers=1)
+    memory = GradientBuckets([narrow[0], exact[0], narrow[1], exact[1]], num_numbers=1)
     is_present = [number in numbers for number in range(4)]
     memory.note([True, False, False, False])
     memory.note(is_present)
@@ -130,7 +130,7 @@ def test_what_was_noted_is_read_again_also_as_a_sum_over_cores(numbers):
 
 def test_a_view_has_the_layout_of_its_parameter():
     p = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
-    (view,) = FlatMemory([p], num_numbers=0).views
+    (view,) = GradientBuckets([p], num_numbers=0).views
     assert (view.shape, view.stride()) == (p.shape, p.stride())
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.training.flat_memory import FlatMemory
+from variable_batch_size.optim.gradients.buckets import GradientBuckets
 
 
 def make(trace=(2,), *, rule=None, inner=None, **options):
@@ -20,7 +20,7 @@ def make(trace=(2,), *, rule=None, inner=None, **options):
     nn.init.zeros_(model.weight)
     sampler = vbs.CustomSampler(dataset_size=64, trace=list(trace), minibatch_size=1, shuffle=False)
     inner = (inner or (lambda parameters: torch.optim.SGD(parameters, lr=1.0)))(model.parameters())
-    options = {"rule": rule or vbs.ConstantRule(), "ref_batchsize": 2, "model": model, **options}
+    options = {"rule": rule or vbs.rules.ConstantRule(), "ref_batchsize": 2, "model": model, **options}
     return model, sampler, vbs.CustomOptimizer(inner, sampler, **options)
 
 
@@ -108,7 +108,7 @@ def test_a_backward_pass_without_step_does_not_leak_into_the_next_epoch():
     assert model.weight.item() == -2
 
 
-@pytest.mark.parametrize("rule", [vbs.ConstantRule, vbs.AdaScaleRule])
+@pytest.mark.parametrize("rule", [vbs.rules.ConstantRule, vbs.rules.AdaScaleRule])
 def test_step_leaves_no_gradient_behind(rule):
     model, _, optimizer = make([2, 1], rule=rule())
     for x in (1, 3, 5):
@@ -133,7 +133,7 @@ def test_a_module_may_be_converted_at_any_time():
 
 
 def test_the_bound_of_a_sum_is_that_of_the_mean():
-    model, _, optimizer = make([2, 2], rule=vbs.LinearMomentumRule(), clip_grad_norm=1.0)
+    model, _, optimizer = make([2, 2], rule=vbs.rules.LinearMomentumRule(), clip_grad_norm=1.0)
     for x in (4, 8, 0.5, 0.5):
         backward(model, x)
         optimizer.step()
@@ -163,7 +163,7 @@ def test_a_rule_that_sums_is_shown_the_norms_of_the_mean():
     for x in (1, 3):
         backward(model, x)
         optimizer.step()
-    assert rule.seen == [vbs.Norms(mean_of_squares=5.0, square_of_mean=4.0)]
+    assert rule.seen == [vbs.rules.Norms(mean_of_squares=5.0, square_of_mean=4.0)]
 
 
 def test_of_a_single_minibatch_both_norms_are_the_same():
@@ -171,11 +171,11 @@ def test_of_a_single_minibatch_both_norms_are_the_same():
     model, _, optimizer = make([1], rule=rule)
     backward(model, 3)
     optimizer.step()
-    assert rule.seen == [vbs.Norms(mean_of_squares=9.0, square_of_mean=9.0)]
+    assert rule.seen == [vbs.rules.Norms(mean_of_squares=9.0, square_of_mean=9.0)]
 
 
 def test_progress_counts_what_max_factor_lets_through():
-    model, _, optimizer = make([4, 4], rule=vbs.LinearRule(), max_factor=1.5)
+    model, _, optimizer = make([4, 4], rule=vbs.rules.LinearRule(), max_factor=1.5)
     for _ in range(8):
         backward(model, 1)
         optimizer.step()
@@ -184,7 +184,7 @@ def test_progress_counts_what_max_factor_lets_through():
 
 
 def test_progress_counts_what_smooth_steps_let_through():
-    model, _, optimizer = make([2, 8, 8], rule=vbs.LinearRule(), smooth_steps=3)
+    model, _, optimizer = make([2, 8, 8], rule=vbs.rules.LinearRule(), smooth_steps=3)
     for _ in range(18):
         backward(model, 1)
         optimizer.step()
@@ -270,7 +270,7 @@ def test_what_the_betas_have_been_goes_on_with_a_run():
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax])
 def test_the_adam_rule_refuses_a_bias_that_it_does_not_know(kind):
     with pytest.raises(ValueError, match=f"`inner` must correct its bias as Adam and AdamW do, got {kind.__name__}"):
-        make(rule=vbs.AdamRule(), inner=lambda parameters: kind(parameters))
+        make(rule=vbs.rules.AdamRule(), inner=lambda parameters: kind(parameters))
 
 
 def test_adam_rules_work_as_well_without_their_optimizers():
@@ -284,7 +284,7 @@ def test_adam_rules_work_as_well_without_their_optimizers():
         optimizer = (
             vbs.AdamScaleOptimizer(inner, sampler, ref_batchsize=1)
             if is_by_name
-            else vbs.CustomOptimizer(inner, sampler, rule=vbs.AdamScaleRule(), ref_batchsize=1)
+            else vbs.CustomOptimizer(inner, sampler, rule=vbs.rules.AdamScaleRule(), ref_batchsize=1)
         )
         for x in range(10):
             backward(model, x)
@@ -366,7 +366,7 @@ def test_the_epoch_may_be_a_number_of_numpy():
 
 @pytest.mark.parametrize("keep_gradients", [False, True])
 def test_the_optimizer_can_be_copied_and_pickled(keep_gradients):
-    model, _, optimizer = make([2, 2], rule=vbs.AdaScaleRule(), keep_gradients=keep_gradients)
+    model, _, optimizer = make([2, 2], rule=vbs.rules.AdaScaleRule(), keep_gradients=keep_gradients)
     for x in (1, 3, 5):
         backward(model, x)
         optimizer.step()
@@ -452,7 +452,7 @@ def test_a_kept_gradient_cannot_be_dropped_once_it_was_added_to_others():
 
 def test_kept_gradients_weigh_as_others_do_fractions_and_nothing_included():
     def train(**options):
-        model, _, optimizer = make([3, 2, 4], rule=vbs.AdaScaleRule(), **options)
+        model, _, optimizer = make([3, 2, 4], rule=vbs.rules.AdaScaleRule(), **options)
         minibatches = [(1, 0.5), (3, 0.0), (5, 0.25), (1, 0.75), (2, 0.5), (0.5, 4), (7, 0.125), (1, 0), (2, 0.5)]
         for x, weight in minibatches:
             backward(model, x * weight)
@@ -465,7 +465,7 @@ def test_kept_gradients_weigh_as_others_do_fractions_and_nothing_included():
 
 def test_kept_gradients_give_the_same_gains():
     def train(**options):
-        model, _, optimizer = make([3, 1, 4], rule=vbs.AdaScaleRule(), **options)
+        model, _, optimizer = make([3, 1, 4], rule=vbs.rules.AdaScaleRule(), **options)
         for x in (1, 3, 5, 1, 2, 0.5, 7, 1):
             backward(model, x)
             optimizer.step()
@@ -500,7 +500,7 @@ def test_kept_gradients_refuse_to_be_frozen_within_a_step():
         optimizer.step()
 
 
-@pytest.mark.parametrize("rule", [vbs.ConstantRule, vbs.AdaScaleRule])
+@pytest.mark.parametrize("rule", [vbs.rules.ConstantRule, vbs.rules.AdaScaleRule])
 def test_kept_gradients_follow_a_module_that_is_converted_between_steps(rule):
     model, _, optimizer = make([2, 2], keep_gradients=True, rule=rule())
     model.float().double()
@@ -512,7 +512,7 @@ def test_kept_gradients_follow_a_module_that_is_converted_between_steps(rule):
 
 @pytest.mark.parametrize("conversions", [(nn.Module.bfloat16, nn.Module.half), (nn.Module.float, nn.Module.double)])
 def test_kept_gradients_that_are_measured_follow_a_module_that_is_converted_and_copied(conversions):
-    model, _, optimizer = make([2, 2], keep_gradients=True, rule=vbs.AdaScaleRule())
+    model, _, optimizer = make([2, 2], keep_gradients=True, rule=vbs.rules.AdaScaleRule())
     for convert in conversions:
         model, optimizer = copy.deepcopy((convert(model), optimizer))
         nn.init.zeros_(model.weight)
@@ -536,7 +536,7 @@ def test_kept_gradients_refuse_a_module_that_is_converted_within_a_step():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"keep_gradients": True}, {"keep_gradients": True, "rule": vbs.AdaScaleRule()}]
+    "options", [{}, {"keep_gradients": True}, {"keep_gradients": True, "rule": vbs.rules.AdaScaleRule()}]
 )
 def test_zero_grad_drops_the_gradient_of_another_loss(options):
     model, _, optimizer = make([2, 2], **options)
@@ -555,7 +555,7 @@ def test_zero_grad_drops_the_gradient_of_another_loss(options):
 
 
 @pytest.mark.parametrize("change", [nn.Module.requires_grad_, nn.Module.float])
-@pytest.mark.parametrize("rule", [vbs.ConstantRule, vbs.AdaScaleRule])
+@pytest.mark.parametrize("rule", [vbs.rules.ConstantRule, vbs.rules.AdaScaleRule])
 def test_zero_grad_drops_a_kept_gradient_that_has_no_place_yet(change, rule):
     model, _, optimizer = make([2, 2], keep_gradients=True, rule=rule())
     model.weight.requires_grad_(change is not nn.Module.requires_grad_)
@@ -635,7 +635,7 @@ def test_an_inner_optimizer_may_keep_a_gradient(is_aliased):
 
 
 def test_the_memory_stays_if_nobody_keeps_a_gradient():
-    model, _, optimizer = make([2, 2, 2], rule=vbs.AdaScaleRule())
+    model, _, optimizer = make([2, 2, 2], rule=vbs.rules.AdaScaleRule())
     places = set()
     optimizer.inner.register_step_pre_hook(lambda *_: places.add(model.weight.grad.data_ptr()))
     blockers = []  # so that memory that was let go would not come back
@@ -691,7 +691,7 @@ def test_a_parameter_that_is_in_a_group_twice_is_refused():
 
 
 def test_adamscale_refuses_an_optimizer_without_second_moments():
-    model, _, optimizer = make([1], rule=vbs.AdamScaleRule(), inner=lambda p: torch.optim.Adamax(p))
+    model, _, optimizer = make([1], rule=vbs.rules.AdamScaleRule(), inner=lambda p: torch.optim.Adamax(p))
     backward(model, 1)
     with pytest.raises(RuntimeError, match=r"`inner` must keep the second moment of each gradient .* Adamax has none"):
         optimizer.step()
@@ -710,7 +710,7 @@ def test_conjugated_gradients_are_measured():
 def test_norms_travel_in_float32_at_least_whatever_the_default_is():
     torch.set_default_dtype(torch.bfloat16)
     try:
-        memory = FlatMemory(list(nn.Linear(1, 1).parameters()), num_numbers=2)
+        memory = GradientBuckets(list(nn.Linear(1, 1).parameters()), num_numbers=2)
     finally:
         torch.set_default_dtype(torch.float32)
     assert memory.numbers.dtype == torch.float32
@@ -718,7 +718,7 @@ def test_norms_travel_in_float32_at_least_whatever_the_default_is():
 
 def with_a_frozen_group(**options):
     """A group that is frozen when it is added, and joins a step later."""
-    model, _, optimizer = make([2, 2, 2], rule=vbs.AdaScaleRule(), **options)
+    model, _, optimizer = make([2, 2, 2], rule=vbs.rules.AdaScaleRule(), **options)
     late = nn.Parameter(torch.zeros(1, dtype=torch.float64), requires_grad=False)
     rank, cores = optimizer.sampler.rank, optimizer.sampler.num_replicas
     for step in range(3):

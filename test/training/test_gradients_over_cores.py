@@ -8,17 +8,24 @@ import torch
 from threaded_cores import run_on
 from torch import nn
 
-from variable_batch_size.cores.communicator import Alone, Communicator
+from variable_batch_size.cores.communicator import Communicator, SingleProcess
+from variable_batch_size.optim.gradients.accumulator import Mean, Measured
+from variable_batch_size.optim.gradients.buckets import (
+    BucketAccumulator,
+    BucketViewAccumulator,
+    ShardedBucketAccumulator,
+)
+from variable_batch_size.optim.gradients.fixed_point import FixedPointAccumulator, FixedPointTracedAccumulator
+from variable_batch_size.optim.gradients.traced import TracedAccumulator
 from variable_batch_size.rules.rule import Norms
-from variable_batch_size.training.exact_gradients import ExactGradients
-from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
-from variable_batch_size.training.flat_gradients import FlatGradients
-from variable_batch_size.training.gradients import Mean, Measured
-from variable_batch_size.training.kept_gradients import KeptGradients
-from variable_batch_size.training.separate_gradients import SeparateGradients
-from variable_batch_size.training.split_gradients import SplitGradients
 
-KINDS = [FlatGradients, KeptGradients, SeparateGradients, ExactGradients, ExactSeparateGradients]
+KINDS = [
+    BucketAccumulator,
+    BucketViewAccumulator,
+    TracedAccumulator,
+    FixedPointAccumulator,
+    FixedPointTracedAccumulator,
+]
 TWO = Mean(2)
 
 
@@ -30,7 +37,7 @@ def optimizer_of(num_groups=1, dtype=torch.float64):
 
 
 def make(kind, communicator, *, num_groups=1, dtype=torch.float64, **options):
-    parameters, inner = optimizer_of(num_groups, torch.float32 if kind is ExactSeparateGradients else dtype)
+    parameters, inner = optimizer_of(num_groups, torch.float32 if kind is FixedPointTracedAccumulator else dtype)
     return parameters, kind(inner, communicator, **options)
 
 
@@ -56,7 +63,7 @@ def values_of(parameters):
     return [None if p.grad is None else p.grad.item() for p in parameters]
 
 
-def reduced(minibatches_of_cores, *, kind=FlatGradients, idle=(), weights=None, mean=None, **options):
+def reduced(minibatches_of_cores, *, kind=BucketAccumulator, idle=(), weights=None, mean=None, **options):
     """On each core, the gradients after the reduction, and what was measured where it is."""
     num_minibatches = sum(len(own) for rank, own in enumerate(minibatches_of_cores) if rank not in idle)
     mean = mean or Mean(num_minibatches)
@@ -117,7 +124,7 @@ def test_a_gradient_that_one_core_has_is_there_on_all_and_one_that_none_has_on_n
     assert [gradients for gradients, _ in found] == [[1.0, None]] * 3
 
 
-@pytest.mark.parametrize("kind", [FlatGradients, ExactGradients])
+@pytest.mark.parametrize("kind", [BucketAccumulator, FixedPointAccumulator])
 def test_a_gradient_that_only_an_idle_core_has_is_on_none(kind):
     found = reduced([[[1, None]], [[None, 3]]], idle=[1], kind=kind)
     assert [gradients for gradients, _ in found] == [[1.0, None]] * 2
@@ -183,7 +190,7 @@ def test_what_weighs_nothing_counts_for_nothing(kind, as_tensors, weight):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_weighs_nothing_is_known_without_a_wait_and_has_no_gradient_that_is_not_finite(kind):
     for num_minibatches, nothing in itertools.product((1, 2), (0, torch.tensor(0))):
-        parameters, gradients = make(kind, Alone())
+        parameters, gradients = make(kind, SingleProcess())
         take_all(parameters, gradients, [[7, 0], [0, 0]][:num_minibatches], weights=[nothing] * num_minibatches)
         gradients.reduce(Mean(2), is_idle=False)
         assert gradients.weighs_nothing()
@@ -192,14 +199,14 @@ def test_a_step_that_weighs_nothing_is_known_without_a_wait_and_has_no_gradient_
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_before_the_first_minibatch_there_is_no_weight(kind):
-    _, gradients = make(kind, Alone())
+    _, gradients = make(kind, SingleProcess())
     assert gradients.weight() is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_core_alone_has_weighed_is_all_that_is_divided_by(kind):
     for num_minibatches, one in itertools.product((1, 2), (2.0, torch.tensor(2.0))):
-        parameters, gradients = make(kind, Alone())
+        parameters, gradients = make(kind, SingleProcess())
         take_all(parameters, gradients, [[1, 2], [3, 6]][:num_minibatches], weights=[one] * num_minibatches)
         gradients.reduce(TWO, is_idle=False)
         assert values_of(parameters) == ([0.5, 1.0] if num_minibatches == 1 else [1.0, 2.0])
@@ -209,7 +216,7 @@ def test_what_a_core_alone_has_weighed_is_all_that_is_divided_by(kind):
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 @pytest.mark.parametrize("loss_scale", [1.0, 0.5, 0.25, 2.0])
 def test_a_core_alone_takes_the_mean_of_its_own_minibatches(kind, num_minibatches, loss_scale):
-    parameters, gradients = make(kind, Alone(), measures=True)
+    parameters, gradients = make(kind, SingleProcess(), measures=True)
     mean = Mean(2, loss_scale)
     for _ in range(2):  # the second step begins anew
         with torch.no_grad():
@@ -226,7 +233,7 @@ def test_a_core_alone_takes_the_mean_of_its_own_minibatches(kind, num_minibatche
 
 
 def test_a_single_minibatch_of_the_only_core_is_used_as_it_is():
-    parameters, gradients = make(FlatGradients, Alone())
+    parameters, gradients = make(BucketAccumulator, SingleProcess())
     own = parameters[0].grad = torch.ones(1, dtype=torch.float64)
     gradients.take(Mean(2), is_last=True)
     gradients.reduce(Mean(1), is_idle=False)
@@ -235,7 +242,7 @@ def test_a_single_minibatch_of_the_only_core_is_used_as_it_is():
 
 
 def test_the_only_minibatch_of_a_step_is_not_measured_by_itself():
-    parameters, gradients = make(FlatGradients, Alone(), measures=True)
+    parameters, gradients = make(BucketAccumulator, SingleProcess(), measures=True)
     for p in parameters:
         p.grad = torch.full_like(p, 3.0)
     gradients.take(Mean(1), is_last=True)
@@ -244,7 +251,7 @@ def test_the_only_minibatch_of_a_step_is_not_measured_by_itself():
 
 
 def test_what_was_never_measured_is_zero():
-    parameters, gradients = make(FlatGradients, Alone(), num_groups=2)
+    parameters, gradients = make(BucketAccumulator, SingleProcess(), num_groups=2)
     take_all(parameters, gradients, [[3, 4]])
     gradients.reduce(TWO, is_idle=False)
     assert gradients.measured() == measured(Norms(0.0, 9 / 4), Norms(0.0, 16 / 4))
@@ -252,7 +259,7 @@ def test_what_was_never_measured_is_zero():
 
 def test_gradients_are_divided_before_they_are_measured_and_those_without_a_divisor_do_not_count():
     divisors = {}
-    parameters, gradients = make(FlatGradients, Alone(), num_groups=2, measures=True, divisors=divisors)
+    parameters, gradients = make(BucketAccumulator, SingleProcess(), num_groups=2, measures=True, divisors=divisors)
     take_all(parameters, gradients, [[3, 4]])
     gradients.reduce(Mean(1), is_idle=False)
     assert gradients.measured() == measured(None, None)
@@ -266,7 +273,7 @@ def test_gradients_are_divided_before_they_are_measured_and_those_without_a_divi
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_whose_divisor_is_gone_counts_no_more(kind):
     divisors = {}
-    parameters, gradients = make(kind, Alone(), measures=True, divisors=divisors)
+    parameters, gradients = make(kind, SingleProcess(), measures=True, divisors=divisors)
     for expected in (Norms(9.0, 9.0), None):
         divisors.clear()
         if expected:
@@ -280,7 +287,7 @@ def test_a_gradient_whose_divisor_is_gone_counts_no_more(kind):
 def test_a_gradient_without_a_divisor_is_looked_at_in_its_own_precision():
     parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, dtype=torch.float64))]
     divisors = {parameters[0]: torch.ones(1)}
-    gradients = FlatGradients(torch.optim.SGD(parameters), Alone(), measures=True, divisors=divisors)
+    gradients = BucketAccumulator(torch.optim.SGD(parameters), SingleProcess(), measures=True, divisors=divisors)
     take_all(parameters, gradients, [[3, 1e25]])
     gradients.reduce(Mean(1), is_idle=False)
     assert gradients.measured() == measured(Norms(9.0, 9.0))  # float32 ends at 3e38
@@ -288,7 +295,7 @@ def test_a_gradient_without_a_divisor_is_looked_at_in_its_own_precision():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_norm_is_that_of_the_mean_where_gradients_are_summed(kind):
-    parameters, gradients = make(kind, Alone())
+    parameters, gradients = make(kind, SingleProcess())
     take_all(parameters, gradients, [[1, 2], [5, 6]])
     gradients.reduce(Mean(2, multiple=2), is_idle=False)
     assert values_of(parameters) == [6.0, 8.0]
@@ -297,7 +304,7 @@ def test_the_norm_is_that_of_the_mean_where_gradients_are_summed(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_without_a_divisor_must_be_finite_all_the_same(kind):
-    parameters, gradients = make(kind, Alone(), measures=True, divisors={})
+    parameters, gradients = make(kind, SingleProcess(), measures=True, divisors={})
     take_all(parameters, gradients, [[3, math.nan]])
     gradients.reduce(Mean(1), is_idle=False)
     assert gradients.measured() == measured(None, is_finite=False)
@@ -305,7 +312,7 @@ def test_a_gradient_without_a_divisor_must_be_finite_all_the_same(kind):
 
 def test_a_group_may_be_added_between_two_minibatches():
     parameters, inner = optimizer_of()
-    gradients = FlatGradients(inner, Alone(), measures=True)
+    gradients = BucketAccumulator(inner, SingleProcess(), measures=True)
     with torch.no_grad():
         parameters[0].grad = torch.full((1,), 3.0, dtype=torch.float64)
         gradients.take(Mean(2), is_last=False)
@@ -322,7 +329,7 @@ def test_a_group_may_be_added_between_two_minibatches():
 
 def test_what_came_before_a_group_was_added_stays():
     parameters, inner = optimizer_of()
-    gradients = FlatGradients(inner, Alone())
+    gradients = BucketAccumulator(inner, SingleProcess())
     parameters[0].grad = torch.full((1,), 3.0, dtype=torch.float64)
     gradients.take(Mean(2), is_last=False)
     late = nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -334,7 +341,7 @@ def test_what_came_before_a_group_was_added_stays():
 
 
 def test_a_parameter_may_have_another_shape_in_the_next_step():
-    parameters, gradients = make(FlatGradients, Alone())
+    parameters, gradients = make(BucketAccumulator, SingleProcess())
     for size in (1, 3):
         parameters[0].data = torch.zeros(size, dtype=torch.float64)
         take_all(parameters, gradients, [[1, 2], [3, 4]])
@@ -361,7 +368,7 @@ class Alike(Communicator):
         raise AssertionError("nobody asked for that")
 
 
-@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator])
 @pytest.mark.parametrize("num_groups", [1, 2, 3])
 @pytest.mark.parametrize("weight", [None, 5.0])
 def test_thousands_of_cores_that_do_the_same_agree(kind, num_groups, weight):
@@ -383,7 +390,7 @@ def test_thousands_of_cores_that_do_the_same_agree(kind, num_groups, weight):
 
 def test_what_is_frozen_and_has_no_gradient_is_not_sent():
     cores = Alike(2)
-    parameters, gradients = make(FlatGradients, cores)
+    parameters, gradients = make(BucketAccumulator, cores)
     sizes = []
     for is_frozen in (False, True):
         parameters[1].requires_grad_(not is_frozen)
@@ -397,7 +404,7 @@ def test_what_is_frozen_and_has_no_gradient_is_not_sent():
 @pytest.mark.parametrize("size", [1e-7, 1e-6, 3.0])
 def test_a_single_minibatch_is_clipped_as_torch_does_it(size):
     for mean in (Mean(1), Mean(4, multiple=4)):
-        parameters, gradients = make(FlatGradients, Alone())
+        parameters, gradients = make(BucketAccumulator, SingleProcess())
         take_all(parameters, gradients, [[size, None]], mean=mean)
         gradients.reduce(mean, is_idle=False)
         gradients.clip(1e-6)
@@ -407,11 +414,11 @@ def test_a_single_minibatch_is_clipped_as_torch_does_it(size):
         assert parameters[0].grad.item() == pytest.approx(plain.grad.item(), rel=1e-9)
 
 
-@pytest.mark.parametrize("kind", [FlatGradients, SplitGradients])
+@pytest.mark.parametrize("kind", [BucketAccumulator, ShardedBucketAccumulator])
 def test_a_narrow_gradient_without_a_shape_is_clipped_beside_others(kind):
     parameters = [nn.Parameter(torch.zeros((), dtype=torch.bfloat16)), nn.Parameter(torch.zeros(1))]
-    options = {"model": Alone(), "model_groups": []} if kind is SplitGradients else {}
-    gradients = kind(torch.optim.SGD(parameters), Alone(), **options)
+    options = {"model": SingleProcess(), "model_groups": []} if kind is ShardedBucketAccumulator else {}
+    gradients = kind(torch.optim.SGD(parameters), SingleProcess(), **options)
     take_all(parameters, gradients, [[3.0, 4.0]])
     gradients.reduce(Mean(1), is_idle=False)
     gradients.clip(1.0)
@@ -420,14 +427,14 @@ def test_a_narrow_gradient_without_a_shape_is_clipped_beside_others(kind):
 
 
 def test_where_no_gradient_is_none_is_clipped():
-    parameters, gradients = make(FlatGradients, Alone())
+    parameters, gradients = make(BucketAccumulator, SingleProcess())
     take_all(parameters, gradients, [[None, None]])
     gradients.reduce(Mean(1), is_idle=False)
     gradients.clip(1.0)
     assert values_of(parameters) == [None, None]
 
 
-@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients, SeparateGradients, ExactGradients])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, TracedAccumulator, FixedPointAccumulator])
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 @pytest.mark.parametrize("cores", [1, 2])
 @pytest.mark.parametrize("weight", [None, 3.0])
@@ -449,7 +456,7 @@ def test_a_step_in_which_no_parameter_can_have_a_gradient_has_none(kind, num_min
 
 def test_a_single_minibatch_of_several_dtypes_is_divided_by_its_weight_in_each_of_them():
     parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, dtype=torch.float64))]
-    gradients = FlatGradients(torch.optim.SGD(parameters), Alone())
+    gradients = BucketAccumulator(torch.optim.SGD(parameters), SingleProcess())
     take_all(parameters, gradients, [[1, 1]], weights=[torch.tensor(3.0, dtype=torch.float64)])
     gradients.reduce(Mean(1), is_idle=False)
     assert [p.grad.dtype for p in parameters] == [torch.float32, torch.float64]
@@ -457,7 +464,7 @@ def test_a_single_minibatch_of_several_dtypes_is_divided_by_its_weight_in_each_o
     assert parameters[1].grad.item() == pytest.approx(1 / 3, rel=1e-15)
 
 
-@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.complex64, torch.complex128)])
 def test_double_precision_is_divided_by_weights_of_that_precision_beside_single_on_all_cores(kind, dtypes):
     def run(core):
@@ -471,7 +478,7 @@ def test_double_precision_is_divided_by_weights_of_that_precision_beside_single_
 
 
 def test_a_frozen_parameter_that_was_given_a_gradient_counts():
-    parameters, gradients = make(FlatGradients, Alone())
+    parameters, gradients = make(BucketAccumulator, SingleProcess())
     parameters[1].requires_grad_(False)
     take_all(parameters, gradients, [[1, 2], [3, None]])
     gradients.reduce(Mean(1), is_idle=False)
@@ -483,7 +490,7 @@ def test_a_frozen_parameter_that_was_given_a_gradient_counts():
 
 
 def test_a_parameter_frozen_within_a_step_keeps_what_it_had():
-    parameters, gradients = make(FlatGradients, Alone())
+    parameters, gradients = make(BucketAccumulator, SingleProcess())
     with torch.no_grad():
         take_all(parameters, gradients, [[1, 2]])  # the only one so far: used as it is
         gradients.reduce(Mean(1), is_idle=False)
@@ -498,7 +505,7 @@ def test_a_parameter_frozen_within_a_step_keeps_what_it_had():
     assert values_of(parameters) == [4.0, 2.0]
 
 
-@pytest.mark.parametrize("kind", [FlatGradients, ExactGradients])
+@pytest.mark.parametrize("kind", [BucketAccumulator, FixedPointAccumulator])
 @pytest.mark.parametrize("before", [1.0, None])
 def test_a_parameter_frozen_within_a_step_keeps_its_place_beside_cores_that_have_no_more_minibatches(kind, before):
     def run(core):
@@ -514,7 +521,7 @@ def test_a_parameter_frozen_within_a_step_keeps_its_place_beside_cores_that_have
     assert run_on(2, run) == [expected] * 2
 
 
-@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients, ExactGradients])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, FixedPointAccumulator])
 def test_cores_that_freeze_other_parameters_later_are_refused(kind):
     def run(core):
         parameters, gradients = make(kind, core)
@@ -522,7 +529,7 @@ def test_cores_that_freeze_other_parameters_later_are_refused(kind):
         gradients.reduce(TWO, is_idle=False)
         gradients.clear()
         parameters[core.rank].requires_grad_(False)
-        if kind is not KeptGradients:
+        if kind is not BucketViewAccumulator:
             parameters[1 - core.rank].grad = torch.ones_like(parameters[0])
         gradients.take(TWO, is_last=True)
         message = (
@@ -535,7 +542,7 @@ def test_cores_that_freeze_other_parameters_later_are_refused(kind):
     run_on(2, run)
 
 
-@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients, ExactGradients])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, FixedPointAccumulator])
 def test_a_core_that_is_in_another_epoch_is_refused(kind):
     def run(core):
         parameters, gradients = make(kind, core)
@@ -555,10 +562,10 @@ def test_a_core_that_is_in_another_epoch_is_refused(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unfinished_step_is_dropped(kind):
-    parameters, gradients = make(kind, Alone(), measures=True)
+    parameters, gradients = make(kind, SingleProcess(), measures=True)
     with torch.no_grad():
         parameters[0].grad = (
-            parameters[0].grad.add_(5) if kind is KeptGradients else torch.full_like(parameters[0], 5.0)
+            parameters[0].grad.add_(5) if kind is BucketViewAccumulator else torch.full_like(parameters[0], 5.0)
         )
         gradients.take(Mean(2), is_last=False)
         gradients.discard()
@@ -572,7 +579,7 @@ def test_an_unfinished_step_is_dropped(kind):
 
 
 def test_kept_gradients_stay_the_same_views_of_one_tensor():
-    parameters, gradients = make(KeptGradients, Alone(), measures=True)
+    parameters, gradients = make(BucketViewAccumulator, SingleProcess(), measures=True)
     views = [p.grad for p in parameters]
     for _ in range(2):
         take_all(parameters, gradients, [[1, 2], [3, 4]])
@@ -585,7 +592,7 @@ def test_kept_gradients_stay_the_same_views_of_one_tensor():
 
 def test_kept_gradients_have_room_for_a_parameter_that_comes_later():
     parameters, inner = optimizer_of()
-    gradients = KeptGradients(inner, Alone(), measures=True)
+    gradients = BucketViewAccumulator(inner, SingleProcess(), measures=True)
     late = nn.Parameter(torch.zeros(4, dtype=torch.float64))
     inner.add_param_group({"params": [late]})
     with torch.no_grad():
@@ -598,7 +605,7 @@ def test_kept_gradients_have_room_for_a_parameter_that_comes_later():
 
 
 def test_kept_gradients_refuse_other_parameters_within_a_step():
-    parameters, gradients = make(KeptGradients, Alone(), measures=True)
+    parameters, gradients = make(BucketViewAccumulator, SingleProcess(), measures=True)
     parameters[0].grad.add_(3.0)
     gradients.take(Mean(2), is_last=False)
     parameters[1].requires_grad_(False)
@@ -608,7 +615,7 @@ def test_kept_gradients_refuse_other_parameters_within_a_step():
 
 
 def test_kept_gradients_say_which_one_was_replaced():
-    parameters, gradients = make(KeptGradients, Alone())
+    parameters, gradients = make(BucketViewAccumulator, SingleProcess())
     parameters[1].grad = torch.ones(1, dtype=torch.float64)
     message = (
         r"^with `keep_gradients` a gradient must stay in its place, but that of parameter 1, of the shape \(1,\), "

@@ -1,4 +1,4 @@
-"""MinibatchSeeds: what a minibatch draws depends on the seed, the epoch and its number, whichever core runs it."""
+"""MinibatchSeeder: what a minibatch draws depends on the seed, the epoch and its number, whichever core runs it."""
 
 import contextlib
 import random
@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
-from variable_batch_size.training.minibatch_seeds import MinibatchSeeds
-from variable_batch_size.training.position import Position
+from variable_batch_size.optim.seeding import MinibatchSeeder
+from variable_batch_size.optim.step_plan import Position
 
 MINIBATCH = 2
 SIZES = [MINIBATCH * n for n in (3, 1, 5, 2, 4, 1, 6, 2)]
@@ -60,7 +60,7 @@ class Core:
             seed=seed,
         )
         self.position = Position(self.sampler.schedule, rank)
-        self.seeds = MinibatchSeeds(
+        self.seeds = MinibatchSeeder(
             is_on, self.sampler, self.position, self.model.weight, self.model if model is None else None
         )
 

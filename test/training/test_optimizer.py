@@ -477,7 +477,7 @@ def test_wrong_parts_are_refused(wrong):
     parts = {
         "inner": torch.optim.SGD(model.parameters(), lr=0.1),
         "sampler": vbs.CustomSampler(dataset_size=1000, trace=[64], minibatch_size=32),
-        "rule": vbs.LinearRule(),
+        "rule": vbs.rules.LinearRule(),
         wrong: "something else",
     }
     with pytest.raises(ValueError, match=f"`{wrong}` must be"):
@@ -539,7 +539,7 @@ def test_it_logs_every_so_many_steps(caplog):
     caplog.set_level(logging.INFO, logger="variable_batch_size")
     model, sampler, optimizer = make([64, 96, 32, 128, 160], log_steps=2)
     run_epoch(model, sampler, optimizer)
-    lines = [record.getMessage() for record in caplog.records if record.name.endswith("scheduled")]
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("optimizer")]
     assert lines == [
         "epoch 0, step 2/5: batch size 96, learning rate 0.075, 160 samples in all",
         "epoch 0, step 4/5: batch size 128, learning rate 0.1, 320 samples in all",

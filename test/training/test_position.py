@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from variable_batch_size import Schedule, Trace
-from variable_batch_size.training.position import Position
+from variable_batch_size.optim.step_plan import Position
 
 
 def position_of(rank, *, trace=(64, 96, 32, 256, 32), num_replicas=4, dataset_size=1000):
@@ -63,10 +63,10 @@ def test_in_lockstep_a_stand_in_may_follow_a_minibatch_of_the_same_step():
     # 5, 2 and 8 minibatches on 4 cores: core 1 has one of the 5, and stands in while core 0 has its second
     schedule = Schedule(Trace.of([160, 64, 256]), dataset_size=1000, minibatch_size=32, num_replicas=4, lockstep=True)
     position = Position(schedule, 1)
-    seen = [("next", position.is_stand_in_next)]
+    seen = [("next", position.is_next_padding)]
     for _ in range(5):
         position.advance()
-        seen.append((position.step, position.is_stand_in, position.is_complete, position.is_stand_in_next))
+        seen.append((position.step, position.is_padding_minibatch, position.is_complete, position.is_next_padding))
     assert seen == [
         ("next", False),
         (0, False, False, True),

@@ -4,8 +4,8 @@ import pytest
 import torch
 from threaded_cores import run_on
 
-from variable_batch_size.cores.communicator import Alone
-from variable_batch_size.training.sameness import Comparison, begin_alike
+from variable_batch_size.cores.communicator import SingleProcess
+from variable_batch_size.optim.consistency import Comparison, check_same_on_all_ranks
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ def test_differences_that_add_up_to_nothing_are_seen():
 def test_all_tensors_are_those_of_core_0(is_one_program):
     def run(core):
         first, second = torch.full((2,), core.rank + 1.0), torch.tensor(core.rank == 0)
-        begin_alike({"seed": 1}, [first, second, first], core)()
+        check_same_on_all_ranks({"seed": 1}, [first, second, first], core)()
         return first.tolist(), second.item()
 
     assert run_on(2, run, is_one_program=is_one_program) == [([1.0, 1.0], True)] * 2
@@ -69,12 +69,12 @@ def test_cores_that_differ_do_not_begin(is_one_program):
         with pytest.raises(
             ValueError, match=r"^all cores must be set up alike, but they differ in seed: 0 on core 0, 1"
         ):
-            begin_alike({"seed": core.rank}, [torch.zeros(1)], core)()
+            check_same_on_all_ranks({"seed": core.rank}, [torch.zeros(1)], core)()
 
     run_on(2, run, is_one_program=is_one_program)
 
 
 def test_a_core_alone_is_like_itself():
     tensor = torch.ones(1)
-    begin_alike({"seed": 1}, [tensor], Alone())()
+    check_same_on_all_ranks({"seed": 1}, [tensor], SingleProcess())()
     assert tensor.item() == 1

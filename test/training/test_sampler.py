@@ -299,7 +299,7 @@ def test_a_trace_that_ends_inside_an_epoch_is_told_once_by_core_0(tmp_path, capl
         f"{path} ends in epoch 2, after 64 of its 288 samples (22.2 %)"
     ]
     assert caplog.records[0].levelno == logging.WARNING
-    assert caplog.records[0].name == "variable_batch_size.training.sampler"
+    assert caplog.records[0].name == "variable_batch_size.data.sampler"
 
 
 @pytest.mark.parametrize(

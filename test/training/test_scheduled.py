@@ -16,7 +16,11 @@ def make(trace=(2, 4), *, rule=None, ref_batchsize=2, lrs=(1.0, 0.5), **options)
     groups = [{"params": [weight], "lr": lr} for weight, lr in zip(weights, lrs, strict=True)]
     sampler = vbs.CustomSampler(dataset_size=64, trace=list(trace), minibatch_size=1, shuffle=False)
     optimizer = vbs.CustomOptimizer(
-        torch.optim.SGD(groups, lr=1.0), sampler, rule=rule or vbs.LinearRule(), ref_batchsize=ref_batchsize, **options
+        torch.optim.SGD(groups, lr=1.0),
+        sampler,
+        rule=rule or vbs.rules.LinearRule(),
+        ref_batchsize=ref_batchsize,
+        **options,
     )
     return weights, optimizer
 
@@ -46,7 +50,9 @@ class Counting(vbs.Rule):
 
 
 def test_what_a_rule_or_a_policy_notes_as_the_run_goes_on_makes_it_no_other_run():
-    policy = vbs.FunctionPolicy(lambda situation: policy.__dict__.update(latest=situation.steps_done) or 2, every=1)
+    policy = vbs.policies.FunctionPolicy(
+        lambda situation: policy.__dict__.update(latest=situation.steps_done) or 2, every=1
+    )
     weight = nn.Parameter(torch.zeros(1))
     sampler = vbs.CustomSampler(dataset_size=64, trace=policy, minibatch_size=1)
     optimizer = vbs.CustomOptimizer(torch.optim.SGD([weight], lr=1.0), sampler, rule=Counting(), ref_batchsize=2)
@@ -97,20 +103,20 @@ def test_minibatches_may_be_seeded_without_being_exact():
     [
         ({"sampler": [0]}, r"^`sampler` must be a CustomSampler or a Stream, got list$"),
         ({"rule": "linear"}, r"^`rule` must be a Rule, got 'linear'$"),
-        ({"rule": vbs.AdamRule()}, r"^`inner` must be Adam or of its kind, with betas and eps, got SGD$"),
+        ({"rule": vbs.rules.AdamRule()}, r"^`inner` must be Adam or of its kind, with betas and eps, got SGD$"),
         ({"ref_batchsize": 0}, r"^`ref_batchsize` must be a positive integer, got 0$"),
     ],
 )
 def test_wrong_parts_are_refused_in_words(parts, message):
     inner = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     sampler = vbs.CustomSampler(dataset_size=64, trace=[2], minibatch_size=1)
-    right = {"sampler": sampler, "rule": vbs.LinearRule(), "ref_batchsize": 2}
+    right = {"sampler": sampler, "rule": vbs.rules.LinearRule(), "ref_batchsize": 2}
     with pytest.raises(ValueError, match=message):
         vbs.CustomOptimizer(inner, **{**right, **parts})
 
 
 def test_each_group_has_its_learning_rate_and_factor_before_and_after_the_update():
-    weights, optimizer = make([4, 2], rule=vbs.LinearMomentumRule())
+    weights, optimizer = make([4, 2], rule=vbs.rules.LinearMomentumRule())
     seen = [(optimizer.factor(), optimizer.factor(1), optimizer.current_lr(), optimizer.current_lr(1))]
     for _ in range(6):
         run(weights, optimizer, (1, 1))
@@ -147,7 +153,7 @@ def test_a_group_that_was_added_since_the_latest_update_has_its_next_learning_ra
 
 
 def test_a_warm_up_counts_the_steps_of_the_run():
-    weights, optimizer = make([2, 2, 2], rule=vbs.LEGWRule(warmup_samples=8), lrs=(1.0,))
+    weights, optimizer = make([2, 2, 2], rule=vbs.rules.LEGWRule(warmup_samples=8), lrs=(1.0,))
     seen = []
     for _ in range(3):
         run(weights, optimizer, (1,), (1,))
@@ -156,12 +162,12 @@ def test_a_warm_up_counts_the_steps_of_the_run():
 
 
 def test_gain_and_noise_are_those_of_the_groups_and_sizes_asked_for():
-    weights, optimizer = make([2, 4], rule=vbs.AdaScaleRule(), ref_batchsize=1)
+    weights, optimizer = make([2, 4], rule=vbs.rules.AdaScaleRule(), ref_batchsize=1)
     assert optimizer.noise is None
     assert math.isnan(optimizer.noise_scale)
     run(weights, optimizer, (1, 1), (3, 1))
     # L = 5 and 1, T = 4 and 1: V = 2 and 0, G² = 3 and 1
-    assert optimizer.noise == vbs.Noise(2.0, 4.0)
+    assert optimizer.noise == vbs.rules.Noise(2.0, 4.0)
     assert optimizer.noise_scale == 0.5
     assert optimizer.gain() == pytest.approx(6 / 5)
     assert optimizer.gain(4) == pytest.approx(6 / 4.5)
@@ -183,7 +189,7 @@ def test_a_rule_that_measures_no_noise_says_so():
 def test_noise_that_is_measured_beside_a_rule_is_reported_and_goes_on_with_a_run():
     weights, optimizer = make([2, 2], lrs=(1.0,), ref_batchsize=1, measure_noise=True)
     run(weights, optimizer, (1,), (3,))
-    assert optimizer.noise == vbs.Noise(2.0, 3.0)
+    assert optimizer.noise == vbs.rules.Noise(2.0, 3.0)
     assert optimizer.report() == {"gain": pytest.approx(5 / 4), "noise_scale": pytest.approx(2 / 3)}
     _, other = make([2, 2], lrs=(1.0,), ref_batchsize=1, measure_noise=True)
     other.load_state_dict(optimizer.state_dict())
@@ -201,9 +207,9 @@ def test_a_state_without_noise_is_the_beginning_of_measuring_it():
 
 
 def test_a_rule_that_measures_noise_is_asked_for_it_though_it_is_to_be_measured_anyway():
-    weights, optimizer = make([2], lrs=(1.0,), rule=vbs.AdaScaleRule(), ref_batchsize=1, measure_noise=True)
+    weights, optimizer = make([2], lrs=(1.0,), rule=vbs.rules.AdaScaleRule(), ref_batchsize=1, measure_noise=True)
     run(weights, optimizer, (1,), (3,))
-    assert optimizer.noise == optimizer.rule.meter.noise() == vbs.Noise(2.0, 3.0)
+    assert optimizer.noise == optimizer.rule.meter.noise() == vbs.rules.Noise(2.0, 3.0)
     assert optimizer.state_dict()["variable_batch_size"]["noise"] is None
 
 
@@ -241,18 +247,18 @@ def norms_seen(optimizer, weights, gradients):
     return seen
 
 
-@pytest.mark.parametrize("rule", [vbs.LinearRule, vbs.LinearMomentumRule])
+@pytest.mark.parametrize("rule", [vbs.rules.LinearRule, vbs.rules.LinearMomentumRule])
 def test_the_norm_is_that_of_the_mean_gradient_before_it_is_clipped(rule):
     weights, optimizer = make([2, 1], rule=rule(), clip_grad_norm=0.5)
     assert optimizer.gradient_norm is None
-    optimizer.keep_gradient_norm(every=1)
+    optimizer.record_grad_norm(every=1)
     assert norms_seen(optimizer, weights, [(1, 2), (5, 6), (6, 8)]) == pytest.approx([5.0, 10.0])
 
 
 def test_norms_are_kept_in_every_step_that_somebody_asked_for():
     weights, optimizer = make([1] * 9, lrs=(1.0,))
-    optimizer.keep_gradient_norm(every=2)
-    optimizer.keep_gradient_norm(every=3)
+    optimizer.record_grad_norm(every=2)
+    optimizer.record_grad_norm(every=3)
     seen = norms_seen(optimizer, weights, [(number,) for number in range(1, 10)])
     assert seen == [None, 2.0, 3.0, 4.0, None, 6.0, None, 8.0, 9.0]
 
@@ -261,4 +267,4 @@ def test_norms_are_kept_in_every_step_that_somebody_asked_for():
 def test_norms_of_no_step_cannot_be_asked_for(every):
     _, optimizer = make()
     with pytest.raises(ValueError, match=f"^`every` must be a positive integer, got {every}$"):
-        optimizer.keep_gradient_norm(every=every)
+        optimizer.record_grad_norm(every=every)

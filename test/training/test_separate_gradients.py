@@ -6,10 +6,10 @@ from noted_programs import Noting, Programs
 from threaded_cores import run_on
 from torch import nn
 
-from variable_batch_size.cores.communicator import Alone
-from variable_batch_size.training.flat_gradients import FlatGradients
-from variable_batch_size.training.gradients import Mean
-from variable_batch_size.training.separate_gradients import SeparateGradients
+from variable_batch_size.cores.communicator import SingleProcess
+from variable_batch_size.optim.gradients.accumulator import Mean
+from variable_batch_size.optim.gradients.buckets import BucketAccumulator
+from variable_batch_size.optim.gradients.traced import TracedAccumulator
 
 ONE = Mean(1)
 
@@ -44,7 +44,7 @@ def run_step(kind, core, *, loss_scale=1.0, poison=None):
 @pytest.mark.parametrize(("loss_scale", "poison"), [(1.0, None), (4.0, None), (1.0, 1)])
 def test_sums_and_norms_are_those_of_flat_gradients(loss_scale, poison):
     def run(core):
-        kinds = (SeparateGradients, FlatGradients)
+        kinds = (TracedAccumulator, BucketAccumulator)
         return [run_step(kind, core, loss_scale=loss_scale, poison=poison) for kind in kinds]
 
     for (separate, norms), (flat, expected) in run_on(2, run):
@@ -55,7 +55,7 @@ def test_sums_and_norms_are_those_of_flat_gradients(loss_scale, poison):
 
 def test_a_step_starts_from_nothing():
     parameters, inner = layer()
-    gradients = SeparateGradients(inner, Alone(), measures=True)
+    gradients = TracedAccumulator(inner, SingleProcess(), measures=True)
     for value in (5.0, 2.0):
         parameters[2].grad = torch.tensor(value)
         gradients.take(ONE, is_last=True)
@@ -70,7 +70,7 @@ def test_a_step_starts_from_nothing():
 def test_what_has_no_divisor_yet_does_not_count_by_the_same_program():
     parameters, inner = layer()
     divisors = {}
-    gradients = SeparateGradients(inner, Alone(), measures=True, divisors=divisors)
+    gradients = TracedAccumulator(inner, SingleProcess(), measures=True, divisors=divisors)
 
     def run():
         for p in parameters[:3]:
@@ -101,7 +101,7 @@ def test_what_has_no_divisor_yet_does_not_count_by_the_same_program():
 def test_what_is_new_is_on_the_device_before_it_is_used():
     parameters, inner = layer()
     programs = Programs()
-    gradients = SeparateGradients(inner, Noting(programs), measures=True)
+    gradients = TracedAccumulator(inner, Noting(programs), measures=True)
     parameters[0].grad = torch.ones(3, 2)
     gradients.take(ONE, is_last=False)
     assert len(programs.found) == 0
@@ -125,7 +125,7 @@ def test_cores_with_one_minibatch_and_with_two_sum_by_the_same_program(changes):
         parameters[0].requires_grad_(changes != "unfreezing")
         programs = Programs()
         core = Noting(programs)
-        gradients = SeparateGradients(inner, core, measures=True)
+        gradients = TracedAccumulator(inner, core, measures=True)
         parameters[0].requires_grad_(True)
         added = [nn.Parameter(torch.ones(2))] if changes == "group" else []
         if added:
@@ -147,7 +147,7 @@ def test_cores_with_one_minibatch_and_with_two_sum_by_the_same_program(changes):
 
 def test_a_parameter_may_be_converted_within_a_step():
     parameters, inner = layer()
-    gradients = SeparateGradients(inner, Alone(), measures=True)
+    gradients = TracedAccumulator(inner, SingleProcess(), measures=True)
     parameters[1].grad = torch.ones(4)
     gradients.take(ONE, is_last=False)
     parameters[1].data = parameters[1].data.double()
@@ -160,7 +160,7 @@ def test_a_parameter_may_be_converted_within_a_step():
 
 def test_the_square_of_a_complex_gradient_is_that_of_its_size():
     p = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    gradients = SeparateGradients(torch.optim.SGD([p], lr=0.1), Alone(), measures=True)
+    gradients = TracedAccumulator(torch.optim.SGD([p], lr=0.1), SingleProcess(), measures=True)
     p.grad = torch.tensor([3 + 4j, 0])
     gradients.take(ONE, is_last=True)
     gradients.reduce(ONE, is_idle=False)

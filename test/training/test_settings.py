@@ -7,11 +7,9 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.cores.communicator import Alone, Communicator
-from variable_batch_size.training.adam_bias import AdamBias, is_decoupled
-from variable_batch_size.training.preconditioner import Preconditioner
-from variable_batch_size.training.settings import Settings
-from variable_batch_size.training.together import Together
+from variable_batch_size.cores.communicator import Communicator, SingleProcess
+from variable_batch_size.optim.hyperparameters import BetaHistory, Preconditioner, StepHyperparameters, is_decoupled
+from variable_batch_size.optim.proxy import MultiOptimizer
 
 STEP = vbs.Step(batch_size=4, minibatch_size=1, ref_batchsize=1)
 
@@ -28,7 +26,7 @@ def test_groups_have_the_settings_of_the_step_within_and_their_own_after():
     inner = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 0.5}], lr=0.25)
     groups = inner.param_groups
     before = [dict(group) for group in groups]
-    with Settings(inner, Alone()).of_step(vbs.LinearRule(), STEP, [2.0, 3.0]) as lrs:
+    with StepHyperparameters(inner, SingleProcess()).of_step(vbs.rules.LinearRule(), STEP, [2.0, 3.0]) as lrs:
         assert lrs == [0.5, 1.5]
         assert [group["lr"] for group in groups] == [0.5, 1.5]
         assert inner.param_groups is groups
@@ -45,7 +43,7 @@ def test_a_rule_that_leaves_the_learning_rate_alone_has_that_of_the_group():
             return {"momentum": 0.5}
 
     inner = torch.optim.SGD(parameters(1), lr=0.25)
-    with Settings(inner, Alone()).of_step(MomentumRule(), STEP, [1.0]) as lrs:
+    with StepHyperparameters(inner, SingleProcess()).of_step(MomentumRule(), STEP, [1.0]) as lrs:
         assert lrs == [0.25]
         assert inner.param_groups[0]["momentum"] == 0.5
     assert inner.param_groups[0]["momentum"] == 0
@@ -53,7 +51,10 @@ def test_a_rule_that_leaves_the_learning_rate_alone_has_that_of_the_group():
 
 def test_every_group_needs_a_factor():
     inner = torch.optim.SGD(parameters(1), lr=0.25)
-    with pytest.raises(ValueError, match="argument 2 is"), Settings(inner, Alone()).of_step(vbs.LinearRule(), STEP, []):
+    with (
+        pytest.raises(ValueError, match="argument 2 is"),
+        StepHyperparameters(inner, SingleProcess()).of_step(vbs.rules.LinearRule(), STEP, []),
+    ):
         pass
 
 
@@ -68,16 +69,16 @@ class Marking(Communicator):
     def broadcast(self, tensors):
         pass
 
-    def varying(self, number):
+    def traced_scalar(self, number):
         return number + 1000
 
-    def varying_share(self, number):
+    def traced_beta(self, number):
         return number + 2000
 
 
 def test_numbers_are_given_in_the_form_in_which_they_may_vary():
     inner = torch.optim.AdamW(parameters(1), lr=0.25, betas=(0.75, 0.875), eps=0.5, weight_decay=0.0)
-    with Settings(inner, Marking()).of_step(vbs.AdamRule(), STEP, [2.0]) as lrs:
+    with StepHyperparameters(inner, Marking()).of_step(vbs.rules.AdamRule(), STEP, [2.0]) as lrs:
         (group,) = inner.param_groups
         assert lrs == [0.5]
         assert group["lr"] == pytest.approx(1000.5)
@@ -89,12 +90,12 @@ def test_numbers_are_given_in_the_form_in_which_they_may_vary():
 def test_parameters_with_another_past_are_a_group_of_their_own_within_a_step():
     old, new = parameters(2)
     inner = torch.optim.Adam([old, new], lr=0.25, betas=(0.75, 0.875), eps=0.5, amsgrad=True)
-    settings = Settings(inner, Marking())
+    settings = StepHyperparameters(inner, Marking())
     new.grad = None
-    with settings.of_step(vbs.AdamRule(), vbs.Step(1, 1, 1), [1.0]):
+    with settings.of_step(vbs.rules.AdamRule(), vbs.Step(1, 1, 1), [1.0]):
         assert len(inner.param_groups) == 1
     new.grad = torch.ones_like(new)
-    with settings.of_step(vbs.AdamRule(), STEP, [2.0]) as lrs:
+    with settings.of_step(vbs.rules.AdamRule(), STEP, [2.0]) as lrs:
         assert lrs == [0.5]
         assert [group["params"] for group in inner.param_groups] == [[old], [new]]
         assert all(group["amsgrad"] for group in inner.param_groups)
@@ -110,11 +111,11 @@ def test_parameters_with_another_past_are_a_group_of_their_own_within_a_step():
 def test_what_the_optimizer_writes_into_groups_stays_there_also_where_they_are_split_for_a_step():
     old, new, other_old, other_new = parameters(4)
     inner = torch.optim.Adam([{"params": [old, new]}, {"params": [other_old, other_new], "lr": 0.5}], lr=0.25)
-    settings = Settings(inner, Alone())
+    settings = StepHyperparameters(inner, SingleProcess())
     for gradient in (None, torch.ones_like(new), torch.ones_like(new)):
         new.grad = other_new.grad = gradient
         whole, split = [[old, new], [other_old, other_new]], [[old], [new], [other_old], [other_new]]
-        with settings.of_step(vbs.AdamRule(), STEP, [2.0, 2.0]):
+        with settings.of_step(vbs.rules.AdamRule(), STEP, [2.0, 2.0]):
             assert [group["params"] for group in inner.param_groups] == (whole if gradient is None else split)
             for group in inner.param_groups:
                 group["count"] = group.get("count", 0) + 1
@@ -133,7 +134,7 @@ def variants(bias, group, betas, **settings):
 def test_the_products_of_betas_are_those_of_all_updates_of_a_parameter():
     first, second = parameters(2)
     inner = torch.optim.Adam([first, second], lr=0.25)
-    bias = AdamBias(inner)
+    bias = BetaHistory(inner)
     variants(bias, inner.param_groups[0], (0.5, 0.75))
     second.grad = None
     variants(bias, inner.param_groups[0], (0.25, 0.5))
@@ -141,7 +142,7 @@ def test_the_products_of_betas_are_those_of_all_updates_of_a_parameter():
         0: {"num_updates": 2, "first": 0.125, "second": 0.375},
         1: {"num_updates": 1, "first": 0.5, "second": 0.75},
     }
-    other = AdamBias(inner)
+    other = BetaHistory(inner)
     other.load_state_dict(bias.state_dict())
     assert other.state_dict() == bias.state_dict()
 
@@ -150,7 +151,7 @@ def test_parameters_are_numbered_through_all_groups_and_those_without_a_past_lef
     first, second, third = parameters(3)
     first.grad = None
     inner = torch.optim.Adam([{"params": [first, second]}, {"params": [third]}], lr=0.25)
-    bias = AdamBias(inner)
+    bias = BetaHistory(inner)
     for group, betas in zip(inner.param_groups, ((0.5, 0.75), (0.25, 0.125)), strict=True):
         variants(bias, group, betas)
     assert bias.state_dict() == {
@@ -164,7 +165,7 @@ def test_updates_that_adam_made_by_itself_had_the_betas_of_the_group():
     inner = torch.optim.Adam([p], lr=0.25, betas=(0.5, 0.75))
     inner.step()
     inner.step()
-    bias = AdamBias(inner)
+    bias = BetaHistory(inner)
     variants(bias, inner.param_groups[0], (0.25, 0.5))
     assert bias.state_dict() == {0: {"num_updates": 3, "first": 0.0625, "second": 0.28125}}
 
@@ -173,7 +174,7 @@ def test_a_group_without_any_gradient_keeps_its_settings():
     (p,) = parameters(1)
     p.grad = None
     inner = torch.optim.Adam([p], lr=0.25)
-    bias = AdamBias(inner)
+    bias = BetaHistory(inner)
     settings = {"lr": 0.25, "betas": (0.5, 0.75), "eps": 0.5}
     assert bias.variants(inner.param_groups[0], settings) == [([p], settings)]
     assert bias.state_dict() == {}
@@ -182,7 +183,7 @@ def test_a_group_without_any_gradient_keeps_its_settings():
 def test_adam_with_a_decoupled_decay_is_seen_by_its_group():
     (p,) = parameters(1)
     inner = torch.optim.Adam([p], lr=0.25, weight_decay=0.125, decoupled_weight_decay=True)
-    bias = AdamBias(inner)
+    bias = BetaHistory(inner)
     variants(bias, inner.param_groups[0], (0.75, 0.75))
     ((_, settings),) = variants(bias, inner.param_groups[0], (0.5, 0.75))
     assert settings["weight_decay"] == pytest.approx(0.125 * (1 - 0.75 * 0.5) / (1 - 0.5**2))
@@ -192,7 +193,7 @@ def test_a_group_without_decay_is_given_none():
     (p,) = parameters(1)
     inner = torch.optim.AdamW([p], lr=0.25)
     group = {name: value for name, value in inner.param_groups[0].items() if name != "weight_decay"}
-    ((_, settings),) = variants(AdamBias(inner), group, (0.5, 0.75))
+    ((_, settings),) = variants(BetaHistory(inner), group, (0.5, 0.75))
     assert settings.keys() == {"lr", "betas", "eps"}
 
 
@@ -206,7 +207,7 @@ def test_only_a_decoupled_decay_is_corrected(kind, counts, is_said):
     group = dict(inner.param_groups[0])
     if not is_said:
         group.pop("decoupled_weight_decay")
-    bias = AdamBias(inner)
+    bias = BetaHistory(inner)
     variants(bias, group, (0.75, 0.75))
     ((_, settings),) = variants(bias, group, (0.5, 0.75))
     # Adam reckons with 1 − 0.5² where 1 − 0.75 · 0.5 is right
@@ -222,7 +223,7 @@ def test_rules_see_that_a_decay_is_decoupled_where_the_group_does_not_say_so(kin
     (p,) = parameters(1)
     inner = kind([p], lr=0.25, weight_decay=0.125)
     inner.param_groups[0].pop("decoupled_weight_decay", None)
-    with Settings(inner, Alone()).of_step(vbs.AdamRule(), STEP, [2.0]):
+    with StepHyperparameters(inner, SingleProcess()).of_step(vbs.rules.AdamRule(), STEP, [2.0]):
         found = inner.param_groups[0]["weight_decay"] * inner.param_groups[0]["lr"]
     # lr · √4, and a decoupled decay as much for each of the 4 samples; Adam's first update corrects nothing
     assert found == pytest.approx(0.25 * 2 * decay)
@@ -230,7 +231,7 @@ def test_rules_see_that_a_decay_is_decoupled_where_the_group_does_not_say_so(kin
 
 def test_of_several_optimizers_the_one_of_a_group_says_whether_its_decay_is_decoupled():
     p, q = parameters(2)
-    inner = Together([torch.optim.SGD([p], lr=0.25), torch.optim.AdamW([q])])
+    inner = MultiOptimizer([torch.optim.SGD([p], lr=0.25), torch.optim.AdamW([q])])
     inner.param_groups[1].pop("decoupled_weight_decay", None)
     assert [is_decoupled(inner, group) for group in inner.param_groups] == [False, True]
 
@@ -238,7 +239,7 @@ def test_of_several_optimizers_the_one_of_a_group_says_whether_its_decay_is_deco
 def test_a_decay_that_the_rule_has_set_goes_before_that_of_the_group():
     (p,) = parameters(1)
     inner = torch.optim.AdamW([p], lr=0.25, weight_decay=0.125)
-    ((_, settings),) = variants(AdamBias(inner), inner.param_groups[0], (0.5, 0.75), weight_decay=0.5)
+    ((_, settings),) = variants(BetaHistory(inner), inner.param_groups[0], (0.5, 0.75), weight_decay=0.5)
     assert settings["weight_decay"] == pytest.approx(0.5)
 
 

@@ -10,7 +10,7 @@ import torch
 from sharded_models import Transformer, largest_difference
 
 import variable_batch_size as vbs
-from variable_batch_size.training import sharded_gradients
+from variable_batch_size.optim.gradients import fsdp
 
 
 def parts(spread, **options):
@@ -53,7 +53,7 @@ def with_another_optimizer_before(spread):
     before = vbs.AdaScaleOptimizer(sharded_models.sgd(model.parameters()), sampler, ref_batchsize=8, model=model)
     x, y = sharded_models.data()
     sharded_models.loss_of(model, x[:4], y[:4]).backward()
-    before._gradients.expect(is_stand_in=True)
+    before._gradients.expect(is_padding_minibatch=True)
     before._gradients.drop()
     model_2, sampler_2 = model, parts(sharded_models.plain)[1]
     optimizer = vbs.AdaScaleOptimizer(sharded_models.sgd(model_2.parameters()), sampler_2, ref_batchsize=8, model=model)
@@ -134,7 +134,7 @@ def with_two_optimizers(spread):
     model, sampler = parts(spread)
     matrices, rest = ([p for p in model.parameters() if (p.ndim == 2) == is_so] for is_so in (True, False))
     inner = [sharded_models.sgd(matrices), sharded_models.adamw(rest)]
-    rules = [vbs.LinearRule(), vbs.AdamRule()]
+    rules = [vbs.rules.LinearRule(), vbs.rules.AdamRule()]
     optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=8, rule=rules, model=model, measure_noise=True)
     run(model, sampler, optimizer)
     return sharded_models.state_of(model), optimizer.gain()
@@ -207,7 +207,7 @@ def reduced_once(spread):
 def measured_in_lots(spread):
     """Some gradients at a time, as those of a large model are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_gradients, "_MOST_HELD", 300)
+        patch.setattr(fsdp, "_MOST_HELD", 300)
         model, sampler = parts(spread)
         optimizer = optimizer_of(model, sampler)
         run(model, sampler, optimizer)

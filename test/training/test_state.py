@@ -15,7 +15,7 @@ def make(trace=(1, 2, 2), *, kind=torch.optim.SGD, rule=None, dataset_size=3, **
     weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     sampler = vbs.CustomSampler(dataset_size=dataset_size, trace=list(trace), minibatch_size=1, shuffle=False)
     inner = kind([weight], lr=1.0)
-    rule = rule or vbs.LinearRule()
+    rule = rule or vbs.rules.LinearRule()
     return weight, vbs.CustomOptimizer(inner, sampler, rule=rule, ref_batchsize=1, **options)
 
 
@@ -66,7 +66,7 @@ def test_a_state_that_is_loaded_is_the_state():
     assert (other.steps_skipped, other.progress) == (1, 1.0)
 
 
-@pytest.mark.parametrize("rule", [vbs.LinearRule, vbs.AdamRule, vbs.AdamScaleRule])
+@pytest.mark.parametrize("rule", [vbs.rules.LinearRule, vbs.rules.AdamRule, vbs.rules.AdamScaleRule])
 def test_a_run_that_is_put_back_to_its_beginning_leaves_no_mark_of_what_came_after(rule):
     weight, optimizer = make([2, 2, 3, 2], dataset_size=9, kind=torch.optim.Adam, rule=rule(), smooth_steps=3)
     beginning, found = copy.deepcopy(optimizer.state_dict()), []
@@ -81,7 +81,7 @@ def test_a_run_that_is_put_back_to_its_beginning_leaves_no_mark_of_what_came_aft
 
 
 def test_adam_under_the_adam_rule_remembers_its_betas():
-    weight, optimizer = make(kind=torch.optim.Adam, rule=vbs.AdamRule())
+    weight, optimizer = make(kind=torch.optim.Adam, rule=vbs.rules.AdamRule())
     run(weight, optimizer, 1)
     assert optimizer.state_dict()["variable_batch_size"]["adam_bias"] == {
         0: {"num_updates": 1, "first": 0.9, "second": 0.999}
@@ -89,9 +89,9 @@ def test_adam_under_the_adam_rule_remembers_its_betas():
 
 
 def test_what_adam_divides_by_is_known_from_the_first_step_after_loading():
-    weight, optimizer = make([2, 2, 2], kind=torch.optim.Adam, rule=vbs.AdamScaleRule(), dataset_size=6)
+    weight, optimizer = make([2, 2, 2], kind=torch.optim.Adam, rule=vbs.rules.AdamScaleRule(), dataset_size=6)
     run(weight, optimizer, 1, 3)
-    other_weight, other = make([2, 2, 2], kind=torch.optim.Adam, rule=vbs.AdamScaleRule(), dataset_size=6)
+    other_weight, other = make([2, 2, 2], kind=torch.optim.Adam, rule=vbs.rules.AdamScaleRule(), dataset_size=6)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     other.sampler.set_epoch(0, 1)
     for w, o in ((weight, optimizer), (other_weight, other)):
@@ -102,7 +102,7 @@ def test_what_adam_divides_by_is_known_from_the_first_step_after_loading():
 
 @pytest.mark.parametrize("keep_gradients", [False, True])
 def test_what_adam_divides_by_is_unknown_again_in_a_run_that_goes_back_to_its_start(keep_gradients):
-    options = {"kind": torch.optim.Adam, "rule": vbs.AdamScaleRule(), "dataset_size": 6}
+    options = {"kind": torch.optim.Adam, "rule": vbs.rules.AdamScaleRule(), "dataset_size": 6}
     weight, optimizer = make([2, 2, 2], keep_gradients=keep_gradients, **options)
     state = copy.deepcopy(optimizer.state_dict())
     for _ in range(2):
@@ -190,7 +190,7 @@ def test_the_warning_of_a_step_left_says_which(caplog):
     run(weight, optimizer, 1)
     go_to(optimizer, 2)
     assert caplog.messages == ["core 0 left step 1 of epoch 1 unfinished: its gradients are discarded"]
-    assert caplog.records[0].name == "variable_batch_size.training.optimizer"
+    assert caplog.records[0].name == "variable_batch_size.optim.optimizer"
 
 
 # ------------------------------------------------------------------------------------------------------------- one step
@@ -202,7 +202,7 @@ def test_alone_lockstep_changes_nothing():
         weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
         sampler = vbs.CustomSampler(dataset_size=3, trace=[1, 2], minibatch_size=1, shuffle=False, lockstep=lockstep)
         inner = torch.optim.SGD([weight], lr=1.0)
-        optimizer = vbs.CustomOptimizer(inner, sampler, rule=vbs.LinearRule(), ref_batchsize=1)
+        optimizer = vbs.CustomOptimizer(inner, sampler, rule=vbs.rules.LinearRule(), ref_batchsize=1)
         run(weight, optimizer, 1, 3, 5)
         runs.append((weight.item(), optimizer.state_dict()["variable_batch_size"]))
     assert runs[0] == runs[1]
@@ -232,7 +232,7 @@ def test_nothing_is_logged_unless_it_is_asked_for(caplog):
 
 
 def test_a_rule_that_measures_may_be_told_to_update_whatever_the_gradient():
-    weight, optimizer = make(rule=vbs.AdaScaleRule(), skip_nonfinite=False)
+    weight, optimizer = make(rule=vbs.rules.AdaScaleRule(), skip_nonfinite=False)
     run(weight, optimizer, math.nan)
     assert weight.isnan().all()
     assert optimizer.steps_skipped == 0
@@ -270,7 +270,7 @@ def test_a_rule_is_shown_the_norms_of_the_mean_of_unscaled_gradients(sums_gradie
     rule = Watching(sums_gradients)
     weight, optimizer = make([2], rule=rule, loss_scale=loss_scale)
     run(weight, optimizer, loss_scale, 3 * loss_scale)
-    assert rule.seen == [vbs.Norms(5.0, 4.0)]
+    assert rule.seen == [vbs.rules.Norms(5.0, 4.0)]
     assert weight.item() == (-4.0 if sums_gradients else -2.0)
 
 

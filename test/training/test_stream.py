@@ -107,7 +107,7 @@ def test_a_pass_that_was_left_early_can_be_gone_on_with(num_workers):
 
 def test_workers_that_are_spawned_read_the_same():
     stream = make(range(100))
-    stream.call_when_read(lambda: None)  # which cannot be pickled
+    stream.on_first_read(lambda: None)  # which cannot be pickled
     assert load(stream, 2, multiprocessing_context="spawn") == indexed()
 
 
@@ -285,7 +285,7 @@ def test_a_loader_that_would_merge_minibatches_is_refused(loading):
 def test_what_is_to_be_called_is_called_before_the_first_minibatch(num_workers):
     stream, called = make(), []
     stream.set_epoch(0)
-    stream.call_when_read(lambda: called.append(torch.initial_seed()))
+    stream.on_first_read(lambda: called.append(torch.initial_seed()))
     minibatches = iter(DataLoader(stream, batch_size=None, num_workers=num_workers))
     next(minibatches)
     assert len(called) == (1 if num_workers else 2)
@@ -337,11 +337,11 @@ def test_in_lockstep_every_core_gets_as_many_minibatches_and_its_own_in_the_same
         together = [load(stream, num_workers) for stream in streams]
         schedule = streams[0].schedule
         for rank in range(cores):
-            rounds = [(step, round) for step in range(6) for round in range(schedule.num_rounds(step, rank))]
+            rounds = [(step, round) for step in range(6) for round in range(schedule.rounds_for(step, rank))]
             assert len(together[rank]) == len(rounds) == len(streams[rank])
             found = zip(rounds, together[rank], strict=True)
             idle = [step for step in range(6) if schedule.is_idle(step, rank)]
-            own = [m for (step, round), m in found if step in idle or not schedule.stands_in(step, rank, round)]
+            own = [m for (step, round), m in found if step in idle or not schedule.is_padding(step, rank, round)]
             assert own == apart[rank]
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
-from variable_batch_size.training.source import Source
+from variable_batch_size.data.stream import SampleSource
 
 # newer Pythons warn when a process with threads is forked, and torch when there are more workers than processors
 pytestmark = pytest.mark.filterwarnings(
@@ -117,7 +117,7 @@ def test_the_state_of_another_cores_part_is_not_used():
 
 
 def test_samples_that_were_looked_at_are_part_of_the_state():
-    source = Source(Resumable())
+    source = SampleSource(Resumable())
     source.begin(epoch=0)
     source.skip(3)
     assert [sample["number"] for sample in source.peek(2)] == [3, 4]

@@ -11,7 +11,7 @@ import variable_batch_size as vbs
 
 TRACE = [8, 32, 16, 8, 64, 24]
 MINIBATCH = 8
-SAME = vbs.AdaScaleRule()
+SAME = vbs.rules.AdaScaleRule()
 
 
 def data():
@@ -75,7 +75,7 @@ def weights_of(model):
 
 def test_each_follows_its_own_rule_as_if_it_were_alone_with_the_gradient_of_the_step():
     ours, plain = network(), network()
-    train(ours, make(ours, sgd_and_adam(ours), [vbs.LinearRule(), vbs.RootRule()]))
+    train(ours, make(ours, sgd_and_adam(ours), [vbs.rules.LinearRule(), vbs.rules.RootRule()]))
     train_plainly(
         plain,
         sgd_and_adam(plain),
@@ -87,7 +87,7 @@ def test_each_follows_its_own_rule_as_if_it_were_alone_with_the_gradient_of_the_
 def test_the_learning_rate_to_come_is_that_of_the_groups_own_rule():
     ours = network()
     first, second = sgd_and_adam(ours)
-    optimizer = make(ours, [first, second], [vbs.LinearRule(), vbs.RootRule()])
+    optimizer = make(ours, [first, second], [vbs.rules.LinearRule(), vbs.rules.RootRule()])
     scale = TRACE[0] / 16
     assert optimizer.current_lr(0) == pytest.approx(first.param_groups[0]["lr"] * scale)
     assert optimizer.current_lr(1) == pytest.approx(second.param_groups[0]["lr"] * scale**0.5)
@@ -95,7 +95,7 @@ def test_the_learning_rate_to_come_is_that_of_the_groups_own_rule():
 
 def test_one_rule_serves_all():
     ours, plain = network(), network()
-    train(ours, make(ours, sgd_and_adam(ours), vbs.RootRule()))
+    train(ours, make(ours, sgd_and_adam(ours), vbs.rules.RootRule()))
     train_plainly(plain, sgd_and_adam(plain), lambda group, scale: {"lr": group["lr"] * scale**0.5})
     torch.testing.assert_close(weights_of(ours), weights_of(plain), rtol=0, atol=1e-12)
 
@@ -103,7 +103,7 @@ def test_one_rule_serves_all():
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
 def test_muon_for_matrices_and_adamw_for_the_rest():
     ours, plain = network(), network()
-    train(ours, make(ours, muon_and_adamw(ours), [vbs.MuonRule(), vbs.RootRule()]))
+    train(ours, make(ours, muon_and_adamw(ours), [vbs.rules.MuonRule(), vbs.rules.RootRule()]))
 
     def settings(group, scale):
         decay = group["weight_decay"] * (1 if "betas" in group else scale**0.5)
@@ -123,7 +123,9 @@ def test_betas_that_vary_reach_the_one_that_has_them():
             seen.extend(group["betas"] for group in self.param_groups)
             return super().step(closure)
 
-    optimizer = make(ours, [torch.optim.SGD(matrices, lr=0.1), Adam(rest, lr=0.02)], [vbs.LinearRule(), vbs.AdamRule()])
+    optimizer = make(
+        ours, [torch.optim.SGD(matrices, lr=0.1), Adam(rest, lr=0.02)], [vbs.rules.LinearRule(), vbs.rules.AdamRule()]
+    )
     train(ours, optimizer)
     assert len(set(seen)) > 1
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.02]
@@ -132,7 +134,7 @@ def test_betas_that_vary_reach_the_one_that_has_them():
 
 def test_clipping_is_by_the_norm_of_all():
     model = network()
-    optimizer = make(model, sgd_and_adam(model), vbs.ConstantRule(), clip_grad_norm=1e-3)
+    optimizer = make(model, sgd_and_adam(model), vbs.rules.ConstantRule(), clip_grad_norm=1e-3)
     norms = []
     update = optimizer.inner.step
 
@@ -145,7 +147,9 @@ def test_clipping_is_by_the_norm_of_all():
     assert norms == [pytest.approx(1e-3, rel=1e-2)] * len(TRACE)
 
 
-@pytest.mark.parametrize("rules", [[vbs.LinearRule, vbs.AdamRule], [vbs.AdaScaleRule, vbs.SurgeRule]])
+@pytest.mark.parametrize(
+    "rules", [[vbs.rules.LinearRule, vbs.rules.AdamRule], [vbs.rules.AdaScaleRule, vbs.rules.SurgeRule]]
+)
 def test_a_run_that_is_saved_goes_on_bit_for_bit(rules):
     whole = network()
     train(whole, make(whole, sgd_and_adam(whole), [rule() for rule in rules]))
@@ -165,7 +169,7 @@ def test_a_run_that_is_saved_goes_on_bit_for_bit(rules):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
 def test_a_copy_goes_on_by_itself(copied):
     model = network()
-    optimizer = make(model, sgd_and_adam(model), [vbs.LinearRule(), vbs.AdamRule()])
+    optimizer = make(model, sgd_and_adam(model), [vbs.rules.LinearRule(), vbs.rules.AdamRule()])
     train(model, optimizer, num_steps=2)
     other = copied(optimizer)
     assert [group["lr"] for group in other.param_groups] == [0.1, 0.02]
@@ -179,24 +183,24 @@ def test_a_copy_goes_on_by_itself(copied):
 
 def test_the_noise_is_that_of_the_rule_that_measures_it_or_of_all_parameters_if_asked_for():
     model = network()
-    optimizer = make(model, sgd_and_adam(model), [vbs.RootRule(), vbs.AdaScaleRule()])
+    optimizer = make(model, sgd_and_adam(model), [vbs.rules.RootRule(), vbs.rules.AdaScaleRule()])
     train(model, optimizer)
     assert optimizer.noise == optimizer.rule.rules[1].noise()
     assert optimizer.report()["noise_scale"] == optimizer.noise_scale
     alone = network()
     groups = [{"params": part} for part in parts_of(alone)]
-    one = make(alone, torch.optim.SGD(groups, lr=0.0), vbs.AdaScaleRule())
+    one = make(alone, torch.optim.SGD(groups, lr=0.0), vbs.rules.AdaScaleRule())
     train(alone, one, num_steps=2)
     again = network()
     at_rest = [torch.optim.SGD(part, lr=0.0) for part in parts_of(again)]
-    both = make(again, at_rest, vbs.LinearRule(), measure_noise=True)
+    both = make(again, at_rest, vbs.rules.LinearRule(), measure_noise=True)
     train(again, both, num_steps=2)
     assert both.noise == one.noise
 
 
 def test_schedulers_see_the_groups_of_all():
     model = network()
-    optimizer = make(model, sgd_and_adam(model), vbs.ConstantRule())
+    optimizer = make(model, sgd_and_adam(model), vbs.rules.ConstantRule())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.5, lambda step: 0.25])
     assert scheduler.get_last_lr() == [0.05, 0.005]
     assert [optimizer.current_lr(group) for group in range(2)] == [0.05, 0.005]
@@ -204,7 +208,7 @@ def test_schedulers_see_the_groups_of_all():
 
 def test_a_group_that_is_added_belongs_to_the_last_one():
     model = network()
-    optimizer = make(model, sgd_and_adam(model), [vbs.LinearRule(), vbs.RootRule()])
+    optimizer = make(model, sgd_and_adam(model), [vbs.rules.LinearRule(), vbs.rules.RootRule()])
     late = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     optimizer.add_param_group({"params": [late]})
     assert optimizer.inner.owner(optimizer.param_groups[2]) is optimizer.inner.optimizers[1]
@@ -217,7 +221,7 @@ def test_a_group_that_is_added_belongs_to_the_last_one():
 def test_a_group_that_one_of_them_was_given_is_not_left_out_without_a_word():
     model = network()
     optimizers = sgd_and_adam(model)
-    optimizer = make(model, optimizers, vbs.ConstantRule())
+    optimizer = make(model, optimizers, vbs.rules.ConstantRule())
     optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.float64))]})
     with pytest.raises(RuntimeError, match=r"^SGD had 1 parameter groups and has 2: add a group to the optimizer of"):
         for _ in range(2):
@@ -229,7 +233,7 @@ def test_a_group_that_one_of_them_was_given_is_not_left_out_without_a_word():
 def test_a_group_that_is_refused_leaves_all_as_it_was(is_one):
     model = network()
     inner = torch.optim.SGD(model.parameters(), lr=0.1) if is_one else sgd_and_adam(model)
-    optimizer = make(model, inner, vbs.ConstantRule())
+    optimizer = make(model, inner, vbs.rules.ConstantRule())
     groups, late = list(optimizer.param_groups), nn.Parameter(torch.zeros(2, dtype=torch.float64))
     late.grad = torch.ones_like(late)
     for wrong in [[late, late]] if is_one else [[late, late], [model[0].weight]]:
@@ -244,14 +248,14 @@ def test_a_group_that_is_refused_leaves_all_as_it_was(is_one):
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ([vbs.LinearRule()], r"^`rule` must be one, or one for each of 2 optimizers, got 1$"),
-        ([vbs.LinearRule(), vbs.MuonRule()], "Muon"),
+        ([vbs.rules.LinearRule()], r"^`rule` must be one, or one for each of 2 optimizers, got 1$"),
+        ([vbs.rules.LinearRule(), vbs.rules.MuonRule()], "Muon"),
         (
-            [vbs.LinearMomentumRule(), vbs.LinearRule()],
+            [vbs.rules.LinearMomentumRule(), vbs.rules.LinearRule()],
             r"^`rule` must be rules of which all or none sum gradients, got",
         ),
         ([SAME, SAME], r"^`rule` must be a rule of its own for each optimizer, got one AdaScaleRule twice$"),
-        ([vbs.LinearRule(), "root"], r"^`rule` must be a Rule, got 'root'$"),
+        ([vbs.rules.LinearRule(), "root"], r"^`rule` must be a Rule, got 'root'$"),
     ],
 )
 def test_rules_that_do_not_fit_are_refused(rules, message):
@@ -264,10 +268,10 @@ def test_a_parameter_of_two_optimizers_is_refused():
     model = network()
     twice = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
     with pytest.raises(ValueError, match=r"^`inner` must be optimizers with parameters of their own"):
-        make(model, twice, vbs.ConstantRule())
+        make(model, twice, vbs.rules.ConstantRule())
 
 
 @pytest.mark.parametrize(("inner", "kinds"), [([], "none"), (["sgd"], "str")])
 def test_what_is_no_optimizer_is_refused(inner, kinds):
     with pytest.raises(ValueError, match=rf"^`inner` must be one or several optimizers of torch, got {kinds}$"):
-        make(network(), inner, vbs.ConstantRule())
+        make(network(), inner, vbs.rules.ConstantRule())

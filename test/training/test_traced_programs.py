@@ -10,7 +10,7 @@ from threaded_cores import run_on
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.training import optimizer as module
+from variable_batch_size.optim import optimizer as module
 
 FIRST = [12, 4, 8, 20]  # samples in minibatches of 4: on three cores even and uneven shares, and idle cores
 LATER = [16, 4, 28, 8, 32, 24, 36, 40]
@@ -18,7 +18,7 @@ MOST = 5  # as docs/cores.md has it
 MOST_EXACT = 8  # units are found, each minibatch is added, and sums over cores are made by programs of their own
 
 ADAMS = {"adam", "adam:half-life", "adamscale", "surge"}
-RUNS = {rule: {"rule": rule} for rule in (*vbs.RULES, "adam:half-life", "legw:60") if rule != "legw"}
+RUNS = {rule: {"rule": rule} for rule in (*vbs.rules.RULES, "adam:half-life", "legw:60") if rule != "legw"}
 if not hasattr(torch.optim, "Muon"):  # before torch 2.9
     del RUNS["muon"]
 RUNS |= {

@@ -52,7 +52,7 @@ def test_sgd_decays_as_much_per_sample_under_the_linear_rules_only(rule, power, 
 @pytest.mark.parametrize("form", ["sde", "half-life"])
 @pytest.mark.parametrize(("scales", "power"), [(True, 0), (False, -0.5)], ids=["scaled", "as it is"])
 def test_adamw_decays_as_much_per_sample_where_its_decay_is_scaled(form, scale, scales, power):
-    rule = vbs.AdamRule(form=form, scales_weight_decay=scales)
+    rule = vbs.rules.AdamRule(form=form, scales_weight_decay=scales)
     found = decay_per_sample(torch.optim.AdamW, rule, scale)
     assert found == pytest.approx(LR * DECAY / REFERENCE * scale**power, rel=1e-4)
 
@@ -61,7 +61,7 @@ def test_adamw_decays_as_much_per_sample_where_its_decay_is_scaled(form, scale, 
 @SCALES
 @pytest.mark.parametrize(("scales", "power"), [(True, 0), (False, -0.5)], ids=["scaled", "as it is"])
 def test_muon_decays_as_much_per_sample_where_its_decay_is_scaled(scale, scales, power):
-    found = decay_per_sample(torch.optim.Muon, vbs.MuonRule(scales_weight_decay=scales), scale)
+    found = decay_per_sample(torch.optim.Muon, vbs.rules.MuonRule(scales_weight_decay=scales), scale)
     assert found == pytest.approx(LR * DECAY / REFERENCE * scale**power, rel=1e-4)
 
 
@@ -78,7 +78,7 @@ def test_the_decay_of_plain_adam_goes_with_a_noisy_gradient_and_needs_no_scaling
         torch.manual_seed(0)
         weight = nn.Parameter(torch.ones(4000, dtype=torch.float64))
         inner = torch.optim.Adam([weight], lr=1e-5, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-12)
-        list(run(weight, inner, vbs.AdamRule(form=form), scale, gradient_of=noise, num_samples=512))
+        list(run(weight, inner, vbs.rules.AdamRule(form=form), scale, gradient_of=noise, num_samples=512))
         return 1 - weight.mean().item()
 
     assert mean_after(scale) == pytest.approx(mean_after(1), rel=0.05)
@@ -96,7 +96,7 @@ def test_muon_makes_the_steps_of_plain_muon_with_the_settings_of_each_step():
     inner = torch.optim.Muon([weight], lr=0.02, weight_decay=0.1, momentum=0.9)
     other = torch.optim.Muon([plain], lr=0.02, weight_decay=0.1, momentum=0.9)
     sampler = vbs.CustomSampler(dataset_size=128, trace=sizes, minibatch_size=2)
-    optimizer = vbs.CustomOptimizer(inner, sampler, rule=vbs.MuonRule(), ref_batchsize=REFERENCE)
+    optimizer = vbs.CustomOptimizer(inner, sampler, rule=vbs.rules.MuonRule(), ref_batchsize=REFERENCE)
     gradient = torch.randn_like(weight)
     for _ in sampler:
         weight.grad = gradient.clone()
@@ -115,7 +115,7 @@ def test_muon_makes_the_steps_of_plain_muon_with_the_settings_of_each_step():
 def test_the_rule_for_muon_refuses_sgd():
     weight = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"^`inner` must be Muon, got SGD$"):
-        next(run(weight, torch.optim.SGD([weight], lr=0.1), vbs.MuonRule(), 1))
+        next(run(weight, torch.optim.SGD([weight], lr=0.1), vbs.rules.MuonRule(), 1))
 
 
 # ---------------------------------------------------------------------------------------------------------------- surge
@@ -126,7 +126,7 @@ def test_a_run_under_the_surge_rule_has_the_learning_rate_of_the_noise_that_it_m
     weight = nn.Parameter(torch.zeros(1000))
     inner = torch.optim.AdamW([weight], lr=1e-3)
     sampler = vbs.CustomSampler(dataset_size=4096, trace=[8, 64, 16] * 40, minibatch_size=2)
-    optimizer = vbs.CustomOptimizer(inner, sampler, rule=vbs.SurgeRule(), ref_batchsize=4)
+    optimizer = vbs.CustomOptimizer(inner, sampler, rule=vbs.rules.SurgeRule(), ref_batchsize=4)
     worth = 0.0
     for _ in sampler:
         weight.grad = 0.3 + torch.randn_like(weight) / math.sqrt(2)  # of 2 samples, with V/G² = 1/0.3²

@@ -9,13 +9,11 @@ from threaded_cores import run_on
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.training.exact_gradients import ExactGradients
-from variable_batch_size.training.exact_separate_gradients import ExactSeparateGradients
-from variable_batch_size.training.flat_gradients import FlatGradients
-from variable_batch_size.training.gradients import Mean
-from variable_batch_size.training.kept_gradients import KeptGradients
-from variable_batch_size.training.separate_gradients import SeparateGradients
-from variable_batch_size.training.weights import Weights
+from variable_batch_size.optim.gradients.accumulator import Mean
+from variable_batch_size.optim.gradients.buckets import BucketAccumulator, BucketViewAccumulator
+from variable_batch_size.optim.gradients.fixed_point import FixedPointAccumulator, FixedPointTracedAccumulator
+from variable_batch_size.optim.gradients.traced import TracedAccumulator
+from variable_batch_size.optim.token_weights import TokenWeights
 
 
 def make(trace=(2, 2, 2, 2), *, rule=None, device="cpu", lr=1.0, **options):
@@ -23,7 +21,7 @@ def make(trace=(2, 2, 2, 2), *, rule=None, device="cpu", lr=1.0, **options):
     p = nn.Parameter(torch.zeros(1, dtype=torch.float64, device=device))
     sampler = vbs.CustomSampler(dataset_size=64, trace=list(trace), minibatch_size=1, shuffle=False)
     inner = torch.optim.SGD([p], lr=lr, momentum=0.5, weight_decay=0.1)
-    optimizer = vbs.CustomOptimizer(inner, sampler, rule=rule or vbs.LinearRule(), ref_batchsize=2, **options)
+    optimizer = vbs.CustomOptimizer(inner, sampler, rule=rule or vbs.rules.LinearRule(), ref_batchsize=2, **options)
     return p, optimizer
 
 
@@ -75,13 +73,13 @@ def test_a_weight_that_cannot_be_right_is_refused_and_changes_nothing(wrong, mes
 
 @pytest.mark.parametrize("weight", [3, np.int64(3), np.array([3]), np.array([[3.0]]), torch.tensor([3])])
 def test_anything_that_is_one_number_is_a_weight(weight):
-    checked = Weights(torch.device("cpu")).checked(weight)
+    checked = TokenWeights(torch.device("cpu")).checked(weight)
     assert checked == 3
     assert type(checked) is float
 
 
 def test_what_is_on_a_device_is_counted_there_in_double_precision():
-    weights = Weights(torch.device("meta"))
+    weights = TokenWeights(torch.device("meta"))
     checked = weights.checked(torch.ones(1, dtype=torch.int32, device="meta"))
     assert (checked.device.type, checked.dtype, checked.shape) == ("meta", torch.float64, ())
     weights.add(torch.ones(()))  # summed elsewhere
@@ -139,7 +137,13 @@ def test_where_something_is_read_from_a_device_a_step_that_weighs_nothing_is_ski
 
 
 def test_a_weight_that_is_nan_on_a_device_does_not_pass_for_a_gradient_of_zero():
-    for kind in (FlatGradients, KeptGradients, ExactGradients, SeparateGradients, ExactSeparateGradients):
+    for kind in (
+        BucketAccumulator,
+        BucketViewAccumulator,
+        FixedPointAccumulator,
+        TracedAccumulator,
+        FixedPointTracedAccumulator,
+    ):
 
         def run(core, kind=kind):
             p = nn.Parameter(torch.zeros(1))
@@ -166,7 +170,7 @@ def test_a_step_that_fails_does_not_count(monkeypatch):
     assert p.item() == -0.5
 
 
-@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients, ExactGradients])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, FixedPointAccumulator])
 @pytest.mark.parametrize("without", [(0,), (1,), (2,), (0, 2), (0, 1), (1, 2)])
 def test_weights_on_some_cores_only_are_refused_on_all(kind, without):
     """The last core is idle."""
@@ -189,7 +193,7 @@ def test_weights_on_some_cores_only_are_refused_on_all(kind, without):
     assert all(found.startswith(message) for found in run_on(3, run))
 
 
-@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients, ExactGradients])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, FixedPointAccumulator])
 def test_weights_on_some_cores_only_are_refused_when_a_run_without_any_has_gone_back_to_its_start(kind):
     def run(core):
         p = nn.Parameter(torch.zeros(1))
@@ -210,7 +214,7 @@ def test_weights_on_some_cores_only_are_refused_when_a_run_without_any_has_gone_
     run_on(2, run)
 
 
-@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator])
 def test_a_core_without_weights_is_seen_beside_one_with_many(kind):
     def run(core):
         p = nn.Parameter(torch.zeros(1))
@@ -224,7 +228,7 @@ def test_a_core_without_weights_is_seen_beside_one_with_many(kind):
     run_on(2, run)
 
 
-@pytest.mark.parametrize("kind", [FlatGradients, KeptGradients, ExactGradients])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, FixedPointAccumulator])
 @pytest.mark.parametrize("weights", [None, [0, 0, 0], [5, 0, 7]])
 def test_cores_that_agree_on_weights_go_on(kind, weights):
     def run(core):
@@ -349,7 +353,7 @@ def test_the_sinks_show_the_weight(tmp_path):
     assert b"steps/weight" in b"".join(path.read_bytes() for path in (tmp_path / "board" / "steps").iterdir())
 
 
-@pytest.mark.parametrize("rule", [vbs.LinearRule, vbs.AdaScaleRule])
+@pytest.mark.parametrize("rule", [vbs.rules.LinearRule, vbs.rules.AdaScaleRule])
 def test_a_run_that_goes_on_has_the_noise_and_the_weight_that_it_had(tmp_path, rule):
     def session(records, num_steps):
         p, optimizer = make(rule=rule(), lr=0.1, measure_noise=True)

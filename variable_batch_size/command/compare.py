@@ -28,8 +28,8 @@ from variable_batch_size.comparison.experiment import (
     default_traces,
 )
 from variable_batch_size.comparison.results import Results
-from variable_batch_size.policies.registry import parse_policy
-from variable_batch_size.policies.situation import Situation
+from variable_batch_size.policies.builtin import parse_policy
+from variable_batch_size.policies.policy import Situation
 from variable_batch_size.schedules.batch_sizes import ON_END, OnEnd
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Trace
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("--executor decides how many runs are made at once: leave --jobs out")
     # torch comes with these, which takes seconds: after the options have been understood
     from variable_batch_size.comparison.compare import compare
-    from variable_batch_size.comparison.on_executor import load_executor
+    from variable_batch_size.comparison.executors import load_executor
     from variable_batch_size.comparison.train import inner_optimizer, refuse_impossible
     from variable_batch_size.comparison.workload import load_workload, source_of
 

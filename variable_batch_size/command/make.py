@@ -15,9 +15,15 @@ from variable_batch_size.command.options import (
     print_trace,
     write_trace,
 )
-from variable_batch_size.traces.growth import growth_for_decay, seesaw
-from variable_batch_size.traces.market import spot_market
-from variable_batch_size.traces.ramps import constant_trace, doubling_ramp, linear_ramp, rampup
+from variable_batch_size.traces.generators import (
+    constant_trace,
+    doubling_ramp,
+    growth_for_decay,
+    linear_ramp,
+    rampup,
+    seesaw,
+    spot_market,
+)
 from variable_batch_size.traces.stages import CHANGES, UNITS, Stages
 from variable_batch_size.traces.trace import Trace
 

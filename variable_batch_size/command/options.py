@@ -8,8 +8,7 @@ import sys
 from typing import Any
 
 from variable_batch_size.planning.reports import trace_report
-from variable_batch_size.traces.recording import FORMATS
-from variable_batch_size.traces.recording_tables import TIME_UNITS
+from variable_batch_size.traces.recording import FORMATS, TIME_UNITS
 from variable_batch_size.traces.stages import parse_count
 from variable_batch_size.traces.trace import Trace
 

@@ -7,10 +7,9 @@ import json
 from pathlib import Path
 
 from variable_batch_size.command.options import add_minibatch_size, add_tokens_per_sample, count, print_text
-from variable_batch_size.planning.picture import check_suffix, plot_plan
-from variable_batch_size.planning.plan import Plan
+from variable_batch_size.planning.pictures import check_suffix, plot_plan
+from variable_batch_size.planning.plan import NAMES, RULES, Plan, planned_rules
 from variable_batch_size.planning.reports import plan_report
-from variable_batch_size.planning.rules import NAMES, RULES, planned_rules
 from variable_batch_size.schedules.batch_sizes import ON_END
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Trace

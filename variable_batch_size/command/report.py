@@ -6,10 +6,9 @@ import argparse
 from pathlib import Path
 
 from variable_batch_size.command.options import print_text
-from variable_batch_size.comparison.report.page import write_page
+from variable_batch_size.comparison.report.page import write_page, write_tables
 from variable_batch_size.comparison.report.picture import draw_picture
-from variable_batch_size.comparison.report.tables import write_tables
-from variable_batch_size.comparison.report.verdict import verdicts
+from variable_batch_size.comparison.report.summary import verdicts
 from variable_batch_size.comparison.results import Results
 
 

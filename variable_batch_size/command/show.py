@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from variable_batch_size.command.options import add_width, print_text, print_trace
-from variable_batch_size.planning.decisions_picture import plot_decisions
+from variable_batch_size.files import read_records
+from variable_batch_size.planning.pictures import plot_decisions
 from variable_batch_size.planning.reports import decisions_report
-from variable_batch_size.records import read_records
 from variable_batch_size.traces.trace import Trace
 
 EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"

@@ -14,14 +14,11 @@ from variable_batch_size.command.options import (
     recording_options,
 )
 from variable_batch_size.files import write_text
-from variable_batch_size.planning.availability import Availability
-from variable_batch_size.planning.noise_curve import NoiseCurve
+from variable_batch_size.planning.pictures import plot_simulations
 from variable_batch_size.planning.profile import Profile
-from variable_batch_size.planning.simulate import Simulation, simulate
-from variable_batch_size.planning.simulation_page import simulation_page
-from variable_batch_size.planning.simulation_picture import plot_simulations
-from variable_batch_size.planning.simulation_tables import Table, as_csv, as_text, simulation_table
-from variable_batch_size.policies.registry import POLICIES, parse_policy
+from variable_batch_size.planning.reports import Table, as_csv, as_text, simulation_page, simulation_table
+from variable_batch_size.planning.simulate import Availability, NoiseCurve, Simulation, simulate
+from variable_batch_size.policies.builtin import POLICIES, parse_policy
 from variable_batch_size.traces.recording import Recording
 from variable_batch_size.traces.trace import Trace
 

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from variable_batch_size.checks import check_positive
 from variable_batch_size.comparison.train import inner_optimizer, minibatches_of
 from variable_batch_size.comparison.workload import Workload
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules.registry import make_rule
-from variable_batch_size.training.optimizer import CustomOptimizer
-from variable_batch_size.training.sampler import CustomSampler
 
 _SAMPLES_PER_TEST = 256
 

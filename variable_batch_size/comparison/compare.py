@@ -12,7 +12,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from variable_batch_size.comparison import gpus
+from variable_batch_size.comparison import executors
+from variable_batch_size.comparison.executors import OnExecutor, Workers
 from variable_batch_size.comparison.experiment import (
     DIVERGED,
     DONE,
@@ -24,13 +25,10 @@ from variable_batch_size.comparison.experiment import (
     Settings,
     runs_of,
 )
-from variable_batch_size.comparison.on_executor import OnExecutor
-from variable_batch_size.comparison.report.numbers import number
-from variable_batch_size.comparison.report.page import write_page
-from variable_batch_size.comparison.report.tables import write_tables
+from variable_batch_size.comparison.report.page import write_page, write_tables
+from variable_batch_size.comparison.report.summary import number
 from variable_batch_size.comparison.results import Results
 from variable_batch_size.comparison.train import train
-from variable_batch_size.comparison.workers import Workers
 from variable_batch_size.traces.trace import Trace
 
 
@@ -71,7 +69,7 @@ def compare(
 
 
 def _environments(settings: Settings, jobs: int) -> list[dict[str, str]]:
-    return gpus.environments(jobs, settings.cores) if settings.device == "cuda" else []
+    return executors.environments(jobs, settings.cores) if settings.device == "cuda" else []
 
 
 @contextmanager

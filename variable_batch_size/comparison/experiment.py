@@ -10,7 +10,7 @@ import numpy as np
 
 from variable_batch_size.rules.registry import RULES as rules_by_name
 from variable_batch_size.schedules.batch_sizes import OnEnd
-from variable_batch_size.traces.market import spot_market
+from variable_batch_size.traces.generators import spot_market
 from variable_batch_size.traces.trace import Trace
 
 REFERENCE = "reference"

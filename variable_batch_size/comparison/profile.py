@@ -12,11 +12,11 @@ import torch
 from variable_batch_size.comparison.train import device_of, inner_optimizer, minibatches_of
 from variable_batch_size.comparison.workload import Workload, load_workload
 from variable_batch_size.cores.launch import launch
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.planning.profile import Measured
-from variable_batch_size.policies.step_times import StepTimes
+from variable_batch_size.policies.timing import StepTimes
 from variable_batch_size.rules.registry import make_rule
-from variable_batch_size.training.optimizer import CustomOptimizer
-from variable_batch_size.training.sampler import CustomSampler
 
 _DEPTHS = (1, 3)
 _WARM_UP = 5

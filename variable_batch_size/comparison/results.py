@@ -11,8 +11,8 @@ from typing import Any
 
 from variable_batch_size.comparison.experiment import POLICY, REFERENCE, Outcome, Run, Settings
 from variable_batch_size.files import write, write_text
+from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Policy
-from variable_batch_size.policies.registry import parse_policy
 from variable_batch_size.traces.trace import Trace
 
 
@@ -60,7 +60,11 @@ class Results:
         return Settings(**{name: value for name, value in found.items() if name in known})
 
     def write_experiment(
-        self, settings: Settings, origin: Mapping[str, Any], traces: Mapping[str, Trace | str], runs: Iterable[Run]
+        self,
+        settings: Settings,
+        origin: Mapping[str, Any],
+        traces: Mapping[str, Trace | str],
+        runs: Iterable[Run],
     ) -> None:
         """Set down settings, traces and planned runs beside those that are there; refuse what does not go with them.
 

@@ -23,16 +23,15 @@ from variable_batch_size.comparison.results import Results
 from variable_batch_size.comparison.workload import Workload, load_workload
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.launch import launch
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.optim.buffers import share_buffers
+from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.policies.policy import Policy
 from variable_batch_size.rules.registry import make_rule
-from variable_batch_size.runs.log import Log
-from variable_batch_size.runs.metrics import Metrics
+from variable_batch_size.runs.log import Log, Metrics
 from variable_batch_size.runs.sinks import JsonLines, TensorBoard
-from variable_batch_size.schedules.live import LiveSchedule
+from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.traces.trace import Trace
-from variable_batch_size.training.buffers import share_buffers
-from variable_batch_size.training.optimizer import CustomOptimizer
-from variable_batch_size.training.sampler import CustomSampler
 
 _NUM_RECORDS = 500
 _SAMPLES_PER_TEST = 256
@@ -164,7 +163,12 @@ class _Training:
     """A run on this core."""
 
     def __init__(
-        self, settings: Settings, workload: Workload, model: torch.nn.Module, optimizer: CustomOptimizer, goal: Goal
+        self,
+        settings: Settings,
+        workload: Workload,
+        model: torch.nn.Module,
+        optimizer: CustomOptimizer,
+        goal: Goal,
     ) -> None:
         self._settings = settings
         self._workload = workload
@@ -190,7 +194,7 @@ class _Training:
         ]
         decisions = JsonLines(directory / "decisions.jsonl")
         if optimizer.sampler.rank == 0:
-            optimizer.call_when_decided(decisions)
+            optimizer.on_decision(decisions)
         with Log(optimizer, every=self._log_steps(), to=sinks) as log, closing(decisions):
             for inputs, targets in minibatches_of(self._workload, optimizer, self._device):
                 loss = self._workload.loss(self._model(inputs), targets)
@@ -218,7 +222,7 @@ class _Training:
     def _write_decided(self, directory: Path) -> None:
         """The trace that a policy has made of the run."""
         schedule = self._optimizer.sampler.schedule
-        if isinstance(schedule, LiveSchedule) and self._optimizer.sampler.rank == 0:
+        if isinstance(schedule, PolicySchedule) and self._optimizer.sampler.rank == 0:
             executed = schedule.trace[: self._optimizer.steps_done]
             executed.write(directory / "executed.csv", comment=schedule.description)
 

@@ -1,12 +1,13 @@
-"""Communicator: what a core can do together with all others, and what it must know of the way they run."""
+"""Communicator: the collectives of a run's cores, and how work on their device is executed."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
+import torch.distributed as dist
 
 
 class Communicator(ABC):
@@ -36,15 +37,15 @@ class Communicator(ABC):
     def flush(self) -> None:  # noqa: B027 (eager devices have nothing to do)
         """Start the work that was noted down so far, where tensor work is noted down first and then compiled."""
 
-    def varying(self, number: float) -> float:
+    def traced_scalar(self, number: float) -> float:
         """A number that changes from step to step, in a form that is no reason to compile again."""
         return number
 
-    def varying_share(self, number: float) -> float:
+    def traced_beta(self, number: float) -> float:
         """The same for a number x from 0 on of which 1 − x is used, too, as Adam uses its betas."""
         return number
 
-    def lay_out(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 (most have one device for each tensor)
+    def shard_like(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 (most have one device for each tensor)
         """Before the first program: say where tensors are whose place nobody has chosen."""
 
     def placed_like(self, other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -70,7 +71,7 @@ def each_element_once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @final
-class Alone(Communicator):
+class SingleProcess(Communicator):
     """One process that is the only core."""
 
     rank = 0
@@ -81,3 +82,38 @@ class Alone(Communicator):
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         pass
+
+
+Group = Any
+"""A process group of torch.distributed; None for the default one. (Its class is not there where torch lacks it.)"""
+
+Ranks = tuple[int, ...]
+
+
+def is_running() -> bool:
+    """Whether a process group has been initialised."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def group_of(process_group: Any) -> Group:
+    """A process group, also from a mesh of devices with one dimension; anything else is refused."""
+    if process_group is None:
+        return None
+    if not is_running():
+        raise ValueError("`process_group` must be None where torch.distributed is not initialised")
+    if isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        return process_group
+    if not hasattr(process_group, "mesh_dim_names"):
+        kind = type(process_group).__name__
+        raise ValueError(f"`process_group` must be a group of torch.distributed or a DeviceMesh, got {kind}")
+    if process_group.ndim != 1:
+        raise ValueError(
+            "`process_group` must be the dimension of the mesh along which cores have different samples, as "
+            f'mesh["data"], got a mesh with the dimensions {process_group.mesh_dim_names or process_group.ndim}'
+        )
+    return process_group.get_group()
+
+
+def ranks_of(group: Group) -> Ranks:
+    """The processes of a group, by their rank among all."""
+    return tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))

@@ -1,18 +1,182 @@
-"""Runs a function once on every core: TPU cores, virtual XLA cores on a CPU, or torch.distributed processes."""
+"""launch: runs a function on every core: TPU cores, virtual XLA cores, or torch.distributed processes."""
 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
+import signal
+import sys
 import tempfile
-from collections.abc import Callable
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from variable_batch_size.checks import check_positive, install
-from variable_batch_size.cores import stopping, xla
-from variable_batch_size.cores.processes import Process, end_with_parent, environment, run_and_send, run_processes
+from variable_batch_size.cores import signals, xla
+
+# ------------------------------------------------------------------------------------------ in the launching process
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process to start: its main function, what that needs to know, and its environment."""
+
+    main: Callable[..., None]
+    args: tuple[Any, ...]
+    environment: Mapping[str, str]
+
+
+def run_processes(processes: list[Process], work: bytes) -> list[Any]:
+    """Start the processes, wait for what their cores send, and leave none behind."""
+    started: list[tuple[Any, Any]] = []
+    results: dict[int, Any] = {}
+    with _passing_on_sigterm(started) as order:
+        try:
+            _start(processes, work, started)
+            if order.is_given:  # perhaps while one was being started, which does not know of it yet
+                _terminate(started)
+            _receive(dict(started), results)
+        finally:
+            for receiver, child in started:
+                if child.is_alive():
+                    child.kill()
+                child.join()
+                receiver.close()
+    return [results[rank] for rank in sorted(results)]
+
+
+def _start(processes: list[Process], work: bytes, started: list[tuple[Any, Any]]) -> None:
+    """Start the processes, noting each with the end of its pipe as soon as it runs."""
+    context = multiprocessing.get_context("spawn")
+    for process in processes:
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=process.main, args=(*process.args, work, sender))
+        with environment(process.environment):
+            child.start()
+        sender.close()  # the child holds the other end: a pipe at its end now means that the child is gone
+        started.append((receiver, child))
+
+
+def _receive(running: dict[Any, Any], results: dict[int, Any]) -> None:
+    """Take in what the cores send until all processes have ended, or the first of them did not end well."""
+    while running:
+        for pipe in multiprocessing.connection.wait(list(running)):
+            try:
+                rank, outcome, payload = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                child = running.pop(pipe)
+                child.join()
+                if child.exitcode != 0:
+                    raise RuntimeError(f"a process of the launch died with exit code {child.exitcode}") from None
+                continue
+            if outcome == _EXIT:
+                sys.exit(payload)
+            if outcome == _FAILURE:
+                raise RuntimeError(f"core {rank} failed:\n{payload}")
+            results[rank] = payload
+
+
+@dataclass
+class _Order:
+    """Whether SIGTERM has come: without a lock, as one signal may interrupt what another one does."""
+
+    is_given: bool = False
+
+
+@contextmanager
+def _passing_on_sigterm(started: list[tuple[Any, Any]]) -> Iterator[_Order]:
+    """Within, SIGTERM goes on to the started processes, and is noted in the order that this yields.
+
+    When they have ended, the signal ends this process, too, unless they end the launch with an exit code of their own.
+    If that says that they have saved and stopped, the signal may come again while this process ends with it.
+    A handler that the user has set is left alone.
+    """
+    order = _Order()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not signals.ends_process():
+        yield order
+        return
+
+    def pass_on(number: int, frame: Any) -> None:
+        order.is_given = True
+        _terminate(started)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    has_stopped = False
+    try:
+        yield order
+    except SystemExit as ended:
+        has_stopped = ended.code == signals.EXIT_STOPPED
+        if has_stopped:
+            signals.obey()
+            signals.note_sigterm()
+        order.is_given = False
+        raise
+    finally:
+        if not has_stopped:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if order.is_given:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _terminate(started: list[tuple[Any, Any]]) -> None:
+    for _, child in started:
+        child.terminate()
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Within, these environment variables are set: a process started here has them before it imports anything."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# ------------------------------------------------------------------------------------------ in the started processes
+
+
+_send_one_at_a_time = threading.Lock()
+
+_RESULT, _FAILURE, _EXIT = "result", "failure", "exit"
+
+
+def run_and_send(work: bytes, pipe: Any, rank: int) -> None:
+    """Do the work as a core, and send its result, its failure or its exit code to the launching process."""
+    try:
+        fn, args = pickle.loads(work)  # each core its own copy, also where cores are threads of one process
+        message = pickle.dumps((rank, _RESULT, fn(*args)))
+    except SystemExit as exit:
+        message = pickle.dumps((rank, _EXIT, exit.code))
+    except BaseException:
+        message = pickle.dumps((rank, _FAILURE, traceback.format_exc()))
+    with _send_one_at_a_time:
+        pipe.send_bytes(message)
+
+
+def end_with_parent() -> None:
+    """End this process, at once, when the process that started it has ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
 
 _GOOGLE_PCI_VENDOR = "0x1ae0"
 
@@ -107,9 +271,9 @@ def _tpu_processes(cores: int | None, spmd: bool) -> list[Process]:
 
 
 def _num_devices(backend: str) -> int:
-    from variable_batch_size.cores import accelerators  # which loads torch
+    from variable_batch_size.cores import devices  # which loads torch
 
-    return accelerators.num_devices(backend)
+    return devices.num_devices(backend)
 
 
 # ------------------------------------------------------------------------------------------ in the started processes
@@ -118,9 +282,9 @@ def _num_devices(backend: str) -> int:
 def _xla_main(local_rank: int, num_processes: int, work: bytes, pipe: Any) -> None:
     """Run the work in a thread for each XLA device of this process."""
     end_with_parent()
-    stopping.note_sigterm()  # in the main thread, which this is; the cores are others
+    signals.note_sigterm()  # in the main thread, which this is; the cores are others
     if os.environ["PJRT_DEVICE"] == "CPU":
-        xla.let_virtual_cores_meet(int(os.environ["CPU_NUM_DEVICES"]))
+        xla.patch_rendezvous(int(os.environ["CPU_NUM_DEVICES"]))
     xla.run_on_devices(local_rank, num_processes, lambda rank: run_and_send(work, pipe, rank))
 
 
@@ -128,7 +292,7 @@ def _spmd_main(work: bytes, pipe: Any) -> None:
     """Run the work once, on all devices of this process."""
     end_with_parent()
     xla.use_spmd()
-    xla.meet_other_hosts()
+    xla.init_hosts_process_group()
     run_and_send(work, pipe, 0)
 
 
@@ -140,9 +304,9 @@ def _distributed_main(
     multiprocessing.set_start_method(start_method, force=True)
     import torch.distributed as dist
 
-    from variable_batch_size.cores import accelerators
+    from variable_batch_size.cores import devices
 
-    accelerators.use_device(rank, backend)
+    devices.use_device(rank, backend)
     with environment(_ALL_ARE_WAITED_FOR):
         dist.init_process_group(backend, init_method=meeting_point, rank=rank, world_size=num_cores)
     run_and_send(work, pipe, rank)
@@ -152,14 +316,14 @@ def _distributed_main(
 def _run_under_torchrun(fn: Callable[..., Any], args: tuple[Any, ...], backend: str | None) -> Any:
     import torch.distributed as dist
 
-    from variable_batch_size.cores import accelerators
+    from variable_batch_size.cores import devices
 
     if backend == "xla":
         raise ValueError(
             'torchrun starts processes of torch.distributed: `backend` must be "gloo" or "nccl", got "xla"'
         )
-    backend = backend or accelerators.default_backend()
-    accelerators.use_device(int(os.environ["LOCAL_RANK"]), backend)
+    backend = backend or devices.default_backend()
+    devices.use_device(int(os.environ["LOCAL_RANK"]), backend)
     if dist.is_initialized():
         return fn(*args)
     with environment(_ALL_ARE_WAITED_FOR):

@@ -1,4 +1,4 @@
-"""Everything that needs torch_xla, which is imported when it is first used: TPU cores, or virtual ones on a CPU."""
+"""Everything that needs torch_xla, which is imported when first used: TPU cores, or virtual cores on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,39 @@ import torch
 import torch.distributed as dist
 
 from variable_batch_size.cores.communicator import Communicator
-from variable_batch_size.cores.meeting import Meeting
+
+
+@final
+class ThreadRendezvous:
+    """What ``xm.rendezvous`` does, without a collective of the device.
+
+    Args:
+        num_cores: how many threads come.
+        rank: tells which of them the calling thread is.
+    """
+
+    def __init__(self, num_cores: int, rank: Callable[[], int]) -> None:
+        self._num_cores = num_cores
+        self._rank = rank
+        self._shown = [b""] * num_cores
+        self._all_are_here = threading.Barrier(num_cores)
+
+    def rendezvous(self, tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
+        """Wait for all cores, and return what each has brought, in the order of their ranks.
+
+        Args:
+            tag: the name of the meeting.
+            payload: what this core brings.
+            replicas: those who come; all if empty, and nothing else.
+        """
+        if replicas and sorted(replicas) != list(range(self._num_cores)):
+            raise ValueError(f"`replicas` must be empty or all {self._num_cores} cores, got {list(replicas)} ({tag!r})")
+        self._shown[self._rank()] = payload
+        self._all_are_here.wait()
+        found = list(self._shown)
+        self._all_are_here.wait()  # nobody shows something new before all have seen this
+        return found
+
 
 _ALMOST_ONE = math.nextafter(1.0, 0.0)
 
@@ -63,7 +95,7 @@ def num_programs() -> int:
 
 
 @final
-class Xla(Communicator):
+class XlaDevices(Communicator):
     """The cores of torch_xla.
 
     Tensor work is only noted down until :meth:`flush` compiles and starts it. Doing that after every minibatch keeps
@@ -119,7 +151,7 @@ class Xla(Communicator):
         with self._turn:
             _torch_xla().sync()
 
-    def lay_out(self, tensors: Iterable[torch.Tensor]) -> None:
+    def shard_like(self, tensors: Iterable[torch.Tensor]) -> None:
         if self._is_spmd:
             on_all_devices = _torch_xla()._XLAC.OpSharding([], [], [], 0)
             for tensor in tensors:
@@ -128,12 +160,12 @@ class Xla(Communicator):
     def placed_like(self, other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         return placed_like(other, tensor)
 
-    def varying(self, number: float) -> float:
+    def traced_scalar(self, number: float) -> float:
         # XLA puts exactly 0, 1 and -1 into the program; one step of double precision beside them is the same float32
         return math.nextafter(number, math.inf) if number in (0.0, 1.0, -1.0) else number
 
-    def varying_share(self, number: float) -> float:
-        return max(self.varying(number), 1 - _ALMOST_ONE)
+    def traced_beta(self, number: float) -> float:
+        return max(self.traced_scalar(number), 1 - _ALMOST_ONE)
 
 
 def placed_like(other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -168,7 +200,7 @@ def set_random_seed(seed: int, device: torch.device) -> None:
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
+def preserve_rng(device: torch.device) -> Iterator[None]:
     """Within, flushing does not change which random numbers come next on the device, as it otherwise does."""
     seed = random_seed(device)
     try:
@@ -192,16 +224,16 @@ def run_on_devices(local_rank: int, num_processes: int, run: Callable[[int], Non
     pjrt._run_thread_per_device(local_rank, num_processes, lambda: run(cores()[0]), pjrt.initialize_multiprocess)
 
 
-def let_virtual_cores_meet(num_cores: int) -> None:
+def patch_rendezvous(num_cores: int) -> None:
     """Replace ``xm.rendezvous`` in this process, whose threads are the cores, and so what ``xm.mesh_reduce`` calls.
 
     Its collective would be started by all threads at once, of which each may get a program of its own: they never meet,
     and the process is aborted.
     """
-    _module("core.xla_model").rendezvous = Meeting(num_cores, lambda: cores()[0]).rendezvous
+    _module("core.xla_model").rendezvous = ThreadRendezvous(num_cores, lambda: cores()[0]).rendezvous
 
 
-def meet_other_hosts() -> None:
+def init_hosts_process_group() -> None:
     """In SPMD mode on several hosts: let torch.distributed reach from each to all others."""
     if num_hosts() > 1:
         _module("distributed.xla_backend")  # which knows how they find each other

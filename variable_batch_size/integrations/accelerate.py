@@ -1,23 +1,79 @@
-"""prepare: takes the place of ``accelerator.prepare`` where the batch size is variable."""
+"""prepare: replaces ``accelerator.prepare`` for a variable batch size."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from variable_batch_size.cores.running import communicator_for
-from variable_batch_size.integrations.going_on import load_state, state_of
-from variable_batch_size.training.dealer import Dealer
-from variable_batch_size.training.optimizer import CustomOptimizer
-from variable_batch_size.training.wrapped import take_over_reduction
-from variable_batch_size.training.wrapper import optimizers_of
+from variable_batch_size.cores.detect import communicator_for
+from variable_batch_size.data.sampler import MinibatchSource
+from variable_batch_size.integrations.common import load_state, state_of
+from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.proxy import optimizers_of
+from variable_batch_size.optim.wrappers import disable_ddp_allreduce
+
+
+class UpdateCountingOptimizer(Optimizer):
+    """Stands where a framework wants its optimizer, after something else has run all minibatches of the step.
+
+    Its ``step()`` changes nothing, and sees that there was an update.
+
+    Args:
+        variable: who makes the updates.
+    """
+
+    # Accelerate then takes it as it is, and asks it whether the step was skipped
+    _is_accelerate_prepared = True
+
+    def __init__(self, variable: CustomOptimizer) -> None:
+        self.variable = variable
+        self._steps_seen = variable.steps_made
+        # sets up hooks and profiling as Optimizer.__init__ does, without a second set of param_groups and state
+        super().__setstate__({})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.variable.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.variable.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.variable.defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the latest step was made without an update, as its gradient was not finite."""
+        return not self.variable.updated
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """See that a step was made since the latest call."""
+        if self.variable.steps_made != self._steps_seen + 1:
+            raise RuntimeError(
+                f"{self.variable.steps_made - self._steps_seen} steps were made where the loop counts one: whoever "
+                "replaces `training_step` must call that of its base"
+            )
+        self._steps_seen = self.variable.steps_made
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: there are no gradients after a step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return state_of(self.variable)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_state(self.variable, state_dict)
+
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +107,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     # the model first, as the optimizer must see how it is wrapped
     ready = [accelerator.prepare(thing) if isinstance(thing, torch.nn.Module) else thing for thing in objects]
     parameters = list(optimizer.parameters())
-    take_over_reduction(parameters, communicator_for(parameters, optimizer.sampler.process_group))
+    disable_ddp_allreduce(parameters, communicator_for(parameters, optimizer.sampler.process_group))
     optimizer.register_step_pre_hook(_refuse_other_loaders)
     accelerator.register_for_checkpointing(SavedOptimizer(optimizer))
     ready = [_prepared(accelerator, optimizer, thing) for thing in ready]
@@ -95,7 +151,7 @@ class SavedOptimizer:
 class LoaderToDevice:
     """A loader that puts what it yields on a device, and is dealt its minibatches by its sampler alone."""
 
-    def __init__(self, loader: DataLoader[Any], sampler: Dealer, device: torch.device) -> None:
+    def __init__(self, loader: DataLoader[Any], sampler: MinibatchSource, device: torch.device) -> None:
         if loader.generator is None:
             # else it would draw a number from the generator of the run whenever it is set up, also where a run goes on
             loader.generator = torch.Generator().manual_seed(sampler.seed)

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from variable_batch_size.integrations.going_on import load_state, state_of
-from variable_batch_size.integrations.steps import Steps
-from variable_batch_size.training.epochs import epochs as epochs_of
-from variable_batch_size.training.optimizer import CustomOptimizer
+from variable_batch_size.integrations.common import Steps, load_state, state_of
+from variable_batch_size.optim.lr_scheduler import epochs as epochs_of
+from variable_batch_size.optim.optimizer import CustomOptimizer
 
 logger = logging.getLogger(__name__)
 

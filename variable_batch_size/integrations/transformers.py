@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,25 +12,76 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
 
-from variable_batch_size.cores.running import communicator_for
-from variable_batch_size.integrations.steps import Extent, Steps, extent_of_epochs, extent_of_steps
-from variable_batch_size.integrations.transformers_checks import (
-    checked_options,
-    refuse_other_data,
-    refuse_other_processes,
-    refuse_settings,
-)
-from variable_batch_size.integrations.updates import Updates
-from variable_batch_size.policies.policy import Policy
-from variable_batch_size.policies.situation import Situation
+from variable_batch_size.cores.detect import communicator_for
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.integrations.accelerate import UpdateCountingOptimizer
+from variable_batch_size.integrations.common import Extent, Steps, extent_of_epochs, extent_of_steps
+from variable_batch_size.optim.lr_scheduler import epochs
+from variable_batch_size.optim.optimizer import CustomOptimizer, Options
+from variable_batch_size.optim.wrappers import disable_ddp_allreduce
+from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.traces.trace import TraceLike
-from variable_batch_size.training.epochs import epochs
-from variable_batch_size.training.optimizer import CustomOptimizer
-from variable_batch_size.training.options import Options
-from variable_batch_size.training.sampler import CustomSampler
-from variable_batch_size.training.wrapped import take_over_reduction
+
+_ELSEWHERE = {
+    "clip_grad_norm": "`max_grad_norm` of the training arguments says it",
+    "model": "the trainer knows its model",
+    "loss_scale": "the trainer's loss is not scaled",
+    "keep_gradients": "the trainer drops gradients after each step",
+}
+
+
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the optimizer, of which none is said elsewhere."""
+    for name, reason in _ELSEWHERE.items():
+        if name in options:
+            raise ValueError(f"`options` must not have {name!r}: {reason}")
+    return dict(options)
+
+
+def refuse_settings(args: Any) -> None:
+    """Raise if the training arguments have what the trace decides, or what would not be right with it."""
+    wrong = {
+        "gradient_accumulation_steps": (args.gradient_accumulation_steps > 1, "the trace says how many minibatches"),
+        "fp16": (args.fp16, "its scaler would leave out minibatches; bf16 needs none"),
+        "auto_find_batch_size": (args.auto_find_batch_size, "sizes of the trace are multiples of the minibatch"),
+        "include_num_input_tokens_seen": (
+            args.include_num_input_tokens_seen not in ("no", False),
+            "`variable_optimizer.weight_done` counts tokens",
+        ),
+        "deepspeed": (bool(args.deepspeed), "it reduces gradients by itself"),
+        "fsdp": (bool(args.fsdp), "it reduces gradients by itself"),
+        "train_sampling_strategy": (
+            getattr(args, "train_sampling_strategy", "random") != "random",
+            "the trace's sampler deals the samples",
+        ),
+    }
+    for name, (is_wrong, reason) in wrong.items():
+        if is_wrong:
+            raise ValueError(f"`{name}` must not be set, got {getattr(args, name)!r}: {reason}")
+    if args.n_gpu > 1:
+        raise ValueError(f"one process must have one device, got {args.n_gpu}: start it with torchrun, one for each")
+
+
+def refuse_other_processes(sampler: CustomSampler, args: Any) -> None:
+    """Raise if trainer and sampler do not take this for the same process."""
+    if (sampler.rank, sampler.num_replicas) != (args.process_index, args.world_size):
+        raise ValueError(
+            f"the trainer takes this for process {args.process_index} of {args.world_size}, but it is "
+            f"{sampler.rank} of {sampler.num_replicas}: start it with torchrun, which sets RANK and WORLD_SIZE"
+        )
+
+
+def refuse_other_data(sampler: CustomSampler, dataset: Sized, args: Any) -> None:
+    """Raise if trainer and sampler, which stays the same from one ``train()`` to the next, have different data."""
+    for name, was, now in (
+        ("len(train_dataset)", sampler.dataset_size, len(dataset)),
+        ("per_device_train_batch_size", sampler.minibatch_size, args.per_device_train_batch_size),
+    ):
+        if was != now:
+            raise ValueError(f"`{name}` was {was} when training began and is {now}: make another trainer")
+
 
 _OF_LOADER = ("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "persistent_workers", "prefetch_factor")
 
@@ -80,7 +131,7 @@ class VariableBatchMixin:
                 "`train_dataset` must have a length, got an IterableDataset: train it in a loop of your own"
             )
         own = super().get_train_dataloader()  # type: ignore[misc]
-        if self.variable_sampler is None or not isinstance(self.optimizer, Updates):
+        if self.variable_sampler is None or not isinstance(self.optimizer, UpdateCountingOptimizer):
             self.variable_sampler = CustomSampler(
                 own.dataset,
                 trace=self._trace,
@@ -129,7 +180,7 @@ class VariableBatchMixin:
 
     def create_optimizer(self, *args: Any) -> Optimizer:
         """The trainer's own optimizer, made to update as the trace says."""
-        if not isinstance(self.optimizer, Updates):  # also where `model_init` has made another model
+        if not isinstance(self.optimizer, UpdateCountingOptimizer):  # also where `model_init` has made another model
             assert self.variable_sampler is not None
             self.variable_optimizer = CustomOptimizer(
                 super().create_optimizer(*args),  # type: ignore[misc]
@@ -140,8 +191,8 @@ class VariableBatchMixin:
                 model=self.model,
                 **self._options,
             )
-            self.variable_optimizer.keep_gradient_norm(every=1)  # as the trainer does
-            self.optimizer = Updates(self.variable_optimizer)
+            self.variable_optimizer.record_grad_norm(every=1)  # as the trainer does
+            self.optimizer = UpdateCountingOptimizer(self.variable_optimizer)
         return self.optimizer
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
@@ -213,7 +264,7 @@ class VariableBatchTrainer(VariableBatchMixin, Trainer):  # type: ignore[misc]
 
         args = TrainingArguments("out", per_device_train_batch_size=8, learning_rate=1e-3, max_steps=1000)
         trainer = VariableBatchTrainer(
-            model, args, train_dataset=dataset, trace="trace.csv", rule=vbs.AdamRule(), ref_batchsize=64
+            model, args, train_dataset=dataset, trace="trace.csv", rule=vbs.rules.AdamRule(), ref_batchsize=64
         )
         trainer.train()
 
@@ -245,7 +296,7 @@ class _Position(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer = self._optimizer
         parameters = list(optimizer.parameters())
-        take_over_reduction(parameters, communicator_for(parameters))  # the model was wrapped after it was made
+        disable_ddp_allreduce(parameters, communicator_for(parameters))  # the model was wrapped after it was made
         if not state.global_step:
             optimizer.set_epoch(0)
         steps = optimizer.sampler.schedule.steps(optimizer.epoch)

@@ -2,25 +2,218 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from variable_batch_size.checks import check_positive
-from variable_batch_size.planning.rows import (
-    Moment,
-    PlannedEpoch,
-    PlannedSize,
-    Position,
-    moments_of,
-    planned_epoch,
-    planned_sizes,
-    positions_of,
-)
-from variable_batch_size.planning.rules import RULES
-from variable_batch_size.rules.rule import Rule
+from variable_batch_size.rules.registry import RULES as rules_by_name
+from variable_batch_size.rules.registry import make_rule
+from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.schedule import Schedule
+
+NAMES = tuple(rules_by_name)
+
+RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}
+"""The rules that a plan shows if none are asked for."""
+
+
+def planned_rules(names: Sequence[str], *, noise_scale: float | None = None) -> dict[str, Rule]:
+    """Rules by name, as :func:`make_rule` takes it; AdaScale is among them where there is a noise scale.
+
+    Args:
+        names: of the rules.
+        noise_scale: V/G², in samples, which the run is taken to measure in every step.
+
+    >>> list(planned_rules(["root", "legw:5000", "surge"], noise_scale=1000))
+    ['root', 'legw:5000', 'surge@1000']
+    >>> list(planned_rules(["root"], noise_scale=1000))
+    ['root', 'adascale@1000']
+    """
+    if noise_scale is not None and not 0 < noise_scale < math.inf:
+        raise ValueError(f"`noise_scale` must be a positive number, got {noise_scale!r}")
+    made = {name: make_rule(name) for name in names}
+    if noise_scale is not None and not any(rule.measures_noise for rule in made.values()):
+        made["adascale"] = make_rule("adascale")
+    return dict(_planned(name, rule, noise_scale) for name, rule in made.items())
+
+
+def _planned(name: str, rule: Rule, noise_scale: float | None) -> tuple[str, Rule]:
+    if not rule.measures_noise:
+        return name, rule
+    if noise_scale is None:
+        raise ValueError(f"the rule {name} follows the noise that a run measures: a plan of it needs --noise-scale")
+    measured = {"variance": noise_scale, "square_norm": 1.0, "weight": 1.0, "count": 1}
+    rule.load_state_dict({"averages": [measured]})
+    return f"{name}@{noise_scale:g}", rule
+
+
+_NUM_MOMENTS = 11
+
+
+class PlannedSize(NamedTuple):
+    """A batch size of the run.
+
+    Args:
+        batch_size: samples in a step, over all cores.
+        num_steps: how many steps have it.
+        num_minibatches: of such a step, over all cores.
+        depth: how many of them the busiest core accumulates.
+        num_idle_cores: how many cores have none.
+        factors: what each rule multiplies the learning rate by, at the end of the run: when warm-ups are over.
+    """
+
+    batch_size: int
+    num_steps: int
+    num_minibatches: int
+    depth: int
+    num_idle_cores: int
+    factors: dict[str, float]
+
+
+class PlannedEpoch(NamedTuple):
+    """An epoch of the run.
+
+    Args:
+        epoch: its number, from 0.
+        first_step: the number of its first step in the run, from 0.
+        num_steps: how many steps it has.
+        num_samples: how many samples they use.
+        num_left_over: how many samples of the data set it does not use.
+        ends_with_trace: whether it ends because the trace does, before its samples do.
+    """
+
+    epoch: int
+    first_step: int
+    num_steps: int
+    num_samples: int
+    num_left_over: int
+    ends_with_trace: bool
+
+
+class Moment(NamedTuple):
+    """A step of the run, and how far the run has come before it."""
+
+    step: int
+    epoch: int
+    samples_before: int
+    batch_size: int
+    depth: int
+    num_idle_cores: int
+    factors: dict[str, float]
+
+
+class Position(NamedTuple):
+    """Where a run stands after some steps, as a checkpoint holds it."""
+
+    epoch: int
+    epoch_step: int
+    steps_done: int
+    samples_done: int
+
+
+def planned_sizes(
+    schedule: Schedule, steps: range, rules: Mapping[str, Rule], ref_batchsize: int
+) -> tuple[PlannedSize, ...]:
+    """The distinct batch sizes of some steps, ascending."""
+    sizes, counts = (values.tolist() for values in schedule.size_counts(steps))
+    return tuple(
+        _planned_size(schedule, size, count, factors_at(size, steps.stop - 1, schedule, rules, ref_batchsize))
+        for size, count in zip(sizes, counts, strict=True)
+    )
+
+
+def factors_at(
+    size: int, steps_done: int, schedule: Schedule, rules: Mapping[str, Rule], ref_batchsize: int
+) -> dict[str, float]:
+    """What each rule multiplies the learning rate by in a step of a batch size, after some steps."""
+    step = Step(size, schedule.minibatch_size, ref_batchsize, steps_done)
+    return {name: rule.factor(step) for name, rule in rules.items()}
+
+
+def _planned_size(schedule: Schedule, size: int, num_steps: int, factors: dict[str, float]) -> PlannedSize:
+    num_minibatches = size // schedule.minibatch_size
+    return PlannedSize(
+        batch_size=size,
+        num_steps=num_steps,
+        num_minibatches=num_minibatches,
+        depth=-(-num_minibatches // schedule.num_replicas),
+        num_idle_cores=max(0, schedule.num_replicas - num_minibatches),
+        factors=factors,
+    )
+
+
+def planned_epoch(schedule: Schedule, epoch: int) -> PlannedEpoch:
+    """What a schedule does in an epoch."""
+    assert schedule.dataset_size is not None
+    steps = schedule.steps(epoch)
+    num_samples = schedule.samples_before(steps.stop) - schedule.samples_before(steps.start)
+    is_last = schedule.on_end == "stop" and steps.stop == len(schedule.trace)
+    return PlannedEpoch(
+        epoch=epoch,
+        first_step=steps.start,
+        num_steps=len(steps),
+        num_samples=num_samples,
+        num_left_over=schedule.dataset_size - num_samples,
+        ends_with_trace=is_last and num_samples < schedule.capacity,
+    )
+
+
+def moments_of(
+    schedule: Schedule,
+    epochs: tuple[PlannedEpoch, ...],
+    sizes: tuple[PlannedSize, ...],
+    rules: Mapping[str, Rule],
+    ref_batchsize: int,
+) -> tuple[Moment, ...]:
+    """Steps spread evenly over the run, the first and the last included."""
+    of_size = {size.batch_size: size for size in sizes}
+    num_steps = epochs[-1].first_step + epochs[-1].num_steps
+    moments = []
+    for step in np.linspace(0, num_steps - 1, min(num_steps, _NUM_MOMENTS)).round().astype(np.int64).tolist():
+        size = of_size[schedule.batch_size(step)]
+        moments.append(
+            Moment(
+                step=step,
+                epoch=_epoch_of(epochs, step).epoch,
+                samples_before=schedule.samples_before(step),
+                batch_size=size.batch_size,
+                depth=size.depth,
+                num_idle_cores=size.num_idle_cores,
+                factors=factors_at(size.batch_size, step, schedule, rules, ref_batchsize),
+            )
+        )
+    return tuple(moments)
+
+
+def positions_of(
+    schedule: Schedule, epochs: tuple[PlannedEpoch, ...], num_steps: int, every: int | None
+) -> tuple[Position, ...]:
+    """Where the run stands after every N steps, and at its end; none if N is not given."""
+    if every is None:
+        return ()
+    check_positive(checkpoint_every=every)
+    positions = []
+    for steps_done in [*range(every, num_steps, every), num_steps]:
+        epoch = _epoch_of(epochs, steps_done - 1)  # of the step just done, even if it was the epoch's last
+        positions.append(
+            Position(
+                epoch=epoch.epoch,
+                epoch_step=steps_done - epoch.first_step,
+                steps_done=steps_done,
+                samples_done=schedule.samples_before(steps_done),
+            )
+        )
+    return tuple(positions)
+
+
+def _epoch_of(epochs: tuple[PlannedEpoch, ...], step: int) -> PlannedEpoch:
+    return epochs[bisect_right(epochs, step, key=lambda epoch: epoch.first_step) - 1]
 
 
 @dataclass(frozen=True)
@@ -82,7 +275,7 @@ class Plan:
     num_left_over: int
     num_rows_unused: int
     num_minibatches: int
-    num_rounds: int
+    rounds_for: int
     num_stand_ins: int
     mean_batch_size: float
     mean_depth: float
@@ -155,7 +348,7 @@ class Plan:
             num_left_over=sum(epoch.num_left_over for epoch in epochs if not epoch.ends_with_trace),
             num_rows_unused=0 if schedule.trace.is_endless else max(0, len(schedule.trace) - len(steps)),
             num_minibatches=int(core_minibatches.sum()),
-            num_rounds=num_depths,
+            rounds_for=num_depths,
             num_stand_ins=num_stand_ins,
             mean_batch_size=num_samples / len(steps),
             mean_depth=num_depths / len(steps),

@@ -1,17 +1,52 @@
-"""Says in words and tables what a trace, a conversion or a plan is."""
+"""Traces, conversions, plans and simulations as text, tables and pages."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from html import escape
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from variable_batch_size.planning.plan import Plan
-from variable_batch_size.planning.rows import Moment, PlannedEpoch, PlannedSize, Position
-from variable_batch_size.planning.sparkline import sparkline
+from variable_batch_size.planning.pictures import simulations_as_svg
+from variable_batch_size.planning.plan import Moment, Plan, PlannedEpoch, PlannedSize, Position
+from variable_batch_size.planning.simulate import Simulation
 from variable_batch_size.traces.convert import Conversion
 from variable_batch_size.traces.trace import Trace
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_ASCII = "_.-=+*%#"
+
+
+def sparkline(
+    values: npt.NDArray[Any], *, width: int, weights: npt.NDArray[Any] | None = None, is_ascii: bool = False
+) -> str:
+    """Positive numbers as a line of blocks, whose heights go from 0 to the largest number.
+
+    Args:
+        values: the numbers, in order.
+        width: characters in the line, or fewer where there are fewer numbers.
+        weights: how wide each number is; all the same if None. A character shows the mean over its share of the width.
+        is_ascii: whether to use ASCII instead of Unicode's block characters.
+
+    >>> sparkline(np.array([1, 2, 3, 4, 5, 6, 7, 8]), width=8)
+    '▁▂▃▄▅▆▇█'
+    >>> sparkline(np.array([2, 8, 8, 8, 8]), width=5, weights=np.array([4, 1, 1, 1, 1]))
+    '▂▂▅██'
+    """
+    widths = np.ones(len(values)) if weights is None else weights.astype(np.float64)
+    ends = np.concatenate(([0.0], np.cumsum(widths)))
+    areas = np.concatenate(([0.0], np.cumsum(values * widths)))
+    edges = np.linspace(0, ends[-1], min(width, len(values)) + 1)
+    means = np.diff(np.interp(edges, ends, areas)) / np.diff(edges)
+    blocks = _ASCII if is_ascii else _BLOCKS
+    # a floating-point error may put a mean of whole numbers just above its level
+    levels = np.ceil(means / values.max() * len(blocks) - 1e-6).astype(np.int64)
+    return "".join(blocks[level - 1] for level in np.clip(levels, 1, len(blocks)))
+
 
 _MOST_ROWS = 14
 
@@ -235,3 +270,110 @@ def _number(value: float, sign: str = "") -> str:
 def _seconds(value: float) -> str:
     """Likewise, but three digits of a time that two decimals are too few for, unless it is a floating-point error."""
     return f"{value:.3g}" if 1e-6 <= value < 0.1 else _number(value)
+
+
+COLUMNS = ("policy", "hours", "device-hours", "cost", "updates", "samples", "progress", "restarts", "batch sizes")
+
+
+class Table(NamedTuple):
+    """The cells of a table, as text."""
+
+    head: tuple[str, ...]
+    rows: list[list[str]]
+
+
+def simulation_table(simulations: Mapping[str, Simulation], *, price: float | None) -> Table:
+    """A row for each policy, the fastest first; a cost where there is a price for a device-hour."""
+    ranked = sorted(simulations.items(), key=lambda item: item[1].seconds)
+    is_shown = [column != "cost" or price is not None for column in COLUMNS]
+    rows = [_cells(name, run, price or 0.0) for name, run in ranked]
+    return Table(*(_chosen(COLUMNS, is_shown), [list(_chosen(row, is_shown)) for row in rows]))
+
+
+def _chosen(cells: Sequence[str], is_shown: Sequence[bool]) -> tuple[str, ...]:
+    return tuple(cell for cell, is_it in zip(cells, is_shown, strict=True) if is_it)
+
+
+def _cells(name: str, run: Simulation, price: float) -> list[str]:
+    least, most = int(run.trace.sizes.min()), int(run.trace.sizes.max())
+    return [
+        name,
+        f"{run.hours:,.4g}",
+        f"{run.device_hours:,.4g}",
+        f"{run.cost(price):,.2f}",
+        f"{run.updates:,}",
+        f"{run.samples:,}",
+        f"{run.progress:,.0f}",
+        f"{run.restarts:,}",
+        f"{least:,}" if least == most else f"{least:,} to {most:,}",
+    ]
+
+
+def as_text(table: Table) -> str:
+    """Columns for a terminal, names on the left."""
+    lines = [table.head, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in lines
+    )
+
+
+def as_csv(table: Table) -> str:
+    """The same for a spreadsheet."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(table.head)
+    # a name keeps the commas between its settings, a number loses those between its digits
+    writer.writerows([name, *(cell.replace(",", "") for cell in cells)] for name, *cells in table.rows)
+    return text.getvalue()
+
+
+_STYLE = """
+body { margin: 0 auto; padding: 1rem; max-width: 70rem; font: 16px/1.5 system-ui, sans-serif; color: #1d232b; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.4rem 0.7rem; border-bottom: 1px solid #dfe3e8; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+svg { max-width: 100%; height: auto; }
+pre { background: #f5f7f9; padding: 0.8rem; overflow-x: auto; font-size: 0.85rem; }
+"""
+
+
+def simulation_page(
+    simulations: Mapping[str, Simulation], table: Table, *, facts: Mapping[str, str], command: str
+) -> str:
+    """The page as HTML.
+
+    Args:
+        simulations: the runs by the names of their policies.
+        table: of them.
+        facts: what they have in common, by name.
+        command: that made the page.
+    """
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in table.head)
+    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in table.rows)
+    told = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>\n" for name, value in facts.items())
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>Simulated policies</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>Simulated policies</h1>
+<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
+{rows}</tbody></table></div>
+{simulations_as_svg(simulations)}
+<h2>What they have in common</h2>
+<div class="wide"><table><tbody>
+{told}</tbody></table></div>
+<pre>{escape(command)}</pre>
+</body>
+</html>
+"""

@@ -1,23 +1,137 @@
-"""simulate: what a policy would make of cores that come and go, before they are rented."""
+"""simulate: what a policy would decide while cores come and go, before they are rented."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from variable_batch_size.checks import check_positive
-from variable_batch_size.planning.availability import Availability, Span
+from variable_batch_size.checks import check_positive, refuse
+from variable_batch_size.files import read_records
 from variable_batch_size.planning.profile import Profile
-from variable_batch_size.policies.asking import Asking
-from variable_batch_size.policies.goodput import gain
-from variable_batch_size.policies.policy import Policy, policy_of
-from variable_batch_size.policies.situation import Situation
+from variable_batch_size.policies.autoscale import gain
+from variable_batch_size.policies.policy import Policy, Situation, policy_of
+from variable_batch_size.policies.timing import PolicyTiming
+from variable_batch_size.traces.recording import Recording
 from variable_batch_size.traces.trace import Trace
+
+
+class Span(NamedTuple):
+    """A time in which the number of cores stays the same; it may be 0, and the time without end."""
+
+    cores: int
+    seconds: float
+
+
+class Availability:
+    """Spans of time, one after the other; after the last it begins again.
+
+    Args:
+        spans: with different numbers of cores from one to the next.
+        name: where they come from.
+
+    >>> spans = iter(Availability.of_recording(Recording.from_counts([0, 30, 60, 90], [2, 2, 3])))
+    >>> [next(spans) for _ in range(3)]
+    [Span(cores=2, seconds=60.0), Span(cores=3, seconds=30.0), Span(cores=2, seconds=60.0)]
+    """
+
+    def __init__(self, spans: list[Span], *, name: str) -> None:
+        self.spans = _merged(spans)
+        self.name = name
+        if not any(span.cores for span in self.spans):
+            raise ValueError(f"{name}: there must be a core at some time, got 0 at all times")
+
+    @classmethod
+    def constant(cls, cores: int) -> Availability:
+        """The same number of cores for ever."""
+        check_positive(cores=cores)
+        return cls([Span(cores, math.inf)], name=f"{cores} cores")
+
+    @classmethod
+    def of_recording(cls, recording: Recording) -> Availability:
+        """As many cores as a recording has devices."""
+        counts, durations = recording.counts.tolist(), recording.durations.tolist()
+        return cls([Span(*pair) for pair in zip(counts, durations, strict=True)], name=recording.places[0])
+
+    @classmethod
+    def of_market(cls, trace: Trace, *, seconds_per_row: float) -> Availability:
+        """As many cores as the rows of a trace say, such as of :func:`spot_market` with one sample per device."""
+        if not 0 < seconds_per_row < math.inf:
+            raise ValueError(f"`seconds_per_row` must be a positive number, got {seconds_per_row!r}")
+        return cls([Span(count, seconds_per_row) for count in trace.sizes.tolist()], name=trace.name)
+
+    def __iter__(self) -> Iterator[Span]:
+        first, last = self.spans[0], self.spans[-1]
+        if len(self.spans) == 1:
+            yield Span(first.cores, math.inf)
+        elif first.cores != last.cores:
+            yield from itertools.cycle(self.spans)
+        else:  # where the end meets the beginning nothing changes
+            yield first
+            yield from itertools.cycle([*self.spans[1:-1], Span(last.cores, last.seconds + first.seconds)])
+
+
+def _merged(spans: list[Span]) -> list[Span]:
+    merged: list[Span] = []
+    for span in spans:
+        if merged and merged[-1].cores == span.cores:
+            merged[-1] = Span(span.cores, merged[-1].seconds + span.seconds)
+        else:
+            merged.append(span)
+    return merged
+
+
+@dataclass(frozen=True)
+class NoiseCurve:
+    """Noise scales at some progress; between them its logarithm is on a line, outside of them it stays the same.
+
+    Args:
+        progress: ascending, in steps at the reference batch size.
+        noise_scales: V/G² there, in samples, positive.
+
+    >>> curve = NoiseCurve([0.0, 100.0], [10.0, 1000.0])
+    >>> [round(curve(progress)) for progress in (0, 50, 100, 10_000)]
+    [10, 100, 1000, 1000]
+    """
+
+    progress: Sequence[float]
+    noise_scales: Sequence[float]
+
+    def __call__(self, progress: float) -> float:
+        """The noise scale at some progress."""
+        return math.exp(float(np.interp(progress, self.progress, np.log(self.noise_scales))))
+
+    @classmethod
+    def constant(cls, noise_scale: float) -> NoiseCurve:
+        """The same noise scale at all times."""
+        if not 0 < noise_scale < math.inf:
+            raise ValueError(f"`noise_scale` must be a positive number, got {noise_scale!r}")
+        return cls([0.0], [noise_scale])
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> NoiseCurve:
+        """Take it from the log of a run, as :class:`JsonLines` writes it: the records that have a noise scale.
+
+        Where minibatches had weights it is converted to samples, by what these have weighed on average.
+        """
+        found: dict[float, float] = {}
+        for record in read_records(Path(path)):
+            scale = record.get("noise_scale")
+            if scale is not None and 0 < scale < math.inf:
+                in_samples = record["samples"] / record["weight"] if "weight" in record else 1.0
+                found[record["progress"]] = scale * in_samples
+        if not found:
+            refuse(os.fspath(path), "a log must have a record with a noise scale, as runs with AdaScale write", "none")
+        progress = sorted(found)
+        return cls(progress, [found[value] for value in progress])
+
 
 _MOST_EMPTY_SPANS = 10_000
 _HOUR = 3600.0
@@ -145,7 +259,7 @@ class _Run:
         goal: float,
         capacity: int | None,
     ) -> None:
-        self._asking = Asking(policy)
+        self._asking = PolicyTiming(policy)
         self._profile, self._noise, self._goal = profile, noise, goal
         self._m, self._ref, self._capacity = minibatch_size, ref_batchsize, capacity
         self._rows: deque[tuple[int, int]] = deque()  # decided and not executed yet: batch sizes, and how often

@@ -1,1 +1,5 @@
 """Rules: what a step's batch size makes of the optimizer's settings."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

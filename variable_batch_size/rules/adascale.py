@@ -1,4 +1,4 @@
-"""AdaScale: rules whose factor follows from the gradient noise that a run measures."""
+"""Rules whose factor follows from the measured gradient noise: AdaScale, AdamScale, surge."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from variable_batch_size.rules.adam import check_adam
-from variable_batch_size.rules.noise import Noise
-from variable_batch_size.rules.noise_meter import NoiseMeter
+from variable_batch_size.rules.noise import Noise, NoiseMeter
 from variable_batch_size.rules.rule import Norms, Rule, Step
 
 
@@ -47,7 +46,7 @@ class NoiseRule(Rule):
     def factor(self, step: Step) -> float:
         return self.scaled(self.gain(step.batch_size, step.ref_batchsize), step)
 
-    def factor_of_group(self, step: Step, group: int) -> float:
+    def group_factor(self, step: Step, group: int) -> float:
         return self.scaled(self.gain(step.batch_size, step.ref_batchsize, group), step)
 
     def report(self, step: Step) -> dict[str, float]:
@@ -90,3 +89,36 @@ class AdamScaleRule(NoiseRule):
 
     def worth(self, step: Step, factor: float) -> float:
         return factor**2
+
+
+@final
+class SurgeRule(NoiseRule):
+    """The best learning rate of an optimizer that goes by signs, from the noise scale that a run measures.
+
+        lr ∝ 1 / (√(Bn/B) + √(B/Bn)),   Bn = V/G²
+
+    so that it rises as √B below the noise scale Bn, is largest there, and falls as 1/√B beyond (Li et al. 2024, "Surge
+    phenomenon in optimal learning rate and batch size scaling", for Adam and its kind). Against its value at B0, with
+    AdaScale's gain (:meth:`Noise.gain`), that is
+
+        lr = lr0 · √S · (Bn + B0)/(Bn + B) = lr0 · gain/√S
+
+    one for each parameter group. A step is worth its gain here, too. As long as nothing has been measured, the factor
+    is the smaller of √S and 1/√S, the two ends between which it can lie.
+
+    Bn is the simple noise scale of the gradients as they are; the paper's weighs coordinates by the curvature, too, and
+    was fitted to sweeps of the learning rate.
+
+    Args:
+        starts_with_mean: average the noise of the first steps as AdaScale's paper does; debiased otherwise.
+
+    >>> rule, step = SurgeRule(), Step(batch_size=400, minibatch_size=100, ref_batchsize=100)
+    >>> rule.scaled(1.6, step)  # the gain at Bn = B0
+    0.8
+    """
+
+    def scaled(self, gain: float, step: Step) -> float:
+        return gain / math.sqrt(step.scale)
+
+    def worth(self, step: Step, factor: float) -> float:
+        return factor * math.sqrt(step.scale)

@@ -7,11 +7,9 @@ from typing import Any
 
 from variable_batch_size.checks import check_one_of
 from variable_batch_size.rules.adam import AdamRule
-from variable_batch_size.rules.adascale import AdamScaleRule, AdaScaleRule
-from variable_batch_size.rules.muon import MuonRule
+from variable_batch_size.rules.adascale import AdamScaleRule, AdaScaleRule, SurgeRule
 from variable_batch_size.rules.rule import Rule
-from variable_batch_size.rules.scaling import ConstantRule, LEGWRule, LinearMomentumRule, LinearRule, RootRule
-from variable_batch_size.rules.surge import SurgeRule
+from variable_batch_size.rules.scaling import ConstantRule, LEGWRule, LinearMomentumRule, LinearRule, MuonRule, RootRule
 
 RULES: Mapping[str, type[Rule]] = {
     "linear": LinearRule,

@@ -87,11 +87,11 @@ class Rule(ABC):
     def factor(self, step: Step) -> float:
         """What the learning rate of the mean gradient is multiplied by."""
 
-    def factor_of_group(self, step: Step, group: int) -> float:
+    def group_factor(self, step: Step, group: int) -> float:
         """The factor of one parameter group, for a rule that gives each its own."""
         return self.factor(step)
 
-    def of_group(self, group: int) -> tuple[Rule, int]:
+    def rule_for_group(self, group: int) -> tuple[Rule, int]:
         """The rule of a parameter group, and its number there, where several optimizers have one each."""
         return self, group
 

@@ -1,4 +1,4 @@
-"""Checkpoint: a run that can stop at any instant, and go on where it was on any number of cores."""
+"""Checkpoint: saves a run so that it can stop at any time and resume on any number of cores."""
 
 from __future__ import annotations
 
@@ -12,17 +12,39 @@ from typing import Any
 import torch
 
 from variable_batch_size.checks import check_not_negative, check_positive
-from variable_batch_size.cores import loader_workers, stopping
-from variable_batch_size.cores.running import everyone_for
-from variable_batch_size.runs import fork, randomness, standing, storage
-from variable_batch_size.runs.agreement import Agreement
-from variable_batch_size.runs.executed import Executed
-from variable_batch_size.runs.metrics import Metrics
-from variable_batch_size.runs.saving import DECISIONS, EXECUTED, Format, Saving
-from variable_batch_size.runs.scheduler_state import Stateful, load_state, state_of
+from variable_batch_size.cores import devices, signals
+from variable_batch_size.cores.detect import everyone_for
+from variable_batch_size.optim.consistency import differences
+from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
+from variable_batch_size.runs import resume, state_file
+from variable_batch_size.runs.coordination import RankCoordinator
+from variable_batch_size.runs.executed import ExecutedTrace
+from variable_batch_size.runs.log import Metrics
 from variable_batch_size.runs.sinks import ClosedAfterEach, JsonLines
-from variable_batch_size.training.description import differences
-from variable_batch_size.training.optimizer import STATE_KEY, CustomOptimizer
+from variable_batch_size.runs.state_file import Stateful, load_state, state_of
+from variable_batch_size.runs.store import DECISIONS, EXECUTED, CheckpointStore, Format
+
+
+def epoch_step(optimizer: CustomOptimizer, *, epoch: int, first_step: int, steps_before: int) -> int:
+    """The steps of an epoch that are done.
+
+    Args:
+        optimizer: of the run.
+        epoch: that the loop is in, or comes to next.
+        first_step: after how many of its steps the loop has entered it.
+        steps_before: how many steps of the run were done by then.
+
+    Raises:
+        RuntimeError: if the optimizer is elsewhere, as after a ``set_epoch`` that is not the loop's.
+    """
+    made = optimizer.steps_done - steps_before
+    if made and (optimizer.epoch, optimizer.epoch_step) != (epoch, first_step + made):
+        raise RuntimeError(
+            f"the optimizer is behind step {optimizer.epoch_step} of epoch {optimizer.epoch}, and checkpoint.epochs() "
+            f"behind step {first_step + made} of epoch {epoch}: go through epochs with it, and leave set_epoch to it"
+        )
+    return first_step + made
+
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +107,8 @@ class Checkpoint:
         if every_steps is not None:
             check_positive(every_steps=every_steps)
         check_positive(keep=keep)
-        self._accept = fork.check_accept(accept)
-        loader_workers.shield_loader_workers()
+        self._accept = resume.check_accept(accept)
+        signals.shield_loader_workers()
         self.directory: Path | str | None = None
         self.every_steps = every_steps
         self._optimizer = optimizer
@@ -96,7 +118,7 @@ class Checkpoint:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._device: torch.device = parameters[0].device
         self._communicator = everyone_for(parameters, self._sampler.process_group)
-        self._agreement = Agreement(self._communicator, self._device, every_seconds=every_seconds)
+        self._agreement = RankCoordinator(self._communicator, self._device, every_seconds=every_seconds)
         self._identity = optimizer.description
 
         self._epoch = 0  # where the next pass begins, or the present one began
@@ -106,12 +128,12 @@ class Checkpoint:
         self._changes: list[tuple[int, str]] = []  # after how many steps the run became another, and in what
         if directory is not None:
             how: dict[str, Any] = {"keep": keep, "format": format, "asynchronous": asynchronous}
-            self._saving = Saving(directory, model, optimizer, self._communicator, **how)
+            self._saving = CheckpointStore(directory, model, optimizer, self._communicator, **how)
             self.directory = self._saving.directory
             with self._saving.found() as paths:
                 self._take_up(paths)
             if self._communicator.rank == 0:
-                optimizer.call_when_decided(ClosedAfterEach(JsonLines(self._saving.folder / DECISIONS)))
+                optimizer.on_decision(ClosedAfterEach(JsonLines(self._saving.folder / DECISIONS)))
         self._agreement.note_saved()
         self._steps_seen = self._steps_before = optimizer.steps_done  # the latter: before the epoch
 
@@ -130,7 +152,7 @@ class Checkpoint:
         check_not_negative(num_epochs=num_epochs)
         if num_epochs:
             self._sampler.schedule.steps(num_epochs - 1)
-        with stopping.listening(), contextlib.ExitStack() as at_end:
+        with signals.listening(), contextlib.ExitStack() as at_end:
             at_end.callback(self.wait)
             while self._epoch < num_epochs:
                 self._begin_epoch()
@@ -171,7 +193,7 @@ class Checkpoint:
                 "save() was called in the middle of a step: call it when optimizer.step() has completed one"
             )
         epoch_step = self._epoch_step()
-        random = self._agreement.rows_of_all_cores(randomness.capture(self._device))
+        random = self._agreement.rows_of_all_cores(devices.capture(self._device))
         sums = [metrics.read() for metrics in self._metrics]
         rows = [*self._steps_of_epochs, epoch_step]
         state = {**self._state(epoch_step), "random": random, "metrics": sums}
@@ -187,7 +209,7 @@ class Checkpoint:
 
     def _epoch_step(self) -> int:
         where = {"epoch": self._epoch, "first_step": self._first_step, "steps_before": self._steps_before}
-        return standing.epoch_step(self._optimizer, **where)
+        return epoch_step(self._optimizer, **where)
 
     def _begin_epoch(self) -> None:
         if self._optimizer.steps_done > self._steps_before:  # a loop before this one was left within the epoch
@@ -199,12 +221,12 @@ class Checkpoint:
         self._sampler.set_epoch(self._epoch, self._first_step)
         self._optimizer.set_epoch(self._epoch, self._first_step)
         if self._first_step:
-            self._sampler.call_when_read(self._restore_random)
+            self._sampler.on_first_read(self._restore_random)
 
     def _restore_random(self) -> None:
         """As a checkpoint has them that was loaded, until the epoch ends."""
         if self._random is not None:
-            randomness.restore(self._random, self._device)
+            devices.restore(self._random, self._device)
 
     def _end_epoch(self) -> None:
         if self._optimizer.is_accumulating:
@@ -217,11 +239,11 @@ class Checkpoint:
         """End this process, once that all cores have come here: what there is to save has been saved."""
         self.wait()
         self._agreement.sums([0])  # a core that ended now would have the others killed, perhaps core 0 as it writes
-        stopping.obey()
+        signals.obey()
         if self._communicator.rank == 0:
             saved = "" if self.directory is None else f", saved in {self.directory}"
             logger.warning("told to stop: ended after %d steps%s", self._optimizer.steps_done, saved)
-        raise SystemExit(stopping.EXIT_STOPPED)
+        raise SystemExit(signals.EXIT_STOPPED)
 
     # ---------------------------------------------------------------------------------------------- writing and reading
 
@@ -233,7 +255,7 @@ class Checkpoint:
             "epoch_step": epoch_step,
             "steps_of_epochs": list(self._steps_of_epochs),
             "schedulers": [state_of(scheduler) for scheduler in self._schedulers],
-            "past": fork.past_state(self._sampler.schedule.past(self._epoch, epoch_step)),
+            "past": resume.past_state(self._sampler.schedule.past(self._epoch, epoch_step)),
             "sums_gradients": self._optimizer.rule.sums_gradients,
             "changes": self._changes,
         }
@@ -252,7 +274,7 @@ class Checkpoint:
             self._restore(state, paths[-1])
         origin = ", ".join(f"{name} {value}" for name, value in self._identity.items())
         path, schedule = self._saving.folder / EXECUTED, self._sampler.schedule
-        self._executed = Executed(path, schedule, origin=origin, changes=self._changes)
+        self._executed = ExecutedTrace(path, schedule, origin=origin, changes=self._changes)
         if state is not None and self._communicator.rank == 0:
             self._executed.cut_back([*self._steps_of_epochs, self._first_step])
             name = f"{self.directory}/{paths[-1].name}"
@@ -260,7 +282,7 @@ class Checkpoint:
 
     def _restore(self, state: dict[str, Any], path: Path) -> None:
         """Take over a state that was checked, and say in what the run is another now."""
-        place = fork.place_of(state, self._sampler.schedule, self._identity)
+        place = resume.place_of(state, self._sampler.schedule, self._identity)
         own = state["optimizer"][STATE_KEY]
         if state["run"]["rule"] != self._identity["rule"]:
             own = {**own, "rule": self._optimizer.rule.state_dict()}
@@ -286,15 +308,15 @@ class Checkpoint:
     def _read(self, paths: list[Path]) -> dict[str, Any]:
         path = paths[-1]
         try:
-            state = storage.load(path)
+            state = state_file.load(path)
         except ValueError as error:
             before = f"go on from {paths[-2].name}" if len(paths) > 1 else "start from the beginning"
             raise ValueError(f"{error}; move it away to {before}") from error
-        different = fork.refused(state["run"], self._identity, self._accept)
+        different = resume.refused(state["run"], self._identity, self._accept)
         for name, here in (("schedulers", len(self._schedulers)), ("metrics", len(self._metrics))):
             if len(state.get(name, ())) != here:
                 different.append(f"{name} were {len(state.get(name, ()))} and are {here}")
         if different:
             raise ValueError(f"{path} was saved by another run: {'; '.join(different)}")
-        fork.refuse_other_sums(state, self._identity, sums_gradients=self._optimizer.rule.sums_gradients)
+        resume.refuse_other_sums(state, self._identity, sums_gradients=self._optimizer.rule.sums_gradients)
         return state

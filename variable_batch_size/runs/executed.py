@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from variable_batch_size.schedules.layout import Layout
-from variable_batch_size.traces.trace_file import COLUMNS
+from variable_batch_size.schedules.schedule import BaseSchedule
+from variable_batch_size.traces.csv import COLUMNS
 
 _HEADER = f"{','.join(COLUMNS)}\n"
 
 
-class Executed:
+class ExecutedTrace:
     """Appends a row for each step that was made; what is in the file stays as it is.
 
     A crash may leave a part of a line, or rows of steps that the checkpoint does not have: :meth:`cut_back` drops them.
@@ -25,7 +25,9 @@ class Executed:
         changes: after how many steps the run became another, and in what; comments, too.
     """
 
-    def __init__(self, path: Path, schedule: Layout, *, origin: str, changes: Sequence[tuple[int, str]] = ()) -> None:
+    def __init__(
+        self, path: Path, schedule: BaseSchedule, *, origin: str, changes: Sequence[tuple[int, str]] = ()
+    ) -> None:
         self.path = path
         self._schedule = schedule
         self._changes = changes
@@ -70,7 +72,7 @@ class Executed:
         first = next((e for e in reversed(range(epoch)) if steps_of_epochs[e]), 0)
         for before in range(first, epoch):
             number, whole = steps_of_epochs[before], len(self._schedule.steps(before))
-            if self._schedule.was_left(before, number):
+            if self._schedule.ended_early(before, number):
                 of_its = f" of its {whole}" if number < whole else ""
                 yield f"# epoch {before} was left after {number}{of_its} steps: replayed, the epochs begin elsewhere\n"
 

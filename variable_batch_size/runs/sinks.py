@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from variable_batch_size.runs.object_store import is_address, local_path
-from variable_batch_size.runs.uploads import Uploads
+from variable_batch_size.runs.remote import Uploads, is_address, local_path
 
 _AXES = ("step", "samples")
 """What a record is drawn against; with the epoch, its position."""

@@ -1,4 +1,4 @@
-"""LiveSchedule: batch sizes that a policy decides while the run goes on, laid out over epochs and cores."""
+"""PolicySchedule: batch sizes that a policy decides while the run goes on, laid out over epochs and cores."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import numpy as np
 
 from variable_batch_size.policies.policy import Policy
 from variable_batch_size.schedules.batch_sizes import Integers
-from variable_batch_size.schedules.layout import Layout
-from variable_batch_size.schedules.past import Past
+from variable_batch_size.schedules.schedule import BaseSchedule, ScheduleHistory
 from variable_batch_size.traces.trace import Trace
 
 
 @final
-class LiveSchedule(Layout):
+class PolicySchedule(BaseSchedule):
     """Rows that are appended as they are decided, and never changed once they were executed.
 
     Epochs follow from the rows by the same rule as always, so that the rows of a run, replayed as a trace, give the
-    same epochs. Where the open epoch ends is not known yet: until then :meth:`steps` and :meth:`num_yielded` tell where
-    it would end if all further steps were like the last one decided.
+    same epochs. Where the open epoch ends is not known yet: until then :meth:`steps` and :meth:`num_minibatches_for`
+    tell where it would end if all further steps were like the last one decided.
 
     Args:
         policy: who decides.
@@ -33,8 +32,8 @@ class LiveSchedule(Layout):
     Attributes:
         num_done: how many rows were executed.
 
-    >>> from variable_batch_size.policies.per_core import PerCore
-    >>> schedule = LiveSchedule(PerCore(), dataset_size=300, minibatch_size=32, num_replicas=4)
+    >>> from variable_batch_size.policies.builtin import PerCore
+    >>> schedule = PolicySchedule(PerCore(), dataset_size=300, minibatch_size=32, num_replicas=4)
     >>> schedule.append(128, number=3)
     >>> schedule.steps(epoch=0), schedule.steps(epoch=1), schedule.num_ahead
     (range(0, 2), range(2, 4), 3)
@@ -152,21 +151,21 @@ class LiveSchedule(Layout):
         for size in ahead:
             self.append(size, number=1)
 
-    def past(self, epoch: int, first_step: int) -> Past:
+    def past(self, epoch: int, first_step: int) -> ScheduleHistory:
         opened = [min(start, self.num_done) for start in self._starts[: epoch + 1]]
         starts = (*opened, *[self.num_done] * (epoch + 1 - len(opened)))
         rows = np.array(self._rows[: starts[-1] + first_step], dtype=np.int64)
         changes = np.flatnonzero(np.diff(rows, prepend=0))
-        return Past(rows[changes], np.diff(changes, append=len(rows)), starts, has_ended=False)
+        return ScheduleHistory(rows[changes], np.diff(changes, append=len(rows)), starts, has_ended=False)
 
-    def after(self, past: Past) -> LiveSchedule:
+    def after(self, past: ScheduleHistory) -> PolicySchedule:
         """This one, whose rows so far are the past ones; what comes is decided from there on."""
         self.num_done = past.num_rows
         self._restore(past.rows().tolist(), list(past.starts))
         return self
 
-    def was_left(self, epoch: int, num_steps: int) -> bool:
-        return epoch in self._left or (epoch + 1 < len(self._starts) and super().was_left(epoch, num_steps))
+    def ended_early(self, epoch: int, num_steps: int) -> bool:
+        return epoch in self._left or (epoch + 1 < len(self._starts) and super().ended_early(epoch, num_steps))
 
     # -------------------------------------------------------------------------------------------------------- steps
 
@@ -189,7 +188,7 @@ class LiveSchedule(Layout):
             f"loader reads ahead, its num_workers times its prefetch_factor, got {self.policy.lead}"
         )
 
-    def num_yielded(self, epoch: int, rank: int, first_step: int = 0) -> int:
+    def num_minibatches_for(self, epoch: int, rank: int, first_step: int = 0) -> int:
         """As it looks now."""
         steps = self.steps(epoch)[first_step:]
         known = np.array(self._rows[steps.start : steps.stop], dtype=np.int64)

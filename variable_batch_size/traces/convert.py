@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size.checks import check_one_of, check_positive
-from variable_batch_size.traces.limits import MOST_STEPS
+from variable_batch_size.traces.csv import MOST_STEPS
 from variable_batch_size.traces.recording import Recording
 from variable_batch_size.traces.trace import Trace
 

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from variable_batch_size.checks import check_one_of, check_positive
-from variable_batch_size.traces.limits import MOST_STEPS
+from variable_batch_size.traces.csv import MOST_STEPS
 from variable_batch_size.traces.trace import Trace
 
 Unit = Literal["steps", "samples", "tokens"]

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size.checks import is_integer
-from variable_batch_size.traces.limits import LARGEST, checked_size
-from variable_batch_size.traces.trace_file import find_line, read_comment, read_sizes, write_sizes
+from variable_batch_size.traces.csv import LARGEST, checked_size, find_line, read_comment, read_sizes, write_sizes
 
 Integer: TypeAlias = int | np.integer[Any]
 

@@ -1,22 +1,173 @@
-"""report.html: the results of a comparison as one page that needs nothing else."""
+"""report.html and results.csv: the results of a comparison as one page and as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import csv
+import io
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from variable_batch_size.checks import install
-from variable_batch_size.comparison.experiment import DIVERGED, POLICY, Outcome, Run, Settings
-from variable_batch_size.comparison.report.arm import Arm, Arms, ranking
-from variable_batch_size.comparison.report.charts import charts
-from variable_batch_size.comparison.report.numbers import number, with_deviation
-from variable_batch_size.comparison.report.verdict import ranking_in_words, verdict
+from variable_batch_size.comparison.experiment import (
+    DIVERGED,
+    DONE,
+    POLICY,
+    REFERENCE,
+    Outcome,
+    Run,
+    Settings,
+)
+from variable_batch_size.comparison.report.summary import (
+    Arm,
+    Arms,
+    number,
+    ranking,
+    ranking_in_words,
+    verdict,
+    with_deviation,
+)
 from variable_batch_size.comparison.results import Results
-from variable_batch_size.files import write_text
+from variable_batch_size.files import read_records, write_text
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+
+AXES = ("step", "samples", "progress")
+
+TRAINING = ("batch_size", "lr", "loss", "gain", "noise_scale")
+TESTS = ("test_loss", "metric")
+"""What is recorded while training, and what when the model is tested."""
+
+LOGARITHMIC = ("loss", "test_loss", "noise_scale")
+"""What is drawn on a logarithmic axis."""
+
+_MOST_POINTS = 500
+_WINDOWS = 50
+_TINY = 1e-30
+
+Values = npt.NDArray[np.float64]
+Curves = dict[str, Any]
+"""The values of each axis by its name, and by that of each quantity its ``mean``, with ``low`` and ``high`` if seeds
+differ. What is not finite is NaN."""
+
+
+def curves(results: Results, arm: Arm) -> dict[str, Curves]:
+    """The curves of an arm, from the ``steps.jsonl`` of its runs: those of the training and those of the tests.
+
+    Records are put together by their number; where some seeds have ended or diverged, the others go on. An axis is
+    the mean over the seeds, too: their progress may differ. The loss of each record becomes the mean over the latest
+    2 % of the run, as that of a few small batches says little.
+    """
+    ended = [run for run, outcome in arm.outcomes if outcome.status in (DONE, DIVERGED)]
+    seeds = [read_records(results.run_directory(run) / "steps.jsonl") for run in ended]
+    return {
+        "training": _together([_smooth([r for r in records if "loss" in r]) for records in seeds], TRAINING),
+        "tests": _together([[r for r in records if "metric" in r] for records in seeds], TESTS),
+    }
+
+
+def _smooth(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records with the mean of the losses of the latest records instead of their own."""
+    window = max(1, len(records) // _WINDOWS)
+    losses = np.array([record["loss"] for record in records], dtype=np.float64)
+    means = [losses[max(0, end - window) : end].mean() for end in range(1, len(losses) + 1)]
+    return [{**record, "loss": mean} for record, mean in zip(records, means, strict=True)]
+
+
+def _together(seeds: Sequence[Sequence[dict[str, Any]]], quantities: Iterable[str]) -> Curves:
+    length = max(map(len, seeds), default=0)
+    if not length:
+        return {}
+    every = -(-length // _MOST_POINTS)
+    kept = sorted({*range(0, length, every), length - 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of numpy, where no seed, or one, has a number: that is NaN
+        found: Curves = {axis: np.nanmean(_values(seeds, kept, axis), axis=0) for axis in AXES}
+        for quantity in quantities:
+            if any(records and quantity in records[0] for records in seeds):
+                values = _values(seeds, kept, quantity)
+                found[quantity] = {"mean": np.nanmean(values, axis=0)}
+                if (np.nanmax(values, axis=0) > np.nanmin(values, axis=0)).any():
+                    low, high = _band(values, is_logarithmic=quantity in LOGARITHMIC)
+                    found[quantity] |= {"low": low, "high": high}
+    return found
+
+
+def _values(seeds: Sequence[Sequence[dict[str, Any]]], kept: Sequence[int], name: str) -> Values:
+    """A row for each seed, NaN where it has no record."""
+    rows = [[records[number][name] if number < len(records) else None for number in kept] for records in seeds]
+    return np.array(rows, dtype=np.float64)
+
+
+def _band(values: Values, *, is_logarithmic: bool) -> tuple[Values, Values]:
+    """One deviation below and above the mean; by a factor where the axis is logarithmic, so that both are positive."""
+    mean = np.nanmean(values, axis=0)
+    if is_logarithmic:
+        factor = np.exp(np.nanstd(np.log(np.maximum(values, _TINY)), axis=0, ddof=1))
+        return mean / factor, mean * factor
+    deviation = np.nanstd(values, axis=0, ddof=1)
+    return mean - deviation, mean + deviation
+
+
+def charts(results: Results, arms: Arms) -> dict[str, Any]:
+    """The curves of the yardstick and of each arm, by trace, and the name of the metric."""
+    settings, reference = results.settings(), arms.reference
+
+    def of(arm: Arm) -> dict[str, Any]:
+        return {"rule": arm.rule, **_plain(curves(results, arm))}
+
+    return {
+        "metric": settings.metric_name + settings.unit,
+        "reference": {**of(reference), "rule": REFERENCE} if reference is not None else None,
+        "traces": {name: [of(arm) for arm in on_trace] for name, on_trace in arms.on_traces.items()},
+    }
+
+
+def _plain(found: Any) -> Any:
+    """Curves as JSON knows them, with as many digits as a picture needs; NaN becomes null, a gap."""
+    if isinstance(found, dict):
+        return {name: _plain(part) for name, part in found.items()}
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in found.tolist()]
+
+
+COLUMNS = (
+    "trace",
+    "rule",
+    "seed",
+    "status",
+    "updates",
+    "samples",
+    "progress",
+    "final_loss",
+    "final_metric",
+    "best_metric",
+    "reason",
+)
+"""Of results.csv: nothing that depends on how fast a machine is, so that the same experiment gives the same file."""
+
+
+def write_tables(results: Results) -> None:
+    """Write results.csv, and timings.csv with the seconds that each run took."""
+    rows = [{**asdict(run), **asdict(outcome)} for run, outcome in results.runs()]
+    write_text(results.directory / "results.csv", _csv(COLUMNS, rows))
+    write_text(results.directory / "timings.csv", _csv(("trace", "rule", "seed", "seconds"), rows))
+
+
+def _csv(columns: Iterable[str], rows: Iterable[dict[str, object]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(columns), extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
 
 RESULT_COLUMNS = ("rule", "final", "against the yardstick", "best", "updates", "samples", "seconds", "runs")
 RUN_COLUMNS = ("trace", "rule", "seed", "status", "updates", "samples", "progress", "final", "best", "reason")

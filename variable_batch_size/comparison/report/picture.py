@@ -9,10 +9,10 @@ import numpy as np
 
 from variable_batch_size.checks import install
 from variable_batch_size.comparison.experiment import Settings
-from variable_batch_size.comparison.report.arm import Arm, Arms
-from variable_batch_size.comparison.report.curves import Curves, Values, curves
+from variable_batch_size.comparison.report.page import Curves, Values, curves
+from variable_batch_size.comparison.report.summary import Arm, Arms
 from variable_batch_size.comparison.results import Results
-from variable_batch_size.planning.picture import check_suffix
+from variable_batch_size.planning.pictures import check_suffix
 
 # told apart by people of any colour vision
 _COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8E7CC3")

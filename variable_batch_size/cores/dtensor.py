@@ -1,0 +1,152 @@
+"""DTensors: their local shards, their full tensors, and how often each element is replicated."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from variable_batch_size.cores import xla
+from variable_batch_size.cores.communicator import Group, Ranks, ranks_of
+
+
+class Dimension(NamedTuple):
+    """One dimension of a tensor's mesh.
+
+    Args:
+        ranks: the processes along it, among them this one.
+        group: of these.
+        is_copied: whether they all have the same of the tensor.
+    """
+
+    ranks: Ranks
+    group: Group
+    is_copied: bool
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor; not those of XLA, whose compiler splits what is one tensor to this process."""
+    return isinstance(tensor, _kinds()) and tensor.device.type != "xla"
+
+
+_found: tuple[type, ...] = ()
+
+
+def _kinds() -> tuple[type, ...]:
+    """DTensor, if somebody has imported it: else there is none. The second name is that of torch 2.4."""
+    global _found
+    if not _found:  # asked for each gradient
+        modules = [sys.modules.get(name) for name in ("torch.distributed.tensor", "torch.distributed._tensor")]
+        kinds = [getattr(module, "DTensor", None) for module in modules]
+        _found = tuple(kind for kind in kinds if kind is not None)
+    return _found
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Whether all processes must take part when one of them reads a tensor."""
+    return is_dtensor(tensor) or (tensor.device.type == "xla" and xla.is_spmd() and xla.num_hosts() > 1)
+
+
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this process has; the tensor itself if it is not split."""
+    return to_locals([tensor])[0] if is_dtensor(tensor) else tensor
+
+
+def to_locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The same of several, which takes less time than one after another."""
+    with torch.no_grad():
+        return [
+            tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+            for tensor in tensors
+        ]
+
+
+def from_local_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A tensor split as another one is, of which this process has `part`; the part itself if the other is not split."""
+    if not is_dtensor(tensor):
+        return part
+    where: Any = tensor
+    return type(where).from_local(  # type: ignore[no-any-return]
+        part, where.device_mesh, where.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def placed_like(tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient split as its parameter is: partial sums are added up, parts that others need are sent."""
+    if not is_dtensor(gradient) or gradient.placements == tensor.placements:  # type: ignore[attr-defined]
+        return gradient
+    return gradient.redistribute(placements=tensor.placements)  # type: ignore[attr-defined, no-any-return]
+
+
+def dimensions_of(tensor: torch.Tensor) -> list[Dimension]:
+    """The dimensions of a tensor's mesh that have several processes; none if it is not split."""
+    where: Any = tensor
+    return _dimensions_of(where.device_mesh, where.placements) if is_dtensor(tensor) else []
+
+
+def _dimensions_of(mesh: Any, placements: Any) -> list[Dimension]:
+    groups = [mesh.get_group(number) for number in range(mesh.ndim)]
+    found = zip(groups, placements, strict=True)
+    dimensions = [Dimension(ranks_of(group), group, placement.is_replicate()) for group, placement in found]
+    return [dimension for dimension in dimensions if len(dimension.ranks) > 1]
+
+
+def model_groups(tensors: Iterable[torch.Tensor], group: Group) -> dict[Ranks, Group]:
+    """The groups over which tensors are split whose processes do not share the samples, as those of `group` do."""
+    tensors = [tensor for tensor in tensors if is_dtensor(tensor)]
+    replicas = set(ranks_of(group)) if tensors else set()
+    return {
+        dimension.ranks: dimension.group
+        for tensor in tensors
+        for dimension in dimensions_of(tensor)
+        if not replicas.issuperset(dimension.ranks)
+    }
+
+
+def replication_factor(tensor: torch.Tensor, groups: Iterable[Ranks]) -> int:
+    """How many processes have the same part of a tensor, over its own mesh and all of the groups."""
+    where: Any = tensor if is_dtensor(tensor) else None
+    key = None if where is None else (where.device_mesh, where.placements)
+    return _num_copies(key, tuple(groups))
+
+
+@lru_cache(maxsize=256)
+def _num_copies(key: tuple[Any, Any] | None, groups: tuple[Ranks, ...]) -> int:
+    """By the mesh and placements of a tensor, as all gradients have one of a few."""
+    dimensions = [] if key is None else _dimensions_of(*key)
+    own = [len(dimension.ranks) for dimension in dimensions if dimension.is_copied]
+    known = {dimension.ranks for dimension in dimensions}
+    return math.prod(own) * math.prod(len(ranks) for ranks in groups if ranks not in known)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor; every process that has a part must call it."""
+    if is_dtensor(tensor):
+        return tensor.full_tensor()  # type: ignore[attr-defined, no-any-return]
+    return tensor.cpu() if is_spread(tensor) else tensor
+
+
+def shard_from_full(tensor: torch.Tensor, complete: torch.Tensor) -> torch.Tensor:
+    """A complete tensor, the same on all processes, split as another one is; every process must call it."""
+    if not is_dtensor(tensor):
+        return xla.placed_like(tensor, complete) if xla.is_spmd() else complete
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    where: Any = tensor
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, where.device_mesh, where.placements)
+    part = complete[tuple(slice(first, first + size) for size, first in zip(shape, offsets, strict=True))]
+    result = from_local_like(tensor, part.to(to_local(tensor).device, copy=True).contiguous())
+    # a dimension that is split twice may have its parts in an order that is no slice
+    is_doubtful = any(hasattr(placement, "split_factor") for placement in where.placements)
+    if is_doubtful and not torch.equal(whole(result).cpu(), complete.cpu()):
+        raise ValueError(f"a tensor of the shape {tuple(tensor.shape)} cannot be split over {where.device_mesh}")
+    return result
+
+
+def any_dtensor(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether some of the tensors are split."""
+    return any(map(is_dtensor, tensors))

@@ -1,0 +1,1 @@
+"""The optimizer: minibatch gradients in, updates out."""

@@ -1,0 +1,138 @@
+"""An optimizer for each rule: CustomOptimizer under the rule's name."""
+
+from __future__ import annotations
+
+from typing import final
+
+from typing_extensions import Unpack
+
+from variable_batch_size.data.sampler import MinibatchSource
+from variable_batch_size.optim.optimizer import CustomOptimizer, Options
+from variable_batch_size.optim.proxy import Inner
+from variable_batch_size.rules.adam import AdamRule, Form
+from variable_batch_size.rules.adascale import AdamScaleRule, AdaScaleRule
+from variable_batch_size.rules.scaling import ConstantRule, LEGWRule, LinearMomentumRule, LinearRule, RootRule
+
+
+@final
+class LinearRuleOptimizer(CustomOptimizer):
+    """:class:`CustomOptimizer` with lr = lr0 · S, S = batch size / `ref_batchsize` (:class:`LinearRule`)."""
+
+    def __init__(
+        self, inner: Inner, sampler: MinibatchSource, *, ref_batchsize: int, **options: Unpack[Options]
+    ) -> None:
+        super().__init__(inner, sampler, rule=LinearRule(), ref_batchsize=ref_batchsize, **options)
+
+
+@final
+class RootRuleOptimizer(CustomOptimizer):
+    """:class:`CustomOptimizer` with lr = lr0 · √S, S = batch size / `ref_batchsize` (:class:`RootRule`)."""
+
+    def __init__(
+        self, inner: Inner, sampler: MinibatchSource, *, ref_batchsize: int, **options: Unpack[Options]
+    ) -> None:
+        super().__init__(inner, sampler, rule=RootRule(), ref_batchsize=ref_batchsize, **options)
+
+
+@final
+class ConstantOptimizer(CustomOptimizer):
+    """:class:`CustomOptimizer` with lr = lr0 for every batch size, so that `ref_batchsize` only counts for progress."""
+
+    def __init__(
+        self, inner: Inner, sampler: MinibatchSource, *, ref_batchsize: int = 1, **options: Unpack[Options]
+    ) -> None:
+        super().__init__(inner, sampler, rule=ConstantRule(), ref_batchsize=ref_batchsize, **options)
+
+
+@final
+class LinearRuleMomentumOptimizer(CustomOptimizer):
+    """:class:`CustomOptimizer` with the linear rule in the form that suits momentum (:class:`LinearMomentumRule`)."""
+
+    def __init__(
+        self, inner: Inner, sampler: MinibatchSource, *, ref_batchsize: int, **options: Unpack[Options]
+    ) -> None:
+        super().__init__(inner, sampler, rule=LinearMomentumRule(), ref_batchsize=ref_batchsize, **options)
+
+
+@final
+class LEGWRuleOptimizer(CustomOptimizer):
+    """:class:`CustomOptimizer` with lr = lr0 · √S behind a warm-up of S · `warmup_samples` (:class:`LEGWRule`)."""
+
+    def __init__(
+        self,
+        inner: Inner,
+        sampler: MinibatchSource,
+        *,
+        ref_batchsize: int,
+        warmup_samples: int,
+        **options: Unpack[Options],
+    ) -> None:
+        rule = LEGWRule(warmup_samples=warmup_samples)
+        super().__init__(inner, sampler, rule=rule, ref_batchsize=ref_batchsize, **options)
+
+
+@final
+class AdamRuleOptimizer(CustomOptimizer):
+    """:class:`CustomOptimizer` with the square root rule for all of Adam's settings (:class:`AdamRule`).
+
+    Args:
+        form: what happens to the betas.
+        scales_weight_decay: whether a decoupled weight decay is scaled, so that the decay per sample stays.
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        sampler: MinibatchSource,
+        *,
+        ref_batchsize: int,
+        form: Form = "sde",
+        scales_weight_decay: bool = True,
+        **options: Unpack[Options],
+    ) -> None:
+        rule = AdamRule(form=form, scales_weight_decay=scales_weight_decay)
+        super().__init__(inner, sampler, rule=rule, ref_batchsize=ref_batchsize, **options)
+
+
+@final
+class AdaScaleOptimizer(CustomOptimizer):
+    """:class:`CustomOptimizer` with lr = lr0 · gain, the gain measured from the gradients (:class:`AdaScaleRule`).
+
+    The statistics travel with the gradients in the same reduction, and are read once for each update.
+
+    Args:
+        starts_with_mean: average the noise of the first steps as the paper does, instead of debiased.
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        sampler: MinibatchSource,
+        *,
+        ref_batchsize: int,
+        starts_with_mean: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        rule = AdaScaleRule(starts_with_mean=starts_with_mean)
+        super().__init__(inner, sampler, rule=rule, ref_batchsize=ref_batchsize, **options)
+
+
+@final
+class AdamScaleOptimizer(CustomOptimizer):
+    """:class:`CustomOptimizer` with lr = lr0 · √gain, for Adam and AdamW (:class:`AdamScaleRule`).
+
+    Args:
+        starts_with_mean: average the noise of the first steps as the paper does, instead of debiased.
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        sampler: MinibatchSource,
+        *,
+        ref_batchsize: int,
+        starts_with_mean: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        rule = AdamScaleRule(starts_with_mean=starts_with_mean)
+        super().__init__(inner, sampler, rule=rule, ref_batchsize=ref_batchsize, **options)

@@ -1,0 +1,84 @@
+"""PerOptimizerRule: one rule for each of several inner optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from variable_batch_size.rules.adascale import NoiseRule
+from variable_batch_size.rules.noise import NoiseMeter
+from variable_batch_size.rules.rule import Norms, Rule, Step
+
+
+@final
+class PerOptimizerRule(Rule):
+    """Lets every parameter group follow the rule of its optimizer; progress is counted by the first one.
+
+    Args:
+        rules: one for each optimizer.
+        num_groups: how many parameter groups each optimizer has.
+
+    >>> from variable_batch_size.rules.scaling import LinearRule, RootRule
+    >>> rule = PerOptimizerRule([RootRule(), LinearRule()], num_groups=[2, 1])
+    >>> step = Step(batch_size=64, minibatch_size=16, ref_batchsize=16)
+    >>> [rule.group_factor(step, group) for group in range(3)]
+    [2.0, 2.0, 4.0]
+    """
+
+    def __init__(self, rules: Sequence[Rule], *, num_groups: Sequence[int]) -> None:
+        if len(rules) != len(num_groups):
+            raise ValueError(f"`rule` must be one, or one for each of {len(num_groups)} optimizers, got {len(rules)}")
+        twice = [type(rule).__name__ for rule in rules if rules.count(rule) > 1]
+        if twice:
+            raise ValueError(f"`rule` must be a rule of its own for each optimizer, got one {twice[0]} twice")
+        for trait, words in (("sums_gradients", "sum gradients"), ("preconditions", "measure divided gradients")):
+            if len({getattr(rule, trait) for rule in rules}) > 1:
+                names = " and ".join(type(rule).__name__ for rule in rules)
+                raise ValueError(f"`rule` must be rules of which all or none {words}, got {names}")
+        self.rules = list(rules)
+        self._num_groups = list(num_groups)
+        self.sums_gradients = rules[0].sums_gradients
+        self.preconditions = rules[0].preconditions
+        self.measures_noise = any(rule.measures_noise for rule in rules)
+
+    @property
+    def meter(self) -> NoiseMeter | None:
+        """That of the first rule that has one, which sees the parameters of its optimizer."""
+        return next((rule.meter for rule in self.rules if isinstance(rule, NoiseRule)), None)
+
+    def rule_for_group(self, group: int) -> tuple[Rule, int]:
+        for rule, count in zip(self.rules, self._num_groups, strict=True):
+            if group < count:
+                return rule, group
+            group -= count
+        return self.rules[-1], group + self._num_groups[-1]  # one that was added
+
+    def factor(self, step: Step) -> float:
+        return self.rules[0].factor(step)
+
+    def group_factor(self, step: Step, group: int) -> float:
+        rule, own = self.rule_for_group(group)
+        return rule.group_factor(step, own)
+
+    def worth(self, step: Step, factor: float) -> float:
+        return self.rules[0].worth(step, factor)
+
+    def observe(self, step: Step, norms: Sequence[Norms | None]) -> None:
+        of_rules: dict[Rule, list[Norms | None]] = {rule: [] for rule in self.rules}
+        for group, pair in enumerate(norms):
+            of_rules[self.rule_for_group(group)[0]].append(pair)
+        for rule, own in of_rules.items():
+            rule.observe(step, own)
+
+    def report(self, step: Step) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for rule in reversed(self.rules):
+            found |= rule.report(step)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rules": [rule.state_dict() for rule in self.rules]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for rule, saved in zip(self.rules, state["rules"], strict=True):
+            rule.load_state_dict(saved)

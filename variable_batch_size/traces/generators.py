@@ -1,0 +1,298 @@
+"""Generated traces: constant sizes, ramps, growth in place of learning-rate decay, and a spot market."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from variable_batch_size.checks import check_positive, check_within
+from variable_batch_size.traces.csv import check_multiples, check_num_steps, whole_minibatches
+from variable_batch_size.traces.stages import Stages
+from variable_batch_size.traces.trace import Trace
+
+
+def constant_trace(batch_size: int, *, num_steps: int) -> Trace:
+    """The same batch size for a number of steps.
+
+    >>> list(constant_trace(128, num_steps=3))
+    [128, 128, 128]
+    """
+    check_positive(batch_size=batch_size)
+    return linear_ramp(batch_size, batch_size, num_steps=num_steps, minibatch_size=1)
+
+
+def linear_ramp(start: int, end: int, *, num_steps: int, minibatch_size: int) -> Trace:
+    """Batch sizes on a straight line from `start` to `end`, up or down, to the nearest whole minibatch.
+
+    >>> list(linear_ramp(32, 256, num_steps=6, minibatch_size=32))
+    [32, 64, 128, 160, 224, 256]
+    """
+    check_positive(start=start, end=end, num_steps=num_steps, minibatch_size=minibatch_size)
+    check_multiples(minibatch_size, start=start, end=end)
+    check_num_steps(num_steps)
+    along = np.arange(num_steps) / max(1, num_steps - 1)
+    return Trace.from_sequence(whole_minibatches(start + along * (end - start), minibatch_size))
+
+
+def doubling_ramp(start: int, end: int, *, every: int, minibatch_size: int, num_steps: int | None = None) -> Trace:
+    """A batch size that doubles, or halves, every N steps until it reaches `end`.
+
+    Args:
+        start: the first batch size.
+        end: the last one, where the ramp stops.
+        every: N, the steps between two changes.
+        minibatch_size: sizes are rounded to its nearest multiple.
+        num_steps: the length of the trace; by default the last size, too, holds for `every` steps.
+
+    >>> list(doubling_ramp(32, 200, every=2, minibatch_size=8))
+    [32, 32, 64, 64, 128, 128, 200, 200]
+    >>> list(doubling_ramp(256, 32, every=1, minibatch_size=32, num_steps=6))
+    [256, 128, 64, 32, 32, 32]
+    """
+    check_positive(start=start, end=end, every=every, minibatch_size=minibatch_size)
+    check_multiples(minibatch_size, start=start, end=end)
+    num_changes = math.ceil(abs(math.log2(end / start)) - 1e-12)
+    num_steps = (num_changes + 1) * every if num_steps is None else num_steps
+    check_positive(num_steps=num_steps)
+    check_num_steps(num_steps)
+    sizes = start * 2.0 ** (np.arange(num_changes) * (1 if end > start else -1))
+    changes = np.minimum(np.arange(num_steps) // every, num_changes)
+    return Trace.from_sequence(np.append(whole_minibatches(sizes, minibatch_size), end)[changes])
+
+
+def rampup(start: int, increment: int, ramp_samples: int, *, final: int, num_samples: int | None = None) -> Trace:
+    """From one batch size to another by equal increments over a number of samples, as Megatron-LM does it.
+
+    Its option ``--rampup-batch-size START INCREMENT SAMPLES``: with N = (final − start) / increment, a step before
+    which s samples were used has the batch size
+
+        B(s) = start + increment · ⌊s / (ramp_samples / N)⌋   up to s = ramp_samples,   `final` from then on.
+
+    Args:
+        start: the first batch size.
+        increment: by how much it grows at once.
+        ramp_samples: the samples over which it grows.
+        final: the last batch size, a whole number of increments above the first.
+        num_samples: of the whole training, whose last step is the last one that still fits; by default the trace ends
+            with the first step of the final size, which ``on_end="hold"`` then goes on with.
+
+    >>> list(rampup(16, 16, 120, final=48))
+    [16, 16, 16, 16, 32, 32, 48]
+    >>> len(rampup(16, 16, 120, final=48, num_samples=1000))
+    24
+    """
+    check_positive(start=start, increment=increment, ramp_samples=ramp_samples, final=final)
+    if final <= start or (final - start) % increment:
+        raise ValueError(f"`final` must be {start} and one or more increments of {increment}, got {final}")
+    if num_samples is not None:
+        check_positive(num_samples=num_samples)
+        if num_samples < start:
+            raise ValueError(f"`num_samples` must be at least one step of {start}, got {num_samples}")
+    check_num_steps(ramp_samples // final)
+    sizes = np.array(_rampup_sizes(start, increment, ramp_samples, final))
+    if num_samples is None:
+        return Trace.from_sequence(np.append(sizes, final))
+    num_final = max(0, num_samples - int(sizes.sum())) // final
+    check_num_steps(len(sizes) + num_final)
+    fitting = sizes[np.cumsum(sizes) <= num_samples]
+    return Trace.from_sequence(np.append(fitting, np.full(num_final, final)))
+
+
+def _rampup_sizes(start: int, increment: int, ramp_samples: int, final: int) -> list[int]:
+    """The batch sizes of the steps before the final size."""
+    # a float, as there: its rounding decides which size a step has that begins right at a change
+    samples_per_size = ramp_samples / ((final - start) // increment)
+    sizes: list[int] = []
+    done = 0
+    while done <= ramp_samples:
+        size = start + increment * int(done / samples_per_size)
+        if size >= final:
+            break
+        sizes.append(size)
+        done += size
+        check_num_steps(len(sizes))
+    return sizes
+
+
+_LEAST_FACTOR = 1.001
+_QUARTER = 2 / math.pi  # radians to quarters of a turn
+
+
+def growth_for_decay(
+    start: int,
+    *,
+    factor: float,
+    at_epochs: Sequence[int],
+    num_epochs: int,
+    dataset_size: int,
+    minibatch_size: int,
+    cap: int | None = None,
+) -> Trace:
+    """Multiply the batch size where a schedule would divide the learning rate (Smith et al. 2018).
+
+    From "Don't decay the learning rate, increase the batch size": after each epoch e of `at_epochs`
+
+        B → min(factor · B, cap)   instead of   lr → lr / factor.
+
+    Training with :class:`LinearRuleOptimizer` at ``ref_batchsize=start`` *and* the decay that it replaces gives
+    the paper's learning rate: the rule multiplies by what the decay divides by, and what a cap cuts off is left to the
+    decay. An epoch is `dataset_size` samples.
+
+    Args:
+        start: the batch size of the first epochs.
+        factor: what the learning rate would be divided by.
+        at_epochs: after how many epochs each change comes.
+        num_epochs: epochs of the whole training.
+        dataset_size: samples in the data set.
+        minibatch_size: sizes are rounded to its nearest multiple.
+        cap: the largest batch size; None for no bound.
+
+    >>> trace = growth_for_decay(
+    ...     128, factor=5, at_epochs=[60, 120, 160], num_epochs=200, dataset_size=50_000, minibatch_size=32)
+    >>> len(trace), str(Stages.of(trace, unit="steps"))
+    (28875, '0:128 23438:640 28125:3200 28750:16K')
+    """
+    check_positive(start=start, num_epochs=num_epochs, dataset_size=dataset_size, minibatch_size=minibatch_size)
+    _check_growth(start, cap, minibatch_size, factor)
+    for before, after in itertools.pairwise((0, *at_epochs, num_epochs)):
+        if not before < after:
+            raise ValueError(f"`at_epochs` must grow from above 0 to below {num_epochs}, got {after} after {before}")
+    starts = tuple(epoch * dataset_size for epoch in (0, *at_epochs))
+    largest = num_epochs * dataset_size if cap is None else cap
+    sizes = start * np.minimum(float(factor) ** np.arange(len(starts)), largest / start)
+    rounded = whole_minibatches(sizes, minibatch_size)
+    return Stages(starts, tuple(rounded.tolist()), num_epochs * dataset_size, "samples").trace()
+
+
+def seesaw(
+    start: int, *, num_samples: int, minibatch_size: int, factor: float | None = None, cap: int | None = None
+) -> Trace:
+    """Seesaw's batch sizes for a cosine schedule of the learning rate (Meterez et al. 2025).
+
+    Over S samples the schedule lr(s) = lr0 · cos(π/2 · s/S) falls; whenever it has fallen by `factor`, Seesaw
+    multiplies the batch size by `factor` and divides the learning rate by only √factor. In the limit of small factors
+
+        B(s) = start / cos(π/2 · s/S),   which takes ∫ ds / B(s) = 2/π · S / start updates:
+
+    63.7 % of those at the constant batch size `start`. Training with :class:`RootRuleOptimizer` at
+    ``ref_batchsize=start`` *and* the unchanged cosine schedule, over samples, gives Seesaw's learning rate.
+
+    Args:
+        start: the first batch size.
+        num_samples: S, the samples of the whole training.
+        minibatch_size: sizes are whole minibatches. In the limit the *sum* of sizes is rounded, so that neither
+            updates nor samples drift: sizes may alternate between two neighbouring multiples.
+        factor: what each change multiplies by, at least 1.001; None for the limit.
+        cap: the largest batch size; None for no bound.
+
+    >>> len(seesaw(256, num_samples=10_000_000, minibatch_size=32)), round(2 / math.pi * 10_000_000 / 256)
+    (24868, 24868)
+    >>> str(Stages.of(seesaw(256, num_samples=10_000_000, minibatch_size=32, factor=2, cap=2048), unit="steps"))
+    '0:256 26042:512 29410:1024 30202:2048'
+    """
+    check_positive(start=start, num_samples=num_samples, minibatch_size=minibatch_size)
+    _check_growth(start, cap, minibatch_size, factor)
+    if factor is not None and factor < _LEAST_FACTOR:
+        raise ValueError(
+            f"`factor` must be at least {_LEAST_FACTOR}, or None for the limit of small ones, got {factor}"
+        )
+    if num_samples < start:
+        raise ValueError(f"`num_samples` must be at least one step of {start}, got {num_samples}")
+    whole = num_samples // minibatch_size * minibatch_size
+    largest = whole if cap is None else min(cap, whole)
+    if factor is None:
+        return _seesaw_limit(start, whole, minibatch_size, largest)
+    return _seesaw_stages(start, whole, minibatch_size, largest, factor)
+
+
+def _seesaw_stages(start: int, num_samples: int, minibatch_size: int, cap: int, factor: float) -> Trace:
+    """A stage for each change, as long as a step of its size still fits."""
+    starts, sizes = [0], [start]
+    for change in range(1, 1 + math.ceil(math.log(cap / start, factor))):
+        begin = max(starts[-1] + 1, round(_QUARTER * math.acos(factor**-change) * num_samples))
+        size = int(whole_minibatches(np.array(min(start * factor**change, cap)), minibatch_size))
+        if num_samples - begin < size:
+            break
+        starts.append(begin)
+        sizes.append(size)
+    return Stages(tuple(starts), tuple(sizes), num_samples, "samples").trace()
+
+
+def _seesaw_limit(start: int, num_samples: int, minibatch_size: int, cap: int) -> Trace:
+    """Steps of the size B(s) = start / cos(π/2 · s/S), until that reaches the cap.
+
+    Until then, s(k) = 2/π · S · arcsin(π/2 · k · start/S) samples come before step k.
+    """
+    scale = _QUARTER * num_samples
+    capped_from = scale / start * math.sqrt(1 - (start / cap) ** 2)
+    samples_before_cap = scale * math.acos(start / cap)
+    num_steps = math.floor(capped_from + (num_samples - samples_before_cap) / cap + 0.5)
+    check_num_steps(num_steps)
+    steps = np.arange(num_steps)
+    samples = np.where(
+        steps < capped_from,
+        scale * np.arcsin(np.minimum(steps * start / scale, 1)),
+        samples_before_cap + (steps - capped_from) * cap,
+    )
+    edges = np.floor(samples / minibatch_size + 0.5).astype(np.int64) * minibatch_size
+    return Trace.from_sequence(np.diff(edges, append=min(num_samples, int(edges[-1]) + cap)))
+
+
+def _check_growth(start: int, cap: int | None, minibatch_size: int, factor: float | None) -> None:
+    check_multiples(minibatch_size, start=start)
+    if factor is not None and not 1 < factor < math.inf:
+        raise ValueError(f"`factor` must be greater than 1, got {factor!r}")
+    if cap is not None:
+        check_positive(cap=cap)
+        check_multiples(minibatch_size, cap=cap)
+        if cap < start:
+            raise ValueError(f"`cap` must be at least the first batch size of {start}, got {cap}")
+
+
+def spot_market(
+    *,
+    num_devices: int,
+    at_least: int,
+    arrive: float,
+    leave: float,
+    samples_per_device: int,
+    num_steps: int,
+    seed: int,
+) -> Trace:
+    """A market where devices come and go, each on its own.
+
+    At first all are present. From step to step, a device that is present leaves with probability `leave`, and one that
+    is absent arrives with probability `arrive`; in the long run, each is present in arrive / (arrive + leave) of them.
+
+    Args:
+        num_devices: the most that are ever present.
+        at_least: how many of them never leave.
+        arrive: the probability per step that an absent device comes back.
+        leave: the probability per step that a device leaves.
+        samples_per_device: what each device that is present adds to the batch size.
+        num_steps: the length of the trace.
+        seed: chooses the market; the same one with every version of numpy.
+
+    >>> list(spot_market(num_devices=4, at_least=1, arrive=.3, leave=.2, samples_per_device=32, num_steps=8, seed=0))
+    [128, 128, 128, 128, 128, 96, 32, 32]
+    """
+    check_positive(
+        num_devices=num_devices, at_least=at_least, samples_per_device=samples_per_device, num_steps=num_steps
+    )
+    check_num_steps(num_steps)
+    if at_least > num_devices:
+        raise ValueError(f"`at_least` must be at most the {num_devices} devices, got {at_least}")
+    for name, value in (("arrive", arrive), ("leave", leave)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"`{name}` must be a probability from 0 to 1, got {value!r}")
+    check_within(2**32 - 1, seed=seed)
+    draws = np.random.RandomState(seed)  # unlike newer generators, it guarantees the same numbers forever
+    is_present = np.ones(num_devices - at_least, dtype=bool)
+    counts = np.empty(num_steps, dtype=np.int64)
+    for step in range(num_steps):
+        counts[step] = at_least + np.count_nonzero(is_present)
+        is_present ^= draws.random_sample(len(is_present)) < np.where(is_present, leave, arrive)
+    return Trace.from_sequence(counts * samples_per_device)

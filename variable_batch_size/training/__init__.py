@@ -1,1 +1,0 @@
-"""Training: minibatches in, updates out."""
