@@ -78,7 +78,7 @@ def test_every_number_of_a_plan_is_what_the_steps_one_by_one_give(planned, ref_b
     assert plan.mean_depth == sum(map(max, loads)) / len(steps)
     assert plan.busy_share == sum(map(sum, loads)) / (len(cores) * sum(map(max, loads)))
     rounds = [max(load) if schedule.lockstep else 1 for load in loads]
-    assert (plan.lockstep, plan.rounds_for) == (schedule.lockstep, sum(map(max, loads)))
+    assert (plan.lockstep, plan.num_rounds) == (schedule.lockstep, sum(map(max, loads)))
     stand_ins = [max(0, num - own) for num, load in zip(rounds, loads, strict=True) for own in load]
     assert plan.num_stand_ins == sum(stand_ins)
 

@@ -12,9 +12,9 @@ from variable_batch_size.rules import (
     LinearMomentumRule,
     LinearRule,
     RootRule,
-    Transition,
     ema_decay,
 )
+from variable_batch_size.rules.transition import Transition
 
 STEPS = st.builds(
     lambda num_minibatches, minibatch_size, ref_batchsize: Step(

@@ -51,19 +51,19 @@ def assert_offsets(schedule, epoch, rank, at_once, sizes, first_step=0):
     assert all(len(block) <= at_once and block.dtype == np.int64 for block in blocks)
     found = iter(np.concatenate(blocks).tolist() if blocks else [])
     begin = sum(sizes[:first_step])
-    num_minibatches_for = num_idle = 0
+    num_yielded = num_idle = 0
     for size in sizes[first_step:]:
         starts = range(begin, begin + size, schedule.minibatch_size)
         share = starts[rank :: schedule.num_replicas]
         busiest = starts[0 :: schedule.num_replicas]
-        rounds_for = len(busiest) if schedule.lockstep else max(1, len(share))
+        num_rounds = len(busiest) if schedule.lockstep else max(1, len(share))
         assert [next(found) for _ in share] == list(share)
-        assert all(next(found) in starts for _ in range(rounds_for - len(share)))
-        num_minibatches_for += rounds_for
+        assert all(next(found) in starts for _ in range(num_rounds - len(share)))
+        num_yielded += num_rounds
         num_idle += not share
         begin += size
     assert next(found, None) is None
-    assert schedule.num_minibatches_for(epoch, rank, first_step) == num_minibatches_for
+    assert schedule.num_minibatches_for(epoch, rank, first_step) == num_yielded
     if first_step == 0:
         assert schedule.num_idle_steps(epoch, rank) == num_idle
 

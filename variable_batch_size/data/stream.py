@@ -321,11 +321,11 @@ class StreamReader:
             number = self._schedule.num_minibatches(step)
             stand_in = self._rank % number
             own = self._schedule.minibatches(step, self._rank) or range(stand_in, stand_in + 1)
-            rounds_for, begin = self._schedule.rounds_for(step, self._rank), source.num_read
+            num_rounds, begin = self._schedule.rounds_for(step, self._rank), source.num_read
             for i, j in enumerate(own):
                 source.skip(begin + j * size - source.num_read)
                 # in lockstep it may be its own stand-in
-                rounds = range(i, rounds_for if j == own[-1] else i + 1)
+                rounds = range(i, num_rounds if j == own[-1] else i + 1)
                 found = self._take_or_skip(size, len(rounds))
                 for round in rounds:
                     source.skip(max(0, begin + self._num_needed(step, round) * size - source.num_read))

@@ -275,7 +275,7 @@ class Plan:
     num_left_over: int
     num_rows_unused: int
     num_minibatches: int
-    rounds_for: int
+    num_rounds: int
     num_stand_ins: int
     mean_batch_size: float
     mean_depth: float
@@ -348,7 +348,7 @@ class Plan:
             num_left_over=sum(epoch.num_left_over for epoch in epochs if not epoch.ends_with_trace),
             num_rows_unused=0 if schedule.trace.is_endless else max(0, len(schedule.trace) - len(steps)),
             num_minibatches=int(core_minibatches.sum()),
-            rounds_for=num_depths,
+            num_rounds=num_depths,
             num_stand_ins=num_stand_ins,
             mean_batch_size=num_samples / len(steps),
             mean_depth=num_depths / len(steps),
