@@ -18,7 +18,7 @@ class Programs(TorchDispatchMode):
         self.found = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        leaves = tree_leaves(args)
+        leaves = tree_leaves((args, kwargs))
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         constants = [leaf for leaf in leaves if isinstance(leaf, int | float) and leaf in (0, 1, -1)]
         if function is not torch.ops.aten.lift_fresh.default:  # made on the host, so data

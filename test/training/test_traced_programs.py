@@ -24,6 +24,7 @@ if not hasattr(torch.optim, "Muon"):  # before torch 2.9
 RUNS |= {
     "weights": {"rule": "linear", "is_weighted": True},
     "weights and AdaScale": {"rule": "adascale", "is_weighted": True},
+    "learning rate of 1": {"rule": "linear", "lr": 0.25},  # of 32 samples; a constant in a program of its own, if plain
     "smooth steps": {"rule": "linear", "smooth_steps": 3},
     "bounded factor": {"rule": "linear", "max_factor": 2.0},
     "clipping": {"rule": "linear", "clip_grad_norm": 0.5},
@@ -35,15 +36,15 @@ RUNS |= {
 }
 
 
-def inner_for(rule, model):
+def inner_for(rule, model, lr):
     if rule == "muon":
-        return torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.01)
+        return torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=lr)
     if rule in ADAMS:
-        return torch.optim.AdamW(model.parameters(), lr=0.01)
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        return torch.optim.AdamW(model.parameters(), lr=lr)
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
-def train(core, here, *, rule, is_weighted=False, **options):
+def train(core, here, *, rule, lr=0.01, is_weighted=False, **options):
     """What was started before the first minibatch; then for each step whether the core is idle, what was started for
     minibatches that do not complete it, and what was started for the one that does."""
     programs = Programs()
@@ -51,7 +52,7 @@ def train(core, here, *, rule, is_weighted=False, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     data = torch.randn(400, 3)
-    inner = inner_for(rule, model)
+    inner = inner_for(rule, model, lr)
     sampler = vbs.CustomSampler(
         dataset_size=400, trace=FIRST + LATER, minibatch_size=4, num_replicas=core.num_replicas, rank=core.rank
     )
@@ -63,9 +64,7 @@ def train(core, here, *, rule, is_weighted=False, **options):
         programs.current = []  # several cores have compared their settings, on the host
         before, steps, accumulating = started(programs), [], []
         for batch in sampler:
-            x = data[batch].clone()
-            programs.current = []  # of the loader
-            model(x).square().sum().backward()
+            (model(data[batch]).square().mean() / 100).backward()
             optimizer.step(weight=3.0 + batch[0] % 2 if is_weighted else None)
             if optimizer.is_accumulating:
                 accumulating += started(programs)
