@@ -359,7 +359,7 @@ def test_alone_the_buffers_are_shared_already():
 
 
 def test_buffers_cannot_be_shared_in_a_group_where_there_are_none():
-    message = "^`process_group` must be None where torch.distributed is not initialised$"
+    message = "^`process_group` must be None if torch.distributed is not initialized$"
     with pytest.raises(ValueError, match=message):
         vbs.share_buffers(Statistics(), process_group="data")
 

@@ -5,13 +5,13 @@ import logging
 import numpy as np
 import pytest
 import torch
+from accumulators import BucketViewAccumulator, ExactBucketAccumulator, ExactTracedAccumulator
 from threaded_cores import run_on
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.optim.gradients.accumulator import Mean
-from variable_batch_size.optim.gradients.buckets import BucketAccumulator, BucketViewAccumulator
-from variable_batch_size.optim.gradients.fixed_point import FixedPointAccumulator, FixedPointTracedAccumulator
+from variable_batch_size.optim.gradients.accumulator import StepGradient, StepPlan
+from variable_batch_size.optim.gradients.buckets import BucketAccumulator
 from variable_batch_size.optim.gradients.traced import TracedAccumulator
 from variable_batch_size.optim.token_weights import TokenWeights
 
@@ -130,7 +130,7 @@ def test_a_step_that_weighs_nothing_moves_nothing_and_says_so(caplog, options):
 
 def test_where_something_is_read_from_a_device_a_step_that_weighs_nothing_is_skipped(monkeypatch):
     p, optimizer = make(skip_nonfinite=True)
-    monkeypatch.setattr(optimizer._gradients, "weighs_nothing", lambda: False)  # as on a device
+    monkeypatch.setattr(StepGradient, "weighs_nothing", False)  # as on a device
     step(p, optimizer, 0.0, weight=0)
     assert not step(p, optimizer, 0.0, weight=0)
     assert optimizer.steps_skipped == 1
@@ -140,17 +140,17 @@ def test_a_weight_that_is_nan_on_a_device_does_not_pass_for_a_gradient_of_zero()
     for kind in (
         BucketAccumulator,
         BucketViewAccumulator,
-        FixedPointAccumulator,
+        ExactBucketAccumulator,
         TracedAccumulator,
-        FixedPointTracedAccumulator,
+        ExactTracedAccumulator,
     ):
 
         def run(core, kind=kind):
             p = nn.Parameter(torch.zeros(1))
             gradients = kind(torch.optim.SGD([p], lr=1.0), core)
             p.grad = torch.ones(1) if p.grad is None else p.grad.fill_(1.0)
-            gradients.take(Mean(2), is_last=True, weight=torch.tensor(float("nan") if core.rank else 2.0))
-            gradients.reduce(Mean(2), is_idle=False)
+            gradients.accumulate(StepPlan(2), torch.tensor(float("nan") if core.rank else 2.0))
+            gradients.reduce(StepPlan(2))
             return p.grad.item()
 
         assert all(np.isnan(value) for value in run_on(2, run))
@@ -170,7 +170,7 @@ def test_a_step_that_fails_does_not_count(monkeypatch):
     assert p.item() == -0.5
 
 
-@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, FixedPointAccumulator])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, ExactBucketAccumulator])
 @pytest.mark.parametrize("without", [(0,), (1,), (2,), (0, 2), (0, 1), (1, 2)])
 def test_weights_on_some_cores_only_are_refused_on_all(kind, without):
     """The last core is idle."""
@@ -181,19 +181,19 @@ def test_weights_on_some_cores_only_are_refused_on_all(kind, without):
         if p.grad is None:
             p.grad = torch.zeros(1)
         p.grad.add_(1.0)
-        gradients.take(Mean(2), is_last=True, weight=None if core.rank in without else 0 if core.rank else 3)
+        gradients.accumulate(StepPlan(2), None if core.rank in without else 0 if core.rank else 3)
         try:
-            gradients.reduce(Mean(2), is_idle=core.rank == 2)
+            gradients.reduce(StepPlan(2, is_idle=core.rank == 2))
         except ValueError as error:
             return str(error)
 
     message = (
-        f"`weight` must be given on all cores or on none, got none on {len(without)} of 3; an idle core gives that"
+        f"`weight` must be passed on all ranks or on none, but {len(without)} of 3 passed none. An idle rank passes"
     )
     assert all(found.startswith(message) for found in run_on(3, run))
 
 
-@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, FixedPointAccumulator])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, ExactBucketAccumulator])
 def test_weights_on_some_cores_only_are_refused_when_a_run_without_any_has_gone_back_to_its_start(kind):
     def run(core):
         p = nn.Parameter(torch.zeros(1))
@@ -201,14 +201,14 @@ def test_weights_on_some_cores_only_are_refused_when_a_run_without_any_has_gone_
 
         def step(weight):
             p.grad = torch.ones(1) if p.grad is None else p.grad.add_(1.0)
-            gradients.take(Mean(2), is_last=True, weight=weight)
-            gradients.reduce(Mean(2), is_idle=False)
-            gradients.clear()
+            gradients.accumulate(StepPlan(2), weight)
+            gradients.reduce(StepPlan(2))
+            gradients.reset()
 
         state = gradients.state_dict()
         step(weight=None)
         gradients.load_state_dict(state)
-        with pytest.raises(ValueError, match=r"^`weight` must be given on all cores or on none, got none on 1 of 2"):
+        with pytest.raises(ValueError, match=r"^`weight` must be passed on all ranks or on none, but 1 of 2 passed"):
             step(weight=3 if core.rank else None)
 
     run_on(2, run)
@@ -221,14 +221,14 @@ def test_a_core_without_weights_is_seen_beside_one_with_many(kind):
         gradients = kind(torch.optim.SGD([p], lr=1.0), core)
         for number in range(100):
             p.grad = torch.zeros(1) if p.grad is None else p.grad
-            gradients.take(Mean(200), is_last=number == 99, weight=None if core.rank else 1)
-        with pytest.raises(ValueError, match=r"^`weight` must be given on all cores or on none, got none on 1 of 2;"):
-            gradients.reduce(Mean(200), is_idle=False)
+            gradients.accumulate(StepPlan(200, is_last=number == 99), None if core.rank else 1)
+        with pytest.raises(ValueError, match=r"^`weight` must be passed on all ranks or on none, but 1 of 2 passed"):
+            gradients.reduce(StepPlan(200))
 
     run_on(2, run)
 
 
-@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, FixedPointAccumulator])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, ExactBucketAccumulator])
 @pytest.mark.parametrize("weights", [None, [0, 0, 0], [5, 0, 7]])
 def test_cores_that_agree_on_weights_go_on(kind, weights):
     def run(core):
@@ -239,10 +239,10 @@ def test_cores_that_agree_on_weights_go_on(kind, weights):
             if p.grad is None:
                 p.grad = torch.zeros(1)
             p.grad.add_(1.0)
-            gradients.take(Mean(2), is_last=True, weight=weights and weights[core.rank])
-            gradients.reduce(Mean(2), is_idle=core.rank == 2)
+            gradients.accumulate(StepPlan(2), weights and weights[core.rank])
+            gradients.reduce(StepPlan(2, is_idle=core.rank == 2))
             found.append(p.grad.item())
-            gradients.clear()
+            gradients.reset()
         return found
 
     expected = 1.0 if weights is None else 2 / 5 if any(weights) else 0.0  # the third core is idle

@@ -24,7 +24,7 @@ from variable_batch_size.optim.consistency import (
     sync_added_params,
     sync_and_check_ranks,
 )
-from variable_batch_size.optim.gradients.accumulator import GradientAccumulator, Mean
+from variable_batch_size.optim.gradients.accumulator import GradientAccumulator, StepGradient, StepPlan
 from variable_batch_size.optim.gradients.select import make_accumulator
 from variable_batch_size.optim.hyperparameters import Preconditioner, StepHyperparameters
 from variable_batch_size.optim.policy_driver import Record, deciding_for
@@ -120,7 +120,7 @@ class StandIns:
     def expect(self, position: Position) -> None:
         """Before a minibatch."""
         if self._is_on:
-            self._gradients.expect(is_padding_minibatch=position.is_next_padding, is_last=position.is_last_next)
+            self._gradients.begin_minibatch(is_padding=position.is_next_padding, is_last=position.is_last_next)
             self._buffers.save(position.is_next_padding)
 
     def take_back(self, position: Position, weight: Weight | None) -> Weight | None:
@@ -128,8 +128,7 @@ class StandIns:
         if not self._is_on or not position.is_padding_minibatch:
             return weight
         self._buffers.settle(is_taken_back=True)
-        self._gradients.leave_out()
-        return None if weight is None else 0.0
+        return weight
 
 
 _NO_WEIGHT = "all minibatches have the weight 0"
@@ -139,27 +138,23 @@ class Observer:
     """Looks at the gradients of a step between their reduction and the update.
 
     Args:
-        gradients: of the optimizer.
         rule: that may want to know their norms.
         meter: likewise; None if the rule measures by itself, or nobody does.
         skip_nonfinite: whether no update is to be made where they are not finite.
     """
 
-    def __init__(
-        self, gradients: GradientAccumulator, rule: Rule, meter: NoiseMeter | None, *, skip_nonfinite: bool
-    ) -> None:
-        self._gradients = gradients
+    def __init__(self, rule: Rule, meter: NoiseMeter | None, *, skip_nonfinite: bool) -> None:
         self._rule = rule
         self._meter = meter
         self._skips = skip_nonfinite
 
-    def reason_to_skip(self, step: Step) -> str | None:
+    def reason_to_skip(self, step: Step, gradient: StepGradient) -> str | None:
         """Why no update is to be made, if so; else rule and meter have seen what was measured."""
-        if self._gradients.weighs_nothing():
+        if gradient.weighs_nothing:
             return _NO_WEIGHT
         if not (self._skips or self._rule.measures_noise or self._meter is not None):
             return None
-        measured = self._gradients.measured()
+        measured = gradient.measure()
         if self._skips and not measured.is_finite:
             return "the gradient is not finite"
         if measured.weight == 0:
@@ -602,6 +597,7 @@ class CustomOptimizer(FirstNames):
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}")
         self.clip_grad_norm = clip_grad_norm
+        self._keeps_gradients = keep_gradients
         measures = self.rule.measures_noise or measure_noise
         self.skip_nonfinite = measures if skip_nonfinite is None else skip_nonfinite
         self._communicator = communicator_for(self.parameters(), sampler.process_group)
@@ -617,11 +613,12 @@ class CustomOptimizer(FirstNames):
             sampler=sampler,
             measures=measures,
             divisors=divisors,
-            keeps=keep_gradients,
+            gradient_as_bucket_view=keep_gradients,
             exact=exact,
-            reduces_once=reduce_once,
+            reduce_scatter_once=reduce_once,
+            sums_gradients=self.rule.sums_gradients,
         )
-        self._observer = Observer(self._gradients, self.rule, self._own_meter, skip_nonfinite=self.skip_nonfinite)
+        self._observer = Observer(self.rule, self._own_meter, skip_nonfinite=self.skip_nonfinite)
         self._stand_ins = StandIns(sampler.schedule.lockstep, self._gradients, model, self._communicator)
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
         self._settings, self._passes = StepHyperparameters(self.inner, self._communicator), Passes(sampler)
@@ -640,12 +637,12 @@ class CustomOptimizer(FirstNames):
             sync_added_params(added, before, self._communicator, self.sampler.process_group)
             for p in added:
                 p.grad = None  # of minibatches before, which nobody has taken over
-            self._gradients.fit()
+            self._gradients.rebuild()
         self._communicator.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that :meth:`step` has not taken over, as of another loss; there are none after it."""
-        self._gradients.drop()
+        self._gradients.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state and the position; in the middle of a step, the position before that step."""
@@ -705,7 +702,7 @@ class CustomOptimizer(FirstNames):
 
     def _begin_epoch(self) -> None:
         self._passes.begin()
-        self._gradients.begin(self.epoch)
+        self._gradients.begin_epoch(self.epoch)
         self._factors = None
         self._buffers.save(self._position.is_idle)
         self._stand_ins.expect(self._position)
@@ -745,7 +742,8 @@ class CustomOptimizer(FirstNames):
         self._factors = None
         weight = self._stand_ins.take_back(self._position, weight)
         with torch.no_grad():
-            self._gradients.take(self._mean(), is_last=self._position.is_complete, weight=weight)
+            self._unscale()
+            self._gradients.accumulate(self._plan(), weight, scale=None if self.loss_scale == 1 else self.loss_scale)
             self.updated = self._position.is_complete and self._complete_step()
         self._stand_ins.expect(self._position)
         self._communicator.flush()
@@ -760,36 +758,43 @@ class CustomOptimizer(FirstNames):
     # torch would wrap step() for hooks and profiling, which takes longer than the accumulating; the inner step has it
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _mean(self) -> Mean:
+    def _plan(self) -> StepPlan:
+        position = self._position
         n = self.batch_size // self.sampler.minibatch_size
-        return Mean(n, self.loss_scale, n if self.rule.sums_gradients else 1)
+        return StepPlan(n, position.is_complete, position.is_idle, position.is_padding_minibatch, position.epoch)
+
+    def _unscale(self) -> None:
+        is_sum = self._keeps_gradients and not (self.rule.measures_noise or self._own_meter)
+        if self.loss_scale == 1 or (is_sum and not self._position.is_complete):
+            return
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad = p.grad.div_(self.loss_scale) if self._keeps_gradients else p.grad / self.loss_scale
 
     def _complete_step(self) -> bool:
         """Reduce, update, and leave everything ready for the next step; False if the update was skipped."""
         step, is_idle = self._rule_step(), self._position.is_idle
         try:
-            self._gradients.reduce(self._mean(), is_idle=is_idle)
-            weight = self._gradients.weight()
+            gradient = self._gradients.reduce(self._plan())
             keeps_norm = any((self.steps_done + 1) % every == 0 for every in self._norm_every)
-            self.gradient_norm = self._gradients.norm() if keeps_norm else None
-            reason = self._observer.reason_to_skip(step)
+            self.gradient_norm = gradient.norm() if keeps_norm else None
+            reason = self._observer.reason_to_skip(step, gradient)
             if reason is None:
-                self._update(step)
+                self._update(step, gradient)
             else:
                 self._say_skipped(reason)
         finally:
-            self._gradients.clear()
+            self._gradients.reset()
         self._buffers.settle(is_taken_back=is_idle or reason is not None)
         self._buffers.save(self._position.is_idle_next)
-        self._count(step, weight)
+        self._count(step, gradient.weight)
         self._say_done()
         return reason is None
 
-    def _update(self, step: Step) -> None:
+    def _update(self, step: Step, gradient: StepGradient) -> None:
         """Let the inner optimizer make its step, with the settings that the rule gives it."""
         if self.clip_grad_norm is not None:
-            largest = self._communicator.traced_scalar(self.clip_grad_norm * self._mean().multiple)
-            self._gradients.clip(largest)
+            gradient.clip_(self.clip_grad_norm)
         self._factors = self._scaling.move(step, len(self.param_groups))
         with self._settings.of_step(self.rule, step, self._factors) as self._lrs:
             self.inner.step()
