@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from variable_batch_size.optim.gradients.buckets import GradientBuckets
+from variable_batch_size.optim.gradients.gradient_buckets import GradientBuckets
 from variable_batch_size.optim.gradients.norms import squared_norm
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.optim.gradients.buckets import GradientBuckets
+from variable_batch_size.optim.gradients.gradient_buckets import GradientBuckets
 
 
 def make(trace=(2,), *, rule=None, inner=None, **options):

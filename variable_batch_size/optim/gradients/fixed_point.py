@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
 from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.optim.gradients.gradient_buckets import GradientBuckets
 from variable_batch_size.optim.token_weights import Weight
-
-if TYPE_CHECKING:
-    from variable_batch_size.optim.gradients.buckets import GradientBuckets
 
 HEADROOM = 12
 """By how many powers of two a minibatch's gradient may be larger or smaller than the previous step's mean gradient in
