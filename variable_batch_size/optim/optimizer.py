@@ -743,7 +743,7 @@ class CustomOptimizer(FirstNames):
         weight = self._stand_ins.take_back(self._position, weight)
         with torch.no_grad():
             self._unscale()
-            self._gradients.accumulate(self._plan(), weight, scale=None if self.loss_scale == 1 else self.loss_scale)
+            self._gradients.accumulate(self._plan(), weight)
             self.updated = self._position.is_complete and self._complete_step()
         self._stand_ins.expect(self._position)
         self._communicator.flush()
@@ -767,6 +767,7 @@ class CustomOptimizer(FirstNames):
         is_sum = self._keeps_gradients and not (self.rule.measures_noise or self._own_meter)
         if self.loss_scale == 1 or (is_sum and not self._position.is_complete):
             return
+        self._gradients.inverse_scale = torch.tensor(1 / self.loss_scale)
         for p in self.parameters():
             if p.grad is not None:
                 p.grad = p.grad.div_(self.loss_scale) if self._keeps_gradients else p.grad / self.loss_scale

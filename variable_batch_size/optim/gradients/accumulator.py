@@ -147,6 +147,7 @@ class GradientAccumulator(ABC):
         sums_gradients: whether the gradient is n times the mean, for rules that sum gradients.
     """
 
+    inverse_scale: torch.Tensor | None = None  # of the latest minibatch, where a GradScaler is in use
     _layout: int  # checksum of the parameters that have memory, where they are reduced in one piece
 
     def __init__(
@@ -173,14 +174,8 @@ class GradientAccumulator(ABC):
         self._num_weighted: Weight = 0.0
 
     @abstractmethod
-    def accumulate(self, plan: StepPlan, weight: Weight | None = None, *, scale: Weight | None = None) -> None:
-        """Take the gradients of the latest minibatch.
-
-        Args:
-            weight: w_i; the gradients are those of a sum over so many.
-            scale: what the loss was multiplied by. ``p.grad`` must be unscaled already; ``fully_shard``'s hooks have
-                measured it before that.
-        """
+    def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
+        """Take the gradients of the latest minibatch; with a weight w_i, they are those of a sum over so many."""
 
     @abstractmethod
     def reduce(self, plan: StepPlan) -> StepGradient:

@@ -71,7 +71,7 @@ class BucketAccumulator(GradientAccumulator):
             raise ValueError("`exact` must be False for complex parameters")
         self.begin_epoch(0)
 
-    def accumulate(self, plan: StepPlan, weight: Weight | None = None, *, scale: Weight | None = None) -> None:
+    def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
         if plan.is_padding and not plan.is_idle:  # in lockstep; an idle rank drops all of the step in reduce()
             self.zero_grad()
             weight = None if weight is None else 0.0

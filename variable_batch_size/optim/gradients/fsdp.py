@@ -229,13 +229,11 @@ class FSDPAccumulator(GradientAccumulator):
             self._norms[self._groups[p]].setdefault(self._replicas[p], []).append(norm)
         self._held, self._num_held = [], 0
 
-    def accumulate(self, plan: StepPlan, weight: Weight | None = None, *, scale: Weight | None = None) -> None:
+    def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
         self._is_weighted = weight is not None
         gradients = {p: p.grad for p in self._parameters() if p.grad is not None}
         self._check_seen(gradients)
         squares = self._measure() if self._measures else None
-        if squares is not None and scale is not None:
-            squares = squares / (scale * scale)
         self._add_numbers(squares, 0.0 if plan.is_padding and weight is not None else weight)
         known = [p for p in gradients if p in self._sums]
         if known:
@@ -266,11 +264,15 @@ class FSDPAccumulator(GradientAccumulator):
         for by_replicas in self._norms:
             parts = [torch.stack(norms).to(zero).square().sum() / num for num, norms in by_replicas.items()]
             squares.append(torch.stack(parts).sum() if parts else zero)
-        return torch.stack(squares)
+        of_groups = torch.stack(squares)
+        if self.inverse_scale is None:
+            return of_groups
+        return of_groups * self.inverse_scale.to(zero.device).square()  # the hooks have measured scaled gradients
 
     def _reset_minibatch(self) -> None:
         self._num_seen, self._held, self._num_held = {}, [], 0
         self._norms = [{} for _ in self.inner.param_groups]
+        self.inverse_scale = None
         super().zero_grad()
 
     def reduce(self, plan: StepPlan) -> StepGradient:

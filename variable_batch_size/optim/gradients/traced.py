@@ -88,7 +88,7 @@ class TracedAccumulator(GradientAccumulator):
         self._infinities |= {p: place(p, torch.full(p.shape, torch.inf)) for p in new}
         return bool(new)
 
-    def accumulate(self, plan: StepPlan, weight: Weight | None = None, *, scale: Weight | None = None) -> None:
+    def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
         self._is_weighted = weight is not None
         if self._fixed_point is not None:
             self._accumulate_fixed_point(self._fixed_point, plan, weight)
