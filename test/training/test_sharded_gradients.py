@@ -187,17 +187,17 @@ def seeded(spread):
 def reduced_once(spread):
     """Of a step that is left in the middle nothing remains, nor of a backward pass between two steps."""
     model, sampler = parts(spread)
-    optimizer = optimizer_of(model, sampler, clip_grad_norm=0.3, loss_scale=8.0, reduce_once=True)
+    optimizer = optimizer_of(model, sampler, clip_grad_norm=0.3, reduce_scatter_once=True)
     x, y = sharded_models.data()
     for epoch, stops in ((0, True), (0, False), (1, False)):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
         for indices in sampler:
             optimizer.zero_grad()
-            (8 * sharded_models.loss_of(model, x[indices], y[indices])).backward()
+            sharded_models.loss_of(model, x[indices], y[indices]).backward()
             if not optimizer.is_accumulating:
                 optimizer.zero_grad()
-                (8 * sharded_models.loss_of(model, x[indices], y[indices])).backward()
+                sharded_models.loss_of(model, x[indices], y[indices]).backward()
             optimizer.step()
             if stops and optimizer.steps_done == 2 and optimizer.is_accumulating:
                 break
@@ -296,7 +296,7 @@ def when_numbers_are_reduced(rule):
     optimizer = vbs.CustomOptimizer(
         sharded_models.sgd(model.parameters()), sampler, rule=vbs.make_rule(rule), ref_batchsize=8, model=model
     )
-    gradients, found = optimizer._gradients, []
+    gradients, found = optimizer._accumulator, []
     reduce = gradients._all_reduce_numbers
 
     def noted():

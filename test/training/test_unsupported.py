@@ -70,7 +70,7 @@ def said_while_training(optimizer, model, sampler, *, weight=None, between=lambd
     x, y = sharded_models.data()
     try:
         for indices in sampler:
-            loss = sharded_models.loss_of(model, x[indices], y[indices]) * optimizer.loss_scale
+            loss = sharded_models.loss_of(model, x[indices], y[indices])
             between()
             loss.backward()
             optimizer.step(weight=weight)
@@ -110,7 +110,7 @@ def message_about_a_dropped_minibatch():
         vbs.CustomSampler(dataset_size=16, trace=[16], minibatch_size=4),
     )
     optimizer = vbs.LinearRuleOptimizer(
-        sharded_models.sgd(model.parameters()), sampler, ref_batchsize=4, reduce_once=True
+        sharded_models.sgd(model.parameters()), sampler, ref_batchsize=4, reduce_scatter_once=True
     )
     x, y = sharded_models.data()
     try:
@@ -184,9 +184,9 @@ def messages():
         "split over cores": message(split),
         "both over cores": message(both),
         "exact": message(sharded[0], exact=True),
-        "kept": message(sharded[1], keep_gradients=True),
-        "kept split": message(split, sampler=sampler_of(process_group=mesh["data"]), keep_gradients=True),
-        "kept lockstep": message(transformer(), sampler=sampler_of(lockstep=True), keep_gradients=True),
+        "kept": message(sharded[1], gradient_as_bucket_view=True),
+        "kept split": message(split, sampler=sampler_of(process_group=mesh["data"]), gradient_as_bucket_view=True),
+        "kept lockstep": message(transformer(), sampler=sampler_of(lockstep=True), gradient_as_bucket_view=True),
         "adamscale": message(sharded[2], vbs.AdamScaleOptimizer, sharded_models.adamw),
         "adamscale zero": message(transformer(), vbs.AdamScaleOptimizer, zero_adam),
         "read": message(sharded[3], sampler=read),

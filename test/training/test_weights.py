@@ -113,7 +113,9 @@ def test_a_weight_that_is_not_named_is_no_closure():
         optimizer.step(16)
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_gradients": True}, {"skip_nonfinite": True}, {"measure_noise": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, {"skip_nonfinite": True}, {"measure_noise": True}]
+)
 def test_a_step_that_weighs_nothing_moves_nothing_and_says_so(caplog, options):
     p, optimizer = make(**options)
     step(p, optimizer, 4.0, weight=1)
@@ -249,7 +251,7 @@ def test_cores_that_agree_on_weights_go_on(kind, weights):
     assert run_on(3, run) == [pytest.approx([expected] * 3)] * 3
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_gradients": True}])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
 @pytest.mark.parametrize(
     "weight_of", [lambda: torch.ones((), device="meta"), lambda: torch.ones(1, device="meta").long()]
 )

@@ -28,7 +28,7 @@ _ELSEWHERE = {
     "clip_grad_norm": "`max_grad_norm` of the training arguments says it",
     "model": "the trainer knows its model",
     "loss_scale": "the trainer's loss is not scaled",
-    "keep_gradients": "the trainer drops gradients after each step",
+    "gradient_as_bucket_view": "the trainer drops gradients after each step",
 }
 
 

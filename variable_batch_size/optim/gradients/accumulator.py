@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.data.cursor import StepPlan
 from variable_batch_size.optim.token_weights import Weight
 from variable_batch_size.rules.rule import Norms
 
@@ -22,24 +23,6 @@ UNWEIGHTED = -(2.0**20)
 
 _EPS = 1e-6
 """Added to a norm before it divides, as in ``torch.nn.utils.clip_grad_norm_``."""
-
-
-class StepPlan(NamedTuple):
-    """The part of a step's plan that accumulators read.
-
-    Args:
-        num_minibatches: n, the minibatches of the step on all ranks.
-        is_last: whether the latest minibatch is this rank's last one in the step.
-        is_idle: whether this rank has no minibatch in the step, only padding.
-        is_padding: whether the latest minibatch is a padding minibatch.
-        epoch: the number of the epoch.
-    """
-
-    num_minibatches: int
-    is_last: bool = True
-    is_idle: bool = False
-    is_padding: bool = False
-    epoch: int = 0
 
 
 class Measured(NamedTuple):

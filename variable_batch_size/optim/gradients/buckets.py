@@ -11,12 +11,12 @@ from typing_extensions import Unpack
 
 from variable_batch_size.cores.communicator import Communicator, Ranks
 from variable_batch_size.cores.dtensor import from_local_like, redistribute_like, to_local
+from variable_batch_size.data.cursor import StepPlan
 from variable_batch_size.optim.gradients.accumulator import (
     UNWEIGHTED,
     Common,
     GradientAccumulator,
     StepGradient,
-    StepPlan,
 )
 from variable_batch_size.optim.gradients.fixed_point import FixedPoint64
 from variable_batch_size.optim.gradients.gradient_buckets import GradientBuckets

@@ -14,12 +14,12 @@ from typing_extensions import Unpack
 
 from variable_batch_size.cores.communicator import Communicator, Ranks
 from variable_batch_size.cores.dtensor import dimensions_of, redistribute_like, replication_factor, to_local, to_locals
+from variable_batch_size.data.cursor import StepPlan
 from variable_batch_size.optim.gradients.accumulator import (
     UNWEIGHTED,
     Common,
     GradientAccumulator,
     StepGradient,
-    StepPlan,
 )
 from variable_batch_size.optim.gradients.norms import norms_of, sharded_squared_norms, squared_norm
 from variable_batch_size.optim.token_weights import Weight

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from variable_batch_size.cores.communicator import Communicator
-from variable_batch_size.optim.gradients.accumulator import Common, GradientAccumulator, StepGradient, StepPlan
+from variable_batch_size.data.cursor import StepPlan
+from variable_batch_size.optim.gradients.accumulator import Common, GradientAccumulator, StepGradient
 from variable_batch_size.optim.gradients.fixed_point import FixedPoint32
 from variable_batch_size.optim.token_weights import Weight
 
