@@ -130,7 +130,6 @@ SHORT_MODULES = {
     "command/profile.py",
     "command/report.py",
     "command/show.py",
-    "rules/transition.py",  # pure, where its only user needs torch
 }
 
 

@@ -72,8 +72,8 @@ def is_decoupled(inner: Optimizer, group: Mapping[str, Any]) -> bool:
     """
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
-    owner: Any = inner.owner(group) if isinstance(inner, MultiOptimizer) else inner
-    return _is_adamw(type(owner))
+    kind: Any = type(inner.owner(group) if isinstance(inner, MultiOptimizer) else inner)
+    return _is_adamw(kind)
 
 
 @functools.cache

@@ -109,6 +109,6 @@ class LossScale:
         elif len({float(scale) for scale, _ in of_step}) > 1 and not any(float(inf) for _, inf in of_step):
             raise RuntimeError(
                 "with `gradient_as_bucket_view`, the scale of GradScaler must not change within a step, as autograd "
-                f"sums its gradients, got {[float(scale) for scale, _ in of_step]}: use a large growth_interval, or pass "
+                f"sums its gradients, got {[float(scale) for scale, _ in of_step]}: use a large growth_interval, or "
                 "`gradient_as_bucket_view=False`"
             )
