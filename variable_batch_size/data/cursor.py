@@ -79,21 +79,21 @@ class Cursor:
         return self.plan
 
     def _begin_next_step(self) -> None:
-        plans = self._plans_of_next_step()
-        if plans is None:
+        self.look_ahead()
+        if self._next is None:
             raise RuntimeError(
                 f"epoch {self.epoch} has {len(self._steps)} steps and all are done: call set_epoch() before the next "
                 "pass over the loader"
             )
         self._offset += self._last.batch_size
-        (self._accumulating, self._last), self._next = plans, None
+        (self._accumulating, self._last), self._next = self._next, None
         self._num_left = self._last.num_rounds
 
-    def _plans_of_next_step(self) -> tuple[StepPlan, StepPlan] | None:
+    def look_ahead(self) -> None:
+        """Compute the plans of the next step, if the epoch has one, so that its first minibatch need not."""
         step = self._last.step + 1
         if self._next is None and step < self._steps.stop:
             self._next = self._plans(step)
-        return self._next
 
     def _plans(self, step: int) -> tuple[StepPlan, StepPlan]:
         """Of a step's minibatches before the last one, and of the last one."""
@@ -119,8 +119,8 @@ class Cursor:
         """The plan of the next minibatch; None if the epoch has no more."""
         if self._num_left:
             return self._accumulating if self._num_left > 1 else self._last
-        plans = self._plans_of_next_step()
-        return None if plans is None else plans[0]
+        self.look_ahead()
+        return None if self._next is None else self._next[0]
 
     @property
     def next_minibatch(self) -> int:

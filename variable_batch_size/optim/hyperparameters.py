@@ -72,13 +72,12 @@ def is_decoupled(inner: Optimizer, group: Mapping[str, Any]) -> bool:
     """
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
-    kind: Any = type(inner.owner(group) if isinstance(inner, MultiOptimizer) else inner)
-    return _is_adamw(kind)
+    return _is_adamw(type(inner.owner(group) if isinstance(inner, MultiOptimizer) else inner).__mro__)
 
 
 @functools.cache
-def _is_adamw(kind: Any) -> bool:
-    return any("AdamW" in base.__name__ for base in kind.__mro__)
+def _is_adamw(bases: tuple[type, ...]) -> bool:
+    return any("AdamW" in base.__name__ for base in bases)
 
 
 class BetaHistory:

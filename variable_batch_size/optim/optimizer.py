@@ -132,7 +132,7 @@ class CustomOptimizer(OptimizerProxy):
         seed_minibatches: bool | None = None,
         reduce_scatter_once: bool = False,
     ) -> None:
-        compared = {name: value for name, value in locals().items() if name in Options.__annotations__}
+        options = {name: value for name, value in locals().items() if name in Options.__annotations__}
         super().__init__(inner)
         if not isinstance(sampler, MinibatchSource):
             raise ValueError(f"`sampler` must be a CustomSampler or a Stream, got {type(sampler).__name__}")
@@ -151,12 +151,18 @@ class CustomOptimizer(OptimizerProxy):
         self.skip_nonfinite = measures if skip_nonfinite is None else skip_nonfinite
         self._lr_scaler = LRScaler(self.rule, smooth_steps=smooth_steps, max_factor=max_factor)
         self._own_meter = NoiseMeter() if measure_noise and not isinstance(self.rule, NoiseRule) else None
-        self._init_position()
-        compared |= {"skip_nonfinite": self.skip_nonfinite, "seed_minibatches": self.seeds_minibatches}
+        self._init_counters()
+        self._is_sharded = is_fully_sharded(self.parameters())
+        if self._is_sharded:
+            sampler.run_in_lockstep()
+        self._fingerprint = fingerprint_of(sampler, self.rule, self.inner, self.ref_batchsize)
+        self._driver = driver_for(self)  # a policy decides the first batch sizes
+        self._cursor = Cursor(sampler.schedule, sampler.rank)
+        self._cursor.move(sampler.epoch, sampler.first_step)
         self._communicator = communicator_for(self.parameters(), sampler.process_group)
-        finish_checks = sync_and_check_ranks(
-            self, self._communicator, model, {name: compared[name] for name in compared if name not in _PER_RANK}
-        )
+        options |= {"skip_nonfinite": self.skip_nonfinite, "seed_minibatches": self.seeds_minibatches}
+        compared = {name: value for name, value in options.items() if name not in _PER_RANK}
+        finish_checks = sync_and_check_ranks(self, self._communicator, model, compared)
         self._preconditioner = Preconditioner(self.inner) if self.rule.preconditions else None
         self._accumulator = make_accumulator(
             self.inner,
@@ -169,40 +175,30 @@ class CustomOptimizer(OptimizerProxy):
             exact=exact,
             reduce_scatter_once=reduce_scatter_once,
         )
-        is_sharded = is_fully_sharded(self.parameters())
-        self._loss_scale = LossScale(
-            self.parameters,
-            is_summed=gradient_as_bucket_view and not measures,
-            everyone=everyone_for(self.parameters(), sampler.process_group) if is_sharded else None,
-            measures=measures,
-        )
-        self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
-        self._hyperparameters = StepHyperparameters(self.inner, self._communicator)
-        like = next(self.parameters())
-        self._seeder = MinibatchSeeder(self.seeds_minibatches, sampler, self._cursor, like, model)
+        self._init_minibatches(model, is_summed=gradient_as_bucket_view and not measures, measures=measures)
         self._begin_epoch()
         sampler.attach(self)
         finish_checks()
 
-    def _init_position(self) -> None:
-        """What is counted, and the cursor; a policy decides the first batch size here."""
-        sampler = self.sampler
-        if is_fully_sharded(self.parameters()):
-            sampler.run_in_lockstep()
+    def _init_counters(self) -> None:
         self.steps_done = self.samples_done = self.steps_skipped = self.steps_made = 0
         self.updated = False
+        self.minibatch_weights = TokenWeights(next(self.parameters()).device)
         self.gradient_norm: torch.Tensor | None = None
         self._norm_every: set[int] = set()
         self._factors: list[float] | None = None  # of the latest step, once it is complete
         self._lrs: list[float] = []  # likewise
         self._is_scaled = False  # whether a GradScaler has called step() in this pass
-        # before a rule observes anything
-        self._fingerprint = fingerprint_of(sampler, self.rule, self.inner, self.ref_batchsize)
-        self._driver = driver_for(self)
-        self._cursor = Cursor(sampler.schedule, sampler.rank)
-        self._cursor.move(sampler.epoch, sampler.first_step)
         self._has_joined = False  # whether set_epoch() was called here in this pass
-        self.minibatch_weights = TokenWeights(next(self.parameters()).device)
+
+    def _init_minibatches(self, model: torch.nn.Module | None, *, is_summed: bool, measures: bool) -> None:
+        """What happens before and after each minibatch."""
+        sampler, parameters = self.sampler, self.parameters
+        everyone = everyone_for(parameters(), sampler.process_group) if self._is_sharded else None
+        self._loss_scale = LossScale(parameters, is_summed=is_summed, everyone=everyone, measures=measures)
+        self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
+        self._seeder = MinibatchSeeder(self.seeds_minibatches, sampler, self._cursor, next(parameters()), model)
+        self._hyperparameters = StepHyperparameters(self.inner, self._communicator)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r}, ref_batchsize={self.ref_batchsize})"
@@ -366,6 +362,8 @@ class CustomOptimizer(OptimizerProxy):
         if self._driver is not None:
             self._driver.after_step(plan.step)
             self._cursor.refresh()
+        else:
+            self._cursor.look_ahead()
 
     def _log_skipped(self, reason: str) -> None:
         self.steps_skipped += 1
