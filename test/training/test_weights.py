@@ -45,20 +45,23 @@ def load(optimizer, state):
         (float("inf"), r"^`weight` must be finite and at least 0, got inf$"),
         (torch.tensor(-3), r"^`weight` must be finite and at least 0, got -3\.0$"),
         (np.float32("nan"), r"^`weight` must be finite and at least 0, got nan$"),
-        (torch.ones(2), r"^`weight` must be one number, got something of the shape \(2,\)$"),
-        (torch.ones(0), r"^`weight` must be one number, got something of the shape \(0,\)$"),
-        (torch.ones(2, device="meta"), r"^`weight` must be one number, got something of the shape \(2,\)$"),
-        (np.ones((1, 3)), r"^`weight` must be one number, got something of the shape \(1, 3\)$"),
+        (torch.ones(2), r"^`weight` must be one number, got a value of the shape \(2,\)$"),
+        (torch.ones(0), r"^`weight` must be one number, got a value of the shape \(0,\)$"),
+        (torch.ones(2, device="meta"), r"^`weight` must be one number, got a value of the shape \(2,\)$"),
+        (np.ones((1, 3)), r"^`weight` must be one number, got a value of the shape \(1, 3\)$"),
         ("5", r"^`weight` must be one number, got '5'$"),
         ([5], r"^`weight` must be one number, got \[5\]$"),
         pytest.param(10**400, r"^`weight` must be one number, got 1000", id="too large"),
         (1j, r"^`weight` must be one number, got 1j$"),
         (
             torch.tensor(7, dtype=torch.bfloat16),
-            r"^`weight` must be of a type that can count, .*, got torch\.bfloat16: sum a mask before it is converted$",
+            r"^`weight` must have a dtype that represents large integers, .*, got torch\.bfloat16: sum a mask",
         ),
-        (torch.tensor(7, dtype=torch.float16, device="meta"), r"^`weight` must be of a type that can count"),
-        (torch.tensor(7j), r"^`weight` must be of a type that can count, .*, got torch\.complex64: "),
+        (
+            torch.tensor(7, dtype=torch.float16, device="meta"),
+            r"^`weight` must have a dtype that represents large integers",
+        ),
+        (torch.tensor(7j), r"^`weight` must have a dtype that represents large integers, .*, got torch\.complex64: "),
     ],
 )
 def test_a_weight_that_cannot_be_right_is_refused_and_changes_nothing(wrong, message):
@@ -100,7 +103,7 @@ def test_all_minibatches_of_a_run_have_a_weight_or_none_has(loads):
             p, optimizer = make()
             load(optimizer, state)
         with pytest.raises(
-            ValueError, match=r"^`weight` must be given in all minibatches of a run or in none, " + message
+            ValueError, match=r"^`weight` must be passed for all minibatches of a run or for none, " + message
         ):
             step(p, optimizer, 1.0, **then)
         step(p, optimizer, 1.0, **first)
@@ -108,7 +111,7 @@ def test_all_minibatches_of_a_run_have_a_weight_or_none_has(loads):
 
 def test_a_weight_that_is_not_named_is_no_closure():
     _, optimizer = make()
-    message = r"^`closure` must be a function, got 16: a weight is given as step\(weight=…\)$"
+    message = r"^`closure` must be a function, got 16: pass a weight as step\(weight=…\)$"
     with pytest.raises(ValueError, match=message):
         optimizer.step(16)
 
