@@ -81,7 +81,7 @@ def plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], fl
 def ours(kind: Any, capture: Any, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], float]:
     sampler = vbs.CustomSampler(dataset_size=10**9, trace=SIZES, minibatch_size=MINIBATCH, on_end="cycle")
     inner = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
-    optimizer = kind(inner, sampler, ref_batchsize=MINIBATCH, keep_gradients=capture is captured)
+    optimizer = kind(inner, sampler, ref_batchsize=MINIBATCH, gradient_as_bucket_view=capture is captured)
     minibatch = capture(model, x, y)
 
     def replay() -> float:

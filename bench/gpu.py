@@ -140,7 +140,7 @@ def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool, mo
     }
     if keeps:
         makers["linear, kept gradients"] = partial(
-            workload.ours, vbs.LinearRuleOptimizer, accumulate, keep_gradients=True
+            workload.ours, vbs.LinearRuleOptimizer, accumulate, gradient_as_bucket_view=True
         )
     if more:
         linear = partial(workload.ours, vbs.LinearRuleOptimizer, accumulate)

@@ -125,7 +125,7 @@ def norm_of(model: nn.Module) -> float:
 def update_of(rule: str, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], way: str, depth: int) -> Update:
     size = depth * dist.get_world_size()
     sampler = vbs.CustomSampler(dataset_size=10**9, trace=size, minibatch_size=1)
-    options = {"reduce_once": True} if "once" in way else {}
+    options = {"reduce_scatter_once": True} if "once" in way else {}
     optimizer = RULES[rule](adamw(model), sampler, ref_batchsize=size, model=model, **options)
 
     def update() -> None:

@@ -68,7 +68,6 @@ def train(model: nn.Module) -> dict[str, float]:
     with tqdm(total=len(schedule.trace), desc="steps", disable=sampler.rank != 0) as bar:
         for epoch in range(schedule.num_epochs):
             sampler.set_epoch(epoch)
-            optimizer.set_epoch(epoch)
             for images, labels in loader:
                 nn.functional.cross_entropy(model(images.to(device)), labels.to(device)).backward()
                 if optimizer.step():

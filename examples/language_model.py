@@ -135,7 +135,6 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     log = vbs.Log(optimizer, every=options.log_steps, to=[show])
     for epoch in range(sampler.schedule.num_epochs):
         sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
         for tokens in loader:
             loss, weight = loss_and_weight(model, tokens.to(device))
             loss.backward()  # of the sum

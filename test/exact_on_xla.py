@@ -27,7 +27,7 @@ def adamw(model):
 RUNS = {
     "adascale": (vbs.AdaScaleOptimizer, sgd, False, {"clip_grad_norm": 0.5}),
     "adamw, weights": (vbs.AdamRuleOptimizer, adamw, True, {"clip_grad_norm": 0.5}),
-    "adascale, weights": (vbs.AdaScaleOptimizer, sgd, True, {"loss_scale": 64.0}),
+    "adascale, weights": (vbs.AdaScaleOptimizer, sgd, True, {}),
 }
 
 
@@ -54,7 +54,7 @@ def train(kind, inner, is_weighted, options):
     for indices in sampler:
         weight = weights[indices] if is_weighted else torch.full((MINIBATCH,), 1 / MINIBATCH)
         losses = cross_entropy(model(x[indices].to(device)), y[indices].to(device), reduction="none")
-        ((losses * weight.to(device)).sum() * optimizer.loss_scale).backward()
+        (losses * weight.to(device)).sum().backward()
         before = optimizer.steps_done
         optimizer.step(weight=int(weight.sum()) if is_weighted else None)
         if optimizer.steps_done > before:

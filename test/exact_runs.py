@@ -49,9 +49,9 @@ class Scenario:
 SCENARIOS = [
     Scenario("sgd", 0, vbs.LinearRuleOptimizer, "sgd", "mlp"),
     Scenario("convolution", 1, vbs.RootRuleOptimizer, "sgd", "conv", {"clip_grad_norm": 0.5}),
-    Scenario("adamw, tokens", 2, vbs.AdamRuleOptimizer, "adamw", "tokens", {"loss_scale": 1000.0}),
+    Scenario("adamw, tokens", 2, vbs.AdamRuleOptimizer, "adamw", "tokens", {"scale": 1000.0}),
     Scenario("adascale", 3, vbs.AdaScaleOptimizer, "sgd", "mlp", {"clip_grad_norm": 1.0, "smooth_steps": 3}),
-    Scenario("adascale, tokens", 4, vbs.AdaScaleOptimizer, "sgd", "tokens", {"loss_scale": 2.0**14}),
+    Scenario("adascale, tokens", 4, vbs.AdaScaleOptimizer, "sgd", "tokens", {"scale": 2.0**14}),
     Scenario("adamscale", 5, vbs.AdamScaleOptimizer, "adamw", "conv", {"max_factor": 3.0}),
     Scenario("momentum", 6, vbs.LinearRuleMomentumOptimizer, "sgd", "mlp", {"measure_noise": True}, num_workers=1),
     Scenario("burst", 7, vbs.LinearRuleOptimizer, "adamw", "mlp", {"clip_grad_norm": 1.0}, burst=2.0**45),
@@ -66,7 +66,7 @@ def drawn(seed):
     kinds = [vbs.LinearRuleOptimizer, vbs.RootRuleOptimizer, vbs.AdaScaleOptimizer, vbs.LinearRuleMomentumOptimizer]
     options = {
         "clip_grad_norm": rng.choice([None, 0.3]),
-        "loss_scale": rng.choice([1.0, 2.0**10, 37.0]),
+        "scale": rng.choice([1.0, 2.0**10, 37.0]),
         "smooth_steps": rng.choice([0, 4]),
         "skip_nonfinite": True,
     }
@@ -142,6 +142,8 @@ def run(scenario, directory=None, *, exact=True, stop_after=None):
     torch.set_num_threads(1)
     model = network(scenario.net, scenario.seed)
     optimizer = _optimizer(scenario, model, exact)
+    scale = scenario.options.get("scale")
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
     seed_apart(optimizer.sampler.rank)
     dataset = Noisy(scenario.net, scenario.num_workers)
     loader = DataLoader(dataset, batch_sampler=optimizer.sampler, num_workers=scenario.num_workers)
@@ -155,9 +157,10 @@ def run(scenario, directory=None, *, exact=True, stop_after=None):
                 if optimizer.steps_done == stop_at:
                     raise Stopped
                 loss, weight = _loss(scenario, model, x, y, epoch, numbers)
-                (loss * optimizer.loss_scale).backward()
+                scaler.scale(loss).backward()
                 before = optimizer.steps_done
-                optimizer.step(weight=weight)
+                scaler.step(optimizer, weight=weight)
+                scaler.update()
                 losses.append(loss.item())
                 if optimizer.steps_done > before:
                     digests[optimizer.steps_done] = digest_of(model, optimizer)
@@ -177,7 +180,8 @@ def _optimizer(scenario, model, exact):
         inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
     else:
         inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    return scenario.rule(inner, sampler, ref_batchsize=8, model=model, exact=exact, **scenario.options)
+    options = {name: value for name, value in scenario.options.items() if name != "scale"}
+    return scenario.rule(inner, sampler, ref_batchsize=8, model=model, exact=exact, **options)
 
 
 def seed_apart(rank):

@@ -71,6 +71,7 @@ TESTS = {
     "optim/lr_scheduler.py": ["test/training/test_progress.py"],
     "optim/gradients/accumulator.py": OF_GRADIENTS,
     "optim/gradients/buckets.py": OF_GRADIENTS,
+    "optim/gradients/gradient_buckets.py": OF_GRADIENTS,
     "optim/gradients/norms.py": OF_GRADIENTS,
     "optim/gradients/fixed_point.py": OF_EXACT,
     "runs/state_file.py": ["test/runs/test_storage.py", "test/runs/test_checkpoint.py"],

@@ -208,7 +208,7 @@ MORE_RUNS = {
     "zero": (vbs.AdaScaleOptimizer, zero, {}),
     "nan": (vbs.LinearRuleOptimizer, sgd, {"skip_nonfinite": True}),
     "weighted": (vbs.AdaScaleOptimizer, sgd, {}),
-    "scaled": (vbs.AdaScaleOptimizer, sgd, {"loss_scale": 64.0}),
+    "scaled": (vbs.AdaScaleOptimizer, sgd, {"scale": 64.0}),
 }
 NAN_STEP = 2  # of 4 minibatches
 
@@ -239,6 +239,9 @@ def loss_of(model, x, y, *, is_sum=False):
 def train(spread, kind, name, *, until=None, **sampler_options):
     """One of the runs, on a model that is spread in one of the ways; what came of it."""
     optimizer_class, inner, options = (RUNS | MORE_RUNS)[name]
+    options = dict(options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=options.get("scale", 1.0), enabled="scale" in options)
+    options.pop("scale", None)
     model, more = spread(model_of(kind))
     sampler = vbs.CustomSampler(
         dataset_size=NUM_SAMPLES, trace=SIZES, minibatch_size=MINIBATCH, **more, **sampler_options
@@ -253,14 +256,15 @@ def train(spread, kind, name, *, until=None, **sampler_options):
         optimizer.set_epoch(epoch)
         num_run = 0  # minibatches of the step so far
         for indices in sampler:
-            loss = loss_of(model, x[indices], y[indices], is_sum=name == "weighted") * optimizer.loss_scale
+            loss = loss_of(model, x[indices], y[indices], is_sum=name == "weighted")
             # in one step NaN of everybody; in all others NaN of stand-ins, which must leave no mark
             is_nan = name == "nan" and optimizer.steps_done == NAN_STEP
             if is_nan or (name == "nan" and will_stand_in(optimizer, sampler, num_run)):
                 loss = loss * torch.nan
-            loss.backward()
+            scaler.scale(loss).backward()
             weight = 1.0 + float(y[indices].float().sum()) if name == "weighted" else None
-            has_updated = optimizer.step(weight=weight)
+            has_updated = scaler.step(optimizer, weight=weight)
+            scaler.update()
             num_run = num_run + 1 if optimizer.is_accumulating else 0
             if not optimizer.is_accumulating:
                 updates.append(has_updated)
@@ -297,6 +301,8 @@ def all_of(cases):
 def go(directory, way, kind, name, *, until=None, forget=False, **how):
     """Take up a run, if there is one, and go on to the end or until so many steps, and save; the state after that."""
     optimizer_class, inner, options = (RUNS | MORE_RUNS)[name]
+    options = dict(options)
+    options.pop("scale", None)
     model, more = globals()[way](model_of(kind))
     sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=SIZES, minibatch_size=MINIBATCH, **more)
     optimizer = optimizer_class(inner(list(model.parameters())), sampler, ref_batchsize=8, model=model, **options)

@@ -136,7 +136,7 @@ def train(way, kind, name, sizes=SIZES):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
         for indices in sampler:
-            factor = optimizer.loss_scale
+            factor = 1.0
             if name == "nan" and optimizer.steps_done == NAN_STEP:
                 factor = torch.nan
             backward(model, mesh, x[indices], y[indices], is_sum=name == "weighted", factor=factor)
@@ -153,7 +153,7 @@ def train(way, kind, name, sizes=SIZES):
         states = [optimizer.inner.state[p] for p in trained]
         moments = [state["exp_avg" if "exp_avg" in state else "momentum_buffer"] for state in states]
         result["layouts"] = layouts_of(trained)
-        result["layouts of sums"] = layouts_of([optimizer._gradients._sums[p] for p in trained])
+        result["layouts of sums"] = layouts_of([optimizer._accumulator._sums[p] for p in trained])
         result["layouts of moments"] = layouts_of(moments)
     return result
 

@@ -110,8 +110,6 @@ RUNS = {
     "adamscale": ("adamscale", adamw, {}),
     "surge": ("surge", adamw, {}),
     "clipped": ("linear", sgd, {"clip_grad_norm": 0.2}),
-    "scaled": ("linear", sgd, {"loss_scale": 1024.0}),
-    "scaled adascale": ("adascale", sgd, {"loss_scale": 1024.0}),
     "careful": ("linear", sgd, {"skip_nonfinite": True}),
     "careless": ("linear", sgd, {"skip_nonfinite": False}),
     "measured": ("linear", sgd, {"measure_noise": True}),
@@ -119,8 +117,10 @@ RUNS = {
     "adascale at rest": ("adascale", sgd_at_rest, {}),
 }
 ON_EAGER_DEVICES = {
-    "kept": ("linear", sgd, {"keep_gradients": True}),
-    "kept adascale": ("adascale", sgd, {"keep_gradients": True}),
+    "scaled": ("linear", sgd, {"scale": 1024.0}),
+    "scaled adascale": ("adascale", sgd, {"scale": 1024.0}),
+    "kept": ("linear", sgd, {"gradient_as_bucket_view": True}),
+    "kept adascale": ("adascale", sgd, {"gradient_as_bucket_view": True}),
     "exact": ("linear", sgd, {"exact": True}),
     "exact adascale": ("adascale", sgd, {"exact": True}),
 }
@@ -133,6 +133,9 @@ def train(backend, rule, inner, options, *, dtype=torch.float64, weight=int):
     device = device_of(backend)
     if backend == "xla":  # where a step that weighs nothing is only noticed if something is read
         options = {"skip_nonfinite": True, **options}
+    options = dict(options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=options.get("scale", 1.0), enabled="scale" in options)
+    options.pop("scale", None)
     model = reader(dtype).to(device)
     sampler = vbs.CustomSampler(dataset_size=len(LENGTHS), trace=TRACE, minibatch_size=MINIBATCH, shuffle=False)
     optimizer = vbs.CustomOptimizer(
@@ -144,9 +147,10 @@ def train(backend, rule, inner, options, *, dtype=torch.float64, weight=int):
         # XLA compiles for every shape
         tokens = padded(samples, max(LENGTHS) if backend == "xla" else None).to(device)
         loss = loss_of(model, tokens, "sum")
-        (loss * optimizer.loss_scale).backward()
+        scaler.scale(loss).backward()
         before = optimizer.steps_done
-        has_updated = optimizer.step(weight=weight(num_targets(samples)))
+        has_updated = scaler.step(optimizer, weight=weight(num_targets(samples)))
+        scaler.update()
         log.step(loss)
         if optimizer.steps_done > before:
             updates.append(has_updated)

@@ -71,7 +71,7 @@ def train(kinds):
         for indices in sampler:
             model(data[indices]).square().mean().backward()
             optimizer.step()
-        return type(optimizer._gradients).__name__, model.weight.detach().tolist(), optimizer.gain()
+        return type(optimizer._accumulator).__name__, model.weight.detach().tolist(), optimizer.gain()
     finally:
         devices.COMPILING = before
 

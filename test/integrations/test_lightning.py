@@ -336,7 +336,7 @@ def test_a_forgotten_callback_is_noticed_in_the_first_minibatch():
     for kind in (Net, Manual):
         trainer = make_trainer()
         trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, VariableBatchSize)]
-        with pytest.raises(RuntimeError, match=r"^step\(closure\) was called before set_epoch: .* Lightning$"):
+        with pytest.raises(RuntimeError, match=r"^step\(closure\) was called before set_epoch\(\): .* Lightning$"):
             fit(kind(), trainer)
 
 

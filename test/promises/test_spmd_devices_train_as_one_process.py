@@ -17,7 +17,6 @@ pytestmark = pytest.mark.xla
 CASES = [
     *((4, "laid_out", Small, name) for name in ("adascale", "linear", "adam", "weighted", "nan")),
     *((4, "wrapped", Small, name) for name in ("adascale", "root", "linear-momentum")),
-    *((4, "copied", Normed, name) for name in ("scaled",)),
     *((8, "wrapped", Small, name) for name in ("adascale",)),
     *((8, "laid_out", Normed, name) for name in ("adascale", "linear-momentum")),
 ]

@@ -1,9 +1,7 @@
 """Promise: a run that is stopped anywhere and goes on is the run that was never stopped."""
 
 import random
-import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import stoppable_run
@@ -95,14 +93,6 @@ def test_no_sample_comes_twice_or_is_missing_in_an_epoch(tmp_path):
         assert set(counts.values()) == {1}
         assert len(counts) == schedule.samples_before(steps.stop) - schedule.samples_before(steps.start)
         assert [step for of, step in sorted(samples) if of == epoch] == list(range(1, len(steps) + 1))
-
-
-def test_saved_by_an_earlier_version_it_goes_on(tmp_path, never_stopped):
-    shutil.copy(Path(__file__).parents[1] / "runs" / "old" / "step-000000012.pt", tmp_path)
-    session = Session(tmp_path)
-    session.train()
-    assert min(session.samples) == (1, 3)
-    assert stoppable_run.largest_difference(session.result()["model"], never_stopped(Settings())["model"]) < 1e-6
 
 
 def weights(result):

@@ -206,18 +206,6 @@ def test_buffers_forget_a_skipped_step():
     assert all(map(torch.equal, before, model.buffers()))
 
 
-def test_a_loss_scale_is_divided_out():
-    results = []
-    for loss_scale in (1.0, 1024.0):
-        model, optimizer = make(trace=[2, 2], minibatch_size=1, ref_batchsize=1, loss_scale=loss_scale)
-        for inputs in ([1, 4], [5, 0.5], [1, 0], [0, 1]):
-            (model(torch.tensor([inputs], dtype=torch.float32)).sum() * loss_scale).backward()
-            optimizer.step()
-        results.append((model.weight.detach(), optimizer.progress))
-    torch.testing.assert_close(results[0][0], results[1][0])
-    assert results[0][1] == pytest.approx(results[1][1])
-
-
 # --------------------------------------------------------------------------------------------------------- for Adam
 
 
@@ -353,7 +341,6 @@ def test_a_jump_under_way_is_part_of_the_state():
         ({"smooth_steps": -1}, "`smooth_steps` must be a non-negative integer, got -1"),
         ({"smooth_steps": 1.5}, "`smooth_steps` must be a non-negative integer, got 1.5"),
         ({"max_factor": 0}, "`max_factor` must be positive, got 0"),
-        ({"loss_scale": 0}, "`loss_scale` must be positive and finite, got 0"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

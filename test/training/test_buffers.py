@@ -201,11 +201,11 @@ def test_a_stand_in_is_undone_and_a_minibatch_that_counts_is_not(is_one_program)
     buffers = Buffers(model, core)
     counted = 0
     for is_idle in (True, False, True, True, False, False):
-        buffers.save(is_idle)
+        buffers.snapshot(is_idle)
         before = buffers_of(model)
         model(torch.randn(4, 2))
         during = buffers_of(model)
-        buffers.settle(is_taken_back=is_idle)
+        buffers.restore(is_undone=is_idle)
         for name, after in buffers_of(model).items():
             assert torch.equal(after, (before if is_idle else during)[name]), name
         counted += not is_idle
@@ -218,12 +218,12 @@ def test_a_stand_in_is_undone_to_what_the_user_has_put_into_the_buffers(is_one_p
     model = Statistics()
     core = OfTwo(is_one_program=is_one_program)
     buffers = Buffers(model, core)
-    buffers.save(is_idle=True)
+    buffers.snapshot(is_idle=True)
     with torch.no_grad():
         model.mean.fill_(5.0)
     for _ in range(2):
         model(torch.randn(4, 2))
-    buffers.settle(is_taken_back=True)
+    buffers.restore(is_undone=True)
     assert (model.mean.tolist(), model.count.item()) == ([5.0, 5.0], 0)
     assert core.num_flushes == 1  # before the model runs, so that its program is that of every minibatch
 
@@ -233,10 +233,10 @@ def test_in_one_program_a_stand_in_and_a_minibatch_that_counts_are_the_same_oper
     buffers = Buffers(model, OfTwo(is_one_program=True))
     found = []
     for is_idle in (True, False):
-        buffers.save(is_idle)
+        buffers.snapshot(is_idle)
         model(torch.randn(4, 2))
         with Programs() as programs:
-            buffers.settle(is_taken_back=is_idle)
+            buffers.restore(is_undone=is_idle)
         found.append(programs.current)
     assert found[0] == found[1] != []
 
@@ -245,11 +245,11 @@ def test_in_one_program_a_stand_in_and_a_minibatch_that_counts_are_the_same_oper
 def test_a_model_may_be_run_in_parts(is_one_program):
     model = nn.Sequential(nn.Linear(2, 2), Statistics(), nn.Linear(2, 2))
     buffers = Buffers(model, OfTwo(is_one_program=is_one_program))
-    buffers.save(is_idle=True)
+    buffers.snapshot(is_idle=True)
     with torch.no_grad():
         model[1].mean.fill_(5.0)
     model[2](model[1](model[0](torch.randn(4, 2))))
-    buffers.settle(is_taken_back=True)
+    buffers.restore(is_undone=True)
     assert (model[1].mean.tolist(), model[1].count.item()) == ([5.0, 5.0], 0)
 
 
@@ -258,9 +258,9 @@ def test_a_model_may_have_a_single_buffer(is_one_program):
     model = nn.Module()
     model.register_buffer("count", torch.zeros(()))
     buffers = Buffers(model, OfTwo(is_one_program=is_one_program))
-    buffers.save(is_idle=True)
+    buffers.snapshot(is_idle=True)
     model.count += 1
-    buffers.settle(is_taken_back=True)
+    buffers.restore(is_undone=True)
     assert model.count == 0
 
 
@@ -269,7 +269,7 @@ def test_nothing_is_put_back_before_anything_was_remembered():
     buffers = Buffers(model, OfTwo())
     model(torch.randn(4, 2))
     model.count += 1
-    buffers.settle(is_taken_back=True)
+    buffers.restore(is_undone=True)
     assert model.count == 2
 
 
@@ -277,13 +277,13 @@ def test_a_change_that_gives_a_buffer_no_new_version_is_remembered_too():
     torch.manual_seed(0)
     model = Around()
     buffers = Buffers(model, SingleProcess(), may_skip=True)
-    buffers.save(is_idle=False)
+    buffers.snapshot(is_idle=False)
     model(torch.randn(4, 2))
-    buffers.settle(is_taken_back=False)
-    buffers.save(is_idle=False)
+    buffers.restore(is_undone=False)
+    buffers.snapshot(is_idle=False)
     before = buffers_of(model)
     model(torch.randn(4, 2))
-    buffers.settle(is_taken_back=True)
+    buffers.restore(is_undone=True)
     assert all(torch.equal(buffer, before[name]) for name, buffer in buffers_of(model).items())
     assert before["part.mean"].abs().sum() > 0
 
@@ -292,9 +292,9 @@ def test_a_change_that_gives_a_buffer_no_new_version_is_remembered_too():
 def test_what_does_not_count_may_be_nan(is_one_program):
     model = nn.BatchNorm1d(2)
     buffers = Buffers(model, OfTwo(is_one_program=is_one_program))
-    buffers.save(is_idle=True)
+    buffers.snapshot(is_idle=True)
     model(torch.full((4, 2), float("nan")))
-    buffers.settle(is_taken_back=True)
+    buffers.restore(is_undone=True)
     assert model.running_mean.tolist() == [0, 0]
     assert model.num_batches_tracked == 0
 
@@ -302,10 +302,10 @@ def test_what_does_not_count_may_be_nan(is_one_program):
 def test_a_core_that_is_never_idle_and_never_skips_has_no_copies_and_no_hooks():
     model = Statistics()
     buffers = Buffers(model, SingleProcess())
-    buffers.save(is_idle=False)
+    buffers.snapshot(is_idle=False)
     model(torch.randn(4, 2))
     before = buffers_of(model)
-    buffers.settle(is_taken_back=True)
+    buffers.restore(is_undone=True)
     assert all(torch.equal(buffer, before[name]) for name, buffer in buffers_of(model).items())
     assert not model._forward_pre_hooks
 
@@ -313,13 +313,13 @@ def test_a_core_that_is_never_idle_and_never_skips_has_no_copies_and_no_hooks():
 def test_where_nothing_is_to_be_undone_nothing_is_kept_from_an_earlier_step():
     model = Statistics()
     buffers = Buffers(model, OfTwo())
-    buffers.save(is_idle=True)
+    buffers.snapshot(is_idle=True)
     model(torch.randn(4, 2))
-    buffers.settle(is_taken_back=True)
-    buffers.save(is_idle=False)
+    buffers.restore(is_undone=True)
+    buffers.snapshot(is_idle=False)
     model(torch.randn(4, 2))
     before = buffers_of(model)
-    buffers.settle(is_taken_back=True)  # which nobody asked to remember
+    buffers.restore(is_undone=True)  # which nobody asked to remember
     assert all(torch.equal(buffer, before[name]) for name, buffer in buffers_of(model).items())
 
 
@@ -327,12 +327,12 @@ def test_of_several_minibatches_in_a_step_none_is_remembered_as_the_beginning():
     torch.manual_seed(0)
     model = Statistics()
     buffers = Buffers(model, SingleProcess(), may_skip=True)
-    buffers.save(is_idle=False)
+    buffers.snapshot(is_idle=False)
     with torch.no_grad():
         model.mean.fill_(5.0)  # by the user, before the step
     for _ in range(3):
         model(torch.randn(4, 2))
-    buffers.settle(is_taken_back=True)
+    buffers.restore(is_undone=True)
     assert model.mean.tolist() == [5.0, 5.0]
     assert model.count == 0
 
@@ -340,14 +340,14 @@ def test_of_several_minibatches_in_a_step_none_is_remembered_as_the_beginning():
 def test_evaluation_does_not_use_up_the_look_at_what_the_user_did():
     model = Statistics()
     buffers = Buffers(model, SingleProcess(), may_skip=True)
-    buffers.save(is_idle=False)
+    buffers.snapshot(is_idle=False)
     model.eval()
     model(torch.randn(4, 2))
     model.train()
     with torch.no_grad():
         model.mean.fill_(5.0)
     model(torch.randn(4, 2))
-    buffers.settle(is_taken_back=True)
+    buffers.restore(is_undone=True)
     assert model.mean.tolist() == [5.0, 5.0]
 
 
@@ -359,7 +359,7 @@ def test_alone_the_buffers_are_shared_already():
 
 
 def test_buffers_cannot_be_shared_in_a_group_where_there_are_none():
-    message = "^`process_group` must be None where torch.distributed is not initialised$"
+    message = "^`process_group` must be None if torch.distributed is not initialized$"
     with pytest.raises(ValueError, match=message):
         vbs.share_buffers(Statistics(), process_group="data")
 

@@ -69,7 +69,7 @@ def test_a_closure_runs_once_and_what_it_returns_is_returned():
 
 def test_a_loop_that_is_not_ones_own_must_have_set_the_epoch():
     model, optimizer = make()
-    with pytest.raises(RuntimeError, match=r"^step\(closure\) was called before set_epoch: "):
+    with pytest.raises(RuntimeError, match=r"^step\(closure\) was called before set_epoch\(\): "):
         optimizer.step(lambda: backward(model, DATA[:8]))
     backward(model, DATA[:8])
     assert optimizer.step()

@@ -1,17 +1,17 @@
-"""FixedPointAccumulator: sums that do not depend on the cores, whatever the gradients do from step to step."""
+"""BucketAccumulator in fixed point: sums that do not depend on the cores, whatever gradients do from step to step."""
 
 import math
 import random
 
 import pytest
 import torch
+from accumulators import ExactBucketAccumulator
 from threaded_cores import run_on
 from torch import nn
 
 from variable_batch_size.cores.communicator import SingleProcess
-from variable_batch_size.optim.gradients.accumulator import Mean
+from variable_batch_size.optim.gradients.accumulator import StepPlan
 from variable_batch_size.optim.gradients.buckets import BucketAccumulator
-from variable_batch_size.optim.gradients.fixed_point import FixedPointAccumulator
 
 CORES = [1, 2, 3, 5]
 
@@ -20,11 +20,11 @@ def run_steps(
     steps,
     *,
     cores,
-    kind=FixedPointAccumulator,
+    kind=ExactBucketAccumulator,
     shapes=((3,),),
     dtype=torch.float32,
     weights=None,
-    loss_scale=1.0,
+    scale=1.0,
     **options,
 ):
     """The gradient of every step and what was measured, as all cores find it.
@@ -32,7 +32,7 @@ def run_steps(
     Args:
         steps: minibatches of each, in their order, and in each of them a gradient for each parameter; None for none.
         weights: of the minibatches, in the same order.
-        loss_scale: by which gradients are multiplied.
+        scale: by which gradients are multiplied.
     """
 
     def run(core):
@@ -40,20 +40,20 @@ def run_steps(
         gradients = kind(torch.optim.SGD(parameters, lr=1.0), core, **options)
         found = []
         for number, minibatches in enumerate(steps):
-            mean = Mean(len(minibatches), loss_scale)
+            mean = StepPlan(len(minibatches))
             own = range(core.rank, len(minibatches), cores)
             is_idle = not own
             for place in own or [0]:  # a stand-in
                 for p, values in zip(parameters, minibatches[place], strict=True):
                     p.grad = None
                     if values is not None:
-                        p.grad = torch.as_tensor(values, dtype=dtype).expand(p.shape) * loss_scale
+                        p.grad = torch.as_tensor(values, dtype=dtype).expand(p.shape) * scale
                 weight = None if weights is None else weights[number][place]
-                gradients.take(mean, is_last=is_idle or place == own[-1], weight=weight)
-            gradients.reduce(mean, is_idle=is_idle)
+                gradients.accumulate(mean._replace(is_last=is_idle or place == own[-1]), weight)
+            step = gradients.reduce(mean._replace(is_idle=is_idle))
             of_step = [None if p.grad is None else p.grad.clone() for p in parameters]
-            found.append((of_step, gradients.measured() if options.get("measures") else gradients.weight()))
-            gradients.clear()
+            found.append((of_step, step.measure() if options.get("measures") else step.weight))
+            gradients.reset()
         return found
 
     of_cores = run_on(cores, run) if cores > 1 else [run(SingleProcess())]
@@ -171,11 +171,11 @@ def test_an_idle_core_with_nan_leaves_no_mark():
 
     def run(core):
         p = nn.Parameter(torch.zeros(3))
-        gradients = FixedPointAccumulator(torch.optim.SGD([p], lr=1.0), core, measures=True)
+        gradients = ExactBucketAccumulator(torch.optim.SGD([p], lr=1.0), core, measures=True)
         p.grad = torch.full((3,), 1.0 if core.rank < 2 else math.nan)
-        gradients.take(Mean(2), is_last=True)
-        gradients.reduce(Mean(2), is_idle=core.rank == 2)
-        return p.grad.tolist(), gradients.measured().is_finite
+        gradients.accumulate(StepPlan(2))
+        step = gradients.reduce(StepPlan(2, is_idle=core.rank == 2))
+        return p.grad.tolist(), step.measure().is_finite
 
     assert run_on(3, run) == [([1.0] * 3, True)] * 3
     assert gradients_of(run_steps(steps, cores=2))[0][0].tolist() == [1.0] * 3
@@ -203,53 +203,54 @@ def test_squared_norms_and_weights_are_exact(weights):
 
 @pytest.mark.parametrize("power", [20, 40, -40])
 @pytest.mark.parametrize("cores", [1, 3])
-def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit(power, cores):
+def test_gradients_that_are_a_power_of_two_larger_have_the_same_bits(power, cores):
     rng = random.Random(power)
     steps = [[[drawn(rng, scale=10.0 ** rng.randint(-2, 2))] for _ in range(rng.randint(1, 5))] for _ in range(4)]
-    plain, scaled = (run_steps(steps, cores=cores, measures=True, loss_scale=2.0**exponent) for exponent in (0, power))
-    assert all(map(same, gradients_of(plain), gradients_of(scaled)))
+    plain, scaled = (run_steps(steps, cores=cores, measures=True, scale=2.0**exponent) for exponent in (0, power))
+    unscaled = [[gradient / 2.0**power for gradient in of_step] for of_step in gradients_of(scaled)]
+    assert all(map(same, gradients_of(plain), unscaled))
     for (_, one), (_, other) in zip(plain, scaled, strict=True):
-        assert one.norms[0] == pytest.approx(other.norms[0], rel=1e-6)
+        assert one.norms[0] == pytest.approx([square / 4.0**power for square in other.norms[0]], rel=1e-6)
 
 
 def test_the_gradient_of_the_user_is_left_as_it_is():
     p = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-    gradients = FixedPointAccumulator(torch.optim.SGD([p], lr=1.0), SingleProcess())
+    gradients = ExactBucketAccumulator(torch.optim.SGD([p], lr=1.0), SingleProcess())
     held = torch.tensor([1.0, 1 / 3, 2.0**-60, 0.0], dtype=torch.float64)
     kept = held.clone()
     p.grad = held
-    gradients.take(Mean(2), is_last=False)
+    gradients.accumulate(StepPlan(2, is_last=False))
     assert torch.equal(held, kept)
     p.grad = torch.ones(1, dtype=torch.float64).expand(4)
-    gradients.take(Mean(2), is_last=True)
-    gradients.reduce(Mean(2), is_idle=False)
+    gradients.accumulate(StepPlan(2))
+    gradients.reduce(StepPlan(2))
     assert p.grad.tolist() == pytest.approx([1.0, 2 / 3, 0.5, 0.5])
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_the_layout_of_a_gradient_does_not_matter(memory_format):
     p = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=memory_format))
-    gradients = FixedPointAccumulator(torch.optim.SGD([p], lr=1.0), SingleProcess())
+    gradients = ExactBucketAccumulator(torch.optim.SGD([p], lr=1.0), SingleProcess())
     gradient = torch.arange(120.0).view(2, 3, 4, 5)
     for layout in (torch.contiguous_format, torch.channels_last):
         p.grad = gradient.clone().to(memory_format=layout)
-        gradients.take(Mean(2), is_last=layout is torch.channels_last)
-    gradients.reduce(Mean(2), is_idle=False)
+        gradients.accumulate(StepPlan(2, is_last=layout is torch.channels_last))
+    gradients.reduce(StepPlan(2))
     assert torch.equal(p.grad, gradient)
 
 
 def test_large_gradients_are_rounded_in_pieces_that_make_no_difference():
     p, q = nn.Parameter(torch.zeros(200_001)), nn.Parameter(torch.zeros(200_001))
     generator = torch.Generator().manual_seed(0)
-    made = [FixedPointAccumulator(torch.optim.SGD([parameter], lr=1.0), SingleProcess()) for parameter in (p, q)]
+    made = [ExactBucketAccumulator(torch.optim.SGD([parameter], lr=1.0), SingleProcess()) for parameter in (p, q)]
     values = torch.randn(2, 200_001, generator=generator)
     strided = torch.empty(200_001, 2)[:, 0]
     for number in range(2):
         p.grad, q.grad = values[number].clone(), strided.copy_(values[number])
         for gradients in made:
-            gradients.take(Mean(2), is_last=number == 1)
+            gradients.accumulate(StepPlan(2, is_last=number == 1))
     for gradients in made:
-        gradients.reduce(Mean(2), is_idle=False)
+        gradients.reduce(StepPlan(2))
     assert torch.equal(p.grad, q.grad)
     torch.testing.assert_close(p.grad, values.mean(0))
 
@@ -261,14 +262,14 @@ def test_the_units_go_on_from_a_state_and_saving_it_changes_nothing():
     found, state = [], None
     for minibatches in steps:
         p = nn.Parameter(torch.zeros(3))
-        gradients = FixedPointAccumulator(torch.optim.SGD([p], lr=1.0), SingleProcess())
+        gradients = ExactBucketAccumulator(torch.optim.SGD([p], lr=1.0), SingleProcess())
         gradients.load_state_dict(state or {})
         for number, (values,) in enumerate(minibatches):
             p.grad = torch.tensor(values)
-            gradients.take(Mean(3), is_last=number == 2)
-        gradients.reduce(Mean(3), is_idle=False)
+            gradients.accumulate(StepPlan(3, is_last=number == 2))
+        gradients.reduce(StepPlan(3))
         found.append([p.grad.clone()])
-        gradients.clear()
+        gradients.reset()
         state = gradients.state_dict()
         assert gradients.state_dict() == state
     assert all(map(same, whole, found))
@@ -277,47 +278,47 @@ def test_the_units_go_on_from_a_state_and_saving_it_changes_nothing():
 
 def test_gradients_that_someone_keeps_do_not_keep_it_from_going_on():
     p = nn.Parameter(torch.zeros(3))
-    gradients = FixedPointAccumulator(torch.optim.SGD([p], lr=1.0), SingleProcess())
+    gradients = ExactBucketAccumulator(torch.optim.SGD([p], lr=1.0), SingleProcess())
     kept = []
     for value in (1.0, 2.0, 3.0):
         p.grad = torch.full((3,), value)
-        gradients.take(Mean(1), is_last=True)
-        gradients.reduce(Mean(1), is_idle=False)
-        kept += [p.grad, gradients._memory.views[0]]
-        gradients.clear()
+        gradients.accumulate(StepPlan(1))
+        gradients.reduce(StepPlan(1))
+        kept += [p.grad, gradients._buckets.views[0]]
+        gradients.reset()
     assert [gradient.tolist() for gradient in kept[::2]] == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
 
 
 def test_complex_parameters_and_steps_of_too_many_minibatches_are_refused():
-    with pytest.raises(ValueError, match=r"^`exact` must be False where parameters are complex$"):
-        FixedPointAccumulator(
+    with pytest.raises(ValueError, match=r"^`exact` must be False for complex parameters$"):
+        ExactBucketAccumulator(
             torch.optim.SGD([nn.Parameter(torch.zeros(1, dtype=torch.complex64))], lr=1.0), SingleProcess()
         )
-    gradients = FixedPointAccumulator(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), SingleProcess())
-    with pytest.raises(ValueError, match=r"^with `exact` a step must have at most 8192 minibatches, got 8193$"):
-        gradients.take(Mean(8193), is_last=False)
+    gradients = ExactBucketAccumulator(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), SingleProcess())
+    with pytest.raises(ValueError, match=r"^With `exact`, a step can have at most 8192 minibatches, got 8193\.$"):
+        gradients.accumulate(StepPlan(8193, is_last=False))
 
 
 def test_a_group_that_is_added_within_a_step_is_refused():
     p = nn.Parameter(torch.zeros(1))
     inner = torch.optim.SGD([p], lr=1.0)
-    gradients = FixedPointAccumulator(inner, SingleProcess())
+    gradients = ExactBucketAccumulator(inner, SingleProcess())
     p.grad = torch.ones(1)
-    gradients.take(Mean(2), is_last=False)
+    gradients.accumulate(StepPlan(2, is_last=False))
     inner.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(RuntimeError, match=r"^with `exact` no parameter group can be added within a step$"):
-        gradients.take(Mean(2), is_last=True)
+    with pytest.raises(RuntimeError, match=r"^With `exact`, no parameter group can be added within a step\.$"):
+        gradients.accumulate(StepPlan(2))
 
 
 def test_a_parameter_that_joins_within_a_step_keeps_what_was_summed_on_every_rung():
     p, late = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1), requires_grad=False)
-    gradients = FixedPointAccumulator(torch.optim.SGD([p, late], lr=1.0), SingleProcess())
+    gradients = ExactBucketAccumulator(torch.optim.SGD([p, late], lr=1.0), SingleProcess())
     for value in ([1.0, 2.0], [3.0 * 2**40, 4.0]):
         p.grad = torch.tensor(value)
-        gradients.take(Mean(3), is_last=False)
+        gradients.accumulate(StepPlan(3, is_last=False))
     late.requires_grad_(True)
     p.grad, late.grad = torch.tensor([2.0, 3.0]), torch.tensor([6.0])
-    gradients.take(Mean(3), is_last=True)
-    gradients.reduce(Mean(3), is_idle=False)
+    gradients.accumulate(StepPlan(3))
+    gradients.reduce(StepPlan(3))
     assert p.grad.tolist() == [pytest.approx(2.0**40 + 1), 3.0]
     assert late.grad.tolist() == [2.0]

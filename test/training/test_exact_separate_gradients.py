@@ -1,16 +1,16 @@
-"""FixedPointTracedAccumulator, which XLA needs: its bits, and the graphs a device would compile, without XLA."""
+"""TracedAccumulator in fixed point, which XLA needs: its bits, and the graphs a device would compile, without XLA."""
 
 import random
 
 import pytest
 import torch
+from accumulators import ExactTracedAccumulator
 from noted_programs import Noting, Programs
 from threaded_cores import run_on
 from torch import nn
 
 from variable_batch_size.cores.communicator import SingleProcess
-from variable_batch_size.optim.gradients.accumulator import Mean
-from variable_batch_size.optim.gradients.fixed_point import FixedPointTracedAccumulator
+from variable_batch_size.optim.gradients.accumulator import StepPlan
 
 SHAPES = [(3, 2), (4,), ()]
 STEPS = [3, 1, 2, 5, 1, 4]  # minibatches: uneven shares and idle cores
@@ -21,26 +21,26 @@ def gradient(step, place, shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + place))
 
 
-def run_steps(core, steps, *, weighted=False, loss_scale=1.0, on_minibatch=lambda: None):
+def run_steps(core, steps, *, weighted=False, on_minibatch=lambda: None):
     """The gradients and norms of every step."""
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     inner = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=1.0)
-    gradients, found = FixedPointTracedAccumulator(inner, core, measures=True), []
-    gradients._communicator.flush()
+    gradients, found = ExactTracedAccumulator(inner, core, measures=True), []
+    gradients.communicator.flush()
     for step, num_minibatches in enumerate(steps):
-        mean = Mean(num_minibatches, loss_scale)
+        mean = StepPlan(num_minibatches)
         own = range(core.rank, num_minibatches, core.num_replicas)
         for place in own or [0]:  # a stand-in
             for p in parameters:
                 p.grad = gradient(step, place, p.shape)
             on_minibatch()
             is_last = not own or place == own[-1]
-            gradients.take(mean, is_last=is_last, weight=float(place % 3) if weighted else None)
+            gradients.accumulate(mean._replace(is_last=is_last), float(place % 3) if weighted else None)
             if not is_last:
                 core.flush()
-        gradients.reduce(mean, is_idle=not own)
-        found.append(([p.grad.clone() for p in parameters], gradients.measured()))
-        gradients.clear()
+        step = gradients.reduce(mean._replace(is_idle=not own))
+        found.append(([p.grad.clone() for p in parameters], step.measure()))
+        gradients.reset()
         core.flush()
     return found
 
@@ -75,13 +75,13 @@ def test_parameters_get_their_gradients_in_the_same_order_on_all_cores():
     kept, orders = [], []
     for _ in range(2):
         parameters = [nn.Parameter(torch.zeros(size)) for size in range(1, 20)]
-        gradients = FixedPointTracedAccumulator(torch.optim.SGD(parameters, lr=1.0), SingleProcess())
+        gradients = ExactTracedAccumulator(torch.optim.SGD(parameters, lr=1.0), SingleProcess())
         kept.append(gradients)  # so that the other ones are elsewhere in memory
         for p in parameters:
             p.grad = torch.ones_like(p)
         with Programs() as programs:
-            gradients.take(Mean(1), is_last=True)
-            gradients.reduce(Mean(1), is_idle=False)
+            gradients.accumulate(StepPlan(1))
+            gradients.reduce(StepPlan(1))
         orders.append(programs.current)
     assert orders[0] == orders[1]
     assert len(orders[0]) > 19
@@ -106,28 +106,28 @@ def test_what_a_minibatch_has_run_is_a_program_of_its_own_in_every_minibatch():
     assert programs.found[of_user[0] + 2] in adding  # after the program that tells the first units
 
 
-def test_the_loss_scale_is_divided_out_to_the_last_bit_where_it_is_a_power_of_two():
+def test_gradients_that_are_a_power_of_two_larger_have_the_same_bits():
     rng = random.Random(0)
     values = [rng.gauss(0, 1) for _ in range(3)]
     found = []
-    for loss_scale in (1.0, 1024.0):
+    for scale in (1.0, 1024.0):
         p = nn.Parameter(torch.zeros(3))
-        gradients = FixedPointTracedAccumulator(torch.optim.SGD([p], lr=1.0), SingleProcess())
-        p.grad = torch.tensor(values) * loss_scale
-        gradients.take(Mean(1, loss_scale), is_last=True)
-        gradients.reduce(Mean(1, loss_scale), is_idle=False)
-        found.append(p.grad.tolist())
+        gradients = ExactTracedAccumulator(torch.optim.SGD([p], lr=1.0), SingleProcess())
+        p.grad = torch.tensor(values) * scale
+        gradients.accumulate(StepPlan(1))
+        gradients.reduce(StepPlan(1))
+        found.append((p.grad / scale).tolist())
     assert found[0] == found[1] == pytest.approx(values)
 
 
 def test_a_gradient_that_vanishes_in_its_unit_is_there_again_in_the_next_steps():
     p = torch.nn.Parameter(torch.zeros(2))
-    gradients = FixedPointTracedAccumulator(torch.optim.SGD([p], lr=0.1), SingleProcess())
+    gradients = ExactTracedAccumulator(torch.optim.SGD([p], lr=0.1), SingleProcess())
     found = []
     for size in (1.0, *[2.0**-58] * 4, 0.0, 2.0**-58):
         p.grad = torch.full((2,), size)
-        gradients.take(Mean(1), is_last=True)
-        gradients.reduce(Mean(1), is_idle=False)
+        gradients.accumulate(StepPlan(1))
+        gradients.reduce(StepPlan(1))
         found.append(p.grad[0].item())
-        gradients.clear()
+        gradients.reset()
     assert found == [1.0, 0.0, *[2.0**-58] * 3, 0.0, 2.0**-58]

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from variable_batch_size.optim.gradients.fixed_point import (
     HEADROOM,
-    MOST_RUNGS,
+    MAX_RUNGS,
     NUM_PARTS,
     FixedPointScale,
-    joined,
-    parts_of,
+    join_parts,
+    split_into_parts,
 )
 
 P, Q = torch.zeros(1), torch.zeros(1)
@@ -25,7 +25,7 @@ P, Q = torch.zeros(1), torch.zeros(1)
 
 def units(largest=1.0):
     made = FixedPointScale()
-    made.learn([P], [largest])
+    made.update([P], [largest])
     return made
 
 
@@ -49,31 +49,31 @@ def test_a_gradient_that_has_grown_or_shrunk_is_on_another_rung(growth, rung):
 @pytest.mark.parametrize("largest", [0.0, math.inf, math.nan])
 def test_what_is_zero_or_not_finite_is_on_the_first_rung_and_tells_nothing(largest):
     made = units(8.0)
-    made.learn([P], [largest])
+    made.update([P], [largest])
     assert made.limit(P) == 4 + 12
     assert made.rung(P, largest) == 0
 
 
 def test_rungs_count_from_the_parameters_own_gradient():
     made = units(8.0)
-    made.learn([Q], [2.0**-60])
+    made.update([Q], [2.0**-60])
     assert made.limit(P) == 4 + 12
     assert made.limit(Q) == -59 + 12
     assert [made.rung(p, 1.0) for p in (P, Q)] == [0, 4]
     assert [made.rung(Q, largest) for largest in (0.0, math.inf)] == [0, 0]
-    assert made.rounder(Q, 0, 1) == 1.5 * 2.0 ** (52 - 59 + 12 - 51)
+    assert made.rounding_constant(Q, 0, 1) == 1.5 * 2.0 ** (52 - 59 + 12 - 51)
 
 
 @pytest.mark.parametrize(("num_minibatches", "bits"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (2**13, 13)])
 def test_a_unit_is_as_small_as_the_sum_of_so_many_allows(num_minibatches, bits):
-    assert math.ulp(units(0.75).rounder(P, 0, num_minibatches)) == 2.0 ** (12 + bits - 51)
-    assert math.ulp(units(0.75).rounder(P, -2, num_minibatches)) == 2.0 ** (12 - 24 + bits - 51)
+    assert math.ulp(units(0.75).rounding_constant(P, 0, num_minibatches)) == 2.0 ** (12 + bits - 51)
+    assert math.ulp(units(0.75).rounding_constant(P, -2, num_minibatches)) == 2.0 ** (12 - 24 + bits - 51)
 
 
 def test_a_unit_is_lowered_by_two_rungs():
     made = units(8.0)
-    made.learn([Q], [2.0**30])
-    made.lower(P)
+    made.update([Q], [2.0**30])
+    made.decrease(P)
     assert made.limit(P) == 4 + 12 - 24
     assert made.limit(Q) == 31 + 12
 
@@ -88,16 +88,16 @@ def test_a_parameter_that_had_no_gradient_has_the_largest_unit_of_all():
 def test_on_its_rung_every_gradient_of_float32_is_in_range_and_keeps_its_bits(before, now, num_minibatches):
     made = units(math.ldexp(0.5, before))
     rung = made.rung(P, math.ldexp(0.5, now))
-    rounder = made.rounder(P, rung, num_minibatches)
+    rounder = made.rounding_constant(P, rung, num_minibatches)
     unit = math.ulp(rounder)
-    assert abs(rung) <= MOST_RUNGS
+    assert abs(rung) <= MAX_RUNGS
     assert math.ldexp(1.0, now) * num_minibatches <= 2**51 * unit  # the sum is, too
     assert math.ldexp(0.5, now) >= unit * 2 ** (26 - (num_minibatches - 1).bit_length())
 
 
 @given(st.floats(-(2.0**13), 2.0**13, width=32), st.integers(1, 5000))
 def test_adding_and_subtracting_rounds_to_the_nearest_unit(number, num_minibatches):
-    rounder = units(0.75).rounder(P, 0, num_minibatches)
+    rounder = units(0.75).rounding_constant(P, 0, num_minibatches)
     unit = math.ulp(rounder)
     rounded = (number + rounder) - rounder
     assert rounded / unit == int(rounded / unit)
@@ -124,7 +124,7 @@ def test_parts_add_up_to_the_same_in_any_order_and_in_any_groups(numbers, rng):
         shuffled = rng.sample(numbers, len(numbers))
         cut = rng.randint(0, len(numbers))
         cores = [sum_of_parts(part) for part in (shuffled[:cut], shuffled[cut:])]
-        sums.add(joined(cores[0] + cores[1]).item())
+        sums.add(join_parts(cores[0] + cores[1]).item())
     (found,) = sums
     assert found == pytest.approx(exact, rel=1e-15, abs=len(numbers) * 2.0**-153)
 
@@ -132,19 +132,19 @@ def test_parts_add_up_to_the_same_in_any_order_and_in_any_groups(numbers, rng):
 @pytest.mark.parametrize("number", [*(2.0**e for e in (88, 48, 8, -32, -72, -112, -149)), 3.4e38, 1.1754942e-38, 0.1])
 def test_a_part_is_what_is_whole_in_its_unit_and_those_after_it_are_less_than_that(number):
     exact = torch.tensor([number]).double().item()
-    parts = parts_of(torch.tensor([number]))
+    parts = split_into_parts(torch.tensor([number]))
     units_of_parts = [2.0 ** (88 - 40 * place) for place in range(7)]
     assert len(parts) == len(units_of_parts)
     for place, unit in enumerate(units_of_parts):
         assert parts[place].item() % unit == 0
         assert abs(exact - parts[: place + 1].sum().item()) <= unit / 2
-    assert joined(parts).item() == exact
+    assert join_parts(parts).item() == exact
 
 
 def sum_of_parts(numbers):
     total = torch.zeros(NUM_PARTS, 1, dtype=torch.float64)
     for number in numbers:
-        total = total + parts_of(torch.tensor([number]))
+        total = total + split_into_parts(torch.tensor([number]))
     return total
 
 
@@ -157,7 +157,7 @@ def test_plain_sums_of_such_numbers_do_depend_on_the_order():
 
 @pytest.mark.parametrize("number", [math.inf, math.nan, 2.0**128])
 def test_what_is_not_finite_stays_so(number):
-    parts = parts_of(torch.tensor([number, 3.0], dtype=torch.float64))
-    first, second = joined(parts).tolist()
+    parts = split_into_parts(torch.tensor([number, 3.0], dtype=torch.float64))
+    first, second = join_parts(parts).tolist()
     assert not math.isfinite(first)
     assert second == 3.0

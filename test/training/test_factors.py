@@ -1,9 +1,9 @@
-"""Factors: those of each group, and the progress they make."""
+"""LRScaler: those of each group, and the progress they make."""
 
 import pytest
 
 from variable_batch_size import Rule, Step
-from variable_batch_size.optim.optimizer import Factors
+from variable_batch_size.rules.transition import LRScaler
 
 
 class OfGroups(Rule):
@@ -24,14 +24,14 @@ def step(scale):
 
 
 def test_each_group_has_its_factor_and_progress_is_that_of_all():
-    factors = Factors(OfGroups(), smooth_steps=0, max_factor=None)
+    factors = LRScaler(OfGroups(), smooth_steps=0, max_factor=None)
     assert factors.move(step(2), 2) == [2, 20]
     assert factors.move(step(4), 3) == [4, 40, 400]
     assert factors.progress == pytest.approx(0.2 + 0.4)
 
 
 def test_groups_are_bounded_and_smoothed_each_by_itself():
-    factors = Factors(OfGroups(), smooth_steps=2, max_factor=25.0)
+    factors = LRScaler(OfGroups(), smooth_steps=2, max_factor=25.0)
     assert factors.move(step(2), 2) == [2, 20]
     assert [factors.preview(step(4), group) for group in (0, 1)] == [3, 22.5]
     assert factors.move(step(4), 2) == [3, 22.5]
@@ -41,14 +41,14 @@ def test_groups_are_bounded_and_smoothed_each_by_itself():
 
 
 def test_a_group_that_comes_later_starts_with_its_goal():
-    factors = Factors(OfGroups(), smooth_steps=2, max_factor=None)
+    factors = LRScaler(OfGroups(), smooth_steps=2, max_factor=None)
     factors.move(step(2), 1)
     assert factors.preview(step(4), 1) == 40
     assert factors.move(step(4), 2) == [3, 40]
 
 
 def test_jumps_under_way_and_progress_go_on_where_they_were_saved():
-    factors, other = (Factors(OfGroups(), smooth_steps=3, max_factor=None) for _ in range(2))
+    factors, other = (LRScaler(OfGroups(), smooth_steps=3, max_factor=None) for _ in range(2))
     factors.move(step(1), 2)
     factors.move(step(4), 2)
     state = factors.state_dict()
@@ -59,16 +59,8 @@ def test_jumps_under_way_and_progress_go_on_where_they_were_saved():
     assert other.progress == factors.progress == pytest.approx(0.1 + 0.2 + 0.3)
 
 
-def test_where_no_jump_of_all_was_saved_progress_goes_by_that_of_the_first_group():
-    factors = Factors(OfGroups(), smooth_steps=3, max_factor=None)
-    jumps = [{"factor": factor, "batch_size": 4, "steps_left": 2} for factor in (2.0, 20.0)]
-    factors.load_state_dict({"rule": {"progress": 5.0}, "transitions": jumps})
-    assert factors.move(step(4), 2) == [3, 30]
-    assert factors.progress == pytest.approx(5.0 + 0.3)
-
-
 def test_the_jump_of_all_is_its_own_where_it_was_saved():
-    factors = Factors(OfGroups(), smooth_steps=3, max_factor=None)
+    factors = LRScaler(OfGroups(), smooth_steps=3, max_factor=None)
     rule_for_group, of_all = ({"factor": factor, "batch_size": 4, "steps_left": 2} for factor in (2.0, 1.0))
     factors.load_state_dict({"progress": 5.0, "transitions": [rule_for_group], "transition_of_all": of_all})
     assert factors.move(step(4), 1) == [3]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from variable_batch_size.optim.gradients.buckets import GradientBuckets, square_of
+from variable_batch_size.optim.gradients.gradient_buckets import GradientBuckets
+from variable_batch_size.optim.gradients.norms import squared_norm
 
 
 def parameters(*sizes, dtype=torch.float32):
@@ -20,7 +21,7 @@ def test_gradients_begin_at_64_bytes_and_the_notes_and_norms_come_last():
     assert [view.storage_offset() for view in memory.views] == [0, 16]
     memory.views[0].fill_(1)
     memory.views[1].fill_(2)
-    memory.note([False, True])
+    memory.mark_present([False, True])
     memory.numbers.fill_(3)
     empty = [0] * 13, [0] * 12
     assert flat.tolist() == [1] * 3 + empty[0] + [2] * 20 + empty[1] + [0, 1] + [3] * 4
@@ -58,16 +59,16 @@ def test_without_an_exact_tensor_the_norms_have_one_of_their_own(given):
 def test_it_fits_the_same_parameters_as_they_were():
     first, second = given = parameters(2, 2)
     memory = GradientBuckets(given, num_numbers=1)
-    assert memory.fits([first, second], 1)
-    assert not memory.fits([first, second], 2)
-    assert not memory.fits([first], 1)
-    assert not memory.fits([second, first], 1)
-    assert not memory.fits([first, nn.Parameter(second.detach())], 1)
+    assert memory.matches([first, second], 1)
+    assert not memory.matches([first, second], 2)
+    assert not memory.matches([first], 1)
+    assert not memory.matches([second, first], 1)
+    assert not memory.matches([first, nn.Parameter(second.detach())], 1)
     second.data = torch.zeros(3)
-    assert not memory.fits(given, 1)
-    assert memory.fits(given, 1, is_thorough=False)
+    assert not memory.matches(given, 1)
+    assert memory.matches(given, 1, checks_shapes=False)
     second.data = torch.zeros(2, dtype=torch.float64)
-    assert not memory.fits(given, 1, is_thorough=False)
+    assert not memory.matches(given, 1, checks_shapes=False)
 
 
 def test_gradients_are_taken_over_from_memory_for_other_parameters():
@@ -76,7 +77,7 @@ def test_gradients_are_taken_over_from_memory_for_other_parameters():
     old.views[0].fill_(1)
     old.views[1].fill_(2)
     new = GradientBuckets([third, second], num_numbers=1)
-    new.take_over(old)
+    new.copy_from(old)
     assert [view.tolist() for view in new.views] == [[0, 0], [2, 2]]
 
 
@@ -88,7 +89,7 @@ def test_a_copy_has_the_gradients_and_the_norms():
     copy = pickle.loads(pickle.dumps(memory))
     assert [view.tolist() for view in copy.views] == [[1, 1], [2, 2, 2]]
     assert copy.numbers.tolist() == [3, 3, 3]
-    copy.zero()
+    copy.zero_()
     assert [view.tolist() for view in copy.views] == [[0, 0], [0, 0, 0]]
 
 
@@ -97,7 +98,7 @@ def test_a_copy_has_the_dtype_that_was_asked_for():
     memory.views[0].fill_(1 + 1e-12)
     copy = pickle.loads(pickle.dumps(memory))
     assert copy.views[0].tolist() == [1 + 1e-12] * 2
-    assert copy.fits(copy.parameters, 1)
+    assert copy.matches(copy.parameters, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -111,9 +112,9 @@ def test_all_of_it_is_multiplied_and_zeroed():
     memory = GradientBuckets([*parameters(1), *parameters(1, dtype=torch.bfloat16)], num_numbers=1)
     for flat in memory.flats:
         flat.fill_(3)
-    memory.multiply(0.5)
+    memory.mul_(0.5)
     assert all(flat.eq(1.5).all() for flat in memory.flats)
-    memory.zero()
+    memory.zero_()
     assert not any(flat.any() for flat in memory.flats)
 
 
@@ -122,10 +123,10 @@ def test_what_was_noted_is_read_again_also_as_a_sum_over_cores(numbers):
     narrow, exact = parameters(2, 2, dtype=torch.bfloat16), parameters(2, 2)
     memory = GradientBuckets([narrow[0], exact[0], narrow[1], exact[1]], num_numbers=1)
     is_present = [number in numbers for number in range(4)]
-    memory.note([True, False, False, False])
-    memory.note(is_present)
-    memory.multiply(3.0)
-    assert memory.noted() == is_present
+    memory.mark_present([True, False, False, False])
+    memory.mark_present(is_present)
+    memory.mul_(3.0)
+    assert memory.present_on_any_rank() == is_present
 
 
 def test_a_view_has_the_layout_of_its_parameter():
@@ -144,41 +145,41 @@ def test_a_view_has_the_layout_of_its_parameter():
 def test_a_squared_norm_is_in_float32_at_least(dtype, expected):
     like = torch.zeros(1, dtype=dtype)
     for tensors, square in (([torch.tensor([1.0, 2.0]), torch.tensor([[2.0]])], 9), ([], 0)):
-        found = square_of([tensor.to(dtype) for tensor in tensors], like=like)
+        found = squared_norm([tensor.to(dtype) for tensor in tensors], like=like)
         assert (found.dtype, found.shape, found.item()) == (expected, (), pytest.approx(square))
 
 
 def test_tensors_of_several_dtypes_have_one_squared_norm():
     tensors = [torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.float64), torch.tensor([12.0], dtype=torch.float16)]
-    assert square_of(tensors, like=torch.zeros(1)).item() == pytest.approx(169)
+    assert squared_norm(tensors, like=torch.zeros(1)).item() == pytest.approx(169)
 
 
 def test_a_narrow_dtype_does_not_overflow():
     tensor = torch.full((4,), 300.0, dtype=torch.float16)
     for like in (tensor, tensor.float()):
-        assert square_of([tensor, tensor], like=like).item() == pytest.approx(720_000)
+        assert squared_norm([tensor, tensor], like=like).item() == pytest.approx(720_000)
 
 
 def test_a_narrow_dtype_does_not_overflow_beside_another_one():
     narrow = torch.full((4,), 6e4, dtype=torch.float16)
-    assert square_of([narrow, torch.zeros(1)], like=narrow).item() == pytest.approx(1.44e10, rel=1e-3)
+    assert squared_norm([narrow, torch.zeros(1)], like=narrow).item() == pytest.approx(1.44e10, rel=1e-3)
 
 
 def test_a_squared_norm_is_on_the_device_that_was_asked_for():
     for tensors in ([], [torch.ones(2)], [torch.ones(2), torch.ones(2, dtype=torch.float64)]):
-        assert square_of(tensors, like=torch.zeros(1, device="meta")).device.type == "meta"
+        assert squared_norm(tensors, like=torch.zeros(1, device="meta")).device.type == "meta"
 
 
 @pytest.mark.parametrize("beside", [torch.float32, torch.float16])
 def test_float64_is_not_rounded_on_the_way(beside):
     tensors = [torch.tensor([1 + 1e-12], dtype=torch.float64), torch.tensor([1.0], dtype=beside)]
-    assert square_of(tensors, like=tensors[0]).item() == pytest.approx(2 + 2e-12, rel=1e-15)
+    assert squared_norm(tensors, like=tensors[0]).item() == pytest.approx(2 + 2e-12, rel=1e-15)
 
 
 def test_a_complex_number_counts_by_its_parts():
-    assert square_of([torch.tensor([3 + 4j, 12j])], like=torch.zeros(1)).item() == pytest.approx(169)
+    assert squared_norm([torch.tensor([3 + 4j, 12j])], like=torch.zeros(1)).item() == pytest.approx(169)
 
 
 def test_a_sparse_tensor_counts_as_the_dense_one_it_stands_for():
     twice_the_same = torch.sparse_coo_tensor([[1, 1, 2]], [1.0, 2.0, 4.0], (5,))
-    assert square_of([twice_the_same], like=torch.zeros(1)).item() == pytest.approx(25)
+    assert squared_norm([twice_the_same], like=torch.zeros(1)).item() == pytest.approx(25)

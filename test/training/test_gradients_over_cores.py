@@ -5,17 +5,13 @@ import math
 
 import pytest
 import torch
+from accumulators import BucketViewAccumulator, ExactBucketAccumulator, ExactTracedAccumulator
 from threaded_cores import run_on
 from torch import nn
 
 from variable_batch_size.cores.communicator import Communicator, SingleProcess
-from variable_batch_size.optim.gradients.accumulator import Mean, Measured
-from variable_batch_size.optim.gradients.buckets import (
-    BucketAccumulator,
-    BucketViewAccumulator,
-    ShardedBucketAccumulator,
-)
-from variable_batch_size.optim.gradients.fixed_point import FixedPointAccumulator, FixedPointTracedAccumulator
+from variable_batch_size.optim.gradients.accumulator import Measured, StepPlan
+from variable_batch_size.optim.gradients.buckets import BucketAccumulator
 from variable_batch_size.optim.gradients.traced import TracedAccumulator
 from variable_batch_size.rules.rule import Norms
 
@@ -23,10 +19,10 @@ KINDS = [
     BucketAccumulator,
     BucketViewAccumulator,
     TracedAccumulator,
-    FixedPointAccumulator,
-    FixedPointTracedAccumulator,
+    ExactBucketAccumulator,
+    ExactTracedAccumulator,
 ]
-TWO = Mean(2)
+TWO = StepPlan(2)
 
 
 def optimizer_of(num_groups=1, dtype=torch.float64):
@@ -37,7 +33,7 @@ def optimizer_of(num_groups=1, dtype=torch.float64):
 
 
 def make(kind, communicator, *, num_groups=1, dtype=torch.float64, **options):
-    parameters, inner = optimizer_of(num_groups, torch.float32 if kind is FixedPointTracedAccumulator else dtype)
+    parameters, inner = optimizer_of(num_groups, torch.float32 if kind is ExactTracedAccumulator else dtype)
     return parameters, kind(inner, communicator, **options)
 
 
@@ -52,7 +48,7 @@ def take_all(parameters, gradients, minibatches, *, mean=TWO, weights=None):
             else:
                 p.grad.add_(value)
         is_last = number + 1 == len(minibatches)
-        gradients.take(mean, is_last=is_last, weight=None if weights is None else weights[number])
+        gradients.accumulate(mean._replace(is_last=is_last), None if weights is None else weights[number])
 
 
 def measured(*norms, is_finite=True, weight=None, num_weighted=None):
@@ -66,14 +62,14 @@ def values_of(parameters):
 def reduced(minibatches_of_cores, *, kind=BucketAccumulator, idle=(), weights=None, mean=None, **options):
     """On each core, the gradients after the reduction, and what was measured where it is."""
     num_minibatches = sum(len(own) for rank, own in enumerate(minibatches_of_cores) if rank not in idle)
-    mean = mean or Mean(num_minibatches)
+    mean = mean or StepPlan(num_minibatches)
 
     def run(core):
         parameters, gradients = make(kind, core, **options)
         own = None if weights is None else weights[core.rank]
         take_all(parameters, gradients, minibatches_of_cores[core.rank], mean=mean, weights=own)
-        gradients.reduce(mean, is_idle=core.rank in idle)
-        return values_of(parameters), gradients.measured() if options.get("measures") else gradients.weight()
+        step = gradients.reduce(mean._replace(is_idle=core.rank in idle))
+        return values_of(parameters), step.measure() if options.get("measures") else step.weight
 
     return run_on(len(minibatches_of_cores), run)
 
@@ -85,46 +81,29 @@ def test_cores_with_uneven_shares_get_the_mean(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_loss_was_multiplied_by_is_divided_out_and_a_multiple_of_the_mean_multiplied_in(kind):
-    found = reduced([[[2, 4], [6, 8]], [[4, 12]]], kind=kind, mean=Mean(3, loss_scale=2.0, multiple=3), measures=True)
+def test_gradients_are_summed_for_rules_that_sum_them_and_norms_are_those_of_the_mean(kind):
+    found = reduced([[[1, 2], [3, 4]], [[2, 6]]], kind=kind, sums_gradients=True, measures=True)
     for gradients, numbers in found:
         assert gradients == pytest.approx([6.0, 12.0])
-        # of the mean, and without the factor of the loss: (1² + 2² + 3² + 4² + 2² + 6²)/3 and 2² + 4²
+        # of the mean: (1² + 2² + 3² + 4² + 2² + 6²)/3 and 2² + 4²
         assert numbers.norms == [Norms(pytest.approx(70 / 3), pytest.approx(20.0))]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("weights", [None, [2.0]])
-def test_each_core_divides_out_its_own_loss_scale(kind, weights):
-    def run(core):
-        parameters, gradients = make(kind, core, measures=True)
-        mean = Mean(2, loss_scale=[4.0, 0.5][core.rank])
-        own = [[1, 2], [3, 4]][core.rank]
-        take_all(parameters, gradients, [[value * mean.loss_scale for value in own]], mean=mean, weights=weights)
-        gradients.reduce(mean, is_idle=False)
-        return values_of(parameters), gradients.measured().norms
-
-    # (1 + 3)/2 and (2 + 4)/2; (1 + 4)/2 + (9 + 16)/2; all but the last divided by the weights
-    expected = ([2.0, 3.0], [Norms(15.0, pytest.approx(13.0))]) if weights is None else None
-    expected = expected or ([1.0, 1.5], [Norms(pytest.approx(3.75), pytest.approx(3.25))])
-    assert run_on(2, run) == [expected] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("measures", [False, True])
 def test_an_idle_core_leaves_no_mark_not_even_nan(kind, measures):
-    found = reduced([[[1, 2]], [[math.nan, 7]]], idle=[1], kind=kind, measures=measures, mean=Mean(1))
+    found = reduced([[[1, 2]], [[math.nan, 7]]], idle=[1], kind=kind, measures=measures, mean=StepPlan(1))
     assert [gradients for gradients, _ in found] == [[1.0, 2.0]] * 2
     if measures:
         assert all(numbers.is_finite and numbers.norms[0].square_of_mean == 5.0 for _, numbers in found)
 
 
 def test_a_gradient_that_one_core_has_is_there_on_all_and_one_that_none_has_on_none():
-    found = reduced([[[1, None]], [[None, None]], [[None, None]]], idle=[2], mean=Mean(1))
+    found = reduced([[[1, None]], [[None, None]], [[None, None]]], idle=[2], mean=StepPlan(1))
     assert [gradients for gradients, _ in found] == [[1.0, None]] * 3
 
 
-@pytest.mark.parametrize("kind", [BucketAccumulator, FixedPointAccumulator])
+@pytest.mark.parametrize("kind", [BucketAccumulator, ExactBucketAccumulator])
 def test_a_gradient_that_only_an_idle_core_has_is_on_none(kind):
     found = reduced([[[1, None]], [[None, 3]]], idle=[1], kind=kind)
     assert [gradients for gradients, _ in found] == [[1.0, None]] * 2
@@ -192,15 +171,16 @@ def test_a_step_that_weighs_nothing_is_known_without_a_wait_and_has_no_gradient_
     for num_minibatches, nothing in itertools.product((1, 2), (0, torch.tensor(0))):
         parameters, gradients = make(kind, SingleProcess())
         take_all(parameters, gradients, [[7, 0], [0, 0]][:num_minibatches], weights=[nothing] * num_minibatches)
-        gradients.reduce(Mean(2), is_idle=False)
-        assert gradients.weighs_nothing()
+        step = gradients.reduce(StepPlan(2))
+        assert step.weighs_nothing
         assert values_of(parameters) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_before_the_first_minibatch_there_is_no_weight(kind):
-    _, gradients = make(kind, SingleProcess())
-    assert gradients.weight() is None
+def test_a_step_without_weights_has_none(kind):
+    parameters, gradients = make(kind, SingleProcess())
+    take_all(parameters, gradients, [[1, 2]])
+    assert gradients.reduce(StepPlan(1)).weight is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,35 +188,34 @@ def test_what_a_core_alone_has_weighed_is_all_that_is_divided_by(kind):
     for num_minibatches, one in itertools.product((1, 2), (2.0, torch.tensor(2.0))):
         parameters, gradients = make(kind, SingleProcess())
         take_all(parameters, gradients, [[1, 2], [3, 6]][:num_minibatches], weights=[one] * num_minibatches)
-        gradients.reduce(TWO, is_idle=False)
+        gradients.reduce(TWO)
         assert values_of(parameters) == ([0.5, 1.0] if num_minibatches == 1 else [1.0, 2.0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_minibatches", [1, 2])
-@pytest.mark.parametrize("loss_scale", [1.0, 0.5, 0.25, 2.0])
-def test_a_core_alone_takes_the_mean_of_its_own_minibatches(kind, num_minibatches, loss_scale):
+def test_a_core_alone_takes_the_mean_of_its_own_minibatches(kind, num_minibatches):
     parameters, gradients = make(kind, SingleProcess(), measures=True)
-    mean = Mean(2, loss_scale)
+    mean = StepPlan(2)
     for _ in range(2):  # the second step begins anew
         with torch.no_grad():
             take_all(parameters, gradients, [[1, 2], [3, 4]][:num_minibatches], mean=mean)
-            gradients.reduce(mean, is_idle=False)
+            step = gradients.reduce(mean)
         expected = [1, 2] if num_minibatches == 1 else [4, 6]
-        assert values_of(parameters) == [value / 2 / loss_scale for value in expected]
+        assert values_of(parameters) == [value / 2 for value in expected]
         squares = 5 if num_minibatches == 1 else 30
-        of_mean = sum((value / 2 / loss_scale) ** 2 for value in expected)
-        found = [Norms(pytest.approx(squares / 2 / loss_scale**2), pytest.approx(of_mean))]
-        assert gradients.measured() == measured(*found)
-        assert gradients.norm().item() == pytest.approx(math.sqrt(of_mean))
-        gradients.clear()
+        of_mean = sum((value / 2) ** 2 for value in expected)
+        found = [Norms(pytest.approx(squares / 2), pytest.approx(of_mean))]
+        assert step.measure() == measured(*found)
+        assert step.norm().item() == pytest.approx(math.sqrt(of_mean))
+        gradients.reset()
 
 
 def test_a_single_minibatch_of_the_only_core_is_used_as_it_is():
     parameters, gradients = make(BucketAccumulator, SingleProcess())
     own = parameters[0].grad = torch.ones(1, dtype=torch.float64)
-    gradients.take(Mean(2), is_last=True)
-    gradients.reduce(Mean(1), is_idle=False)
+    gradients.accumulate(StepPlan(2))
+    gradients.reduce(StepPlan(1))
     assert parameters[0].grad is own
     assert parameters[1].grad is None
 
@@ -245,29 +224,29 @@ def test_the_only_minibatch_of_a_step_is_not_measured_by_itself():
     parameters, gradients = make(BucketAccumulator, SingleProcess(), measures=True)
     for p in parameters:
         p.grad = torch.full_like(p, 3.0)
-    gradients.take(Mean(1), is_last=True)
-    gradients.reduce(Mean(1), is_idle=False)
-    assert gradients.measured() == measured(Norms(18.0, 18.0))
+    gradients.accumulate(StepPlan(1))
+    step = gradients.reduce(StepPlan(1))
+    assert step.measure() == measured(Norms(18.0, 18.0))
 
 
 def test_what_was_never_measured_is_zero():
     parameters, gradients = make(BucketAccumulator, SingleProcess(), num_groups=2)
     take_all(parameters, gradients, [[3, 4]])
-    gradients.reduce(TWO, is_idle=False)
-    assert gradients.measured() == measured(Norms(0.0, 9 / 4), Norms(0.0, 16 / 4))
+    step = gradients.reduce(TWO)
+    assert step.measure() == measured(Norms(0.0, 9 / 4), Norms(0.0, 16 / 4))
 
 
 def test_gradients_are_divided_before_they_are_measured_and_those_without_a_divisor_do_not_count():
     divisors = {}
     parameters, gradients = make(BucketAccumulator, SingleProcess(), num_groups=2, measures=True, divisors=divisors)
     take_all(parameters, gradients, [[3, 4]])
-    gradients.reduce(Mean(1), is_idle=False)
-    assert gradients.measured() == measured(None, None)
-    gradients.clear()
+    step = gradients.reduce(StepPlan(1))
+    assert step.measure() == measured(None, None)
+    gradients.reset()
     divisors[parameters[1]] = torch.full((1,), 2.0, dtype=torch.float64)
     take_all(parameters, gradients, [[3, 4]])
-    gradients.reduce(Mean(1), is_idle=False)
-    assert gradients.measured() == measured(None, Norms(4.0, 4.0))
+    step = gradients.reduce(StepPlan(1))
+    assert step.measure() == measured(None, Norms(4.0, 4.0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -278,10 +257,10 @@ def test_a_gradient_whose_divisor_is_gone_counts_no_more(kind):
         divisors.clear()
         if expected:
             divisors[parameters[0]] = torch.ones(1)
-        take_all(parameters, gradients, [[3, 4]], mean=Mean(1))
-        gradients.reduce(Mean(1), is_idle=False)
-        assert gradients.measured() == measured(expected)
-        gradients.clear()
+        take_all(parameters, gradients, [[3, 4]], mean=StepPlan(1))
+        step = gradients.reduce(StepPlan(1))
+        assert step.measure() == measured(expected)
+        gradients.reset()
 
 
 def test_a_gradient_without_a_divisor_is_looked_at_in_its_own_precision():
@@ -289,25 +268,25 @@ def test_a_gradient_without_a_divisor_is_looked_at_in_its_own_precision():
     divisors = {parameters[0]: torch.ones(1)}
     gradients = BucketAccumulator(torch.optim.SGD(parameters), SingleProcess(), measures=True, divisors=divisors)
     take_all(parameters, gradients, [[3, 1e25]])
-    gradients.reduce(Mean(1), is_idle=False)
-    assert gradients.measured() == measured(Norms(9.0, 9.0))  # float32 ends at 3e38
+    step = gradients.reduce(StepPlan(1))
+    assert step.measure() == measured(Norms(9.0, 9.0))  # float32 ends at 3e38
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_norm_is_that_of_the_mean_where_gradients_are_summed(kind):
-    parameters, gradients = make(kind, SingleProcess())
+    parameters, gradients = make(kind, SingleProcess(), sums_gradients=True)
     take_all(parameters, gradients, [[1, 2], [5, 6]])
-    gradients.reduce(Mean(2, multiple=2), is_idle=False)
+    step = gradients.reduce(StepPlan(2))
     assert values_of(parameters) == [6.0, 8.0]
-    assert gradients.norm().item() == pytest.approx(5.0)
+    assert step.norm().item() == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_without_a_divisor_must_be_finite_all_the_same(kind):
     parameters, gradients = make(kind, SingleProcess(), measures=True, divisors={})
     take_all(parameters, gradients, [[3, math.nan]])
-    gradients.reduce(Mean(1), is_idle=False)
-    assert gradients.measured() == measured(None, is_finite=False)
+    step = gradients.reduce(StepPlan(1))
+    assert step.measure() == measured(None, is_finite=False)
 
 
 def test_a_group_may_be_added_between_two_minibatches():
@@ -315,14 +294,14 @@ def test_a_group_may_be_added_between_two_minibatches():
     gradients = BucketAccumulator(inner, SingleProcess(), measures=True)
     with torch.no_grad():
         parameters[0].grad = torch.full((1,), 3.0, dtype=torch.float64)
-        gradients.take(Mean(2), is_last=False)
+        gradients.accumulate(StepPlan(2, is_last=False))
         late = nn.Parameter(torch.zeros(4, dtype=torch.float64))
         inner.add_param_group({"params": [late]})
         late.grad = torch.full((4,), 2.0, dtype=torch.float64)
         parameters[0].grad = torch.full((1,), 1.0, dtype=torch.float64)
-        gradients.take(Mean(2), is_last=True)
-        gradients.reduce(Mean(2), is_idle=False)
-    assert gradients.measured() == measured(Norms(5.0, 4.0), Norms(8.0, 4.0))
+        gradients.accumulate(StepPlan(2))
+        step = gradients.reduce(StepPlan(2))
+    assert step.measure() == measured(Norms(5.0, 4.0), Norms(8.0, 4.0))
     assert late.grad.tolist() == [1.0] * 4
     assert parameters[1].grad is None
 
@@ -331,12 +310,12 @@ def test_what_came_before_a_group_was_added_stays():
     parameters, inner = optimizer_of()
     gradients = BucketAccumulator(inner, SingleProcess())
     parameters[0].grad = torch.full((1,), 3.0, dtype=torch.float64)
-    gradients.take(Mean(2), is_last=False)
+    gradients.accumulate(StepPlan(2, is_last=False))
     late = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     inner.add_param_group({"params": [late]})
     late.grad = torch.full((1,), 2.0, dtype=torch.float64)
-    gradients.take(Mean(2), is_last=True)
-    gradients.reduce(Mean(1), is_idle=False)
+    gradients.accumulate(StepPlan(2))
+    gradients.reduce(StepPlan(1))
     assert values_of([*parameters, late]) == [3.0, None, 2.0]
 
 
@@ -345,9 +324,9 @@ def test_a_parameter_may_have_another_shape_in_the_next_step():
     for size in (1, 3):
         parameters[0].data = torch.zeros(size, dtype=torch.float64)
         take_all(parameters, gradients, [[1, 2], [3, 4]])
-        gradients.reduce(TWO, is_idle=False)
+        gradients.reduce(TWO)
         assert parameters[0].grad.tolist() == [2.0] * size
-        gradients.clear()
+        gradients.reset()
 
 
 class Alike(Communicator):
@@ -378,14 +357,14 @@ def test_thousands_of_cores_that_do_the_same_agree(kind, num_groups, weight):
     gradients = kind(inner, cores, measures=True)
     for _ in range(2):
         own = [float(number) for number in range(1, num_groups + 1)]
-        take_all(parameters, gradients, [own], mean=Mean(4095), weights=weight and [weight])
-        gradients.reduce(Mean(4095), is_idle=False)
+        take_all(parameters, gradients, [own], mean=StepPlan(4095), weights=weight and [weight])
+        step = gradients.reduce(StepPlan(4095))
         unit = weight or 1.0
         assert values_of(parameters) == pytest.approx([value / unit for value in own])
         norms = [Norms(pytest.approx(value**2 / unit**2), pytest.approx(value**2 / unit**2)) for value in own]
         whole = {"weight": 4095 * weight, "num_weighted": 4095} if weight else {}
-        assert gradients.measured() == measured(*norms, **whole)
-        gradients.clear()
+        assert step.measure() == measured(*norms, **whole)
+        gradients.reset()
 
 
 def test_what_is_frozen_and_has_no_gradient_is_not_sent():
@@ -395,33 +374,32 @@ def test_what_is_frozen_and_has_no_gradient_is_not_sent():
     for is_frozen in (False, True):
         parameters[1].requires_grad_(not is_frozen)
         take_all(parameters, gradients, [[1, None if is_frozen else 2]])
-        gradients.reduce(TWO, is_idle=False)
-        gradients.clear()
+        gradients.reduce(TWO)
+        gradients.reset()
         sizes.append(cores.num_sent)
     assert sizes[0] - sizes[1] == 8 + 1  # its place and the note that it is there
 
 
 @pytest.mark.parametrize("size", [1e-7, 1e-6, 3.0])
 def test_a_single_minibatch_is_clipped_as_torch_does_it(size):
-    for mean in (Mean(1), Mean(4, multiple=4)):
-        parameters, gradients = make(BucketAccumulator, SingleProcess())
+    for mean, sums_gradients in ((StepPlan(1), False), (StepPlan(4), True)):
+        parameters, gradients = make(BucketAccumulator, SingleProcess(), sums_gradients=sums_gradients)
         take_all(parameters, gradients, [[size, None]], mean=mean)
-        gradients.reduce(mean, is_idle=False)
-        gradients.clip(1e-6)
+        step = gradients.reduce(mean)
+        step.clip_(1e-6 / 4 if sums_gradients else 1e-6)  # of the mean
         plain = nn.Parameter(torch.zeros(1, dtype=torch.float64))
         plain.grad = torch.full_like(plain, size)
         torch.nn.utils.clip_grad_norm_([plain], 1e-6)
         assert parameters[0].grad.item() == pytest.approx(plain.grad.item(), rel=1e-9)
 
 
-@pytest.mark.parametrize("kind", [BucketAccumulator, ShardedBucketAccumulator])
-def test_a_narrow_gradient_without_a_shape_is_clipped_beside_others(kind):
+@pytest.mark.parametrize("options", [{}, {"model_parallel": SingleProcess()}])
+def test_a_narrow_gradient_without_a_shape_is_clipped_beside_others(options):
     parameters = [nn.Parameter(torch.zeros((), dtype=torch.bfloat16)), nn.Parameter(torch.zeros(1))]
-    options = {"model": SingleProcess(), "model_groups": []} if kind is ShardedBucketAccumulator else {}
-    gradients = kind(torch.optim.SGD(parameters), SingleProcess(), **options)
+    gradients = BucketAccumulator(torch.optim.SGD(parameters), SingleProcess(), **options)
     take_all(parameters, gradients, [[3.0, 4.0]])
-    gradients.reduce(Mean(1), is_idle=False)
-    gradients.clip(1.0)
+    step = gradients.reduce(StepPlan(1))
+    step.clip_(1.0)
     assert [p.grad.dtype for p in parameters] == [torch.bfloat16, torch.float32]
     assert values_of(parameters) == pytest.approx([0.6, 0.8], rel=4e-3)
 
@@ -429,12 +407,12 @@ def test_a_narrow_gradient_without_a_shape_is_clipped_beside_others(kind):
 def test_where_no_gradient_is_none_is_clipped():
     parameters, gradients = make(BucketAccumulator, SingleProcess())
     take_all(parameters, gradients, [[None, None]])
-    gradients.reduce(Mean(1), is_idle=False)
-    gradients.clip(1.0)
+    step = gradients.reduce(StepPlan(1))
+    step.clip_(1.0)
     assert values_of(parameters) == [None, None]
 
 
-@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, TracedAccumulator, FixedPointAccumulator])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, TracedAccumulator, ExactBucketAccumulator])
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 @pytest.mark.parametrize("cores", [1, 2])
 @pytest.mark.parametrize("weight", [None, 3.0])
@@ -444,10 +422,10 @@ def test_a_step_in_which_no_parameter_can_have_a_gradient_has_none(kind, num_min
         for p in parameters:
             p.requires_grad_(False)
         gradients = kind(inner, core, measures=True)
-        mean, weights = Mean(2, loss_scale=2.0), weight and [weight] * num_minibatches
+        mean, weights = StepPlan(2), weight and [weight] * num_minibatches
         take_all(parameters, gradients, [[None, None]] * num_minibatches, mean=mean, weights=weights)
-        gradients.reduce(mean, is_idle=False)
-        return values_of(parameters), gradients.measured()
+        step = gradients.reduce(mean)
+        return values_of(parameters), step.measure()
 
     count = num_minibatches * cores
     whole = {"weight": count * weight, "num_weighted": count} if weight else {}
@@ -458,7 +436,7 @@ def test_a_single_minibatch_of_several_dtypes_is_divided_by_its_weight_in_each_o
     parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, dtype=torch.float64))]
     gradients = BucketAccumulator(torch.optim.SGD(parameters), SingleProcess())
     take_all(parameters, gradients, [[1, 1]], weights=[torch.tensor(3.0, dtype=torch.float64)])
-    gradients.reduce(Mean(1), is_idle=False)
+    gradients.reduce(StepPlan(1))
     assert [p.grad.dtype for p in parameters] == [torch.float32, torch.float64]
     assert parameters[0].grad.item() == pytest.approx(1 / 3, rel=1e-7)
     assert parameters[1].grad.item() == pytest.approx(1 / 3, rel=1e-15)
@@ -471,7 +449,7 @@ def test_double_precision_is_divided_by_weights_of_that_precision_beside_single_
         parameters = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in dtypes]
         gradients = kind(torch.optim.SGD(parameters), core)
         take_all(parameters, gradients, [[1, 1]], weights=[1.5])
-        gradients.reduce(TWO, is_idle=False)
+        gradients.reduce(TWO)
         return parameters[1].grad.item().real
 
     assert run_on(2, run) == [pytest.approx(2 / 3, rel=1e-15)] * 2
@@ -481,11 +459,11 @@ def test_a_frozen_parameter_that_was_given_a_gradient_counts():
     parameters, gradients = make(BucketAccumulator, SingleProcess())
     parameters[1].requires_grad_(False)
     take_all(parameters, gradients, [[1, 2], [3, None]])
-    gradients.reduce(Mean(1), is_idle=False)
+    gradients.reduce(StepPlan(1))
     assert values_of(parameters) == [4.0, 2.0]
-    gradients.clear()
+    gradients.reset()
     take_all(parameters, gradients, [[1, None], [3, None]])
-    gradients.reduce(Mean(1), is_idle=False)
+    gradients.reduce(StepPlan(1))
     assert values_of(parameters) == [4.0, None]
 
 
@@ -493,69 +471,69 @@ def test_a_parameter_frozen_within_a_step_keeps_what_it_had():
     parameters, gradients = make(BucketAccumulator, SingleProcess())
     with torch.no_grad():
         take_all(parameters, gradients, [[1, 2]])  # the only one so far: used as it is
-        gradients.reduce(Mean(1), is_idle=False)
-        gradients.clear()
+        gradients.reduce(StepPlan(1))
+        gradients.reset()
         for p, value in zip(parameters, (1.0, 2.0), strict=True):
             p.grad = torch.full_like(p, value)
-        gradients.take(Mean(2), is_last=False)
+        gradients.accumulate(StepPlan(2, is_last=False))
         parameters[1].requires_grad_(False)
         parameters[0].grad = torch.full_like(parameters[0], 3.0)
-        gradients.take(Mean(2), is_last=True)
-        gradients.reduce(Mean(1), is_idle=False)
+        gradients.accumulate(StepPlan(2))
+        gradients.reduce(StepPlan(1))
     assert values_of(parameters) == [4.0, 2.0]
 
 
-@pytest.mark.parametrize("kind", [BucketAccumulator, FixedPointAccumulator])
+@pytest.mark.parametrize("kind", [BucketAccumulator, ExactBucketAccumulator])
 @pytest.mark.parametrize("before", [1.0, None])
 def test_a_parameter_frozen_within_a_step_keeps_its_place_beside_cores_that_have_no_more_minibatches(kind, before):
     def run(core):
         parameters, gradients = make(kind, core)
-        take_all(parameters, gradients, [[before, 2.0]], mean=Mean(3))
+        take_all(parameters, gradients, [[before, 2.0]], mean=StepPlan(3))
         if core.rank == 0:
             parameters[0].requires_grad_(False)
-            take_all(parameters, gradients, [[None, 5.0]], mean=Mean(3))
-        gradients.reduce(Mean(3), is_idle=False)
+            take_all(parameters, gradients, [[None, 5.0]], mean=StepPlan(3))
+        gradients.reduce(StepPlan(3))
         return values_of(parameters)
 
     expected = [None if before is None else pytest.approx(2 / 3), pytest.approx(3.0)]
     assert run_on(2, run) == [expected] * 2
 
 
-@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, FixedPointAccumulator])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, ExactBucketAccumulator])
 def test_cores_that_freeze_other_parameters_later_are_refused(kind):
     def run(core):
         parameters, gradients = make(kind, core)
         take_all(parameters, gradients, [[1.0, 2.0]])
-        gradients.reduce(TWO, is_idle=False)
-        gradients.clear()
+        gradients.reduce(TWO)
+        gradients.reset()
         parameters[core.rank].requires_grad_(False)
         if kind is not BucketViewAccumulator:
             parameters[1 - core.rank].grad = torch.ones_like(parameters[0])
-        gradients.take(TWO, is_last=True)
+        gradients.accumulate(TWO)
         message = (
-            "^the same parameters must be frozen on all cores, which sum the gradients of the others in one piece: "
-            "draw which ones from a generator with the same seed on all cores$"
+            r"^Ranks disagree on which parameters require gradients\. If you freeze parameters at random, use the same "
+            r"seed on every rank\.$"
         )
         with pytest.raises(RuntimeError, match=message):
-            gradients.reduce(TWO, is_idle=False)
+            gradients.reduce(TWO)
 
     run_on(2, run)
 
 
-@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, FixedPointAccumulator])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, ExactBucketAccumulator])
 def test_a_core_that_is_in_another_epoch_is_refused(kind):
     def run(core):
         parameters, gradients = make(kind, core)
         for epoch in (4, 5, 6 if core.rank == 0 else 5):
-            gradients.begin(epoch)
+            gradients.begin_epoch(epoch)
             take_all(parameters, gradients, [[1.0, 2.0]])
             if epoch == 6:
-                message = "^the cores must be in the same epoch, got one in epoch 6 and some in others: "
+                message = r"^Ranks are in different epochs; this one is in epoch 6\. Call step\(\) after every"
                 with pytest.raises(RuntimeError, match=message):
-                    gradients.reduce(TWO, is_idle=False)
+                    gradients.reduce(TWO)
             else:
-                gradients.reduce(TWO, is_idle=False)
-                gradients.clear()
+                gradients.reduce(TWO)
+                gradients.reset()
 
     run_on(2, run)
 
@@ -567,12 +545,12 @@ def test_an_unfinished_step_is_dropped(kind):
         parameters[0].grad = (
             parameters[0].grad.add_(5) if kind is BucketViewAccumulator else torch.full_like(parameters[0], 5.0)
         )
-        gradients.take(Mean(2), is_last=False)
-        gradients.discard()
+        gradients.accumulate(StepPlan(2, is_last=False))
+        gradients.begin_epoch(0)
         take_all(parameters, gradients, [[1, 2]])
-        gradients.reduce(Mean(1), is_idle=False)
+        step = gradients.reduce(StepPlan(1))
     assert values_of(parameters) == [1.0, 2.0]
-    assert gradients.measured() == measured(Norms(5.0, 5.0))
+    assert step.measure() == measured(Norms(5.0, 5.0))
 
 
 # ----------------------------------------------------------------------------------------------------------------- kept
@@ -583,9 +561,9 @@ def test_kept_gradients_stay_the_same_views_of_one_tensor():
     views = [p.grad for p in parameters]
     for _ in range(2):
         take_all(parameters, gradients, [[1, 2], [3, 4]])
-        gradients.reduce(Mean(2), is_idle=False)
+        gradients.reduce(StepPlan(2))
         assert values_of(parameters) == [2.0, 3.0]
-        gradients.clear()
+        gradients.reset()
         assert values_of(parameters) == [0.0, 0.0]
     assert all(p.grad is view for p, view in zip(parameters, views, strict=True))
 
@@ -598,28 +576,28 @@ def test_kept_gradients_have_room_for_a_parameter_that_comes_later():
     with torch.no_grad():
         parameters[0].grad.add_(3.0)
         late.grad = torch.full((4,), 2.0, dtype=torch.float64)
-        gradients.take(Mean(2), is_last=True)
-        gradients.reduce(Mean(1), is_idle=False)
+        gradients.accumulate(StepPlan(2))
+        step = gradients.reduce(StepPlan(1))
     assert [p.grad.tolist() for p in (*parameters, late)] == [[3.0], [0.0], [2.0] * 4]
-    assert gradients.measured() == measured(Norms(9.0, 9.0), Norms(16.0, 16.0))
+    assert step.measure() == measured(Norms(9.0, 9.0), Norms(16.0, 16.0))
 
 
 def test_kept_gradients_refuse_other_parameters_within_a_step():
     parameters, gradients = make(BucketViewAccumulator, SingleProcess(), measures=True)
     parameters[0].grad.add_(3.0)
-    gradients.take(Mean(2), is_last=False)
+    gradients.accumulate(StepPlan(2, is_last=False))
     parameters[1].requires_grad_(False)
-    message = "^with `keep_gradients` the trainable parameters must stay the same within a step, and where they are$"
+    message = r"^With `gradient_as_bucket_view`, parameters must not be frozen, added, converted or moved within a"
     with pytest.raises(RuntimeError, match=message):
-        gradients.take(Mean(2), is_last=True)
+        gradients.accumulate(StepPlan(2))
 
 
 def test_kept_gradients_say_which_one_was_replaced():
     parameters, gradients = make(BucketViewAccumulator, SingleProcess())
     parameters[1].grad = torch.ones(1, dtype=torch.float64)
     message = (
-        r"^with `keep_gradients` a gradient must stay in its place, but that of parameter 1, of the shape \(1,\), "
-        r"was replaced between backward\(\) and step\(\)$"
+        r"^With `gradient_as_bucket_view`, p\.grad must not be replaced, but the gradient of parameter 1 \(shape "
+        r"\(1,\)\) was replaced between backward\(\) and step\(\)\. Modify it in place\.$"
     )
     with pytest.raises(RuntimeError, match=message):
-        gradients.take(Mean(2), is_last=True)
+        gradients.accumulate(StepPlan(2))

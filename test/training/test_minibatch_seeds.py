@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
+from variable_batch_size.data.cursor import Cursor
 from variable_batch_size.optim.seeding import MinibatchSeeder
-from variable_batch_size.optim.step_plan import Position
 
 MINIBATCH = 2
 SIZES = [MINIBATCH * n for n in (3, 1, 5, 2, 4, 1, 6, 2)]
@@ -59,7 +59,7 @@ class Core:
             rank=rank,
             seed=seed,
         )
-        self.position = Position(self.sampler.schedule, rank)
+        self.position = Cursor(self.sampler.schedule, rank)
         self.seeds = MinibatchSeeder(
             is_on, self.sampler, self.position, self.model.weight, self.model if model is None else None
         )
@@ -67,7 +67,7 @@ class Core:
     def draws(self, epoch, *, first_step=0, between=lambda model: None, disturb=lambda: None, num_workers=0):
         """What each minibatch of an epoch has drawn in the data set, the loop and the model, by its number."""
         self.sampler.set_epoch(epoch, first_step)
-        self.position.set_epoch(epoch, first_step)
+        self.position.move(epoch, first_step)
         self.seeds.set()
         found = {}
         loader = DataLoader(Augmented(), batch_sampler=self.sampler, num_workers=num_workers)
@@ -79,7 +79,7 @@ class Core:
             found.setdefault(self.position.next_minibatch, []).append((in_data, in_loop, self.model.drawn[-1]))
             self.position.advance()
             self.seeds.set()
-            if self.position.is_complete:
+            if not self.position.is_accumulating:
                 between(self.model)
         return found
 

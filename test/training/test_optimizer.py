@@ -1,6 +1,9 @@
 """CustomOptimizer in one process: what it does to an inner optimizer, and what it refuses."""
 
+import copy
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -349,7 +352,7 @@ def test_a_parameter_may_come_and_go(change):
 
 def test_gradients_keep_the_layout_of_channels_last_parameters():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(memory_format=torch.channels_last)
-    make([32], model=model, keep_gradients=True)
+    make([32], model=model, gradient_as_bucket_view=True)
     weight = model[0].weight
     assert weight.grad.stride() == weight.stride()
     assert weight.grad.is_contiguous(memory_format=torch.channels_last)
@@ -357,7 +360,7 @@ def test_gradients_keep_the_layout_of_channels_last_parameters():
 
 def test_all_gradients_of_one_dtype_lie_in_one_buffer():
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 3).double())
-    make([32], model=model, keep_gradients=True)
+    make([32], model=model, gradient_as_bucket_view=True)
     storages = [{p.grad.untyped_storage().data_ptr() for p in layer.parameters()} for layer in model]
     assert storages[0] == storages[1]
     assert len(storages[0]) == len(storages[2]) == 1
@@ -384,31 +387,109 @@ def test_a_bound_must_be_positive(value):
 # ------------------------------------------------------------------------------------------------ calls out of order
 
 
-def test_set_epoch_on_the_sampler_only_is_an_error():
+WAYS = [
+    ("sampler",),
+    ("optimizer",),
+    ("sampler", "optimizer"),
+    ("optimizer", "sampler"),
+    ("sampler", "sampler", "optimizer", "optimizer"),
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_set_epoch_on_either_moves_both_once(way):
     model, sampler, optimizer = make([512, 512])
+    both = {"sampler": sampler, "optimizer": optimizer}
+    for epoch, passes in ((0, 1), (1, 2), (1, 3)):
+        for name in way:
+            both[name].set_epoch(epoch)
+            assert (sampler.epoch, optimizer.epoch, optimizer.epoch_step) == (epoch, epoch, 0)
+        assert sampler.num_passes == passes
+        run_epoch(model, sampler, optimizer)
+        assert (optimizer.epoch_step, optimizer.steps_done) == (1, passes)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_set_epoch_on_either_begins_the_epoch_again(way):
+    model, sampler, optimizer = make([64, 96])
+    both = {"sampler": sampler, "optimizer": optimizer}
+    backward(model, next(iter(sampler)))
+    optimizer.step()
+    for name in way:
+        both[name].set_epoch(0)
+    assert not optimizer.is_accumulating
     run_epoch(model, sampler, optimizer)
+    assert (optimizer.steps_done, sampler.num_passes) == (2, 1)
+
+
+def test_a_loader_that_has_read_ahead_is_in_the_pass_that_the_optimizer_joins():
+    model, sampler, optimizer = make([64, 96])
+    sampler.set_epoch(0)
+    minibatches = iter(sampler)
+    first = next(minibatches)
+    optimizer.set_epoch(0)
+    for indices in (first, *minibatches):
+        backward(model, indices)
+        optimizer.step()
+    assert (optimizer.steps_done, sampler.num_passes) == (2, 1)
+    optimizer.set_epoch(0)
+    next(iter(sampler))  # only looked at
+    optimizer.set_epoch(0)
+    run_epoch(model, sampler, optimizer)
+    assert (optimizer.steps_done, sampler.num_passes) == (4, 3)
+
+
+def test_an_optimizer_starts_where_its_sampler_is():
+    sampler = make([512, 512])[1]
     sampler.set_epoch(1)
-    with pytest.raises(RuntimeError, match=r"sampler is in epoch 1 .* optimizer in epoch 0 .*: call set_epoch on both"):
-        run_epoch(model, sampler, optimizer)
+    model = nn.Linear(3, 2)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=32)
+    assert (optimizer.epoch, optimizer.batch_size) == (1, 512)
 
 
-def test_set_epoch_on_the_optimizer_only_is_an_error():
-    model, sampler, optimizer = make([512, 512])
-    optimizer.set_epoch(1)
-    with pytest.raises(RuntimeError, match=r"sampler is in epoch 0 .* optimizer in epoch 1 .*: call set_epoch on both"):
-        run_epoch(model, sampler, optimizer)
+def test_two_optimizers_on_one_sampler_take_the_same_steps():
+    model, sampler, optimizer = make([64, 96, 512])
+    other_model = nn.Linear(4, 3)
+    other = vbs.LinearRuleOptimizer(torch.optim.SGD(other_model.parameters(), lr=0.1), sampler, ref_batchsize=32)
+    for begin in (sampler, optimizer, other):
+        begin.set_epoch(0)
+        found = []
+        for indices in sampler:
+            backward(model, indices)
+            backward(other_model, indices)
+            found.append((optimizer.step(), other.step()))
+        assert [one for one, _ in found] == [another for _, another in found]
+        assert sum(one for one, _ in found) == 3
+    assert optimizer.steps_done == other.steps_done == 9
+
+
+def test_an_optimizer_that_is_gone_does_not_follow():
+    _, sampler, optimizer = make([64, 96])
+    reference = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert reference() is None
+    sampler.set_epoch(0)
+
+
+def test_a_copy_follows_its_own_sampler():
+    _, sampler, optimizer = make([512, 512])
+    other = copy.deepcopy(optimizer)
+    other.sampler.set_epoch(1)
+    assert (optimizer.epoch, other.epoch, sampler.epoch) == (0, 1, 0)
+    sampler.set_epoch(0)
+    assert other.epoch == 1
 
 
 @pytest.mark.parametrize("who", ["sampler", "optimizer"])
-def test_going_back_to_the_start_of_the_epoch_is_for_both(who):
+def test_set_epoch_in_the_middle_of_a_pass_ends_it(who):
     model, sampler, optimizer = make([64, 96])
     minibatches = iter(sampler)
     backward(model, next(minibatches))
     optimizer.step()
     {"sampler": sampler, "optimizer": optimizer}[who].set_epoch(0)
-    backward(model, next(minibatches))
-    with pytest.raises(RuntimeError, match=f"set_epoch was called on the {who} only"):
-        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"^set_epoch\(\) was called in the middle of a pass: begin another one"):
+        next(minibatches)
 
 
 def test_a_step_beyond_the_end_of_the_epoch_is_an_error():

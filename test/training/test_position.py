@@ -1,16 +1,28 @@
-"""Position: a core's way through its steps, minibatch by minibatch."""
+"""Cursor: a core's way through its steps, minibatch by minibatch."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from variable_batch_size import Schedule, Trace
-from variable_batch_size.optim.step_plan import Position
+from variable_batch_size.data.cursor import Cursor
 
 
 def position_of(rank, *, trace=(64, 96, 32, 256, 32), num_replicas=4, dataset_size=1000):
     schedule = Schedule(Trace.of(list(trace)), dataset_size=dataset_size, minibatch_size=32, num_replicas=num_replicas)
-    return Position(schedule, rank)
+    return Cursor(schedule, rank)
+
+
+def is_idle_next(position):
+    return position.next is not None and position.next.is_idle
+
+
+def is_next_padding(position):
+    return position.next is not None and position.next.is_padding
+
+
+def is_last_next(position):
+    return position.next is None or position.next.is_last
 
 
 def test_one_core_goes_through_the_minibatches_of_every_step():
@@ -18,7 +30,7 @@ def test_one_core_goes_through_the_minibatches_of_every_step():
     seen = []
     for _ in range(5):
         position.advance()
-        seen.append((position.step, position.epoch_step, position.is_complete, position.is_accumulating))
+        seen.append((position.plan.step, position.epoch_step, position.plan.is_last, position.is_accumulating))
     assert seen == [
         (0, 0, False, True),
         (0, 1, True, False),
@@ -30,43 +42,43 @@ def test_one_core_goes_through_the_minibatches_of_every_step():
 
 def test_at_first_nothing_is_done_and_nothing_is_under_way():
     position = position_of(0, trace=(64, 96), num_replicas=1)
-    assert (position.epoch, position.first_step, position.step, position.epoch_step) == (0, 0, 0, 0)
-    assert not position.is_complete
+    assert (position.epoch, position.first_step, position.plan.step, position.epoch_step) == (0, 0, 0, 0)
+    assert not position.plan.is_last
     assert not position.is_accumulating
-    assert (position.batch_size, position.num_epoch_steps) == (64, 2)
+    assert (position.plan.batch_size, position.num_epoch_steps) == (64, 2)
 
 
 def test_a_core_is_idle_where_the_step_has_no_minibatch_for_it():
     for rank, expected in ((1, [False, False, True, False, True]), (3, [True, True, True, False, True])):
         position = position_of(rank)
-        idle = [position.is_idle]
-        idle_next = [position.is_idle_next]
+        idle = [position.plan.is_idle]
+        idle_next = [is_idle_next(position)]
         while position.epoch_step < 5:
             position.advance()
-            if position.is_complete:
-                idle_next.append(position.is_idle_next)
-                idle.append(position.is_idle)
+            if position.plan.is_last:
+                idle_next.append(is_idle_next(position))
+                idle.append(position.plan.is_idle)
         assert idle == expected[:1] + expected
         # after the last step of the epoch, nothing is next
-        assert idle_next == [expected[1], *expected[1:], False]
+        assert idle_next == [*expected, False]
 
 
 def test_an_idle_core_has_one_stand_in():
     position = position_of(3)
     position.advance()
-    assert (position.step, position.is_complete, position.is_accumulating) == (0, True, False)
+    assert (position.plan.step, position.plan.is_last, position.is_accumulating) == (0, True, False)
     position.advance()
-    assert (position.step, position.is_complete) == (1, True)
+    assert (position.plan.step, position.plan.is_last) == (1, True)
 
 
 def test_in_lockstep_a_stand_in_may_follow_a_minibatch_of_the_same_step():
     # 5, 2 and 8 minibatches on 4 cores: core 1 has one of the 5, and stands in while core 0 has its second
     schedule = Schedule(Trace.of([160, 64, 256]), dataset_size=1000, minibatch_size=32, num_replicas=4, lockstep=True)
-    position = Position(schedule, 1)
-    seen = [("next", position.is_next_padding)]
+    position = Cursor(schedule, 1)
+    seen = [("next", is_next_padding(position))]
     for _ in range(5):
         position.advance()
-        seen.append((position.step, position.is_padding_minibatch, position.is_complete, position.is_next_padding))
+        seen.append((position.plan.step, position.plan.is_padding, position.plan.is_last, is_next_padding(position)))
     assert seen == [
         ("next", False),
         (0, False, False, True),
@@ -75,25 +87,25 @@ def test_in_lockstep_a_stand_in_may_follow_a_minibatch_of_the_same_step():
         (2, False, False, False),
         (2, False, True, False),
     ]
-    assert not position.is_idle
+    assert not position.plan.is_idle
 
 
 def test_the_second_epoch_begins_where_the_first_has_ended():
     position = position_of(0, trace=(64, 96, 32, 256), num_replicas=1, dataset_size=300)
-    position.set_epoch(1)
-    assert (position.epoch, position.step, position.epoch_step, position.num_epoch_steps) == (1, 3, 0, 1)
-    assert (position.batch_size, position.is_idle_next) == (256, False)
+    position.move(1)
+    assert (position.epoch, position.plan.step, position.epoch_step, position.num_epoch_steps) == (1, 3, 0, 1)
+    assert (position.plan.batch_size, is_idle_next(position)) == (256, False)
 
 
 def test_an_epoch_may_begin_at_any_of_its_steps_and_at_its_end():
     position = position_of(0, trace=(64, 96, 32), num_replicas=1)
-    position.set_epoch(0, 1)
-    assert (position.first_step, position.step, position.epoch_step, position.batch_size) == (1, 1, 1, 96)
+    position.move(0, 1)
+    assert (position.first_step, position.plan.step, position.epoch_step, position.plan.batch_size) == (1, 1, 1, 96)
     assert not position.is_accumulating
     position.advance()
-    assert (position.step, position.is_accumulating) == (1, True)
-    position.set_epoch(0, 3)
-    assert (position.first_step, position.step, position.epoch_step, position.is_complete) == (3, 2, 3, True)
+    assert (position.plan.step, position.is_accumulating) == (1, True)
+    position.move(0, 3)
+    assert (position.first_step, position.plan.step, position.epoch_step, position.plan.is_last) == (3, 2, 3, True)
     with pytest.raises(RuntimeError, match="epoch 0 has 3 steps and all are done"):
         position.advance()
 
@@ -102,17 +114,14 @@ def test_an_epoch_may_begin_at_any_of_its_steps_and_at_its_end():
 def test_a_first_step_beyond_the_epoch_is_refused_and_changes_nothing(first_step):
     position = position_of(0, trace=(64, 96, 32), num_replicas=1)
     with pytest.raises(ValueError, match=f"^`first_step` must be an integer from 0 to 3, got {first_step}$"):
-        position.set_epoch(0, first_step)
-    assert (position.first_step, position.step) == (0, 0)
+        position.move(0, first_step)
+    assert (position.first_step, position.plan.step) == (0, 0)
 
 
 def test_more_minibatches_than_the_epoch_has_are_refused_in_words():
     position = position_of(0, trace=(32,), num_replicas=1)
     position.advance()
-    message = (
-        "^epoch 0 has 1 steps and all are done: call set_epoch on the sampler and the optimizer before the next pass "
-        "over the loader$"
-    )
+    message = r"^epoch 0 has 1 steps and all are done: call set_epoch\(\) before the next pass over the loader$"
     with pytest.raises(RuntimeError, match=message):
         position.advance()
 
@@ -121,7 +130,7 @@ def test_a_position_says_where_it_is_and_of_how_many_steps_if_they_end():
     position = position_of(0, trace=(32, 32), dataset_size=None)
     position.advance()
     assert str(position) == "epoch 0, step 1/2"
-    endless = Position(Schedule(Trace.of(32), dataset_size=None, minibatch_size=32), 0)
+    endless = Cursor(Schedule(Trace.of(32), dataset_size=None, minibatch_size=32), 0)
     endless.advance()
     assert str(endless) == "epoch 0, step 1"
     assert endless.num_epoch_steps is None
@@ -134,12 +143,12 @@ def test_it_is_known_whether_the_next_minibatch_ends_its_step(counts, num_replic
     trace = Trace.of([32 * count for count in counts])
     schedule = Schedule(trace, dataset_size=10_000, minibatch_size=32, num_replicas=num_replicas, lockstep=lockstep)
     for rank in range(num_replicas):
-        position = Position(schedule, rank)
+        position = Cursor(schedule, rank)
         while position.epoch_step < len(counts):
-            was_last_next = position.is_last_next
+            was_last_next = is_last_next(position)
             position.advance()
-            assert was_last_next == position.is_complete
-        assert position.is_last_next  # nothing is next
+            assert was_last_next == position.plan.is_last
+        assert is_last_next(position)  # nothing is next
 
 
 @given(
@@ -159,8 +168,8 @@ def test_the_next_minibatch_has_the_number_that_counting_gives_it(counts, num_re
     for number, count in enumerate(of_steps[first_step:], start=first_step):
         before = sum(of_steps[:number])
         expected += [before + place for place in range(rank, count, num_replicas)] or [before + rank % count]
-    position = Position(schedule, rank)
-    position.set_epoch(epoch, first_step)
+    position = Cursor(schedule, rank)
+    position.move(epoch, first_step)
     found = []
     for _ in expected:
         found.append(position.next_minibatch)
@@ -177,5 +186,6 @@ def test_the_next_minibatch_has_the_number_that_counting_gives_it(counts, num_re
 def test_another_schedule_begins_at_its_start():
     position = position_of(0, trace=(64, 96), num_replicas=1)
     position.advance()
-    position.take(Schedule(Trace.of([32, 64]), dataset_size=1000, minibatch_size=32))
-    assert (position.step, position.batch_size, position.next_minibatch) == (0, 32, 0)
+    position.schedule = Schedule(Trace.of([32, 64]), dataset_size=1000, minibatch_size=32)
+    position.move(0)
+    assert (position.plan.step, position.plan.batch_size, position.next_minibatch) == (0, 32, 0)

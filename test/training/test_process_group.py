@@ -132,11 +132,11 @@ def test_what_is_no_group_of_this_process_is_refused(results):
         other, grid, name = result["errors"]
         assert other == "`process_group` must be one that this process belongs to, got one of others"
         assert "as mesh[\"data\"], got a mesh with the dimensions ('data', 'model')" in grid
-        assert name == "`process_group` must be a group of torch.distributed or a DeviceMesh, got str"
+        assert name == "`process_group` must be a ProcessGroup or a DeviceMesh, got str"
 
 
 def test_a_group_needs_torch_distributed():
-    with pytest.raises(ValueError, match=r"`process_group` must be None where torch\.distributed is not initialised"):
+    with pytest.raises(ValueError, match=r"`process_group` must be None if torch\.distributed is not initialized"):
         sampler_of(process_group="data")
 
 

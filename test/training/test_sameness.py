@@ -60,14 +60,13 @@ DIFFERENT = [
                 "smooth_steps": 3,
                 "max_factor": 2.0,
                 "skip_nonfinite": True,
-                "keep_gradients": True,
-                "loss_scale": 4.0,
+                "gradient_as_bucket_view": True,
                 "measure_noise": True,
-                "reduce_once": True,
+                "reduce_scatter_once": True,
             }
         },
-        r"smooth_steps \(and in max_factor, skip_nonfinite, keep_gradients, loss_scale, measure_noise, reduce_once\): "
-        "0 on core 0, 3 on core 1",
+        r"smooth_steps \(and in max_factor, skip_nonfinite, gradient_as_bucket_view, measure_noise, "
+        r"reduce_scatter_once\): 0 on core 0, 3 on core 1",
     ),
     ({"seed": 3, "ref_batchsize": 16}, r"seed \(and in ref_batchsize\): 0 on core 0, 3 on core 1"),
 ]

@@ -230,10 +230,7 @@ def test_an_epoch_that_was_left_early_can_be_gone_on_with(num_workers):
 # ------------------------------------------------------------------------------------------------------ calls in order
 
 
-SECOND_TIME = (
-    r"^epoch 0 is read for the second time: call set_epoch on the sampler and the optimizer before each pass over "
-    r"the loader$"
-)
+SECOND_TIME = r"^epoch 0 is read for the second time: call set_epoch\(\) before each pass over the loader$"
 
 
 def test_a_second_pass_without_set_epoch_is_refused():

@@ -7,11 +7,11 @@ from threaded_cores import run_on
 from torch import nn
 
 from variable_batch_size.cores.communicator import SingleProcess
-from variable_batch_size.optim.gradients.accumulator import Mean
+from variable_batch_size.optim.gradients.accumulator import StepPlan
 from variable_batch_size.optim.gradients.buckets import BucketAccumulator
 from variable_batch_size.optim.gradients.traced import TracedAccumulator
 
-ONE = Mean(1)
+ONE = StepPlan(1)
 
 
 def layer():
@@ -22,30 +22,30 @@ def layer():
     return parameters, torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
 
 
-def run_step(kind, core, *, loss_scale=1.0, poison=None):
+def run_step(kind, core, *, poison=None):
     """Two minibatches on each core; returns gradients and norms."""
     parameters, inner = layer()
     gradients = kind(inner, core, measures=True)
-    mean = Mean(4 if poison is None else 2, loss_scale)
+    mean = StepPlan(4 if poison is None else 2)
     for number in range(2):
         generator = torch.Generator().manual_seed(2 * core.rank + number)
         for p in parameters[:3]:
             p.grad = torch.randn(p.shape, generator=generator)
             if core.rank == poison:
                 p.grad.fill_(torch.nan)
-        gradients.take(mean, is_last=number == 1)
+        gradients.accumulate(mean._replace(is_last=number == 1))
         assert all(p.grad is None for p in parameters)
-    gradients.reduce(mean, is_idle=core.rank == poison)
-    measured = gradients.measured()
+    step = gradients.reduce(mean._replace(is_idle=core.rank == poison))
+    measured = step.measure()
     assert measured.is_finite
     return [p.grad if p.grad is None else p.grad.clone() for p in parameters], measured.norms
 
 
-@pytest.mark.parametrize(("loss_scale", "poison"), [(1.0, None), (4.0, None), (1.0, 1)])
-def test_sums_and_norms_are_those_of_flat_gradients(loss_scale, poison):
+@pytest.mark.parametrize("poison", [None, 1])
+def test_sums_and_norms_are_those_of_flat_gradients(poison):
     def run(core):
         kinds = (TracedAccumulator, BucketAccumulator)
-        return [run_step(kind, core, loss_scale=loss_scale, poison=poison) for kind in kinds]
+        return [run_step(kind, core, poison=poison) for kind in kinds]
 
     for (separate, norms), (flat, expected) in run_on(2, run):
         assert separate[3] is flat[3] is None
@@ -58,12 +58,12 @@ def test_a_step_starts_from_nothing():
     gradients = TracedAccumulator(inner, SingleProcess(), measures=True)
     for value in (5.0, 2.0):
         parameters[2].grad = torch.tensor(value)
-        gradients.take(ONE, is_last=True)
-        gradients.reduce(ONE, is_idle=False)
+        gradients.accumulate(ONE)
+        step = gradients.reduce(ONE)
         assert parameters[2].grad.item() == value
         assert parameters[0].grad is None  # of which this step has none
-        assert gradients.measured().norms[1] == (value**2, value**2)
-        gradients.clear()
+        assert step.measure().norms[1] == (value**2, value**2)
+        gradients.reset()
         assert parameters[2].grad is None
 
 
@@ -76,10 +76,10 @@ def test_what_has_no_divisor_yet_does_not_count_by_the_same_program():
         for p in parameters[:3]:
             p.grad = torch.full(p.shape, 6.0)
         with Programs() as programs:
-            gradients.take(ONE, is_last=True)
-            gradients.reduce(ONE, is_idle=False)
-            measured = gradients.measured()
-            gradients.clear()
+            gradients.accumulate(ONE)
+            step = gradients.reduce(ONE)
+            measured = step.measure()
+            gradients.reset()
         assert measured.is_finite
         return measured.norms, programs.current
 
@@ -89,7 +89,7 @@ def test_what_has_no_divisor_yet_does_not_count_by_the_same_program():
     divisors |= {p: torch.ones(p.shape) for p in parameters}
     of_all, third = run()
     divisors.clear()
-    gradients.discard()  # as where a run is put back to its beginning
+    gradients.begin_epoch(0)  # as where a run is put back to its beginning
     assert run() == (without, first)
     assert without == [None, None]
     assert of_one == [(36.0, 36.0), None]
@@ -103,16 +103,16 @@ def test_what_is_new_is_on_the_device_before_it_is_used():
     programs = Programs()
     gradients = TracedAccumulator(inner, Noting(programs), measures=True)
     parameters[0].grad = torch.ones(3, 2)
-    gradients.take(ONE, is_last=False)
+    gradients.accumulate(ONE._replace(is_last=False))
     assert len(programs.found) == 0
     added = nn.Parameter(torch.ones(2))
     inner.add_param_group({"params": [added]})
     added.grad = torch.ones(2)
-    gradients.take(ONE, is_last=False)
+    gradients.accumulate(ONE._replace(is_last=False))
     assert len(programs.found) == 1
-    gradients.take(ONE, is_last=True)
+    gradients.accumulate(ONE)
     assert len(programs.found) == 1
-    gradients.reduce(ONE, is_idle=False)
+    gradients.reduce(ONE)
     assert added.grad.tolist() == [1, 1]
 
 
@@ -137,8 +137,8 @@ def test_cores_with_one_minibatch_and_with_two_sum_by_the_same_program(changes):
                     torch.ones(1).add_(torch.ones(1))  # losses of the minibatches so far
                 for p in (*parameters[:3], *added):
                     p.grad = torch.ones_like(p)
-                gradients.take(Mean(3), is_last=False, weight=2.0 if changes == "weights" else None)
-            gradients.reduce(Mean(3), is_idle=False)
+                gradients.accumulate(StepPlan(3, is_last=False), 2.0 if changes == "weights" else None)
+            gradients.reduce(StepPlan(3))
         return programs.current
 
     assert last_program(1) == last_program(2)
@@ -149,11 +149,11 @@ def test_a_parameter_may_be_converted_within_a_step():
     parameters, inner = layer()
     gradients = TracedAccumulator(inner, SingleProcess(), measures=True)
     parameters[1].grad = torch.ones(4)
-    gradients.take(ONE, is_last=False)
+    gradients.accumulate(ONE._replace(is_last=False))
     parameters[1].data = parameters[1].data.double()
     parameters[1].grad = torch.ones(4, dtype=torch.float64)
-    gradients.take(ONE, is_last=True)
-    gradients.reduce(ONE, is_idle=False)
+    gradients.accumulate(ONE)
+    gradients.reduce(ONE)
     assert parameters[1].grad.tolist() == [2, 2, 2, 2]
     assert parameters[1].grad.dtype == torch.float64
 
@@ -162,6 +162,6 @@ def test_the_square_of_a_complex_gradient_is_that_of_its_size():
     p = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     gradients = TracedAccumulator(torch.optim.SGD([p], lr=0.1), SingleProcess(), measures=True)
     p.grad = torch.tensor([3 + 4j, 0])
-    gradients.take(ONE, is_last=True)
-    gradients.reduce(ONE, is_idle=False)
-    assert gradients.measured().norms == [(25.0, 25.0)]
+    gradients.accumulate(ONE)
+    step = gradients.reduce(ONE)
+    assert step.measure().norms == [(25.0, 25.0)]

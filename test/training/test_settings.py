@@ -26,7 +26,7 @@ def test_groups_have_the_settings_of_the_step_within_and_their_own_after():
     inner = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 0.5}], lr=0.25)
     groups = inner.param_groups
     before = [dict(group) for group in groups]
-    with StepHyperparameters(inner, SingleProcess()).of_step(vbs.rules.LinearRule(), STEP, [2.0, 3.0]) as lrs:
+    with StepHyperparameters(inner, SingleProcess()).applied(vbs.rules.LinearRule(), STEP, [2.0, 3.0]) as lrs:
         assert lrs == [0.5, 1.5]
         assert [group["lr"] for group in groups] == [0.5, 1.5]
         assert inner.param_groups is groups
@@ -43,7 +43,7 @@ def test_a_rule_that_leaves_the_learning_rate_alone_has_that_of_the_group():
             return {"momentum": 0.5}
 
     inner = torch.optim.SGD(parameters(1), lr=0.25)
-    with StepHyperparameters(inner, SingleProcess()).of_step(MomentumRule(), STEP, [1.0]) as lrs:
+    with StepHyperparameters(inner, SingleProcess()).applied(MomentumRule(), STEP, [1.0]) as lrs:
         assert lrs == [0.25]
         assert inner.param_groups[0]["momentum"] == 0.5
     assert inner.param_groups[0]["momentum"] == 0
@@ -53,7 +53,7 @@ def test_every_group_needs_a_factor():
     inner = torch.optim.SGD(parameters(1), lr=0.25)
     with (
         pytest.raises(ValueError, match="argument 2 is"),
-        StepHyperparameters(inner, SingleProcess()).of_step(vbs.rules.LinearRule(), STEP, []),
+        StepHyperparameters(inner, SingleProcess()).applied(vbs.rules.LinearRule(), STEP, []),
     ):
         pass
 
@@ -78,7 +78,7 @@ class Marking(Communicator):
 
 def test_numbers_are_given_in_the_form_in_which_they_may_vary():
     inner = torch.optim.AdamW(parameters(1), lr=0.25, betas=(0.75, 0.875), eps=0.5, weight_decay=0.0)
-    with StepHyperparameters(inner, Marking()).of_step(vbs.rules.AdamRule(), STEP, [2.0]) as lrs:
+    with StepHyperparameters(inner, Marking()).applied(vbs.rules.AdamRule(), STEP, [2.0]) as lrs:
         (group,) = inner.param_groups
         assert lrs == [0.5]
         assert group["lr"] == pytest.approx(1000.5)
@@ -92,10 +92,10 @@ def test_parameters_with_another_past_are_a_group_of_their_own_within_a_step():
     inner = torch.optim.Adam([old, new], lr=0.25, betas=(0.75, 0.875), eps=0.5, amsgrad=True)
     settings = StepHyperparameters(inner, Marking())
     new.grad = None
-    with settings.of_step(vbs.rules.AdamRule(), vbs.Step(1, 1, 1), [1.0]):
+    with settings.applied(vbs.rules.AdamRule(), vbs.Step(1, 1, 1), [1.0]):
         assert len(inner.param_groups) == 1
     new.grad = torch.ones_like(new)
-    with settings.of_step(vbs.rules.AdamRule(), STEP, [2.0]) as lrs:
+    with settings.applied(vbs.rules.AdamRule(), STEP, [2.0]) as lrs:
         assert lrs == [0.5]
         assert [group["params"] for group in inner.param_groups] == [[old], [new]]
         assert all(group["amsgrad"] for group in inner.param_groups)
@@ -115,7 +115,7 @@ def test_what_the_optimizer_writes_into_groups_stays_there_also_where_they_are_s
     for gradient in (None, torch.ones_like(new), torch.ones_like(new)):
         new.grad = other_new.grad = gradient
         whole, split = [[old, new], [other_old, other_new]], [[old], [new], [other_old], [other_new]]
-        with settings.of_step(vbs.rules.AdamRule(), STEP, [2.0, 2.0]):
+        with settings.applied(vbs.rules.AdamRule(), STEP, [2.0, 2.0]):
             assert [group["params"] for group in inner.param_groups] == (whole if gradient is None else split)
             for group in inner.param_groups:
                 group["count"] = group.get("count", 0) + 1
@@ -223,7 +223,7 @@ def test_rules_see_that_a_decay_is_decoupled_where_the_group_does_not_say_so(kin
     (p,) = parameters(1)
     inner = kind([p], lr=0.25, weight_decay=0.125)
     inner.param_groups[0].pop("decoupled_weight_decay", None)
-    with StepHyperparameters(inner, SingleProcess()).of_step(vbs.rules.AdamRule(), STEP, [2.0]):
+    with StepHyperparameters(inner, SingleProcess()).applied(vbs.rules.AdamRule(), STEP, [2.0]):
         found = inner.param_groups[0]["weight_decay"] * inner.param_groups[0]["lr"]
     # lr · √4, and a decoupled decay as much for each of the 4 samples; Adam's first update corrects nothing
     assert found == pytest.approx(0.25 * 2 * decay)

@@ -53,8 +53,8 @@ def with_another_optimizer_before(spread):
     before = vbs.AdaScaleOptimizer(sharded_models.sgd(model.parameters()), sampler, ref_batchsize=8, model=model)
     x, y = sharded_models.data()
     sharded_models.loss_of(model, x[:4], y[:4]).backward()
-    before._gradients.expect(is_padding_minibatch=True)
-    before._gradients.drop()
+    before._gradients.begin_minibatch(is_padding=True, is_last=True)
+    before._gradients.zero_grad()
     model_2, sampler_2 = model, parts(sharded_models.plain)[1]
     optimizer = vbs.AdaScaleOptimizer(sharded_models.sgd(model_2.parameters()), sampler_2, ref_batchsize=8, model=model)
     run(model_2, sampler_2, optimizer)
@@ -187,17 +187,17 @@ def seeded(spread):
 def reduced_once(spread):
     """Of a step that is left in the middle nothing remains, nor of a backward pass between two steps."""
     model, sampler = parts(spread)
-    optimizer = optimizer_of(model, sampler, clip_grad_norm=0.3, loss_scale=8.0, reduce_once=True)
+    optimizer = optimizer_of(model, sampler, clip_grad_norm=0.3, reduce_scatter_once=True)
     x, y = sharded_models.data()
     for epoch, stops in ((0, True), (0, False), (1, False)):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
         for indices in sampler:
             optimizer.zero_grad()
-            (8 * sharded_models.loss_of(model, x[indices], y[indices])).backward()
+            sharded_models.loss_of(model, x[indices], y[indices]).backward()
             if not optimizer.is_accumulating:
                 optimizer.zero_grad()
-                (8 * sharded_models.loss_of(model, x[indices], y[indices])).backward()
+                sharded_models.loss_of(model, x[indices], y[indices]).backward()
             optimizer.step()
             if stops and optimizer.steps_done == 2 and optimizer.is_accumulating:
                 break
@@ -207,7 +207,7 @@ def reduced_once(spread):
 def measured_in_lots(spread):
     """Some gradients at a time, as those of a large model are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsdp, "_MOST_HELD", 300)
+        patch.setattr(fsdp, "_MAX_HELD", 300)
         model, sampler = parts(spread)
         optimizer = optimizer_of(model, sampler)
         run(model, sampler, optimizer)
@@ -289,35 +289,25 @@ def test_an_error_within_the_model_on_one_core_ends_all_while_the_others_wait_fo
     assert time.time() - at < 900  # half of what gloo waits for a core that does not come
 
 
-def what_travels(rule, scale):
-    """After which steps of two epochs numbers have travelled, and what is said of a scale that changes in the third."""
-    trace = [8, 8, sharded_models.NUM_SAMPLES - 16] * 3
+def when_numbers_are_reduced(rule):
+    """After how many steps of two epochs of three."""
+    trace = [8, 8, sharded_models.NUM_SAMPLES - 16] * 2
     model, sampler = parts(sharded_models.sharded, trace=trace)
-    options = {"rule": vbs.make_rule(rule), "ref_batchsize": 8, "model": model, "loss_scale": scale}
-    optimizer = vbs.CustomOptimizer(sharded_models.sgd(model.parameters()), sampler, **options)
-    travelled = []
-    run(model, sampler, optimizer, lambda: travelled.append(optimizer._gradients._scales is not None), num_epochs=2)
+    optimizer = vbs.CustomOptimizer(
+        sharded_models.sgd(model.parameters()), sampler, rule=vbs.make_rule(rule), ref_batchsize=8, model=model
+    )
+    gradients, found = optimizer._accumulator, []
+    reduce = gradients._all_reduce_numbers
 
-    def change():
-        optimizer.loss_scale = 16.0 if scale == 1 else 16.0 + torch.distributed.get_rank()
+    def noted():
+        found.append(optimizer.steps_done)
+        reduce()
 
-    try:
-        run(model, sampler, optimizer, change, num_epochs=1)
-    except ValueError as error:
-        return travelled, str(error), optimizer.epoch_step
-    return travelled, "no error", None
+    gradients._all_reduce_numbers = noted
+    run(model, sampler, optimizer, num_epochs=2)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("rule", "scale", "others", "message"),
-    [
-        ("linear", 1.0, False, "`loss_scale` must be set before an epoch"),
-        ("linear", 8.0, True, "`loss_scale` must be the same on all cores"),
-        ("adascale", 8.0, True, "`loss_scale` must be the same on all cores"),
-    ],
-)
-def test_numbers_travel_where_they_are_wanted_and_once_an_epoch(on_cores, rule, scale, others, message):
-    for travelled, said, at in on_cores(2, what_travels, rule, scale):
-        assert travelled == [True, others, others] * 2
-        assert said.startswith(message)
-        assert at == 2  # the step after that in which it changed
+@pytest.mark.parametrize(("rule", "expected"), [("linear", [0]), ("adascale", [0, 1, 2, 3, 4, 5])])
+def test_numbers_are_reduced_in_the_first_step_and_where_they_are_needed(on_cores, rule, expected):
+    assert on_cores(2, when_numbers_are_reduced, rule) == [expected] * 2

@@ -255,7 +255,7 @@ def test_own_parts_are_another_run_on_another_number_of_cores():
 def test_a_second_pass_without_set_epoch_is_refused(loading):
     loader = DataLoader(make(), batch_size=None, **loading)
     assert len(list(loader)) == 16
-    with pytest.raises(RuntimeError, match=r"epoch 0 is read for the second time: call set_epoch on the sampler and"):
+    with pytest.raises(RuntimeError, match=r"epoch 0 is read for the second time: call set_epoch\(\) before"):
         list(loader)
 
 

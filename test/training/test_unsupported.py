@@ -70,7 +70,7 @@ def said_while_training(optimizer, model, sampler, *, weight=None, between=lambd
     x, y = sharded_models.data()
     try:
         for indices in sampler:
-            loss = sharded_models.loss_of(model, x[indices], y[indices]) * optimizer.loss_scale
+            loss = sharded_models.loss_of(model, x[indices], y[indices])
             between()
             loss.backward()
             optimizer.step(weight=weight)
@@ -101,10 +101,6 @@ def messages_while_training():
     other = torch.optim.SGD(late, lr=0.1)
     say("foreign", model, first)
     del other
-    model, sampler = sharded_models.sharded(transformer())[0], sampler_of()
-    optimizer = vbs.LinearRuleOptimizer(sharded_models.sgd(model.parameters()), sampler, ref_batchsize=4)
-    optimizer.loss_scale = 1.0 + rank
-    found["scales"] = said_while_training(optimizer, model, sampler)
     return found
 
 
@@ -114,7 +110,7 @@ def message_about_a_dropped_minibatch():
         vbs.CustomSampler(dataset_size=16, trace=[16], minibatch_size=4),
     )
     optimizer = vbs.LinearRuleOptimizer(
-        sharded_models.sgd(model.parameters()), sampler, ref_batchsize=4, reduce_once=True
+        sharded_models.sgd(model.parameters()), sampler, ref_batchsize=4, reduce_scatter_once=True
     )
     x, y = sharded_models.data()
     try:
@@ -188,9 +184,9 @@ def messages():
         "split over cores": message(split),
         "both over cores": message(both),
         "exact": message(sharded[0], exact=True),
-        "kept": message(sharded[1], keep_gradients=True),
-        "kept split": message(split, sampler=sampler_of(process_group=mesh["data"]), keep_gradients=True),
-        "kept lockstep": message(transformer(), sampler=sampler_of(lockstep=True), keep_gradients=True),
+        "kept": message(sharded[1], gradient_as_bucket_view=True),
+        "kept split": message(split, sampler=sampler_of(process_group=mesh["data"]), gradient_as_bucket_view=True),
+        "kept lockstep": message(transformer(), sampler=sampler_of(lockstep=True), gradient_as_bucket_view=True),
         "adamscale": message(sharded[2], vbs.AdamScaleOptimizer, sharded_models.adamw),
         "adamscale zero": message(transformer(), vbs.AdamScaleOptimizer, zero_adam),
         "read": message(sharded[3], sampler=read),
@@ -216,27 +212,26 @@ EXPECTED = {
     "fsdp1": "(FSDP1) reduces gradients in a way of its own: use fully_shard (FSDP2), which is in "
     "torch.distributed.fsdp from torch 2.6 on",
     "pipeline": "a pipeline's schedule runs the minibatches by itself",
-    "split over cores": "parameters are split over processes that the sampler deals different samples",
-    "both over cores": "fully_shard must be over the 2 cores that the sampler deals different samples",
-    "exact": "`exact` must be False where parameters are split over processes",
-    "kept": "`lockstep` of the sampler must be False with `keep_gradients`",
-    "kept split": "`keep_gradients` must be False where parameters are split over processes",
-    "kept lockstep": "`lockstep` of the sampler must be False with `keep_gradients`",
+    "split over cores": "Parameters are sharded over ranks that the sampler assigns different samples to.",
+    "both over cores": "fully_shard must be over the 2 ranks that the sampler assigns different samples to.",
+    "exact": "`exact` must be False for sharded parameters",
+    "kept": "`lockstep` of the sampler must be False with `gradient_as_bucket_view`",
+    "kept split": "`gradient_as_bucket_view` must be False for sharded parameters",
+    "kept lockstep": "`lockstep` of the sampler must be False with `gradient_as_bucket_view`",
     "adamscale": "AdamScaleRule needs whole second moments, and fully_shard splits them",
     "adamscale zero": "AdamScaleRule needs all second moments, and ZeroRedundancyOptimizer has a part of them",
     "read": "the sampler has been read already: make it with `lockstep=True`",
-    "unseen": "the gradient of a parameter of the shape (2, 2) was reduced unseen",
-    "twice": "gradients must be measured whole, but fully_shard has reduced one of them in several parts",
+    "unseen": "fully_shard reduced the gradient of a parameter of shape (2, 2) without calling its hook.",
+    "twice": "Cannot measure a gradient that fully_shard reduced in several parts.",
     "partly": "all parameters must be in fully_shard or none, but 3 are not (of the shape (11, 8), (8,), (8,))",
     "run before": "all parameters must be in fully_shard or none, but 3 are not (of the shape (11, 8), (8,), (8,))",
-    "dropped": "a minibatch's gradient cannot be dropped with `reduce_once` when the step has others before it",
+    "dropped": "With `reduce_scatter_once`, zero_grad() cannot drop the gradient of a minibatch that is not the first",
     "other trace": "all cores must be set up alike, but they differ in trace",
     **dict.fromkeys(["split later", "both later", "sharded later", "sharded beside split"], ADDED),
     "sharded since": "no parameter of the optimizer has a gradient, and a model is in fully_shard",
-    "some weights": "`weight` must be given on all cores or on none, got none on 1 of 2",
+    "some weights": "`weight` must be passed on all ranks or on none, but 1 of 2 passed none.",
     "not reduced": "fully_shard has not reduced the gradients",
     "foreign": "SGD trains parameters of a model in fully_shard, and an optimizer of this library the others",
-    "scales": "`loss_scale` must be the same on all cores where a model is in fully_shard",
 }
 
 

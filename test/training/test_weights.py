@@ -5,13 +5,13 @@ import logging
 import numpy as np
 import pytest
 import torch
+from accumulators import BucketViewAccumulator, ExactBucketAccumulator, ExactTracedAccumulator
 from threaded_cores import run_on
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.optim.gradients.accumulator import Mean
-from variable_batch_size.optim.gradients.buckets import BucketAccumulator, BucketViewAccumulator
-from variable_batch_size.optim.gradients.fixed_point import FixedPointAccumulator, FixedPointTracedAccumulator
+from variable_batch_size.optim.gradients.accumulator import StepGradient, StepPlan
+from variable_batch_size.optim.gradients.buckets import BucketAccumulator
 from variable_batch_size.optim.gradients.traced import TracedAccumulator
 from variable_batch_size.optim.token_weights import TokenWeights
 
@@ -45,20 +45,23 @@ def load(optimizer, state):
         (float("inf"), r"^`weight` must be finite and at least 0, got inf$"),
         (torch.tensor(-3), r"^`weight` must be finite and at least 0, got -3\.0$"),
         (np.float32("nan"), r"^`weight` must be finite and at least 0, got nan$"),
-        (torch.ones(2), r"^`weight` must be one number, got something of the shape \(2,\)$"),
-        (torch.ones(0), r"^`weight` must be one number, got something of the shape \(0,\)$"),
-        (torch.ones(2, device="meta"), r"^`weight` must be one number, got something of the shape \(2,\)$"),
-        (np.ones((1, 3)), r"^`weight` must be one number, got something of the shape \(1, 3\)$"),
+        (torch.ones(2), r"^`weight` must be one number, got a value of the shape \(2,\)$"),
+        (torch.ones(0), r"^`weight` must be one number, got a value of the shape \(0,\)$"),
+        (torch.ones(2, device="meta"), r"^`weight` must be one number, got a value of the shape \(2,\)$"),
+        (np.ones((1, 3)), r"^`weight` must be one number, got a value of the shape \(1, 3\)$"),
         ("5", r"^`weight` must be one number, got '5'$"),
         ([5], r"^`weight` must be one number, got \[5\]$"),
         pytest.param(10**400, r"^`weight` must be one number, got 1000", id="too large"),
         (1j, r"^`weight` must be one number, got 1j$"),
         (
             torch.tensor(7, dtype=torch.bfloat16),
-            r"^`weight` must be of a type that can count, .*, got torch\.bfloat16: sum a mask before it is converted$",
+            r"^`weight` must have a dtype that represents large integers, .*, got torch\.bfloat16: sum a mask",
         ),
-        (torch.tensor(7, dtype=torch.float16, device="meta"), r"^`weight` must be of a type that can count"),
-        (torch.tensor(7j), r"^`weight` must be of a type that can count, .*, got torch\.complex64: "),
+        (
+            torch.tensor(7, dtype=torch.float16, device="meta"),
+            r"^`weight` must have a dtype that represents large integers",
+        ),
+        (torch.tensor(7j), r"^`weight` must have a dtype that represents large integers, .*, got torch\.complex64: "),
     ],
 )
 def test_a_weight_that_cannot_be_right_is_refused_and_changes_nothing(wrong, message):
@@ -100,7 +103,7 @@ def test_all_minibatches_of_a_run_have_a_weight_or_none_has(loads):
             p, optimizer = make()
             load(optimizer, state)
         with pytest.raises(
-            ValueError, match=r"^`weight` must be given in all minibatches of a run or in none, " + message
+            ValueError, match=r"^`weight` must be passed for all minibatches of a run or for none, " + message
         ):
             step(p, optimizer, 1.0, **then)
         step(p, optimizer, 1.0, **first)
@@ -108,12 +111,14 @@ def test_all_minibatches_of_a_run_have_a_weight_or_none_has(loads):
 
 def test_a_weight_that_is_not_named_is_no_closure():
     _, optimizer = make()
-    message = r"^`closure` must be a function, got 16: a weight is given as step\(weight=…\)$"
+    message = r"^`closure` must be a function, got 16: pass a weight as step\(weight=…\)$"
     with pytest.raises(ValueError, match=message):
         optimizer.step(16)
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_gradients": True}, {"skip_nonfinite": True}, {"measure_noise": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, {"skip_nonfinite": True}, {"measure_noise": True}]
+)
 def test_a_step_that_weighs_nothing_moves_nothing_and_says_so(caplog, options):
     p, optimizer = make(**options)
     step(p, optimizer, 4.0, weight=1)
@@ -130,7 +135,7 @@ def test_a_step_that_weighs_nothing_moves_nothing_and_says_so(caplog, options):
 
 def test_where_something_is_read_from_a_device_a_step_that_weighs_nothing_is_skipped(monkeypatch):
     p, optimizer = make(skip_nonfinite=True)
-    monkeypatch.setattr(optimizer._gradients, "weighs_nothing", lambda: False)  # as on a device
+    monkeypatch.setattr(StepGradient, "weighs_nothing", False)  # as on a device
     step(p, optimizer, 0.0, weight=0)
     assert not step(p, optimizer, 0.0, weight=0)
     assert optimizer.steps_skipped == 1
@@ -140,17 +145,17 @@ def test_a_weight_that_is_nan_on_a_device_does_not_pass_for_a_gradient_of_zero()
     for kind in (
         BucketAccumulator,
         BucketViewAccumulator,
-        FixedPointAccumulator,
+        ExactBucketAccumulator,
         TracedAccumulator,
-        FixedPointTracedAccumulator,
+        ExactTracedAccumulator,
     ):
 
         def run(core, kind=kind):
             p = nn.Parameter(torch.zeros(1))
             gradients = kind(torch.optim.SGD([p], lr=1.0), core)
             p.grad = torch.ones(1) if p.grad is None else p.grad.fill_(1.0)
-            gradients.take(Mean(2), is_last=True, weight=torch.tensor(float("nan") if core.rank else 2.0))
-            gradients.reduce(Mean(2), is_idle=False)
+            gradients.accumulate(StepPlan(2), torch.tensor(float("nan") if core.rank else 2.0))
+            gradients.reduce(StepPlan(2))
             return p.grad.item()
 
         assert all(np.isnan(value) for value in run_on(2, run))
@@ -170,7 +175,7 @@ def test_a_step_that_fails_does_not_count(monkeypatch):
     assert p.item() == -0.5
 
 
-@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, FixedPointAccumulator])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, ExactBucketAccumulator])
 @pytest.mark.parametrize("without", [(0,), (1,), (2,), (0, 2), (0, 1), (1, 2)])
 def test_weights_on_some_cores_only_are_refused_on_all(kind, without):
     """The last core is idle."""
@@ -181,19 +186,19 @@ def test_weights_on_some_cores_only_are_refused_on_all(kind, without):
         if p.grad is None:
             p.grad = torch.zeros(1)
         p.grad.add_(1.0)
-        gradients.take(Mean(2), is_last=True, weight=None if core.rank in without else 0 if core.rank else 3)
+        gradients.accumulate(StepPlan(2), None if core.rank in without else 0 if core.rank else 3)
         try:
-            gradients.reduce(Mean(2), is_idle=core.rank == 2)
+            gradients.reduce(StepPlan(2, is_idle=core.rank == 2))
         except ValueError as error:
             return str(error)
 
     message = (
-        f"`weight` must be given on all cores or on none, got none on {len(without)} of 3; an idle core gives that"
+        f"`weight` must be passed on all ranks or on none, but {len(without)} of 3 passed none. An idle rank passes"
     )
     assert all(found.startswith(message) for found in run_on(3, run))
 
 
-@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, FixedPointAccumulator])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, ExactBucketAccumulator])
 def test_weights_on_some_cores_only_are_refused_when_a_run_without_any_has_gone_back_to_its_start(kind):
     def run(core):
         p = nn.Parameter(torch.zeros(1))
@@ -201,14 +206,14 @@ def test_weights_on_some_cores_only_are_refused_when_a_run_without_any_has_gone_
 
         def step(weight):
             p.grad = torch.ones(1) if p.grad is None else p.grad.add_(1.0)
-            gradients.take(Mean(2), is_last=True, weight=weight)
-            gradients.reduce(Mean(2), is_idle=False)
-            gradients.clear()
+            gradients.accumulate(StepPlan(2), weight)
+            gradients.reduce(StepPlan(2))
+            gradients.reset()
 
         state = gradients.state_dict()
         step(weight=None)
         gradients.load_state_dict(state)
-        with pytest.raises(ValueError, match=r"^`weight` must be given on all cores or on none, got none on 1 of 2"):
+        with pytest.raises(ValueError, match=r"^`weight` must be passed on all ranks or on none, but 1 of 2 passed"):
             step(weight=3 if core.rank else None)
 
     run_on(2, run)
@@ -221,14 +226,14 @@ def test_a_core_without_weights_is_seen_beside_one_with_many(kind):
         gradients = kind(torch.optim.SGD([p], lr=1.0), core)
         for number in range(100):
             p.grad = torch.zeros(1) if p.grad is None else p.grad
-            gradients.take(Mean(200), is_last=number == 99, weight=None if core.rank else 1)
-        with pytest.raises(ValueError, match=r"^`weight` must be given on all cores or on none, got none on 1 of 2;"):
-            gradients.reduce(Mean(200), is_idle=False)
+            gradients.accumulate(StepPlan(200, is_last=number == 99), None if core.rank else 1)
+        with pytest.raises(ValueError, match=r"^`weight` must be passed on all ranks or on none, but 1 of 2 passed"):
+            gradients.reduce(StepPlan(200))
 
     run_on(2, run)
 
 
-@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, FixedPointAccumulator])
+@pytest.mark.parametrize("kind", [BucketAccumulator, BucketViewAccumulator, ExactBucketAccumulator])
 @pytest.mark.parametrize("weights", [None, [0, 0, 0], [5, 0, 7]])
 def test_cores_that_agree_on_weights_go_on(kind, weights):
     def run(core):
@@ -239,17 +244,17 @@ def test_cores_that_agree_on_weights_go_on(kind, weights):
             if p.grad is None:
                 p.grad = torch.zeros(1)
             p.grad.add_(1.0)
-            gradients.take(Mean(2), is_last=True, weight=weights and weights[core.rank])
-            gradients.reduce(Mean(2), is_idle=core.rank == 2)
+            gradients.accumulate(StepPlan(2), weights and weights[core.rank])
+            gradients.reduce(StepPlan(2, is_idle=core.rank == 2))
             found.append(p.grad.item())
-            gradients.clear()
+            gradients.reset()
         return found
 
     expected = 1.0 if weights is None else 2 / 5 if any(weights) else 0.0  # the third core is idle
     assert run_on(3, run) == [pytest.approx([expected] * 3)] * 3
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_gradients": True}])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
 @pytest.mark.parametrize(
     "weight_of", [lambda: torch.ones((), device="meta"), lambda: torch.ones(1, device="meta").long()]
 )

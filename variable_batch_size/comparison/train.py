@@ -107,7 +107,6 @@ def minibatches_of(workload: Workload, optimizer: CustomOptimizer, device: torch
     loader = DataLoader(dataset, batch_sampler=sampler)
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
         # tensors are cut at once, which is much faster than sample by sample
         pairs = (dataset[indices] for indices in sampler) if type(dataset) is TensorDataset else loader
         for inputs, targets in pairs:

@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 
 class Communicator(ABC):
-    """The one seam to other cores.
+    """The collectives of the ranks of a run, and how their device executes operations.
 
     Attributes:
-        rank: which of the cores this is.
-        num_replicas: how many cores there are.
-        is_one_program: whether all cores must run the same program, so that what differs between them, such as
-            being idle, must be data in a tensor and no branch.
-        keeps_flat_gradients: whether gradients are summed in flat memory, which one call reduces, or in a tensor each.
+        rank: of this process or core.
+        num_replicas: how many ranks there are.
+        is_one_program: whether all ranks must run the same graph, so that differences between them, such as being idle,
+            must be data in a tensor and not a branch.
+        keeps_flat_gradients: whether gradients are summed in flat buckets, which one call reduces, or in a tensor each.
     """
 
     rank: int
@@ -28,32 +28,32 @@ class Communicator(ABC):
 
     @abstractmethod
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace each tensor, in place, by its sum over all cores. Every core must call it with the same shapes."""
+        """Replace each tensor, in place, by its sum over all ranks. Every rank must call it with the same shapes."""
 
     @abstractmethod
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace each tensor, in place, by that of core 0."""
+        """Replace each tensor, in place, by that of rank 0."""
 
     def flush(self) -> None:  # noqa: B027 (eager devices have nothing to do)
-        """Start the work that was noted down so far, where tensor work is noted down first and then compiled."""
+        """Compile and start the operations traced so far, where operations are traced first."""
 
     def traced_scalar(self, number: float) -> float:
-        """A number that changes from step to step, in a form that is no reason to compile again."""
+        """A number that changes from step to step, in a form that does not cause a recompilation."""
         return number
 
     def traced_beta(self, number: float) -> float:
-        """The same for a number x from 0 on of which 1 − x is used, too, as Adam uses its betas."""
+        """Like :meth:`traced_scalar`, for x in [0, 1) when 1 − x is also traced (Adam's betas)."""
         return number
 
     def shard_like(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 (most have one device for each tensor)
-        """Before the first program: say where tensors are whose place nobody has chosen."""
+        """Before the first graph: shard tensors whose layout the compiler would otherwise choose."""
 
     def placed_like(self, other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor from the host, placed as another of its shape is: on that device, or in parts on several."""
+        """A tensor from the host, placed like another one of its shape: on its device, or sharded over several."""
         return tensor.to(other.device)
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over all cores, on the host, after a wait for the device. Every core must call it."""
+        """The sum of a tensor over all ranks, on the host. Waits for the device. Every rank must call it."""
         total = tensor.detach().clone()
         self.sum([total])
         self.flush()
@@ -72,7 +72,7 @@ def each_element_once(tensor: torch.Tensor) -> torch.Tensor:
 
 @final
 class SingleProcess(Communicator):
-    """One process that is the only core."""
+    """One process that is the only rank."""
 
     rank = 0
     num_replicas = 1
@@ -85,35 +85,35 @@ class SingleProcess(Communicator):
 
 
 Group = Any
-"""A process group of torch.distributed; None for the default one. (Its class is not there where torch lacks it.)"""
+"""A process group of torch.distributed; None for the default one. (Some builds of torch lack its class.)"""
 
 Ranks = tuple[int, ...]
 
 
 def is_running() -> bool:
-    """Whether a process group has been initialised."""
+    """Whether torch.distributed is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 
 def group_of(process_group: Any) -> Group:
-    """A process group, also from a mesh of devices with one dimension; anything else is refused."""
+    """The process group itself, or that of a DeviceMesh with one dimension."""
     if process_group is None:
         return None
     if not is_running():
-        raise ValueError("`process_group` must be None where torch.distributed is not initialised")
+        raise ValueError("`process_group` must be None if torch.distributed is not initialized")
     if isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER:
         return process_group
     if not hasattr(process_group, "mesh_dim_names"):
         kind = type(process_group).__name__
-        raise ValueError(f"`process_group` must be a group of torch.distributed or a DeviceMesh, got {kind}")
+        raise ValueError(f"`process_group` must be a ProcessGroup or a DeviceMesh, got {kind}")
     if process_group.ndim != 1:
         raise ValueError(
-            "`process_group` must be the dimension of the mesh along which cores have different samples, as "
-            f'mesh["data"], got a mesh with the dimensions {process_group.mesh_dim_names or process_group.ndim}'
+            "`process_group` must be the dimension of the mesh along which ranks have different samples, as "
+            f'mesh["data"], got a mesh with dimensions {process_group.mesh_dim_names or process_group.ndim}'
         )
     return process_group.get_group()
 
 
 def ranks_of(group: Group) -> Ranks:
-    """The processes of a group, by their rank among all."""
+    """The global ranks of a process group."""
     return tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))

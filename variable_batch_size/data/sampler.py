@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sized
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -22,27 +23,25 @@ from variable_batch_size.traces.trace import Trace, TraceLike
 Description = dict[str, str | int | bool | None]
 
 
-class MinibatchSource(ABC):
-    """A schedule, this core's rank in it, and where in it the pass over the data has begun.
+class Follower(Protocol):
+    """What moves with a source of minibatches: an optimizer."""
 
-    Args:
-        trace: the batch size of every step: a path, a sequence, an array, a pandas column, or an integer for always
-            the same; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides it while
-            the run goes on.
-        dataset_size: samples in an epoch; None for a single epoch with room for all steps.
-        minibatch_size: samples that one core runs at once.
-        num_replicas: cores that share the work; those of the running backend if None.
-        rank: which of them this is; as the running backend knows it if None.
-        process_group: the cores that share the work, where they are not all processes of torch.distributed: a group, or
-            the dimension of a DeviceMesh along which samples differ.
-        on_end: what follows the last row of the trace: ``"stop"``, ``"hold"`` the last size or ``"cycle"``.
-        lockstep: whether all cores get as many minibatches in a step, the last perhaps a stand-in.
+    def _follow(self) -> None:
+        """Go to where the source is."""
+
+
+class MinibatchSource(ABC):
+    """A schedule, this core's rank in it, and the pass over the data that the run is in.
+
+    The source owns the position of a run: optimizers attach to it, and its :meth:`set_epoch` moves them, too.
+
+    The arguments are those of :class:`CustomSampler`. Without a `dataset_size` all steps are one epoch.
 
     Attributes:
         epoch: the number of the epoch, from 0.
-        first_step: how many of the epoch's steps were left out.
-        num_passes: how often :meth:`set_epoch` was called.
-        seed: what random numbers of minibatches follow from, if they are to.
+        first_step: how many of the epoch's steps are skipped.
+        num_passes: how many passes :meth:`set_epoch` has begun.
+        seed: that of the random numbers of minibatches, where they are seeded.
     """
 
     seed = 0
@@ -77,8 +76,10 @@ class MinibatchSource(ABC):
         self.epoch = 0
         self.first_step = 0
         self.num_passes = 0
-        self._when_read: Callable[[], None] | None = None
-        self._when_asked: Callable[[bool], None] | None = None
+        self._has_stepped = False  # whether an optimizer has had a minibatch of this pass
+        self._followers: list[weakref.ref[Follower]] = []
+        self._on_first_read: Callable[[], None] | None = None
+        self._on_request: Callable[[bool], None] | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -95,65 +96,97 @@ class MinibatchSource(ABC):
 
     @property
     @abstractmethod
-    def _has_been_read(self) -> bool:
-        """Whether this pass has begun."""
+    def has_been_read(self) -> bool:
+        """Whether a minibatch of this pass was requested."""
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Go to an epoch. Call it before each pass over the loader, and on the optimizer too.
+        """Go to an epoch. Call it before each pass over the loader, here or on the optimizer: it moves both.
+
+        Until the first minibatch of the pass, calling it again with the same arguments changes nothing.
 
         Args:
             epoch: its number, from 0.
-            first_step: how many of the epoch's steps to leave out, for a run that was stopped after them.
+            first_step: how many of the epoch's steps to skip, for a run that was stopped after them.
         """
+        has_begun = self.has_been_read or self._has_stepped
+        if has_begun or not self.is_at(epoch, first_step):
+            self.begin_pass(epoch, first_step)
+        else:
+            self._move_followers()
+
+    def is_at(self, epoch: int, first_step: int) -> bool:
+        """Whether :meth:`set_epoch` has begun the latest pass with these arguments."""
+        return self.num_passes > 0 and (self.epoch, self.first_step) == (epoch, first_step)
+
+    def begin_pass(self, epoch: int, first_step: int) -> None:
+        """Begin a pass over the loader, and let the optimizers of this source follow."""
         self.schedule.begin_epoch(epoch)
-        steps = self.schedule.steps(epoch)
-        check_within(len(steps), first_step=first_step)
+        check_within(len(self.schedule.steps(epoch)), first_step=first_step)
         self.epoch = int(epoch)
         self.first_step = int(first_step)
         self.num_passes += 1
-        self._when_read = None
+        self._has_stepped = False
+        self._on_first_read = None
+        self._move_followers()
+
+    def attach(self, follower: Follower) -> None:
+        """Let an optimizer follow, as long as it exists."""
+        self._followers = [one for one in self._followers if one() is not None] + [weakref.ref(follower)]
+
+    def _move_followers(self) -> None:
+        for reference in self._followers:
+            follower = reference()
+            if follower is not None:
+                follower._follow()
+
+    def note_step(self) -> None:
+        """An optimizer has had its first minibatch of this pass."""
+        self._has_stepped = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        # optimizers attach themselves again to a copy that is theirs
+        return {**self.__dict__, "_followers": []}
 
     def run_in_lockstep(self) -> None:
-        """Let all cores have as many minibatches in each step from now on; before the first one is read."""
+        """Give all cores the same number of minibatches in each step from now on; before the first one is read."""
         if self.schedule.lockstep:
             return
-        if self._has_been_read:
+        if self.has_been_read:
             raise ValueError(
-                "the model is in fully_shard, so that all cores must run as many minibatches in a step, and the "
-                "sampler has been read already: make it with `lockstep=True`"
+                "the model is in fully_shard, which needs the same number of minibatches on all cores in a step, but "
+                "the sampler has been read already: make it with `lockstep=True`"
             )
         self.schedule.lockstep = True
 
     def on_first_read(self, callback: Callable[[], None]) -> None:
-        """Call something when the first minibatch of this pass is asked for: after the loader has set itself up, which
+        """Call something when the first minibatch of this pass is requested: after the loader has set itself up, which
         draws a random number, and before anything is done with a sample."""
-        self._when_read = callback
+        self._on_first_read = callback
 
     def on_request(self, callback: Callable[[bool], None]) -> None:
-        """Call something whenever a minibatch is asked for, in every pass from now on, also where none is left.
+        """Call something whenever a minibatch is requested, in every pass from now on, also where none is left.
 
-        It is told whether it is the first of a pass. A loader asks for one whenever it hands one over, even if its
-        workers are ahead.
+        Its argument is whether the request is the first of a pass. A loader requests one whenever it returns one, even
+        if its workers are ahead.
         """
-        self._when_asked = callback
+        self._on_request = callback
 
     def _begin_reading(self) -> None:
-        if self._when_read is not None:
-            self._when_read()
+        if self._on_first_read is not None:
+            self._on_first_read()
 
     def _refuse_second_pass(self) -> None:
         raise RuntimeError(
-            f"epoch {self.epoch} is read for the second time: call set_epoch on the sampler and the optimizer "
-            "before each pass over the loader"
+            f"epoch {self.epoch} is read for the second time: call set_epoch() before each pass over the loader"
         )
 
     def __len__(self) -> int:
-        """How many minibatches this core gets in the epoch, stand-ins included."""
+        """How many minibatches this core gets in the epoch, padding included."""
         return self.schedule.num_minibatches_for(self.epoch, self.rank, self.first_step)
 
 
 def is_decided(trace: Any) -> bool:
-    """Whether what was given as a trace decides it while the run goes on."""
+    """Whether what was passed as a trace decides batch sizes during the run."""
     return isinstance(trace, Policy) or (callable(trace) and not isinstance(trace, type))
 
 
@@ -185,34 +218,30 @@ _NO_TRACE: Any = object()
 
 
 class CustomSampler(MinibatchSource, Sampler[list[int]]):
-    """Deals this core its minibatches of every step, in the order of the steps.
+    """Yields this core's minibatches of every step, in the order of the steps.
 
     Which samples make up a step, and in which order, depends on the trace, the seed and the epoch only, never on the
-    number of cores. A core without a minibatch in a step gets another core's as a stand-in, which the optimizer gives
-    the weight 0. The loader must keep the order, as it does unless it is made with ``in_order=False``.
+    number of cores. A core without a minibatch in a step gets a padding minibatch, a copy of another core's, to which
+    the optimizer gives the weight 0. The loader must keep the order, as it does unless made with ``in_order=False``.
 
     Args:
         dataset: the data set, of which only the length is used, or its length; or else
         dataset_size: its length.
-        trace: the batch size of every step: a path, a sequence, an array, a pandas column, or an integer for always
-            the same; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides it while
-            the run goes on.
+        trace: the batch size of every step: a path, a sequence, an array, a pandas column, or an integer for a constant
+            one; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides it during the
+            run.
         num_replicas: cores that share the work; those of the running backend if None.
-        rank: which of them this is; as the running backend knows it if None.
+        rank: which of them this is; that of the running backend if None.
         process_group: the cores that share the work, where they are not all processes of torch.distributed: a group, or
             the dimension of a DeviceMesh along which samples differ, as ``mesh["data"]``. The optimizer, checkpoint and
             log of the run take it from here.
         minibatch_size: samples that one core runs at once.
-        seed: chooses the order of the samples, together with the epoch.
-        shuffle: whether samples come in an order of their own in each epoch, or as they are.
+        seed: selects the order of the samples, together with the epoch.
+        shuffle: whether samples are shuffled, differently in each epoch.
         on_end: what follows the last row of the trace: ``"stop"``, ``"hold"`` the last size or ``"cycle"``.
-        lockstep: whether all cores get as many minibatches in a step, the last perhaps a stand-in, for models whose
-            forward pass waits for all cores; the optimizer sees to that by itself where the model is in
-            ``fully_shard``.
-        verbose: log on core 0 what the trace holds.
-
-    Attributes:
-        num_passes: how often :meth:`set_epoch` was called.
+        lockstep: whether all cores get the same number of minibatches in a step, the last one perhaps padding, for
+            models whose forward pass waits for all cores; the optimizer turns it on for models in ``fully_shard``.
+        verbose: log on core 0 how many epochs the trace has.
 
     >>> sampler = CustomSampler(dataset_size=7, trace=[4, 2], minibatch_size=2, num_replicas=2, rank=0, shuffle=False)
     >>> list(sampler)
@@ -266,24 +295,18 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         return {"dataset_size": int(self.dataset_size), "seed": self.seed, "shuffle": self.shuffle}
 
     @property
-    def _has_been_read(self) -> bool:
+    def has_been_read(self) -> bool:
         return self._has_started
 
     def get_epochtrace(self, epoch: int) -> list[int]:
         """The batch sizes of an epoch's steps."""
         return [self.schedule.batch_size(step) for step in self.schedule.steps(epoch)]
 
-    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Go to an epoch. Call it before each pass over the loader, and on the optimizer too.
-
-        Args:
-            epoch: its number, from 0.
-            first_step: how many of the epoch's steps to leave out, for a run that was stopped after them.
-        """
-        super().set_epoch(epoch, first_step)
+    def begin_pass(self, epoch: int, first_step: int) -> None:
+        super().begin_pass(epoch, first_step)
         self._has_started = False
 
-    def _tell_if_cut_short(self) -> None:
+    def _warn_if_truncated(self) -> None:
         schedule = self.schedule
         if not isinstance(schedule, Schedule):
             return
@@ -302,29 +325,34 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         minibatches = self._minibatches()
-        return minibatches if self._when_asked is None else _Asked(minibatches, self._when_asked)
+        return minibatches if self._on_request is None else _Requested(minibatches, self._on_request)
 
     def _minibatches(self) -> Iterator[list[int]]:
-        # a DataLoader may make several iterators and use one: nothing happens before the first minibatch is asked for
+        # a DataLoader may make several iterators and use one: nothing happens before the first request
         if self._has_started:
             self._refuse_second_pass()
-        self._has_started = True
+        self._has_started, number = True, self.num_passes
         self._begin_reading()
-        self._tell_if_cut_short()
+        self._warn_if_truncated()
         within = np.arange(self.minibatch_size)
         order = Permutation(self.dataset_size, key=(self.seed, self.epoch)) if self.shuffle else None
         at_once = max(1, _SAMPLES_AT_ONCE // self.minibatch_size)
         for offsets in self.schedule.offsets(self.epoch, self.rank, at_once=at_once, first_step=self.first_step):
             positions = offsets[:, None] + within
-            yield from (order(positions) if order else positions).tolist()
+            for minibatch in (order(positions) if order else positions).tolist():
+                if self.num_passes != number:
+                    raise RuntimeError(
+                        "set_epoch() was called in the middle of a pass: begin another one, as with iter(loader)"
+                    )
+                yield minibatch
 
 
-class _Asked(Iterator[list[int]]):
-    """Minibatches, and somebody who is told whenever one has been asked for."""
+class _Requested(Iterator[list[int]]):
+    """Minibatches, with a callback after each request."""
 
-    def __init__(self, minibatches: Iterator[list[int]], tell: Callable[[bool], None]) -> None:
+    def __init__(self, minibatches: Iterator[list[int]], callback: Callable[[bool], None]) -> None:
         self._minibatches = minibatches
-        self._tell = tell
+        self._callback = callback
         self._is_first = True
 
     def __next__(self) -> list[int]:
@@ -332,4 +360,4 @@ class _Asked(Iterator[list[int]]):
             return next(self._minibatches)
         finally:
             is_first, self._is_first = self._is_first, False
-            self._tell(is_first)
+            self._callback(is_first)

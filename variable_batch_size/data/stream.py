@@ -492,17 +492,11 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         return depends | {"data": "sharded stream", "cores": self.num_replicas} if self.is_sharded else depends
 
     @property
-    def _has_been_read(self) -> bool:
+    def has_been_read(self) -> bool:
         return bool(self._told[3] == self.num_passes)
 
-    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Go to an epoch. Call it before each pass over the loader, and on the optimizer too.
-
-        Args:
-            epoch: its number, from 0; always 0 without a `dataset_size`.
-            first_step: how many of the epoch's steps to leave out, for a run that was stopped after them.
-        """
-        super().set_epoch(epoch, first_step)
+    def begin_pass(self, epoch: int, first_step: int) -> None:
+        super().begin_pass(epoch, first_step)
         self._told[:3] = torch.tensor([self.epoch, self.first_step, self.num_passes])
 
     def on_first_read(self, callback: Callable[[], None]) -> None:
@@ -547,7 +541,7 @@ class Stream(MinibatchSource, IterableDataset[Any]):
     def _minibatches(self, reader: StreamReader, number: int) -> Iterator[Any]:
         """What a reader deals in the pass of this number; nothing happens before the first minibatch is asked for."""
         _refuse_merging(sys._getframe(1))
-        tell = self._when_asked if get_worker_info() is None else None
+        tell = self._on_request if get_worker_info() is None else None
         if get_worker_info() is None:
             self._begin_reading()
         if tell is not None:
@@ -570,11 +564,11 @@ class Stream(MinibatchSource, IterableDataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         """What a loader worker needs that is not forked."""
         return {
-            **self.__dict__,
+            **super().__getstate__(),
             "_source": SampleSource(self._samples),
             "_reader": None,
-            "_when_read": None,
-            "_when_asked": None,
+            "_on_first_read": None,
+            "_on_request": None,
             "process_group": None,
         }
 

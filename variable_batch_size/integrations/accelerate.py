@@ -211,7 +211,7 @@ def _refuse_settings(accelerator: Accelerator, optimizer: CustomOptimizer) -> No
 
 
 def _refuse_other_loaders(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if getattr(optimizer.sampler, "_has_been_read", True) is False:
+    if getattr(optimizer.sampler, "has_been_read", True) is False:
         raise RuntimeError(
             "step() was called for a minibatch that the optimizer's sampler has not dealt: train with the "
             "DataLoader(dataset, batch_sampler=sampler) of that sampler"

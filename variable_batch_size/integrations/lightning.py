@@ -291,7 +291,6 @@ class UpdateLoop(_TrainingEpochLoop):
         epoch = trainer.fit_loop.epoch_progress.current.processed
         first_step = optimizer.epoch_step if optimizer.epoch == epoch else 0
         optimizer.sampler.set_epoch(epoch, first_step)
-        optimizer.set_epoch(epoch, first_step)
         num_minibatches = self.note_length()
         if isinstance(trainer.val_check_interval, float):
             trainer.val_check_batch = max(1, int(num_minibatches * trainer.val_check_interval))

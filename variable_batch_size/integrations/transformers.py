@@ -27,8 +27,7 @@ from variable_batch_size.traces.trace import TraceLike
 _ELSEWHERE = {
     "clip_grad_norm": "`max_grad_norm` of the training arguments says it",
     "model": "the trainer knows its model",
-    "loss_scale": "the trainer's loss is not scaled",
-    "keep_gradients": "the trainer drops gradients after each step",
+    "gradient_as_bucket_view": "the trainer drops gradients after each step",
 }
 
 
@@ -312,7 +311,6 @@ class _Position(TrainerCallback):  # type: ignore[misc]
             optimizer = self._optimizer  # whose run was complete: nothing is left to be loaded
             last = len(optimizer.sampler.schedule.steps(optimizer.epoch))
             optimizer.sampler.set_epoch(optimizer.epoch, last)
-            optimizer.set_epoch(optimizer.epoch, last)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer = self._optimizer

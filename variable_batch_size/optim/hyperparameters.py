@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +16,13 @@ from variable_batch_size.rules.rule import Rule, Step
 
 
 class Preconditioner:
-    """Keeps √v̂ + ε for each parameter that the inner optimizer has updated.
+    """Holds √v̂ + ε for each parameter that the inner optimizer has updated.
 
     Args:
-        inner: Adam, or an optimizer of its kind.
+        inner: Adam, or an optimizer of its family.
 
     Attributes:
-        divisors: for each parameter that has a second moment.
+        divisors: of each parameter that has a second moment.
     """
 
     def __init__(self, inner: Optimizer) -> None:
@@ -31,7 +31,7 @@ class Preconditioner:
 
     @torch.no_grad()
     def refresh(self, *, has_updated: bool = True) -> None:
-        """After an update, or when another state was loaded: let the divisors be those of the state as it is now."""
+        """After an update, or after another state was loaded: recompute the divisors."""
         for group in self._inner.param_groups:
             beta, eps = group["betas"][1], group["eps"]
             for p in group["params"]:
@@ -39,13 +39,13 @@ class Preconditioner:
                 if "exp_avg_sq" not in state:
                     if has_updated and p.grad is not None:
                         raise RuntimeError(
-                            f"`inner` must keep the second moment of each gradient as Adam does, in its state "
-                            f"`exp_avg_sq`, but {type(self._inner).__name__} has none"
+                            f"`inner` must keep the second moment of each gradient in its state `exp_avg_sq`, as Adam "
+                            f"does, but {type(self._inner).__name__} has none"
                         )
-                    self.divisors.pop(p, None)  # of a state that another one was loaded in place of
+                    self.divisors.pop(p, None)  # of the state before the one that was loaded
                     continue
                 num_updates = state["step"]
-                # read from the host if it is there; one that is on the device stays there
+                # read from the host if it is there; a step count on the device stays there
                 if not isinstance(num_updates, torch.Tensor) or num_updates.device.type == "cpu":
                     num_updates = float(num_updates)
                 second_moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
@@ -57,7 +57,7 @@ class Preconditioner:
 
 
 class _History(NamedTuple):
-    """Of a parameter: how many updates it has had, and the products of their betas."""
+    """Of a parameter: its number of updates, and the products of their betas."""
 
     num_updates: int
     first: float
@@ -65,20 +65,26 @@ class _History(NamedTuple):
 
 
 def is_decoupled(inner: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether an optimizer decays the weights of a group apart from the gradient, as AdamW does.
+    """Whether an optimizer decays the weights of a group separately from the gradient, as AdamW does.
 
-    Where its group does not say so, as in earlier versions of torch and outside of it, the name of its class does.
+    Its group has a flag for that. Earlier versions of torch and optimizers outside of it have none: there the name of
+    the class decides.
     """
-    owner = inner.owner(group) if isinstance(inner, MultiOptimizer) else inner
-    is_named_so = any("AdamW" in kind.__name__ for kind in type(owner).__mro__)
-    return bool(group.get("decoupled_weight_decay", is_named_so))
+    if "decoupled_weight_decay" in group:
+        return bool(group["decoupled_weight_decay"])
+    return _is_adamw(type(inner.owner(group) if isinstance(inner, MultiOptimizer) else inner).__mro__)
+
+
+@functools.cache
+def _is_adamw(bases: tuple[type, ...]) -> bool:
+    return any("AdamW" in base.__name__ for base in bases)
 
 
 class BetaHistory:
-    """Remembers the betas of past updates, for rules that change them from step to step.
+    """The products of the betas of past updates, for rules that change betas from step to step.
 
     Args:
-        inner: Adam, or an optimizer of its kind.
+        inner: Adam, or an optimizer of its family.
     """
 
     def __init__(self, inner: Optimizer) -> None:
@@ -86,9 +92,9 @@ class BetaHistory:
         self._histories: dict[torch.Tensor, _History] = {}
 
     def variants(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> list[tuple[list[Any], dict[str, Any]]]:
-        """The parameters of a group that have the same past, and settings with which Adam's bias is corrected for them.
+        """The parameters of a group by their history, each with settings that correct Adam's bias for it.
 
-        The update of those that have a gradient is then taken as made.
+        Parameters that have a gradient are counted as updated.
         """
         by_history: dict[_History, list[Any]] = {}
         for p in group["params"]:
@@ -109,13 +115,13 @@ class BetaHistory:
 
     def _after_update(self, p: torch.Tensor, group: Mapping[str, Any], betas: tuple[float, float]) -> _History:
         past = self._histories.get(p)
-        if past is None:  # what the inner optimizer has done without us was done with the betas of the group
+        if past is None:  # updates before this run used the betas of the group
             num_updates = int(self._inner.state.get(p, {}).get("step", 0))
             past = _History(num_updates, *(beta**num_updates for beta in group["betas"]))
         return _History(past.num_updates + 1, past.first * betas[0], past.second * betas[1])
 
     def state_dict(self) -> dict[int, dict[str, float]]:
-        """The histories by the number of the parameter."""
+        """The histories, by the index of the parameter."""
         numbered = enumerate(p for group in self._inner.param_groups for p in group["params"])
         return {number: self._histories[p]._asdict() for number, p in numbered if p in self._histories}
 
@@ -128,63 +134,83 @@ Group = dict[str, Any]
 
 
 class StepHyperparameters:
-    """Gives the parameter groups what a rule wants them to have in one step.
+    """Gives the parameter groups the settings that a rule returns for one step, and restores them afterwards.
+
+        with hyperparameters.applied(rule, step, factors) as lrs:
+            inner.step()
 
     Args:
-        inner: the optimizer whose groups they are.
-        communicator: knows in which form numbers may change without compiling again.
+        inner: the optimizer that has the groups.
+        communicator: which returns numbers in a form that may change without another compilation.
 
     Attributes:
-        adam_bias: what is remembered of betas that vary; part of the state of a run.
+        beta_history: of betas that vary; part of the state of a run.
     """
 
     def __init__(self, inner: Optimizer, communicator: Communicator) -> None:
         self._inner = inner
         self._communicator = communicator
-        self.adam_bias = BetaHistory(inner)
+        self.beta_history = BetaHistory(inner)
+        self._groups: list[Group] = []  # the inner optimizer's list of groups, and its content before
+        self._found: list[Group] = []
+        self._lrs: list[float] = []
+        self._before: list[tuple[Group, Group]] = []  # groups, and the values that were replaced
+        self._parts: list[tuple[Group, Group, Group]] = []  # groups, a part of each, and the values of that part only
 
-    @contextmanager
-    def of_step(self, rule: Rule, step: Step, factors: Sequence[float]) -> Iterator[list[float]]:
-        """Within, the groups have the settings that the rule gives this step; yields their learning rates."""
-        groups = self._inner.param_groups
-        found = list(groups)
-        changed: list[tuple[Group, Group]] = []  # groups, and their values before
-        split: list[tuple[Group, Group, Group]] = []  # groups, a part of them, and what was given to that alone
+    def applied(self, rule: Rule, step: Step, factors: Sequence[float]) -> StepHyperparameters:
+        """Apply the settings of a step; they are restored at the end of ``with``, whose value is the learning rates."""
+        self._groups = self._inner.param_groups
+        self._found, self._lrs = list(self._groups), []
         try:
-            parts: list[Group] = []
-            lrs = []
-            for number, (group, factor) in enumerate(zip(found, factors, strict=True)):
-                settings = rule.rule_for_group(number)[0].settings(self._as_rules_see(group), step, factor)
-                lrs.append(float(settings.get("lr", group["lr"])))
-                variants = [(params, self._varying(values)) for params, values in self._variants(group, settings)]
-                if len(variants) == 1:
-                    values = variants[0][1]
-                    changed.append((group, {name: group[name] for name in values}))
-                    group.update(values)
-                    parts.append(group)
-                else:
-                    own = [{**values, "params": params} for params, values in variants]
-                    split += [(group, group | values, values) for values in own]
-                    parts += [part for _, part, _ in split[-len(own) :]]
-            groups[:] = parts
-            yield lrs
-        finally:
-            groups[:] = found
-            for group, values in changed:
-                group.update(values)
-            for group, part, values in split:  # what the optimizer has noted there, such as a count of its own
-                group.update({name: value for name, value in part.items() if name not in values})
+            applied: list[Group] = []
+            for number, (group, factor) in enumerate(zip(self._found, factors, strict=True)):
+                applied += self._apply(group, rule.rule_for_group(number)[0], step, factor)
+            self._groups[:] = applied
+        except BaseException:
+            self._restore()
+            raise
+        return self
 
-    def _as_rules_see(self, group: Group) -> Group:
-        """The group, which says if its weight decay is decoupled also where AdamW does not."""
-        return {**group, "decoupled_weight_decay": True} if is_decoupled(self._inner, group) else group
+    def __enter__(self) -> list[float]:
+        return self._lrs
 
-    def _variants(self, group: Group, settings: Group) -> list[tuple[list[Any], Group]]:
-        """The parameters of the group and their settings; several where these are not the same for all."""
-        return self.adam_bias.variants(group, settings) if "betas" in settings else [(group["params"], settings)]
+    def __exit__(self, *exception: object) -> None:
+        self._restore()
 
-    def _varying(self, settings: Group) -> Group:
-        """The settings in a form in which they may change without compiling again."""
-        traced_scalar, share = self._communicator.traced_scalar, self._communicator.traced_beta
-        values = {name: traced_scalar(value) if isinstance(value, float) else value for name, value in settings.items()}
-        return values | {name: tuple(map(share, settings[name])) for name in ("betas",) if name in settings}
+    def _apply(self, group: Group, rule: Rule, step: Step, factor: float) -> list[Group]:
+        """The group with its settings of the step; in several parts where these are not the same for all parameters."""
+        # rules read that weight decay is decoupled from the group, which not every AdamW has
+        is_flagged = not is_decoupled(self._inner, group) or "decoupled_weight_decay" in group
+        settings = rule.settings(group if is_flagged else {**group, "decoupled_weight_decay": True}, step, factor)
+        self._lrs.append(float(settings["lr"] if "lr" in settings else group["lr"]))
+        if "betas" in settings:
+            variants = self.beta_history.variants(group, settings)
+            if len(variants) > 1:
+                values_of_parts = [{**self._traced(values), "params": params} for params, values in variants]
+                parts = [(group, group | values, values) for values in values_of_parts]
+                self._parts += parts
+                return [part for _, part, _ in parts]
+            settings = variants[0][1]
+        values = self._traced(settings)
+        self._before.append((group, {name: group[name] for name in values}))
+        group.update(values)
+        return [group]
+
+    def _traced(self, settings: Group) -> Group:
+        """The settings in a form in which they may change without another compilation."""
+        communicator = self._communicator
+        values = dict(settings)
+        for name, value in settings.items():
+            if isinstance(value, float):
+                values[name] = communicator.traced_scalar(value)
+            elif name == "betas":
+                values[name] = tuple(map(communicator.traced_beta, value))
+        return values
+
+    def _restore(self) -> None:
+        self._groups[:] = self._found
+        for group, values in self._before:
+            group.update(values)
+        for group, part, values in self._parts:  # keep what the optimizer has written there, such as a step count
+            group.update({name: value for name, value in part.items() if name not in values})
+        self._before, self._parts = [], []

@@ -21,30 +21,30 @@ _ROUNDING = 1e-9  # by which a sum of fractions may fall short of the whole numb
 
 
 def follow_samples(scheduler: LRScheduler, optimizer: CustomOptimizer, *, per: int) -> None:
-    """Bring a scheduler of torch to where the run's samples are; call it after each ``optimizer.step()``.
+    """Step a scheduler of torch according to the run's samples; call it after each ``optimizer.step()``.
 
     After s samples the scheduler has made ⌊s / per⌋ of its steps, one by one: at the same number of samples the
     learning rate is the same, to the last bit, whatever batch sizes led there. Once a schedule has ended, it stays at
     its end.
 
     Args:
-        scheduler: one that goes by its steps alone.
+        scheduler: one that depends on its steps only.
         optimizer: whose samples are counted, those of skipped updates too.
         per: samples to a step of the scheduler. The minibatch size lets every update move it, by whole steps; the
             reference batch size takes a schedule as it was written for that batch size.
     """
     check_positive(per=per)
-    _bring(scheduler, to=optimizer.samples_done // per)
+    _step_to(scheduler, to=optimizer.samples_done // per)
 
 
 def follow_weight(scheduler: LRScheduler, optimizer: CustomOptimizer, *, per: float) -> None:
-    """Bring a scheduler of torch to where the weight of all minibatches so far is, in most cases their tokens.
+    """Step a scheduler of torch according to the weight of all minibatches so far, in most cases their tokens.
 
     As :func:`follow_samples` does, with ⌊w / per⌋ steps at the weight w. The weight is read from the device once in an
     update, not while the optimizer accumulates.
 
     Args:
-        scheduler: one that goes by its steps alone.
+        scheduler: one that depends on its steps only.
         optimizer: whose ``step(weight=…)`` says what minibatches weigh.
         per: weight to a step of the scheduler, such as the tokens of a minibatch or of a million.
     """
@@ -52,37 +52,37 @@ def follow_weight(scheduler: LRScheduler, optimizer: CustomOptimizer, *, per: fl
         raise ValueError(f"`per` must be positive and finite, got {per!r}")
     if not optimizer.is_accumulating:
         weight: float = optimizer.weight_done
-        _bring(scheduler, to=math.floor(weight / per + _ROUNDING))
+        _step_to(scheduler, to=math.floor(weight / per + _ROUNDING))
 
 
 def follow_progress(scheduler: LRScheduler, optimizer: CustomOptimizer) -> None:
-    """Bring a scheduler of torch to where the optimizer's progress is; call it after each ``optimizer.step()``.
+    """Step a scheduler of torch according to the optimizer's progress; call it after each ``optimizer.step()``.
 
     At progress τ the scheduler has made ⌊τ⌋ of its steps, so that a run at scale 8 walks its schedule as the run at
     scale 1 does, in fewer updates. Once a schedule has ended, it stays at its end.
     """
-    _bring(scheduler, to=math.floor(optimizer.progress + _ROUNDING))
+    _step_to(scheduler, to=math.floor(optimizer.progress + _ROUNDING))
 
 
-def _bring(scheduler: LRScheduler, *, to: int) -> None:
-    """Let a scheduler make its steps up to a position, or up to its end if that comes first.
+def _step_to(scheduler: LRScheduler, *, to: int) -> None:
+    """Step a scheduler up to a position, or up to its end if that comes first.
 
-    Cosine annealing ends at ``T_max``, where it would rise again; one cycle one step before ``total_steps``, behind
-    which it would raise; a sequence where its last part ends; and each part of a chain at an end of its own. Schedules
-    that stay as they are by themselves, repeat or go on for ever are just stepped.
+    Cosine annealing ends at ``T_max``, after which it would rise again; one cycle one step before ``total_steps``,
+    after which it would raise; a sequence where its last part ends; and each part of a chain at its own end. Schedules
+    that become constant, repeat or never end are stepped without a limit.
 
     Args:
-        scheduler: one that goes by its steps alone.
-        to: how many steps it is to have made; never less than before.
+        scheduler: one that depends on its steps only.
+        to: how many steps it should have made; never less than before.
     """
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError("`scheduler` must go by its steps alone, got ReduceLROnPlateau, which goes by a metric")
+        raise ValueError("`scheduler` must depend on its steps only, got ReduceLROnPlateau, which depends on a metric")
     if _position(scheduler) > to:
         raise RuntimeError(
-            f"the scheduler has made {_position(scheduler)} steps where it is to have made {to}: call its step() "
-            "nowhere else, and always follow by the same measure"
+            f"the scheduler has made {_position(scheduler)} steps, more than the {to} it should have made: call its "
+            "step() nowhere else, and always follow the same measure"
         )
-    # one by one, never in a jump: a schedule that multiplies goes through the same products on every way
+    # one by one, never in a jump, so that a schedule that multiplies always computes the same products
     while _position(scheduler) < to and not _has_ended(scheduler):
         _step(scheduler)
 
@@ -100,7 +100,7 @@ def _has_ended(scheduler: LRScheduler) -> bool:
 
 
 def _end(scheduler: LRScheduler) -> float:
-    """After how many steps there is nothing more to come that belongs to the schedule."""
+    """The number of steps after which the schedule is complete."""
     if isinstance(scheduler, CosineAnnealingLR):
         return scheduler.T_max
     if isinstance(scheduler, OneCycleLR):
@@ -121,19 +121,19 @@ def _step(scheduler: LRScheduler) -> None:
 
 
 def epochs(optimizer: CustomOptimizer, num_epochs: int) -> Iterator[int]:
-    """The epochs of a run that are still to be done, with ``set_epoch`` called on the sampler and the optimizer.
+    """The epochs of a run that are still to be done, with ``set_epoch`` called for each.
 
         for epoch in vbs.epochs(optimizer, 10):
             for data, target in loader:
                 loss_fn(model(data), target).backward()
                 optimizer.step()
 
-    After ``optimizer.load_state_dict`` the run goes on behind the steps it had: within an epoch, or with the next one
-    if all of that epoch's steps were made. An epoch may be left early. :class:`Checkpoint` has such a loop of its own.
+    After ``optimizer.load_state_dict`` the run resumes after the steps it had: within an epoch, or with the next one if
+    all of that epoch's steps were done. The loop may leave an epoch early. :class:`Checkpoint` has a loop of its own.
 
     Args:
-        optimizer: an optimizer of the library; its sampler follows, too.
-        num_epochs: how many epochs the whole run has, those that were done before included.
+        optimizer: an optimizer of the library.
+        num_epochs: how many epochs the whole run has, including those done before.
 
     Raises:
         ValueError: at the start, if the trace holds fewer epochs.
@@ -152,13 +152,12 @@ def _epochs(optimizer: CustomOptimizer, num_epochs: int) -> Iterator[int]:
         epoch, first_step = epoch + 1, 0
     for number in range(epoch, num_epochs):
         optimizer.sampler.set_epoch(number, first_step)
-        optimizer.set_epoch(number, first_step)
         yield number
         first_step = 0
 
 
 def _has_ended_early(optimizer: CustomOptimizer) -> bool:
-    """Whether the epoch has no minibatch left; asked of what deals them, as a policy's epochs end where it decides."""
+    """Whether the epoch has no minibatch left; looked up in the schedule, as a policy decides where its epochs end."""
     schedule, rank = optimizer.sampler.schedule, optimizer.sampler.rank
     offsets = schedule.offsets(optimizer.epoch, rank, at_once=1, first_step=optimizer.epoch_step)
     return next(offsets, None) is None

@@ -164,7 +164,7 @@ class PolicyDriver:
             schedule["rows"] = schedule["rows"].tolist()
             self._schedule.load_state_dict(schedule)
             self._asking.load_state_dict(state["asking"])
-            self.loss = state.get("loss")
+            self.loss = state["loss"]
         elif self._schedule.num_ahead:  # decided for a run that begins: nobody has put the past there
             raise ValueError("the state is that of a run with a trace, and this one has a policy")
         if state is None or not self._is_as_saved(state):
@@ -174,11 +174,10 @@ class PolicyDriver:
 
     def _is_as_saved(self, state: Mapping[str, Any]) -> bool:
         schedule = self._schedule
-        minibatch_size = state.get("minibatch_size", schedule.minibatch_size)  # the first version had none
-        return (state["cores"], minibatch_size) == (schedule.num_replicas, schedule.minibatch_size)
+        return (state["cores"], state["minibatch_size"]) == (schedule.num_replicas, schedule.minibatch_size)
 
 
-def deciding_for(optimizer: Run) -> PolicyDriver | None:
+def driver_for(optimizer: Run) -> PolicyDriver | None:
     """What decides, where batch sizes are decided while the run goes on."""
     schedule = optimizer.sampler.schedule
     return PolicyDriver(optimizer, schedule) if isinstance(schedule, PolicySchedule) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import ClassVar, final
 
 from typing_extensions import Unpack
 
@@ -11,52 +11,57 @@ from variable_batch_size.optim.optimizer import CustomOptimizer, Options
 from variable_batch_size.optim.proxy import Inner
 from variable_batch_size.rules.adam import AdamRule, Form
 from variable_batch_size.rules.adascale import AdamScaleRule, AdaScaleRule
+from variable_batch_size.rules.rule import Rule
 from variable_batch_size.rules.scaling import ConstantRule, LEGWRule, LinearMomentumRule, LinearRule, RootRule
 
 
+class _RuleOptimizer(CustomOptimizer):
+    """CustomOptimizer with a rule that needs no settings."""
+
+    rule_type: ClassVar[type[Rule]]
+
+    def __init__(
+        self, inner: Inner, sampler: MinibatchSource, *, ref_batchsize: int, **options: Unpack[Options]
+    ) -> None:
+        super().__init__(inner, sampler, rule=self.rule_type(), ref_batchsize=ref_batchsize, **options)
+
+
 @final
-class LinearRuleOptimizer(CustomOptimizer):
+class LinearRuleOptimizer(_RuleOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 · S, S = batch size / `ref_batchsize` (:class:`LinearRule`)."""
 
-    def __init__(
-        self, inner: Inner, sampler: MinibatchSource, *, ref_batchsize: int, **options: Unpack[Options]
-    ) -> None:
-        super().__init__(inner, sampler, rule=LinearRule(), ref_batchsize=ref_batchsize, **options)
+    rule_type = LinearRule
 
 
 @final
-class RootRuleOptimizer(CustomOptimizer):
+class RootRuleOptimizer(_RuleOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 · √S, S = batch size / `ref_batchsize` (:class:`RootRule`)."""
 
-    def __init__(
-        self, inner: Inner, sampler: MinibatchSource, *, ref_batchsize: int, **options: Unpack[Options]
-    ) -> None:
-        super().__init__(inner, sampler, rule=RootRule(), ref_batchsize=ref_batchsize, **options)
+    rule_type = RootRule
 
 
 @final
-class ConstantOptimizer(CustomOptimizer):
-    """:class:`CustomOptimizer` with lr = lr0 for every batch size, so that `ref_batchsize` only counts for progress."""
+class LinearRuleMomentumOptimizer(_RuleOptimizer):
+    """:class:`CustomOptimizer` with the linear rule in the form that suits momentum (:class:`LinearMomentumRule`)."""
+
+    rule_type = LinearMomentumRule
+
+
+@final
+class ConstantOptimizer(_RuleOptimizer):
+    """:class:`CustomOptimizer` with lr = lr0 for every batch size; `ref_batchsize` only counts for progress."""
+
+    rule_type = ConstantRule
 
     def __init__(
         self, inner: Inner, sampler: MinibatchSource, *, ref_batchsize: int = 1, **options: Unpack[Options]
     ) -> None:
-        super().__init__(inner, sampler, rule=ConstantRule(), ref_batchsize=ref_batchsize, **options)
-
-
-@final
-class LinearRuleMomentumOptimizer(CustomOptimizer):
-    """:class:`CustomOptimizer` with the linear rule in the form that suits momentum (:class:`LinearMomentumRule`)."""
-
-    def __init__(
-        self, inner: Inner, sampler: MinibatchSource, *, ref_batchsize: int, **options: Unpack[Options]
-    ) -> None:
-        super().__init__(inner, sampler, rule=LinearMomentumRule(), ref_batchsize=ref_batchsize, **options)
+        super().__init__(inner, sampler, ref_batchsize=ref_batchsize, **options)
 
 
 @final
 class LEGWRuleOptimizer(CustomOptimizer):
-    """:class:`CustomOptimizer` with lr = lr0 · √S behind a warm-up of S · `warmup_samples` (:class:`LEGWRule`)."""
+    """:class:`CustomOptimizer` with lr = lr0 · √S after a warm-up of S · `warmup_samples` (:class:`LEGWRule`)."""
 
     def __init__(
         self,
@@ -76,8 +81,8 @@ class AdamRuleOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with the square root rule for all of Adam's settings (:class:`AdamRule`).
 
     Args:
-        form: what happens to the betas.
-        scales_weight_decay: whether a decoupled weight decay is scaled, so that the decay per sample stays.
+        form: how the betas are scaled.
+        scales_weight_decay: whether a decoupled weight decay is scaled, so that the decay per sample is kept.
     """
 
     def __init__(
@@ -98,7 +103,7 @@ class AdamRuleOptimizer(CustomOptimizer):
 class AdaScaleOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 · gain, the gain measured from the gradients (:class:`AdaScaleRule`).
 
-    The statistics travel with the gradients in the same reduction, and are read once for each update.
+    The statistics are reduced together with the gradients, and read once per update.
 
     Args:
         starts_with_mean: average the noise of the first steps as the paper does, instead of debiased.

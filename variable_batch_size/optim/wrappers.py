@@ -275,17 +275,6 @@ def refuse_spread_moments(rule: Rule, inner: Optimizer) -> None:
         )
 
 
-def refuse_call(optimizer: Optimizer, closure: Any) -> None:
-    """Raise if ``step`` was called by something, or with something, that would leave out minibatches."""
-    if closure is not None and not callable(closure):
-        raise ValueError(f"`closure` must be a function, got {closure!r}: a weight is given as step(weight=…)")
-    if hasattr(optimizer, "found_inf"):
-        raise RuntimeError(
-            "GradScaler.step() would leave out minibatches that are not finite: call step() of the optimizer, with "
-            "`loss_scale`, and give the scale to GradScaler.update()"
-        )
-
-
 def is_zero(inner: Any) -> bool:
     """Whether an optimizer is a ZeroRedundancyOptimizer, which has a part of the state on each core."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")

@@ -1,11 +1,13 @@
-"""Transition: bounds a factor and spreads its jumps over steps."""
+"""Transition and LRScaler: factors that are limited and whose jumps are spread over steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from variable_batch_size.checks import check_not_negative
+from variable_batch_size.rules.rule import Rule, Step
 
 
 class Transition:
@@ -36,19 +38,21 @@ class Transition:
 
     def preview(self, goal: float, batch_size: int) -> float:
         """The factor of a step of this batch size, given what the rule wants it to be."""
-        goal = float(goal if self.max_factor is None else min(goal, self.max_factor))
-        steps_left = self._steps_left_at(batch_size)
-        return goal if self._factor is None or steps_left == 1 else self._factor + (goal - self._factor) / steps_left
+        return self._at(goal, batch_size)[0]
 
     def move(self, goal: float, batch_size: int) -> float:
         """The same, and the step is made."""
-        self._factor, self._steps_left = self.preview(goal, batch_size), max(1, self._steps_left_at(batch_size) - 1)
-        self._batch_size = batch_size
+        self._factor, steps_left = self._at(goal, batch_size)
+        self._batch_size, self._steps_left = batch_size, max(1, steps_left - 1)
         return self._factor
 
-    def _steps_left_at(self, batch_size: int) -> int:
-        has_jumped = self._factor is not None and batch_size != self._batch_size
-        return max(1, self.smooth_steps) if has_jumped else self._steps_left
+    def _at(self, goal: float, batch_size: int) -> tuple[float, int]:
+        """The factor, and how many steps the jump still takes with this one."""
+        goal = float(goal if self.max_factor is None else min(goal, self.max_factor))
+        if self._factor is None:
+            return goal, self._steps_left
+        steps_left = self._steps_left if batch_size == self._batch_size else max(1, self.smooth_steps)
+        return (goal if steps_left == 1 else self._factor + (goal - self._factor) / steps_left), steps_left
 
     def state_dict(self) -> dict[str, Any]:
         """Where a jump under way stands."""
@@ -57,3 +61,59 @@ class Transition:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._factor, self._batch_size = state["factor"], state["batch_size"]
         self._steps_left = state["steps_left"]
+
+
+class LRScaler:
+    """The factors that a rule returns, limited and with their jumps spread over steps, one for each parameter group.
+
+    Args:
+        rule: computes the settings of a step from its batch size.
+        smooth_steps: steps that a jump is spread over.
+        max_factor: the largest factor; None for no limit.
+
+    Attributes:
+        progress: the sum of what the factors of all steps are worth to the rule.
+    """
+
+    def __init__(self, rule: Rule, *, smooth_steps: int, max_factor: float | None) -> None:
+        self._rule = rule
+        self._new_transition = partial(Transition, smooth_steps=smooth_steps, max_factor=max_factor)
+        self._overall = self._new_transition()
+        self._of_groups: list[Transition] = []
+        self.progress = 0.0
+
+    def preview(self, step: Step, group: int) -> float:
+        """The factor of a parameter group in a step."""
+        self._have_groups(group + 1)
+        return self._of_groups[group].preview(self._rule.group_factor(step, group), step.batch_size)
+
+    def move(self, step: Step, num_groups: int) -> list[float]:
+        """The factors of all groups in a step, which counts as done."""
+        if len(self._of_groups) < num_groups:
+            self._have_groups(num_groups)
+        rule, size = self._rule, step.batch_size
+        self.progress += rule.worth(step, self._overall.move(rule.factor(step), size))
+        factors = []
+        for group in range(num_groups):
+            factors.append(self._of_groups[group].move(rule.group_factor(step, group), size))
+        return factors
+
+    def _have_groups(self, number: int) -> None:
+        while len(self._of_groups) < number:
+            self._of_groups.append(self._new_transition())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The progress, and the state of jumps that are not complete."""
+        return {
+            "progress": self.progress,
+            "transitions": [transition.state_dict() for transition in self._of_groups],
+            "transition_of_all": self._overall.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.progress = state["progress"]
+        self._overall.load_state_dict(state["transition_of_all"])
+        self._of_groups = []  # a run that has made no step has none saved
+        self._have_groups(len(state["transitions"]))
+        for transition, saved in zip(self._of_groups, state["transitions"], strict=True):
+            transition.load_state_dict(saved)

@@ -219,7 +219,6 @@ class Checkpoint:
         if not self._first_step:
             self._restore_random()
         self._sampler.set_epoch(self._epoch, self._first_step)
-        self._optimizer.set_epoch(self._epoch, self._first_step)
         if self._first_step:
             self._sampler.on_first_read(self._restore_random)
 

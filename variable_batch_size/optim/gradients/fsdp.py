@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, final
 
 import torch
+from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from variable_batch_size.cores.communicator import Communicator, Ranks
-from variable_batch_size.cores.dtensor import dimensions_of, placed_like, replication_factor, to_local, to_locals
-from variable_batch_size.optim.gradients.accumulator import TINY, UNWEIGHTED, GradientAccumulator, Mean, put
-from variable_batch_size.optim.gradients.norms import SplitSquares, norms_of
+from variable_batch_size.cores.dtensor import dimensions_of, redistribute_like, replication_factor, to_local, to_locals
+from variable_batch_size.data.cursor import StepPlan
+from variable_batch_size.optim.gradients.accumulator import (
+    UNWEIGHTED,
+    Common,
+    GradientAccumulator,
+    StepGradient,
+)
+from variable_batch_size.optim.gradients.norms import norms_of, sharded_squared_norms, squared_norm
 from variable_batch_size.optim.token_weights import Weight
 from variable_batch_size.optim.wrappers import (
     can_keep_unreduced,
@@ -24,404 +33,295 @@ from variable_batch_size.optim.wrappers import (
     with_whole_parameters,
 )
 
-See = Callable[[torch.nn.Parameter, torch.Tensor, torch.Tensor], torch.Tensor]
+OnGrad = Callable[[torch.nn.Parameter, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class FSDPGradHooks:
-    """Has a hook on each whole parameter, which may change a core's gradient, and says when a model reduces.
+    """Hooks on the unsharded parameters, which see a rank's gradient before the reduce-scatter and may change it.
 
     Args:
-        cores: the ranks of the cores among all processes.
-        see: called with a parameter, its whole one and the gradient of that; returns what is to be reduced.
+        ranks: those that have different samples.
+        on_grad: called with a parameter, its unsharded parameter and the gradient of that; returns what to reduce.
 
     Attributes:
-        is_reducing: whether the backward pass of the next forward pass reduces.
+        reduces: whether the backward pass of the next forward pass reduces.
     """
 
-    def __init__(self, cores: Ranks, see: See) -> None:
-        self._cores = set(cores)
-        self._see = weakref.WeakMethod(see)
+    def __init__(self, ranks: Ranks, on_grad: OnGrad) -> None:
+        self._ranks = set(ranks)
+        self._on_grad = weakref.WeakMethod(on_grad)
         self._modules: list[Any] = []
-        self.is_reducing = True
+        self.reduces = True
 
-    def watch(self, parameters: list[torch.nn.Parameter]) -> torch.device | None:
-        """Have hooks instead of those of another optimizer; the device that whole parameters are on.
+    def register(self, parameters: list[torch.nn.Parameter]) -> torch.device | None:
+        """Register hooks in place of those of another optimizer; returns the device of the unsharded parameters.
 
-        Every core must call it.
+        Every rank must call it.
         """
         self._modules = sharding_modules(parameters)
-        self._let_reduce()
+        for module in outermost(self._modules):
+            module.register_forward_pre_hook(partial(_set_grad_sync, weakref.ref(self)))
+        for module in self._modules:
+            if hasattr(module, "set_gradient_divide_factor"):
+                module.set_gradient_divide_factor(None)  # the mean; a number may multiply, which gloo cannot
         own, device = set(parameters), None
-        for p, whole in with_whole_parameters(self._modules):
-            device = whole.device
-            self._check_cores(p, whole)
+        for p, unsharded in with_whole_parameters(self._modules):
+            device = unsharded.device
+            self._check_mesh(p, unsharded)
             if p in own:
-                self._hook(p, whole)
+                self._hook(p, unsharded)
                 own.remove(p)
         refuse_left_out(own)
         return device
 
-    def _hook(self, p: torch.nn.Parameter, whole: torch.nn.Parameter) -> None:
-        hooks = whole._backward_hooks or {}
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
+    def _hook(self, p: torch.nn.Parameter, unsharded: torch.nn.Parameter) -> None:
+        hooks = unsharded._backward_hooks or {}
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _GradHook)]:
             del hooks[key]
-        needs_gradient = whole.requires_grad
-        whole.requires_grad_(True)  # also of what is frozen, which may not be so for ever
-        whole.register_hook(_Hook(self._see, p, whole))  # type: ignore[no-untyped-call]
-        whole.requires_grad_(needs_gradient)
-
-    def _let_reduce(self) -> None:
-        """See that the mean over all cores is taken, whatever another way to accumulate has set."""
-        for module in outermost(self._modules):
-            module.register_forward_pre_hook(_Switch(self))
-        for module in self._modules:
-            if hasattr(module, "set_gradient_divide_factor"):
-                module.set_gradient_divide_factor(None)  # its own; any number may make it multiply: not on gloo
-
-    def switch(self, module: Any) -> None:
-        """Before a forward pass."""
-        module.set_is_last_backward(True)
-        module.set_requires_gradient_sync(self.is_reducing)
+        requires_grad = unsharded.requires_grad
+        unsharded.requires_grad_(True)  # a frozen parameter, too, as it may be unfrozen
+        unsharded.register_hook(_GradHook(self._on_grad, p, unsharded))  # type: ignore[no-untyped-call]
+        unsharded.requires_grad_(requires_grad)
 
     def reshard(self) -> None:
-        """Before an update: let modules gather their parameters anew, if they have kept whole ones."""
+        """Before an update: modules that have kept unsharded parameters must all-gather new ones."""
         for module in self._modules:
             module.reshard()
 
-    def forget(self) -> None:
-        """Drop what was not reduced yet."""
+    def drop_unreduced(self) -> None:
+        """Drop gradients that were not reduced yet."""
         forget_unreduced(self._modules)
 
-    def check_that_it_can_keep(self) -> None:
-        """Raise if what is not reduced yet could not be dropped."""
+    def check_can_drop_unreduced(self) -> None:
         if not can_keep_unreduced(self._modules):
-            raise ValueError(
-                f"`reduce_once` must be False with torch {torch.__version__}, whose fully_shard is another"
-            )
+            raise ValueError(f"`reduce_scatter_once` does not support fully_shard of torch {torch.__version__}")
 
-    def check_that_it_has_reduced(self) -> None:
-        """Raise if something is left that should have been reduced."""
+    def check_has_reduced(self) -> None:
         if has_unreduced(self._modules):
             raise RuntimeError(
-                "fully_shard has not reduced the gradients: leave set_requires_gradient_sync alone between forward and "
-                "backward pass, and pass `reduce_once=True` to reduce once a step"
+                "fully_shard has not reduced the gradients. Don't call set_requires_gradient_sync() between forward "
+                "and backward; pass `reduce_scatter_once=True` to reduce once a step."
             )
 
-    def _check_cores(self, p: torch.nn.Parameter, whole: torch.nn.Parameter) -> None:
-        over_cores, of_whole = (
-            [len(dimension.ranks) for dimension in dimensions_of(tensor) if self._cores.issuperset(dimension.ranks)]
-            for tensor in (p, whole)
+    def _check_mesh(self, p: torch.nn.Parameter, unsharded: torch.nn.Parameter) -> None:
+        sizes, sizes_unsharded = (
+            [len(dimension.ranks) for dimension in dimensions_of(tensor) if self._ranks.issuperset(dimension.ranks)]
+            for tensor in (p, unsharded)
         )
-        if math.prod(over_cores) != len(self._cores) or of_whole:
+        if math.prod(sizes) != len(self._ranks) or sizes_unsharded:
             raise ValueError(
-                f"fully_shard must be over the {len(self._cores)} cores that the sampler deals different samples: make "
-                'both with the same mesh, as fully_shard(model, mesh=mesh["data"]) and process_group=mesh["data"]'
+                f"fully_shard must be over the {len(self._ranks)} ranks that the sampler assigns different samples to. "
+                'Use the same mesh for both: fully_shard(model, mesh=mesh["data"]) and process_group=mesh["data"].'
             )
 
 
-class _Hook:
-    """Shows a gradient that has arrived to the gradients of an optimizer, as long as these are there."""
+class _GradHook:
+    """Passes a gradient to the accumulator, as long as that exists."""
 
-    def __init__(self, see: weakref.WeakMethod[See], p: torch.nn.Parameter, whole: torch.nn.Parameter) -> None:
-        self._see, self._p, self._whole = see, weakref.ref(p), weakref.ref(whole)
+    def __init__(
+        self, on_grad: weakref.WeakMethod[OnGrad], p: torch.nn.Parameter, unsharded: torch.nn.Parameter
+    ) -> None:
+        self._on_grad, self._p, self._unsharded = on_grad, weakref.ref(p), weakref.ref(unsharded)
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        see, p, whole = self._see(), self._p(), self._whole()
-        return gradient if see is None or p is None or whole is None else see(p, whole, gradient)
+        on_grad, p, unsharded = self._on_grad(), self._p(), self._unsharded()
+        return gradient if on_grad is None or p is None or unsharded is None else on_grad(p, unsharded, gradient)
 
 
-class _Switch:
-    """Loops that accumulate by themselves switch the reduction off for all but the last of some minibatches."""
-
-    def __init__(self, arrivals: FSDPGradHooks) -> None:
-        self._arrivals = weakref.ref(arrivals)
-
-    def __call__(self, module: Any, args: Any) -> None:
-        arrivals = self._arrivals()
-        if arrivals is not None:
-            arrivals.switch(module)
+def _set_grad_sync(hooks: weakref.ref[FSDPGradHooks], module: Any, args: Any) -> None:
+    """Before a forward pass: loops that accumulate by themselves disable the reduction of most minibatches."""
+    own = hooks()
+    if own is not None:
+        module.set_is_last_backward(True)
+        module.set_requires_gradient_sync(own.reduces)
 
 
-_MOST_HELD = 2**23
+_MAX_HELD = 2**23
 """Elements of gradients, 32 MB, that may be kept a moment longer to be measured together."""
-
-_SAME = 1e-4
-"""By how much of itself a number may differ between cores in single precision, and yet be the same."""
 
 
 @final
 class FSDPAccumulator(GradientAccumulator):
-    """In each round of a step the model takes the mean over all cores; these means are summed here, shard by shard.
+    """Sums, shard by shard, what FSDP reduces: in each round of a step, the mean over all ranks.
 
-        gradient = Σ means · R · multiple / (n · loss_scale)        with weights: Σ w_i in place of n
+        gradient = Σ means · R / n        on R ranks; with weights Σ w_i in place of n
 
-    on R cores. So ``p.grad`` between ``backward()`` and ``step()`` is a shard of the mean over the round's
-    minibatches. What a core has in it is seen before by a hook on each whole parameter, which leaves out a stand-in and
-    measures a minibatch: a loss times 0 would not do, as NaN survives that.
-
-    Some numbers travel at the update, if any of them is wanted, and in the first step of an epoch: squares of each
-    group, Σ w_i, how many w_i are above 0, and the loss scale and its square, which tell whether it is the same on all
-    cores. A loss scale is wanted from the first such step on that has another than 1.
+    So ``p.grad`` between ``backward()`` and ``step()`` is a shard of the mean over the round's minibatches. A hook on
+    each unsharded parameter sees a rank's own gradient before that: it zeroes a padding minibatch, which a loss times 0
+    would not do for NaN, and measures the others. FSDP reduces gradients before they are unscaled, so a loss scale must
+    be the same on all ranks in a round.
 
     Args:
-        cores: the ranks of the cores among all processes.
-        everyone: all processes that have a shard.
-        model: those that share this one's samples, because parameters are split over them, too.
-        model_groups: the groups that these are made of.
-        reduces_once: whether the model is to sum whole gradients until the last round of a step, and reduce these.
+        ranks: those that have different samples.
+        everyone: all ranks that have a shard.
+        model_parallel: the ranks that have this rank's samples, as parameters are sharded over them, too.
+        model_groups: the process groups that `model_parallel` consists of.
+        reduce_scatter_once: whether FSDP sums unsharded gradients until the last round of a step and then reduces them.
     """
+
+    # of the latest minibatch:
+    _num_seen: dict[torch.nn.Parameter, int]  # how many gradients its hook has seen
+    _held: list[tuple[torch.nn.Parameter, torch.Tensor]]  # local gradients that are not measured yet
+    _num_held: int  # elements of these
+    _norms: list[dict[int, list[torch.Tensor]]]  # of local gradients, by group and by how many ranks have the same
 
     def __init__(
         self,
-        *args: Any,
-        cores: Ranks,
+        inner: Optimizer,
+        communicator: Communicator,
+        *,
+        ranks: Ranks,
         everyone: Communicator,
-        model: Communicator,
+        model_parallel: Communicator,
         model_groups: list[Ranks],
-        reduces_once: bool = False,
-        **options: Any,
+        reduce_scatter_once: bool = False,
+        **common: Unpack[Common],
     ) -> None:
-        self._arrivals = FSDPGradHooks(cores, self.see)
-        self._reduces_once = reduces_once
-        self._num_kept = 0  # minibatches of the step that the model has not reduced yet
-        self._everyone, self._model, self._model_groups = everyone, model, model_groups
+        super().__init__(inner, communicator, **common)
+        self._hooks = FSDPGradHooks(ranks, self._on_unsharded_grad)
+        self._everyone, self._model_parallel, self._model_groups = everyone, model_parallel, model_groups
+        self._reduces_once = reduce_scatter_once
+        self._num_unreduced = 0  # minibatches of the step that FSDP has not reduced yet
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self._num_seen: dict[torch.nn.Parameter, int] = {}  # how often each gradient of this minibatch has arrived
-        self._held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # what has arrived and is to be measured
-        self._num_held = 0  # elements of these
-        # for each group the norms of what this process has of them, by the number of processes that have the same
-        self._arrived: list[dict[int, list[torch.Tensor]]] = []
-        self._copies: dict[torch.nn.Parameter, int] = {}  # that number for each parameter
-        self._step_squares: torch.Tensor | None = None
-        self._weight: Weight = 0.0
-        self._num_weighted: Weight = 0.0
-        # mean and mean square of the cores' loss scales, where they have travelled
-        self._scales: torch.Tensor | None = None
-        self._is_first = True  # whether the step is the first of an epoch
-        self._is_scaled = False  # whether one of these has had a loss scale
-        self._is_stand_in = False
-        self._groups: dict[torch.nn.Parameter, int] = {}
-        super().__init__(*args, **options)
-        self._watch()
-        if reduces_once:
-            self._arrivals.check_that_it_can_keep()
+        self._is_padding = False
+        self._replicas: dict[torch.nn.Parameter, int] = {}  # how many ranks have the same local gradient
+        self.rebuild()
+        self.begin_epoch(0)
+        if reduce_scatter_once:
+            self._hooks.check_can_drop_unreduced()
 
-    # ------------------------------------------------------------------------------------------------------ a minibatch
-
-    def _watch(self) -> None:
-        numbers = enumerate(self._inner.param_groups)
-        self._groups = {p: number for number, group in numbers for p in group["params"]}
-        device = self._arrivals.watch(list(self.parameters()))
-        like = to_local(next(self.parameters()))
+    def rebuild(self) -> None:
+        self._groups = {p: number for number, group in enumerate(self.inner.param_groups) for p in group["params"]}
+        parameters = self._parameters()
+        device = self._hooks.register(parameters)
+        like = to_local(parameters[0])
         self._like = torch.empty(0, dtype=like.dtype, device=device or like.device)
+        self._reset_minibatch()
 
-    def see(self, p: torch.nn.Parameter, whole: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """What is to be reduced of a gradient of this core that has arrived."""
+    def begin_epoch(self, epoch: int) -> None:
+        self._hooks.drop_unreduced()
+        super().begin_epoch(epoch)
+
+    def begin_minibatch(self, *, is_padding: bool, is_last: bool) -> None:
+        self._is_padding = is_padding
+        self._hooks.reduces = is_last or not self._reduces_once
+
+    def _on_unsharded_grad(self, p: torch.nn.Parameter, unsharded: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """What to reduce of this rank's gradient."""
         self._num_seen[p] = self._num_seen.get(p, 0) + 1
-        if self._is_stand_in:
-            return torch.zeros_like(gradient)
-        gradient = placed_like(whole, gradient)
+        if self._is_padding:
+            return torch.zeros_like(grad)
+        grad = redistribute_like(unsharded, grad)
         if self._measures:
-            if p not in self._copies:
-                self._copies[p] = replication_factor(gradient, self._model_groups)
-            # not the gradient itself, which autograd would then copy
-            part = to_local(gradient.detach())
-            self._held.append((p, part))
-            self._num_held += part.numel()
-            if self._num_held >= _MOST_HELD:
+            if p not in self._replicas:
+                self._replicas[p] = replication_factor(grad, self._model_groups)
+            local = to_local(grad.detach())  # another reference to the gradient itself would make autograd copy it
+            self._held.append((p, local))
+            self._num_held += local.numel()
+            if self._num_held >= _MAX_HELD:
                 self._measure_held()
-        return gradient
+        return grad
 
     def _measure_held(self) -> None:
-        """Measure some gradients at once, as each alone takes the host longer than the device; and let go of them."""
-        norms = norms_of([part for _, part in self._held], like=self._like)
+        """Measure several gradients together, as each alone takes longer on the host than on the device."""
+        norms = norms_of([local for _, local in self._held], like=self._like)
         for (p, _), norm in zip(self._held, norms, strict=True):
-            self._arrived[self._groups[p]].setdefault(self._copies[p], []).append(norm)
+            self._norms[self._groups[p]].setdefault(self._replicas[p], []).append(norm)
         self._held, self._num_held = [], 0
 
-    def _squares_here(self) -> SplitSquares:
-        return SplitSquares(self._model, self._model_groups, self._like)
-
-    def begin(self, epoch: int) -> None:
-        super().begin(epoch)
-        self._is_first = True
-
-    def fit(self) -> None:
-        self._watch()
-        self._forget_minibatch()
-
-    def expect(self, *, is_padding_minibatch: bool, is_last: bool = True) -> None:
-        self._is_stand_in = is_padding_minibatch
-        self._arrivals.is_reducing = is_last or not self._reduces_once
-
-    def leave_out(self) -> None:
-        pass  # the hooks have done so; what is there is the others'
-
-    def take(self, mean: Mean, *, is_last: bool, weight: Weight | None = None) -> None:
-        self._mean = mean
+    def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
         self._is_weighted = weight is not None
-        found = [p for p in self.parameters() if p.grad is not None]
-        self._check_seen(found)
-        if self._measures:
-            self._measure(weight)
-        if weight is not None:
-            self._weight = self._weight + weight
-            self._num_weighted = self._num_weighted + (weight > 0)
-        self._add(found)
-        self._num_kept = 0 if self._arrivals.is_reducing else self._num_kept + 1
-        self._forget_minibatch()
-
-    def _add(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Add what the model has reduced to the sums, all at once."""
-        gradients = {p: p.grad for p in parameters if p.grad is not None}
+        gradients = {p: p.grad for p in self._parameters() if p.grad is not None}
+        self._check_seen(gradients)
+        squares = self._measure() if self._measures else None
+        self._add_numbers(squares, 0.0 if plan.is_padding and weight is not None else weight)
         known = [p for p in gradients if p in self._sums]
         if known:
             torch._foreach_add_(to_locals(self._sums[p] for p in known), to_locals(gradients[p] for p in known))
-        self._sums |= {p: g for p, g in gradients.items() if p not in self._sums}
+        self._sums |= {p: gradient for p, gradient in gradients.items() if p not in self._sums}
+        self._num_unreduced = 0 if self._hooks.reduces else self._num_unreduced + 1
+        self._reset_minibatch()
 
-    def _check_seen(self, found: list[torch.nn.Parameter]) -> None:
+    def _check_seen(self, found: Iterable[torch.nn.Parameter]) -> None:
         for p in found:
-            if p not in self._num_seen and not self._num_kept:
+            if p not in self._num_seen and not self._num_unreduced:
                 raise RuntimeError(
-                    f"the gradient of a parameter of the shape {tuple(p.shape)} was reduced unseen: make the optimizer "
-                    "after the model is in fully_shard and on its device"
+                    f"fully_shard reduced the gradient of a parameter of shape {tuple(p.shape)} without calling its "
+                    "hook. Construct the optimizer after fully_shard(model) and after moving the model to its device."
                 )
-        if self._arrivals.is_reducing and any(p.grad is None for p in self._num_seen):
-            self._arrivals.check_that_it_has_reduced()
+        if self._hooks.reduces and any(p.grad is None for p in self._num_seen):
+            self._hooks.check_has_reduced()
         if self._measures and any(number > 1 for number in self._num_seen.values()):
             raise RuntimeError(
-                "gradients must be measured whole, but fully_shard has reduced one of them in several parts: run one "
-                "backward pass in a minibatch, and no reentrant checkpointing of tied parameters"
+                "Cannot measure a gradient that fully_shard reduced in several parts. Run one backward pass per "
+                "minibatch, and no reentrant checkpointing of tied parameters."
             )
 
-    def _measure(self, weight: Weight | None) -> None:
+    def _measure(self) -> torch.Tensor:
+        """This rank's share of the squared norm of the minibatch, for each group."""
         self._measure_held()
-        squares = torch.stack([self._total(norms) for norms in self._arrived])
-        squares = self._per_weight(squares, weight)
-        if self._step_squares is not None:
-            squares[: len(self._step_squares)] += self._step_squares  # a group may have been added since
-        self._step_squares = squares
+        zero, squares = self._squared_norm([]), []
+        for by_replicas in self._norms:
+            parts = [torch.stack(norms).to(zero).square().sum() / num for num, norms in by_replicas.items()]
+            squares.append(torch.stack(parts).sum() if parts else zero)
+        of_groups = torch.stack(squares)
+        if self.inverse_scale is None:
+            return of_groups
+        return of_groups * self.inverse_scale.to(zero.device).square()  # the hooks have measured scaled gradients
 
-    def _total(self, by_copies: dict[int, list[torch.Tensor]]) -> torch.Tensor:
-        """This process's share of the square of several norms."""
-        zero = self._squares_here().own([])
-        squares = [torch.stack(norms).to(zero).square().sum() / copies for copies, norms in by_copies.items()]
-        return torch.stack(squares).sum() if squares else zero
-
-    def _forget_minibatch(self) -> None:
+    def _reset_minibatch(self) -> None:
         self._num_seen, self._held, self._num_held = {}, [], 0
-        self._arrived = [{} for _ in self._inner.param_groups]
-        for p in self.parameters():
-            p.grad = None
+        self._norms = [{} for _ in self.inner.param_groups]
+        self.inverse_scale = None
+        super().zero_grad()
 
-    # ----------------------------------------------------------------------------------------------------------- a step
-
-    def reduce(self, mean: Mean, *, is_idle: bool) -> None:
-        self._mean = mean
-        self._arrivals.reshard()
-        self._scales = None
-        if self._measures or self._is_weighted or self._is_scaled or self._is_first:  # so on all cores, or on none
-            self._sum_numbers(mean)
-        elif mean.loss_scale != 1:
-            raise ValueError(
-                "`loss_scale` must be set before an epoch where a model is in fully_shard, as its cores then begin to "
-                f"compare it, got {mean.loss_scale!r} in the middle of the first that has one"
-            )
-        factor = mean.factor(is_weighted=self._is_weighted) * self._communicator.num_replicas
-        self._scale(factor * self._share_of_weight())
+    def reduce(self, plan: StepPlan) -> StepGradient:
+        self._hooks.reshard()
+        if self._measures or self._is_weighted or not self._has_checked_weights:  # the same on all ranks
+            self._all_reduce_numbers()
+        factor = self._factor(plan) * self.communicator.num_replicas
+        self._scale_(factor * self._inverse_weight())
         for p, gradient in self._sums.items():
             p.grad = gradient
+        return StepGradient(self, plan, self._weight if self._is_weighted else None)
 
-    def _sum_numbers(self, mean: Mean) -> None:
-        """Let what was measured and weighed be that of all minibatches of all cores."""
-        num_groups = len(self._inner.param_groups)
-        numbers = self._squares_here().own([]).repeat(num_groups + 4)
-        if self._step_squares is not None:
-            numbers[: len(self._step_squares)] = self._step_squares / mean.loss_scale**2
-        own = (
-            self._weight,
-            self._num_weighted if self._is_weighted else UNWEIGHTED,
-            mean.loss_scale,
-            mean.loss_scale**2,
-        )
-        for place, number in enumerate(own):
-            put(numbers[num_groups + place], number / self._model.num_replicas)  # who shares samples has the same
-        self._everyone.sum([numbers])
-        self._compare(numbers[num_groups + 1])
-        if self._step_squares is not None:
-            self._step_squares = numbers[:num_groups]
-        if self._is_weighted:
-            self._weight, self._num_weighted = numbers[num_groups], numbers[num_groups + 1]
-        self._scales = numbers[-2:] / self._communicator.num_replicas
-        if self._is_first or self._scales.device.type == "cpu":  # else where measured numbers are waited for
-            self._refuse_different_scales(*self._scales.tolist())
-        self._is_scaled |= mean.loss_scale != 1
-        self._is_first = False
-
-    def _refuse_different_scales(self, mean: float, of_squares: float) -> None:
-        if abs(of_squares - mean**2) > _SAME * mean**2:
-            raise ValueError(
-                "`loss_scale` must be the same on all cores where a model is in fully_shard, which adds up gradients "
-                f"before it is divided out, got {self._mean.loss_scale!r} here and {mean:g} on average"
-            )
-
-    def _share_of_weight(self) -> Weight:
-        """1/W, or 1 where minibatches have no weights."""
+    def _all_reduce_numbers(self) -> None:
+        """Sum the numbers over all ranks. Ranks that share samples have the same weights."""
+        numbers = self._numbers()
         if not self._is_weighted:
-            return 1.0
-        weight = torch.as_tensor(self._weight)
-        return torch.where(weight == 0, 0.0, 1 / weight)  # NaN stays NaN, and is seen
+            numbers[-1:].fill_(UNWEIGHTED)
+        if self._model_parallel.num_replicas > 1:
+            numbers[-2:].div_(self._model_parallel.num_replicas)
+        self._everyone.sum([numbers])
+        self._check_weights(numbers[-1])
+        self._read_numbers(numbers)
 
-    def _scale(self, factor: Weight) -> None:
-        parts = to_locals(self._sums.values())
-        if parts and (isinstance(factor, torch.Tensor) or factor != 1):
-            torch._foreach_mul_(parts, factor.to(parts[0].device) if isinstance(factor, torch.Tensor) else factor)
+    def _scale_(self, factor: Weight) -> None:
+        shards = to_locals(self._sums.values())
+        if shards and (isinstance(factor, torch.Tensor) or factor != 1):
+            torch._foreach_mul_(shards, factor.to(shards[0].device) if isinstance(factor, torch.Tensor) else factor)
 
-    def clip(self, largest: float) -> None:
-        self._scale((largest / (self.norm() * self._mean.multiple + TINY)).clamp(max=1.0))
+    def _clip_(self, limit: float, gradient: StepGradient) -> None:
+        self._scale_(gradient._clip_factor(limit))
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         self._sums = {}
-        self._num_kept = 0
-        self._step_squares = None
-        self._weight = self._num_weighted = 0.0
-        self._forget_minibatch()
+        self._num_unreduced = 0
+        self._reset_numbers()
+        self._reset_minibatch()
 
-    def drop(self) -> None:
+    def zero_grad(self) -> None:
         if self._num_seen and self._reduces_once:
-            if self._num_kept:
+            if self._num_unreduced:
                 raise RuntimeError(
-                    "a minibatch's gradient cannot be dropped with `reduce_once` when the step has others before it, "
-                    "which the model has added to it"
+                    "With `reduce_scatter_once`, zero_grad() cannot drop the gradient of a minibatch that is not the "
+                    "first of its step: fully_shard has added it to the others."
                 )
-            self._arrivals.forget()
-        self._forget_minibatch()
+            self._hooks.drop_unreduced()
+        self._reset_minibatch()
 
-    def discard(self) -> None:
-        self._arrivals.forget()
-        self.clear()
+    def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        return self._squared_norms([gradients])[0] if gradients else squared_norm([], like=self._like)
 
-    def weight(self) -> Weight | None:
-        return self._weight if self._is_weighted else None
-
-    def _numbers(self) -> torch.Tensor:
-        numbers = self._squares_here().own([]).repeat(len(self._inner.param_groups) + 2)
-        if self._step_squares is not None:
-            numbers[: len(self._step_squares)] = self._step_squares
-        if self._is_weighted:
-            put(numbers[-2], self._weight)
-            put(numbers[-1], self._num_weighted)
-        return numbers
-
-    def _read(self, numbers: torch.Tensor) -> list[float]:
-        if self._scales is None:
-            return [float(number) for number in numbers.tolist()]
-        *values, mean, of_squares = torch.cat([numbers, self._scales.to(numbers.dtype)]).tolist()
-        self._refuse_different_scales(mean, of_squares)
-        return values
-
-    def _square(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        return self._square_each([gradients])[0]
-
-    def _square_each(self, lists: list[list[torch.Tensor]]) -> torch.Tensor:
-        return SplitSquares(self._everyone, self._model_groups, self._like).of_each(lists)
+    def _squared_norms(self, lists: list[list[torch.Tensor]]) -> torch.Tensor:
+        return sharded_squared_norms(lists, self._everyone, self._model_groups, like=self._like)

@@ -9,31 +9,31 @@ import torch
 from variable_batch_size.cores.communicator import Communicator, Ranks
 from variable_batch_size.cores.dtensor import replication_factor, to_locals
 
-EXACT = (torch.float32, torch.float64)
-"""In which squared norms can be summed."""
+_EXACT = (torch.float32, torch.float64)
+"""Dtypes in which squared norms are summed."""
 
-# the first versions of torch measure many tensors at once in their own precision only
-_ALL_AT_ONCE = (
-    {*EXACT, torch.bfloat16, torch.float16} if "dtype" in str(torch.ops.aten._foreach_norm.Scalar._schema) else {*EXACT}
+# in older versions of torch, _foreach_norm computes in the dtype of the tensors only
+_FOREACH = (
+    {*_EXACT, torch.bfloat16, torch.float16}
+    if "dtype" in str(torch.ops.aten._foreach_norm.Scalar._schema)
+    else {*_EXACT}
 )
 
 
-def square_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
-    """The squared norm of several tensors together, on the device of another one and in float32 at least."""
+def squared_norm(tensors: list[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
+    """The squared norm of several tensors together, on the device of `like` and in float32 at least; 0 of none."""
     if not tensors:
-        dtype = like.dtype if like.dtype in EXACT else torch.float32
+        dtype = like.dtype if like.dtype in _EXACT else torch.float32
         return torch.zeros((), dtype=dtype, device=like.device)
     return torch.stack(norms_of(tensors, like=like)).square_().sum()
 
 
 def norms_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> list[torch.Tensor]:
-    """The norm of each of several tensors, on the device of another one and in float32 at least."""
+    """The norm of each of several tensors, on the device of `like` and in float32 at least."""
     kinds = {(tensor.dtype, tensor.layout) for tensor in tensors}
-    dtypes = {dtype for dtype, _ in kinds}
-    # all at once where they are of one kind, which a GPU does much faster
-    if len(kinds) == 1 and dtypes <= _ALL_AT_ONCE and all(layout is torch.strided for _, layout in kinds):
-        is_exact = dtypes <= set(EXACT)
-        norms = torch._foreach_norm(tensors) if is_exact else torch._foreach_norm(tensors, dtype=torch.float32)
+    dtype, layout = kinds.pop() if len(kinds) == 1 else (None, None)
+    if dtype in _FOREACH and layout is torch.strided:  # one kernel, which is much faster on a GPU
+        norms = torch._foreach_norm(tensors) if dtype in _EXACT else torch._foreach_norm(tensors, dtype=torch.float32)
     else:
         norms = tuple(_norm_of(tensor) for tensor in tensors)
     return [norm if norm.device == like.device else norm.to(like.device) for norm in norms]
@@ -42,39 +42,39 @@ def norms_of(tensors: list[torch.Tensor], *, like: torch.Tensor) -> list[torch.T
 def _norm_of(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.coalesce().values() if tensor.is_sparse else tensor
     real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-    norm: torch.Tensor = torch.linalg.vector_norm(real, dtype=real.dtype if real.dtype in EXACT else torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(real, dtype=real.dtype if real.dtype in _EXACT else torch.float32)
     return norm
 
 
-class SplitSquares:
-    """The square of what each process has, divided by how many have the same, summed over all of them.
+def sharded_squared_norms(
+    lists: Sequence[Sequence[torch.Tensor]],
+    communicator: Communicator,
+    model_groups: Collection[Ranks],
+    *,
+    like: torch.Tensor,
+) -> torch.Tensor:
+    """The squared norm of each of several lists of DTensors: local squares ÷ number of replicas, summed over ranks.
+
+    Every rank must call it. There is no collective if all lists are empty.
 
     Args:
-        communicator: of all processes that have a part.
-        model_groups: those groups of them that share the parameters and not the samples: what is not split over one of
-            these is the same there.
-        like: a tensor on the device, and of the precision, in which is summed.
+        communicator: all ranks that have a shard.
+        model_groups: those groups of them that share the samples: a tensor that is not sharded over such a group is
+            replicated there.
+        like: a tensor on the device, and of the precision, in which to sum.
     """
+    squares = torch.stack([_local_squared_norm(tensors, model_groups, like) for tensors in lists])
+    if any(map(len, lists)):
+        communicator.sum([squares])
+    return squares
 
-    def __init__(self, communicator: Communicator, model_groups: Collection[Ranks], like: torch.Tensor) -> None:
-        self._communicator = communicator
-        self._groups = list(model_groups)
-        self._like = like
 
-    def own(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This process's share of the squared norm of several tensors together."""
-        by_copies: dict[int, list[torch.Tensor]] = {}
-        for tensor, part in zip(tensors, to_locals(tensors), strict=True):
-            by_copies.setdefault(replication_factor(tensor, self._groups), []).append(part)
-        squares = [square_of(parts, like=self._like) / copies for copies, parts in by_copies.items()]
-        return torch.stack(squares).sum() if squares else square_of([], like=self._like)
-
-    def total(self, squares: torch.Tensor) -> torch.Tensor:
-        """The sum of such shares over all processes; every one of them must call it."""
-        self._communicator.sum([squares])
-        return squares
-
-    def of_each(self, lists: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-        """The squared norm of each of several lists of tensors; 0 without a word to the others where all are empty."""
-        squares = torch.stack([self.own(tensors) for tensors in lists])
-        return self.total(squares) if any(map(len, lists)) else squares
+def _local_squared_norm(
+    tensors: Sequence[torch.Tensor], model_groups: Collection[Ranks], like: torch.Tensor
+) -> torch.Tensor:
+    """This rank's share of the squared norm of several tensors together."""
+    by_replicas: dict[int, list[torch.Tensor]] = {}
+    for tensor, local in zip(tensors, to_locals(tensors), strict=True):
+        by_replicas.setdefault(replication_factor(tensor, model_groups), []).append(local)
+    squares = [squared_norm(locals_, like=like) / replicas for replicas, locals_ in by_replicas.items()]
+    return torch.stack(squares).sum() if squares else squared_norm([], like=like)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.cores import dtensor, xla
@@ -13,12 +12,7 @@ from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.cores.process_group import ProcessGroups
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.gradients.accumulator import Divisors, GradientAccumulator
-from variable_batch_size.optim.gradients.buckets import (
-    BucketAccumulator,
-    BucketViewAccumulator,
-    ShardedBucketAccumulator,
-)
-from variable_batch_size.optim.gradients.fixed_point import FixedPointAccumulator, FixedPointTracedAccumulator
+from variable_batch_size.optim.gradients.buckets import BucketAccumulator
 from variable_batch_size.optim.gradients.fsdp import FSDPAccumulator
 from variable_batch_size.optim.gradients.traced import TracedAccumulator
 from variable_batch_size.optim.wrappers import is_fully_sharded
@@ -29,62 +23,54 @@ def make_accumulator(
     communicator: Communicator,
     *,
     sampler: MinibatchSource,
-    measures: bool,
-    divisors: Divisors | None,
-    keeps: bool,
-    exact: bool,
-    reduces_once: bool = False,
+    measures: bool = False,
+    divisors: Divisors | None = None,
+    gradient_as_bucket_view: bool = False,
+    exact: bool = False,
+    reduce_scatter_once: bool = False,
+    sums_gradients: bool = False,
 ) -> GradientAccumulator:
-    """The gradients of an optimizer.
+    """The accumulator of an optimizer.
 
     Args:
-        sampler: which knows the cores that share the samples, and whether they are in lockstep.
-        measures: whether the squared norms of the minibatches' gradients are wanted.
-        divisors: what gradients are divided by before that; None to divide none.
-        keeps: whether they are to stay where they are, which on XLA has no meaning.
-        exact: whether their sums are to be the same to the last bit on any number of cores.
-        reduces_once: whether a model that reduces by itself does so once a step; the others always do.
+        sampler: has the process group of the ranks with different samples, and whether they are in lockstep.
+        measures: whether the squared norms of the minibatches' gradients are needed.
+        divisors: what gradients are divided by before they are measured; None to divide none.
+        gradient_as_bucket_view: whether ``p.grad`` keeps its memory; it always does so on XLA.
+        exact: whether sums are the same to the last bit on any number of ranks.
+        reduce_scatter_once: whether a model in ``fully_shard`` is reduced once a step; other models always are.
+        sums_gradients: whether the rule sums gradients instead of averaging them.
     """
-    if keeps and exact:
-        raise ValueError("`keep_gradients` must be False with `exact`, which rounds each minibatch's gradient")
-    if sampler.schedule.lockstep and (keeps or communicator.is_one_program):
-        what = "with `keep_gradients`" if keeps else "on XLA"
-        raise ValueError(f"`lockstep` of the sampler must be False {what}, where a single minibatch cannot be left out")
+    if gradient_as_bucket_view and exact:
+        raise ValueError("`gradient_as_bucket_view` must be False with `exact`, which rounds each minibatch's gradient")
+    if sampler.schedule.lockstep and (gradient_as_bucket_view or communicator.is_one_program):
+        where = "with `gradient_as_bucket_view`" if gradient_as_bucket_view else "on XLA"
+        raise ValueError(
+            f"`lockstep` of the sampler must be False {where}: a padding minibatch cannot be dropped there"
+        )
     if exact and xla.is_spmd():
         raise ValueError("`exact` must be False in XLA's SPMD mode, where several devices sum within each minibatch")
-    options: dict[str, Any] = {"measures": measures, "divisors": divisors}
+    options: dict[str, Any] = {"measures": measures, "divisors": divisors, "sums_gradients": sums_gradients}
     parameters = [p for group in inner.param_groups for p in group["params"]]
-    if dtensor.any_dtensor(parameters):
-        if keeps or exact:
-            name = "keep_gradients" if keeps else "exact"
-            raise ValueError(f"`{name}` must be False where parameters are split over processes")
-        return _of_split(inner, communicator, parameters, sampler.process_group, options, reduces_once)
-    kind: type[GradientAccumulator] = FixedPointTracedAccumulator if exact else TracedAccumulator
-    if communicator.keeps_flat_gradients:
-        kind = FixedPointAccumulator if exact else BucketViewAccumulator if keeps else BucketAccumulator
-    return kind(inner, communicator, **options)
-
-
-def _of_split(
-    inner: Optimizer,
-    communicator: Communicator,
-    parameters: list[torch.Tensor],
-    process_group: Any,
-    options: dict[str, Any],
-    reduces_once: bool,
-) -> GradientAccumulator:
-    group = group_of(process_group)
-    cores = ranks_of(group)
+    if not dtensor.any_dtensor(parameters):
+        if not communicator.keeps_flat_gradients:
+            return TracedAccumulator(inner, communicator, exact=exact, **options)
+        options["gradient_as_bucket_view"] = gradient_as_bucket_view
+        return BucketAccumulator(inner, communicator, exact=exact, **options)
+    if gradient_as_bucket_view or exact:
+        name = "gradient_as_bucket_view" if gradient_as_bucket_view else "exact"
+        raise ValueError(f"`{name}` must be False for sharded parameters")
+    group = group_of(sampler.process_group)
+    ranks = ranks_of(group)
     groups = dtensor.model_groups(parameters, group)
-    options |= {"model": ProcessGroups(*groups.values()) if groups else SingleProcess(), "model_groups": list(groups)}
+    model_parallel = ProcessGroups(*groups.values()) if groups else SingleProcess()
+    options |= {"model_parallel": model_parallel, "model_groups": list(groups)}
     if is_fully_sharded(parameters):
-        everyone = everyone_for(parameters, process_group)
-        return FSDPAccumulator(
-            inner, communicator, cores=cores, everyone=everyone, reduces_once=reduces_once, **options
-        )
-    if any(set(cores).issuperset(dimension.ranks) for p in parameters for dimension in dtensor.dimensions_of(p)):
+        options |= {"ranks": ranks, "everyone": everyone_for(parameters, sampler.process_group)}
+        return FSDPAccumulator(inner, communicator, reduce_scatter_once=reduce_scatter_once, **options)
+    if any(set(ranks).issuperset(dimension.ranks) for p in parameters for dimension in dtensor.dimensions_of(p)):
         raise ValueError(
-            "parameters are split over processes that the sampler deals different samples: pass it the other dimension "
-            'of the mesh, as process_group=mesh["data"]'
+            "Parameters are sharded over ranks that the sampler assigns different samples to. Pass it the other "
+            'dimension of the mesh, as process_group=mesh["data"].'
         )
-    return ShardedBucketAccumulator(inner, communicator, **options)
+    return BucketAccumulator(inner, communicator, **options)

@@ -1,0 +1,155 @@
+"""Cursor: the position of a rank in its steps, and the plan of each step, in integers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from variable_batch_size.checks import check_within
+from variable_batch_size.schedules.schedule import BaseSchedule
+
+
+class StepPlan(NamedTuple):
+    """A minibatch of a rank and the step that it belongs to.
+
+    Args:
+        num_minibatches: n, the minibatches of the step, over all ranks.
+        is_last: whether the minibatch is the rank's last one in the step.
+        is_idle: whether the rank has no minibatch in the step, only padding.
+        is_padding: whether the minibatch is padding; in lockstep it may follow others of the step.
+        epoch: the number of the epoch, from 0.
+        step: the number of the step in the run, from 0.
+        batch_size: samples in the step, over all ranks.
+        num_rounds: minibatches that this rank runs in the step, padding included.
+    """
+
+    num_minibatches: int
+    is_last: bool = True
+    is_idle: bool = False
+    is_padding: bool = False
+    epoch: int = 0
+    step: int = 0
+    batch_size: int = 0
+    num_rounds: int = 1
+
+
+class Cursor:
+    """Moves through the minibatches that a rank runs in an epoch. Every plan is computed once.
+
+    Padding is a rank's last minibatch of a step, so a step has at most two plans: of its last minibatch and of those
+    before it.
+
+    Args:
+        schedule: batch sizes, assigned to epochs and ranks.
+        rank: of this process.
+
+    Attributes:
+        schedule: may be replaced before :meth:`move`.
+        plan: of the latest minibatch; at first, of the epoch's first one.
+        has_begun: whether there was a minibatch since :meth:`move`.
+    """
+
+    def __init__(self, schedule: BaseSchedule, rank: int) -> None:
+        self.schedule = schedule
+        self._rank = rank
+        self.move(0)
+
+    def move(self, epoch: int, first_step: int = 0) -> None:
+        """Go to an epoch and skip its first steps."""
+        self.schedule.begin_epoch(epoch)
+        steps = self.schedule.steps(epoch)
+        check_within(len(steps), first_step=first_step)
+        self.epoch = int(epoch)
+        self.first_step = int(first_step)
+        self.has_begun = False
+        self._steps = steps
+        step = steps[min(self.first_step, len(steps) - 1)]
+        self._offset = self.schedule.samples_before(step) - self.schedule.samples_before(steps.start)
+        self._next: tuple[StepPlan, StepPlan] | None = None
+        self._accumulating, self._last = self._plans(step)
+        self._num_left = self._last.num_rounds if first_step < len(steps) else 0
+        self.plan = self._accumulating if self._num_left > 1 else self._last
+
+    def advance(self) -> StepPlan:
+        """The plan of the next minibatch, which is then the latest one."""
+        if not self._num_left:
+            self._begin_next_step()
+        self.has_begun = True
+        self._num_left -= 1
+        self.plan = self._accumulating if self._num_left else self._last
+        return self.plan
+
+    def _begin_next_step(self) -> None:
+        self.look_ahead()
+        if self._next is None:
+            raise RuntimeError(
+                f"epoch {self.epoch} has {len(self._steps)} steps and all are done: call set_epoch() before the next "
+                "pass over the loader"
+            )
+        self._offset += self._last.batch_size
+        (self._accumulating, self._last), self._next = self._next, None
+        self._num_left = self._last.num_rounds
+
+    def look_ahead(self) -> None:
+        """Compute the plans of the next step, if the epoch has one, so that its first minibatch need not."""
+        step = self._last.step + 1
+        if self._next is None and step < self._steps.stop:
+            self._next = self._plans(step)
+
+    def _plans(self, step: int) -> tuple[StepPlan, StepPlan]:
+        """Of a step's minibatches before the last one, and of the last one."""
+        schedule, rank = self.schedule, self._rank
+        batch_size = schedule.batch_size(step)
+        number = batch_size // schedule.minibatch_size
+        first = 0 if schedule.lockstep else rank  # in lockstep all run as many as rank 0, which has most
+        rounds = max(1, -((first - number) // schedule.num_replicas))
+        of_step = (self.epoch, step, batch_size, rounds)
+        is_padding = rank + (rounds - 1) * schedule.num_replicas >= number
+        last = StepPlan(number, True, rank >= number, is_padding, *of_step)
+        return (last if rounds == 1 else StepPlan(number, False, False, False, *of_step)), last
+
+    def refresh(self) -> None:
+        """After a policy's decision: look up again where the epoch ends and what the next step is."""
+        self._steps = self.schedule.steps(self.epoch)
+        self._next = None
+
+    # ------------------------------------------------------------------------------------------------ what comes next
+
+    @property
+    def next(self) -> StepPlan | None:
+        """The plan of the next minibatch; None if the epoch has no more."""
+        if self._num_left:
+            return self._accumulating if self._num_left > 1 else self._last
+        self.look_ahead()
+        return None if self._next is None else self._next[0]
+
+    @property
+    def next_minibatch(self) -> int:
+        """The number of the next minibatch in the epoch, over all ranks; of padding, that of the one it copies."""
+        plan, offset, place = self.next, self._offset, self._rank
+        if self._num_left:
+            place += (self._last.num_rounds - self._num_left) * self.schedule.num_replicas
+        else:
+            offset += self._last.batch_size
+        within = 0 if plan is None else place % plan.num_minibatches
+        return offset // self.schedule.minibatch_size + within
+
+    # ------------------------------------------------------------------------------------------------------ position
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether this rank has run some of its minibatches of a step, but not all."""
+        return self._num_left not in (0, self._last.num_rounds)
+
+    @property
+    def epoch_step(self) -> int:
+        """How many steps of the epoch are done."""
+        return self._last.step - self._steps.start + (not self._num_left)
+
+    @property
+    def num_epoch_steps(self) -> int | None:
+        """How many steps the epoch has; None if it is endless."""
+        return None if self.schedule.is_endless else len(self._steps)
+
+    def __str__(self) -> str:
+        of_all = "" if self.num_epoch_steps is None else f"/{self.num_epoch_steps}"
+        return f"epoch {self.epoch}, step {self.epoch_step}{of_all}"

@@ -1,0 +1,114 @@
+"""LossScale: divides the gradients of each minibatch by the scale that a torch.amp.GradScaler had for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.cores.dtensor import to_locals
+from variable_batch_size.data.cursor import StepPlan
+
+
+class LossScale:
+    """What ``GradScaler.step(optimizer)`` leaves to the optimizer, minibatch by minibatch.
+
+    GradScaler sets ``grad_scale``, None if the user has called ``unscale_``, and ``found_inf`` of the optimizer. The
+    scale may change within a step. Where the scaler has found a value that is not finite, gradients become NaN, which
+    stays in all sums: so every rank finds it in the reduced gradient and skips the update.
+
+    Args:
+        parameters: returns those of the optimizer.
+        is_summed: whether ``p.grad`` is the sum over the step's minibatches so far, as with `gradient_as_bucket_view`.
+        everyone: all ranks of a model in ``fully_shard``, which reduces gradients before they are unscaled; else None.
+        measures: whether the norms of the minibatches' gradients are measured.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        *,
+        is_summed: bool,
+        everyone: Communicator | None,
+        measures: bool,
+    ) -> None:
+        self._parameters = parameters
+        self._is_summed = is_summed
+        self._everyone = everyone
+        self._measures = measures
+        self._of_step: list[tuple[torch.Tensor, torch.Tensor]] = []  # scale and found_inf of its minibatches
+
+    def unscale_(self, plan: StepPlan, scale: torch.Tensor | None, found_inf: Any) -> torch.Tensor | None:
+        """Divide ``p.grad`` by the scale; returns what it was multiplied by, None if the user has done so before."""
+        if not isinstance(found_inf, torch.Tensor):
+            self._check_no_gradients()
+            return None
+        if scale is None:
+            self._check_unscaled(plan)
+            self._multiply_(torch.where(found_inf > 0, torch.nan, torch.ones_like(found_inf)))
+            return None
+        # as GradScaler computes it; Apple's GPUs have no double precision
+        inverse = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+        if self._is_summed or self._everyone is not None:
+            self._of_step.append((scale.clone(), found_inf.clone()))
+            if plan.is_last:
+                self._check_step()
+        if not self._is_summed or plan.is_last:
+            self._multiply_(torch.where(found_inf > 0, torch.nan, inverse))
+        return inverse
+
+    def reset(self) -> None:
+        """Forget the minibatches of a step."""
+        self._of_step = []
+
+    def _multiply_(self, factor: torch.Tensor) -> None:
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for p in self._parameters():
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad * factor.to(p.grad.device)
+            elif p.grad is not None:
+                by_device.setdefault(p.grad.device, []).append(p.grad)
+        for device, gradients in by_device.items():
+            torch._foreach_mul_(to_locals(gradients), factor.to(device))
+
+    def _check_no_gradients(self) -> None:
+        if self._everyone is not None:
+            raise RuntimeError(
+                "GradScaler needs a gradient in every minibatch, but fully_shard has reduced none: pass "
+                "`reduce_scatter_once=False`"
+            )
+
+    def _check_unscaled(self, plan: StepPlan) -> None:
+        if self._is_summed and plan.num_rounds > 1:
+            raise RuntimeError(
+                "with `gradient_as_bucket_view`, GradScaler.unscale_() would unscale the minibatches before again: use "
+                "`clip_grad_norm` instead, or `gradient_as_bucket_view=False`"
+            )
+        if self._everyone is not None and self._measures:
+            raise RuntimeError(
+                "a rule that measures gradients of a model in fully_shard needs the scale, which GradScaler.unscale_() "
+                "removes: use `clip_grad_norm` instead"
+            )
+
+    def _check_step(self) -> None:
+        """Raise if scales differ that must be the same; waits for the device."""
+        of_step, self._of_step = self._of_step, []
+        if self._everyone is not None:
+            places = torch.arange(1, len(of_step) + 1, dtype=torch.float64)
+            own = (torch.stack([scale for scale, _ in of_step]).double().cpu() * places).sum()
+            sums = torch.stack([own, own.square()]).to(of_step[0][0].device)
+            self._everyone.sum([sums])
+            mean, of_squares = (sums / self._everyone.num_replicas).tolist()
+            if abs(of_squares - mean**2) > 1e-9 * mean**2:
+                raise RuntimeError(
+                    "the scale of GradScaler must be the same on all ranks of a model in fully_shard, which reduces "
+                    f"gradients before they are unscaled, got {[float(scale) for scale, _ in of_step]} on this rank"
+                )
+        elif len({float(scale) for scale, _ in of_step}) > 1 and not any(float(inf) for _, inf in of_step):
+            raise RuntimeError(
+                "with `gradient_as_bucket_view`, the scale of GradScaler must not change within a step, as autograd "
+                f"sums its gradients, got {[float(scale) for scale, _ in of_step]}: use a large growth_interval, or "
+                "`gradient_as_bucket_view=False`"
+            )
