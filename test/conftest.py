@@ -1,6 +1,5 @@
 """Fixtures that several test files share."""
 
-import gc
 import os
 import platform
 from importlib.util import find_spec
@@ -26,12 +25,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("xla"):
             item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def pytest_collection_finish():
-    """Leave what was imported out of searches through all objects, of which optimizers make some: there is much."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

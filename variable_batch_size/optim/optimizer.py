@@ -32,7 +32,7 @@ from variable_batch_size.optim.proxy import Inner, OptimizerProxy, name_of, opti
 from variable_batch_size.optim.seeding import MinibatchSeeder
 from variable_batch_size.optim.step_plan import Position
 from variable_batch_size.optim.token_weights import TokenWeights, Weight
-from variable_batch_size.optim.wrappers import is_fully_sharded, refuse_call, refuse_other_reductions
+from variable_batch_size.optim.wrappers import check_first_minibatch, find_wrappers, refuse_call
 from variable_batch_size.rules.adascale import NoiseRule
 from variable_batch_size.rules.noise import Noise, NoiseMeter
 from variable_batch_size.rules.per_optimizer import PerOptimizerRule
@@ -288,6 +288,7 @@ class ScheduledOptimizer(OptimizerProxy, ABC):
         log_steps: int,
         exact: bool,
         seed_minibatches: bool,
+        model: torch.nn.Module | None,
     ) -> None:
         super().__init__(inner)
         if not isinstance(sampler, MinibatchSource):
@@ -305,7 +306,8 @@ class ScheduledOptimizer(OptimizerProxy, ABC):
         self.updated = False
         self.gradient_norm: torch.Tensor | None = None
         self._norm_every: set[int] = set()
-        if is_fully_sharded(self.parameters()):
+        self._wrappers = find_wrappers(self.parameters(), model)
+        if self._wrappers.fsdp:
             sampler.run_in_lockstep()
         self._scaling = Factors(rule, smooth_steps=smooth_steps, max_factor=max_factor)
         self._loss_scale = _checked_loss_scale(loss_scale)
@@ -598,6 +600,7 @@ class CustomOptimizer(FirstNames):
             log_steps=log_steps,
             exact=exact,
             seed_minibatches=exact if seed_minibatches is None else seed_minibatches,
+            model=model,
         )
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}")
@@ -608,7 +611,7 @@ class CustomOptimizer(FirstNames):
         options = {"clip_grad_norm": clip_grad_norm, "smooth_steps": smooth_steps, "max_factor": max_factor}
         options |= {"skip_nonfinite": self.skip_nonfinite, "keep_gradients": keep_gradients, "loss_scale": loss_scale}
         options |= {"measure_noise": measure_noise, "reduce_once": reduce_once}
-        complete_joining = sync_and_check_ranks(self, self._communicator, model, options)
+        complete_joining = sync_and_check_ranks(self, self._wrappers, self._communicator, options)
         self._preconditioner = Preconditioner(self.inner) if self.rule.preconditions else None
         divisors = None if self._preconditioner is None else self._preconditioner.divisors
         self._gradients = make_accumulator(
@@ -620,6 +623,7 @@ class CustomOptimizer(FirstNames):
             keeps=keep_gradients,
             exact=exact,
             reduces_once=reduce_once,
+            wrappers=self._wrappers,
         )
         self._observer = Observer(self._gradients, self.rule, self._own_meter, skip_nonfinite=self.skip_nonfinite)
         self._stand_ins = StandIns(sampler.schedule.lockstep, self._gradients, model, self._communicator)
@@ -637,7 +641,7 @@ class CustomOptimizer(FirstNames):
         with rollback_param_groups(self.inner):
             self.inner.add_param_group(param_group)
             added = self.inner.param_groups[-1]["params"]
-            sync_added_params(added, before, self._communicator, self.sampler.process_group)
+            sync_added_params(added, before, self._wrappers, self._communicator, self.sampler.process_group)
             for p in added:
                 p.grad = None  # of minibatches before, which nobody has taken over
             self._gradients.fit()
@@ -740,7 +744,7 @@ class CustomOptimizer(FirstNames):
             loss = None if closure is None else closure()
         weight = self.minibatch_weights.checked(weight)
         if self._passes.see(self._position, is_driven=closure is not None):
-            refuse_other_reductions(self.parameters(), self._communicator)
+            check_first_minibatch(self, self._wrappers, self._communicator)
         self._position.advance()
         self._factors = None
         weight = self._stand_ins.take_back(self._position, weight)

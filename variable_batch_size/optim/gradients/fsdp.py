@@ -15,12 +15,12 @@ from variable_batch_size.optim.gradients.accumulator import TINY, UNWEIGHTED, Gr
 from variable_batch_size.optim.gradients.norms import SplitSquares, norms_of
 from variable_batch_size.optim.token_weights import Weight
 from variable_batch_size.optim.wrappers import (
+    Wrappers,
     can_keep_unreduced,
     forget_unreduced,
     has_unreduced,
     outermost,
     refuse_left_out,
-    sharding_modules,
     with_whole_parameters,
 )
 
@@ -33,13 +33,15 @@ class FSDPGradHooks:
     Args:
         cores: the ranks of the cores among all processes.
         see: called with a parameter, its whole one and the gradient of that; returns what is to be reduced.
+        wrappers: with the modules of fully_shard.
 
     Attributes:
         is_reducing: whether the backward pass of the next forward pass reduces.
     """
 
-    def __init__(self, cores: Ranks, see: See) -> None:
+    def __init__(self, cores: Ranks, see: See, wrappers: Wrappers) -> None:
         self._cores = set(cores)
+        self._wrappers = wrappers
         self._see = weakref.WeakMethod(see)
         self._modules: list[Any] = []
         self.is_reducing = True
@@ -49,7 +51,7 @@ class FSDPGradHooks:
 
         Every core must call it.
         """
-        self._modules = sharding_modules(parameters)
+        self._modules = self._wrappers.fsdp
         self._let_reduce()
         own, device = set(parameters), None
         for p, whole in with_whole_parameters(self._modules):
@@ -168,6 +170,7 @@ class FSDPAccumulator(GradientAccumulator):
         everyone: all processes that have a shard.
         model: those that share this one's samples, because parameters are split over them, too.
         model_groups: the groups that these are made of.
+        wrappers: with the modules of fully_shard.
         reduces_once: whether the model is to sum whole gradients until the last round of a step, and reduce these.
     """
 
@@ -178,10 +181,11 @@ class FSDPAccumulator(GradientAccumulator):
         everyone: Communicator,
         model: Communicator,
         model_groups: list[Ranks],
+        wrappers: Wrappers,
         reduces_once: bool = False,
         **options: Any,
     ) -> None:
-        self._arrivals = FSDPGradHooks(cores, self.see)
+        self._arrivals = FSDPGradHooks(cores, self.see, wrappers)
         self._reduces_once = reduces_once
         self._num_kept = 0  # minibatches of the step that the model has not reduced yet
         self._everyone, self._model, self._model_groups = everyone, model, model_groups

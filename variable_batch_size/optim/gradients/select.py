@@ -21,7 +21,7 @@ from variable_batch_size.optim.gradients.buckets import (
 from variable_batch_size.optim.gradients.fixed_point import FixedPointAccumulator, FixedPointTracedAccumulator
 from variable_batch_size.optim.gradients.fsdp import FSDPAccumulator
 from variable_batch_size.optim.gradients.traced import TracedAccumulator
-from variable_batch_size.optim.wrappers import is_fully_sharded
+from variable_batch_size.optim.wrappers import Wrappers
 
 
 def make_accumulator(
@@ -33,6 +33,7 @@ def make_accumulator(
     divisors: Divisors | None,
     keeps: bool,
     exact: bool,
+    wrappers: Wrappers,
     reduces_once: bool = False,
 ) -> GradientAccumulator:
     """The gradients of an optimizer.
@@ -43,6 +44,7 @@ def make_accumulator(
         divisors: what gradients are divided by before that; None to divide none.
         keeps: whether they are to stay where they are, which on XLA has no meaning.
         exact: whether their sums are to be the same to the last bit on any number of cores.
+        wrappers: what else reduces or shards the gradients.
         reduces_once: whether a model that reduces by itself does so once a step; the others always do.
     """
     if keeps and exact:
@@ -58,7 +60,7 @@ def make_accumulator(
         if keeps or exact:
             name = "keep_gradients" if keeps else "exact"
             raise ValueError(f"`{name}` must be False where parameters are split over processes")
-        return _of_split(inner, communicator, parameters, sampler.process_group, options, reduces_once)
+        return _of_split(inner, communicator, parameters, sampler.process_group, options, reduces_once, wrappers)
     kind: type[GradientAccumulator] = FixedPointTracedAccumulator if exact else TracedAccumulator
     if communicator.keeps_flat_gradients:
         kind = FixedPointAccumulator if exact else BucketViewAccumulator if keeps else BucketAccumulator
@@ -72,19 +74,20 @@ def _of_split(
     process_group: Any,
     options: dict[str, Any],
     reduces_once: bool,
+    wrappers: Wrappers,
 ) -> GradientAccumulator:
     group = group_of(process_group)
     cores = ranks_of(group)
     groups = dtensor.model_groups(parameters, group)
     options |= {"model": ProcessGroups(*groups.values()) if groups else SingleProcess(), "model_groups": list(groups)}
-    if is_fully_sharded(parameters):
+    if wrappers.fsdp:
         everyone = everyone_for(parameters, process_group)
         return FSDPAccumulator(
-            inner, communicator, cores=cores, everyone=everyone, reduces_once=reduces_once, **options
+            inner, communicator, cores=cores, everyone=everyone, reduces_once=reduces_once, wrappers=wrappers, **options
         )
     if any(set(cores).issuperset(dimension.ranks) for p in parameters for dimension in dtensor.dimensions_of(p)):
         raise ValueError(
             "parameters are split over processes that the sampler deals different samples: pass it the other dimension "
-            'of the mesh, as process_group=mesh["data"]'
+            'of the mesh, as process_group=mesh["data"]; or pass `model`, if gc.freeze() hides its fully_shard'
         )
     return ShardedBucketAccumulator(inner, communicator, **options)
