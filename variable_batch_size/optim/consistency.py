@@ -20,6 +20,7 @@ from variable_batch_size.optim.wrappers import (
     Wrappers,
     disable_ddp_allreduce,
     find_wrappers,
+    forget_partition,
     is_zero,
     refuse_unsupported,
 )
@@ -256,7 +257,7 @@ def rollback_param_groups(inner: Optimizer) -> Iterator[None]:
         for one, groups in before:
             one.param_groups[:] = groups
         for one in zero:
-            one._clear_cache()  # of the assignment of parameters to ranks
+            forget_partition(one)
         raise
 
 

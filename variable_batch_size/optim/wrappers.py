@@ -108,7 +108,12 @@ _ACCELERATE = [
 
 def is_zero(inner: Any) -> bool:
     """Whether an optimizer is a ZeroRedundancyOptimizer, which shards its state."""
-    return _ZERO.kind is not None and isinstance(inner, _ZERO.kind)
+    return isinstance(inner, _ZERO.kind or ())
+
+
+def forget_partition(zero: Any) -> None:
+    """Let a ZeroRedundancyOptimizer assign its parameters to ranks again."""
+    zero._clear_cache()
 
 
 # ----------------------------------------------------------------------------------------------------------- the search
