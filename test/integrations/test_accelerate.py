@@ -1,5 +1,7 @@
 """Accelerate: everything but its loader and scheduler, and the weights are those of a loop of one's own."""
 
+import gc
+
 import accelerate_runs
 import pytest
 import torch
@@ -105,6 +107,27 @@ def test_what_the_accelerator_must_not_prepare_is_refused_at_the_first_step(name
     session.optimizer.set_epoch(0)
     with pytest.raises(RuntimeError, match=f"{message}: use prepare"):
         session.optimizer.step()
+    del theirs
+
+
+def test_what_gc_freeze_may_hide_is_refused_unless_it_was_checked_before():
+    def first_step(session):
+        session.sampler.set_epoch(0)
+        session.optimizer.set_epoch(0)
+        next(iter(session.sampler))
+        session.optimizer.step()
+
+    accelerator = Accelerator(cpu=True)
+    checked, hidden = Session("linear"), Session("linear")
+    first_step(checked)
+    theirs = accelerator.prepare(hidden.optimizer)
+    gc.freeze()
+    try:
+        with pytest.raises(RuntimeError, match=r"^gc\.freeze\(\) may hide an optimizer or a loader that accelerator"):
+            first_step(hidden)
+        first_step(checked)
+    finally:
+        gc.unfreeze()
     del theirs
 
 

@@ -116,6 +116,25 @@ def teacher_beside_a_student():
     return is_resharded, [not hasattr(p, "full_tensor") for p in teacher[4].parameters()]
 
 
+def other_optimizer(wrap):
+    """What is said of an optimizer of torch that has the last layer, where gc.freeze() hides it."""
+    gc.collect()
+    gc.unfreeze()
+    model = WRAP[wrap](network())
+    *first, weight, bias = model.parameters()
+    sampler = vbs.CustomSampler(dataset_size=40, trace=SIZES, minibatch_size=4)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(first, lr=0.1), sampler, ref_batchsize=4, model=model)
+    other = torch.optim.SGD([weight, bias], lr=0.1)
+    gc.freeze()
+    try:
+        run(model, sampler, optimizer, lambda: None)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        del other
+    return "no error"
+
+
 PASSED = [("DDP", "wrapper"), ("DDP", "module"), ("DDP", "nothing"), ("fully_shard", "wrapper")]
 PASSED += [("fully_shard", "nothing"), ("none", "module"), ("none", "nothing")]
 WAYS = [(*way, freeze) for way in PASSED for freeze in ("never", "before", "between", "after")]
@@ -144,7 +163,7 @@ SEARCHES = {("DDP", "module"): 1, ("DDP", "nothing"): 1, ("fully_shard", "nothin
 def everything():
     searches = {}
     outcomes = {way: train(*way, searches=searches if way[2] == "never" else None) for way in WAYS}
-    return outcomes, searches, teacher_beside_a_student()
+    return outcomes, searches, teacher_beside_a_student(), [other_optimizer(wrap) for wrap in ("DDP", "fully_shard")]
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +174,7 @@ def found():
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 def test_freezing_the_heap_leads_to_the_right_weights_or_a_clear_error(found, way):
     expected = train("none", "nothing", "never")
-    for outcomes, _, _ in found:
+    for outcomes, *_ in found:
         if way in ERRORS:
             assert ERRORS[way] in outcomes[way]
         else:
@@ -165,11 +184,17 @@ def test_freezing_the_heap_leads_to_the_right_weights_or_a_clear_error(found, wa
 
 @pytest.mark.parametrize("way", PASSED, ids="-".join)
 def test_the_heap_is_searched_at_most_once(found, way):
-    for _, searches, _ in found:
+    for _, searches, *_ in found:
         assert searches[way] == [SEARCHES.get(way, 0), 0, 0]
 
 
 def test_a_teacher_of_others_stays_unsharded(found):
-    for _, _, (is_resharded, is_unsharded) in found:
+    for _, _, (is_resharded, is_unsharded), _ in found:
         assert is_resharded == [True]
         assert is_unsharded == [True, True]
+
+
+def test_an_optimizer_of_torch_that_gc_freeze_hides_is_refused(found):
+    for *_, messages in found:
+        for message in messages:
+            assert "must belong to optimizers of this library, but an optimizer that gc.freeze() hides has" in message

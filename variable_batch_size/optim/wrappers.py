@@ -61,7 +61,6 @@ _UNSUPPORTED = [
         "_PipelineStageBase",
         "pipeline parallelism is not supported, because its schedule runs the minibatches itself: use fully_shard or "
         "tensor parallelism for a model that does not fit on one device",
-        holds="submod",
     ),
     Foreign(
         "torch.distributed._composable.fsdp",
@@ -116,9 +115,6 @@ def forget_partition(zero: Any) -> None:
     zero._clear_cache()
 
 
-# ----------------------------------------------------------------------------------------------------------- the search
-
-
 @dataclass(eq=False)
 class Wrappers:
     """What else reduces or shards the gradients of an optimizer's parameters.
@@ -128,6 +124,7 @@ class Wrappers:
         fsdp: the modules of fully_shard, outer before inner, in the same order on all ranks, as they run collectives.
         unsupported: advice for each wrapper that is not supported.
         is_prepared: whether an integration has prepared the optimizer for its framework.
+        is_checked: whether the first minibatch of a pass has been checked.
     """
 
     parameters: list[torch.Tensor]
@@ -137,6 +134,7 @@ class Wrappers:
     sync_batch_norms: list[SyncBatchNorm] = field(default_factory=list)
     unsupported: list[str] = field(default_factory=list)
     is_prepared: bool = False
+    is_checked: bool = False
 
     def uncovered(self) -> list[torch.Tensor]:
         """The parameters that are in none of these DistributedDataParallel and fully_shard modules."""
@@ -146,7 +144,7 @@ class Wrappers:
     def update(self, parameters: Iterable[torch.Tensor]) -> None:
         """Find again, after parameters were added or the model was wrapped."""
         found = find_wrappers(parameters, self.model)
-        found.is_prepared = self.is_prepared
+        found.is_prepared, found.is_checked = self.is_prepared, self.is_checked
         self.__dict__.update(vars(found))
 
 
@@ -264,9 +262,6 @@ def _unique(things: Iterable[Any]) -> list[Any]:
     return list({id(thing): thing for thing in things}.values())
 
 
-# ------------------------------------------------------------------------------------------------------------------ DDP
-
-
 def disable_ddp_allreduce(wrappers: Wrappers, communicator: Communicator) -> None:
     """Switch off the all-reduce of every DistributedDataParallel that was found.
 
@@ -299,9 +294,6 @@ def wrapped_by_framework(wrappers: Wrappers, communicator: Communicator) -> None
     wrappers.update(wrappers.parameters)
     wrappers.is_prepared = True
     disable_ddp_allreduce(wrappers, communicator)
-
-
-# ---------------------------------------------------------------------------------------------------------- fully_shard
 
 
 def _sharded_parameters(module: torch.nn.Module) -> set[torch.Tensor]:
@@ -371,20 +363,17 @@ def _fsdp_states(modules: Iterable[Any]) -> list[Any]:
     return [state for group in groups if group is not None for state in group.fsdp_params]
 
 
-# -------------------------------------------------------------------------------------------- what the optimizer checks
-
-
 def refuse_unsupported(wrappers: Wrappers, rule: Rule, inner: Optimizer) -> None:
     """Raise if a wrapper is not supported, or not together with the rule."""
     if wrappers.unsupported:
         raise ValueError(wrappers.unsupported[0])
     if wrappers.fsdp:
         refuse_left_out([p for p in wrappers.parameters if not is_dtensor(p)])
-    sharded = "fully_shard" if wrappers.fsdp else "ZeroRedundancyOptimizer"
     if rule.preconditions and (wrappers.fsdp or any(map(is_zero, optimizers_of(inner)))):
+        sharded = "fully_shard" if wrappers.fsdp else "ZeroRedundancyOptimizer"
         raise ValueError(
             f"{type(rule).__name__} needs the full second moments on every rank, but {sharded} shards them: use "
-            "AdaScaleRule or AdamRule, or the optimizer without ZeroRedundancyOptimizer"
+            "AdaScaleRule or AdamRule"
         )
 
 
@@ -415,52 +404,51 @@ def check_first_minibatch(optimizer: Any, wrappers: Wrappers, communicator: Comm
 
     It also raises if another optimizer trains parameters of a wrapped model, whose gradients are not reduced.
     """
+    is_several = is_running() and communicator.num_replicas > 1
+    if is_several and any(
+        ddp.require_backward_grad_sync and _has_some(ddp, {*wrappers.parameters}) for ddp in _ddp_made
+    ):
+        raise RuntimeError(
+            "the model was wrapped in DistributedDataParallel after the optimizer was made, so its gradients were "
+            "reduced twice: wrap the model first"
+        )
     is_initialized = Foreign("accelerate.state", "is_initialized").kind
-    uses_accelerate = is_initialized is not None and is_initialized()
-    is_untouched = is_running() and not any_dtensor(wrappers.parameters)
-    is_untouched = is_untouched and all(p.grad is None for p in wrappers.parameters)
-    left_out: set[torch.Tensor] = set()
-    if is_running() and communicator.num_replicas > 1:
-        left_out = _left_out(wrappers)
-        if any(ddp.require_backward_grad_sync and _has_some(ddp, {*wrappers.parameters}) for ddp in _ddp_made):
-            raise RuntimeError(
-                "the model was wrapped in DistributedDataParallel after the optimizer was made, so its gradients were "
-                "reduced twice: wrap the model first"
-            )
-    kinds = [row.kind for row in _ACCELERATE if uses_accelerate]
-    kinds += [_FSDP2.kind] if is_untouched else []
-    kinds += [Optimizer] if left_out else []
+    accelerate = _ACCELERATE if is_initialized is not None and is_initialized() else []
+    left_out = _left_out(wrappers) if is_several else set()
+    is_untouched = is_running() and all(p.grad is None and not is_dtensor(p) for p in wrappers.parameters)
+    kinds = [*(row.kind for row in accelerate), _FSDP2.kind if is_untouched else None, Optimizer if left_out else None]
     kinds = [kind for kind in kinds if kind is not None]
     found = alive(*kinds) if kinds else []
-    if uses_accelerate:
-        _refuse_prepared(optimizer, found, wrappers)
-    seen = [*found, *(wrappers.model.modules() if wrappers.model is not None else ())]
-    is_hidden = wrappers.model is None and gc.get_freeze_count() > 0
-    if is_untouched and _FSDP2.kind and (is_hidden or any(isinstance(one, _FSDP2.kind) for one in seen)):
-        raise RuntimeError(
-            "no parameter of the optimizer has a gradient; fully_shard replaces the parameters of a model: apply it "
-            "first, then make the optimizer from model.parameters(), before the model runs"
-        )
-    _refuse_other_optimizers(left_out, found, is_sharded=bool(wrappers.fsdp))
+    is_blind = gc.get_freeze_count() > 0 and not wrappers.is_checked
+    if accelerate:
+        _refuse_prepared(optimizer, found, is_blind=is_blind and not wrappers.is_prepared)
+    if is_untouched:
+        _refuse_replaced(wrappers.model, found, is_blind=is_blind)
+    if left_out:
+        _refuse_other_optimizers(left_out, found, is_blind=is_blind, is_sharded=bool(wrappers.fsdp))
+    wrappers.is_checked = True
 
 
 def _left_out(wrappers: Wrappers) -> set[torch.Tensor]:
-    """The parameters of the wrapped modules that no optimizer of this library has."""
-    reduced = {p for record in _records for p in record.parameters}
-    modules = [*wrappers.ddp, *wrappers.fsdp]
-    return {p for module in modules for p in module.parameters() if p.requires_grad} - reduced
+    """The parameters of the wrapped modules that are trained, and not by an optimizer of this library."""
+    states = _fsdp_states(part for module in wrappers.fsdp for part in module.modules())
+    wrapped = {*(state.sharded_param for state in states), *(p for ddp in wrappers.ddp for p in ddp.parameters())}
+    reduced = {p for record in [wrappers, *_records] for p in record.parameters}
+    return {p for p in wrapped if p.requires_grad} - reduced
 
 
-def _refuse_other_optimizers(left_out: set[torch.Tensor], found: Iterable[Any], *, is_sharded: bool) -> None:
-    optimizers = [thing for thing in found if isinstance(thing, Optimizer)]
+def _refuse_other_optimizers(
+    left_out: set[torch.Tensor], found: list[Any], *, is_blind: bool, is_sharded: bool
+) -> None:
     names = [
         type(one).__name__
-        for one in optimizers
+        for one in found
+        if isinstance(one, Optimizer)
         for group in getattr(one, "param_groups", ())  # an optimizer whose construction failed may have none
         if not left_out.isdisjoint(group["params"])
     ]
-    if left_out and not names and gc.get_freeze_count():
-        names = ["an optimizer that gc.freeze() hides"]
+    if is_blind:
+        names.append("an optimizer that gc.freeze() hides")
     if names:
         model = "a fully_shard model" if is_sharded else "a model whose DistributedDataParallel no longer reduces"
         raise RuntimeError(
@@ -469,7 +457,16 @@ def _refuse_other_optimizers(left_out: set[torch.Tensor], found: Iterable[Any], 
         )
 
 
-def _refuse_prepared(optimizer: Any, found: list[Any], wrappers: Wrappers) -> None:
+def _refuse_replaced(model: torch.nn.Module | None, found: list[Any], *, is_blind: bool) -> None:
+    seen = [*found, *(model.modules() if model is not None else ())]
+    if _FSDP2.kind and ((is_blind and model is None) or any(isinstance(one, _FSDP2.kind) for one in seen)):
+        raise RuntimeError(
+            "no parameter of the optimizer has a gradient; fully_shard replaces the parameters of a model: apply it "
+            "first, then make the optimizer from model.parameters(), before the model runs"
+        )
+
+
+def _refuse_prepared(optimizer: Any, found: list[Any], *, is_blind: bool) -> None:
     """Raise if Accelerate has prepared the optimizer, its loader or its scheduler.
 
     A prepared optimizer skips minibatches when Accelerate accumulates, a prepared loader is sharded a second time, and
@@ -480,14 +477,17 @@ def _refuse_prepared(optimizer: Any, found: list[Any], wrappers: Wrappers) -> No
         theirs = [thing for thing in found if isinstance(thing, row.kind or ())]
         if any(part is one for thing in theirs for part in (thing, _held(thing, row.holds)) for one in own):
             raise RuntimeError(row.advice)
-    num_steps = sys.modules["accelerate.state"].GradientState().num_steps
+    num_steps = Foreign("accelerate.state", "GradientState").kind().num_steps
     if num_steps != 1:
         raise RuntimeError(
             f"Accelerate's `gradient_accumulation_steps` must be 1, got {num_steps}: the trace defines how many "
             "minibatches make up a step"
         )
-    if gc.get_freeze_count() and not wrappers.is_prepared:
-        raise RuntimeError(f"gc.freeze() may hide what accelerator.prepare() has made: {_USE_INTEGRATION}")
+    if is_blind:
+        raise RuntimeError(
+            "gc.freeze() may hide an optimizer or a loader that accelerator.prepare() has made: call gc.freeze() after "
+            f"the first step, or {_USE_INTEGRATION}"
+        )
 
 
 def _held(prepared: Any, name: str) -> Any:
