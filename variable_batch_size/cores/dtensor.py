@@ -18,9 +18,9 @@ class Dimension(NamedTuple):
     """One dimension of a tensor's mesh.
 
     Args:
-        ranks: the processes along it, among them this one.
-        group: of these.
-        is_copied: whether they all have the same of the tensor.
+        ranks: the processes along it, including this one.
+        group: their process group.
+        is_copied: whether the tensor is replicated along it.
     """
 
     ranks: Ranks
@@ -29,7 +29,7 @@ class Dimension(NamedTuple):
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor; not those of XLA, whose compiler splits what is one tensor to this process."""
+    """Whether a tensor is a DTensor. XLA's SPMD tensors are not: to this process each is one tensor."""
     return isinstance(tensor, _kinds()) and tensor.device.type != "xla"
 
 
@@ -37,9 +37,9 @@ _found: tuple[type, ...] = ()
 
 
 def _kinds() -> tuple[type, ...]:
-    """DTensor, if somebody has imported it: else there is none. The second name is that of torch 2.4."""
+    """DTensor, if its module was imported: otherwise there are no instances. Torch 2.4 has it under the second name."""
     global _found
-    if not _found:  # asked for each gradient
+    if not _found:  # is_dtensor() is called for each gradient
         modules = [sys.modules.get(name) for name in ("torch.distributed.tensor", "torch.distributed._tensor")]
         kinds = [getattr(module, "DTensor", None) for module in modules]
         _found = tuple(kind for kind in kinds if kind is not None)
@@ -47,17 +47,17 @@ def _kinds() -> tuple[type, ...]:
 
 
 def is_spread(tensor: torch.Tensor) -> bool:
-    """Whether all processes must take part when one of them reads a tensor."""
+    """Whether reading a tensor is a collective operation."""
     return is_dtensor(tensor) or (tensor.device.type == "xla" and xla.is_spmd() and xla.num_hosts() > 1)
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this process has; the tensor itself if it is not split."""
+    """The local shard of a tensor; the tensor itself if it is not a DTensor."""
     return to_locals([tensor])[0] if is_dtensor(tensor) else tensor
 
 
 def to_locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The same of several, which takes less time than one after another."""
+    """The local shards of several tensors, faster than one by one."""
     with torch.no_grad():
         return [
             tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ def to_locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def from_local_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A tensor split as another one is, of which this process has `part`; the part itself if the other is not split."""
+    """A tensor sharded like `tensor` with the local shard `part`; `part` itself if `tensor` is not a DTensor."""
     if not is_dtensor(tensor):
         return part
     where: Any = tensor
@@ -83,7 +83,7 @@ def placed_like(tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def dimensions_of(tensor: torch.Tensor) -> list[Dimension]:
-    """The dimensions of a tensor's mesh that have several processes; none if it is not split."""
+    """The mesh dimensions of a tensor that have several processes; none if it is not a DTensor."""
     where: Any = tensor
     return _dimensions_of(where.device_mesh, where.placements) if is_dtensor(tensor) else []
 
@@ -96,7 +96,7 @@ def _dimensions_of(mesh: Any, placements: Any) -> list[Dimension]:
 
 
 def model_groups(tensors: Iterable[torch.Tensor], group: Group) -> dict[Ranks, Group]:
-    """The groups over which tensors are split whose processes do not share the samples, as those of `group` do."""
+    """The model-parallel groups of tensors: those whose processes are not all data-parallel ranks of `group`."""
     tensors = [tensor for tensor in tensors if is_dtensor(tensor)]
     replicas = set(ranks_of(group)) if tensors else set()
     return {
@@ -108,7 +108,7 @@ def model_groups(tensors: Iterable[torch.Tensor], group: Group) -> dict[Ranks, G
 
 
 def replication_factor(tensor: torch.Tensor, groups: Iterable[Ranks]) -> int:
-    """How many processes have the same part of a tensor, over its own mesh and all of the groups."""
+    """The number of processes with the same shard of a tensor, over its own mesh and all groups."""
     where: Any = tensor if is_dtensor(tensor) else None
     key = None if where is None else (where.device_mesh, where.placements)
     return _num_copies(key, tuple(groups))
@@ -116,7 +116,7 @@ def replication_factor(tensor: torch.Tensor, groups: Iterable[Ranks]) -> int:
 
 @lru_cache(maxsize=256)
 def _num_copies(key: tuple[Any, Any] | None, groups: tuple[Ranks, ...]) -> int:
-    """By the mesh and placements of a tensor, as all gradients have one of a few."""
+    """Cached by mesh and placements, of which there are few."""
     dimensions = [] if key is None else _dimensions_of(*key)
     own = [len(dimension.ranks) for dimension in dimensions if dimension.is_copied]
     known = {dimension.ranks for dimension in dimensions}
@@ -124,14 +124,14 @@ def _num_copies(key: tuple[Any, Any] | None, groups: tuple[Ranks, ...]) -> int:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor; every process that has a part must call it."""
+    """The full tensor. Every process that has a shard must call it."""
     if is_dtensor(tensor):
         return tensor.full_tensor()  # type: ignore[attr-defined, no-any-return]
     return tensor.cpu() if is_spread(tensor) else tensor
 
 
 def shard_from_full(tensor: torch.Tensor, complete: torch.Tensor) -> torch.Tensor:
-    """A complete tensor, the same on all processes, split as another one is; every process must call it."""
+    """Shard a full tensor, the same on all processes, like `tensor`. Every process must call it."""
     if not is_dtensor(tensor):
         return xla.placed_like(tensor, complete) if xla.is_spmd() else complete
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -140,13 +140,13 @@ def shard_from_full(tensor: torch.Tensor, complete: torch.Tensor) -> torch.Tenso
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, where.device_mesh, where.placements)
     part = complete[tuple(slice(first, first + size) for size, first in zip(shape, offsets, strict=True))]
     result = from_local_like(tensor, part.to(to_local(tensor).device, copy=True).contiguous())
-    # a dimension that is split twice may have its parts in an order that is no slice
+    # the shards of a dimension that is sharded twice may not be slices
     is_doubtful = any(hasattr(placement, "split_factor") for placement in where.placements)
     if is_doubtful and not torch.equal(whole(result).cpu(), complete.cpu()):
-        raise ValueError(f"a tensor of the shape {tuple(tensor.shape)} cannot be split over {where.device_mesh}")
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} cannot be sharded over {where.device_mesh}")
     return result
 
 
 def any_dtensor(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether some of the tensors are split."""
+    """Whether some tensors are DTensors."""
     return any(map(is_dtensor, tensors))
