@@ -21,9 +21,10 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from variable_batch_size.cores.communicator import Communicator, is_running
-from variable_batch_size.cores.dtensor import any_dtensor, is_dtensor
+from variable_batch_size.cores.dtensor import is_dtensor
 from variable_batch_size.optim.proxy import optimizers_of
 from variable_batch_size.rules.rule import Rule
 
@@ -198,8 +199,8 @@ def _sort(found: Wrappers, candidates: Iterable[Any]) -> None:
     found.fsdp = _outer_first([one for one in things if isinstance(one, fsdp)], found.parameters)
     for module in found.fsdp:
         module.reshard()  # after a forward pass without a backward pass it may still be unsharded
-    inner = [part for module in [*found.ddp, *found.fsdp] for part in module.modules()]
-    found.sync_batch_norms = [one for one in _unique([*things, *inner]) if isinstance(one, SyncBatchNorm)]
+    norms = [*things, *(part for module in [*found.ddp, *found.fsdp] for part in module.modules())]
+    found.sync_batch_norms = _unique([one for one in norms if isinstance(one, SyncBatchNorm) and _has_some(one, own)])
     found.unsupported = [
         advice for kind, advice in unsupported.items() if any(isinstance(one, kind) for one in [found.model, *things])
     ]
@@ -223,8 +224,9 @@ def _kinds_to_search(found: Wrappers) -> list[type]:
     if not is_running():
         return [kind for kind in unsupported if not kind.__module__.startswith("torch.distributed")]
     uncovered = found.uncovered()
-    is_known = found.model is not None and not any_dtensor(uncovered) and not unsupported
-    if not uncovered or (is_known and not _are_hooked(uncovered)):
+    is_open = any(is_dtensor(p) or p.device.type == "xla" for p in uncovered)  # views of these are no trifle
+    is_open |= found.model is None or bool(unsupported)
+    if not uncovered or (not is_open and not _are_hooked(uncovered)):
         return []
     return [DistributedDataParallel, SyncBatchNorm, *([_FSDP2.kind] if _FSDP2.kind else []), *unsupported]
 
@@ -241,6 +243,7 @@ def _are_hooked(parameters: Iterable[torch.Tensor]) -> bool:
     return any(_notes(p).pop(key, False) for p in trained)
 
 
+@torch.enable_grad()  # type: ignore[no-untyped-call]
 def _notes(p: torch.Tensor) -> Any:
     node: Any = get_gradient_edge(p).node
     return node.metadata
@@ -425,7 +428,9 @@ def check_first_minibatch(optimizer: Any, wrappers: Wrappers, communicator: Comm
     if is_untouched:
         _refuse_replaced(wrappers.model, found, is_blind=is_blind)
     if left_out:
-        _refuse_other_optimizers(left_out, found, is_blind=is_blind, is_sharded=bool(wrappers.fsdp))
+        _refuse_other_optimizers(wrappers, [one for one in found if isinstance(one, Optimizer)])
+        if is_blind:
+            _watch_other_optimizers(wrappers)
     wrappers.is_checked = True
 
 
@@ -437,24 +442,30 @@ def _left_out(wrappers: Wrappers) -> set[torch.Tensor]:
     return {p for p in wrapped if p.requires_grad} - reduced
 
 
-def _refuse_other_optimizers(
-    left_out: set[torch.Tensor], found: list[Any], *, is_blind: bool, is_sharded: bool
-) -> None:
-    names = [
-        type(one).__name__
-        for one in found
-        if isinstance(one, Optimizer)
-        for group in getattr(one, "param_groups", ())  # an optimizer whose construction failed may have none
-        if not left_out.isdisjoint(group["params"])
-    ]
-    if is_blind:
-        names.append("an optimizer that gc.freeze() hides")
-    if names:
-        model = "a fully_shard model" if is_sharded else "a model whose DistributedDataParallel no longer reduces"
-        raise RuntimeError(
-            f"all trained parameters of {model} must belong to optimizers of this library, but {names[0]} has some: "
-            "pass both optimizers as a list, or call requires_grad_(False) on what is not trained"
-        )
+def _refuse_other_optimizers(wrappers: Wrappers, optimizers: Iterable[Any]) -> None:
+    left_out = _left_out(wrappers)
+    for one in optimizers:
+        groups = getattr(one, "param_groups", ())  # an optimizer whose construction failed may have none
+        if any(not left_out.isdisjoint(group["params"]) for group in groups):
+            model = (
+                "a fully_shard model" if wrappers.fsdp else "a model whose DistributedDataParallel no longer reduces"
+            )
+            raise RuntimeError(
+                f"all trained parameters of {model} must belong to optimizers of this library, but "
+                f"{type(one).__name__} has some: pass both optimizers as a list"
+            )
+
+
+def _watch_other_optimizers(wrappers: Wrappers) -> None:
+    """Check every optimizer when it makes a step, where ``gc.freeze()`` may have hidden some from the search."""
+    record = weakref.ref(wrappers)
+
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        own = record()
+        if own is not None:
+            _refuse_other_optimizers(own, [optimizer])
+
+    register_optimizer_step_pre_hook(check)
 
 
 def _refuse_replaced(model: torch.nn.Module | None, found: list[Any], *, is_blind: bool) -> None:
