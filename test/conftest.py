@@ -1,6 +1,5 @@
 """Fixtures that several test files share."""
 
-import gc
 import os
 import platform
 from importlib.util import find_spec
@@ -47,12 +46,6 @@ def pytest_unconfigure(config):
     num_left_out = sum(NO_WHEEL in str(report.longrepr) for report in skipped)
     if num_left_out:
         reporter.write_line(f"{num_left_out} XLA tests did not run: {NO_WHEEL}", yellow=True, bold=True)
-
-
-def pytest_collection_finish():
-    """Leave what was imported out of searches through all objects, of which optimizers make some: there is much."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -17,7 +17,7 @@ from variable_batch_size.cores.detect import everyone_for, running_cores
 from variable_batch_size.cores.process_group import SpmdHosts
 
 TRACE = [8, 24, 16] * 14
-FACTS_THAT_DIFFER = r"all cores must be set up alike, but they differ in ref_batchsize.*8 on core 0, 9 on core 1"
+FACTS_THAT_DIFFER = r"ranks must have the same settings, but differ in ref_batchsize.*8 on rank 0, 9 on rank 1"
 
 
 def be_a_host():

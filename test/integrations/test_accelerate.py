@@ -1,5 +1,7 @@
 """Accelerate: everything but its loader and scheduler, and the weights are those of a loop of one's own."""
 
+import gc
+
 import accelerate_runs
 import pytest
 import torch
@@ -46,7 +48,7 @@ def test_another_run_does_not_go_on(tmp_path, monkeypatch):
 def test_leaving_out_minibatches_that_the_optimizer_counts_is_refused():
     accelerator, session = prepared("linear", model_first=True)
     session.loader = accelerator.skip_first_batches(session.loader, 3)
-    with pytest.raises(RuntimeError, match="skip_first_batches would leave out minibatches that the optimizer counts"):
+    with pytest.raises(RuntimeError, match="skip_first_batches\\(\\) would skip minibatches that the optimizer counts"):
         session.train(accelerator.backward)
 
 
@@ -93,7 +95,7 @@ def test_it_is_refused_even_if_nothing_was_prepared():
     ("name", "message"),
     [
         ("optimizer", "was given an optimizer of this library, or its inner one"),
-        ("loader", "was given a loader that the sampler deals to already"),
+        ("loader", "was given a loader that is already sharded by its sampler"),
         ("scheduler", "was given a scheduler, which would count minibatches"),
     ],
 )
@@ -103,8 +105,29 @@ def test_what_the_accelerator_must_not_prepare_is_refused_at_the_first_step(name
     theirs = accelerator.prepare(getattr(session, name))
     next(iter(session.sampler))
     session.optimizer.set_epoch(0)
-    with pytest.raises(RuntimeError, match=f"{message}: call prepare"):
+    with pytest.raises(RuntimeError, match=f"{message}: use prepare"):
         session.optimizer.step()
+    del theirs
+
+
+def test_what_gc_freeze_may_hide_is_refused_unless_it_was_checked_before():
+    def first_step(session):
+        session.sampler.set_epoch(0)
+        session.optimizer.set_epoch(0)
+        next(iter(session.sampler))
+        session.optimizer.step()
+
+    accelerator = Accelerator(cpu=True)
+    checked, hidden = Session("linear"), Session("linear")
+    first_step(checked)
+    theirs = accelerator.prepare(hidden.optimizer)
+    gc.freeze()
+    try:
+        with pytest.raises(RuntimeError, match=r"^gc\.freeze\(\) may hide an optimizer or a loader that accelerator"):
+            first_step(hidden)
+        first_step(checked)
+    finally:
+        gc.unfreeze()
     del theirs
 
 
@@ -119,7 +142,7 @@ def test_neither_may_it_prepare_the_inner_optimizer_or_the_loader_of_a_stream():
     optimizer = vbs.LinearRuleOptimizer(inner, stream, ref_batchsize=4)
     accelerator.free_memory()
     theirs = accelerator.prepare(DataLoader(stream, batch_size=None))
-    with pytest.raises(RuntimeError, match="was given a loader that the stream deals to already"):
+    with pytest.raises(RuntimeError, match="was given a loader that is already sharded by its stream"):
         optimizer.step()
     del theirs
 

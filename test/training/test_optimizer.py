@@ -548,7 +548,7 @@ def test_wrong_options_are_refused(options, message):
 def test_a_sampler_for_other_cores_is_refused():
     model = nn.Linear(4, 3)
     sampler = vbs.CustomSampler(dataset_size=1000, trace=[64], minibatch_size=32, num_replicas=4, rank=1)
-    with pytest.raises(ValueError, match="the sampler is for core 1 of 4, but this is core 0 of 1"):
+    with pytest.raises(ValueError, match="the sampler is for rank 1 of 4, but this is rank 0 of 1"):
         vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=128)
 
 

@@ -9,7 +9,7 @@ import variable_batch_size as vbs
 
 
 def build(**different):
-    """An optimizer; on core 1 with other arguments."""
+    """An optimizer; on rank 1 with other arguments."""
     rank = dist.get_rank()
     how = {
         "trace": [8, 8],
@@ -45,15 +45,15 @@ def build(**different):
 
 
 DIFFERENT = [
-    ({"seed": 3}, "seed: 0 on core 0, 3 on core 1"),
-    ({"trace": [8, 16]}, "trace: 2 steps, sha256 .* on core 0, 2 steps, sha256 .* on core 1"),
-    ({"minibatch_size": 2}, "minibatch_size: 4 on core 0, 2 on core 1"),
-    ({"ref_batchsize": 16}, "ref_batchsize: 8 on core 0, 16 on core 1"),
-    ({"rule": "root"}, "rule: LinearRule on core 0, RootRule on core 1"),
-    ({"lr": 0.2}, "settings: .*0.1.* on core 0, .*0.2.* on core 1"),
-    ({"frozen": True}, r"frozen parameters: \[\] on core 0, \[3\] on core 1"),
-    ({"clip": 0.5}, "clip_grad_norm: None on core 0, 0.5 on core 1"),
-    ({"exact": True}, r"exact \(and in seed_minibatches, threads\): False on core 0, True on core 1"),
+    ({"seed": 3}, "seed: 0 on rank 0, 3 on rank 1"),
+    ({"trace": [8, 16]}, "trace: 2 steps, sha256 .* on rank 0, 2 steps, sha256 .* on rank 1"),
+    ({"minibatch_size": 2}, "minibatch_size: 4 on rank 0, 2 on rank 1"),
+    ({"ref_batchsize": 16}, "ref_batchsize: 8 on rank 0, 16 on rank 1"),
+    ({"rule": "root"}, "rule: LinearRule on rank 0, RootRule on rank 1"),
+    ({"lr": 0.2}, "settings: .*0.1.* on rank 0, .*0.2.* on rank 1"),
+    ({"frozen": True}, r"frozen parameters: \[\] on rank 0, \[3\] on rank 1"),
+    ({"clip": 0.5}, "clip_grad_norm: None on rank 0, 0.5 on rank 1"),
+    ({"exact": True}, r"exact \(and in seed_minibatches, threads\): False on rank 0, True on rank 1"),
     (
         {
             "options": {
@@ -66,9 +66,9 @@ DIFFERENT = [
             }
         },
         r"smooth_steps \(and in max_factor, skip_nonfinite, gradient_as_bucket_view, measure_noise, "
-        r"reduce_scatter_once\): 0 on core 0, 3 on core 1",
+        r"reduce_scatter_once\): 0 on rank 0, 3 on rank 1",
     ),
-    ({"seed": 3, "ref_batchsize": 16}, r"seed \(and in ref_batchsize\): 0 on core 0, 3 on core 1"),
+    ({"seed": 3, "ref_batchsize": 16}, r"seed \(and in ref_batchsize\): 0 on rank 0, 3 on rank 1"),
 ]
 
 
@@ -84,7 +84,7 @@ def messages():
 def test_cores_that_are_set_up_differently_say_so_all_of_them(on_cores):
     for found in on_cores(2, messages):
         for message, (_, expected) in zip(found, DIFFERENT, strict=True):
-            with pytest.raises(ValueError, match="all cores must be set up alike, but they differ in " + expected):
+            with pytest.raises(ValueError, match="ranks must have the same settings, but differ in " + expected):
                 raise ValueError(message)
 
 
@@ -99,7 +99,7 @@ def with_other_settings_of_the_rule():
 
 def test_the_settings_of_the_rule_are_compared_too(on_cores):
     for message in on_cores(2, with_other_settings_of_the_rule):
-        assert "settings of the rule: {'warmup_samples': 10} on core 0, {'warmup_samples': 11} on core 1" in message
+        assert "settings of the rule: {'warmup_samples': 10} on rank 0, {'warmup_samples': 11} on rank 1" in message
 
 
 def states():

@@ -22,20 +22,20 @@ def messages(*facts_of_cores):
 def test_every_core_says_in_what_they_differ_and_who_has_what():
     found = messages({"seed": 1, "rule": "linear"}, {"seed": 1, "rule": "root"}, {"seed": 1, "rule": "linear"})
     expected = (
-        "all cores must be set up alike, but they differ in rule: linear on core 0, root on core 1, linear on core 2"
+        "ranks must have the same settings, but differ in rule: linear on rank 0, root on rank 1, linear on rank 2"
     )
     assert found == [expected] * 3
 
 
 def test_the_first_difference_is_told_and_the_others_are_named():
     found = messages({"a": 1, "b": 2, "c": 3, "d": 4}, {"a": 1, "b": 7, "c": 8, "d": 9})
-    assert found == ["all cores must be set up alike, but they differ in b (and in c, d): 2 on core 0, 7 on core 1"] * 2
+    assert found == ["ranks must have the same settings, but differ in b (and in c, d): 2 on rank 0, 7 on rank 1"] * 2
 
 
 def test_a_long_text_is_cut_after_120_bytes_and_a_letter_cut_in_two_is_marked():
     found = messages({"settings": "é" * 59 + "xéy"}, {"settings": "short"})
     told = "é" * 59 + "x\N{REPLACEMENT CHARACTER}"
-    assert found[0].endswith(f"differ in settings: {told} on core 0, short on core 1")
+    assert found[0].endswith(f"differ in settings: {told} on rank 0, short on rank 1")
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, "1"), (True, 1), (0.1, 0.1 + 1e-16)])
@@ -66,9 +66,7 @@ def test_all_tensors_are_those_of_core_0(is_one_program):
 @pytest.mark.parametrize("is_one_program", [False, True])
 def test_cores_that_differ_do_not_begin(is_one_program):
     def run(core):
-        with pytest.raises(
-            ValueError, match=r"^all cores must be set up alike, but they differ in seed: 0 on core 0, 1"
-        ):
+        with pytest.raises(ValueError, match=r"^ranks must have the same settings, but differ in seed: 0 on rank 0, 1"):
             check_same_on_all_ranks({"seed": core.rank}, [torch.zeros(1)], core)()
 
     run_on(2, run, is_one_program=is_one_program)

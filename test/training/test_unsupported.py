@@ -207,31 +207,31 @@ def other_trace(group):
     return vbs.CustomSampler(dataset_size=16, trace=[8, 4 + 4 * rank], minibatch_size=4, process_group=group)
 
 
-ADDED = "parameters that are added must be split over the processes that others are split over, and in the same way"
+ADDED = "added parameters must be sharded over the same processes and in the same way as the others"
 EXPECTED = {
-    "fsdp1": "(FSDP1) reduces gradients in a way of its own: use fully_shard (FSDP2), which is in "
-    "torch.distributed.fsdp from torch 2.6 on",
-    "pipeline": "a pipeline's schedule runs the minibatches by itself",
+    "fsdp1": "(FSDP1) is not supported, because it reduces gradients in every backward pass: use fully_shard (FSDP2) "
+    "of torch.distributed.fsdp, available since torch 2.6",
+    "pipeline": "pipeline parallelism is not supported, because its schedule runs the minibatches itself",
     "split over cores": "Parameters are sharded over ranks that the sampler assigns different samples to.",
     "both over cores": "fully_shard must be over the 2 ranks that the sampler assigns different samples to.",
     "exact": "`exact` must be False for sharded parameters",
     "kept": "`lockstep` of the sampler must be False with `gradient_as_bucket_view`",
     "kept split": "`gradient_as_bucket_view` must be False for sharded parameters",
     "kept lockstep": "`lockstep` of the sampler must be False with `gradient_as_bucket_view`",
-    "adamscale": "AdamScaleRule needs whole second moments, and fully_shard splits them",
-    "adamscale zero": "AdamScaleRule needs all second moments, and ZeroRedundancyOptimizer has a part of them",
+    "adamscale": "AdamScaleRule needs the full second moments on every rank, but fully_shard shards them",
+    "adamscale zero": "needs the full second moments on every rank, but ZeroRedundancyOptimizer shards them",
     "read": "the sampler has been read already: make it with `lockstep=True`",
     "unseen": "fully_shard reduced the gradient of a parameter of shape (2, 2) without calling its hook.",
     "twice": "Cannot measure a gradient that fully_shard reduced in several parts.",
-    "partly": "all parameters must be in fully_shard or none, but 3 are not (of the shape (11, 8), (8,), (8,))",
-    "run before": "all parameters must be in fully_shard or none, but 3 are not (of the shape (11, 8), (8,), (8,))",
+    "partly": "either all parameters must be in fully_shard or none, but 3 are not (of shape (11, 8), (8,), (8,))",
+    "run before": "either all parameters must be in fully_shard or none, but 3 are not (of shape (11, 8), (8,), (8,))",
     "dropped": "With `reduce_scatter_once`, zero_grad() cannot drop the gradient of a minibatch that is not the first",
-    "other trace": "all cores must be set up alike, but they differ in trace",
+    "other trace": "ranks must have the same settings, but differ in trace",
     **dict.fromkeys(["split later", "both later", "sharded later", "sharded beside split"], ADDED),
-    "sharded since": "no parameter of the optimizer has a gradient, and a model is in fully_shard",
+    "sharded since": "no parameter of the optimizer has a gradient; fully_shard replaces the parameters of a model",
     "some weights": "`weight` must be passed on all ranks or on none, but 1 of 2 passed none.",
     "not reduced": "fully_shard has not reduced the gradients",
-    "foreign": "SGD trains parameters of a model in fully_shard, and an optimizer of this library the others",
+    "foreign": "parameters of a fully_shard model must belong to optimizers of this library, but SGD has some",
 }
 
 
@@ -258,5 +258,7 @@ def test_a_deepspeed_engine_is_refused(monkeypatch):
     module.DeepSpeedEngine = DeepSpeedEngine
     monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", module)
     engine = DeepSpeedEngine(nn.Linear(2, 2))
-    assert "a DeepSpeed engine accumulates, reduces and updates by itself" in message(engine)
-    assert "a DeepSpeed engine accumulates, reduces and updates by itself" in message(engine.module)
+    assert "a DeepSpeed engine is not supported, because it accumulates, reduces and updates itself" in message(engine)
+    assert "a DeepSpeed engine is not supported, because it accumulates, reduces and updates itself" in message(
+        engine.module
+    )

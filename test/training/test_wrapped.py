@@ -107,8 +107,11 @@ def test_a_wrapped_model_trains_as_an_unwrapped_one(on_cores, cores):
             assert gain == (None if plain_gain is None else pytest.approx(plain_gain, rel=1e-9))
         assert "wrapped in DistributedDataParallel after the optimizer was made" in late
         assert "wrapped in DistributedDataParallel after the optimizer was made" in again
-        assert "a DistributedDataParallel with static_graph=True always reduces" in static
-        assert "SGD trains parameters of a model in DistributedDataParallel that nobody reduces" in rest
+        assert "DistributedDataParallel(static_graph=True) reduces in every backward pass" in static
+        assert (
+            "DistributedDataParallel no longer reduces must belong to optimizers of this library, but SGD has some"
+            in rest
+        )
 
 
 def with_a_wrapped_group_added():
@@ -145,4 +148,4 @@ def message_about_synchronised_norm():
 
 def test_a_norm_that_waits_for_all_cores_in_every_minibatch_is_refused(on_cores):
     for message in on_cores(2, message_about_synchronised_norm):
-        assert "SyncBatchNorm waits for all cores in every minibatch" in message
+        assert "SyncBatchNorm waits for all ranks in every minibatch" in message

@@ -18,7 +18,7 @@ from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.integrations.common import load_state, state_of
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.proxy import optimizers_of
-from variable_batch_size.optim.wrappers import disable_ddp_allreduce
+from variable_batch_size.optim.wrappers import wrapped_by_framework
 
 
 class UpdateCountingOptimizer(Optimizer):
@@ -107,7 +107,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     # the model first, as the optimizer must see how it is wrapped
     ready = [accelerator.prepare(thing) if isinstance(thing, torch.nn.Module) else thing for thing in objects]
     parameters = list(optimizer.parameters())
-    disable_ddp_allreduce(parameters, communicator_for(parameters, optimizer.sampler.process_group))
+    wrapped_by_framework(optimizer._wrappers, communicator_for(parameters, optimizer.sampler.process_group))
     optimizer.register_step_pre_hook(_refuse_other_loaders)
     accelerator.register_for_checkpointing(SavedOptimizer(optimizer))
     ready = [_prepared(accelerator, optimizer, thing) for thing in ready]

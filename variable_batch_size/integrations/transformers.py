@@ -18,7 +18,7 @@ from variable_batch_size.integrations.accelerate import UpdateCountingOptimizer
 from variable_batch_size.integrations.common import Extent, Steps, extent_of_epochs, extent_of_steps
 from variable_batch_size.optim.lr_scheduler import epochs
 from variable_batch_size.optim.optimizer import CustomOptimizer, Options
-from variable_batch_size.optim.wrappers import disable_ddp_allreduce
+from variable_batch_size.optim.wrappers import wrapped_by_framework
 from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.schedules.batch_sizes import OnEnd
@@ -295,7 +295,9 @@ class _Position(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer = self._optimizer
         parameters = list(optimizer.parameters())
-        disable_ddp_allreduce(parameters, communicator_for(parameters))  # the model was wrapped after it was made
+        wrapped_by_framework(
+            optimizer._wrappers, communicator_for(parameters)
+        )  # the model was wrapped after it was made
         if not state.global_step:
             optimizer.set_epoch(0)
         steps = optimizer.sampler.schedule.steps(optimizer.epoch)

@@ -30,7 +30,7 @@ from variable_batch_size.optim.policy_driver import Record, driver_for
 from variable_batch_size.optim.proxy import Inner, OptimizerProxy, name_of, optimizers_of
 from variable_batch_size.optim.seeding import MinibatchSeeder
 from variable_batch_size.optim.token_weights import TokenWeights, Weight
-from variable_batch_size.optim.wrappers import is_fully_sharded, refuse_other_reductions
+from variable_batch_size.optim.wrappers import check_first_minibatch, find_wrappers
 from variable_batch_size.rules.adascale import NoiseRule
 from variable_batch_size.rules.noise import Noise, NoiseMeter
 from variable_batch_size.rules.per_optimizer import PerOptimizerRule
@@ -152,8 +152,8 @@ class CustomOptimizer(OptimizerProxy):
         self._lr_scaler = LRScaler(self.rule, smooth_steps=smooth_steps, max_factor=max_factor)
         self._own_meter = NoiseMeter() if measure_noise and not isinstance(self.rule, NoiseRule) else None
         self._init_counters()
-        self._is_sharded = is_fully_sharded(self.parameters())
-        if self._is_sharded:
+        self._wrappers = find_wrappers(self.parameters(), model)
+        if self._wrappers.fsdp:
             sampler.run_in_lockstep()
         self._fingerprint = fingerprint_of(sampler, self.rule, self.inner, self.ref_batchsize)
         self._driver = driver_for(self)  # a policy decides the first batch sizes
@@ -162,12 +162,13 @@ class CustomOptimizer(OptimizerProxy):
         self._communicator = communicator_for(self.parameters(), sampler.process_group)
         options |= {"skip_nonfinite": self.skip_nonfinite, "seed_minibatches": self.seeds_minibatches}
         compared = {name: value for name, value in options.items() if name not in _PER_RANK}
-        finish_checks = sync_and_check_ranks(self, self._communicator, model, compared)
+        finish_checks = sync_and_check_ranks(self, self._wrappers, self._communicator, compared)
         self._preconditioner = Preconditioner(self.inner) if self.rule.preconditions else None
         self._accumulator = make_accumulator(
             self.inner,
             self._communicator,
             sampler=sampler,
+            wrappers=self._wrappers,
             measures=measures,
             divisors=None if self._preconditioner is None else self._preconditioner.divisors,
             sums_gradients=self.rule.sums_gradients,
@@ -194,7 +195,7 @@ class CustomOptimizer(OptimizerProxy):
     def _init_minibatches(self, model: torch.nn.Module | None, *, is_summed: bool, measures: bool) -> None:
         """What happens before and after each minibatch."""
         sampler, parameters = self.sampler, self.parameters
-        everyone = everyone_for(parameters(), sampler.process_group) if self._is_sharded else None
+        everyone = everyone_for(parameters(), sampler.process_group) if self._wrappers.fsdp else None
         self._loss_scale = LossScale(parameters, is_summed=is_summed, everyone=everyone, measures=measures)
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
         self._seeder = MinibatchSeeder(self.seeds_minibatches, sampler, self._cursor, next(parameters()), model)
@@ -275,7 +276,7 @@ class CustomOptimizer(OptimizerProxy):
                 "loop, and with a framework its integration from variable_batch_size.integrations, such as the "
                 "callback for Lightning"
             )
-        refuse_other_reductions(self.parameters(), self._communicator)
+        check_first_minibatch(self, self._wrappers, self._communicator)
         self.sampler.note_step()
         self._is_scaled = False
         if not self._communicator.is_one_program:
@@ -570,7 +571,7 @@ class CustomOptimizer(OptimizerProxy):
         with rollback_param_groups(self.inner):
             self.inner.add_param_group(param_group)
             added = self.inner.param_groups[-1]["params"]
-            sync_added_params(added, before, self._communicator, self.sampler.process_group)
+            sync_added_params(added, before, self._wrappers, self._communicator, self.sampler.process_group)
             for p in added:
                 p.grad = None  # of earlier minibatches
             self._accumulator.rebuild()

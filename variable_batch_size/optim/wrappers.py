@@ -1,173 +1,329 @@
-"""Finds what else reduces or shards the gradients: DDP, fully_shard, Accelerate, and unsupported wrappers."""
+"""Finds what else reduces, shards or counts the gradients of an optimizer: DDP, fully_shard, Accelerate, and others.
+
+A parameter has no reference to the modules around it: they are looked for in the model that the user passed, and on the
+heap only if that is not enough. ``gc.freeze()`` hides objects from a search of the heap: doubtful cases are refused.
+"""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import SyncBatchNorm
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from variable_batch_size.cores.communicator import Communicator, is_running
-from variable_batch_size.cores.dtensor import any_dtensor, is_dtensor
-from variable_batch_size.optim.proxy import OptimizerProxy, optimizers_of
+from variable_batch_size.cores.dtensor import is_dtensor
+from variable_batch_size.optim.proxy import optimizers_of
 from variable_batch_size.rules.rule import Rule
-
-Kind = TypeVar("Kind")
-
-
-def alive(*kinds: type[Kind]) -> list[Kind]:
-    """All objects of a kind, or of one of several, in no order: an object refers to its class."""
-    known: list[type] = [*kinds]
-    for one in known:
-        known += type.__subclasses__(one)
-    return [thing for thing in gc.get_referrers(*known) if issubclass(type(thing), kinds)]
-
-
-def owners(*kinds: type[Kind], parameters: Iterable[torch.Tensor]) -> list[Kind]:
-    """The modules of a kind, or of one of several, that have some of the parameters, in no order."""
-    own = set(parameters)
-    return [thing for thing in alive(*kinds) if not own.isdisjoint(_parameters_of(thing))]
-
-
-def _parameters_of(thing: object) -> Iterable[torch.Tensor]:
-    module = getattr(thing, "submod", thing)  # as a stage of a pipeline has it
-    return module.parameters() if isinstance(module, torch.nn.Module) else ()
-
-
-_INSTEAD = (
-    "call prepare(accelerator, …) of variable_batch_size.integrations.accelerate instead, and in Transformers take the "
-    "VariableBatchTrainer of variable_batch_size.integrations.transformers"
-)
-
-_OPTIMIZER = f"accelerator.prepare was given an optimizer of this library, or its inner one: {_INSTEAD}"
-_SCHEDULER = f"accelerator.prepare was given a scheduler, which would count minibatches: {_INSTEAD}"
-_LOADER = f"accelerator.prepare was given a loader that the sampler deals to already: {_INSTEAD}"
-_STREAM = f"accelerator.prepare was given a loader that the stream deals to already: {_INSTEAD}"
-_SKIP = (
-    "skip_first_batches would leave out minibatches that the optimizer counts: `for epoch in vbs.epochs(optimizer, …)` "
-    "goes on behind the step that was saved, without it"
-)
-
-# why it is wrong, what Accelerate makes, and the name under which that has what it is made of
-_MADE = (
-    (_OPTIMIZER, "optimizer", "AcceleratedOptimizer", "optimizer"),
-    (_SCHEDULER, "scheduler", "AcceleratedScheduler", "scheduler"),
-    (_LOADER, "data_loader", "DataLoaderShard", "batch_sampler"),
-    (_LOADER, "data_loader", "DataLoaderDispatcher", "batch_sampler"),
-    (_STREAM, "data_loader", "DataLoaderShard", "dataset"),
-    (_STREAM, "data_loader", "DataLoaderDispatcher", "dataset"),
-    (_SKIP, "data_loader", "SkipBatchSampler", "batch_sampler"),
-    (_SKIP, "data_loader", "SkipDataLoader", "dataset"),
-)
-
-
-def refuse_prepared(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise if Accelerate was given the optimizer, the loader or a scheduler of these parameters.
-
-    The prepared optimizer leaves out minibatches where Accelerate accumulates, the loader is dealt out a second time,
-    and the scheduler makes a step for each minibatch of each process.
-    """
-    if "accelerate.accelerator" not in sys.modules:
-        return
-    kinds = [getattr(sys.modules[f"accelerate.{module}"], kind) for _, module, kind, _ in _MADE]
-    things = alive(OptimizerProxy, *kinds)  # all in one search, which goes through everything there is
-    own = _of(set(parameters), things)
-    for kind, (sentence, _, _, name) in zip(kinds, _MADE, strict=True):
-        theirs = [thing for thing in things if issubclass(type(thing), kind)]
-        if any(_has(thing, name, own) or any(thing is one for one in own) for thing in theirs):
-            raise RuntimeError(sentence)
-    _refuse_accumulation(sys.modules["accelerate.state"].GradientState)
-
-
-def _of(parameters: set[torch.Tensor], things: list[Any]) -> list[Any]:
-    """The optimizers of this library that have some of the parameters, their inner ones, and their samplers."""
-    own = [thing for thing in things if isinstance(thing, OptimizerProxy) and hasattr(thing, "inner")]
-    own = [one for one in own if not parameters.isdisjoint(one.parameters())]
-    inner = [thing for one in own for thing in (one.inner, *optimizers_of(one.inner))]
-    return [*own, *inner, *(one.sampler for one in own if hasattr(one, "sampler"))]
-
-
-def _has(prepared: Any, name: str, own: list[Any]) -> bool:
-    """Whether what was prepared is made of one of these things, of a scheduler of one, or of its part for a process."""
-    made_of = getattr(prepared, name, None)
-    made_of = getattr(made_of, "optimizer" if name == "scheduler" else name, made_of)
-    return any(made_of is thing for thing in own)
-
-
-def _refuse_accumulation(state: Any) -> None:
-    if state._shared_state and state().num_steps != 1:
-        raise RuntimeError(
-            f"Accelerate's `gradient_accumulation_steps` must be 1, got {state().num_steps}: the trace says how many "
-            "minibatches make up a step"
-        )
-
 
 Pair = tuple[torch.nn.Parameter, torch.nn.Parameter]
 
 
-def is_fully_sharded(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether some of the parameters are in ``fully_shard``."""
-    return bool(sharding_modules(list(parameters)))
+class Foreign(NamedTuple):
+    """A class that is looked up only if its module was imported: otherwise there are no instances.
 
-
-def sharding_modules(parameters: Sequence[torch.Tensor]) -> list[Any]:
-    """The modules that ``fully_shard`` was applied to and that have some of the parameters, the outer before the inner.
-
-    In the same order on all cores, as what they do with their parameters they do together.
+    Args:
+        advice: what is wrong with it, and what to do instead.
+        holds: the attribute with what it was made from.
     """
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if kind is None or not any_dtensor(parameters):
+
+    module: str
+    name: str
+    advice: str = ""
+    holds: str = ""
+
+    @property
+    def kind(self) -> Any:
+        """The class; None if its module was not imported."""
+        return getattr(sys.modules.get(self.module), self.name, None)
+
+
+_FSDP2 = Foreign("torch.distributed.fsdp", "FSDPModule")
+_ZERO = Foreign("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
+_FSDP1 = (
+    "FullyShardedDataParallel (FSDP1) is not supported, because it reduces gradients in every backward pass: use "
+    "fully_shard (FSDP2) of torch.distributed.fsdp, available since torch 2.6"
+)
+_UNSUPPORTED = [
+    Foreign(
+        "torch.distributed.pipelining.stage",
+        "_PipelineStageBase",
+        "pipeline parallelism is not supported, because its schedule runs the minibatches itself: use fully_shard or "
+        "tensor parallelism for a model that does not fit on one device",
+    ),
+    Foreign(
+        "torch.distributed._composable.fsdp",
+        "FSDPModule",
+        "fully_shard must be that of torch.distributed.fsdp, available since torch 2.6",
+    ),
+    Foreign(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine",
+        "a DeepSpeed engine is not supported, because it accumulates, reduces and updates itself: train the plain "
+        "model, with fully_shard if it does not fit on one device",
+    ),
+    Foreign(
+        "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel",
+        "XlaFullyShardedDataParallel",
+        "XlaFullyShardedDataParallel is not supported, because it reduces gradients in every minibatch: use XLA's SPMD "
+        "mode for a model that does not fit on one core",
+    ),
+]
+
+_USE_INTEGRATION = (
+    "use prepare(accelerator, …) of variable_batch_size.integrations.accelerate instead, or in Transformers the "
+    "VariableBatchTrainer of variable_batch_size.integrations.transformers"
+)
+_LOADER = f"accelerator.prepare() was given a loader that is already sharded by its sampler: {_USE_INTEGRATION}"
+_STREAM = f"accelerator.prepare() was given a loader that is already sharded by its stream: {_USE_INTEGRATION}"
+_OPTIMIZER = f"accelerator.prepare() was given an optimizer of this library, or its inner one: {_USE_INTEGRATION}"
+_SCHEDULER = f"accelerator.prepare() was given a scheduler, which would count minibatches: {_USE_INTEGRATION}"
+_SKIP = (
+    "skip_first_batches() would skip minibatches that the optimizer counts: resume with "
+    "`for epoch in vbs.epochs(optimizer, …)`, which starts after the saved step"
+)
+_ACCELERATE = [
+    Foreign("accelerate.optimizer", "AcceleratedOptimizer", _OPTIMIZER, "optimizer"),
+    Foreign("accelerate.scheduler", "AcceleratedScheduler", _SCHEDULER, "scheduler"),
+    Foreign("accelerate.data_loader", "DataLoaderShard", _LOADER, "batch_sampler"),
+    Foreign("accelerate.data_loader", "DataLoaderDispatcher", _LOADER, "batch_sampler"),
+    Foreign("accelerate.data_loader", "DataLoaderShard", _STREAM, "dataset"),
+    Foreign("accelerate.data_loader", "DataLoaderDispatcher", _STREAM, "dataset"),
+    Foreign("accelerate.data_loader", "SkipBatchSampler", _SKIP, "batch_sampler"),
+    Foreign("accelerate.data_loader", "SkipDataLoader", _SKIP, "dataset"),
+]
+
+
+def is_zero(inner: Any) -> bool:
+    """Whether an optimizer is a ZeroRedundancyOptimizer, which shards its state."""
+    return isinstance(inner, _ZERO.kind or ())
+
+
+def forget_partition(zero: Any) -> None:
+    """Let a ZeroRedundancyOptimizer assign its parameters to ranks again."""
+    zero._clear_cache()
+
+
+@dataclass(eq=False)
+class Wrappers:
+    """What else reduces or shards the gradients of an optimizer's parameters.
+
+    Args:
+        model: as the user passed it; None if it was not passed.
+        fsdp: the modules of fully_shard, outer before inner, in the same order on all ranks, as they run collectives.
+        unsupported: advice for each wrapper that is not supported.
+        is_prepared: whether an integration has prepared the optimizer for its framework.
+        is_checked: whether the first minibatch of a pass has been checked.
+    """
+
+    parameters: list[torch.Tensor]
+    model: torch.nn.Module | None
+    ddp: list[DistributedDataParallel] = field(default_factory=list)
+    fsdp: list[Any] = field(default_factory=list)
+    sync_batch_norms: list[SyncBatchNorm] = field(default_factory=list)
+    unsupported: list[str] = field(default_factory=list)
+    is_prepared: bool = False
+    is_checked: bool = False
+
+    def uncovered(self) -> list[torch.Tensor]:
+        """The parameters that are in none of these DistributedDataParallel and fully_shard modules."""
+        covered = {p for module in [*self.ddp, *self.fsdp] for p in _sharded_parameters(module)}
+        return [p for p in self.parameters if p not in covered]
+
+    def update(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Find again, after parameters were added or the model was wrapped."""
+        found = find_wrappers(parameters, self.model)
+        found.is_prepared, found.is_checked = self.is_prepared, self.is_checked
+        self.__dict__.update(vars(found))
+
+
+_records: weakref.WeakSet[Wrappers] = weakref.WeakSet()
+_ddp_made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # since the first optimizer
+
+
+def find_wrappers(parameters: Iterable[torch.Tensor], model: torch.nn.Module | None = None) -> Wrappers:
+    """Find what wraps some parameters: first in the model, then on the heap if something may be missing.
+
+    Raises:
+        RuntimeError: if ``gc.freeze()`` may have hidden something from the search of the heap.
+    """
+    if is_running():
+        _watch_for_ddp()
+    found = Wrappers(list(parameters), model)
+    candidates = [*(model.modules() if model is not None else ()), *_ddp_made]
+    _sort(found, candidates)
+    kinds = _kinds_to_search(found)
+    if kinds:
+        _sort(found, [*candidates, *alive(*kinds)])
+        _refuse_hidden(found)
+    _records.add(found)
+    return found
+
+
+@cache
+def _watch_for_ddp() -> None:
+    """Note every DistributedDataParallel from now on: a model may be wrapped after the optimizer was made."""
+
+    def note(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel):
+            _ddp_made.add(module)
+
+    register_module_module_registration_hook(note)
+
+
+def alive(*kinds: type) -> list[Any]:
+    """All objects of some classes, in no order, from one search of the heap: an object refers to its class."""
+    classes = [*kinds]
+    for one in classes:
+        classes += type.__subclasses__(one)
+    return [thing for thing in gc.get_referrers(*classes) if issubclass(type(thing), kinds)]
+
+
+def _sort(found: Wrappers, candidates: Iterable[Any]) -> None:
+    own, unsupported, fsdp = set(found.parameters), _unsupported(), _FSDP2.kind or ()
+    known = (DistributedDataParallel, SyncBatchNorm, *unsupported, *([fsdp] if fsdp else []))
+    things = _unique([one for one in candidates if isinstance(one, known) and _has_some(one, own)])
+    found.ddp = [one for one in things if isinstance(one, DistributedDataParallel)]
+    found.fsdp = _outer_first([one for one in things if isinstance(one, fsdp)], found.parameters)
+    for module in found.fsdp:
+        module.reshard()  # after a forward pass without a backward pass it may still be unsharded
+    norms = [*things, *(part for module in [*found.ddp, *found.fsdp] for part in module.modules())]
+    found.sync_batch_norms = _unique([one for one in norms if isinstance(one, SyncBatchNorm) and _has_some(one, own)])
+    found.unsupported = [
+        advice for kind, advice in unsupported.items() if any(isinstance(one, kind) for one in [found.model, *things])
+    ]
+    if any(getattr(p, "_fsdp_flattened", False) for p in own):
+        found.unsupported.append(_FSDP1)
+
+
+def _unsupported() -> dict[type, str]:
+    """The advice for each of these classes whose module was imported; since torch 2.6 both FSDPModules are the same."""
+    return {row.kind: row.advice for row in _UNSUPPORTED if row.kind not in (None, _FSDP2.kind)}
+
+
+def _has_some(thing: Any, parameters: set[torch.Tensor]) -> bool:
+    module = getattr(thing, "submod", thing)  # of a pipeline stage
+    return not parameters.isdisjoint(_sharded_parameters(module))
+
+
+def _kinds_to_search(found: Wrappers) -> list[type]:
+    """The classes to search the heap for; none if nothing can be missing."""
+    unsupported = list(_unsupported())
+    if not is_running():
+        return [kind for kind in unsupported if not kind.__module__.startswith("torch.distributed")]
+    uncovered = found.uncovered()
+    is_open = any(is_dtensor(p) or p.device.type == "xla" for p in uncovered)  # views of these are no trifle
+    is_open |= found.model is None or bool(unsupported)
+    if not uncovered or (not is_open and not _are_hooked(uncovered)):
         return []
+    return [DistributedDataParallel, SyncBatchNorm, *([_FSDP2.kind] if _FSDP2.kind else []), *unsupported]
+
+
+def _are_hooked(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether something keeps the AccumulateGrad node of a parameter alive, as the reducer of DDP does for its hooks.
+
+    Otherwise the node, and what is noted in it, is gone when nothing refers to it. A graph that is still in use keeps
+    it alive, too, so that only a negative answer is certain.
+    """
+    key, trained = "variable_batch_size", [p for p in parameters if p.requires_grad and p.is_leaf]
+    for p in trained:
+        _notes(p)[key] = True
+    return any(_notes(p).pop(key, False) for p in trained)
+
+
+@torch.enable_grad()  # type: ignore[no-untyped-call]
+def _notes(p: torch.Tensor) -> Any:
+    node: Any = get_gradient_edge(p).node
+    return node.metadata
+
+
+def _refuse_hidden(found: Wrappers) -> None:
+    if not gc.get_freeze_count() or not is_running() or dist.get_world_size() == 1:
+        return
+    uncovered = found.uncovered()
+    may_have_norms = found.model is None and any(p.device.type not in ("cpu", "xla") for p in uncovered)
+    if may_have_norms or _are_hooked(uncovered):  # SyncBatchNorm itself refuses to train on a CPU
+        raise RuntimeError(
+            "gc.freeze() hides the modules around the parameters, such as a DistributedDataParallel: pass the wrapped "
+            "model as `model=`, or call gc.freeze() after the optimizer is made"
+        )
+
+
+def _unique(things: Iterable[Any]) -> list[Any]:
+    return list({id(thing): thing for thing in things}.values())
+
+
+def disable_ddp_allreduce(wrappers: Wrappers, communicator: Communicator) -> None:
+    """Switch off the all-reduce of every DistributedDataParallel that was found.
+
+    It averages over all processes in every backward pass. That is wrong if they have different numbers of minibatches,
+    and hangs if some have none.
+    """
+    is_alone = communicator.num_replicas == 1
+    for ddp in wrappers.ddp:
+        if ddp.static_graph:
+            if is_alone:
+                continue
+            raise ValueError(
+                "DistributedDataParallel(static_graph=True) reduces in every backward pass: wrap the model without it"
+            )
+        ddp.require_backward_grad_sync = False
+        ddp.register_forward_pre_hook(_disable_before_forward)  # loops that accumulate switch it on again
+    if wrappers.sync_batch_norms and not is_alone:
+        raise ValueError(
+            "SyncBatchNorm waits for all ranks in every minibatch, but they may have different numbers of minibatches: "
+            "use BatchNorm"
+        )
+
+
+def _disable_before_forward(ddp: DistributedDataParallel, args: Any) -> None:
+    ddp.require_backward_grad_sync = False
+
+
+def wrapped_by_framework(wrappers: Wrappers, communicator: Communicator) -> None:
+    """Find wrappers again after an integration has let its framework wrap the model, and switch DDP off."""
+    wrappers.update(wrappers.parameters)
+    wrappers.is_prepared = True
+    disable_ddp_allreduce(wrappers, communicator)
+
+
+def _sharded_parameters(module: torch.nn.Module) -> set[torch.Tensor]:
+    """The parameters of a module; with fully_shard the sharded ones, even while the module shows the full ones."""
+    return {*module.parameters(), *(state.sharded_param for state in _fsdp_states(module.modules()))}
+
+
+def _outer_first(modules: list[Any], parameters: list[torch.Tensor]) -> list[Any]:
     places = {id(p): place for place, p in enumerate(parameters)}
 
     def key(module: Any) -> tuple[int, int, int]:
-        own = [places[id(p)] for p in module.parameters() if id(p) in places]
-        return min(own), -len(own), -len(list(module.modules()))
+        own = [places[id(p)] for p in _sharded_parameters(module) if id(p) in places]
+        return min(own, default=-1), -len(own), -len(list(module.modules()))
 
-    for module in alive(kind):
-        module.reshard()  # one that has run without a backward pass may still show its whole parameters
-    return sorted(owners(kind, parameters=parameters), key=key)
-
-
-def refuse_sharded_since(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise, after a backward pass, if parameters have no gradients because a model in ``fully_shard`` has others."""
-    parameters = list(parameters)
-    if any_dtensor(parameters) or any(p.grad is not None for p in parameters):
-        return
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if kind is not None and alive(kind):
-        raise RuntimeError(
-            "no parameter of the optimizer has a gradient, and a model is in fully_shard, which gives it other "
-            "parameters: apply it first, then make the optimizer from model.parameters(), before the model runs"
-        )
-
-
-def refuse_left_out(others: Collection[torch.Tensor]) -> None:
-    """Raise if there are parameters that are not in ``fully_shard``, where others are."""
-    if others:
-        shapes = ", ".join(str(tuple(p.shape)) for p in list(others)[:3])
-        raise ValueError(
-            f"all parameters must be in fully_shard or none, but {len(others)} are not (of the shape {shapes}"
-            f"{'…' if len(others) > 3 else ''}): apply it to the outermost module, too, then make the inner optimizer, "
-            "before the model runs"
-        )
+    return sorted(modules, key=key)
 
 
 def outermost(modules: list[Any]) -> list[Any]:
-    """Those of some modules that are in no other of them."""
+    """Those modules that are in no other of them."""
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
     return [module for module in modules if id(module) not in inner]
 
 
 def with_whole_parameters(modules: list[Any]) -> Iterator[Pair]:
-    """Each parameter of the modules with the one that these run with, whose gradient is that of this core alone.
+    """Each sharded parameter with its unsharded one, which is the same object for the whole run.
 
-    These stay the same objects for the whole run. Every core must call it; one module at a time has all values.
+    It unshards one module at a time. Every rank must call it.
     """
     for module in modules:
         sharded = dict(module.named_parameters())
@@ -180,177 +336,161 @@ def with_whole_parameters(modules: list[Any]) -> Iterator[Pair]:
 
 
 def can_keep_unreduced(modules: list[Any]) -> bool:
-    """Whether gradients that modules keep from one backward pass to the next can be reached, to be dropped."""
-    return all(hasattr(one, "unsharded_accumulated_grad") for one in _states(modules)) and bool(_states(modules))
+    """Whether gradients that FSDP has not reduced yet can be reached in this version of torch, to be dropped."""
+    states = _fsdp_states(modules)
+    return bool(states) and all(hasattr(state, "unsharded_accumulated_grad") for state in states)
 
 
 def forget_unreduced(modules: list[Any]) -> None:
-    """Drop the gradients that modules keep from one backward pass to the next."""
-    for one in _states(modules):
-        one.unsharded_accumulated_grad = None
-        if hasattr(one, "_unsharded_param"):
-            one._unsharded_param.grad = None
+    """Drop the gradients that FSDP has not reduced yet."""
+    for state in _fsdp_states(modules):
+        state.unsharded_accumulated_grad = None
+        if hasattr(state, "_unsharded_param"):
+            state._unsharded_param.grad = None
 
 
 def has_unreduced(modules: list[Any]) -> bool:
-    """Whether modules keep gradients for the next backward pass, as far as that can be seen."""
-    kept = [(one.unsharded_accumulated_grad, getattr(one, "_unsharded_param", None)) for one in _states(modules)]
-    return any(summed is not None or (whole is not None and whole.grad is not None) for summed, whole in kept)
+    """Whether FSDP has gradients that it has not reduced yet."""
+    kept = [(s.unsharded_accumulated_grad, getattr(s, "_unsharded_param", None)) for s in _fsdp_states(modules)]
+    return any(summed is not None or (full is not None and full.grad is not None) for summed, full in kept)
 
 
-def _states(modules: list[Any]) -> list[Any]:
-    """What ``fully_shard`` knows of each parameter: there is no public way to what it has not reduced."""
+def _fsdp_states(modules: Iterable[Any]) -> list[Any]:
+    """FSDP's private state of each parameter; there is no public API for unreduced gradients."""
     states = [module._get_fsdp_state() for module in modules if hasattr(module, "_get_fsdp_state")]
     groups = [
         group
         for state in states
         for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     ]
-    return [one for group in groups if group is not None for one in group.fsdp_params]
+    return [state for group in groups if group is not None for state in group.fsdp_params]
 
 
-_WRAPPERS = [
-    (
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        "FullyShardedDataParallel",
-        "FullyShardedDataParallel (FSDP1) reduces gradients in a way of its own: use fully_shard (FSDP2), which is in "
-        "torch.distributed.fsdp from torch 2.6 on",
-    ),
-    (
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine",
-        "a DeepSpeed engine accumulates, reduces and updates by itself: train the plain model, in fully_shard if it "
-        "does not fit one device",
-    ),
-    (
-        "torch.distributed.pipelining.stage",
-        "_PipelineStageBase",
-        "a pipeline's schedule runs the minibatches by itself: use fully_shard or tensor parallelism for what does not "
-        "fit one device",
-    ),
-    (
-        "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel",
-        "XlaFullyShardedDataParallel",
-        "XlaFullyShardedDataParallel reduces gradients in every minibatch: use XLA's SPMD for what does not fit one "
-        "core",
-    ),
-    (
-        "torch.distributed._composable.fsdp",
-        "FSDPModule",
-        "fully_shard must be that of torch.distributed.fsdp, which is there from torch 2.6 on",
-    ),
-]
-"""Module, class and sentence. Where nobody has imported the module, there are no objects of the class."""
-
-
-def refuse_unsupported(parameters: Iterable[torch.Tensor], model: torch.nn.Module | None) -> None:
-    """Raise if some of the parameters, or the model, are in a wrapper that is not supported."""
-    parameters, sentences = list(parameters), {}
-    supported = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # which has an older name, too
-    for module, name, sentence in _WRAPPERS:
-        kind = getattr(sys.modules.get(module), name, None)
-        if kind is not None and kind is not supported:
-            sentences[kind] = sentence
-    found = [model, *(owners(*sentences, parameters=parameters) if sentences else ())]
-    for kind, sentence in sentences.items():
-        if any(isinstance(thing, kind) for thing in found):
-            raise ValueError(sentence)
-    if is_fully_sharded(parameters):
-        refuse_left_out([p for p in parameters if not is_dtensor(p)])
-
-
-def refuse_spread_moments(rule: Rule, inner: Optimizer) -> None:
-    """Raise if the rule needs Adam's second moments and these are not all on each core."""
-    if not rule.preconditions:
-        return
-    name = type(rule).__name__
-    if is_fully_sharded(p for group in inner.param_groups for p in group["params"]):
+def refuse_unsupported(wrappers: Wrappers, rule: Rule, inner: Optimizer) -> None:
+    """Raise if a wrapper is not supported, or not together with the rule."""
+    if wrappers.unsupported:
+        raise ValueError(wrappers.unsupported[0])
+    if wrappers.fsdp:
+        refuse_left_out([p for p in wrappers.parameters if not is_dtensor(p)])
+    if rule.preconditions and (wrappers.fsdp or any(map(is_zero, optimizers_of(inner)))):
+        sharded = "fully_shard" if wrappers.fsdp else "ZeroRedundancyOptimizer"
         raise ValueError(
-            f"{name} needs whole second moments, and fully_shard splits them: use AdaScaleRule or AdamRule"
-        )
-    if any(is_zero(one) for one in optimizers_of(inner)):
-        raise ValueError(
-            f"{name} needs all second moments, and ZeroRedundancyOptimizer has a part of them on each core: use "
-            "AdamRule, or the optimizer itself"
+            f"{type(rule).__name__} needs the full second moments on every rank, but {sharded} shards them: use "
+            "AdaScaleRule or AdamRule"
         )
 
 
-def is_zero(inner: Any) -> bool:
-    """Whether an optimizer is a ZeroRedundancyOptimizer, which has a part of the state on each core."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return module is not None and isinstance(inner, module.ZeroRedundancyOptimizer)
+def refuse_left_out(others: Collection[torch.Tensor]) -> None:
+    """Raise if some parameters are not in fully_shard although others are."""
+    if others:
+        shapes = ", ".join(str(tuple(p.shape)) for p in list(others)[:3])
+        raise ValueError(
+            f"either all parameters must be in fully_shard or none, but {len(others)} are not (of shape {shapes}"
+            f"{'…' if len(others) > 3 else ''}): apply fully_shard to the outermost module as well, then make the "
+            "inner optimizer, before the model runs"
+        )
 
 
-def disable_ddp_allreduce(parameters: Iterable[torch.Tensor], communicator: Communicator) -> None:
-    """Switch off the reduction of every DistributedDataParallel that has some of these parameters.
+def check_first_minibatch(optimizer: Any, wrappers: Wrappers, communicator: Communicator) -> None:
+    """At the first minibatch of each pass, raise if something was wrapped or prepared since the optimizer was made.
 
-    In every backward pass it takes the mean over all processes, which is wrong where these have different numbers of
-    minibatches, and hangs where they do not all have one.
+    It also raises if another optimizer trains parameters of a wrapped model, whose gradients are not reduced.
     """
-    if not is_running():
-        return
-    own, is_alone = set(parameters), communicator.num_replicas == 1
-    for wrapper in alive(DistributedDataParallel):
-        if own.isdisjoint(wrapper.parameters()):
-            continue
-        if wrapper.static_graph:
-            if is_alone:
-                continue
-            raise ValueError("a DistributedDataParallel with static_graph=True always reduces: make it without that")
-        wrapper.require_backward_grad_sync = False
-        # loops that accumulate by themselves switch it on for the last of some minibatches
-        wrapper.register_forward_pre_hook(_switch_off_reduction)
-    if not is_alone and not all(own.isdisjoint(module.parameters()) for module in alive(SyncBatchNorm)):
-        raise ValueError(
-            "SyncBatchNorm waits for all cores in every minibatch, and they do not all have the same number: use "
-            "BatchNorm"
-        )
-
-
-def refuse_other_reductions(parameters: Iterable[torch.Tensor], communicator: Communicator) -> None:
-    """Raise if someone has reduced these parameters' gradients already, or should reduce others that now nobody does.
-
-    The first is a model that was wrapped since its wrappers were looked for. The second are parameters of a wrapped
-    model that another optimizer trains.
-    """
-    own = set(parameters)
-    refuse_prepared(own)
-    if not is_running():
-        return
-    refuse_sharded_since(own)
-    if communicator.num_replicas == 1:
-        return
-    wrappers = [wrapper for wrapper in alive(DistributedDataParallel) if not own.isdisjoint(wrapper.parameters())]
-    sharding = sharding_modules(list(own))
-    if not wrappers and not sharding:
-        return
-    if any(getattr(wrapper, "require_backward_grad_sync", False) for wrapper in wrappers):
+    is_several = is_running() and communicator.num_replicas > 1
+    if is_several and any(
+        ddp.require_backward_grad_sync and _has_some(ddp, {*wrappers.parameters}) for ddp in _ddp_made
+    ):
         raise RuntimeError(
-            "the model was wrapped in DistributedDataParallel after the optimizer was made, so that its gradients were "
+            "the model was wrapped in DistributedDataParallel after the optimizer was made, so its gradients were "
             "reduced twice: wrap the model first"
         )
-    optimizers = alive(Optimizer)
-    reduced = {
-        p for optimizer in optimizers if isinstance(optimizer, OptimizerProxy) for p in _parameters_of_other(optimizer)
-    }
-    left_out = {p for wrapper in [*wrappers, *sharding] for p in wrapper.parameters() if p.requires_grad} - reduced
-    for optimizer in optimizers:
-        if not left_out.isdisjoint(_parameters_of_other(optimizer)):
-            if sharding:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} trains parameters of a model in fully_shard, and an optimizer of this "
-                    "library the others, so that stand-ins would count in its own: give that both, as a list"
-                )
+    is_initialized = Foreign("accelerate.state", "is_initialized").kind
+    accelerate = _ACCELERATE if is_initialized is not None and is_initialized() else []
+    left_out = _left_out(wrappers) if is_several else set()
+    is_untouched = is_running() and all(p.grad is None and not is_dtensor(p) for p in wrappers.parameters)
+    kinds = [*(row.kind for row in accelerate), _FSDP2.kind if is_untouched else None, Optimizer if left_out else None]
+    kinds = [kind for kind in kinds if kind is not None]
+    found = alive(*kinds) if kinds else []
+    is_blind = gc.get_freeze_count() > 0 and not wrappers.is_checked
+    if accelerate:
+        _refuse_prepared(optimizer, found, is_blind=is_blind and not wrappers.is_prepared)
+    if is_untouched:
+        _refuse_replaced(wrappers.model, found, is_blind=is_blind)
+    if left_out:
+        _refuse_other_optimizers(wrappers, [one for one in found if isinstance(one, Optimizer)])
+        if is_blind:
+            _watch_other_optimizers(wrappers)
+    wrappers.is_checked = True
+
+
+def _left_out(wrappers: Wrappers) -> set[torch.Tensor]:
+    """The parameters of the wrapped modules that are trained, and not by an optimizer of this library."""
+    states = _fsdp_states(part for module in wrappers.fsdp for part in module.modules())
+    wrapped = {*(state.sharded_param for state in states), *(p for ddp in wrappers.ddp for p in ddp.parameters())}
+    reduced = {p for record in [wrappers, *_records] for p in record.parameters}
+    return {p for p in wrapped if p.requires_grad} - reduced
+
+
+def _refuse_other_optimizers(wrappers: Wrappers, optimizers: Iterable[Any]) -> None:
+    left_out = _left_out(wrappers)
+    for one in optimizers:
+        groups = getattr(one, "param_groups", ())  # an optimizer whose construction failed may have none
+        if any(not left_out.isdisjoint(group["params"]) for group in groups):
+            model = (
+                "a fully_shard model" if wrappers.fsdp else "a model whose DistributedDataParallel no longer reduces"
+            )
             raise RuntimeError(
-                f"{type(optimizer).__name__} trains parameters of a model in DistributedDataParallel that nobody "
-                "reduces, as another optimizer of this library trains the others: wrap them in a module of their own"
+                f"all trained parameters of {model} must belong to optimizers of this library, but "
+                f"{type(one).__name__} has some: pass both optimizers as a list"
             )
 
 
-def _parameters_of_other(optimizer: Optimizer) -> list[torch.Tensor]:
-    # one that was refused while it was made may still be alive, without groups
-    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+def _watch_other_optimizers(wrappers: Wrappers) -> None:
+    """Check every optimizer when it makes a step, where ``gc.freeze()`` may have hidden some from the search."""
+    record = weakref.ref(wrappers)
+
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        own = record()
+        if own is not None:
+            _refuse_other_optimizers(own, [optimizer])
+
+    register_optimizer_step_pre_hook(check)
 
 
-def _switch_off_reduction(wrapper: DistributedDataParallel, args: Any) -> None:
-    wrapper.require_backward_grad_sync = False
+def _refuse_replaced(model: torch.nn.Module | None, found: list[Any], *, is_blind: bool) -> None:
+    seen = [*found, *(model.modules() if model is not None else ())]
+    if _FSDP2.kind and ((is_blind and model is None) or any(isinstance(one, _FSDP2.kind) for one in seen)):
+        raise RuntimeError(
+            "no parameter of the optimizer has a gradient; fully_shard replaces the parameters of a model: apply it "
+            "first, then make the optimizer from model.parameters(), before the model runs"
+        )
+
+
+def _refuse_prepared(optimizer: Any, found: list[Any], *, is_blind: bool) -> None:
+    """Raise if Accelerate has prepared the optimizer, its loader or its scheduler.
+
+    A prepared optimizer skips minibatches when Accelerate accumulates, a prepared loader is sharded a second time, and
+    a prepared scheduler makes a step for each minibatch of each process.
+    """
+    own = [optimizer, optimizer.sampler, optimizer.inner, *optimizers_of(optimizer.inner)]
+    for row in _ACCELERATE:
+        theirs = [thing for thing in found if isinstance(thing, row.kind or ())]
+        if any(part is one for thing in theirs for part in (thing, _held(thing, row.holds)) for one in own):
+            raise RuntimeError(row.advice)
+    num_steps = Foreign("accelerate.state", "GradientState").kind().num_steps
+    if num_steps != 1:
+        raise RuntimeError(
+            f"Accelerate's `gradient_accumulation_steps` must be 1, got {num_steps}: the trace defines how many "
+            "minibatches make up a step"
+        )
+    if is_blind:
+        raise RuntimeError(
+            "gc.freeze() may hide an optimizer or a loader that accelerator.prepare() has made: call gc.freeze() after "
+            f"the first step, or {_USE_INTEGRATION}"
+        )
+
+
+def _held(prepared: Any, name: str) -> Any:
+    """What an object of Accelerate was made from; of a scheduler its optimizer, of a sharded sampler the sampler."""
+    held = getattr(prepared, name, None)
+    return getattr(held, "optimizer" if name == "scheduler" else name, held)

@@ -24,12 +24,12 @@ from variable_batch_size.optim.gradients.accumulator import (
 from variable_batch_size.optim.gradients.norms import norms_of, sharded_squared_norms, squared_norm
 from variable_batch_size.optim.token_weights import Weight
 from variable_batch_size.optim.wrappers import (
+    Wrappers,
     can_keep_unreduced,
     forget_unreduced,
     has_unreduced,
     outermost,
     refuse_left_out,
-    sharding_modules,
     with_whole_parameters,
 )
 
@@ -42,13 +42,15 @@ class FSDPGradHooks:
     Args:
         ranks: those that have different samples.
         on_grad: called with a parameter, its unsharded parameter and the gradient of that; returns what to reduce.
+        wrappers: with the modules of fully_shard.
 
     Attributes:
         reduces: whether the backward pass of the next forward pass reduces.
     """
 
-    def __init__(self, ranks: Ranks, on_grad: OnGrad) -> None:
+    def __init__(self, ranks: Ranks, on_grad: OnGrad, wrappers: Wrappers) -> None:
         self._ranks = set(ranks)
+        self._wrappers = wrappers
         self._on_grad = weakref.WeakMethod(on_grad)
         self._modules: list[Any] = []
         self.reduces = True
@@ -58,7 +60,7 @@ class FSDPGradHooks:
 
         Every rank must call it.
         """
-        self._modules = sharding_modules(parameters)
+        self._modules = self._wrappers.fsdp
         for module in outermost(self._modules):
             module.register_forward_pre_hook(partial(_set_grad_sync, weakref.ref(self)))
         for module in self._modules:
@@ -156,6 +158,7 @@ class FSDPAccumulator(GradientAccumulator):
         everyone: all ranks that have a shard.
         model_parallel: the ranks that have this rank's samples, as parameters are sharded over them, too.
         model_groups: the process groups that `model_parallel` consists of.
+        wrappers: with the modules of fully_shard.
         reduce_scatter_once: whether FSDP sums unsharded gradients until the last round of a step and then reduces them.
     """
 
@@ -174,11 +177,12 @@ class FSDPAccumulator(GradientAccumulator):
         everyone: Communicator,
         model_parallel: Communicator,
         model_groups: list[Ranks],
+        wrappers: Wrappers,
         reduce_scatter_once: bool = False,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(inner, communicator, **common)
-        self._hooks = FSDPGradHooks(ranks, self._on_unsharded_grad)
+        self._hooks = FSDPGradHooks(ranks, self._on_unsharded_grad, wrappers)
         self._everyone, self._model_parallel, self._model_groups = everyone, model_parallel, model_groups
         self._reduces_once = reduce_scatter_once
         self._num_unreduced = 0  # minibatches of the step that FSDP has not reduced yet

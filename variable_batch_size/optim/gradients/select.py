@@ -15,7 +15,7 @@ from variable_batch_size.optim.gradients.accumulator import Divisors, GradientAc
 from variable_batch_size.optim.gradients.buckets import BucketAccumulator
 from variable_batch_size.optim.gradients.fsdp import FSDPAccumulator
 from variable_batch_size.optim.gradients.traced import TracedAccumulator
-from variable_batch_size.optim.wrappers import is_fully_sharded
+from variable_batch_size.optim.wrappers import Wrappers
 
 
 def make_accumulator(
@@ -23,6 +23,7 @@ def make_accumulator(
     communicator: Communicator,
     *,
     sampler: MinibatchSource,
+    wrappers: Wrappers,
     measures: bool = False,
     divisors: Divisors | None = None,
     gradient_as_bucket_view: bool = False,
@@ -34,6 +35,7 @@ def make_accumulator(
 
     Args:
         sampler: has the process group of the ranks with different samples, and whether they are in lockstep.
+        wrappers: what else reduces or shards the gradients.
         measures: whether the squared norms of the minibatches' gradients are needed.
         divisors: what gradients are divided by before they are measured; None to divide none.
         gradient_as_bucket_view: whether ``p.grad`` keeps its memory; it always does so on XLA.
@@ -65,12 +67,13 @@ def make_accumulator(
     groups = dtensor.model_groups(parameters, group)
     model_parallel = ProcessGroups(*groups.values()) if groups else SingleProcess()
     options |= {"model_parallel": model_parallel, "model_groups": list(groups)}
-    if is_fully_sharded(parameters):
-        options |= {"ranks": ranks, "everyone": everyone_for(parameters, sampler.process_group)}
+    if wrappers.fsdp:
+        options |= {"wrappers": wrappers, "ranks": ranks, "everyone": everyone_for(parameters, sampler.process_group)}
         return FSDPAccumulator(inner, communicator, reduce_scatter_once=reduce_scatter_once, **options)
     if any(set(ranks).issuperset(dimension.ranks) for p in parameters for dimension in dtensor.dimensions_of(p)):
         raise ValueError(
             "Parameters are sharded over ranks that the sampler assigns different samples to. Pass it the other "
-            'dimension of the mesh, as process_group=mesh["data"].'
+            'dimension of the mesh, as process_group=mesh["data"]; or pass `model`, if gc.freeze() hides its '
+            "fully_shard."
         )
     return BucketAccumulator(inner, communicator, **options)

@@ -1,0 +1,189 @@
+"""The private names of other libraries, and the files that may use them. A new one is a decision made in the open.
+
+A name is private if it begins with an underscore, or if it is one of INTERNAL, which are not documented either.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import torch
+
+import variable_batch_size
+
+PACKAGE = Path(variable_batch_size.__file__).parent
+FILES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+PUBLIC = {"_asdict", "_exit", "_replace"}  # of NamedTuple and os: documented
+INTERNAL = {
+    *("f_back", "f_globals", "f_locals", "get_objects", "get_referents", "get_referrers", "getrefcount"),  # CPython
+    *("fsdp_params", "sharded_param", "unsharded_accumulated_grad", "split_factor"),  # FSDP2 and its placements
+    *("auto_collation", "hooked"),  # a fetcher of DataLoader; what marks Optimizer.step as profiled
+}
+OVERRIDDEN = {  # what frameworks look for on our objects, or read of them: defined by us, but their name
+    *("_batches_that_stepped", "_initial_epoch", "_is_accelerate_prepared", "_should_accumulate"),
+    *("_step_supports_amp_scaling", "_symbolic_build"),
+}
+OWN = {
+    "_has_been_read",
+    "_when_asked",
+    "_when_read",
+    "_wrappers",
+}  # ours, used by another file than the one of its class
+
+# four places are made for private names; the files below them are exceptions, each with its reason
+TABLE = {
+    "optim/wrappers.py": {
+        # no public API tells which parameters a module shards, or has their unreduced gradients
+        *("_get_fsdp_state", "_fsdp_param_group", "_fsdp_param_groups", "_unsharded_param"),
+        *("fsdp_params", "sharded_param", "unsharded_accumulated_grad"),
+        *("_fsdp_flattened", "_PipelineStageBase"),  # FSDP1 and pipelines, to refuse them
+        "_composable",  # where fully_shard was before torch 2.6
+        "get_referrers",  # a parameter has no reference to the modules around it
+        "_clear_cache",  # ZeroRedundancyOptimizer cannot remove a group that was added
+    },
+    "optim/gradients/fsdp.py": {
+        "_backward_hooks",  # to replace the hooks of an earlier optimizer
+        *("_foreach_add_", "_foreach_mul_"),
+    },
+    "cores/xla.py": {
+        *("_XLAC", "_get_xla_op_sharding", "_xla_mark_sharding"),  # to shard a buffer as its parameter is
+        *("_internal", "_run_thread_per_device"),  # to run some of the cores of a host
+    },
+    "integrations/accelerate.py": {"_is_accelerate_prepared"},
+    "integrations/keras.py": {
+        *("_call_has_training_arg", "_flatten_layers", "_initial_epoch", "_loss_tracker", "_symbolic_build"),
+    },
+    "integrations/lightning.py": {
+        *("_TrainingEpochLoop", "_accelerator_connector", "_batches_that_stepped", "_checkpoint_connector"),
+        *("_combined_loader", "_loaded_checkpoint", "_on_after_fetch", "_on_before_fetch", "_should_accumulate"),
+        *("_start_profiler", "_stop_profiler"),
+    },
+    "integrations/transformers.py": {"_prepare_inputs"},  # documented for subclasses of Trainer
+    # ------------------------------------------------------------------------------------------------------ exceptions
+    "cores/dtensor.py": {
+        "_tensor",  # where DTensor was before torch 2.5
+        *("_utils", "split_factor"),  # the slice of a full tensor that is this rank's shard, without a collective
+    },
+    "cores/signals.py": {
+        *("_getframe", "_target", "_worker_loop", "f_locals"),  # whether a fork starts a worker of DataLoader
+    },
+    "data/stream.py": {
+        *("_utils", "_worker_info"),  # samples that read the worker's number must not see it twice
+        *("_getframe", "auto_collation", "f_locals"),  # whether the loader merges what is merged already
+    },
+    "optim/buffers.py": {"_buffers", "_version"},  # the owner of a buffer, and whether it was written to
+    "optim/gradients/buckets.py": {
+        *("_C", "_cdata", "_storage_Use_Count", "_version", "getrefcount"),  # whether a user still has a gradient
+        *("_foreach_add_", "_foreach_copy_", "_foreach_mul"),  # one kernel for many tensors, as in torch.optim
+    },
+    "optim/gradients/fixed_point.py": {
+        *("_foreach_add_", "_foreach_copy_", "_foreach_div_", "_foreach_norm", "_foreach_sub_"),
+    },
+    "optim/gradients/norms.py": {"_foreach_norm", "_schema"},  # whether it takes a dtype: since torch 2.5
+    "optim/lr_scheduler.py": {"_last_lr", "_milestones", "_schedulers"},  # schedulers that are made of others
+    "optim/optimizer.py": {
+        # hooks of a step() that torch does not wrap; GradScaler looks for the last
+        *("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "hooked", "_step_supports_amp_scaling"),
+    },
+    "runs/async_writer.py": {"_register_atexit"},  # atexit is too late to start a thread, which an upload may need
+    "runs/sharded_state.py": {
+        "_metadata",
+        "_orig_mod",
+        "_orig_module",
+    },  # state dicts; names that wrappers put in between
+    "runs/state_file.py": {"_metadata"},  # the versions of modules in a state dict
+    "runs/store.py": {"_opt_called"},  # else a scheduler that was loaded would warn
+}
+
+
+def attributes_of_torch():
+    """The private attributes of objects of torch that names of our own may coincide with."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    inner = torch.optim.SGD([parameter], lr=0.1)
+    things = [torch.nn.Module(), parameter, inner, torch.optim.lr_scheduler.StepLR(inner, 1)]
+    return {name for thing in things for name in [*dir(thing), *vars(thing)] if is_private(name)}
+
+
+def is_private(name):
+    return name in INTERNAL or (name.startswith("_") and not name.startswith("__") and name != "_")
+
+
+def is_self(node):
+    is_super = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+    return is_super or (isinstance(node, ast.Name) and node.id in ("self", "cls"))
+
+
+def defined_in(tree):
+    """The functions, classes and variables of a file, and the attributes that it gives its objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            yield node.attr
+
+
+def used_in(tree):
+    """Each private name that is used, and whether it is of the object itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr, is_self(node.value)
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("variable_batch_size"):
+            yield from ((part, False) for part in (node.module or "").split("."))
+            yield from ((alias.name, False) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((part, False) for alias in node.names for part in alias.name.split("."))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
+            yield from ((part, False) for part in node.value.split("."))  # for getattr, hasattr and sys.modules
+        elif isinstance(node, ast.ClassDef):
+            targets = [target for part in node.body if isinstance(part, ast.Assign) for target in part.targets]
+            yield from ((target.id, False) for target in targets if isinstance(target, ast.Name))
+
+
+def found_in(tree, inherited, of_torch):
+    """The private names of others in a file: of itself an object may have inherited names of our own."""
+    own = set(defined_in(tree))
+    used = {(name, of_self) for name, of_self in used_in(tree) if is_private(name) and name not in PUBLIC | OWN}
+    names = {name for name, of_self in used if name not in (own | inherited if of_self else own - of_torch)}
+    return names | (own & OVERRIDDEN)
+
+
+def test_every_private_name_of_another_library_is_in_the_table_with_its_file():
+    inherited, of_torch = {name for tree in FILES.values() for name in defined_in(tree)}, attributes_of_torch()
+    found = {name: names for name, tree in FILES.items() if (names := found_in(tree, inherited, of_torch))}
+    assert found == TABLE
+
+
+def test_the_scan_sees_every_way_to_use_a_private_name():
+    program = """
+import torch._one
+from torch import _two
+from torch._three import public
+tensor._four
+getattr(tensor, "_five")
+sys.modules.get("torch._six.public")
+self._seven
+super()._eight()
+tensor._version
+gc.get_referrers()
+class Own:
+    _step_supports_amp_scaling = True
+    def __init__(self):
+        self._version = self._own = 0
+"""
+    found = found_in(ast.parse(program), set(), {"_version"})
+    tricks = {"_version", "get_referrers", "_step_supports_amp_scaling"}
+    assert found == {"_one", "_two", "_three", "_four", "_five", "_six", "_seven", "_eight"} | tricks
+
+
+def test_names_of_our_own_are_not_taken_for_those_of_others():
+    program = """
+class Own(Base):
+    def __init__(self):
+        self._own = self._inherited
+        self._version = row._asdict()
+other._own
+"""
+    assert found_in(ast.parse(program), {"_inherited"}, {"_version"}) == set()
