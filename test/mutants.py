@@ -1,6 +1,6 @@
 """Plants faults in what decides numbers and files, one at a time, and shows those that no test notices.
 
-python test/mutants.py --only rules/noise.py optim/step_plan.py
+python test/mutants.py --only rules/noise.py data/cursor.py
 
 The faults are those of mutmut (https://mutmut.readthedocs.io): another operator, another number, an argument left out,
 a branch always taken. Each is planted in a copy of the package, and a fork of this process, which has torch loaded,
@@ -63,7 +63,7 @@ TESTS = {
     "rules/rule.py": OF_RULES,
     "rules/registry.py": ["test/rules/test_registry.py", *OF_RULES],
     "rules/per_optimizer.py": ["test/rules/test_each.py", *OF_SETTINGS],
-    "optim/step_plan.py": ["test/training/test_position.py", *OF_TRAINING, "test/training/test_deciding.py"],
+    "data/cursor.py": ["test/training/test_position.py", *OF_TRAINING, "test/training/test_deciding.py"],
     "optim/optimizer.py": ["test/training/test_factors.py", "test/training/test_scheduled.py", *OF_OPTIMIZER],
     "optim/hyperparameters.py": [*OF_SETTINGS, *OF_TRAINING],
     "optim/buffers.py": ["test/training/test_buffers.py", *OF_TRAINING],

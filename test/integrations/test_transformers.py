@@ -214,5 +214,5 @@ def test_the_plain_trainer_does_not_take_an_optimizer_of_this_library(tmp_path):
     sampler = vbs.CustomSampler(data, trace=TRACE, minibatch_size=2)
     optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), sampler, ref_batchsize=8)
     trainer = Trainer(model, arguments(tmp_path), train_dataset=data, optimizers=(optimizer, None))
-    with pytest.raises(RuntimeError, match="in Transformers take the VariableBatchTrainer"):
+    with pytest.raises(RuntimeError, match="in Transformers the VariableBatchTrainer"):
         trainer.train()

@@ -131,7 +131,7 @@ def test_what_is_no_group_of_this_process_is_refused(results):
     for result in results:
         other, grid, name = result["errors"]
         assert other == "`process_group` must be one that this process belongs to, got one of others"
-        assert "as mesh[\"data\"], got a mesh with the dimensions ('data', 'model')" in grid
+        assert "as mesh[\"data\"], got a mesh with dimensions ('data', 'model')" in grid
         assert name == "`process_group` must be a ProcessGroup or a DeviceMesh, got str"
 
 

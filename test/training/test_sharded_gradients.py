@@ -53,8 +53,8 @@ def with_another_optimizer_before(spread):
     before = vbs.AdaScaleOptimizer(sharded_models.sgd(model.parameters()), sampler, ref_batchsize=8, model=model)
     x, y = sharded_models.data()
     sharded_models.loss_of(model, x[:4], y[:4]).backward()
-    before._gradients.begin_minibatch(is_padding=True, is_last=True)
-    before._gradients.zero_grad()
+    before._accumulator.begin_minibatch(is_padding=True, is_last=True)
+    before._accumulator.zero_grad()
     model_2, sampler_2 = model, parts(sharded_models.plain)[1]
     optimizer = vbs.AdaScaleOptimizer(sharded_models.sgd(model_2.parameters()), sampler_2, ref_batchsize=8, model=model)
     run(model_2, sampler_2, optimizer)

@@ -249,8 +249,13 @@ def _notes(p: torch.Tensor) -> Any:
     return node.metadata
 
 
+def _is_frozen() -> bool:
+    """Whether ``gc.freeze()`` was called with torch loaded, many thousand objects; Python 3.12 starts with 375."""
+    return gc.get_freeze_count() > 10_000
+
+
 def _refuse_hidden(found: Wrappers) -> None:
-    if not gc.get_freeze_count() or not is_running() or dist.get_world_size() == 1:
+    if not _is_frozen() or not is_running() or dist.get_world_size() == 1:
         return
     uncovered = found.uncovered()
     may_have_norms = found.model is None and any(p.device.type not in ("cpu", "xla") for p in uncovered)
@@ -411,7 +416,7 @@ def check_first_minibatch(optimizer: Any, wrappers: Wrappers, communicator: Comm
     kinds = [*(row.kind for row in accelerate), _FSDP2.kind if is_untouched else None, Optimizer if left_out else None]
     kinds = [kind for kind in kinds if kind is not None]
     found = alive(*kinds) if kinds else []
-    is_blind = gc.get_freeze_count() > 0 and not wrappers.is_checked
+    is_blind = _is_frozen() and not wrappers.is_checked
     if accelerate:
         _refuse_prepared(optimizer, found, is_blind=is_blind and not wrappers.is_prepared)
     if is_untouched:
