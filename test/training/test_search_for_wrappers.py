@@ -133,6 +133,25 @@ def other_optimizer(wrap):
     return "no error"
 
 
+def group_added():
+    """The weights where a layer is added, which a graph still refers to, after gc.freeze() between two steps."""
+    gc.collect()
+    gc.unfreeze()
+    model = network()
+    sampler = vbs.CustomSampler(dataset_size=40, trace=SIZES, minibatch_size=4)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model[0].parameters()), sampler, ref_batchsize=4, model=model)
+    gc.freeze()
+    graphs = []
+
+    def add():
+        if len(optimizer.param_groups) == 1:
+            graphs.append(model(torch.ones(1, 3, dtype=torch.float64)))
+            optimizer.add_param_group({"params": list(model[4].parameters())})
+
+    run(model, sampler, optimizer, add)
+    return [p.detach() for p in model.parameters()]
+
+
 PASSED = [("DDP", "wrapper"), ("DDP", "module"), ("DDP", "nothing"), ("fully_shard", "wrapper")]
 PASSED += [("fully_shard", "nothing"), ("none", "module"), ("none", "nothing")]
 WAYS = [(*way, freeze) for way in PASSED for freeze in ("never", "before", "between", "after")]
@@ -161,7 +180,8 @@ SEARCHES = {("DDP", "module"): 1, ("DDP", "nothing"): 1, ("fully_shard", "nothin
 def everything():
     searches = {}
     outcomes = {way: train(*way, searches=searches if way[2] == "never" else None) for way in WAYS}
-    return outcomes, searches, teacher_beside_a_student(), [other_optimizer(wrap) for wrap in ("DDP", "fully_shard")]
+    others = [other_optimizer(wrap) for wrap in ("DDP", "fully_shard")]
+    return outcomes, searches, teacher_beside_a_student(), others, group_added()
 
 
 @pytest.fixture(scope="module")
@@ -187,12 +207,19 @@ def test_the_heap_is_searched_at_most_once(found, way):
 
 
 def test_a_teacher_of_others_stays_unsharded(found):
-    for _, _, (is_resharded, is_unsharded), _ in found:
+    for _, _, (is_resharded, is_unsharded), *_ in found:
         assert is_resharded == [True]
         assert is_unsharded == [True, True]
 
 
 def test_an_optimizer_of_torch_that_gc_freeze_hides_is_refused(found):
-    for *_, messages in found:
+    for *_, messages, _ in found:
         for message in messages:
             assert "must belong to optimizers of this library, but SGD has some" in message
+
+
+def test_a_group_may_be_added_to_a_frozen_heap(found):
+    expected = group_added()
+    gc.unfreeze()
+    for *_, weights in found:
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-9)

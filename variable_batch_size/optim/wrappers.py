@@ -124,6 +124,7 @@ class Wrappers:
         model: as the user passed it; None if it was not passed.
         fsdp: the modules of fully_shard, outer before inner, in the same order on all ranks, as they run collectives.
         unsupported: advice for each wrapper that is not supported.
+        cleared: parameters, also others of the model, that are in no DistributedDataParallel from before the optimizer.
         is_prepared: whether an integration has prepared the optimizer for its framework.
         is_checked: whether the first minibatch of a pass has been checked.
     """
@@ -134,6 +135,7 @@ class Wrappers:
     fsdp: list[Any] = field(default_factory=list)
     sync_batch_norms: list[SyncBatchNorm] = field(default_factory=list)
     unsupported: list[str] = field(default_factory=list)
+    cleared: set[torch.Tensor] = field(default_factory=set)
     is_prepared: bool = False
     is_checked: bool = False
 
@@ -144,7 +146,7 @@ class Wrappers:
 
     def update(self, parameters: Iterable[torch.Tensor]) -> None:
         """Find again, after parameters were added or the model was wrapped."""
-        found = find_wrappers(parameters, self.model)
+        found = find_wrappers(parameters, self.model, self.cleared)
         found.is_prepared, found.is_checked = self.is_prepared, self.is_checked
         self.__dict__.update(vars(found))
 
@@ -153,21 +155,29 @@ _records: weakref.WeakSet[Wrappers] = weakref.WeakSet()
 _ddp_made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # since the first optimizer
 
 
-def find_wrappers(parameters: Iterable[torch.Tensor], model: torch.nn.Module | None = None) -> Wrappers:
+def find_wrappers(
+    parameters: Iterable[torch.Tensor], model: torch.nn.Module | None = None, cleared: Iterable[torch.Tensor] = ()
+) -> Wrappers:
     """Find what wraps some parameters: first in the model, then on the heap if something may be missing.
+
+    Args:
+        cleared: parameters that are in none but a DistributedDataParallel that was made since the first optimizer.
 
     Raises:
         RuntimeError: if ``gc.freeze()`` may have hidden something from the search of the heap.
     """
     if is_running():
         _watch_for_ddp()
-    found = Wrappers(list(parameters), model)
+    found = Wrappers(list(parameters), model, cleared={*cleared})
     candidates = [*(model.modules() if model is not None else ()), *_ddp_made]
     _sort(found, candidates)
     kinds = _kinds_to_search(found)
     if kinds:
         _sort(found, [*candidates, *alive(*kinds)])
         _refuse_hidden(found)
+    if is_running():
+        others = [p for p in (model.parameters() if model is not None else ()) if not _is_costly(p)]
+        found.cleared |= {*found.parameters, *others} - _hooked(others)
     _records.add(found)
     return found
 
@@ -224,23 +234,27 @@ def _kinds_to_search(found: Wrappers) -> list[type]:
     if not is_running():
         return [kind for kind in unsupported if not kind.__module__.startswith("torch.distributed")]
     uncovered = found.uncovered()
-    is_open = any(is_dtensor(p) or p.device.type == "xla" for p in uncovered)  # views of these are no trifle
-    is_open |= found.model is None or bool(unsupported)
-    if not uncovered or (not is_open and not _are_hooked(uncovered)):
+    is_open = found.model is None or bool(unsupported) or any(map(_is_costly, uncovered))
+    if not uncovered or (not is_open and not _hooked(uncovered) - found.cleared):
         return []
     return [DistributedDataParallel, SyncBatchNorm, *([_FSDP2.kind] if _FSDP2.kind else []), *unsupported]
 
 
-def _are_hooked(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether something keeps the AccumulateGrad node of a parameter alive, as the reducer of DDP does for its hooks.
+def _is_costly(p: torch.Tensor) -> bool:
+    """Whether a view of a parameter, which _hooked() makes, is more than a moment's work."""
+    return is_dtensor(p) or p.device.type == "xla"
+
+
+def _hooked(parameters: Iterable[torch.Tensor]) -> set[torch.Tensor]:
+    """The parameters whose AccumulateGrad node something keeps alive, as the reducer of DDP does for its hooks.
 
     Otherwise the node, and what is noted in it, is gone when nothing refers to it. A graph that is still in use keeps
-    it alive, too, so that only a negative answer is certain.
+    it alive, too, so that only the other parameters are certain.
     """
     key, trained = "variable_batch_size", [p for p in parameters if p.requires_grad and p.is_leaf]
     for p in trained:
         _notes(p)[key] = True
-    return any(_notes(p).pop(key, False) for p in trained)
+    return {p for p in trained if _notes(p).pop(key, False)}
 
 
 @torch.enable_grad()  # type: ignore[no-untyped-call]
@@ -259,7 +273,7 @@ def _refuse_hidden(found: Wrappers) -> None:
         return
     uncovered = found.uncovered()
     may_have_norms = found.model is None and any(p.device.type not in ("cpu", "xla") for p in uncovered)
-    if may_have_norms or _are_hooked(uncovered):  # SyncBatchNorm itself refuses to train on a CPU
+    if may_have_norms or _hooked(uncovered) - found.cleared:  # SyncBatchNorm itself refuses to train on a CPU
         raise RuntimeError(
             "gc.freeze() hides the modules around the parameters, such as a DistributedDataParallel: pass the wrapped "
             "model as `model=`, or call gc.freeze() after the optimizer is made"
