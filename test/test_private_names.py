@@ -24,12 +24,7 @@ OVERRIDDEN = {  # what frameworks look for on our objects, or read of them: defi
     *("_batches_that_stepped", "_initial_epoch", "_is_accelerate_prepared", "_should_accumulate"),
     *("_step_supports_amp_scaling", "_symbolic_build"),
 }
-OWN = {
-    "_has_been_read",
-    "_when_asked",
-    "_when_read",
-    "_wrappers",
-}  # ours, used by another file than the one of its class
+OWN = {"_on_first_read", "_on_request", "_wrappers"}  # ours, used by another file than the one of its class
 
 # four places are made for private names; the files below them are exceptions, each with its reason
 TABLE = {
@@ -73,14 +68,14 @@ TABLE = {
         *("_getframe", "auto_collation", "f_locals"),  # whether the loader merges what is merged already
     },
     "optim/buffers.py": {"_buffers", "_version"},  # the owner of a buffer, and whether it was written to
-    "optim/gradients/buckets.py": {
+    "optim/gradients/buckets.py": {"_foreach_add_", "_foreach_copy_", "_foreach_mul"},  # one kernel for many tensors
+    "optim/gradients/fixed_point.py": {"_foreach_add_", "_foreach_copy_", "_foreach_norm", "_foreach_sub_"},
+    "optim/gradients/gradient_buckets.py": {
         *("_C", "_cdata", "_storage_Use_Count", "_version", "getrefcount"),  # whether a user still has a gradient
-        *("_foreach_add_", "_foreach_copy_", "_foreach_mul"),  # one kernel for many tensors, as in torch.optim
-    },
-    "optim/gradients/fixed_point.py": {
-        *("_foreach_add_", "_foreach_copy_", "_foreach_div_", "_foreach_norm", "_foreach_sub_"),
+        *("_foreach_add_", "_foreach_copy_"),
     },
     "optim/gradients/norms.py": {"_foreach_norm", "_schema"},  # whether it takes a dtype: since torch 2.5
+    "optim/loss_scale.py": {"_foreach_mul_"},
     "optim/lr_scheduler.py": {"_last_lr", "_milestones", "_schedulers"},  # schedulers that are made of others
     "optim/optimizer.py": {
         # hooks of a step() that torch does not wrap; GradScaler looks for the last

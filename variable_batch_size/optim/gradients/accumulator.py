@@ -6,6 +6,7 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -56,7 +57,7 @@ class StepGradient:
         self._multiple = plan.num_minibatches if accumulator.sums_gradients else 1
         self.weight = weight
 
-    @property
+    @cached_property
     def weighs_nothing(self) -> bool:
         """Whether W is known to be 0. Does not wait for a weight that is on an accelerator."""
         weight = self.weight
@@ -96,7 +97,7 @@ class StepGradient:
         limit = self._accumulator.communicator.traced_scalar(max_norm * self._multiple)
         self._accumulator._clip_(limit, self)
 
-    def _clip_factor(self, limit: float) -> torch.Tensor:
+    def clip_factor(self, limit: float) -> torch.Tensor:
         return (limit / (self.norm() * self._multiple + _EPS)).clamp(max=1.0)
 
 

@@ -220,7 +220,7 @@ class BucketAccumulator(GradientAccumulator):
         if self._has_sums and self._model_parallel is None:
             super()._clip_(limit, gradient)
         else:
-            self._scale_single(gradient._clip_factor(limit))
+            self._scale_single(gradient.clip_factor(limit))
 
     def _scale_single(self, factor: Weight) -> None:
         """Scale ``p.grad`` out of place, as the user may hold the tensors of a single minibatch."""

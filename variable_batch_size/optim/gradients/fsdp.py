@@ -306,7 +306,7 @@ class FSDPAccumulator(GradientAccumulator):
             torch._foreach_mul_(shards, factor.to(shards[0].device) if isinstance(factor, torch.Tensor) else factor)
 
     def _clip_(self, limit: float, gradient: StepGradient) -> None:
-        self._scale_(gradient._clip_factor(limit))
+        self._scale_(gradient.clip_factor(limit))
 
     def reset(self) -> None:
         self._sums = {}
