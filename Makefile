@@ -72,7 +72,7 @@ mutants: $(FOR_ALL) .mutmut
 
 # the demo needs few packages, everything else all of them; each set is installed once, and again when setup.cfg changes
 $(VENV)/.demo: PACKAGES = $(XLA)demo
-$(VENV)/.demo: COSTS = $(if $(XLA),torch$(comma) torch_xla and CUDA's libraries: about 7 GB and 5 minutes,torch: about 0.8 GB and 1 minute)
+$(VENV)/.demo: COSTS = $(if $(XLA),torch$(comma) torch_xla and CUDA's libraries: about 7.5 GB,torch: about 0.8 GB)
 $(VENV)/.test: PACKAGES = $(XLA)demo,docs,test
 $(VENV)/.test: COSTS = $(if $(XLA),all packages: about 8.8 GB and 8 minutes,all packages: about 2.5 GB and 4 minutes)
 # bytecode for everything, on all cores, where pip would use one; the demo imports so little that it makes its own

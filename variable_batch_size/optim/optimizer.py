@@ -298,8 +298,9 @@ class CustomOptimizer(OptimizerProxy):
             gradient = self._accumulator.reduce(plan)
             weight = gradient.weight
             self.gradient_norm = gradient.norm() if self._norm_every and self._records_norm() else None
-            measured = self._measure(gradient)
-            reason = self._skip_reason(gradient, measured)
+            has_weight = not gradient.weighs_nothing
+            measured = gradient.measure() if has_weight and self._needs_measurement() else None
+            reason = self._skip_reason(has_weight, measured)
             if reason is None:
                 self._update(step, gradient, measured)
             else:
@@ -332,13 +333,12 @@ class CustomOptimizer(OptimizerProxy):
     def _skips(self) -> bool:
         return self.skip_nonfinite or self._is_scaled
 
-    def _measure(self, gradient: StepGradient) -> Measured | None:
-        """The one wait for the device; None if nothing is needed from it."""
-        is_needed = self.skip_nonfinite or self._is_scaled or self.rule.measures_noise or self._own_meter is not None
-        return gradient.measure() if is_needed and not gradient.weighs_nothing else None
+    def _needs_measurement(self) -> bool:
+        """Whether to measure the gradient, which is the one wait for the device."""
+        return self._skips or self.rule.measures_noise or self._own_meter is not None
 
-    def _skip_reason(self, gradient: StepGradient, measured: Measured | None) -> str | None:
-        if gradient.weighs_nothing or (measured is not None and measured.weight == 0):
+    def _skip_reason(self, has_weight: bool, measured: Measured | None) -> str | None:
+        if not has_weight or (measured is not None and measured.weight == 0):
             return _NO_WEIGHT
         if measured is not None and self._skips and not measured.is_finite:
             return "the gradient is not finite"

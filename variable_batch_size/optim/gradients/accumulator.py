@@ -6,7 +6,6 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -57,7 +56,7 @@ class StepGradient:
         self._multiple = plan.num_minibatches if accumulator.sums_gradients else 1
         self.weight = weight
 
-    @cached_property
+    @property
     def weighs_nothing(self) -> bool:
         """Whether W is known to be 0. Does not wait for a weight that is on an accelerator."""
         weight = self.weight
