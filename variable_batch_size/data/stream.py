@@ -493,7 +493,7 @@ class Stream(MinibatchSource, IterableDataset[Any]):
 
     @property
     def has_been_read(self) -> bool:
-        return bool(self._told[3] == self.num_passes)
+        return bool(self._told.numpy()[3] == self.num_passes)  # an element of a tensor takes long to compare
 
     def begin_pass(self, epoch: int, first_step: int) -> None:
         super().begin_pass(epoch, first_step)

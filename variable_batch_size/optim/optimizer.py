@@ -298,9 +298,9 @@ class CustomOptimizer(OptimizerProxy):
             gradient = self._accumulator.reduce(plan)
             weight = gradient.weight
             self.gradient_norm = gradient.norm() if self._norm_every and self._records_norm() else None
-            has_weight = not gradient.weighs_nothing
-            measured = gradient.measure() if has_weight and self._needs_measurement() else None
-            reason = self._skip_reason(has_weight, measured)
+            weighs_nothing = weight is not None and gradient.weighs_nothing
+            measured = gradient.measure() if self._needs_norms and not weighs_nothing else None
+            reason = _NO_WEIGHT if weighs_nothing else self._skip_reason(measured)
             if reason is None:
                 self._update(step, gradient, measured)
             else:
@@ -330,19 +330,15 @@ class CustomOptimizer(OptimizerProxy):
             self._preconditioner.refresh()
 
     @property
-    def _skips(self) -> bool:
-        return self.skip_nonfinite or self._is_scaled
+    def _needs_norms(self) -> bool:
+        return self.skip_nonfinite or self._is_scaled or self.rule.measures_noise or self._own_meter is not None
 
-    def _needs_measurement(self) -> bool:
-        """Whether to measure the gradient, which is the one wait for the device."""
-        return self._skips or self.rule.measures_noise or self._own_meter is not None
-
-    def _skip_reason(self, has_weight: bool, measured: Measured | None) -> str | None:
-        if not has_weight or (measured is not None and measured.weight == 0):
-            return _NO_WEIGHT
-        if measured is not None and self._skips and not measured.is_finite:
+    def _skip_reason(self, measured: Measured | None) -> str | None:
+        if measured is None:
+            return None
+        if not measured.is_finite and (self.skip_nonfinite or self._is_scaled):
             return "the gradient is not finite"
-        return None
+        return _NO_WEIGHT if measured.weight == 0 else None
 
     def _observe(self, step: Step, measured: Measured) -> None:
         """Let the rule and the noise meter take in the norms of a step."""
@@ -414,6 +410,14 @@ class CustomOptimizer(OptimizerProxy):
         cursor.move(sampler.epoch, sampler.first_step)
         self._has_joined = False
         self._begin_epoch()
+
+    def _resume(self, epoch: int, epoch_step: int) -> None:
+        if epoch_step < len(self.sampler.schedule.steps(epoch)):
+            self.set_epoch(epoch, epoch_step)
+        else:  # an empty pass is nothing that a framework should find in the sampler
+            self._cursor.schedule = self.sampler.schedule
+            self._cursor.move(epoch, epoch_step)
+            self._begin_epoch()
 
     def _begin_epoch(self) -> None:
         self._accumulator.begin_epoch(self._cursor.epoch)
@@ -602,7 +606,8 @@ class CustomOptimizer(OptimizerProxy):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that was saved on any number of cores.
 
-        The sampler goes to its position, too: the next pass over the loader resumes the run.
+        The sampler goes to its position, too, so that the next pass over the loader resumes the run. If all steps of
+        the epoch were done, ``set_epoch`` must select the next one first, as :func:`epochs` does.
         """
         if STATE_KEY not in state_dict:
             raise ValueError(f"the state has no {STATE_KEY!r}: it was saved by another kind of optimizer")
@@ -617,7 +622,7 @@ class CustomOptimizer(OptimizerProxy):
         self.steps_skipped = own["steps_skipped"]
         if self._driver is not None:
             self._driver.load_state_dict(own.get("deciding"))
-        self.set_epoch(own["epoch"], own["epoch_step"])
+        self._resume(own["epoch"], own["epoch_step"])
         self._hyperparameters.beta_history.load_state_dict(own["adam_bias"])
         self.minibatch_weights.load_state_dict(own["weights"])
         self._accumulator.load_state_dict(own["gradients"])
