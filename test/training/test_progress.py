@@ -118,7 +118,7 @@ def test_a_part_of_a_chain_stays_at_its_end_while_the_others_go_on():
 
 
 def test_a_scheduler_that_goes_by_a_metric_is_refused():
-    with pytest.raises(ValueError, match=r"^`scheduler` must go by its steps alone, got ReduceLROnPlateau"):
+    with pytest.raises(ValueError, match=r"^`scheduler` must depend on its steps only, got ReduceLROnPlateau"):
         vbs.follow_progress(schedulers.ReduceLROnPlateau(new_optimizer()), Run(1.0))
 
 
@@ -229,6 +229,6 @@ def test_a_scheduler_that_somebody_else_steps_too_is_refused():
             break
     scheduler.step()
     scheduler.step()
-    message = "^the scheduler has made 2 steps where it is to have made 1: call its step\\(\\) nowhere else"
+    message = "^the scheduler has made 2 steps, more than the 1 it should have made: call its step\\(\\) nowhere else"
     with pytest.raises(RuntimeError, match=message):
         vbs.follow_samples(scheduler, optimizer, per=4)
