@@ -5,16 +5,15 @@ import dataclasses
 import io
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-import warnings
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
+import forked
 import numpy as np
 import torch
 from torch import nn
@@ -60,13 +59,10 @@ def forked_runs():
     """Within, processes that make runs need not import torch; what they have of this one is what a new one has."""
 
     def serve(*args):
-        warnings.resetwarnings()  # which are errors where tests run
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        forked.as_in_a_new_process()
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        random.seed()
-        np.random.seed()
-        torch.seed()
-        spawned(*args)
+        with forked.launches():
+            spawned(*args)
 
     spawned = executors._serve
     with patch.object(executors, "_serve", serve), patch.object(executors, "_START_METHOD", "fork"):

@@ -3,6 +3,7 @@
 import gc
 import os
 import platform
+from importlib import import_module
 from importlib.util import find_spec
 
 # the tests' networks are tiny: a second thread would only be waited for, here and in processes that tests start
@@ -51,6 +52,8 @@ def pytest_unconfigure(config):
 
 def pytest_collection_finish():
     """Leave what was imported out of searches through all objects, of which optimizers make some: there is much."""
+    import_module("torch._dynamo")  # by an optimizer's first step, for a second: not in each process that is forked
+
     gc.collect()
     gc.freeze()
 

@@ -1,14 +1,24 @@
 """Programs in a process forked from this one, which has imported torch and the frameworks: that takes seconds."""
 
+import dataclasses
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import sys
 import tempfile
 import warnings
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from subprocess import CompletedProcess
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+launching = import_module("variable_batch_size.cores.launch")
 
 
 def run(function, *args, folder, environment=None):
@@ -52,10 +62,52 @@ def _run(function, args, folder, environment, files):
     warnings.resetwarnings()  # which are errors where tests run
     for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         signal.signal(number, handler)
-    function(*args)
+    with launches():
+        function(*args)
 
 
 def _run_script(path, arguments):
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")
+
+
+@contextmanager
+def launches():
+    """Within, `vbs.launch` forks processes of torch.distributed, which need not import torch, and spawns those of XLA.
+
+    They begin as spawned ones do, and import the script that calls ``launch`` once more, if there is one.
+    """
+    start, main = launching._start, launching._distributed_main
+
+    def begin(*args):
+        as_in_a_new_process()
+        script = sys.modules["__main__"]
+        if script.__spec__ is None and hasattr(script, "__file__"):
+            with patch.object(launching, "run_processes", _refuse):
+                vars(script).update(runpy.run_path(script.__file__, run_name="__mp_main__"))
+        main(*args)
+
+    def fork(processes, work, started):
+        if any(process.main is not main for process in processes):
+            start(processes, work, started)
+            return
+        with patch.object(launching, "_START_METHOD", "fork"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # that this process may have threads
+            start([dataclasses.replace(process, main=begin) for process in processes], work, started)
+
+    with patch.object(launching, "_start", fork):
+        yield
+
+
+def _refuse(processes, work):
+    raise RuntimeError("a script must call launch under `if __name__ == '__main__':`")
+
+
+def as_in_a_new_process():
+    """Reset what a forked process has of the tests' process and a new one would not have."""
+    warnings.resetwarnings()  # which are errors where tests run
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    random.seed()
+    np.random.seed()
+    torch.seed()
