@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
@@ -89,10 +90,23 @@ def sigterm_as_it_is():
         signal.signal(signal.SIGTERM, before)
 
 
-def start_vbs_compare(*options, is_in_background=False, **popen_options):
-    """Start ``vbs compare`` as a shell does: in the foreground, or in the background, where SIGINT is ignored."""
-    with on_sigint(signal.SIG_IGN if is_in_background else signal.default_int_handler):
+def start_vbs_compare(*options, **popen_options):
+    """Start ``vbs compare`` as a shell does."""
+    with on_sigint(signal.default_int_handler):
         return subprocess.Popen(command(*options), cwd=HERE, env=environment(), **popen_options)
+
+
+def fork_vbs_compare(*options, is_in_background=False):
+    """Start ``vbs compare`` in a forked process: in the foreground, or in the background, where SIGINT is ignored."""
+    return forked.Program(
+        _main_of_a_fork, ["compare", *map(str, options)], folder=HERE, ignores_sigint=is_in_background
+    )
+
+
+def _main_of_a_fork(arguments):
+    warnings.simplefilter("error")
+    with forked_runs():
+        sys.exit(main(arguments))
 
 
 @contextmanager
