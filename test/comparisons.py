@@ -5,7 +5,6 @@ import dataclasses
 import io
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from pathlib import Path
 from unittest.mock import patch
 
+import forked
 import numpy as np
 import torch
 from torch import nn
@@ -60,13 +60,10 @@ def forked_runs():
     """Within, processes that make runs need not import torch; what they have of this one is what a new one has."""
 
     def serve(*args):
-        warnings.resetwarnings()  # which are errors where tests run
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        forked.as_in_a_new_process()
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        random.seed()
-        np.random.seed()
-        torch.seed()
-        spawned(*args)
+        with forked.launches():
+            spawned(*args)
 
     spawned = executors._serve
     with patch.object(executors, "_serve", serve), patch.object(executors, "_START_METHOD", "fork"):
@@ -93,10 +90,23 @@ def sigterm_as_it_is():
         signal.signal(signal.SIGTERM, before)
 
 
-def start_vbs_compare(*options, is_in_background=False, **popen_options):
-    """Start ``vbs compare`` as a shell does: in the foreground, or in the background, where SIGINT is ignored."""
-    with on_sigint(signal.SIG_IGN if is_in_background else signal.default_int_handler):
+def start_vbs_compare(*options, **popen_options):
+    """Start ``vbs compare`` as a shell does."""
+    with on_sigint(signal.default_int_handler):
         return subprocess.Popen(command(*options), cwd=HERE, env=environment(), **popen_options)
+
+
+def fork_vbs_compare(*options, is_in_background=False):
+    """Start ``vbs compare`` in a forked process: in the foreground, or in the background, where SIGINT is ignored."""
+    return forked.Program(
+        _main_of_a_fork, ["compare", *map(str, options)], folder=HERE, ignores_sigint=is_in_background
+    )
+
+
+def _main_of_a_fork(arguments):
+    warnings.simplefilter("error")
+    with forked_runs():
+        sys.exit(main(arguments))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from importlib import import_module
 from importlib.util import find_spec
 
 # the tests' networks are tiny: a second thread would only be waited for, here and in processes that tests start
@@ -46,6 +47,11 @@ def pytest_unconfigure(config):
     num_left_out = sum(NO_WHEEL in str(report.longrepr) for report in skipped)
     if num_left_out:
         reporter.write_line(f"{num_left_out} XLA tests did not run: {NO_WHEEL}", yellow=True, bold=True)
+
+
+def pytest_collection_finish():
+    """Import what an optimizer's first step takes a second to import, and not in each process that is forked."""
+    import_module("torch._dynamo")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,14 +1,24 @@
 """Programs in a process forked from this one, which has imported torch and the frameworks: that takes seconds."""
 
+import dataclasses
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import sys
 import tempfile
 import warnings
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from subprocess import CompletedProcess
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+launching = import_module("variable_batch_size.cores.launch")
 
 
 def run(function, *args, folder, environment=None):
@@ -20,42 +30,112 @@ def run(function, *args, folder, environment=None):
         folder: the working directory.
         environment: variables besides those of this process.
     """
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        files = (output.fileno(), errors.fileno())
-        process = multiprocessing.get_context("fork").Process(
-            target=_run, args=(function, args, folder, environment or {}, files)
+    return Program(function, *args, folder=folder, environment=environment).finish()
+
+
+class Program:
+    """A function that is called so, while this process goes on; `finish` waits for its end.
+
+    Args:
+        function, args, folder, environment: as for `run`.
+        ignores_sigint: whether it has been started as a shell starts a program in the background.
+    """
+
+    def __init__(self, function, *args, folder, environment=None, ignores_sigint=False):
+        self._function = function
+        self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115 (`finish` closes them)
+        on_sigint = signal.SIG_IGN if ignores_sigint else signal.default_int_handler
+        numbers = [file.fileno() for file in self._files]
+        self._process = multiprocessing.get_context("fork").Process(
+            target=_run, args=(function, args, folder, environment or {}, numbers, on_sigint)
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # that this process may have threads
-            process.start()
-        process.join()
+            self._process.start()
+
+    def poll(self):
+        """The exit code, or None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self._process.pid, number)
+
+    def finish(self):
+        self._process.join()
         texts = []
-        for file in (output, errors):
-            file.seek(0)
-            texts.append(file.read())
-        return CompletedProcess(function, process.exitcode, *texts)
+        for file in self._files:
+            with file:
+                file.seek(0)
+                texts.append(file.read())
+        return CompletedProcess(self._function, self._process.exitcode, *texts)
 
 
 def run_script(path, *arguments, folder, environment=None):
     """Run a file as a script with these arguments."""
-    return run(
-        _run_script, str(path), [str(argument) for argument in arguments], folder=folder, environment=environment
-    )
+    return start_script(path, *arguments, folder=folder, environment=environment).finish()
 
 
-def _run(function, args, folder, environment, files):
+def start_script(path, *arguments, folder, environment=None):
+    """Begin to run a file as a script with these arguments: a `Program`."""
+    texts = [str(argument) for argument in arguments]
+    return Program(_run_script, str(path), texts, folder=folder, environment=environment)
+
+
+def _run(function, args, folder, environment, files, on_sigint):
     for own, standard in zip(files, (1, 2), strict=True):
         os.dup2(own, standard)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
     os.environ.update(environment)
     os.chdir(folder)
     warnings.resetwarnings()  # which are errors where tests run
-    for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, on_sigint)):
         signal.signal(number, handler)
-    function(*args)
+    with launches():
+        function(*args)
 
 
 def _run_script(path, arguments):
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")
+
+
+@contextmanager
+def launches():
+    """Within, `vbs.launch` forks processes of torch.distributed, which need not import torch, and spawns those of XLA.
+
+    They begin as spawned ones do, and import the script that calls ``launch`` once more, if there is one.
+    """
+    start, main = launching._start, launching._distributed_main
+
+    def begin(*args):
+        as_in_a_new_process()
+        script = sys.modules["__main__"]
+        if script.__spec__ is None and hasattr(script, "__file__"):
+            with patch.object(launching, "run_processes", _refuse):
+                vars(script).update(runpy.run_path(script.__file__, run_name="__mp_main__"))
+        main(*args)
+
+    def fork(processes, work, started):
+        if any(process.main is not main for process in processes):
+            start(processes, work, started)
+            return
+        with patch.object(launching, "_START_METHOD", "fork"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # that this process may have threads
+            start([dataclasses.replace(process, main=begin) for process in processes], work, started)
+
+    with patch.object(launching, "_start", fork):
+        yield
+
+
+def _refuse(processes, work):
+    raise RuntimeError("a script must call launch under `if __name__ == '__main__':`")
+
+
+def as_in_a_new_process():
+    """Reset what a forked process has of the tests' process and a new one would not have."""
+    warnings.resetwarnings()  # which are errors where tests run
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    random.seed()
+    np.random.seed()
+    torch.seed()

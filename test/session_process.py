@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 import uuid
-import warnings
 from pathlib import Path
 
+import forked
 import stoppable_run
 import torch
 
@@ -46,8 +46,8 @@ class SessionProcess:
     Args:
         place: of the run.
         settings: of the run.
-        launcher: "alone", "forked" for the same without a wait for torch to load, "launch" for ``vbs.launch`` by a
-            process that is forked likewise, or "torchrun".
+        launcher: "alone", "forked" for the same without a wait for torch to load, "launch" for ``vbs.launch``,
+            which forks its processes likewise, or "torchrun".
         cores: how many.
         backend: of the launch.
         restarts: how often torchrun starts again.
@@ -180,9 +180,9 @@ class Forked:
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.argv = script
-        warnings.resetwarnings()  # which are errors where tests run
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a new process has it
-        stoppable_run.main()
+        forked.as_in_a_new_process()
+        with forked.launches():
+            stoppable_run.main()
 
     def poll(self):
         return self._process.exitcode

@@ -85,7 +85,6 @@ def _received(pipe):
 
 def _work(pipe, meeting_point, rank, cores):
     """Never returns: all that follows is the other process's."""
-    gc.freeze()  # neither collections nor searches of the heap need to see what was imported before the fork
     warnings.resetwarnings()  # which are errors where tests run, also those of torch.compile about itself
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a new process has it
     is_met = False

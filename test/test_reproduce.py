@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
 import time
 
@@ -73,8 +72,8 @@ def test_counts_of_smith_et_al_are_exact(found):
 
 
 def run(*arguments):
-    command = [sys.executable, "reproduce/adascale_cifar10.py", "--small", "--device", "cpu", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    script, options = ROOT / "reproduce" / "adascale_cifar10.py", ["--small", "--device", "cpu", *arguments]
+    return forked.start_script(script, *options, folder=ROOT, environment={"PYTHONPATH": str(ROOT)})
 
 
 def test_a_program_that_was_stopped_goes_on_to_the_same_numbers(found, tmp_path):
@@ -83,12 +82,11 @@ def test_a_program_that_was_stopped_goes_on_to_the_same_numbers(found, tmp_path)
     while not list(tmp_path.glob("*/records.jsonl")) and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=900)
-    assert process.returncode == 75, output
-    assert "the same command goes on" in output
-    again = run("--directory", str(tmp_path))
-    output, _ = again.communicate(timeout=900)
-    assert again.returncode == 0, output
+    done = process.finish()
+    assert done.returncode == 75, done
+    assert "the same command goes on" in done.stdout
+    again = run("--directory", str(tmp_path)).finish()
+    assert again.returncode == 0, again
     curves = "adascale_cifar10_curves.csv"
     assert (tmp_path / curves).read_text() == (found[1] / "adascale_cifar10" / curves).read_text()
 
@@ -107,11 +105,10 @@ def test_a_number_out_of_its_tolerance_is_said_and_ends_with_1(tmp_path):
         scale = int(re.search(r"\d", name)[0])
         row = {"run": name, "rule": rule, "scale": scale, "updates": updates, "curve": [{"step": 1}] * 4}
         (folder / name / "result.json").write_text(json.dumps(row))
-    process = run("--directory", str(folder))
-    output, _ = process.communicate(timeout=900)
-    assert process.returncode == 1
-    assert re.search(r"SGD-1 +updates .*DOES NOT HOLD", output)
-    assert output.count("DOES NOT HOLD") == 1
+    done = run("--directory", str(folder)).finish()
+    assert done.returncode == 1, done
+    assert re.search(r"SGD-1 +updates .*DOES NOT HOLD", done.stdout)
+    assert done.stdout.count("DOES NOT HOLD") == 1
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

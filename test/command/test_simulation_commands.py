@@ -5,6 +5,7 @@ import json
 import shlex
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,7 +102,8 @@ def seconds_on_core_0():
 
 def test_profile_measures_several_cores_by_the_clock_of_the_first(run, monkeypatch):
     monkeypatch.setitem(profile.measure.__kwdefaults__, "clock", seconds_on_core_0)
-    code, _, _ = run("vbs profile digits --cores 2 --steps 5")
+    with forked.launches():
+        code, _, _ = run("vbs profile digits --cores 2 --steps 5")
     assert code == 0
     assert [row.cores for row in vbs.planning.Profile.read("profile.csv").rows] == [2]
 

@@ -13,6 +13,7 @@ import pytest
 from comparisons import (
     command,
     environment,
+    fork_vbs_compare,
     records,
     rows,
     rows_by_run,
@@ -75,12 +76,12 @@ def test_runs_of_a_seed_start_from_the_same_weights_and_see_the_same_data(digits
 
 def test_interrupted_half_way_and_started_again_it_ends_with_the_same_results(digits, tmp_path):
     options = [*DIGITS, "--out", tmp_path, "--jobs", 2]
-    running = start_vbs_compare(*options, stderr=subprocess.PIPE)
+    running = fork_vbs_compare(*options)
     wait_for_runs(5, running, tmp_path)
     running.send_signal(signal.SIGINT)
-    _, errors = running.communicate()
-    assert running.returncode == 130
-    assert b"interrupted; the same command goes on" in errors
+    done = running.finish()
+    assert done.returncode == 130
+    assert "interrupted; the same command goes on" in done.stderr
     made = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/*/*/run.json")}
     assert 5 <= len(made) < 14
     assert 5 <= len(rows(tmp_path)) < 14  # what there is has been written
@@ -92,10 +93,10 @@ def test_interrupted_half_way_and_started_again_it_ends_with_the_same_results(di
 
 def test_in_the_background_of_a_shell_it_outlives_the_ctrl_c_of_the_foreground(tmp_path):
     options = ["--workload", "comparisons:line", "--seeds", 1, "--rules", "linear", "--out", tmp_path]
-    running = start_vbs_compare(*options, is_in_background=True)
+    running = fork_vbs_compare(*options, is_in_background=True)
     wait_for_runs(1, running, tmp_path)
     running.send_signal(signal.SIGINT)
-    assert running.wait() == 0
+    assert running.finish().returncode == 0
     assert len(rows(tmp_path)) == 3
 
 

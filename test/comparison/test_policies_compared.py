@@ -4,13 +4,15 @@ import json
 import shlex
 
 import pytest
+from comparisons import forked_runs
 
 import variable_batch_size as vbs
 from variable_batch_size.command.main import main
 
 
 def compare(options, capsys):
-    code = main(shlex.split(f"compare --workload digits --seeds 1 --jobs 1 --out out {options}"))
+    with forked_runs():
+        code = main(shlex.split(f"compare --workload digits --seeds 1 --jobs 1 --out out {options}"))
     return code, *capsys.readouterr()
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +14,13 @@ import torch.distributed as dist
 import variable_batch_size as vbs
 
 XLA = pytest.param("xla", marks=pytest.mark.xla)
+
+
+@pytest.fixture
+def forks():
+    """Where it does not matter how gloo's processes are started."""
+    with forked.launches():
+        yield
 
 
 def rank_and_size():
@@ -65,6 +73,7 @@ def test_each_core_has_its_own_copy_of_the_arguments_and_results_come_in_order(b
     assert vbs.launch(append_rank, ([7],), cores=2, backend=backend) == [[7, 0], [7, 1]]
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("backend", ["gloo", XLA])
 def test_an_exception_on_one_core_ends_the_launch_with_its_traceback(backend):
     with pytest.raises(
@@ -74,6 +83,7 @@ def test_an_exception_on_one_core_ends_the_launch_with_its_traceback(backend):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_core_that_waits_in_a_collective_is_ended_too():
     with pytest.raises(
         RuntimeError, match=r"(?s)core 1 failed:.*trace\[1\]: batchsize must be a multiple of 32.*, got 33"
@@ -81,12 +91,14 @@ def test_a_core_that_waits_in_a_collective_is_ended_too():
         vbs.launch(wait_in_a_collective_for_a_core_that_fails, cores=2, backend="gloo")
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("backend", ["gloo", XLA])
 def test_a_process_that_dies_ends_the_launch(backend):
     with pytest.raises(RuntimeError, match="a process of the launch died with exit code 3"):
         vbs.launch(die, cores=2, backend=backend)
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_result_that_cannot_travel_is_said():
     with pytest.raises(RuntimeError, match=r"(?s)core 0 failed:.*pickle"):
         vbs.launch(return_something_that_cannot_travel, cores=1, backend="gloo")

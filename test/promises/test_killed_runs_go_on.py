@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import forked
 import pytest
 import stoppable_run
 from session_process import Place, SessionProcess
@@ -171,6 +172,6 @@ def exit_with(code):
 
 
 def test_a_core_that_exits_ends_the_launch_with_its_code():
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit) as caught, forked.launches():
         vbs.launch(exit_with, (21,), cores=1, backend="gloo")
     assert caught.value.code == 21

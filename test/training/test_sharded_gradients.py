@@ -4,6 +4,7 @@ import random
 import re
 import time
 
+import forked
 import pytest
 import sharded_models
 import torch
@@ -283,7 +284,7 @@ def fail_on_core_1():
 
 
 def test_an_error_within_the_model_on_one_core_ends_all_while_the_others_wait_for_it():
-    with pytest.raises(RuntimeError, match="FloatingPointError: on core 1 at") as raised:
+    with pytest.raises(RuntimeError, match="FloatingPointError: on core 1 at") as raised, forked.launches():
         vbs.launch(fail_on_core_1, cores=2, backend="gloo")
     at = float(re.findall(r"on core 1 at ([0-9.]+)", str(raised.value))[-1])
     assert time.time() - at < 900  # half of what gloo waits for a core that does not come

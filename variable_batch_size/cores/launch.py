@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from variable_batch_size.checks import check_positive, install
 from variable_batch_size.cores import signals, xla
@@ -51,9 +51,12 @@ def run_processes(processes: list[Process], work: bytes) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
+_START_METHOD: Final = "spawn"  # a forked process would have the threads' locks of this one
+
+
 def _start(processes: list[Process], work: bytes, started: list[tuple[Any, Any]]) -> None:
     """Start the processes, noting each with the end of its pipe as soon as it runs."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(_START_METHOD)
     for process in processes:
         receiver, sender = context.Pipe(duplex=False)
         child = context.Process(target=process.main, args=(*process.args, work, sender))
