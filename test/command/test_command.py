@@ -73,7 +73,7 @@ def test_plan_takes_all_its_options(run):
     [
         ("cubic", "`rule` must be one of 'linear', 'root', "),
         ("legw", "`rule` legw needs warmup_samples, as in legw:5000, got 'legw'\n"),
-        ("surge", "the rule surge follows the noise that a run measures: a plan of it needs --noise-scale\n"),
+        ("surge", "the rule surge depends on the gradient noise: pass --noise-scale to plan it\n"),
     ],
 )
 def test_plan_says_what_a_rule_needs(run, rule, message):
@@ -113,7 +113,7 @@ def test_plan_draws_a_picture(run):
     assert run(f"{PLAN} --plot plan.pdf") == (
         1,
         "",
-        "vbs: a plot must be a file that ends in .png or .svg, got 'plan.pdf'\n",
+        "vbs: the file name of a plot must end in .png or .svg, got 'plan.pdf'\n",
     )
 
 
@@ -128,7 +128,7 @@ def test_plan_draws_a_picture(run):
         (
             "step,batchsize\n0,64\n1,320\n",
             "",
-            "trace.csv:3: batchsize must be at most 288 (the whole minibatches of 300 samples), got 320",
+            "trace.csv:3: batchsize must be at most 288 (the full minibatches in 300 samples), got 320",
         ),
         ("step,batchsize\n0,64\n1,-32\n", "", "trace.csv:3: batchsize must be a positive integer, got -32"),
         ("step,batchsize\n0,64\n2,32\n", "", "trace.csv:3: step must be 1 (or 0, to start again), got 2"),
@@ -136,12 +136,12 @@ def test_plan_draws_a_picture(run):
             "step,batchsize\n0,64\n",
             "--epochs 2",
             "trace.csv holds 1 epoch of 300 samples, got epoch 1 (counting from 0); "
-            'on_end="hold" or "cycle" goes on beyond its end',
+            'use on_end="hold" or "cycle" to continue',
         ),
         (
             "step,batchsize\n0,64\n",
             "--on-end hold",
-            "trace.csv goes on forever: the number of epochs must be given",
+            "trace.csv is endless: the number of epochs must be given",
         ),
     ],
 )
@@ -165,7 +165,7 @@ def test_a_missing_file_is_told(run):
         ("vbs plan trace.csv", "the following arguments are required: --dataset-size, --minibatch-size, --cores"),
         (
             "vbs plan trace.csv --dataset-size 1.5 --minibatch-size 32 --cores 4",
-            "argument --dataset-size: expected a whole number such as 96, 250K, 1.5M or 2B, got '1.5'",
+            "argument --dataset-size: expected an integer such as 96, 250K, 1.5M or 2B, got '1.5'",
         ),
         ("vbs make", "the following arguments are required: KIND"),
         ("vbs convert x.csv", "required: --samples-per-device, --minibatch-size, --when-empty, --round"),
@@ -292,7 +292,7 @@ def test_convert_knows_the_time_of_minibatches_and_all_reduces(run):
 def test_convert_refuses_with_the_line(run):
     write("devices.csv", "time,n\n0,2\n10,0\n20,1\n")
     command = CONVERT.replace("skip", "error") + " --seconds-per-step 5"
-    assert run(command) == (1, "", "vbs: devices.csv:3: no device is left (`when_empty`), got 0\n")
+    assert run(command) == (1, "", "vbs: devices.csv:3: no devices available (`when_empty` is 'error')\n")
 
 
 @pytest.mark.parametrize("unit", ["steps", "samples", "tokens --tokens-per-sample 4096"])
@@ -384,19 +384,19 @@ def test_show_tells_the_decisions_that_an_executed_trace_was_made_of(run):
     write("executed.csv", "step,batchsize\n0,64\n1,64\n2,128\n")
     assert "noise scale" not in run("vbs show executed.csv")[1]
     assert "there is no decisions.jsonl; vbs plan draws a trace" in run("vbs show executed.csv --plot a.png")[2]
-    start = {"step": 0, "from_step": 0, "batch_size": 64, "cores": 2, "noise_scale": None, "why": "the start"}
+    start = {"step": 0, "from_step": 0, "batch_size": 64, "cores": 2, "noise_scale": None, "why": "first decision"}
     kept = {**start, "step": 1, "from_step": 1, "why": "goodput +0 %"}
     grown = {**start, "step": 2, "from_step": 2, "batch_size": 128, "noise_scale": 1234.5, "why": "goodput +9 %"}
     write("decisions.jsonl", "".join(json.dumps(record) + "\n" for record in (start, kept, grown)))
     assert run("vbs show executed.csv")[1].endswith(
         "at step  from step  batch size  cores  noise scale  why\n"
-        "      0          0          64      2            –  the start\n"
+        "      0          0          64      2            –  first decision\n"
         "      2          2         128      2        1,234  goodput +9 %\n"
-        "(1 decision more changed nothing)\n"
+        "(1 more decision without a change)\n"
     )
     write("ramp.csv", "step,batchsize\n0,64\n1,96\n")
     assert "noise scale" not in run("vbs show ramp.csv")[1]  # which another trace was made of
     assert "--plot draws an executed.csv of a policy, got ramp.csv" in run("vbs show ramp.csv --plot a.png")[2]
     assert run("vbs show executed.csv --plot decided.png")[0] == 0
     assert Path("decided.png").stat().st_size > 1000
-    assert "a plot must be a file that ends in .png or .svg" in run("vbs show executed.csv --plot decided.txt")[2]
+    assert "the file name of a plot must end in .png or .svg" in run("vbs show executed.csv --plot decided.txt")[2]

@@ -152,15 +152,15 @@ def test_simulate_takes_recorded_devices_and_the_noise_of_a_log(run):
     [
         ("--noise x --cores 2", "--noise must be the log of a run or a positive number, got 'x'"),
         ("100 --noise 5 --cores 2", "`policy` must be a multiple of 32 (the minibatch size), got 100"),
-        ("512 --dataset-size 300 --noise 5 --cores 2", "`policy` must be at most 288 (the samples of an epoch), got"),
-        ("on_plateau --noise 5 --cores 2", "a simulation has no loss to decide by, got the policy OnPlateau"),
+        ("512 --dataset-size 300 --noise 5 --cores 2", "`policy` must be at most 288 (the capacity of an epoch), got"),
+        ("on_plateau --noise 5 --cores 2", "a simulation has no loss, which the policy OnPlateau needs"),
         ("--noise 5 --cores 9", "profile.csv was measured with 1 to 4 cores, got 9"),
         ("slow --noise 5 --cores 2", "`policy` must be one of 'autoscale'"),
         (
             "autoscale --noise 5 --cores 2",
             "missing 1 required keyword-only argument: 'max_batch_size', got 'autoscale'",
         ),
-        ("norm_test:eta --noise 5 --cores 2", "a setting of a policy must be name=number, got 'eta'"),
+        ("norm_test:eta --noise 5 --cores 2", "a policy setting must be name=number, got 'eta'"),
         ("per_core:pace=3 --noise 5 --cores 2", "got an unexpected keyword argument 'pace', got 'per_core:pace=3'"),
     ],
 )
@@ -185,7 +185,7 @@ def test_profile_needs_steps_for_a_median(run):
 def test_fit_predicts_no_network_that_was_not_measured(run):
     code, _, err = run("vbs fit profile.csv --cores 8 --machines 2")
     assert code == 1
-    assert "profile.csv must have a row of several cores on several machines" in err
+    assert "profile.csv must have a row with several cores on several machines" in err
 
 
 def test_what_was_measured_before_a_failure_is_kept(run, monkeypatch):

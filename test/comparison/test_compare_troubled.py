@@ -59,7 +59,7 @@ def test_a_run_that_was_to_make_as_many_updates_as_a_failed_one_fails_with_it(tm
         (["--rules", "linear,linear"], "each once, got 'linear,linear'"),
         (["--rules", "linear,legw"], "`rule` legw needs warmup_samples, as in legw:5000, got 'legw'"),
         (["--until", "progress", "--on-end", "stop"], "--until progress needs --on-end hold or cycle: AdaScale takes"),
-        (["--rules", "adam"], "the rule adam does not go with this workload: `inner` must be Adam or of its kind"),
+        (["--rules", "adam"], "the rule adam does not go with this workload: `inner` must be an Adam-style optimizer"),
         (["--rules", "linear", "--until", "progress"], "--until progress needs adascale or adamscale or surge among"),
         (["--workload", "nothing"], "`workload` must be digits, mnist, cifar10 or module:function, got 'nothing'"),
         (["--workload", "comparisons:nothing"], "comparisons has no function 'nothing'"),

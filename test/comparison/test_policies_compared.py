@@ -28,7 +28,7 @@ def test_a_policy_is_an_arm_with_a_trace_of_its_own(tmp_path, monkeypatch, capsy
     assert trace.comment.startswith("decided by Autoscale(every=20, lead=16, ")
     assert len(trace) == json.loads((run / "run.json").read_text())["updates"]
     assert trace.sizes.max() <= 16 * 16
-    assert json.loads((run / "decisions.jsonl").read_text().splitlines()[0])["why"] == "the start"
+    assert json.loads((run / "decisions.jsonl").read_text().splitlines()[0])["why"] == "first decision"
     assert "policy:autoscale:max_batch_size=256" in (tmp_path / "out" / "report.html").read_text()
     assert compare(options, capsys)[0] == 0  # which makes nothing again
 
@@ -41,7 +41,7 @@ def test_a_policy_is_an_arm_with_a_trace_of_its_own(tmp_path, monkeypatch, capsy
         ("--traces policy:per_core policy:per_core", "each trace needs a name of its own"),
         (
             "--traces policy:per_core:min_batch_size=2000,max_batch_size=3000",
-            "no batch size keeps all bounds on 1 cores",
+            "no batch size satisfies all bounds on 1 cores",
         ),
     ],
 )

@@ -15,7 +15,7 @@ def test_a_png_is_1200_pixels_wide(tmp_path):
     assert imread(tmp_path / "plan.png").shape[:2] == (900, 1200)
 
 
-def test_an_svg_names_what_it_shows(tmp_path):
+def test_svg_contains_its_labels(tmp_path):
     vbs.planning.plot_plan(*planned([32, 64, 512, 96] * 20, ref_batchsize=128), tmp_path / "plan.svg")
     drawn = (tmp_path / "plan.svg").read_text()
     labels = [
@@ -44,6 +44,6 @@ def test_every_plan_can_be_drawn(tmp_path, sizes, cores, options):
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
-def test_another_kind_of_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^a plot must be a file that ends in \.png or \.svg, got 'plan\.gif'$"):
+def test_other_file_types_are_rejected(tmp_path):
+    with pytest.raises(ValueError, match=r"^the file name of a plot must end in \.png or \.svg, got 'plan\.gif'$"):
         vbs.planning.plot_plan(*planned([32]), "plan.gif")

@@ -13,7 +13,7 @@ from variable_batch_size.planning.plan import RULES, planned_rules
 
 @st.composite
 def schedules(draw):
-    """A schedule, and how many epochs of it to run."""
+    """A schedule and a number of epochs."""
     size = draw(st.integers(1, 8))
     capacity = draw(st.integers(1, 40))
     rows = draw(st.lists(st.integers(1, capacity), min_size=1, max_size=25))
@@ -34,7 +34,7 @@ def schedules(draw):
 
 @settings(max_examples=300, deadline=None)
 @given(schedules(), st.data())
-def test_many_steps_at_once_are_the_sum_of_single_steps(planned, data):
+def test_counts_over_a_range_equal_the_sum_over_steps(planned, data):
     schedule, num_epochs = planned
     num_steps = schedule.steps(num_epochs - 1).stop
     start = data.draw(st.integers(0, num_steps))
@@ -49,7 +49,7 @@ def test_many_steps_at_once_are_the_sum_of_single_steps(planned, data):
     assert schedule.core_idle_steps(steps).tolist() == idle
 
 
-def test_steps_beyond_the_end_cannot_be_added_up():
+def test_counts_beyond_the_end_raise():
     schedule = vbs.Schedule(vbs.Trace.from_sequence([32, 64]), dataset_size=100, minibatch_size=32)
     with pytest.raises(ValueError, match="trace holds 2 steps, got step 2"):
         schedule.size_counts(range(3))
@@ -60,7 +60,7 @@ def test_steps_beyond_the_end_cannot_be_added_up():
 
 @settings(max_examples=200, deadline=None)
 @given(schedules(), st.integers(1, 100), st.integers(1, 10))
-def test_every_number_of_a_plan_is_what_the_steps_one_by_one_give(planned, ref_batchsize, every):
+def test_plan_equals_a_count_over_single_steps(planned, ref_batchsize, every):
     schedule, num_epochs = planned
     plan = vbs.planning.Plan.of(schedule, num_epochs=num_epochs, ref_batchsize=ref_batchsize, checkpoint_every=every)
     epochs = [schedule.steps(epoch) for epoch in range(num_epochs)]
@@ -79,8 +79,8 @@ def test_every_number_of_a_plan_is_what_the_steps_one_by_one_give(planned, ref_b
     assert plan.busy_share == sum(map(sum, loads)) / (len(cores) * sum(map(max, loads)))
     rounds = [max(load) if schedule.lockstep else 1 for load in loads]
     assert (plan.lockstep, plan.num_rounds) == (schedule.lockstep, sum(map(max, loads)))
-    stand_ins = [max(0, num - own) for num, load in zip(rounds, loads, strict=True) for own in load]
-    assert plan.num_stand_ins == sum(stand_ins)
+    padding = [max(0, num - own) for num, load in zip(rounds, loads, strict=True) for own in load]
+    assert plan.num_stand_ins == sum(padding)
 
     assert [size.batch_size for size in plan.sizes] == sorted(set(sizes))
     for size in plan.sizes:
@@ -111,7 +111,7 @@ def test_every_number_of_a_plan_is_what_the_steps_one_by_one_give(planned, ref_b
         assert 0 < position.epoch_step <= len(epochs[position.epoch])
 
 
-def test_numbers_written_out_by_hand():
+def test_plan_by_hand():
     trace = vbs.Trace.from_sequence([64, 96, 32, 256, 128, 128])
     schedule = vbs.Schedule(trace, dataset_size=310, minibatch_size=32, num_replicas=4)
     plan = vbs.planning.Plan.of(schedule, ref_batchsize=128, checkpoint_every=2)
@@ -130,14 +130,14 @@ def test_numbers_written_out_by_hand():
     assert [tuple(position) for position in plan.checkpoints] == [(0, 2, 2, 160), (1, 1, 4, 448), (2, 2, 6, 704)]
 
 
-def test_a_last_epoch_that_is_full_does_not_end_with_the_trace():
+def test_full_last_epoch_does_not_end_with_the_trace():
     schedule = vbs.Schedule(vbs.Trace.from_sequence([64, 32, 96]), dataset_size=100, minibatch_size=32)
     plan = vbs.planning.Plan.of(schedule)
     assert [epoch.ends_with_trace for epoch in plan.epochs] == [False, False]
     assert plan.num_left_over == 4 + 4
 
 
-def test_the_report_says_what_the_constant_run_of_smith_et_al_drops():
+def test_report_of_the_constant_run_of_smith_et_al():
     trace = vbs.traces.constant_trace(128, num_steps=78_125)
     plan = vbs.planning.Plan.of(vbs.Schedule(trace, dataset_size=50_000, minibatch_size=128, num_replicas=8))
     # 390 steps of 128 fit into an epoch and leave 80 samples, so that the updates reach into epoch 200
@@ -146,7 +146,7 @@ def test_the_report_says_what_the_constant_run_of_smith_et_al_drops():
     assert plan.epochs[-1].num_samples == 10_000_000 - 200 * 390 * 128
 
 
-def test_a_run_of_billions_of_steps_is_planned_without_counting_them():
+def test_plan_of_billions_of_steps():
     schedule = vbs.Schedule(vbs.Trace.constant(32), dataset_size=10**10, minibatch_size=32, num_replicas=256)
     plan = vbs.planning.Plan.of(schedule, num_epochs=1000)
     assert plan.num_steps == 1000 * 10**10 // 32
@@ -162,12 +162,12 @@ def test_rules_that_measure_noise_are_planned_at_a_noise_scale():
         assert found == pytest.approx([gain, math.sqrt(gain), gain / math.sqrt(size / 128)])
     with pytest.raises(ValueError, match="`noise_scale` must be a positive number, got 0"):
         planned_rules(["surge"], noise_scale=0)
-    message = "^the rule surge follows the noise that a run measures: a plan of it needs --noise-scale$"
+    message = "^the rule surge depends on the gradient noise: pass --noise-scale to plan it$"
     with pytest.raises(ValueError, match=message):
         planned_rules(["root", "surge"])
 
 
-def test_a_warm_up_is_planned_step_by_step_and_batch_sizes_as_they_are_after_it():
+def test_factors_during_and_after_a_warm_up():
     schedule = vbs.Schedule(vbs.Trace.from_sequence([32, 128, 32, 128, 32]), dataset_size=400, minibatch_size=32)
     plan = vbs.planning.Plan.of(schedule, rules=planned_rules(["legw:128"]))  # 4 steps at 32
     assert [moment.factors["legw:128"] for moment in plan.moments] == [0.25, 1.0, 0.75, 2.0, 1.0]
@@ -183,7 +183,7 @@ def test_every_rule_can_be_planned(name):
     assert plan.moments[0].factors[plan.rules[0]] == 1.0
 
 
-def test_a_rule_of_ones_own_can_be_planned():
+def test_custom_rule_can_be_planned():
     class Capped(vbs.Rule):
         def factor(self, step):
             return min(step.scale, 2.0)
@@ -193,7 +193,7 @@ def test_a_rule_of_ones_own_can_be_planned():
     assert [moment.factors for moment in plan.moments] == [{"capped": 1.0}, {"capped": 2.0}, {"capped": 2.0}]
 
 
-def test_a_plan_is_ready_for_json():
+def test_plan_is_json_serializable():
     schedule = vbs.Schedule(vbs.Trace.from_sequence([32, 64]), dataset_size=300, minibatch_size=32)
     plan = json.loads(json.dumps(vbs.planning.Plan.of(schedule, checkpoint_every=1).as_dict()))
     assert plan["num_steps"] == 2
@@ -202,7 +202,7 @@ def test_a_plan_is_ready_for_json():
     assert plan["checkpoints"][1] == {"epoch": 0, "epoch_step": 2, "steps_done": 2, "samples_done": 96}
 
 
-def test_a_plan_counts_tokens_if_told_what_a_sample_has():
+def test_plan_counts_tokens():
     schedule = vbs.Schedule(vbs.Trace.from_sequence([32, 64]), dataset_size=300, minibatch_size=32)
     plan = vbs.planning.Plan.of(schedule, tokens_per_sample=4096).as_dict()
     assert (plan["tokens_per_sample"], plan["num_tokens"]) == (4096, 96 * 4096)
@@ -216,12 +216,12 @@ def test_a_plan_counts_tokens_if_told_what_a_sample_has():
         ([32], {"tokens_per_sample": 0}, "`tokens_per_sample` must be a positive integer, got 0"),
         ([32], {"num_epochs": 2}, "trace holds 1 epoch of 300 samples, got epoch 1"),
         ([32], {"num_epochs": 0}, "`num_epochs` must be a positive integer, got 0"),
-        (32, {}, "trace goes on forever: the number of epochs must be given"),
+        (32, {}, "trace is endless: the number of epochs must be given"),
         ([32], {"ref_batchsize": 0}, "`ref_batchsize` must be a positive integer, got 0"),
         ([32], {"checkpoint_every": 0}, "`checkpoint_every` must be a positive integer, got 0"),
     ],
 )
-def test_bad_arguments_are_refused(trace, options, message):
+def test_invalid_arguments_are_rejected(trace, options, message):
     schedule = vbs.Schedule(vbs.Trace.of(trace), dataset_size=300, minibatch_size=32)
     with pytest.raises(ValueError, match=message):
         vbs.planning.Plan.of(schedule, **options)
@@ -231,7 +231,7 @@ def test_bad_arguments_are_refused(trace, options, message):
 
 
 def run_for_real(rule, num_epochs, every, options):
-    """Train, on whatever cores this runs on, and note down what happens; of each core."""
+    """Train on the current cores and record what each core does."""
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -274,7 +274,7 @@ TRACE = [32, 64, 16, 160, 48, 48, 96, 112, 16, 128, 80, 32]
         ("linear", 2, "stop", None),
     ],
 )
-def test_every_number_of_a_plan_is_what_a_real_run_does(on_cores, rule, cores, on_end, num_epochs):
+def test_plan_equals_a_real_run(on_cores, rule, cores, on_end, num_epochs):
     every = 3
     options = {"dataset_size": 215, "minibatch_size": 16, "trace": TRACE, "on_end": on_end}
     schedule = vbs.Schedule(vbs.Trace.of(TRACE), dataset_size=215, minibatch_size=16, num_replicas=cores, on_end=on_end)
@@ -329,9 +329,7 @@ def test_every_number_of_a_plan_is_what_a_real_run_does(on_cores, rule, cores, o
     assert positions == ran[0]["positions"]
 
 
-def test_a_plan_of_data_without_a_length_is_refused():
+def test_plan_of_data_without_a_length_is_rejected():
     schedule = vbs.Schedule(vbs.Trace.of([64]), dataset_size=None, minibatch_size=32)
-    with pytest.raises(
-        ValueError, match=r"^a plan is one of epochs: the schedule must have a `dataset_size`, got None$"
-    ):
+    with pytest.raises(ValueError, match=r"^the schedule of a plan must have a `dataset_size`, got None$"):
         vbs.planning.Plan.of(schedule)

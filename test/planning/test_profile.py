@@ -1,4 +1,4 @@
-"""Profiles and the model that fits them, and the noise of a log."""
+"""Profile, fit_throughput and NoiseCurve.read."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from variable_batch_size.planning.profile import Measured
 HEAD = "machines,cores,minibatch_size,seconds_accumulating,seconds_updating\n"
 
 
-def test_a_profile_is_what_was_written(tmp_path):
+def test_profile_is_read_back(tmp_path):
     rows = (Measured(1, 1, 32, 0.25, 0.5), Measured(2, 8, 1_234_567, 1e-5, 1234.5))
     vbs.planning.Profile(rows).write(tmp_path / "profile.csv", comment="made by: a test\non two lines")
     assert (tmp_path / "profile.csv").read_text().startswith("# made by: a test\n# on two lines\n" + HEAD)
@@ -27,20 +27,20 @@ def test_a_profile_is_what_was_written(tmp_path):
         (HEAD + "1,1,32,0.1,0.2\n# a comment\n\n1,2,x,0.1,0.2\n", r"p.csv:5: a row of a profile must be three counts"),
         (
             HEAD + "1,1,32,0.1\n",
-            r"p.csv:2: a row of a profile must be three counts and two numbers of seconds, got 1,1",
+            r"p.csv:2: a row of a profile must be three counts and two times in seconds, got 1,1",
         ),
         (HEAD + "1,0,32,0.1,0.2\n", r"p.csv:2: counts and seconds must be positive, got 1,0,32"),
         (HEAD + "1,1,32,0,0.2\n", r"p.csv:2: counts and seconds must be positive, got 1,1,32,0,0.2"),
         (HEAD + "1,1,32,0.1,inf\n", r"p.csv:2: counts and seconds must be positive"),
     ],
 )
-def test_wrong_rows_are_refused_with_their_place(tmp_path, text, message):
+def test_invalid_rows_are_rejected_with_their_place(tmp_path, text, message):
     (tmp_path / "p.csv").write_text(text)
     with pytest.raises(ValueError, match=message):
         vbs.planning.Profile.read(tmp_path / "p.csv")
 
 
-def test_between_two_numbers_of_cores_times_are_on_a_line():
+def test_times_are_interpolated_between_numbers_of_cores():
     profile = vbs.planning.Profile(
         (Measured(1, 2, 32, 1.0, 3.0), Measured(1, 1, 32, 1.0, 2.0), Measured(1, 6, 32, 3.0, 5.0))
     )
@@ -48,14 +48,14 @@ def test_between_two_numbers_of_cores_times_are_on_a_line():
     assert profile.times(cores=4, minibatch_size=32) == (2.0, 4.0)
 
 
-def test_what_was_measured_twice_is_the_mean():
+def test_repeated_measurements_are_averaged():
     twice = Measured(1, 1, 32, 1.0, 2.0), Measured(1, 1, 32, 3.0, 6.0)
     profile = vbs.planning.Profile((*twice, Measured(1, 3, 32, 4.0, 6.0)))
     assert profile.times(cores=1, minibatch_size=32) == (2.0, 4.0)
     assert profile.times(cores=2, minibatch_size=32) == (3.0, 5.0)
 
 
-def test_a_minibatch_beyond_twice_the_measured_is_refused():
+def test_minibatch_beyond_twice_the_measured_range_is_rejected():
     profile = vbs.planning.Profile((Measured(1, 1, 32, 1.0, 2.0), Measured(1, 2, 32, 1.0, 3.0)), "p.csv")
     with pytest.raises(ValueError, match=r"p.csv was measured with 32 to 32 samples in a minibatch, got 65"):
         profile.times(cores=1, minibatch_size=65)
@@ -79,13 +79,13 @@ def test_the_fit_predicts_numbers_of_cores_that_were_not_measured(seed):
             assert fitted.updating(1, cores, size) == pytest.approx(model.updating(1, cores, size), rel=0.1)
 
 
-def test_a_single_row_is_fitted_too():
+def test_fit_of_a_single_row():
     fitted = vbs.planning.fit_throughput([Measured(1, 1, 32, 0.5, 0.5)])
     assert fitted.accumulating(32) == pytest.approx(0.5, rel=1e-3)
     assert fitted.accumulating(64) == pytest.approx(0.75, rel=1e-3)  # half of it is taken for constant
 
 
-def test_the_noise_of_a_log_is_that_of_its_records(tmp_path):
+def test_noise_curve_of_a_log(tmp_path):
     log = tmp_path / "log.jsonl"
     lines = ['{"progress": 0.0, "noise_scale": null}', '{"progress": 10.0, "noise_scale": 100.0}']
     lines += ['{"progress": 20.0, "accuracy": 0.5}', '{"progress": 30.0, "noise_scale": 10000.0}']
@@ -96,7 +96,7 @@ def test_the_noise_of_a_log_is_that_of_its_records(tmp_path):
     assert vbs.planning.NoiseCurve.read(log).noise_scales == [10.0]  # samples, of 80 tokens each
     log.write_text('{"progress": 1.0}\n')
     with pytest.raises(
-        ValueError, match="a log must have a record with a noise scale, as runs with AdaScale write, got no"
+        ValueError, match="the log must have records with a noise scale, as of runs with AdaScale, got no"
     ):
         vbs.planning.NoiseCurve.read(log)
     log.write_text('{"progress": 1.0, "noise_scale": 5.0}\n{"progress": 2.0, "noi')  # what a crash has left
@@ -106,12 +106,14 @@ def test_the_noise_of_a_log_is_that_of_its_records(tmp_path):
         vbs.planning.NoiseCurve.constant(0)
 
 
-def test_cores_between_which_no_all_reduce_was_measured_are_refused():
+def test_cores_without_a_measured_all_reduce_are_rejected():
     alone = vbs.planning.Profile((Measured(1, 1, 32, 0.04, 0.05),), "p.csv")
-    with pytest.raises(ValueError, match=r"p.csv must have a row of several cores on one machine, for the time of th"):
+    with pytest.raises(ValueError, match=r"p.csv must have a row with several cores on one machine, to time th"):
         alone.times(cores=2, minibatch_size=32)
     together = vbs.planning.Profile((Measured(1, 1, 32, 0.04, 0.05), Measured(1, 2, 32, 0.04, 0.15)), "p.csv")
-    with pytest.raises(ValueError, match=r"p.csv must have a row of several cores on several machines, .*, got none"):
+    with pytest.raises(
+        ValueError, match=r"p.csv must have a row with several cores on several machines, to time their all-reduce"
+    ):
         together.times(cores=2, minibatch_size=32, machines=2)
     assert together.times(cores=4, minibatch_size=32).updating > 0.1
     assert vbs.planning.Profile(alone.rows, extrapolates=True).times(cores=2, minibatch_size=32).updating > 0

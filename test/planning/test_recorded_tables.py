@@ -1,4 +1,4 @@
-"""Simulations on times and noise that others have recorded, against what they saw and against sums over the tables."""
+"""Simulations on published times and noise, against published results and sums over the tables."""
 
 import csv
 from functools import cache
@@ -56,7 +56,7 @@ def noise_all_along():
 
 
 def seconds_of_progress(cores, minibatch, num_minibatches):
-    """Seconds for every bit of progress, all along the run, by the table alone."""
+    """Seconds of each interval of progress, by the table alone."""
     (row,) = (row for row in profile().rows if (row.cores, row.minibatch_size) == (cores, minibatch))
     depth = -(-num_minibatches // cores)
     noise = noise_all_along()
@@ -71,14 +71,14 @@ def sizes(cores, minibatch):
     return [minibatch * number for number in sorted({cores * depth for depth in (1, 3, 9)}) if number > 1]
 
 
-def test_a_fixed_batch_takes_the_updates_that_were_recorded():
+def test_fixed_batch_takes_the_recorded_number_of_updates():
     updates = simulated(fixed(1024), cores=8, minibatch=32).updates
     recorded = noise_rows()[-1]["updates"]
     assert updates == pytest.approx(recorded, rel=0.05)
 
 
 @pytest.mark.parametrize(("cores", "minibatch"), CASES)
-def test_fixed_batches_are_ranked_as_by_the_table(cores, minibatch):
+def test_fixed_batches_are_ranked_as_in_the_table(cores, minibatch):
     expected = {
         size: seconds_of_progress(cores, minibatch, size // minibatch).sum() for size in sizes(cores, minibatch)
     }
@@ -89,7 +89,7 @@ def test_fixed_batches_are_ranked_as_by_the_table(cores, minibatch):
 
 
 @pytest.mark.parametrize(("cores", "minibatch"), CASES)
-def test_autoscale_is_close_to_an_oracle_that_knows_table_and_noise_at_every_step(cores, minibatch):
+def test_autoscale_is_close_to_an_oracle(cores, minibatch):
     largest = 64 * minibatch * cores
     depths = [cores * depth for depth in range(1, 65) if cores * depth * minibatch >= REF]
     oracle = np.min([seconds_of_progress(cores, minibatch, number) for number in depths], axis=0).sum()
@@ -98,7 +98,7 @@ def test_autoscale_is_close_to_an_oracle_that_knows_table_and_noise_at_every_ste
 
 
 @pytest.mark.parametrize("cores", [3, 6, 12])
-def test_numbers_of_cores_that_were_left_out_rank_policies_as_those_that_were_measured(cores):
+def test_held_out_numbers_of_cores_rank_policies_equally(cores):
     policies = {"per core": vbs.policies.PerCore(), "1024": fixed(1032), "2048": fixed(2064), "4096": fixed(4128)}
     known, guessed = (
         {name: simulated(policy, cores, 129, without=left_out).seconds for name, policy in policies.items()}

@@ -3,7 +3,7 @@ import numpy as np
 import variable_batch_size as vbs
 
 
-def test_a_trace_is_told_over_steps_and_over_samples():
+def test_report_of_a_trace():
     trace = vbs.Trace.from_sequence([32] * 20 + [128] * 10)
     assert vbs.planning.trace_report(trace, width=24, is_ascii=True).splitlines() == [
         "30 steps, 1,920 samples",
@@ -13,11 +13,11 @@ def test_a_trace_is_told_over_steps_and_over_samples():
     ]
 
 
-def test_an_endless_trace_is_told_in_a_line():
+def test_report_of_an_endless_trace():
     assert vbs.planning.trace_report(vbs.Trace.constant(1024), width=80) == "batch size 1,024 forever"
 
 
-def test_a_conversion_is_told_with_the_effect_of_rounding():
+def test_report_of_a_conversion():
     conversion = vbs.traces.convert_recording(
         vbs.traces.Recording.from_counts([0, 10, 20, 30, 43], [1, 0, 2, 5]),
         samples_per_device=48,
@@ -35,7 +35,7 @@ def test_a_conversion_is_told_with_the_effect_of_rounding():
     ]
 
 
-def test_a_conversion_to_short_steps_tells_their_time():
+def test_report_of_a_conversion_to_short_steps():
     options = {"samples_per_device": 32, "minibatch_size": 32, "when_empty": "skip", "rounding": "down"}
     recording = vbs.traces.Recording.from_counts([0, 1.0025], [3])
     report = vbs.planning.conversion_report(vbs.traces.convert_recording(recording, seconds_per_step=0.004, **options))
@@ -43,7 +43,7 @@ def test_a_conversion_to_short_steps_tells_their_time():
     assert "left at end    0.0025 s," in report
 
 
-def test_a_plan_is_told_with_all_its_tables():
+def test_report_of_a_plan():
     schedule = vbs.Schedule(
         vbs.Trace.from_sequence([64, 96, 32, 256, 128]), dataset_size=310, minibatch_size=32, num_replicas=4
     )
@@ -91,7 +91,7 @@ steps done  samples done  epoch  steps done in it
          5           576      2                 1"""
 
 
-def test_a_plan_is_told_in_tokens_too():
+def test_report_of_a_plan_with_tokens():
     trace = vbs.Trace.from_sequence([64, 96, 32, 256])
     schedule = vbs.Schedule(trace, dataset_size=310, minibatch_size=32, num_replicas=4)
     report = vbs.planning.plan_report(vbs.planning.Plan.of(schedule, rules={}, tokens_per_sample=1000)).splitlines()
@@ -105,11 +105,11 @@ def test_a_plan_is_told_in_tokens_too():
     assert report[-1] == "   3             192        192,000      1         256     2           0"
 
 
-def test_of_many_rows_the_first_and_the_last_are_told():
+def test_report_shows_the_first_and_last_of_many_rows():
     sizes = 32 * np.arange(1, 101)
     schedule = vbs.Schedule(vbs.Trace.from_sequence(sizes), dataset_size=10_000, minibatch_size=32)
     report = vbs.planning.plan_report(vbs.planning.Plan.of(schedule, rules={}))
-    assert "(86 rows more: --json has them all)" in report
+    assert "(86 more rows: use --json to see all)" in report
     table = report.split("batch sizes\n")[1].split("\n\n")[0].splitlines()
     assert [row.split()[0] for row in table[1:-1]] == [
         *("32", "64", "96", "128", "160", "192", "224"),
@@ -118,15 +118,15 @@ def test_of_many_rows_the_first_and_the_last_are_told():
     ]
 
 
-def test_rows_that_are_not_reached_are_told():
+def test_report_notes_unused_rows():
     schedule = vbs.Schedule(vbs.Trace.from_sequence([64, 96, 32, 256]), dataset_size=310, minibatch_size=32)
     report = vbs.planning.plan_report(vbs.planning.Plan.of(schedule, num_epochs=1))
     assert "note          1 row at the end of the trace is not reached" in report
 
 
-def test_a_plan_in_lockstep_tells_its_rounds_and_stand_ins():
+def test_report_of_a_plan_in_lockstep():
     # 5, 2 and 8 minibatches: 5 rounds of 4 cores for 15 minibatches
     trace = vbs.Trace.from_sequence([5, 2, 8])
     plan = vbs.planning.Plan.of(vbs.Schedule(trace, dataset_size=20, minibatch_size=1, num_replicas=4, lockstep=True))
-    line = "lockstep      5 rounds of all cores, 5 stand-ins (25.0 % of what they run)"
+    line = "lockstep      5 rounds of all cores, 5 padding minibatches (25.0 % of all minibatches run)"
     assert line in vbs.planning.plan_report(plan).splitlines()

@@ -1,4 +1,4 @@
-"""simulate: a run without training, against sums by hand and a search over all fixed batch sizes."""
+"""simulate: against sums by hand and a search over all fixed batch sizes."""
 
 import math
 
@@ -28,7 +28,7 @@ def fixed(size):
     return lambda situation: size
 
 
-def test_a_fixed_batch_takes_what_its_steps_take():
+def test_fixed_batch_by_hand():
     run = simulate(fixed(512))
     worth = vbs.rules.Noise(1000.0, 1.0).gain(512, REF)
     assert run.updates == math.ceil(100 / worth)
@@ -41,7 +41,7 @@ def test_a_fixed_batch_takes_what_its_steps_take():
     assert run.restarts == 0
 
 
-def test_the_step_under_way_is_lost_when_cores_change():
+def test_current_step_is_lost_when_cores_change():
     availability = vbs.planning.Availability.of_recording(vbs.traces.Recording.from_counts([0, 10, 20], [4, 2]))
     run = simulate(fixed(128), availability=availability, progress=7)
     # 4 cores: 2.3 s a step, 4 of them in 10 s; 2 cores: depth 2, 3.1 s, 3 in 10 s
@@ -61,13 +61,13 @@ def test_time_without_cores_passes_and_costs_nothing():
     assert (run.seconds, run.device_seconds) == (pytest.approx(110 + 2 * 2.3), pytest.approx(4 * (10 + 2 * 2.3)))
 
 
-def test_times_in_which_no_step_fits_are_refused():
+def test_spans_too_short_for_a_step_are_rejected():
     availability = vbs.planning.Availability.of_recording(vbs.traces.Recording.from_counts([0, 1, 2], [4, 2]))
-    with pytest.raises(ValueError, match="no step fits into any of the times between two changes of the cores"):
+    with pytest.raises(ValueError, match="no step fits between two changes of the number of cores"):
         simulate(fixed(128), availability=availability)
 
 
-def test_a_policy_sees_what_it_would_see_in_a_run():
+def test_policy_receives_the_situation_of_a_run():
     seen = []
 
     def decide(situation):
@@ -93,7 +93,7 @@ def test_autoscale_grows_to_the_best_fixed_batch_and_stays_there():
 
 
 def random_case(seed):
-    """A profile, a noise that grows, and cores."""
+    """A profile, growing noise, and cores."""
     draws = np.random.RandomState(seed)
     cores = int(draws.choice([1, 2, 4, 8]))
     accumulating = float(np.exp(draws.uniform(-6, 1)))
@@ -107,7 +107,7 @@ def random_case(seed):
 LARGEST = 8192
 
 
-def test_autoscale_is_never_far_behind_the_best_fixed_batch_and_ahead_of_a_batch_for_each_core():
+def test_autoscale_is_close_to_the_best_fixed_batch_and_better_than_per_core():
     against_fixed, against_cores = [], []
     for seed in range(24):
         case = random_case(seed)
@@ -121,9 +121,10 @@ def test_autoscale_is_never_far_behind_the_best_fixed_batch_and_ahead_of_a_batch
     assert np.exp(np.mean(np.log(against_cores))) > 1.2
 
 
-def test_a_profile_is_not_stretched_too_far_unless_told():
+def test_extrapolation_must_be_enabled():
     with pytest.raises(
-        ValueError, match="profile was measured with 1 to 4 cores, got 9: times beyond twice that are guess"
+        ValueError,
+        match="profile was measured with 1 to 4 cores, got 9: set `extrapolates` to allow more than a factor of 2",
     ):
         simulate(fixed(1024), profile=profile(cores=(1, 2, 4)), cores=9)
     told = simulate(fixed(1024), profile=profile(cores=(1, 2, 4), extrapolates=True), cores=9)
@@ -140,25 +141,25 @@ def test_a_profile_is_not_stretched_too_far_unless_told():
         ({"restart_seconds": math.inf}, "`restart_seconds` must be a number of seconds, got inf"),
     ],
 )
-def test_wrong_numbers_are_refused(options, message):
+def test_invalid_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         simulate(fixed(128), **options)
 
 
-def test_availabilities_are_refused_that_have_no_core_or_no_time():
-    with pytest.raises(ValueError, match="there must be a core at some time, got 0 at all times"):
+def test_availability_without_cores_or_time_is_rejected():
+    with pytest.raises(ValueError, match="no cores are available at any time"):
         vbs.planning.Availability.of_recording(vbs.traces.Recording.from_counts([0, 1], [0]))
     with pytest.raises(ValueError, match="`seconds_per_row` must be a positive number, got 0"):
         vbs.planning.Availability.of_market(vbs.Trace.of([1, 2]), seconds_per_row=0)
 
 
-def test_a_market_gives_cores_for_as_long_as_its_rows():
+def test_availability_of_a_market():
     spans = vbs.planning.Availability.of_market(vbs.Trace.of([2, 2, 3]), seconds_per_row=60).spans
     assert spans == [(2, 120), (3, 60)]
 
 
 @pytest.mark.parametrize(("times", "counts"), [([0, 61], [4]), ([0, 20, 20.5, 61], [4, 0, 4])])
-def test_where_the_end_of_a_recording_meets_its_beginning_with_the_same_cores_nothing_restarts(times, counts):
+def test_no_restart_between_equal_end_and_beginning_of_a_recording(times, counts):
     availability = vbs.planning.Availability.of_recording(vbs.traces.Recording.from_counts(times, counts))
     run = simulate(fixed(128), availability=availability, restart_seconds=7.0)
     gaps = counts.count(0) * math.floor(run.seconds / 61 + 1 - 20 / 61)

@@ -8,25 +8,25 @@ VALUES = st.lists(st.integers(1, 10**9), min_size=1, max_size=60).map(np.array)
 
 
 @given(VALUES, st.integers(1, 100), st.booleans())
-def test_a_line_has_as_many_characters_as_asked_for_or_as_there_are_numbers(values, width, is_ascii):
+def test_length_of_a_sparkline(values, width, is_ascii):
     line = sparkline(values, width=width, is_ascii=is_ascii)
     assert len(line) == min(width, len(values))
     assert line.isascii() == is_ascii
 
 
 @given(VALUES, st.integers(1, 60))
-def test_weights_that_are_all_the_same_change_nothing(values, width):
+def test_equal_weights_change_nothing(values, width):
     assert sparkline(values, width=width, weights=np.full(len(values), 7)) == sparkline(values, width=width)
 
 
-def test_heights_go_from_nothing_to_the_largest():
+def test_heights_range_from_zero_to_the_largest_value():
     assert sparkline(np.array([1, 125, 126, 500, 501, 1000]), width=6) == "▁▁▂▄▅█"
     assert sparkline(np.array([1, 125, 126, 500, 501, 1000]), width=6, is_ascii=True) == "__.=+#"
 
 
-def test_a_character_shows_the_mean_of_its_share():
+def test_character_shows_the_mean_over_its_width():
     assert sparkline(np.array([2, 8, 8, 8, 4, 4]), width=3) == "▅█▄"
 
 
-def test_a_number_is_as_wide_as_its_weight():
+def test_width_of_a_number_is_its_weight():
     assert sparkline(np.array([4, 8, 8]), width=3, weights=np.array([16, 4, 4])) == "▄▄█"

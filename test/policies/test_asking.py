@@ -1,11 +1,11 @@
-"""PolicyTiming: when a policy is asked, and what it is told."""
+"""PolicyTiming: when a policy decides, and the situation passed to it."""
 
 import variable_batch_size as vbs
 from variable_batch_size.policies.timing import PolicyTiming
 
 
 class Counting(vbs.Policy):
-    """Answers with one minibatch more each time, and remembers what it was asked."""
+    """Adds one minibatch each time, and records the situations."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -19,17 +19,17 @@ class Counting(vbs.Policy):
 SITUATION = vbs.policies.Situation(cores=2, minibatch_size=32, ref_batchsize=64, steps_done=7)
 
 
-def test_rows_are_decided_as_far_ahead_as_the_lead_and_so_many_at_a_time():
+def test_rows_are_decided_in_blocks_up_to_the_lead():
     asking = PolicyTiming(vbs.policies.PerCore(every=20, lead=16))
     assert [asking.num_rows(ahead) for ahead in (0, 1, 16, 17, 36)] == [36, 35, 20, 0, 0]
 
 
-def test_a_policy_is_not_asked_again_before_its_answer_was_executed_for_a_while():
+def test_policy_does_not_decide_again_before_its_decision_was_executed():
     asking = PolicyTiming(Counting())
     assert asking.answer(SITUATION).batch_size == 32
     for number in (0, 4):
         asking.note_steps(32, 1, 1.0, number)
-        assert asking.answer(SITUATION) == (32, "no steps of it yet")
+        assert asking.answer(SITUATION) == (32, "last decision not executed yet")
     asking.note_steps(64, 1, 1.0, 10)  # of another batch size
     assert asking.answer(SITUATION).batch_size == 32
     asking.note_steps(32, 1, 1.0)
@@ -38,7 +38,7 @@ def test_a_policy_is_not_asked_again_before_its_answer_was_executed_for_a_while(
     assert [found.batch_size for found in asking.policy.asked] == [None, 32]
 
 
-def test_a_policy_is_told_the_times_once_that_two_depths_are_known():
+def test_times_are_passed_once_two_depths_were_timed():
     asking = PolicyTiming(Counting())
     asking.answer(SITUATION)
     asking.note_steps(32, 1, None, 9)  # whose time tells nothing
@@ -52,7 +52,7 @@ def test_a_policy_is_told_the_times_once_that_two_depths_are_known():
     assert {found.steps_done for found in asking.policy.asked} == {7}
 
 
-def test_on_other_cores_it_asks_at_once_and_knows_no_times():
+def test_after_a_restart_it_decides_immediately_without_times():
     asking = PolicyTiming(Counting())
     asking.answer(SITUATION)
     asking.note_steps(32, 1, 4.0, 9)
@@ -66,7 +66,7 @@ def test_on_other_cores_it_asks_at_once_and_knows_no_times():
     assert asking.policy.asked[-1].batch_size is None
 
 
-def test_the_answer_of_another_core_counts_as_its_own():
+def test_decision_of_another_core_is_taken_over():
     asking = PolicyTiming(Counting())
     asking.take_over(128)
     assert asking.answer(SITUATION).batch_size == 128
@@ -76,7 +76,7 @@ def test_the_answer_of_another_core_counts_as_its_own():
     assert asking.policy.asked[0].batch_size == 128
 
 
-def test_it_is_saved():
+def test_state_is_saved():
     asking, other = PolicyTiming(vbs.policies.OnPlateau(patience=1)), PolicyTiming(vbs.policies.OnPlateau(patience=1))
     asking.answer(SITUATION)
     asking.policy.tell(1.0)

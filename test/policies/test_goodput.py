@@ -1,4 +1,4 @@
-"""Goodput: the closed form against a search, and the whole model against the numbers of AdaptDL."""
+"""Goodput: the closed form against a search, and the model against the numbers of AdaptDL."""
 
 import math
 
@@ -45,7 +45,7 @@ def test_the_closed_form_finds_what_a_search_finds(
     assert goodput(goodput.best(allowed)) == pytest.approx(max(map(goodput, allowed)), rel=1e-9)
 
 
-def test_the_closed_form_is_as_fast_for_millions_of_minibatches():
+def test_closed_form_for_millions_of_minibatches():
     shape = {"cores": 8, "minibatch_size": 32, "ref_batchsize": 256, "accumulating": 1.0, "updating": 9.0}
     assert Goodput(noise_scale=1e12, **shape).best(range(1, 10**9)) == 8 * 176777
 
@@ -71,7 +71,7 @@ def noise_scale(noise, ref):
         (4, 8, 24, 4, 0.14164638826336887),
     ],
 )
-def test_goodput_is_adaptdls(machines, cores, minibatch, accumulating, expected):
+def test_goodput_equals_adaptdl(machines, cores, minibatch, accumulating, expected):
     batch_size = cores * minibatch * (accumulating + 1)
     seconds = MODELS[0].step(machines, cores, minibatch, accumulating + 1)
     worth = gain(batch_size, ref_batchsize=16, noise_scale=noise_scale(NOISES[0], 16))
@@ -88,7 +88,7 @@ def test_goodput_is_adaptdls(machines, cores, minibatch, accumulating, expected)
         (16, 1.5350804351967329, 64),
     ],
 )
-def test_the_best_split_is_adaptdls(cores, goodput, minibatch):
+def test_best_split_equals_adaptdl(cores, goodput, minibatch):
     best = split_of(MODELS[0], NOISES[0], cores, max_batch_size=1280, min_minibatch=64, max_minibatch=256)
     assert best == (pytest.approx(goodput, rel=1e-6), minibatch, 1)
 
@@ -98,7 +98,7 @@ def split_of(model, noise, cores, **bounds):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_best_split_keeps_adaptdls_bounds_where_it_breaks_them_itself(model):
+def test_best_split_respects_bounds_that_adaptdl_exceeds(model):
     for noise in NOISES:
         for cores in range(1, 20):
             best = split_of(model, noise, cores, max_batch_size=1280, min_minibatch=64, max_minibatch=256)
@@ -108,14 +108,14 @@ def test_the_best_split_keeps_adaptdls_bounds_where_it_breaks_them_itself(model)
 
 
 @pytest.mark.parametrize("cores", [1, 2, 4])
-def test_without_room_the_reference_is_split_equally_as_adaptdl_does(cores):
+def test_reference_batch_size_is_split_equally_as_in_adaptdl(cores):
     best = split_of(MODELS[3], NOISES[2], cores, max_batch_size=128, may_accumulate=False)
     assert best[1:] == (128 // cores, 1)
 
 
-def test_a_reference_that_cannot_be_split_equally_is_refused_where_adaptdl_takes_129():
+def test_reference_that_cannot_be_split_equally_is_rejected():
     with pytest.raises(
-        ValueError, match="no split keeps all bounds on 3 cores: 128 to 128 samples in all, 1 to 128 in a"
+        ValueError, match="no split satisfies all bounds on 3 cores: 128 to 128 samples in total, 1 to 128 in a"
     ):
         split_of(MODELS[3], NOISES[2], 3, max_batch_size=128, may_accumulate=False)
 
@@ -134,13 +134,13 @@ def test_a_power_of_short_times_does_not_vanish():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"noise_scale": math.nan}, "`noise_scale` must be 0 or a positive number, got nan"),
-        ({"noise_scale": -50.0}, "`noise_scale` must be 0 or a positive number, got -50.0"),
+        ({"noise_scale": math.nan}, "`noise_scale` must be a non-negative number, got nan"),
+        ({"noise_scale": -50.0}, "`noise_scale` must be a non-negative number, got -50.0"),
         ({"cores": 0}, "`cores` must be a positive integer, got 0"),
         ({"max_minibatch": 0}, "`max_minibatch` must be a positive integer, got 0"),
     ],
 )
-def test_a_split_of_what_is_no_number_is_refused(change, message):
+def test_invalid_arguments_of_best_split_are_rejected(change, message):
     options = {"noise_scale": 100.0, "ref_batchsize": 128, "cores": 2, "max_batch_size": 1024, **change}
     with pytest.raises(ValueError, match=message):
         vbs.policies.best_split(MODELS[0], **options)

@@ -1,4 +1,4 @@
-"""Every policy keeps its bounds in any situation, and decides by what it says it decides by."""
+"""Every policy respects its bounds in any situation and follows its definition."""
 
 import math
 
@@ -19,7 +19,7 @@ def situation(**numbers):
 
 @st.composite
 def cases(draw):
-    """A policy with bounds that go together, and a situation."""
+    """A policy with consistent bounds, and a situation."""
     m, cores = draw(st.integers(1, 64)), draw(st.integers(1, 40))
     low = draw(st.integers(1, 500))
     high = low + draw(st.integers(0, 5000))
@@ -64,7 +64,7 @@ def test_bounds_are_never_broken(case):
     try:
         allowed = bounds.minibatches(found)
     except ValueError as error:
-        assert f"no batch size keeps all bounds on {found.cores} cores" in str(error)
+        assert f"no batch size satisfies all bounds on {found.cores} cores" in str(error)
         return
     for _ in range(3):  # a policy may have a memory
         size, _ = policy.answer(found)
@@ -98,25 +98,25 @@ def test_a_change_is_made_for_the_threshold_only(case):
 # --------------------------------------------------------------------------------------------------------- one by one
 
 
-def test_autoscale_starts_with_all_cores_at_the_reference_and_then_tries_twice_as_deep():
+def test_autoscale_starts_at_the_reference_on_all_cores_and_then_doubles_the_depth():
     policy = vbs.Autoscale(max_batch_size=4096)
-    assert policy.answer(situation()) == Decision(128, "the start")
+    assert policy.answer(situation()) == Decision(128, "first decision")
     assert policy.answer(situation(cores=3)).batch_size == 192  # the least multiple of 3 minibatches from 128 on
-    assert policy.answer(situation(batch_size=128)) == Decision(256, "noise unknown, tries twice as deep")
+    assert policy.answer(situation(batch_size=128)) == Decision(256, "noise unknown, trying twice the depth")
     known = {"noise_scale": 500.0}
-    assert policy.answer(situation(batch_size=128, **known)) == Decision(256, "times unknown, tries twice as deep")
+    assert policy.answer(situation(batch_size=128, **known)) == Decision(256, "times unknown, trying twice the depth")
 
 
-def test_autoscale_stays_for_a_while_where_it_was_when_the_cores_are_others():
+def test_autoscale_keeps_its_depth_after_a_restart_on_other_cores():
     policy = vbs.Autoscale(max_batch_size=4096)
     for cores, size in ((4, 640), (3, 672), (1, 640)):  # whole multiples of the cores
         decision = policy.answer(situation(cores=cores, batch_size=640, noise_scale=500.0, is_fresh=True))
-        assert decision == Decision(size, "begins anew on these cores")
+        assert decision == Decision(size, "restarted on other cores")
 
 
-def test_autoscale_at_its_largest_tries_half_as_deep():
+def test_autoscale_at_its_largest_size_tries_half_the_depth():
     policy = vbs.Autoscale(max_batch_size=256)
-    assert policy.answer(situation(batch_size=256)) == Decision(128, "noise unknown, tries half as deep")
+    assert policy.answer(situation(batch_size=256)) == Decision(128, "noise unknown, trying half the depth")
     assert vbs.Autoscale(max_batch_size=128).answer(situation(batch_size=128)).batch_size == 128
 
 
@@ -130,12 +130,12 @@ def test_autoscale_at_its_largest_tries_half_as_deep():
         ({"noise_scale": 10_000.0, "seconds_accumulating": 0.0}, 2048),  # a minibatch more costs nothing
     ],
 )
-def test_autoscale_goes_where_the_goodput_is_largest(numbers, size):
+def test_autoscale_maximizes_goodput(numbers, size):
     times = {"seconds_accumulating": 1.0, "seconds_updating": 4.0}
     assert vbs.Autoscale(max_batch_size=4096).answer(situation(batch_size=1024, **{**times, **numbers}))[0] == size
 
 
-def test_autoscale_stays_where_a_change_would_gain_little():
+def test_autoscale_does_not_change_for_a_small_gain():
     times = {"seconds_accumulating": 1.0, "seconds_updating": 4.0, "noise_scale": 10_000.0}
     decision = vbs.Autoscale(max_batch_size=4096).answer(situation(batch_size=1664, **times))
     assert decision == Decision(1664, "1920 is not worth a change")
@@ -157,7 +157,7 @@ def test_the_norm_test_grows_to_the_first_size_that_passes_and_never_shrinks():
         assert (100.0 / size > 0.25 * mean_square) == (size < 300)
 
 
-def test_the_critical_batch_doubles_while_that_costs_little():
+def test_critical_batch_doubles_while_the_cost_is_low():
     policy = vbs.policies.CriticalBatch(cost=0.2)
     assert policy.answer(situation(noise_scale=1000.0, batch_size=224))[0] == 448
     assert policy.answer(situation(noise_scale=1000.0, batch_size=256))[0] == 256
@@ -165,7 +165,7 @@ def test_the_critical_batch_doubles_while_that_costs_little():
     assert policy.answer(situation(batch_size=32))[0] == 64
 
 
-def test_a_plateau_of_what_it_is_told_or_else_of_the_loss_grows():
+def test_on_plateau_uses_the_metric_or_else_the_loss():
     policy = vbs.policies.OnPlateau(factor=4, patience=2, min_delta=0.1)
     losses = [1.0, 0.95, 0.95, 0.8, 0.79, 0.78, 0.5]  # the third is the second still, which counts once
     assert [policy.answer(situation(batch_size=64, loss=loss))[0] for loss in losses] == [64, 64, 64, 64, 64, 256, 64]
@@ -176,7 +176,7 @@ def test_a_plateau_of_what_it_is_told_or_else_of_the_loss_grows():
     assert policy.answer(situation(batch_size=64)) == Decision(256, "2 values no better than 0.3")
 
 
-def test_a_plateau_of_an_accuracy_is_where_it_no_longer_rises():
+def test_on_plateau_with_higher_is_better():
     policy = vbs.policies.OnPlateau(patience=1, is_higher_better=True)
     policy.tell(80.0)
     policy.tell(81.0)
@@ -186,14 +186,14 @@ def test_a_plateau_of_an_accuracy_is_where_it_no_longer_rises():
 
 
 @pytest.mark.parametrize(("first", "is_higher_better"), [(math.inf, False), (-math.inf, True)])
-def test_what_follows_an_infinite_metric_is_better(first, is_higher_better):
+def test_any_value_improves_on_an_infinite_metric(first, is_higher_better):
     policy = vbs.policies.OnPlateau(patience=1, is_higher_better=is_higher_better)
     policy.tell(first)
     policy.tell(3.0)
     assert policy.answer(situation(batch_size=64))[0] == 64
 
 
-def test_a_plateau_is_remembered():
+def test_on_plateau_resumes_from_its_state():
     policy, other = vbs.policies.OnPlateau(patience=2), vbs.policies.OnPlateau(patience=2)
     policy.tell(1.0)
     policy.tell(1.0)
@@ -209,7 +209,7 @@ def test_a_function_is_a_policy():
     assert policy_of(policy) is policy
 
 
-def test_the_description_tells_policies_apart_and_is_the_same_for_the_same():
+def test_descriptions_are_equal_only_for_equal_policies():
     assert vbs.Autoscale(max_batch_size=64).description != vbs.Autoscale(max_batch_size=128).description
     assert vbs.policies.PerCore().description != vbs.policies.PerCore(64).description
     plateau = vbs.policies.OnPlateau()
@@ -229,11 +229,11 @@ def test_the_description_tells_policies_apart_and_is_the_same_for_the_same():
         (lambda: vbs.policies.NormTest(eta=1.0), "`eta` must be between 0 and 1, got 1.0"),
         (lambda: vbs.policies.CriticalBatch(cost=0), "`cost` must be between 0 and 1, got 0"),
         (lambda: vbs.policies.OnPlateau(factor=1), "`factor` must be above 1, got 1"),
-        (lambda: vbs.policies.OnPlateau(min_delta=1), "`min_delta` must be a share from 0 to 1, got 1"),
+        (lambda: vbs.policies.OnPlateau(min_delta=1), "`min_delta` must be at least 0 and below 1, got 1"),
         (lambda: vbs.policies.make_policy("auto"), "`policy` must be one of 'autoscale', 'per_core'"),
     ],
 )
-def test_wrong_settings_are_refused(make, message):
+def test_invalid_settings_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -1,4 +1,4 @@
-"""split: no sample is lost, whatever the number of cores."""
+"""split: no sample is lost on any number of cores."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ import variable_batch_size as vbs
 
 
 @given(st.integers(1, 2000), st.integers(1, 300), st.integers(1, 40))
-def test_every_sample_is_dealt_and_no_minibatch_is_too_large(batch_size, max_minibatch, cores):
+def test_every_sample_is_assigned_and_no_minibatch_is_too_large(batch_size, max_minibatch, cores):
     found = vbs.policies.split(batch_size, max_minibatch=max_minibatch, cores=cores)
     assert found.minibatch_size <= max_minibatch
     assert found.minibatch_size * found.num_minibatches == batch_size
@@ -28,10 +28,10 @@ def test_every_sample_is_dealt_and_no_minibatch_is_too_large(batch_size, max_min
         (8, 32, (1,) * 8),
     ],
 )
-def test_a_global_256_of_at_most_64_a_core(cores, minibatch_size, shares):
+def test_splits_of_256_samples_with_at_most_64_per_core(cores, minibatch_size, shares):
     assert vbs.policies.split(256, max_minibatch=64, cores=cores) == (minibatch_size, 256 // minibatch_size, shares)
 
 
-def test_wrong_numbers_are_refused():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(ValueError, match="`max_minibatch` must be a positive integer, got 0"):
         vbs.policies.split(256, max_minibatch=0, cores=3)

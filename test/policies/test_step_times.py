@@ -1,4 +1,4 @@
-"""StepTimes: the times of accumulating and updating minibatches from whole steps."""
+"""StepTimes: the times of accumulating and updating minibatches from step times."""
 
 import pytest
 
@@ -13,14 +13,14 @@ def times_of(seconds):
     return times
 
 
-def test_two_depths_tell_both_times():
+def test_two_depths_give_both_times():
     assert times_of({1: [4.0] * 5}).seconds is None
     assert times_of({1: [4.0] * 5, 3: [6.0] * 4}).seconds is None
     assert times_of({1: [4.0] * 5, 3: [6.0] * 5}).seconds == (1.0, 4.0)
     assert times_of({2: [5.0] * 5, 4: [7.0] * 5, 8: [11.0] * 9}).seconds == (pytest.approx(1.0), pytest.approx(4.0))
 
 
-def test_a_step_that_waited_for_something_else_does_not_count():
+def test_outliers_do_not_count():
     assert times_of({1: [90.0, 4.0, 4.0, 4.0, 4.0], 2: [5.0, 5.0, 60.0, 5.0, 5.0, 5.0]}).seconds == (1.0, 4.0)
 
 
@@ -31,12 +31,12 @@ def test_only_the_latest_steps_count():
     assert times.num_of(7) == 0
 
 
-def test_times_are_never_negative_nor_an_update_faster_than_a_minibatch():
+def test_times_are_not_negative_and_an_update_is_not_faster_than_a_minibatch():
     assert times_of({1: [4.0] * 5, 2: [3.0] * 5}).seconds == (0.0, 3.5)
     assert times_of({1: [1.0] * 5, 2: [9.0] * 5}).seconds == (8.0, 8.0)
 
 
-def test_they_are_saved_and_cleared():
+def test_times_are_saved_and_cleared():
     times, other = times_of({1: [4.0] * 5, 2: [5.0] * 5}), StepTimes()
     other.load_state_dict(times.state_dict())
     assert other.seconds == (1.0, 4.0)

@@ -1,4 +1,4 @@
-"""The rule for Adam and its correction of Adam's bias, by hand-made numbers."""
+"""AdamRule and Adam's bias correction against numbers computed by hand."""
 
 import pytest
 
@@ -6,27 +6,27 @@ from variable_batch_size import Step
 from variable_batch_size.rules import AdamRule
 from variable_batch_size.rules.adam import check_adam, corrected_for_bias
 
-# 1 − β^t is 0.75 and 0.4375 after two updates; against 1 − Π β of 0.6 and 0.109375 that is 1.25 and 4 times as much
+# after two updates 1 − β^t is 0.75 and 0.4375: 1.25 and 4 times 1 − Π β, 0.6 and 0.109375
 SETTINGS = {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1.0}
 PAST = {"num_updates": 2, "products": (0.4, 0.890625)}
 
 
-def test_the_learning_rate_and_epsilon_make_up_for_betas_that_have_varied():
+def test_learning_rate_and_epsilon_correct_for_varying_betas():
     found = corrected_for_bias(SETTINGS, **PAST, is_decoupled=False)
     assert found == {"lr": pytest.approx(0.5 * 1.25 / 2), "betas": (0.5, 0.75), "eps": pytest.approx(0.5)}
 
 
-def test_a_decoupled_decay_makes_up_for_the_learning_rate():
+def test_decoupled_decay_cancels_the_correction_of_the_learning_rate():
     found = corrected_for_bias({**SETTINGS, "weight_decay": 0.25}, **PAST, is_decoupled=True)
     assert found["weight_decay"] == pytest.approx(0.25 / (1.25 / 2))
 
 
-def test_a_decay_that_is_part_of_the_gradient_stays_as_it_is():
+def test_l2_penalty_is_not_corrected():
     found = corrected_for_bias({**SETTINGS, "weight_decay": 0.25}, **PAST, is_decoupled=False)
     assert found["weight_decay"] == 0.25
 
 
-def test_where_there_is_no_decay_none_is_made_up():
+def test_no_weight_decay_is_added():
     assert "weight_decay" not in corrected_for_bias(SETTINGS, **PAST, is_decoupled=True)
 
 
@@ -37,12 +37,12 @@ def test_betas_that_have_not_varied_need_no_correction():
 
 @pytest.mark.parametrize("groups", [[{"lr": 1, "betas": (0, 0)}], [{"lr": 1, "eps": 1}], [SETTINGS, {"lr": 1}]])
 def test_every_group_must_have_betas_and_eps(groups):
-    with pytest.raises(ValueError, match=r"^`inner` must be Adam or of its kind, with betas and eps, got Lion$"):
+    with pytest.raises(ValueError, match=r"^`inner` must be an Adam-style optimizer with betas and eps, got Lion$"):
         check_adam("Lion", groups)
 
 
-def test_the_adam_rule_looks_at_the_groups_too():
-    with pytest.raises(ValueError, match=r"^`inner` must be Adam or of its kind, with betas and eps, got SGD$"):
+def test_adam_rule_checks_the_groups():
+    with pytest.raises(ValueError, match=r"^`inner` must be an Adam-style optimizer with betas and eps, got SGD$"):
         AdamRule().check("SGD", [{"lr": 1}])
     assert AdamRule().check("AdamW", [SETTINGS]) is None
 
@@ -63,11 +63,11 @@ def test_the_half_life_form_takes_betas_to_the_power_of_the_scale():
     assert settings_of(rule, ADAMW, FOUR_TIMES) == {"lr": 1.0, "betas": (0.0625, 0.31640625), "eps": 0.5}
     root = pytest.approx(0.5**0.25), pytest.approx(0.75**0.25)
     assert settings_of(rule, ADAMW, A_QUARTER) == {"lr": 0.25, "betas": root, "eps": 2.0}
-    # a factor that was bounded stands for the scale of which it is the root
+    # κ is the square of a bounded factor
     assert rule.settings(ADAMW, FOUR_TIMES, 1.0) == {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1.0}
 
 
-def test_sixteen_times_the_batch_leaves_betas_within_their_range_in_the_half_life_form_only():
+def test_at_scale_16_only_the_half_life_form_keeps_betas_positive():
     group = {"lr": 1.0, "betas": (0.9, 0.95), "eps": 1.0}
     step = Step(batch_size=16, minibatch_size=1, ref_batchsize=1)
     assert settings_of(AdamRule(form="half-life"), group, step)["betas"] == pytest.approx((0.1853, 0.4401), abs=1e-4)
@@ -88,30 +88,30 @@ def test_a_decoupled_decay_grows_with_the_learning_rate(form):
     assert "weight_decay" not in settings_of(AdamRule(form=form, scales_weight_decay=False), ADAMW, FOUR_TIMES)
 
 
-@pytest.mark.parametrize("says", [{"decoupled_weight_decay": False}, {}], ids=["said", "not said"])
-def test_a_decay_that_is_not_decoupled_is_left_alone(says):
-    group = {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1.0, "weight_decay": 0.25, **says}
+@pytest.mark.parametrize("option", [{"decoupled_weight_decay": False}, {}], ids=["false", "absent"])
+def test_weight_decay_that_is_not_decoupled_is_unchanged(option):
+    group = {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1.0, "weight_decay": 0.25, **option}
     assert settings_of(AdamRule(), group, FOUR_TIMES).keys() == {"lr", "betas", "eps"}
 
 
 @pytest.mark.parametrize("form", ["sde", "half-life"])
-def test_at_the_reference_batch_size_adam_is_left_as_it_is(form):
+def test_adam_is_unchanged_at_the_reference_batch_size(form):
     same = settings_of(AdamRule(form=form), ADAMW, Step(batch_size=128, minibatch_size=32, ref_batchsize=128))
     assert {**ADAMW, **same} == ADAMW
 
 
-def test_a_step_of_adam_counts_for_as_many_steps_as_it_has_batches():
+def test_a_step_of_adam_is_worth_its_scale():
     nine_times = Step(batch_size=9 * 128, minibatch_size=32, ref_batchsize=128)
     assert AdamRule().worth(nine_times, AdamRule().factor(nine_times)) == 9.0
 
 
-def test_an_unknown_form_is_refused():
+def test_unknown_form_is_rejected():
     with pytest.raises(ValueError, match=r"^`form` must be one of 'sde', 'half-life', got 'halflife'$"):
         AdamRule(form="halflife")
 
 
 @pytest.mark.parametrize("optimizer", ["NAdam", "RAdam", "Adamax", "SparseAdam"])
-def test_the_adam_rule_refuses_relatives_of_adam_with_another_correction(optimizer):
-    message = f"^`inner` must correct its bias as Adam and AdamW do, got {optimizer}$"
+def test_adam_rule_rejects_optimizers_with_another_bias_correction(optimizer):
+    message = f"^`inner` must use the bias correction of Adam and AdamW, got {optimizer}$"
     with pytest.raises(ValueError, match=message):
         AdamRule().check(optimizer, [SETTINGS])

@@ -1,4 +1,4 @@
-"""AdaScale's rules alone: norms in, factors out."""
+"""AdaScaleRule and AdamScaleRule: norms in, factors out."""
 
 import math
 
@@ -11,7 +11,7 @@ TWO = Step(batch_size=2, minibatch_size=1, ref_batchsize=1)
 SINGLE = Step(batch_size=1, minibatch_size=1, ref_batchsize=1)
 
 
-def test_each_group_has_the_noise_of_its_own_norms():
+def test_noise_is_computed_per_group():
     rule = AdaScaleRule()
     rule.observe(TWO, [Norms(4.0, 3.0), Norms(3.0, 1.5)])
     # V = (L − T) · B/(n − 1), G² = T − V/B
@@ -22,7 +22,7 @@ def test_each_group_has_the_noise_of_its_own_norms():
     assert rule.gain(4, 2, group=0) == pytest.approx((1 + 2) / (0.5 + 2))
 
 
-def test_groups_of_which_nothing_is_known_have_no_part_in_the_noise_of_all():
+def test_groups_without_an_estimate_are_excluded_from_the_total():
     rule = AdaScaleRule()
     rule.observe(TWO, [None, Norms(4.0, 3.0), Norms(3.0, 1.5)])
     assert rule.noise(0) is None
@@ -30,7 +30,7 @@ def test_groups_of_which_nothing_is_known_have_no_part_in_the_noise_of_all():
     assert rule.group_factor(TWO, 0) == 1.0
 
 
-def test_a_single_minibatch_tells_nothing():
+def test_a_single_minibatch_gives_no_estimate():
     rule = AdaScaleRule()
     rule.observe(SINGLE, [Norms(4.0, 4.0)])
     assert rule.noise() is rule.noise(0) is None
@@ -40,12 +40,12 @@ def test_a_single_minibatch_tells_nothing():
 
 
 @pytest.mark.parametrize(("batch_size", "gain"), [(64, 0.5), (128, 1.0), (256, 1.0)])
-def test_without_an_estimate_the_gain_is_the_smaller_end_of_its_range(batch_size, gain):
+def test_gain_without_an_estimate_is_its_lower_bound(batch_size, gain):
     assert AdaScaleRule().gain(batch_size, 128) == gain
     assert AdamScaleRule().factor(Step(batch_size, 32, 128)) == math.sqrt(gain)
 
 
-def test_a_log_is_told_the_gain_and_the_noise_scale():
+def test_report_has_the_gain_and_the_noise_scale():
     rule = AdaScaleRule()
     unknown = rule.report(TWO)
     assert unknown.keys() == {"gain", "noise_scale"}
@@ -61,9 +61,9 @@ DEBIASED = (0.09 * 1 + 0.1 * 4) / 0.19
 @pytest.mark.parametrize(
     ("options", "mean"), [({}, DEBIASED), ({"starts_with_mean": False}, DEBIASED), ({"starts_with_mean": True}, 2.5)]
 )
-def test_averages_go_on_where_they_were_saved(options, mean):
+def test_averages_resume_from_their_state(options, mean):
     rule, other = (AdaScaleRule(**options) for _ in range(2))
-    step = Step(batch_size=100, minibatch_size=50, ref_batchsize=1)  # at which the past keeps 9/10 of its weight
+    step = Step(batch_size=100, minibatch_size=50, ref_batchsize=1)  # decay 9/10
     rule.observe(step, [Norms(1.0, 1.0), None])
     other.load_state_dict(rule.state_dict())
     assert other.noise(1) is None
@@ -80,6 +80,6 @@ def test_adamscale_is_worth_the_square_of_its_factor():
     assert AdaScaleRule().worth(TWO, 3.0) == 3.0
 
 
-def test_what_the_rules_ask_to_be_measured():
+def test_measurements_the_rules_request():
     found = [(rule.measures_noise, rule.preconditions, rule.sums_gradients) for rule in (AdaScaleRule, AdamScaleRule)]
     assert found == [(True, False, False), (True, True, False)]

@@ -1,4 +1,4 @@
-"""PerOptimizerRule: the groups of several optimizers, each with the rule of its own."""
+"""PerOptimizerRule: a separate rule for each of several optimizers."""
 
 import pytest
 
@@ -11,7 +11,7 @@ STEP = Step(batch_size=64, minibatch_size=16, ref_batchsize=16)
 QUIET, NOISY = Norms(mean_of_squares=1.25, square_of_mean=1.0), Norms(mean_of_squares=4.0, square_of_mean=1.0)
 
 
-def test_groups_go_to_the_rules_in_their_order_and_added_ones_to_the_last():
+def test_groups_map_to_rules_in_order_and_added_groups_to_the_last():
     rules = [vbs.rules.ConstantRule(), vbs.rules.RootRule(), vbs.rules.LinearRule()]
     rule = PerOptimizerRule(rules, num_groups=[2, 3, 1])
     places = [(rules.index(of), own) for of, own in map(rule.rule_for_group, range(8))]
@@ -19,7 +19,7 @@ def test_groups_go_to_the_rules_in_their_order_and_added_ones_to_the_last():
     assert [rule.group_factor(STEP, group) for group in range(7)] == [1, 1, 2, 2, 2, 4, 4]
 
 
-def test_the_first_rule_speaks_for_all():
+def test_first_rule_gives_factor_and_worth():
     rule = PerOptimizerRule(
         [vbs.rules.AdamRule(), vbs.rules.LinearRule(), vbs.rules.LinearRule()], num_groups=[1, 1, 1]
     )
@@ -30,7 +30,7 @@ def test_the_first_rule_speaks_for_all():
     assert rule.worth(STEP, 3.0) == vbs.rules.SurgeRule().worth(STEP, 3.0) == 6
 
 
-def test_a_rule_sees_the_noise_of_its_own_groups_and_scales_each_by_it():
+def test_each_rule_observes_only_its_own_groups():
     linear, adascale = vbs.rules.LinearRule(), vbs.rules.AdaScaleRule()
     rule = PerOptimizerRule([linear, adascale], num_groups=[1, 2])
     assert rule.measures_noise
@@ -49,24 +49,23 @@ def test_a_rule_sees_the_noise_of_its_own_groups_and_scales_each_by_it():
         (vbs.rules.LinearRule, False, False),
     ],
 )
-def test_what_all_rules_have_in_common_they_have_together(rule, sums, preconditions):
+def test_combined_rule_has_the_common_traits(rule, sums, preconditions):
     together = PerOptimizerRule([rule(), rule()], num_groups=[1, 1])
     assert together.sums_gradients is sums
     assert together.preconditions is preconditions
 
 
-def test_rules_that_need_other_gradients_are_refused_together():
+def test_rules_with_different_gradients_are_rejected():
     rules = [vbs.rules.LinearRule(), vbs.rules.AdamScaleRule(), vbs.rules.RootRule()]
     message = (
-        "^`rule` must be rules of which all or none measure divided gradients, got LinearRule and AdamScaleRule and"
+        "^either all rules in `rule` must measure preconditioned gradients or none, got LinearRule and AdamScaleRule"
     )
-    with pytest.raises(ValueError, match=f"{message} RootRule$"):
+    with pytest.raises(ValueError, match=f"{message} and RootRule$"):
         PerOptimizerRule(rules, num_groups=[1, 1, 1])
 
 
-def test_one_rule_twice_is_refused():
+def test_the_same_rule_twice_is_rejected():
     rule = vbs.rules.RootRule()
-    with pytest.raises(
-        ValueError, match=r"^`rule` must be a rule of its own for each optimizer, got one RootRule twice$"
-    ):
+    message = "^`rule` must contain a separate rule for each optimizer, got the same RootRule twice$"
+    with pytest.raises(ValueError, match=message):
         PerOptimizerRule([vbs.rules.LinearRule(), rule, rule], num_groups=[1, 1, 1])

@@ -1,4 +1,4 @@
-"""The rule for Muon, by hand-made numbers."""
+"""MuonRule against numbers computed by hand."""
 
 import pytest
 
@@ -16,23 +16,23 @@ GROUP = {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.95}
         (32, {"lr": 0.25, "weight_decay": 0.125}),
     ],
 )
-def test_learning_rate_and_decay_grow_with_the_root(batch_size, expected):
+def test_learning_rate_and_decay_scale_with_the_root(batch_size, expected):
     rule, step = MuonRule(), Step(batch_size, minibatch_size=32, ref_batchsize=128)
     assert rule.settings(GROUP, step, rule.factor(step)) == expected
     assert rule.worth(step, rule.factor(step)) == batch_size / 128
 
 
-def test_decay_is_left_alone_if_asked_for_or_not_there():
+def test_weight_decay_is_unchanged_if_requested_or_absent():
     step = Step(512, minibatch_size=32, ref_batchsize=128)
     assert MuonRule(scales_weight_decay=False).settings(GROUP, step, 2.0) == {"lr": 1.0}
     assert MuonRule().settings({"lr": 0.5}, step, 2.0) == {"lr": 1.0}
 
 
-def test_what_is_not_muon_is_refused():
+def test_other_optimizers_are_rejected():
     with pytest.raises(ValueError, match=r"^`inner` must be Muon, got SGD$"):
         MuonRule().check("SGD", [GROUP])
     groups = [GROUP, {"lr": 0.5, "betas": (0.9, 0.95)}]
-    message = "^`inner` must have no groups with betas, which are Adam's and need AdamRule, got MuonWithAuxAdam$"
+    message = "^`inner` must have no parameter groups with betas, got MuonWithAuxAdam: use AdamRule for Adam's groups$"
     with pytest.raises(ValueError, match=message):
         MuonRule().check("MuonWithAuxAdam", groups)
     assert MuonRule().check("SingleDeviceMuon", [GROUP]) is None

@@ -1,4 +1,4 @@
-"""Noise: the estimates against true values, and the gain against numbers known from elsewhere."""
+"""Noise: estimates against true values, and the gain against published numbers."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_two_steps_average_to_the_known_gain():
     assert average.noise.gain(2, 1) == pytest.approx(GAIN_OF_TWO_STEPS, rel=1e-6)
 
 
-def test_the_start_of_the_paper_is_the_plain_mean():
+def test_starts_with_mean_is_the_plain_mean_at_first():
     average = NoiseAverage(starts_with_mean=True)
     for variance in (1.0, 2.0, 6.0):
         average.add(Noise(variance, 1.0), scale=4.0)
@@ -41,7 +41,7 @@ def test_the_start_of_the_paper_is_the_plain_mean():
     assert average.noise.square_norm == pytest.approx(1.0)
 
 
-def test_the_start_of_the_paper_ends_after_the_memory_of_the_average():
+def test_starts_with_mean_ends_after_the_span_of_the_average():
     average = NoiseAverage(starts_with_mean=True)
     for _ in range(10):
         average.add(Noise(0.0, 0.0), scale=100.0)  # remembers 10 steps
@@ -85,18 +85,18 @@ def test_noise_scale_and_efficiency():
     assert Noise(1.0, 0.0).scale == float("inf")
 
 
-def test_a_variance_below_zero_counts_as_none():
+def test_negative_variance_counts_as_zero():
     assert Noise(-1.0, 2.0).scale == 0
     assert Noise(0.5, 1.0).scale == 0.5
     assert Noise(-1.0, 2.0).gain(256, 128) == 1
 
 
-def test_a_square_norm_below_zero_counts_as_none():
+def test_negative_square_norm_counts_as_zero():
     assert Noise(2.0, -1.0).gain(256, 128) == 2
     assert Noise(2.0, -1.0).scale == float("inf")
 
 
-def test_unequal_minibatches_have_the_noise_written_here():
+def test_noise_of_unequal_minibatches_by_hand():
     # Σ w/b = 1/4 + 1/4, Σ w²/b = 1/16 + 3/16, L = 8/4 + 3 = 5: V = (5 − 3)/(1/2 − 1/4), G² = 3 − 8/4
     found = Noise.from_weighted_norms([8.0, 4.0], 3.0, weights=[0.25, 0.75], sizes=[1, 3])
     assert vars(found) == pytest.approx({"variance": 8.0, "square_norm": 1.0})
@@ -109,7 +109,7 @@ def test_every_minibatch_must_have_a_square_a_weight_and_a_size(wrong):
         Noise.from_weighted_norms(square_of_mean=3.0, **{**right, **wrong})
 
 
-def test_the_past_fades_by_what_is_written_here():
+def test_decay_by_hand():
     average = NoiseAverage()
     average.add(Noise(1.0, 5.0), scale=500.0)
     average.add(Noise(3.0, 2.0), scale=500.0)
@@ -118,7 +118,7 @@ def test_the_past_fades_by_what_is_written_here():
     assert average.state_dict() == {"variance": 1.75, "square_norm": 2.25, "weight": 0.75, "count": 2}
 
 
-def test_a_scale_beyond_1000_does_not_turn_the_past_around():
+def test_decay_is_not_negative_beyond_scale_1000():
     average = NoiseAverage()
     average.add(Noise(5.0, 5.0), scale=1.0)
     average.add(Noise(1.0, 2.0), scale=3000.0)
@@ -160,7 +160,7 @@ def test_the_estimates_are_unbiased(kind, is_even):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_reported_gain_is_right_at_every_size_while_batch_sizes_jump(kind):
+def test_gain_is_correct_at_every_size_while_batch_sizes_jump(kind):
     size, deviation = KINDS[kind]
     true_gradient = np.full(200, size, dtype=np.float32)
     true = Noise(variance=200 * deviation**2, square_norm=200 * size**2)

@@ -1,4 +1,4 @@
-"""NoiseMeter: the noise of a run, with weights against every token by itself."""
+"""NoiseMeter: the noise of a run; weighted minibatches against single tokens."""
 
 import math
 
@@ -10,7 +10,7 @@ from variable_batch_size.rules.rule import Norms, Step
 
 
 def step_of(weights, *, minibatch_size=1):
-    """A step of minibatches which weigh so much."""
+    """A step of minibatches with these weights."""
     return Step(
         batch_size=minibatch_size * len(weights),
         minibatch_size=minibatch_size,
@@ -34,7 +34,7 @@ def test_two_minibatches_of_one_and_three_tokens_by_hand():
     assert meter.noise() == Noise(variance=3.0, square_norm=5.5)
 
 
-def test_it_is_the_estimate_for_minibatches_of_any_size():
+def test_estimate_equals_that_of_weighted_norms():
     generator = np.random.default_rng(0)
     weights = [5, 1, 17, 2]
     sums = generator.normal(size=(4, 3)) * np.array(weights)[:, None]
@@ -47,7 +47,7 @@ def test_it_is_the_estimate_for_minibatches_of_any_size():
 
 
 @pytest.mark.parametrize("weights", [[1, 1, 1, 1], [2, 16], [0, 3, 1, 40, 0, 7], [64, 1, 1]])
-def test_it_is_unbiased_per_token_however_tokens_are_spread(weights):
+def test_estimate_per_token_is_unbiased_for_any_distribution_of_tokens(weights):
     generator = np.random.default_rng(1)
     mean, deviations = np.array([0.3, -0.2, 0.1]), np.array([1.0, 0.5, 2.0])
     found = []
@@ -62,13 +62,13 @@ def test_it_is_unbiased_per_token_however_tokens_are_spread(weights):
 
 
 @pytest.mark.parametrize("weights", [[5], [0, 5, 0]])
-def test_where_one_minibatch_alone_weighs_there_is_no_estimate(weights):
+def test_one_minibatch_with_weight_gives_no_estimate(weights):
     meter = NoiseMeter()
     meter.observe(step_of(weights), [Norms(3.0, 1.0)])
     assert meter.noise() is None
 
 
-def test_the_gain_of_a_batch_size_in_samples_takes_what_a_sample_weighs_on_average():
+def test_gain_converts_samples_with_their_mean_weight():
     meter = NoiseMeter()
     meter.observe(step_of([1, 3]), [Norms(7.0, 6.25)])
     meter.observe(step_of([26], minibatch_size=2), [None])  # 7.5 tokens a sample now
@@ -79,7 +79,7 @@ def test_the_gain_of_a_batch_size_in_samples_takes_what_a_sample_weighs_on_avera
     assert restored.noise() == meter.noise()
 
 
-def test_the_same_weight_for_all_is_the_noise_without_weights_in_other_units():
+def test_equal_weights_only_change_the_unit_of_the_noise():
     plain, weighted = NoiseMeter(), NoiseMeter()
     norms = Norms(2.0, 0.75)
     plain.observe(Step(batch_size=4, minibatch_size=1, ref_batchsize=2), [norms])
@@ -93,7 +93,7 @@ def test_the_same_weight_for_all_is_the_noise_without_weights_in_other_units():
 PLAIN = Step(batch_size=64, minibatch_size=16, ref_batchsize=32)
 
 
-def test_before_the_first_estimate_there_is_no_scale_and_the_gain_is_the_least_there_may_be():
+def test_before_the_first_estimate_scale_is_none_and_gain_is_its_lower_bound():
     meter = NoiseMeter()
     assert meter.scale_in_samples() is None
     assert [meter.gain(size, 32) for size in (8, 32, 64)] == [0.25, 1, 1]
@@ -102,7 +102,7 @@ def test_before_the_first_estimate_there_is_no_scale_and_the_gain_is_the_least_t
     assert math.isnan(report["noise_scale"])
 
 
-def test_groups_have_noise_of_their_own_and_together_the_sum_of_it():
+def test_total_noise_is_the_sum_over_groups():
     meter = NoiseMeter()
     meter.observe(PLAIN, [Norms(2.0, 1.0), Norms(8.0, 1.5), None, Norms(3.0, 2.0)])
     of_groups = [meter.noise(group) for group in range(4)]
@@ -116,7 +116,7 @@ def test_groups_have_noise_of_their_own_and_together_the_sum_of_it():
 
 
 @pytest.mark.parametrize("starts_with_mean", [False, True])
-def test_it_averages_the_first_steps_as_it_is_told_also_when_it_goes_on(starts_with_mean):
+def test_starts_with_mean_also_holds_after_resuming(starts_with_mean):
     meter, average = NoiseMeter(starts_with_mean=starts_with_mean), NoiseAverage(starts_with_mean=starts_with_mean)
     for mean_of_squares in (2.0, 8.0, 3.0, 5.0):
         meter.observe(PLAIN, [Norms(mean_of_squares, 1.0)])
@@ -127,7 +127,7 @@ def test_it_averages_the_first_steps_as_it_is_told_also_when_it_goes_on(starts_w
         meter = resumed
 
 
-def test_it_debiases_the_first_steps_unless_it_is_told_otherwise():
+def test_first_steps_are_debiased_by_default():
     meter, average = NoiseMeter(), NoiseAverage()
     for mean_of_squares in (2.0, 8.0):
         meter.observe(PLAIN, [Norms(mean_of_squares, 1.0)])
@@ -135,7 +135,7 @@ def test_it_debiases_the_first_steps_unless_it_is_told_otherwise():
     assert meter.noise() == average.noise
 
 
-def test_a_state_from_before_there_were_weights_has_none():
+def test_state_without_weights_loads():
     meter = NoiseMeter()
     meter.observe(step_of([1, 3]), [Norms(7.0, 6.25)])
     meter.load_state_dict({"averages": meter.state_dict()["averages"]})

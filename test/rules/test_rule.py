@@ -55,7 +55,7 @@ def test_the_root_rule_twice_is_the_linear_rule(step, lr):
     assert settings_of(RootRule(), once, step)["lr"] == pytest.approx(settings_of(LinearRule(), {"lr": lr}, step)["lr"])
 
 
-def test_a_step_knows_its_scale_and_its_minibatches():
+def test_scale_and_number_of_minibatches_of_a_step():
     step = Step(batch_size=96, minibatch_size=32, ref_batchsize=128)
     assert (step.scale, step.num_minibatches) == (0.75, 3)
     with pytest.raises(FrozenInstanceError, match="batch_size"):
@@ -79,7 +79,7 @@ def test_a_step_knows_its_scale_and_its_minibatches():
         (LinearMomentumRule(), 32, {"lr": 0.125, "weight_decay": 0.0625}),
     ],
 )
-def test_settings_are_the_numbers_written_here(rule, batch_size, expected):
+def test_settings_by_hand(rule, batch_size, expected):
     group = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.0625}
     step = Step(batch_size=batch_size, minibatch_size=32, ref_batchsize=128)
     assert settings_of(rule, group, step) == expected
@@ -92,12 +92,10 @@ def test_the_linear_momentum_rule_does_not_need_weight_decay():
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adadelta", "Adafactor", "Adagrad", "Muon", "RMSprop", "Rprop"])
-def test_the_linear_momentum_rule_is_not_for_optimizers_that_divide_by_the_size_of_gradients(name):
-    """Such a one would make the same step of a sum as of a mean, at the learning rate of one minibatch."""
+def test_linear_momentum_rule_rejects_optimizers_that_normalize_gradients(name):
+    """Their update of a sum equals that of a mean, but the rule applies the learning rate of one minibatch."""
     settings = {"lr": 0.5, **({"betas": (0.9, 0.999), "eps": 1e-8} if name == "AdamW" else {})}
-    message = (
-        f"^`inner` must be SGD or of its kind, got {name}, whose updates .* sums: use LinearRule, RootRule or AdamRule$"
-    )
+    message = f"^`inner` must be an SGD-style optimizer, got {name}: .* Use LinearRule, RootRule or AdamRule$"
     with pytest.raises(ValueError, match=message):
         LinearMomentumRule().check(name, [settings])
     LinearMomentumRule().check("SGD", [{"lr": 0.5, "momentum": 0.9}])
@@ -108,18 +106,18 @@ def test_only_the_linear_momentum_rule_sums_gradients():
     assert [rule.sums_gradients for rule in rules] == [False, False, False, True]
 
 
-def test_a_step_has_no_weights_unless_they_are_given():
+def test_a_step_has_no_weights_by_default():
     step = Step(batch_size=8, minibatch_size=4, ref_batchsize=4)
     assert step.weight is step.num_weighted is None
 
 
-def test_a_step_counts_whole_minibatches_and_is_the_first_unless_said():
+def test_number_of_minibatches_is_an_integer_and_steps_done_defaults_to_zero():
     step = Step(batch_size=96, minibatch_size=32, ref_batchsize=128)
     assert (step.num_minibatches, type(step.num_minibatches)) == (3, int)
     assert (step.scale, step.steps_done) == (0.75, 0)
 
 
-def test_a_rule_without_a_factor_is_no_rule():
+def test_factor_is_abstract():
     with pytest.raises(TypeError, match="abstract class Rule"):
         Rule()
 
@@ -130,7 +128,7 @@ def test_a_rule_without_a_factor_is_no_rule():
         Unfinished()
 
 
-def test_a_rule_of_ones_own_needs_only_a_factor():
+def test_custom_rule_needs_only_a_factor():
     class CappedRule(Rule):
         def __init__(self, cap):
             self.cap = cap
@@ -144,7 +142,7 @@ def test_a_rule_of_ones_own_needs_only_a_factor():
     assert (CappedRule.sums_gradients, CappedRule.preconditions, CappedRule.needs) == (False, False, ())
 
 
-def test_a_rule_of_ones_own_may_change_other_settings():
+def test_custom_rule_may_change_other_settings():
     class MomentumRule(Rule):
         def factor(self, step):
             return step.scale
@@ -156,7 +154,7 @@ def test_a_rule_of_ones_own_may_change_other_settings():
     assert settings_of(MomentumRule(), {"lr": 0.5, "momentum": 0.75}, step) == {"lr": 1.0, "momentum": 0.5625}
 
 
-def test_a_rule_of_ones_own_gets_the_factor_that_the_step_really_has():
+def test_custom_rule_receives_the_actual_factor_of_the_step():
     class LinearAgain(Rule):
         def factor(self, step):
             return step.scale
@@ -171,35 +169,35 @@ def test_a_rule_of_ones_own_gets_the_factor_that_the_step_really_has():
 # ---------------------------------------------------------------------------------------------------- Adam and warm-up
 
 
-def test_adam_gets_the_settings_written_here():
+def test_adam_settings_by_hand():
     group = {"lr": 0.5, "betas": (0.875, 0.9375), "eps": 1.0, "weight_decay": 0.25}
     four_times = Step(batch_size=512, minibatch_size=32, ref_batchsize=128)
     assert settings_of(AdamRule(), group, four_times) == {"lr": 1.0, "betas": (0.5, 0.75), "eps": 0.5}
     a_quarter = Step(batch_size=32, minibatch_size=32, ref_batchsize=128)
     assert settings_of(AdamRule(), group, a_quarter) == {"lr": 0.25, "betas": (0.96875, 0.984375), "eps": 2.0}
-    # a factor that was bounded stands for the scale of which it is the root
+    # κ is the square of a bounded factor
     assert AdamRule().settings(group, four_times, 1.0) == {"lr": 0.5, "betas": (0.875, 0.9375), "eps": 1.0}
 
 
-def test_no_beta_of_adam_goes_below_zero():
+def test_betas_are_not_negative():
     group = {"lr": 0.5, "betas": (0.875, 0.9375), "eps": 1.0}
     step = Step(batch_size=2048, minibatch_size=32, ref_batchsize=128)
     assert settings_of(AdamRule(), group, step) == {"lr": 2.0, "betas": (0.0, 0.0), "eps": 0.25}
 
 
-def test_a_warm_up_takes_as_many_steps_at_every_batch_size():
+def test_warm_up_takes_the_same_number_of_steps_at_every_batch_size():
     rule = LEGWRule(warmup_samples=512)
     for batch_size, root in ((128, 1.0), (512, 2.0), (32, 0.5)):
         factors = [rule.factor(Step(batch_size, 32, ref_batchsize=128, steps_done=steps)) for steps in range(6)]
         assert factors == [0.25 * root, 0.5 * root, 0.75 * root, root, root, root]
 
 
-def test_a_warm_up_of_one_sample_is_over_at_once():
+def test_warm_up_of_one_sample_ends_in_the_first_step():
     assert LEGWRule(warmup_samples=1).factor(Step(512, 32, ref_batchsize=128)) == 2.0
 
 
 @pytest.mark.parametrize("warmup_samples", [0, -1, float("nan")])
-def test_a_warm_up_that_is_not_positive_is_refused(warmup_samples):
+def test_warmup_samples_must_be_positive(warmup_samples):
     with pytest.raises(ValueError, match=f"^`warmup_samples` must be positive, got {warmup_samples}$"):
         LEGWRule(warmup_samples=warmup_samples)
 
@@ -211,14 +209,14 @@ GOALS = st.lists(st.tuples(st.floats(0.01, 100), st.sampled_from([64, 128, 256])
 
 @settings(deadline=None)
 @given(goals=GOALS, smooth_steps=st.integers(0, 1))
-def test_without_smoothing_a_factor_is_what_the_rule_wants(goals, smooth_steps):
+def test_without_smoothing_the_factor_is_the_goal(goals, smooth_steps):
     transition = Transition(smooth_steps=smooth_steps)
     assert [transition.move(goal, batch_size) for goal, batch_size in goals] == [goal for goal, _ in goals]
 
 
 @settings(deadline=None)
 @given(goals=GOALS, smooth_steps=st.integers(0, 5), max_factor=st.floats(0.01, 100), cut=st.integers(0, 20))
-def test_a_transition_goes_on_where_its_state_was_saved(goals, smooth_steps, max_factor, cut):
+def test_transition_resumes_from_its_state(goals, smooth_steps, max_factor, cut):
     transition = Transition(smooth_steps=smooth_steps, max_factor=max_factor)
     whole = [transition.move(*goal) for goal in goals]
     first, second = (Transition(smooth_steps=smooth_steps, max_factor=max_factor) for _ in range(2))
@@ -230,7 +228,7 @@ def test_a_transition_goes_on_where_its_state_was_saved(goals, smooth_steps, max
 
 @settings(deadline=None)
 @given(goals=GOALS, smooth_steps=st.integers(0, 5))
-def test_a_look_ahead_is_right_and_changes_nothing(goals, smooth_steps):
+def test_preview_equals_move_and_changes_nothing(goals, smooth_steps):
     transition = Transition(smooth_steps=smooth_steps)
     for goal, batch_size in goals:
         expected = transition.preview(goal, batch_size)
@@ -238,15 +236,15 @@ def test_a_look_ahead_is_right_and_changes_nothing(goals, smooth_steps):
         assert transition.move(goal, batch_size) == expected
 
 
-def test_a_jump_is_spread_over_the_steps_written_here():
+def test_smoothing_of_jumps_by_hand():
     transition = Transition(smooth_steps=4)
     moves = [(1, 128), (1, 128), (5, 640), (5, 640), (3, 384), (3, 384), (3, 384), (3, 384), (3, 384)]
-    # the second change comes at 3, where the first one has gone half its way
+    # the second change comes at 3, halfway through the first
     assert [transition.move(*move) for move in moves] == [1, 1, 2, 3, 3, 3, 3, 3, 3]
     assert [transition.move(7, 896) for _ in range(6)] == [4, 5, 6, 7, 7, 7]
 
 
-def test_the_state_of_a_transition_is_the_way_it_still_has_to_go():
+def test_state_of_a_transition():
     transition = Transition(smooth_steps=4)
     assert transition.state_dict() == {"factor": None, "batch_size": 0, "steps_left": 1}
     transition.move(1, 128)
@@ -254,24 +252,24 @@ def test_the_state_of_a_transition_is_the_way_it_still_has_to_go():
     assert transition.state_dict() == {"factor": 2.0, "batch_size": 640, "steps_left": 3}
 
 
-def test_a_factor_is_bounded():
+def test_factor_is_bounded():
     transition = Transition(max_factor=4.0)
     assert [transition.move(goal, 128) for goal in (1, 3.5, 8, 4, 2)] == [1, 3.5, 4, 4, 2]
 
 
 @pytest.mark.parametrize("smooth_steps", [-1, 1.5, True, None])
-def test_smooth_steps_that_are_no_count_are_refused(smooth_steps):
+def test_smooth_steps_must_be_a_non_negative_integer(smooth_steps):
     with pytest.raises(ValueError, match=f"^`smooth_steps` must be a non-negative integer, got {smooth_steps}$"):
         Transition(smooth_steps=smooth_steps)
 
 
 @pytest.mark.parametrize("max_factor", [0, -1.0, float("nan")])
-def test_a_bound_that_is_not_positive_is_refused(max_factor):
+def test_max_factor_must_be_positive(max_factor):
     with pytest.raises(ValueError, match=f"^`max_factor` must be positive, got {max_factor}$"):
         Transition(max_factor=max_factor)
 
 
-def test_averages_of_weights_decay_as_much_per_sample_at_every_batch_size():
+def test_ema_decay_per_sample_is_the_same_at_every_batch_size():
     assert ema_decay(0.5, 128, 128) == 0.5
     assert ema_decay(0.5, 384, 128) == 0.125
     assert ema_decay(0.25, 64, 128) == 0.5

@@ -149,16 +149,14 @@ def test_an_epoch_that_was_left_early_stays_left(tmp_path):
 
 def test_a_trace_that_is_shorter_than_what_was_done_is_refused(tmp_path):
     Run(tmp_path, LONG).go(until=5)
-    message = "^trace must go on behind the 5 steps that the run has passed, got 3 steps$"
+    message = "^trace has 3 rows, but the run has already completed 5 steps$"
     with pytest.raises(ValueError, match=message):
         Run(tmp_path, OTHER[:3], accept={"trace"})
 
 
 def test_a_trace_that_starts_over_must_begin_with_what_was_done(tmp_path):
     Run(tmp_path, LONG).go(until=2)
-    message = (
-        '^trace must begin with the 2 steps that the run has passed, because on_end="cycle" starts over with them$'
-    )
+    message = '^trace must begin with the 2 steps that the run has completed, because on_end="cycle" repeats them$'
     with pytest.raises(ValueError, match=message):
         Run(tmp_path, OTHER, on_end="cycle", accept={"trace", "on_end"})
 

@@ -19,7 +19,7 @@ def written_out(rows, on_end, num_steps):
 
 @settings(deadline=None)
 @given(rows=ROWS, on_end=st.sampled_from(ON_END), data=st.data())
-def test_every_answer_is_that_of_the_sizes_written_out(rows, on_end, data):
+def test_lookups_equal_those_of_an_explicit_list(rows, on_end, data):
     sizes = BatchSizes(Trace.from_sequence(rows), on_end)
     expected = written_out(rows, on_end, 3 * len(rows) + 5)
     start = data.draw(st.integers(0, len(expected)))
@@ -39,7 +39,7 @@ def test_every_answer_is_that_of_the_sizes_written_out(rows, on_end, data):
 
 @settings(deadline=None)
 @given(rows=ROWS, on_end=st.sampled_from(ON_END), data=st.data())
-def test_a_step_is_found_by_the_samples_before_it(rows, on_end, data):
+def test_step_at_inverts_samples_before(rows, on_end, data):
     sizes = BatchSizes(Trace.from_sequence(rows), on_end)
     expected = written_out(rows, on_end, 3 * len(rows))
     step = data.draw(st.integers(0, len(expected) - 1))
@@ -48,7 +48,7 @@ def test_a_step_is_found_by_the_samples_before_it(rows, on_end, data):
 
 
 @pytest.mark.parametrize(("on_end", "samples"), [("hold", 10**12 + 3), ("cycle", 2 * 10**12)])
-def test_a_trillion_steps_take_no_longer_than_a_few(on_end, samples):
+def test_lookups_at_a_trillion_steps(on_end, samples):
     sizes = BatchSizes(Trace.from_sequence([2, 3, 1]), on_end)
     assert sizes.sum(range(10**12), lambda each: each) == samples
     assert sizes.samples_before(10**12) == samples
@@ -57,22 +57,22 @@ def test_a_trillion_steps_take_no_longer_than_a_few(on_end, samples):
     assert sizes.step_at(samples) == 10**12
 
 
-def test_a_constant_trace_holds_whatever_is_said():
+def test_constant_trace_always_holds():
     assert BatchSizes(Trace.constant(64), "cycle").on_end == "hold"
 
 
-def test_the_first_row_that_breaks_a_rule_is_named():
+def test_error_names_the_first_row_that_breaks_a_rule():
     sizes = BatchSizes(Trace.from_sequence([*[64] * 9000, 96, 32]), "stop")
     with pytest.raises(ValueError, match=r"^trace\[9000\]: batchsize must be even in 64ths, got 96$"):
-        sizes.refuse_first(lambda rows: rows % 64 != 0, "even in 64ths")
+        sizes.check_rows(lambda rows: rows % 64 != 0, "even in 64ths")
 
 
-def test_a_rule_looks_once_at_every_row():
+def test_every_row_is_checked_once():
     seen = []
 
     def is_wrong(rows):
         seen.extend(rows)
         return np.zeros(len(rows), dtype=bool)
 
-    BatchSizes(Trace.from_sequence(range(1, 9003)), "stop").refuse_first(is_wrong, "anything")
+    BatchSizes(Trace.from_sequence(range(1, 9003)), "stop").check_rows(is_wrong, "anything")
     assert seen == list(range(1, 9003))

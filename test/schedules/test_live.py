@@ -1,4 +1,4 @@
-"""PolicySchedule: rows that are decided as the run goes on make the same epochs as a trace of them."""
+"""PolicySchedule: rows decided during the run make the same epochs as a trace of them."""
 
 import itertools
 
@@ -60,24 +60,24 @@ def test_offsets_may_be_read_while_rows_are_decided(rows, cores, first_step):
     assert found == list(itertools.chain.from_iterable(part.tolist() for part in expected_offsets))
 
 
-def test_reading_what_is_not_decided_raises():
+def test_reading_undecided_rows_raises():
     schedule = live(lead=5)
     with pytest.raises(
-        RuntimeError, match="no batch size is decided yet: make the optimizer before the sampler is read"
+        RuntimeError, match="no batch size is decided yet: create the optimizer before iterating over the sampler"
     ):
         schedule.batch_size(0)
     schedule.append(64, number=2)
     reading = schedule.offsets(0, 0, at_once=100)
     assert next(reading).tolist() == [0, 64]
     with pytest.raises(
-        RuntimeError, match="step 2 is read before it is decided: the `lead` of a policy must be at least"
+        RuntimeError, match="step 2 was read before its batch size was decided: the policy's `lead` must be"
     ):
         next(reading)
-    with pytest.raises(RuntimeError, match="its num_workers times its prefetch_factor, got 5"):
+    with pytest.raises(RuntimeError, match=r"DataLoader's num_workers \* prefetch_factor, got 5"):
         schedule.batch_size(2)
 
 
-def test_the_end_of_the_open_epoch_is_where_it_would_be_with_the_last_size():
+def test_end_of_the_current_epoch_is_estimated_with_the_last_size():
     schedule = live([32, 64])
     assert schedule.steps(0) == range(5)  # 96 of 288 are used, 3 more of 64 fit
     assert schedule.steps(1) == range(2, 6)
@@ -88,7 +88,7 @@ def test_the_end_of_the_open_epoch_is_where_it_would_be_with_the_last_size():
     assert schedule.steps(1) == range(2, 3)
 
 
-def test_a_full_epoch_is_over_before_the_next_row_is_decided():
+def test_full_epoch_ends_before_the_next_row_is_decided():
     schedule = live([256, 32])
     assert [part.tolist() for part in schedule.offsets(0, 0, at_once=100)] == [[0, 128, 256]]
 
@@ -104,7 +104,7 @@ def test_rows_that_were_not_executed_are_cut():
     assert schedule.steps(0) == range(3)
 
 
-def test_the_row_that_has_ended_an_epoch_is_not_cut():
+def test_row_that_ended_an_epoch_is_not_cut():
     schedule = live([128, 128, 256, 256])
     schedule.note_done(1)
     assert schedule.steps(0) == range(2)
@@ -114,14 +114,14 @@ def test_the_row_that_has_ended_an_epoch_is_not_cut():
     assert schedule.steps(0) == range(2) == fixed(list(schedule.trace)).steps(0)
 
 
-def test_nothing_is_kept_of_a_run_that_has_not_begun():
+def test_cut_before_the_first_step_drops_everything():
     schedule = live([128, 128])
     schedule.cut()
     assert schedule.num_ahead == 0
     assert schedule.latest is None
 
 
-def test_an_epoch_that_is_left_ends_where_it_was_left():
+def test_epoch_left_early_ends_there():
     schedule = live([32] * 6)
     schedule.note_done(2)
     schedule.begin_epoch(1)
@@ -133,14 +133,14 @@ def test_an_epoch_that_is_left_ends_where_it_was_left():
     assert schedule.steps(1).start == 3
 
 
-def test_a_full_epoch_was_not_left():
+def test_full_epoch_has_not_ended_early():
     schedule = live([256, 32])
     schedule.note_done(1)
     schedule.begin_epoch(1)
     assert not schedule.ended_early(0, 2)
 
 
-def test_it_is_saved_with_its_epochs():
+def test_state_contains_the_epochs():
     schedule, other = live([32] * 20), live()
     schedule.note_done(2)
     schedule.begin_epoch(1)
@@ -152,7 +152,7 @@ def test_it_is_saved_with_its_epochs():
     assert other.state_dict() == schedule.state_dict()
 
 
-def test_in_lockstep_all_cores_run_as_many_as_the_busiest():
+def test_in_lockstep_all_cores_run_as_many_minibatches_as_the_busiest():
     sizes = [96, 32, 128]
     schedules = [live(sizes, cores=2), live(sizes, cores=2)]
     schedules[1].lockstep = True
@@ -166,7 +166,7 @@ def test_in_lockstep_all_cores_run_as_many_as_the_busiest():
     ]
 
 
-def test_rows_decided_for_the_next_epoch_come_into_it_when_this_one_ends_early():
+def test_rows_ahead_move_to_the_next_epoch_if_this_one_ends_early():
     schedule = PolicySchedule(vbs.policies.PerCore(), dataset_size=64, minibatch_size=16)
     schedule.append(16, number=6)  # 4 in the first epoch
     schedule.note_done(1)

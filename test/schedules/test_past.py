@@ -1,4 +1,4 @@
-"""A schedule behind a past that another one made."""
+"""A schedule that continues the history of another one."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ def epochs_of(schedule, number):
 
 
 @given(SIZES, SIZES, st.sampled_from(["stop", "hold", "cycle"]), st.data())
-def test_behind_its_own_past_a_schedule_is_the_same(rows, more, on_end, data):
+def test_schedule_after_its_own_history_is_the_same(rows, more, on_end, data):
     short = schedule_of(rows, on_end=on_end)
     num_epochs = short.num_epochs or 5
     epoch = data.draw(st.integers(0, num_epochs - 1))
@@ -35,15 +35,13 @@ def test_behind_its_own_past_a_schedule_is_the_same(rows, more, on_end, data):
 
 
 @given(SIZES, SIZES, st.sampled_from(["stop", "hold"]), st.data())
-def test_behind_another_past_the_next_step_is_the_next_row(rows, others, on_end, data):
+def test_after_another_history_the_next_step_is_the_next_row(rows, others, on_end, data):
     first, second = schedule_of(rows), schedule_of(others, on_end=on_end)
     epoch = data.draw(st.integers(0, first.num_epochs - 1))
     step = data.draw(st.integers(0, len(first.steps(epoch))))
     past = first.past(epoch, step)
     if on_end == "stop" and past.num_rows > len(others):
-        with pytest.raises(
-            ValueError, match=r"^trace must go on behind the \d+ steps? that the run has passed, got \d+ steps?$"
-        ):
+        with pytest.raises(ValueError, match=r"^trace has \d+ rows?, but the run has already completed \d+ steps?$"):
             second.after(past)
         return
     schedule = second.after(past)
@@ -57,7 +55,7 @@ def test_behind_another_past_the_next_step_is_the_next_row(rows, others, on_end,
 
 
 @given(SIZES, st.sampled_from([1, 2, 4]), st.data())
-def test_with_other_minibatches_no_epoch_takes_more_than_it_holds_from_now_on(rows, minibatch_size, data):
+def test_with_another_minibatch_size_later_epochs_fit_their_capacity(rows, minibatch_size, data):
     first = schedule_of(rows)
     epoch = data.draw(st.integers(0, first.num_epochs - 1))
     past = first.past(epoch, data.draw(st.integers(0, len(first.steps(epoch)))))
@@ -67,23 +65,21 @@ def test_with_other_minibatches_no_epoch_takes_more_than_it_holds_from_now_on(ro
         assert schedule.samples_before(steps.stop) - schedule.samples_before(steps.start) <= schedule.capacity
 
 
-def test_an_epoch_that_holds_less_now_than_it_has_used_is_over():
+def test_epoch_over_its_new_capacity_ends():
     rows = [20, 16, 4, 16, 8]
     past = schedule_of(rows).past(0, 2)
     assert epochs_of(schedule_of(rows, dataset_size=30).after(past), 2) == [range(2), range(2, 5)]
 
 
 @pytest.mark.parametrize(("first_step", "steps"), [(1, "1 step"), (2, "2 steps")])
-def test_a_trace_that_starts_over_must_begin_with_what_is_past(first_step, steps):
+def test_cycled_trace_must_begin_with_the_completed_steps(first_step, steps):
     past = schedule_of([8, 16, 8]).past(0, first_step)
-    message = (
-        f'^trace must begin with the {steps} that the run has passed, because on_end="cycle" starts over with them$'
-    )
+    message = f'^trace must begin with the {steps} that the run has completed, because on_end="cycle" repeats them$'
     with pytest.raises(ValueError, match=message):
         schedule_of([16, 8, 8], on_end="cycle").after(past)
 
 
-def test_a_past_of_a_constant_trace_takes_no_memory():
+def test_history_of_a_constant_trace_takes_no_memory():
     schedule = schedule_of(8)
     past = schedule.past(10**5, 3)
     assert (past.sizes.tolist(), past.counts.tolist()) == ([8], [5 * 10**5 + 3])

@@ -13,7 +13,7 @@ from variable_batch_size.schedules.permutation import Permutation, _bases
 KEYS = st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**63 - 1))
 
 LEAST_P = 1e-4
-"""The keys are fixed, so a test that holds once holds always; of a true shuffle, all of them together hold at 99 %."""
+"""The keys are fixed, so the tests are deterministic; with true shuffles, 99 % of runs would pass all of them."""
 
 
 # ---------------------------------------------------------------------------------------------------------- one to one
@@ -28,20 +28,20 @@ LEAST_P = 1e-4
 @example(size=2**16, key=(3, 1))
 @example(size=2**16 + 1, key=(3, 1))
 @example(size=1_000_003, key=(3, 1))
-def test_every_element_comes_once(size, key):
+def test_every_element_occurs_once(size, key):
     elements = Permutation(size, key)(np.arange(size))
     assert elements.dtype == np.int64
     assert np.array_equal(np.bincount(elements, minlength=size), np.ones(size))
 
 
-def test_every_element_comes_once_at_every_small_size():
+def test_every_element_occurs_once_at_every_small_size():
     for size in range(1, 600):
         assert sorted(Permutation(size, key=(1, 2))(np.arange(size)).tolist()) == list(range(size))
 
 
 @settings(deadline=None, max_examples=50)
 @given(size=st.integers(1, 2000), key=KEYS, data=st.data())
-def test_the_order_does_not_depend_on_how_it_is_asked_for(size, key, data):
+def test_order_does_not_depend_on_the_blocks_requested(size, key, data):
     whole = Permutation(size, key)(np.arange(size))
     cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=8)))
     shuffle = Permutation(size, key)
@@ -51,7 +51,7 @@ def test_the_order_does_not_depend_on_how_it_is_asked_for(size, key, data):
     assert np.array_equal(shuffle(positions), whole[positions])
 
 
-def test_the_positions_are_left_as_they_are():
+def test_positions_are_not_modified():
     positions = np.arange(1000)
     Permutation(1000, key=(0, 0))(positions)
     assert np.array_equal(positions, np.arange(1000))
@@ -70,7 +70,7 @@ def test_another_key_gives_another_order(key, other):
     assert is_same == (key == other)
 
 
-def test_the_order_is_the_one_written_here():
+def test_order_is_stable_between_versions():
     assert Permutation(10, key=(0, 0))(np.arange(10)).tolist() == [5, 6, 7, 9, 2, 3, 8, 0, 1, 4]
     assert Permutation(10**12, key=(42, 7))(np.arange(4)).tolist() == [
         226730358963,
@@ -99,7 +99,7 @@ def keys(request):
 
 @pytest.fixture(scope="module", params=[100, 256, 300, 17 * 19, 1000, 4096])
 def shuffles(request, keys):
-    """The orders of keys that follow each other, one in a row."""
+    """The orders of consecutive keys, one per row."""
     size = request.param
     return np.stack([Permutation(size, key)(np.arange(size)) for key in keys[: 4_000_000 // size]])
 
@@ -110,7 +110,7 @@ def bins_of(elements, size, num_bins):
 
 
 def p_of_coincidences(counts):
-    """How likely counts of coincidences in shuffles are, which are those of Poisson's law with mean 1."""
+    """p-value of counts of fixed points in shuffles, which have a Poisson distribution with mean 1."""
     expected = stats.poisson.pmf(np.arange(5), 1)
     expected = np.append(expected, 1 - expected.sum()) * len(counts)
     return stats.chisquare(np.bincount(np.minimum(counts, 5), minlength=6), expected).pvalue
@@ -120,7 +120,7 @@ def two_sided(p):
     return 2 * min(p, 1 - p)
 
 
-def test_every_element_comes_equally_often_to_every_position(shuffles):
+def test_every_element_is_equally_likely_at_every_position(shuffles):
     num_shuffles, size = shuffles.shape
     bins, weights = bins_of(shuffles, size, 20)
     counts = np.stack([(bins == number).sum(axis=0) for number in range(20)], axis=1)
@@ -157,19 +157,19 @@ def test_as_many_neighbours_ascend_as_by_chance(shuffles):
     assert two_sided(stats.chi2.cdf(((ascents - mean) ** 2).sum() / variance, num_shuffles)) > LEAST_P
 
 
-def test_neighbouring_keys_have_nothing_in_common(shuffles):
+def test_orders_of_neighbouring_keys_are_independent(shuffles):
     assert p_of_coincidences((shuffles[1:] == shuffles[:-1]).sum(axis=1)) > LEAST_P
     refuse_correlation(shuffles[1:], shuffles[:-1])
 
 
-def test_elements_are_not_where_they_were(shuffles):
+def test_elements_are_uncorrelated_with_positions(shuffles):
     positions = np.arange(shuffles.shape[1])
     refuse_correlation(shuffles, positions)
     refuse_correlation(shuffles % 16, positions % 16)
 
 
 def refuse_correlation(these, those):
-    """The correlations of rows of n numbers with n others are as large as by chance, where one is a shuffle."""
+    """Check that correlations of rows of n numbers with shuffles are as large as by chance."""
     a, b = (x - x.mean(axis=-1, keepdims=True) for x in (these, those))
     found = (a * b).sum(axis=1) / np.sqrt((a**2).sum(axis=-1) * (b**2).sum(axis=-1)) * np.sqrt(a.shape[1] - 1)
     assert two_sided(stats.norm.cdf(found.sum() / np.sqrt(len(found)))) > LEAST_P
@@ -218,7 +218,7 @@ def test_large_numbers_do_not_overflow(size):
 
 
 def element_at(position, size, key):
-    """The permutation once more, in integers of any length."""
+    """Reference implementation in Python integers."""
     digest = hashlib.blake2b(key.encode()).digest()
     keys = [int.from_bytes(digest[start : start + 8], "little") for start in range(0, 8 * 6, 8)]
     digit, other = divmod(position, _bases(size)[1])
@@ -233,7 +233,7 @@ def element_at(position, size, key):
 
 
 @pytest.mark.parametrize("size", [4999, 10_007, 50_021, 60_000, 70_001, 1_000_003, 1_280_000, 10**10 + 19, 2**40 + 1])
-def test_hardly_an_element_is_put_through_again(size):
+def test_few_elements_need_cycle_walking(size):
     blocks = []
 
     class Counting(Permutation):

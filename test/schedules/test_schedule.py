@@ -12,7 +12,7 @@ from variable_batch_size import Schedule, Trace
 
 @st.composite
 def settings_of_schedules(draw, on_end=("stop", "hold", "cycle")):
-    """Everything a small schedule is made of."""
+    """Arguments of small schedules."""
     minibatch_size = draw(st.integers(1, 5))
     dataset_size = draw(st.integers(minibatch_size, 20 * minibatch_size))
     counts = draw(st.lists(st.integers(1, dataset_size // minibatch_size), min_size=1, max_size=12))
@@ -27,7 +27,7 @@ def settings_of_schedules(draw, on_end=("stop", "hold", "cycle")):
 
 
 def epochs_by_hand(sizes, capacity, on_end, num_epochs):
-    """The batch sizes of the first epochs, taken one after the other as long as they fit."""
+    """The batch sizes of the first epochs, by the definition."""
     endless = {"stop": sizes, "hold": chain(sizes, repeat(sizes[-1])), "cycle": cycle(sizes)}[on_end]
     epochs, left = [], 0
     for size in endless:
@@ -46,7 +46,7 @@ def model(schedule, num_epochs):
 
 
 def assert_offsets(schedule, epoch, rank, at_once, sizes, first_step=0):
-    """Compare a core's way through an epoch with the definition, minibatch by minibatch."""
+    """Compare a core's minibatches of an epoch with the definition, one by one."""
     blocks = list(schedule.offsets(epoch, rank, at_once=at_once, first_step=first_step))
     assert all(len(block) <= at_once and block.dtype == np.int64 for block in blocks)
     found = iter(np.concatenate(blocks).tolist() if blocks else [])
@@ -73,7 +73,7 @@ def assert_offsets(schedule, epoch, rank, at_once, sizes, first_step=0):
 
 @settings(deadline=None, max_examples=200)
 @given(kwargs=settings_of_schedules(), data=st.data())
-def test_epochs_are_those_of_the_definition_in_whatever_order_they_are_asked_for(kwargs, data):
+def test_epochs_follow_the_definition_in_any_order_of_access(kwargs, data):
     schedule = Schedule(**kwargs)
     epochs = model(schedule, num_epochs=60)
     starts = np.cumsum([0, *map(len, epochs)]).tolist()
@@ -93,7 +93,7 @@ def test_samples_are_counted_through_the_whole_run(kwargs):
 
 @settings(deadline=None, max_examples=100)
 @given(kwargs=settings_of_schedules(on_end=("stop",)))
-def test_a_trace_that_stops_holds_as_many_epochs_as_the_definition_says(kwargs):
+def test_number_of_epochs_of_a_trace_that_stops(kwargs):
     schedule = Schedule(**kwargs)
     num_epochs = len(model(schedule, num_epochs=None))
     assert schedule.num_epochs == num_epochs
@@ -105,7 +105,7 @@ def test_a_trace_that_stops_holds_as_many_epochs_as_the_definition_says(kwargs):
 
 @settings(deadline=None, max_examples=100)
 @given(kwargs=settings_of_schedules(on_end=("hold", "cycle")), far=st.integers(10**11, 10**12))
-def test_far_epochs_follow_each_other_without_a_gap(kwargs, far):
+def test_distant_epochs_are_contiguous(kwargs, far):
     schedule = Schedule(**kwargs)
     assert schedule.num_epochs is None
     steps, following = schedule.steps(far), schedule.steps(far + 1)
@@ -116,7 +116,7 @@ def test_far_epochs_follow_each_other_without_a_gap(kwargs, far):
     assert_offsets(schedule, far, 0, 7, sizes)
 
 
-def test_a_far_epoch_of_a_constant_trace_is_right():
+def test_distant_epoch_of_a_constant_trace():
     # 992 of the 1,000 samples are whole minibatches, and 10 steps of 96 fit into them
     schedule = Schedule(Trace.constant(96), dataset_size=1000, minibatch_size=32, num_replicas=2)
     assert schedule.steps(10**12) == range(10**13, 10**13 + 10)
@@ -126,7 +126,7 @@ def test_a_far_epoch_of_a_constant_trace_is_right():
     assert schedule.num_epochs is None
 
 
-def test_a_far_epoch_of_a_held_trace_is_right():
+def test_distant_epoch_of_a_held_trace():
     # epoch 0 takes 64 and 2 times 96, and every one after it 3 times 96
     schedule = Schedule(Trace.of([64, 96]), dataset_size=300, minibatch_size=32, on_end="hold")
     assert [schedule.steps(epoch) for epoch in range(3)] == [range(3), range(3, 6), range(6, 9)]
@@ -135,7 +135,7 @@ def test_a_far_epoch_of_a_held_trace_is_right():
     assert schedule.samples_before(3 * 10**12) == 64 + 96 * (3 * 10**12 - 1)
 
 
-def test_a_far_epoch_of_a_cycled_trace_is_right():
+def test_distant_epoch_of_a_cycled_trace():
     # 64, 96 and 32 make up an epoch, and 256 one more: two epochs for four steps
     schedule = Schedule(Trace.of([64, 96, 32, 256]), dataset_size=300, minibatch_size=32, on_end="cycle")
     assert [schedule.steps(epoch) for epoch in range(4)] == [range(3), range(3, 4), range(4, 7), range(7, 8)]
@@ -145,7 +145,7 @@ def test_a_far_epoch_of_a_cycled_trace_is_right():
     assert schedule.samples_before(2 * 10**12 + 3) == 448 * (10**12 // 2) + 192
 
 
-def test_a_cycled_trace_none_of_whose_later_epochs_starts_with_the_first_row_is_right():
+def test_cycled_trace_whose_later_epochs_never_start_with_the_first_row():
     # 1 3 | 2 1 | 3 | 2 1 | 3 | …: after the first epoch, two epochs for three steps
     schedule = Schedule(Trace.of([1, 3, 2]), dataset_size=4, minibatch_size=1, on_end="cycle")
     found = [[schedule.batch_size(step) for step in schedule.steps(epoch)] for epoch in range(6)]
@@ -155,7 +155,7 @@ def test_a_cycled_trace_none_of_whose_later_epochs_starts_with_the_first_row_is_
 
 @pytest.mark.parametrize("on_end", ["stop", "hold", "cycle"])
 @pytest.mark.parametrize("num_rows", [63, 64, 65, 128, 511, 512, 513, 5000])
-def test_a_long_trace_has_the_epochs_of_the_definition(on_end, num_rows):
+def test_epochs_of_a_long_trace_follow_the_definition(on_end, num_rows):
     sizes = np.random.default_rng(num_rows).integers(1, 20, num_rows)
     schedule = Schedule(Trace.of(sizes), dataset_size=300, minibatch_size=1, on_end=on_end)
     epochs = model(schedule, num_epochs=1000)
@@ -174,7 +174,7 @@ def test_ten_billion_samples_are_counted():
     assert first.tolist() == [64 * 156_249_990 + 32, 64 * 156_249_991 + 32, 64 * 156_249_992 + 32]
 
 
-def test_a_step_as_large_as_the_epoch_is_an_epoch():
+def test_step_as_large_as_the_capacity_is_one_epoch():
     schedule = Schedule(Trace.of([96, 96, 32]), dataset_size=127, minibatch_size=32)
     assert schedule.capacity == 96
     assert [schedule.steps(epoch) for epoch in range(3)] == [range(1), range(1, 2), range(2, 3)]
@@ -191,7 +191,7 @@ def test_a_trace_is_described_by_its_sizes():
 
 @settings(deadline=None, max_examples=100)
 @given(kwargs=settings_of_schedules(), at_once=st.integers(1, 30), data=st.data())
-def test_every_core_goes_through_an_epoch_as_the_definition_says(kwargs, at_once, data):
+def test_minibatches_of_every_core_follow_the_definition(kwargs, at_once, data):
     schedule = Schedule(**kwargs)
     epochs = model(schedule, num_epochs=8)
     epoch = data.draw(st.integers(0, len(epochs) - 1))
@@ -203,7 +203,7 @@ def test_every_core_goes_through_an_epoch_as_the_definition_says(kwargs, at_once
 
 @pytest.mark.parametrize("on_end", ["stop", "hold", "cycle"])
 @pytest.mark.parametrize("first_step", [0, 1, 4096, 5000, 9000])
-def test_a_long_epoch_is_right_for_every_core(on_end, first_step):
+def test_minibatches_of_a_long_epoch_follow_the_definition(on_end, first_step):
     sizes = np.random.default_rng(0).integers(1, 6, 9000) * 2
     schedule = Schedule(Trace.of(sizes), dataset_size=60_001, minibatch_size=2, num_replicas=3, on_end=on_end)
     epochs = model(schedule, num_epochs=2)
@@ -214,7 +214,7 @@ def test_a_long_epoch_is_right_for_every_core(on_end, first_step):
 
 @settings(deadline=None, max_examples=100)
 @given(kwargs=settings_of_schedules(), step=st.integers(0, 11))
-def test_the_cores_share_the_minibatches_of_a_step(kwargs, step):
+def test_minibatches_of_a_step_are_partitioned_over_cores(kwargs, step):
     schedule = Schedule(**kwargs)
     step %= len(schedule.trace)
     shares = [schedule.minibatches(step, rank) for rank in range(schedule.num_replicas)]
@@ -225,7 +225,7 @@ def test_the_cores_share_the_minibatches_of_a_step(kwargs, step):
 
 @settings(deadline=None, max_examples=100)
 @given(kwargs=settings_of_schedules(), data=st.data())
-def test_counts_over_many_steps_are_those_of_the_steps_one_by_one(kwargs, data):
+def test_counts_equal_the_sums_over_single_steps(kwargs, data):
     schedule = Schedule(**kwargs)
     last = len(schedule.trace) if schedule.on_end == "stop" else 60
     start = data.draw(st.integers(0, last))
@@ -257,27 +257,27 @@ def test_no_steps_have_no_batch_sizes():
         assert (found.tolist(), found.dtype) == ([], np.int64)
 
 
-def test_in_lockstep_all_cores_run_as_many_rounds_and_the_rest_are_stand_ins():
+def test_in_lockstep_all_cores_run_the_same_number_of_rounds_with_padding():
     # 5, 2 and 8 minibatches on 4 cores: 2, 1 and 2 rounds
     schedule = Schedule(Trace.of([5, 2, 8]), dataset_size=20, minibatch_size=1, num_replicas=4, lockstep=True)
     for rank in range(4):
         assert [schedule.rounds_for(step, rank) for step in range(3)] == [2, 1, 2]
         assert schedule.num_minibatches_for(0, rank) == 5
-    stand_ins = [
+    padding = [
         [
             [schedule.is_padding(step, rank, round) for round in range(schedule.rounds_for(step, rank))]
             for rank in range(4)
         ]
         for step in range(3)
     ]
-    assert stand_ins[0] == [[False, False], [False, True], [False, True], [False, True]]
-    assert stand_ins[1] == [[False], [False], [True], [True]]
-    assert stand_ins[2] == [[False, False]] * 4
+    assert padding[0] == [[False, False], [False, True], [False, True], [False, True]]
+    assert padding[1] == [[False], [False], [True], [True]]
+    assert padding[2] == [[False, False]] * 4
     starts = [np.concatenate(list(schedule.offsets(0, rank, at_once=3))).tolist() for rank in range(4)]
     assert starts == [[0, 4, 5, 7, 11], [1, 0, 6, 8, 12], [2, 1, 5, 9, 13], [3, 2, 6, 10, 14]]
 
 
-def test_a_schedule_in_lockstep_has_the_same_steps_also_when_a_run_goes_on():
+def test_schedule_in_lockstep_has_the_same_steps_after_resuming():
     how = {"dataset_size": 9, "minibatch_size": 1, "num_replicas": 4}
     schedule = Schedule(Trace.of([5, 2, 8]), **how)
     together = Schedule(Trace.of([5, 2, 8]), lockstep=True, **how)
@@ -286,7 +286,7 @@ def test_a_schedule_in_lockstep_has_the_same_steps_also_when_a_run_goes_on():
     assert together.after(together.past(0, 1)).lockstep
 
 
-def test_four_cores_get_the_minibatches_written_here():
+def test_minibatches_of_four_cores_by_hand():
     schedule = Schedule(Trace.of([64, 96, 32, 256]), dataset_size=1000, minibatch_size=32, num_replicas=4)
     assert [schedule.num_minibatches(step) for step in range(4)] == [2, 3, 1, 8]
     counts = [[len(schedule.minibatches(step, rank)) for step in range(4)] for rank in range(4)]
@@ -296,7 +296,7 @@ def test_four_cores_get_the_minibatches_written_here():
     assert [schedule.num_idle_steps(0, rank) for rank in range(4)] == [0, 1, 2, 3]
 
 
-def test_minibatches_start_where_it_is_written_here():
+def test_offsets_by_hand():
     schedule = Schedule(Trace.of([64, 96, 32]), dataset_size=1000, minibatch_size=32, num_replicas=2)
     assert np.concatenate(list(schedule.offsets(0, 0, at_once=2))).tolist() == [0, 64, 128, 160]
     # in the last step, of one minibatch, core 1 runs that of core 0 as a stand-in
@@ -307,7 +307,7 @@ def test_minibatches_start_where_it_is_written_here():
 # ----------------------------------------------------------------------------------------------------- without a length
 
 
-def test_data_without_a_length_are_one_epoch_with_all_steps_of_the_trace():
+def test_data_without_a_length_have_one_epoch():
     schedule = Schedule(Trace.of([64, 96, 32] * 2000), dataset_size=None, minibatch_size=32, num_replicas=2)
     assert schedule.steps(0) == range(6000)
     assert (schedule.num_epochs, schedule.is_endless, schedule.dataset_size) == (1, False, None)
@@ -316,7 +316,7 @@ def test_data_without_a_length_are_one_epoch_with_all_steps_of_the_trace():
 
 
 @pytest.mark.parametrize(("on_end", "size"), [("hold", 32), ("cycle", 96)])
-def test_data_without_a_length_go_on_forever_if_the_trace_does(on_end, size):
+def test_data_without_a_length_are_endless_if_the_trace_is(on_end, size):
     schedule = Schedule(Trace.of([64, 96, 32]), dataset_size=None, minibatch_size=32, on_end=on_end)
     assert (schedule.num_epochs, schedule.is_endless) == (1, True)
     assert 10**15 < len(schedule.steps(0)) < 2**63
@@ -327,7 +327,7 @@ def test_data_without_a_length_go_on_forever_if_the_trace_does(on_end, size):
 
 def test_data_without_a_length_have_no_second_epoch():
     schedule = Schedule(Trace.of(64), dataset_size=None, minibatch_size=32)
-    message = "data without a `dataset_size` are one epoch, got epoch 1 (counting from 0)"
+    message = "data without a `dataset_size` have only epoch 0, got epoch 1"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         schedule.steps(1)
 
@@ -343,13 +343,13 @@ def test_data_without_a_length_have_no_second_epoch():
         ("num_replicas", None),
     ],
 )
-def test_a_count_that_is_no_positive_integer_is_refused(name, value):
+def test_counts_must_be_positive_integers(name, value):
     counts = {"dataset_size": 1000, "minibatch_size": 32, "num_replicas": 1, name: value}
     with pytest.raises(ValueError, match=rf"^`{name}` must be a positive integer, got {re.escape(repr(value))}$"):
         Schedule(Trace.of([64]), **counts)
 
 
-def test_counts_may_be_integers_of_numpy():
+def test_counts_may_be_numpy_integers():
     schedule = Schedule(
         Trace.of([64, 96]), dataset_size=np.int64(100), minibatch_size=np.int32(32), num_replicas=np.uint8(2)
     )
@@ -357,13 +357,13 @@ def test_counts_may_be_integers_of_numpy():
     assert {type(count) for count in (schedule.dataset_size, schedule.minibatch_size, schedule.num_replicas)} == {int}
 
 
-def test_a_data_set_smaller_than_a_minibatch_is_refused():
+def test_dataset_smaller_than_a_minibatch_is_rejected():
     with pytest.raises(ValueError, match=r"^`dataset_size` must be at least one minibatch of 32, got 31$"):
         Schedule(Trace.of([32]), dataset_size=31, minibatch_size=32)
 
 
 @pytest.mark.parametrize("on_end", ["Stop", "", None, 1])
-def test_an_unknown_end_is_refused(on_end):
+def test_unknown_on_end_is_rejected(on_end):
     message = f"`on_end` must be one of 'stop', 'hold', 'cycle', got {on_end!r}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Schedule(Trace.of([64]), dataset_size=1000, minibatch_size=32, on_end=on_end)
@@ -377,25 +377,25 @@ def path(tmp_path):
     return path
 
 
-def test_a_size_that_is_no_multiple_of_the_minibatch_names_its_line(path):
+def test_size_that_is_not_a_multiple_of_the_minibatch_size_names_its_line(path):
     message = f"{path}:8: batchsize must be a multiple of 32 (the minibatch size), got 100"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Schedule(Trace.read(path), dataset_size=1000, minibatch_size=32)
 
 
 def test_a_size_above_the_capacity_names_its_line(path):
-    message = f"{path}:10: batchsize must be at most 1001 (the whole minibatches of 1001 samples), got 2000"
+    message = f"{path}:10: batchsize must be at most 1001 (the full minibatches in 1001 samples), got 2000"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Schedule(Trace.read(path), dataset_size=1001, minibatch_size=1)
 
 
-def test_a_size_one_minibatch_above_the_capacity_is_refused():
-    message = "trace[1]: batchsize must be at most 96 (the whole minibatches of 127 samples), got 128"
+def test_size_one_minibatch_above_the_capacity_is_rejected():
+    message = "trace[1]: batchsize must be at most 96 (the full minibatches in 127 samples), got 128"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Schedule(Trace.of([96, 128]), dataset_size=127, minibatch_size=32)
 
 
-def test_a_wrong_constant_size_is_refused():
+def test_invalid_constant_size_is_rejected():
     with pytest.raises(
         ValueError, match=r"^trace: batchsize must be a multiple of 32 \(the minibatch size\), got 100$"
     ):
@@ -405,19 +405,18 @@ def test_a_wrong_constant_size_is_refused():
 
 
 @pytest.mark.parametrize("epoch", [-1, 0.0, True, "0", None])
-def test_an_epoch_that_is_no_count_is_refused(epoch):
+def test_epoch_must_be_a_non_negative_integer(epoch):
     schedule = Schedule(Trace.of([64]), dataset_size=1000, minibatch_size=32)
     with pytest.raises(ValueError, match=rf"^`epoch` must be a non-negative integer, got {re.escape(repr(epoch))}$"):
         schedule.steps(epoch)
 
 
-def test_an_epoch_beyond_a_file_says_how_many_epochs_it_holds(tmp_path):
+def test_epoch_after_the_end_names_the_number_of_epochs(tmp_path):
     path = tmp_path / "spot.csv"
     path.write_text("step,batchsize\n0,64\n1,96\n2,32\n3,256\n")
     schedule = Schedule(Trace.read(path), dataset_size=300, minibatch_size=32)
     message = (
-        f"{path} holds 2 epochs of 300 samples, got epoch 2 (counting from 0); "
-        'on_end="hold" or "cycle" goes on beyond its end'
+        f'{path} holds 2 epochs of 300 samples, got epoch 2 (counting from 0); use on_end="hold" or "cycle" to continue'
     )
     for question in (schedule.steps, lambda epoch: schedule.num_minibatches_for(epoch, rank=0)):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -426,14 +425,14 @@ def test_an_epoch_beyond_a_file_says_how_many_epochs_it_holds(tmp_path):
 
 @pytest.mark.parametrize("trace", [[64, 96], 64])
 @pytest.mark.parametrize("on_end", ["stop", "hold", "cycle"])
-def test_a_step_before_the_first_is_refused(trace, on_end):
+def test_negative_step_is_rejected(trace, on_end):
     schedule = Schedule(Trace.of(trace), dataset_size=1000, minibatch_size=32, on_end=on_end)
     for question in (schedule.batch_size, schedule.num_minibatches, lambda step: schedule.is_idle(step, rank=0)):
         with pytest.raises(ValueError, match=r"^`step` must be a non-negative integer, got -1$"):
             question(-1)
 
 
-def test_a_step_beyond_the_trace_is_refused():
+def test_step_after_the_trace_is_rejected():
     schedule = Schedule(Trace.of([64, 96]), dataset_size=1000, minibatch_size=32)
     with pytest.raises(ValueError, match=r"^trace holds 2 steps, got step 2 \(counting from 0\)$"):
         schedule.batch_size(2)

@@ -1,11 +1,11 @@
-"""Fixtures that the tests of traces share."""
+"""Fixtures shared by the tests of traces."""
 
 import pytest
 
 
 @pytest.fixture(scope="module")
 def save(tmp_path_factory):
-    """Writes a file, always the same one, and gives its path."""
+    """Write a file, always the same one, and return its path."""
     path = tmp_path_factory.mktemp("traces") / "spot.csv"
 
     def save(text):

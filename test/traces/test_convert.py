@@ -27,7 +27,7 @@ def is_convertible(recording, when_empty, seconds_per_step):
     when_empty=st.sampled_from(["skip", "hold"]),
     rounding=st.sampled_from(["down", "nearest", "up"]),
 )
-def test_samples_per_second_are_those_of_the_recording_but_for_rounding(
+def test_samples_per_second_equal_the_recording_up_to_rounding(
     recording, samples_per_device, seconds_per_step, when_empty, rounding
 ):
     if not is_convertible(recording, when_empty, seconds_per_step):
@@ -63,7 +63,7 @@ def test_samples_per_second_are_those_of_the_recording_but_for_rounding(
 
 @pytest.mark.parametrize("seconds_per_step", [0.1, 0.3, 1 / 3, 7.7])
 @pytest.mark.parametrize("rounding", ["down", "nearest", "up"])
-def test_whole_minibatches_stay_what_they_are_whatever_the_rounding(seconds_per_step, rounding):
+def test_full_minibatches_are_unchanged_by_any_rounding(seconds_per_step, rounding):
     times = np.cumsum([0, *[1000 * seconds_per_step] * 5])
     recording = Recording.from_counts(times, [3, 1, 7, 2, 9])
     options = {**OPTIONS, "seconds_per_step": seconds_per_step}
@@ -73,7 +73,7 @@ def test_whole_minibatches_stay_what_they_are_whatever_the_rounding(seconds_per_
     assert conversion.seconds_left == pytest.approx(0, abs=1e-6)
 
 
-def test_a_step_has_the_mean_of_its_devices_over_time():
+def test_batch_size_is_the_time_weighted_mean_of_devices():
     recording = Recording.from_counts([0, 5, 10, 17.5, 20], [2, 4, 1, 5])
     # 2 and 4 for half of the step each; 1 for three quarters and 5 for one: 3 and 2 devices of 64
     conversion = convert_recording(recording, rounding="down", **OPTIONS)
@@ -81,7 +81,7 @@ def test_a_step_has_the_mean_of_its_devices_over_time():
     assert conversion.rate == conversion.recorded_rate == 16
 
 
-def test_rounding_goes_where_it_is_told():
+def test_rounding_directions():
     recording = Recording.from_counts([0, 10, 20, 30], [1, 3, 5])
     options = {**OPTIONS, "samples_per_device": 48}  # 1.5, 4.5 and 7.5 minibatches
     traces = {r: list(convert_recording(recording, rounding=r, **options).trace) for r in ("down", "nearest", "up")}
@@ -91,7 +91,7 @@ def test_rounding_goes_where_it_is_told():
     assert traces == {"down": [32, 96, 192], "nearest": [32, 128, 192], "up": [64, 128, 224]}
 
 
-def test_the_effect_of_rounding_is_told():
+def test_conversion_reports_the_effect_of_rounding():
     recording = Recording.from_counts([0, 10, 20, 33], [1, 2, 5])
     conversion = convert_recording(recording, rounding="down", **{**OPTIONS, "samples_per_device": 48})
     assert list(conversion.trace) == [32, 96, 224]
@@ -105,7 +105,7 @@ def test_the_effect_of_rounding_is_told():
 # ----------------------------------------------------------------------------------------------------------- no device
 
 
-def test_each_policy_for_no_device_does_what_it_says():
+def test_when_empty_options():
     recording = Recording.from_counts([0, 15, 35, 50, 55], [2, 0, 4, 0])
     options = {**OPTIONS, "rounding": "down"}
     # 30 s with devices: 2, then 2 and 4 for half of the step each, then 4
@@ -115,11 +115,11 @@ def test_each_policy_for_no_device_does_what_it_says():
     # 55 s, of which the first 35 with 2 and the rest with 4
     held = convert_recording(recording, **{**options, "when_empty": "hold"})
     assert list(held.trace) == [128, 128, 128, 192, 256]
-    with pytest.raises(ValueError, match=r"^recording\[1\]: no device is left \(`when_empty`\), got 0$"):
+    with pytest.raises(ValueError, match=r"^recording\[1\]: no devices available \(`when_empty` is 'error'\)$"):
         convert_recording(recording, **{**options, "when_empty": "error"})
 
 
-def test_a_recording_that_always_has_devices_is_the_same_with_each_policy():
+def test_recording_without_gaps_is_the_same_with_each_when_empty():
     recording = Recording.from_counts([0, 20, 40], [2, 3])
     traces = [
         convert_recording(recording, **{**OPTIONS, "rounding": "up", "when_empty": when_empty}).trace
@@ -129,11 +129,11 @@ def test_a_recording_that_always_has_devices_is_the_same_with_each_policy():
     assert list(traces[0]) == [128, 128, 192, 192]
 
 
-def test_what_cannot_be_held_or_skipped_is_refused():
+def test_gaps_that_cannot_be_held_or_skipped_are_rejected():
     options = {**OPTIONS, "rounding": "down"}
-    with pytest.raises(ValueError, match=r"^recording\[0\]: no device is there and none was before to hold"):
+    with pytest.raises(ValueError, match=r"^recording\[0\]: no devices at the start, so there is no number to hold"):
         convert_recording(Recording.from_counts([0, 20, 40], [0, 3]), **{**options, "when_empty": "hold"})
-    with pytest.raises(ValueError, match=r"^recording\[0\]: there must be a device at some time, got 0 at all times$"):
+    with pytest.raises(ValueError, match=r"^recording\[0\]: the recording has no devices at any time$"):
         convert_recording(Recording.from_counts([0, 20, 40], [0, 0]), **options)
 
 
@@ -151,11 +151,11 @@ def test_what_cannot_be_held_or_skipped_is_refused():
         ({"rounding": "even"}, "`rounding` must be one of 'down', 'nearest', 'up', got 'even'"),
         (
             {"seconds_per_step": 41},
-            r"recording\[1\]: 40 seconds with devices must make from 1 to 20000000 steps of 41 seconds, got 0",
+            r"recording\[1\]: 40 seconds with devices must make 1 to 20000000 steps of 41 seconds, got 0",
         ),
         (
             {"seconds_per_step": 1e-9},
-            r"recording\[1\]: 40 seconds with devices must make from 1 to 20000000 steps of 1e-09 seconds, got 4e\+10",
+            r"recording\[1\]: 40 seconds with devices must make 1 to 20000000 steps of 1e-09 seconds, got 4e\+10",
         ),
         (
             {"samples_per_device": 12},
@@ -169,13 +169,13 @@ def test_what_cannot_be_held_or_skipped_is_refused():
         ),
     ],
 )
-def test_bad_arguments_are_refused(change, message):
+def test_invalid_arguments_are_rejected(change, message):
     recording = Recording.from_counts([0, 20, 40], [2, 3])
     with pytest.raises(ValueError, match=f"^{message}$"):
         convert_recording(recording, **{**OPTIONS, "rounding": "down", **change})
 
 
-def test_the_time_of_a_step_is_that_of_its_minibatches_and_the_all_reduce():
+def test_step_seconds_include_minibatches_and_all_reduce():
     options = {"minibatch_size": 32, "seconds_per_minibatch": 0.5, "seconds_per_allreduce": 0.25}
     assert step_seconds(samples_per_device=64, **options) == 1.25
     assert step_seconds(samples_per_device=65, **options) == 1.75
@@ -184,7 +184,7 @@ def test_the_time_of_a_step_is_that_of_its_minibatches_and_the_all_reduce():
 
 
 @pytest.mark.parametrize("rounding", ["down", "nearest", "up"])
-def test_a_month_of_the_same_devices_is_a_month_of_the_same_batch_size(rounding):
+def test_a_month_of_constant_devices_gives_a_constant_batch_size(rounding):
     recording = Recording.from_counts([0, 2.6e6], [1000])
     options = {**OPTIONS, "samples_per_device": 256, "seconds_per_step": 0.7, "rounding": rounding}
     conversion = convert_recording(recording, **options)

@@ -19,14 +19,14 @@ SMITH = {"factor": 5, "at_epochs": [60, 120, 160], "num_epochs": 200, "dataset_s
         (3_200, 5_120, 2_305, [3_200, 5_120]),
     ],
 )
-def test_the_updates_of_smith_et_al_come_out(start, cap, updates, sizes):
+def test_number_of_updates_of_smith_et_al(start, cap, updates, sizes):
     trace = vbs.traces.growth_for_decay(start, cap=cap, minibatch_size=128, **SMITH)
     assert len(trace) == updates
     assert np.unique(trace.sizes).tolist() == sizes
     assert abs(int(trace.sizes.sum()) - 10_000_000) <= max(sizes) / 2
 
 
-def test_without_a_change_the_updates_of_smith_et_al_are_those_of_a_constant_batch_size():
+def test_number_of_updates_of_smith_et_al_without_a_change():
     trace = vbs.traces.growth_for_decay(128, minibatch_size=128, **{**SMITH, "at_epochs": []})
     assert trace == vbs.traces.constant_trace(128, num_steps=78_125)
 
@@ -56,7 +56,7 @@ def test_seesaw_follows_the_cosine():
     assert np.abs(trace.sizes - wanted)[:-20].max() < 8.5  # near the end it grows within a step
 
 
-def test_seesaw_with_a_factor_changes_where_the_cosine_has_fallen_by_it():
+def test_seesaw_with_a_factor_changes_when_the_cosine_has_fallen_by_it():
     trace = vbs.traces.seesaw(256, num_samples=9_000_000, minibatch_size=32, factor=2, cap=1024)
     stages = vbs.traces.Stages.of(trace, unit="samples")
     assert stages.sizes == (256, 512, 1024)
@@ -68,7 +68,7 @@ def test_seesaw_with_a_factor_changes_where_the_cosine_has_fallen_by_it():
 @given(
     MINIBATCHES, st.integers(1, 20), st.integers(1, 10), st.integers(1, 10**6), st.sampled_from([None, 1.1, 2.0, 3.0])
 )
-def test_seesaw_keeps_its_cap_and_is_never_off_by_more_than_a_step(size, start, growth, more, factor):
+def test_seesaw_respects_its_cap_and_is_off_by_at_most_a_step(size, start, growth, more, factor):
     start, cap = start * size, start * growth * size
     num_samples = start + more
     trace = vbs.traces.seesaw(start, num_samples=num_samples, minibatch_size=size, factor=factor, cap=cap)
@@ -82,11 +82,11 @@ def test_seesaw_keeps_its_cap_and_is_never_off_by_more_than_a_step(size, start, 
     [
         (
             lambda: vbs.traces.growth_for_decay(128, minibatch_size=128, **{**SMITH, "at_epochs": [60, 60]}),
-            "`at_epochs` must grow from above 0 to below 200, got 60 after 60",
+            "`at_epochs` must be ascending between 0 and 200, got 60 after 60",
         ),
         (
             lambda: vbs.traces.growth_for_decay(128, minibatch_size=128, **{**SMITH, "at_epochs": [200]}),
-            "`at_epochs` must grow from above 0 to below 200, got 200 after 200",
+            "`at_epochs` must be ascending between 0 and 200, got 200 after 200",
         ),
         (
             lambda: vbs.traces.growth_for_decay(128, minibatch_size=128, **{**SMITH, "factor": 1}),
@@ -102,7 +102,7 @@ def test_seesaw_keeps_its_cap_and_is_never_off_by_more_than_a_step(size, start, 
         ),
         (
             lambda: vbs.traces.seesaw(128, num_samples=10**6, minibatch_size=128, factor=1 + 1e-9),
-            r"`factor` must be at least 1\.001, or None for the limit of small ones, got 1\.000000001",
+            r"`factor` must be at least 1\.001, or None for the limit of small factors, got 1\.000000001",
         ),
         (
             lambda: vbs.traces.seesaw(256, num_samples=200, minibatch_size=128),
@@ -110,6 +110,6 @@ def test_seesaw_keeps_its_cap_and_is_never_off_by_more_than_a_step(size, start, 
         ),
     ],
 )
-def test_bad_arguments_are_refused(call, message):
+def test_invalid_arguments_are_rejected(call, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         call()

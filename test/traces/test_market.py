@@ -7,7 +7,7 @@ import variable_batch_size as vbs
 
 @settings(deadline=None)
 @given(st.integers(1, 8), st.integers(0, 8), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**32 - 1))
-def test_a_spot_market_has_whole_devices_within_its_bounds(at_least, more, arrive, leave, seed):
+def test_spot_market_is_within_its_bounds(at_least, more, arrive, leave, seed):
     options = {"arrive": arrive, "leave": leave, "samples_per_device": 32, "num_steps": 40, "seed": seed}
     trace = vbs.traces.spot_market(num_devices=at_least + more, at_least=at_least, **options)
     assert len(trace) == 40
@@ -17,7 +17,7 @@ def test_a_spot_market_has_whole_devices_within_its_bounds(at_least, more, arriv
     assert trace == vbs.traces.spot_market(num_devices=at_least + more, at_least=at_least, **options)
 
 
-def test_devices_of_a_spot_market_are_there_as_often_as_their_rates_say():
+def test_availability_in_a_spot_market_follows_the_rates():
     trace = vbs.traces.spot_market(
         num_devices=101, at_least=1, arrive=0.03, leave=0.01, samples_per_device=1, num_steps=20_000, seed=0
     )
@@ -54,6 +54,6 @@ def test_a_spot_market_is_the_same_with_every_version_of_numpy():
         ),
     ],
 )
-def test_bad_arguments_are_refused(call, message):
+def test_invalid_arguments_are_rejected(call, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         call()

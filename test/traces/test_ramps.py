@@ -11,7 +11,7 @@ MINIBATCHES = st.integers(1, 64)
 
 
 @given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 300), MINIBATCHES)
-def test_a_linear_ramp_goes_from_end_to_end_and_is_never_off_by_more_than_half_a_minibatch(start, end, steps, size):
+def test_linear_ramp_is_off_by_at_most_half_a_minibatch(start, end, steps, size):
     trace = vbs.traces.linear_ramp(start * size, end * size, num_steps=steps, minibatch_size=size)
     line = np.linspace(start * size, end * size, steps) if steps > 1 else np.array([start * size])
     assert len(trace) == steps
@@ -22,7 +22,7 @@ def test_a_linear_ramp_goes_from_end_to_end_and_is_never_off_by_more_than_half_a
 
 
 @given(st.integers(1, 100), st.integers(1, 100), st.integers(1, 20), MINIBATCHES)
-def test_a_doubling_ramp_doubles_or_halves_until_it_is_there(start, end, every, size):
+def test_doubling_ramp_doubles_or_halves_until_its_end(start, end, every, size):
     trace = vbs.traces.doubling_ramp(start * size, end * size, every=every, minibatch_size=size)
     sizes = trace.sizes[::every]
     assert list(trace) == np.repeat(sizes, every).tolist()
@@ -33,7 +33,7 @@ def test_a_doubling_ramp_doubles_or_halves_until_it_is_there(start, end, every, 
         assert exact < end * size if end > start else exact > end * size
 
 
-def test_a_doubling_ramp_may_hold_its_end_or_be_cut():
+def test_doubling_ramp_may_hold_its_end_or_be_truncated():
     assert list(vbs.traces.doubling_ramp(8, 32, every=2, minibatch_size=8, num_steps=9)) == [
         8,
         8,
@@ -49,7 +49,7 @@ def test_a_doubling_ramp_may_hold_its_end_or_be_cut():
 
 
 def runs_of(trace):
-    """The batch sizes, and how many steps each has."""
+    """The batch sizes and the number of steps of each."""
     return [(size, len(list(steps))) for size, steps in itertools.groupby(trace)]
 
 
@@ -67,12 +67,12 @@ def runs_of(trace):
         ((2, 2, 464, 16), [(2, 34), (4, 17), (6, 11), (8, 8), (10, 7), (12, 6), (14, 5), (16, 1)]),
     ],
 )
-def test_a_ramp_up_has_the_sizes_of_megatrons_calculator(arguments, expected):
+def test_rampup_equals_megatrons_calculator(arguments, expected):
     start, increment, ramp_samples, final = arguments
     assert runs_of(vbs.traces.rampup(start, increment, ramp_samples, final=final)) == expected
 
 
-def test_a_ramp_up_goes_on_to_the_end_of_the_training_in_whole_steps():
+def test_rampup_continues_to_num_samples_in_full_steps():
     # 20 · 16 + 10 · 32 + 7 · 48 = 976 samples, then (10,000 − 976) / 64 = 141 steps
     ramp = [(16, 20), (32, 10), (48, 7)]
     assert runs_of(vbs.traces.rampup(16, 16, 960, final=64, num_samples=10_000)) == [*ramp, (64, 141)]
@@ -88,7 +88,7 @@ def test_a_ramp_up_goes_on_to_the_end_of_the_training_in_whole_steps():
         (lambda: vbs.traces.constant_trace(0, num_steps=1), "`batch_size` must be a positive integer, got 0"),
         (
             lambda: vbs.traces.constant_trace(32, num_steps=10**9),
-            "a trace may have 20000000 steps at most, got 1000000000",
+            "a trace may have at most 20000000 steps, got 1000000000",
         ),
         (
             lambda: vbs.traces.linear_ramp(32, 100, num_steps=5, minibatch_size=32),
@@ -102,11 +102,11 @@ def test_a_ramp_up_goes_on_to_the_end_of_the_training_in_whole_steps():
         (lambda: vbs.traces.rampup(16, 16, 0, final=64), "`ramp_samples` must be a positive integer, got 0"),
         (
             lambda: vbs.traces.rampup(16, 16, 960, final=72),
-            "`final` must be 16 and one or more increments of 16, got 72",
+            "`final` must be 16 plus one or more increments of 16, got 72",
         ),
         (
             lambda: vbs.traces.rampup(16, 16, 960, final=16),
-            "`final` must be 16 and one or more increments of 16, got 16",
+            "`final` must be 16 plus one or more increments of 16, got 16",
         ),
         (
             lambda: vbs.traces.rampup(16, 16, 960, final=64, num_samples=15),
@@ -114,10 +114,10 @@ def test_a_ramp_up_goes_on_to_the_end_of_the_training_in_whole_steps():
         ),
         (
             lambda: vbs.traces.rampup(1, 1, 10**12, final=2),
-            "a trace may have 20000000 steps at most, got 500000000000",
+            "a trace may have at most 20000000 steps, got 500000000000",
         ),
     ],
 )
-def test_bad_arguments_are_refused(call, message):
+def test_invalid_arguments_are_rejected(call, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         call()

@@ -16,7 +16,7 @@ def found_in(recording):
 
 @settings(deadline=None)
 @given(counts=COUNTS, gaps=st.lists(st.integers(1, 10**5), min_size=20, max_size=20), end=LINE_ENDS, data=st.data())
-def test_the_three_formats_say_the_same(save, counts, gaps, end, data):
+def test_the_three_formats_are_equivalent(save, counts, gaps, end, data):
     gap = gaps[0]
     times = [index * gap for index in range(len(counts) + 1)]
     text = json.dumps({"metadata": {"gap_seconds": gap}, "data": counts}, indent=data.draw(st.sampled_from([None, 1])))
@@ -37,7 +37,7 @@ def test_the_three_formats_say_the_same(save, counts, gaps, end, data):
     assert found_in(Recording.read(save(end.join(events)))) == expected
 
 
-def test_a_recording_knows_its_mean_and_its_gaps():
+def test_mean_and_gaps_of_a_recording():
     recording = Recording.from_counts([0, 10, 30, 40], [4, 0, 2])
     assert (recording.seconds, recording.seconds_empty, recording.mean_devices) == (40, 20, (4 * 10 + 2 * 10) / 40)
 
@@ -56,16 +56,16 @@ def test_a_format_may_be_forced(save):
         ({"time_column": "time", "count_column": "x"}, "the header must name the column 'x' once"),
     ],
 )
-def test_wrong_options_are_refused(save, options, message):
+def test_invalid_options_are_rejected(save, options, message):
     with pytest.raises(ValueError, match=message):
         Recording.read(save("time,nodes\n0,3\n5,4\n"), **options)
 
 
-def test_numbers_that_are_no_recording_are_refused():
-    with pytest.raises(ValueError, match="`times` must be one more than the counts, got 2 and 2"):
+def test_invalid_times_and_counts_are_rejected():
+    with pytest.raises(ValueError, match="`times` must have one more element than `counts`, got 2 and 2"):
         Recording.from_counts([0, 1], [1, 2])
     with pytest.raises(
-        ValueError, match=r"recording\[1\]: a time must be later than the one before, got 0 s after 0 s"
+        ValueError, match=r"recording\[1\]: a time must be later than the previous one, got 0 s after 0 s"
     ):
         Recording.from_counts([0, 0], [1])
 
@@ -91,7 +91,7 @@ GOOD = [
         max_size=6,
     ),
 )
-def test_a_mutated_file_is_read_or_refused_with_a_line(save, good, edits):
+def test_mutated_file_is_read_or_rejected_with_a_line(save, good, edits):
     text = bytearray(good)
     for where, cut, byte in edits:
         at = int(where * len(text))
@@ -110,7 +110,7 @@ def test_a_mutated_file_is_read_or_refused_with_a_line(save, good, edits):
     ("text", "format"), [("0,add,a\n5,remove,a\n", "events"), ('{"metadata": {"gap_seconds": 1}, "data": [1]}', "json")]
 )
 @pytest.mark.parametrize("option", [{"time_unit": "s"}, {"time_column": "time"}, {"count_column": "nodes"}])
-def test_what_only_a_table_of_counts_needs_is_refused_for_the_others(save, text, format, option):
+def test_options_of_csv_are_rejected_for_other_formats(save, text, format, option):
     ((name, value),) = option.items()
-    with pytest.raises(ValueError, match=f"`{name}` is for CSV files of times and counts, got '{value}' with {format}"):
+    with pytest.raises(ValueError, match=f"`{name}` is for format 'csv' only, got '{value}' with '{format}'"):
         Recording.read(save(text), **option)

@@ -10,23 +10,23 @@ from variable_batch_size.traces import Recording
         (
             '{"metadata": {"gap_seconds": 5},\n "data": [1,\n -2]}',
             3,
-            "a number of devices must be from 0 to 1000000000, got -2",
+            "the number of devices must be from 0 to 1000000000, got -2",
         ),
         (
             '{"metadata": {"gap_seconds": 5},\n "data": [1,\n 2.5]}',
             3,
-            "a number of devices must be a whole number, got 2.5",
+            "the number of devices must be an integer, got 2.5",
         ),
         (
             '{"metadata": {"gap_seconds": 5},\n "data": [1,\n "2"]}',
             3,
-            "a number of devices must be a whole number, got '2'",
+            "the number of devices must be an integer, got '2'",
         ),
         ('{"data": [1],\n "metadata": {\n"gap_seconds": 0}}', 3, "gap_seconds must be a positive number, got 0"),
         ('{"data": [1],\n "metadata": {\n"gap_seconds": true}}', 3, "gap_seconds must be a positive number, got True"),
     ],
 )
-def test_a_wrong_file_is_refused_with_its_line(save, text, line, message):
+def test_invalid_file_is_rejected_with_its_line(save, text, line, message):
     path = save(text)
     with pytest.raises(ValueError) as refused:
         Recording.read(path)
@@ -36,13 +36,13 @@ def test_a_wrong_file_is_refused_with_its_line(save, text, line, message):
 @pytest.mark.parametrize(
     "text", ["[1, 2]", "{}", '{"metadata": 5, "data": [1]}', '{"metadata": {"gap_seconds": 5}, "data": []}']
 )
-def test_json_of_another_shape_is_refused(save, text):
+def test_json_of_another_structure_is_rejected(save, text):
     with pytest.raises(
         ValueError, match=r':1: the file must be \{"metadata": \{"gap_seconds": g\}, "data": \[counts\]\}'
     ):
         Recording.read(save(text))
 
 
-def test_json_that_is_nested_too_deep_is_refused(save):
-    with pytest.raises(ValueError, match=":1: the file must be JSON, got one that is nested too deep"):
+def test_deeply_nested_json_is_rejected(save):
+    with pytest.raises(ValueError, match=":1: the file must be JSON, got JSON that is nested too deeply"):
         Recording.read(save("[" * 200_000))

@@ -15,7 +15,7 @@ def found_in(recording):
     return recording.times.tolist(), recording.counts.tolist()
 
 
-def refuses(path, line, message):
+def rejects(path, line, message):
     return pytest.raises(ValueError, match=rf"^{re.escape(f'{path}:{line}: {message}')}$")
 
 
@@ -35,7 +35,7 @@ def test_columns_may_be_chosen_by_name_and_counts_be_written_as_floats(save):
     assert found_in(Recording.read(save(text), time_column="time", count_column="nodes")) == ([0, 60, 90], [3, 4])
 
 
-def test_quotes_comments_blank_lines_mixed_line_ends_and_a_byte_order_mark_are_fine(save):
+def test_quotes_comments_blank_lines_mixed_line_endings_and_byte_order_mark(save):
     text = '\ufeff# recorded\r\n"time", "nodes"\n\r\n0, 3\r5,4 # more\n\n9,1'.encode()
     assert found_in(Recording.read(save(text))) == ([0, 5, 9], [3, 4])
 
@@ -59,13 +59,13 @@ def test_cells_may_be_quoted(save):
     "note",
     ["a, b", 'the ""big"" one', '""', "# 1", "two\nlines", "two\r\nlines", "\r", " ", '"",""\n""#""', "5,6\n7,8"],
 )
-def test_a_quoted_cell_may_hold_what_else_separates_cells_rows_and_comments(save, note):
+def test_quoted_cell_may_contain_separators_and_comments(save, note):
     text = f'time,note,nodes\n0,"{note}",3\n60,"{note}",4 # so\n90,"{note}",2'
     recording = Recording.read(save(text), time_column="time", count_column="nodes")
     assert found_in(recording) == ([0, 60, 90], [3, 4])
 
 
-def test_a_quoted_name_may_hold_a_comma_and_quotes(save):
+def test_quoted_name_may_contain_a_comma_and_quotes(save):
     text = '"time, of day","the ""spot"" nodes"\n0,3\n60,4\n'
     assert found_in(Recording.read(save(text))) == ([0, 60], [3])
     columns = {"time_column": "time, of day", "count_column": 'the "spot" nodes'}
@@ -83,7 +83,7 @@ def test_nodes_of_an_event_log_may_be_quoted(save):
     comments=st.lists(st.sampled_from(["", "#", '# a "quote', '# so, "so', " # 1,2,3"]), min_size=7, max_size=7),
     end=LINE_ENDS,
 )
-def test_a_row_is_named_by_the_line_in_which_it_begins_whatever_the_cells_above_hold(save, notes, comments, end):
+def test_error_names_the_first_line_of_a_row_after_any_cells(save, notes, comments, end):
     file = io.StringIO(newline="")
     writer = csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator=end)
     writer.writerow(["time", "note", "nodes"])
@@ -96,13 +96,13 @@ def test_a_row_is_named_by_the_line_in_which_it_begins_whatever_the_cells_above_
     assert recording.counts.tolist() == list(range(len(notes) - 1))
     path = save(f"{good}{comments[-1]}{end}1000,x,few")
     line = len(re.split(r"\r\n|\r|\n", good)) + 1
-    with refuses(path, line, "a number of devices must be a whole number, got 'few'"):
+    with rejects(path, line, "the number of devices must be an integer, got 'few'"):
         Recording.read(path, **columns)
 
 
-def test_a_comment_between_two_kinds_of_line_ends_does_not_join_them(save):
+def test_comment_between_different_line_endings_does_not_join_them(save):
     path = save("time,nodes\n0,3\r# one\n60,few\n")
-    with refuses(path, 4, "a number of devices must be a whole number, got 'few'"):
+    with rejects(path, 4, "the number of devices must be an integer, got 'few'"):
         Recording.read(path)
 
 
@@ -111,12 +111,12 @@ def test_a_comment_between_two_kinds_of_line_ends_does_not_join_them(save):
     [
         ('time,nodes\n0,3\n60,"4\n90,2\n', 3, "a row must be CSV (unexpected end of data), got '60,\"4'"),
         ('time,nodes\n0,3\n60,"4"2\n', 3, """a row must be CSV (',' expected after '"'), got '60,"4"2'"""),
-        ('time,nodes\n0,3\n60,4"\n', 3, "a number of devices must be a whole number, got '4\"'"),
+        ('time,nodes\n0,3\n60,4"\n', 3, "the number of devices must be an integer, got '4\"'"),
     ],
 )
-def test_a_quote_that_is_not_closed_or_closes_in_a_cell_is_refused(save, text, line, message):
+def test_unbalanced_quotes_are_rejected(save, text, line, message):
     path = save(text)
-    with refuses(path, line, message):
+    with rejects(path, line, message):
         Recording.read(path)
 
 
@@ -126,41 +126,41 @@ def test_a_quote_that_is_not_closed_or_closes_in_a_cell_is_refused(save, text, l
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("", 1, "the file must have a header that names the columns, got an empty file"),
-        ("\n\n", 1, "the file must have a header that names the columns, got an empty file"),
+        ("", 1, "the file must have a header with column names, got an empty file"),
+        ("\n\n", 1, "the file must have a header with column names, got an empty file"),
         ("time,nodes\n", 2, "expected a row below the header, got nothing"),
         ("time,nodes\n0,3\n", 2, "a recording needs two different times, got one"),
-        ("0,3\n60,4\n", 1, "the first row must name the columns, got '0,3'"),
+        ("0,3\n60,4\n", 1, "the first row must be a header with column names, got '0,3'"),
         (
             "time,a,b\n0,3,4\n",
             1,
-            "two columns must have names, or else say which are the times and counts, got ['time', 'a', 'b']",
+            "pass `time_column` and `count_column` unless exactly two columns are named, got ['time', 'a', 'b']",
         ),
         ("time,nodes\n0,3\n60\n", 3, "a row must have 2 values, got 1"),
         ("time,nodes\n0,3\n60,4,5\n", 3, "a row must have 2 values, got 3"),
-        ("time,nodes\n0,3\n\n# so\n60,-4\n", 5, "a number of devices must be from 0 to 1000000000, got -4"),
-        ("time,nodes\n0,3\n60,4.5\n", 3, "a number of devices must be a whole number, got '4.5'"),
-        ("time,nodes\r0,3\r60,\r", 3, "a number of devices must be a whole number, got ''"),
+        ("time,nodes\n0,3\n\n# so\n60,-4\n", 5, "the number of devices must be from 0 to 1000000000, got -4"),
+        ("time,nodes\n0,3\n60,4.5\n", 3, "the number of devices must be an integer, got '4.5'"),
+        ("time,nodes\r0,3\r60,\r", 3, "the number of devices must be an integer, got ''"),
         ("time,nodes\n0,3\nnan,4\n", 3, "a time must be a number, got 'nan'"),
         ("time,nodes\n0,3\n1e400,4\n", 3, "a time must be a number within 1e+15 seconds, got inf"),
-        ("time,nodes\n0,3\n60,4\n30,5\n", 4, "a time must be later than the one before, got 30 s after 60 s"),
-        ("time,nodes\n0,3\n60,4\n60,5\n", 4, "a time must be later than the one before, got 60 s after 60 s"),
+        ("time,nodes\n0,3\n60,4\n30,5\n", 4, "a time must be later than the previous one, got 30 s after 60 s"),
+        ("time,nodes\n0,3\n60,4\n60,5\n", 4, "a time must be later than the previous one, got 60 s after 60 s"),
         ("time,nodes\n0,3\n2026-01-01,5\n", 3, "a time must be a number, got '2026-01-01'"),
         (
             "time,nodes\n2026-01-01,5\n60,3\n",
             3,
-            "a time must be a number, or in all rows a date like 2026-03-01T12:00:00Z, got '60'",
+            "times must be all numbers, or all dates like 2026-03-01T12:00:00Z, got '60'",
         ),
-        ("0,add,a\n5,add,a\n", 2, "a node that is added must be away, got 'a'"),
-        ("0,add,a\n5,remove,b\n", 2, "a node that is removed must be there, got 'b'"),
+        ("0,add,a\n5,add,a\n", 2, "an added node must be absent, got 'a'"),
+        ("0,add,a\n5,remove,b\n", 2, "a removed node must be present, got 'b'"),
         ("0,add,a\n5,stop,a\n", 2, "an event must be add or remove, got 'stop'"),
         ("0,add,a\n5,add\n", 2, "a row must be milliseconds,add|remove,node, got '5,add'"),
-        ("9,add,a\n5,add,b\n", 2, "a time must not be before the last one, got 0.005 s after 0.009 s"),
+        ("9,add,a\n5,add,b\n", 2, "a time must not be earlier than the previous one, got 0.005 s after 0.009 s"),
         ("x,add,a\n5,add,b\n", 1, "a time must be a number, got 'x'"),
         ("5,add,a\n5,add,b\n", 2, "a recording needs two different times, got one"),
     ],
 )
-def test_a_wrong_table_is_refused_with_its_line(save, text, line, message):
+def test_invalid_table_is_rejected_with_its_line(save, text, line, message):
     path = save(text)
-    with refuses(path, line, message):
+    with rejects(path, line, message):
         Recording.read(path)

@@ -13,7 +13,7 @@ TRACES = st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 50)), min_size
 
 
 @given(TRACES, st.sampled_from([("steps", None), ("samples", None), ("tokens", 4096), ("tokens", 1000)]))
-def test_the_stages_of_a_trace_make_the_same_trace_again(trace, counted):
+def test_stages_of_a_trace_convert_back_to_it(trace, counted):
     unit, tokens = counted
     stages = Stages.of(trace, unit=unit, tokens_per_sample=tokens)
     assert stages.trace() == trace
@@ -22,7 +22,7 @@ def test_the_stages_of_a_trace_make_the_same_trace_again(trace, counted):
 
 
 @given(st.integers(0, 10**18))
-def test_a_count_is_read_back_from_its_text(value):
+def test_parse_count_inverts_format_count(value):
     assert parse_count(format_count(value)) == value
 
 
@@ -30,7 +30,7 @@ def test_a_count_is_read_back_from_its_text(value):
 @given(
     st.lists(st.tuples(st.integers(1, 10**5), st.integers(1, 1000)), min_size=1, max_size=8),
 )
-def test_rounding_to_steps_never_adds_up(stages):
+def test_rounding_errors_do_not_accumulate(stages):
     ends = np.cumsum([length for length, _ in stages])
     sizes = [size for _, size in stages]
     updates = sum(length / size for length, size in stages)
@@ -55,7 +55,7 @@ def test_thresholds_may_be_counted_in_tokens_and_sizes_remain_samples():
     assert list(stages.trace()) == [100] * 10 + [250] * 4 + [500] * 4
 
 
-def test_a_change_may_come_at_the_first_step_after_it_as_in_megatron():
+def test_change_after_as_in_megatron():
     # its calculator asks before each step which thresholds the samples so far have reached: 0, 4, … 24 are below 25
     # (7 steps of 4); 28, 36, 44 and 52 are below 60 (4 of 8); what begins at 60, 76 and 92 ends within 120 (3 of 16)
     expected = [4] * 7 + [8] * 4 + [16] * 3
@@ -81,7 +81,7 @@ def test_the_schedule_in_the_help_of_megatron_changes_at_its_tokens():
     st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 60)), min_size=1, max_size=6),
     st.sampled_from([None, 1, 7, 64]),
 )
-def test_asked_before_each_step_which_starts_are_reached_the_answer_is_the_trace(lengths, tokens):
+def test_change_after_equals_a_check_before_each_step(lengths, tokens):
     ends = np.cumsum([length for length, _ in lengths]).tolist()
     starts, sizes, per = (0, *ends[:-1]), tuple(size for _, size in lengths), tokens or 1
     expected, done = [], 0
@@ -97,7 +97,7 @@ def test_asked_before_each_step_which_starts_are_reached_the_answer_is_the_trace
         assert list(stages.trace(change="after")) == expected
 
 
-def test_the_example_of_the_documentation_has_its_numbers():
+def test_numbers_of_the_example_in_the_documentation():
     # 250,000 / 768 = 325.52; + 250,000 / 1,536 = 488.28; + 500,000 / 3,072 = 651.04
     trace = Stages.parse("0:768 250K:1536 500K:3072", until=parse_count("1M"), unit="samples").trace()
     assert [int(np.count_nonzero(trace.sizes == size)) for size in (768, 1536, 3072)] == [326, 162, 163]
@@ -120,8 +120,8 @@ def test_counts_may_end_in_a_suffix(text, value):
 
 
 @pytest.mark.parametrize("text", ["", "K", "-1", "1.5", "1e3", "1,000", "1KK", "1 K", "٣", "0.0001K", "9" * 30])
-def test_what_is_no_count_is_refused(text):
-    with pytest.raises(ValueError, match=r"expected a whole number such as 96, 250K, 1\.5M or 2B, got"):
+def test_invalid_count_is_rejected(text):
+    with pytest.raises(ValueError, match=r"expected an integer such as 96, 250K, 1\.5M or 2B, got"):
         parse_count(text)
 
 
@@ -131,16 +131,16 @@ def test_what_is_no_count_is_refused(text):
         ("5:32", 10, "steps", "^the first stage must begin at 0, got 5$"),
         ("0:32 7:64 7:96", 10, "steps", "^stage 2 must end after its start at 7, got 7$"),
         ("0:32 7:64", 7, "steps", "^stage 2 must end after its start at 7, got 7$"),
-        ("0:32 3", 7, "steps", "^stage 2 must be written start:size, got '3'$"),
-        ("", 7, "steps", "^stage 1 must be written start:size, got ''$"),
+        ("0:32 3", 7, "steps", "^stage 2 must have the form start:size, got '3'$"),
+        ("", 7, "steps", "^stage 1 must have the form start:size, got ''$"),
         ("0:0", 7, "steps", "^the batch size of stage 1 must be positive, got 0$"),
-        ("0:x", 7, "steps", "^expected a whole number .*, got 'x'$"),
+        ("0:x", 7, "steps", "^expected an integer .*, got 'x'$"),
         ("0:32", 7, "epochs", "^`unit` must be one of 'steps', 'samples', 'tokens', got 'epochs'$"),
-        ("0:32", 7, "samples", "^the stages must make from 1 to 20000000 steps, got 0$"),
-        ("0:1", 10**9, "steps", "^the stages must make from 1 to 20000000 steps, got 1000000000$"),
+        ("0:32", 7, "samples", "^the stages must make 1 to 20000000 steps, got 0$"),
+        ("0:1", 10**9, "steps", "^the stages must make 1 to 20000000 steps, got 1000000000$"),
     ],
 )
-def test_wrong_stages_are_refused(text, until, unit, message):
+def test_invalid_stages_are_rejected(text, until, unit, message):
     with pytest.raises(ValueError, match=message):
         Stages.parse(text, until=until, unit=unit).trace()
 
@@ -153,22 +153,22 @@ def test_an_endless_trace_has_no_stages():
 @pytest.mark.parametrize(
     ("unit", "tokens", "message"),
     [
-        ("tokens", None, "^`tokens_per_sample` must be given where `unit` is 'tokens', got None$"),
+        ("tokens", None, "^`tokens_per_sample` must be given if `unit` is 'tokens', got None$"),
         ("tokens", 0, "^`tokens_per_sample` must be a positive integer, got 0$"),
         ("samples", 4096, "^`tokens_per_sample` must be None unless `unit` is 'tokens', got 4096 with 'samples'$"),
     ],
 )
-def test_tokens_of_a_sample_belong_to_stages_counted_in_tokens(unit, tokens, message):
+def test_tokens_per_sample_is_for_stages_in_tokens(unit, tokens, message):
     with pytest.raises(ValueError, match=message):
         Stages.parse("0:32", until=100, unit=unit, tokens_per_sample=tokens)
 
 
-def test_a_change_of_another_kind_is_refused():
+def test_unknown_change_is_rejected():
     with pytest.raises(ValueError, match=r"^`change` must be one of 'nearest', 'after', got 'before'$"):
         Stages.parse("0:32", until=100, unit="samples").trace(change="before")
 
 
-def test_the_last_step_fits_though_its_stage_is_not_the_last_one():
+def test_last_step_fits_if_its_stage_is_not_the_last():
     stages = Stages.parse("0:40 90:8", until=100, unit="samples")
     assert list(stages.trace(change="after")) == [40, 40]  # the third begins at 80, before the change, and ends at 120
     assert list(Stages.parse("0:40 80:8", until=100, unit="samples").trace(change="after")) == [40, 40, 8, 8]

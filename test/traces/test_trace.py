@@ -17,7 +17,7 @@ BATCH_SIZES = st.lists(st.integers(1, 2**63 - 1), min_size=1, max_size=30)
 
 @settings(deadline=None, max_examples=100)
 @given(sizes=BATCH_SIZES)
-def test_a_trace_is_its_numbers_whatever_holds_them(sizes):
+def test_trace_from_any_kind_of_sequence(sizes):
     for holder in (list, tuple, np.array, pd.Series, pd.Index):
         trace = Trace.from_sequence(holder(sizes))
         assert list(trace) == sizes
@@ -25,12 +25,12 @@ def test_a_trace_is_its_numbers_whatever_holds_them(sizes):
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint16, np.uint64])
-def test_integers_of_every_width_are_fine(dtype):
+def test_integers_of_every_width(dtype):
     assert list(Trace.from_sequence(np.array([64, 96], dtype=dtype))) == [64, 96]
     assert list(Trace.from_sequence([dtype(64), dtype(96)])) == [64, 96]
 
 
-def test_a_column_of_a_filtered_frame_is_fine():
+def test_column_of_a_filtered_frame():
     frame = pd.DataFrame({"batchsize": [64, 1, 96]})
     assert list(Trace.from_sequence(frame[frame.batchsize > 1].batchsize)) == [64, 96]
     assert list(Trace.from_sequence(pd.Series([64, 96], dtype="Int64"))) == [64, 96]
@@ -62,7 +62,7 @@ def test_a_column_of_a_filtered_frame_is_fine():
         (np.array([], dtype=int), "`trace` must hold at least one batch size, got an empty sequence"),
     ],
 )
-def test_a_sequence_that_breaks_a_rule_is_refused(sizes, message):
+def test_invalid_sequence_is_rejected(sizes, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Trace.from_sequence(sizes)
 
@@ -72,7 +72,7 @@ def test_a_sequence_that_breaks_a_rule_is_refused(sizes, message):
 
 @settings(deadline=None)
 @given(size=st.integers(1, 2**63 - 1), row=st.integers(0, 10**30))
-def test_a_constant_trace_is_the_same_everywhere(size, row):
+def test_constant_trace_has_the_same_size_at_every_step(size, row):
     assert Trace.constant(size)[row] == size
 
 
@@ -97,12 +97,12 @@ def test_constant_traces_are_equal_if_their_sizes_are():
 
 
 @pytest.mark.parametrize("size", [0, -64, 64.0, True, 2**63, "64", None])
-def test_a_constant_size_that_is_no_positive_integer_is_refused(size):
+def test_constant_size_must_be_a_positive_integer(size):
     with pytest.raises(ValueError, match=f"^trace: batchsize must be a positive integer, got {size}$"):
         Trace.constant(size)
 
 
-def test_a_constant_trace_is_not_written(tmp_path):
+def test_constant_trace_cannot_be_written(tmp_path):
     with pytest.raises(ValueError, match=r"^a constant trace is endless and cannot be written to a file$"):
         Trace.constant(64).write(tmp_path / "trace.csv")
     assert not (tmp_path / "trace.csv").exists()
@@ -125,12 +125,12 @@ def test_a_trace_is_indexed_like_a_list(sizes, data):
 
 
 @pytest.mark.parametrize("row", [3, -4, 10**12])
-def test_a_step_outside_the_trace_is_refused(row):
+def test_step_outside_the_trace_raises(row):
     with pytest.raises(IndexError, match=f"^the trace has no step {row}$"):
         Trace.from_sequence([64, 96, 32])[row]
 
 
-def test_an_empty_slice_is_refused():
+def test_empty_slice_is_rejected():
     with pytest.raises(ValueError, match=r"^`trace` must hold at least one batch size, got an empty sequence$"):
         Trace.from_sequence([64, 96])[2:]
 
@@ -145,17 +145,17 @@ def test_traces_are_equal_if_their_sizes_are(sizes, others):
     assert len({trace, other}) == (1 if sizes == others else 2)
 
 
-def test_a_trace_is_not_equal_to_what_is_no_trace():
+def test_trace_is_not_equal_to_other_types():
     assert Trace.from_sequence([64]) != [64]
 
 
-def test_a_trace_shows_its_first_steps():
+def test_repr_shows_the_first_steps():
     assert repr(Trace.from_sequence([64, 96])) == "<Trace of 2 steps: 64, 96>"
     assert repr(Trace.from_sequence(range(1, 9))) == "<Trace of 8 steps: 1, 2, 3, 4, 5, 6, …>"
     assert repr(Trace.constant(64)) == "Trace.constant(64)"
 
 
-def test_a_trace_cannot_be_changed(save):
+def test_trace_is_immutable(save):
     read = Trace.read(save("step,batchsize\n0,64\n1,96\n"))
     for trace in (Trace.from_sequence(np.array([64, 96])), read, read[:1], Trace.constant(64)):
         with pytest.raises(ValueError, match="read-only"):
@@ -164,14 +164,14 @@ def test_a_trace_cannot_be_changed(save):
             trace[0] = 32
 
 
-def test_a_trace_does_not_follow_what_it_was_made_of():
+def test_trace_copies_its_source():
     sizes = np.array([64, 96])
     trace = Trace.from_sequence(sizes)
     sizes[0] = 32
     assert list(trace) == [64, 96]
 
 
-def test_two_million_steps_are_held_in_sixteen_megabytes(tmp_path):
+def test_two_million_steps_take_sixteen_megabytes(tmp_path):
     Trace.from_sequence(np.arange(1, 2_000_001)).write(tmp_path / "long.csv")
     tracemalloc.start()
     try:
@@ -187,7 +187,7 @@ def test_two_million_steps_are_held_in_sixteen_megabytes(tmp_path):
 # ----------------------------------------------------------------------------------------------- whatever a user passes
 
 
-def test_a_trace_is_made_of_whatever_a_user_passes(save):
+def test_trace_of_every_accepted_type(save):
     path = save("step,batchsize\n0,64\n1,96\n")
     expected = Trace.from_sequence([64, 96])
     for source in (path, str(path), [64, 96], (64, 96), np.array([64, 96]), pd.Series([64, 96]), range(64, 97, 32)):
@@ -198,13 +198,13 @@ def test_a_trace_is_made_of_whatever_a_user_passes(save):
 
 
 @pytest.mark.parametrize("source", [None, True, 64.0, b"trace.csv", {0: 64}, {64}, iter([64, 96])])
-def test_what_is_no_trace_is_refused(source):
+def test_other_types_are_rejected(source):
     message = f"`trace` must be a path, a sequence of batch sizes or an integer, got {source!r}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Trace.of(source)
 
 
-def test_what_looks_like_a_trace_is_checked_like_one(tmp_path):
+def test_trace_of_checks_its_argument(tmp_path):
     with pytest.raises(ValueError, match=r"^trace: batchsize must be a positive integer, got -64$"):
         Trace.of(-64)
     with pytest.raises(ValueError, match=re.escape("`trace` must be one-dimensional, got the shape (1, 2)")):
@@ -213,7 +213,7 @@ def test_what_looks_like_a_trace_is_checked_like_one(tmp_path):
         Trace.of(str(tmp_path / "no.csv"))
 
 
-def test_a_trace_knows_where_its_numbers_were_given(save):
+def test_place_of_a_row(save):
     path = save("# one\nstep,batchsize\n0,64\n\n# two\n1,96\n")
     trace = Trace.read(path)
     assert (trace.name, trace.place(0), trace.place(1)) == (str(path), f"{path}:3", f"{path}:6")
@@ -232,7 +232,7 @@ def full_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_trace_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, full_disk):
+def test_failed_write_keeps_the_existing_file(tmp_path, full_disk):
     path = tmp_path / "trace.csv"
     Trace.from_sequence([64, 96]).write(path)
     with pytest.raises(OSError, match="File too large"):
@@ -241,7 +241,7 @@ def test_a_trace_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, f
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_trace_is_written_through_a_link_and_after_a_command_that_is_no_unicode(tmp_path):
+def test_write_through_a_link_with_a_comment_that_is_not_unicode(tmp_path):
     path, link = tmp_path / "trace.csv", tmp_path / "link.csv"
     link.symlink_to(path)
     Trace.from_sequence([64]).write(link, comment="made by: vbs make --out caf\udce9.csv")

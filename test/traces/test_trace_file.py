@@ -14,7 +14,7 @@ BLANKS = st.sampled_from(["", "", " ", "  ", "\t"])
 LINE_ENDS = st.sampled_from(["\n", "\r\n", "\r"])
 
 
-def refuses(path, line, message):
+def rejects(path, line, message):
     return pytest.raises(ValueError, match=rf"^{re.escape(f'{path}:{line}: {message}')}$")
 
 
@@ -29,7 +29,7 @@ def refuses(path, line, message):
     has_mark=st.booleans(),
     ends_last_line=st.booleans(),
 )
-def test_blanks_comments_and_line_ends_do_not_change_what_is_read(save, rows, above, end, has_mark, ends_last_line):
+def test_spaces_comments_and_line_endings_do_not_matter(save, rows, above, end, has_mark, ends_last_line):
     lines = [*above, "step,batchsize"]
     for step, (size, before, between, behind, noise) in enumerate(rows):
         lines += [f"{before}{step},{between}{size}{behind}", *noise]
@@ -45,7 +45,7 @@ def test_blanks_comments_and_line_ends_do_not_change_what_is_read(save, rows, ab
     noise=st.lists(st.lists(NOISE, max_size=3), min_size=12, max_size=12),
     end=LINE_ENDS,
 )
-def test_the_first_bad_row_is_named_by_its_line_whatever_stands_above_it(save, sizes, where, bad, noise, end):
+def test_error_names_the_line_of_the_first_invalid_row(save, sizes, where, bad, noise, end):
     where %= len(sizes)
     lines = [*noise[0], "step,batchsize"]
     for step, size in enumerate(sizes):
@@ -76,7 +76,7 @@ PIECES = st.one_of(
 
 @settings(deadline=None, max_examples=500)
 @given(data=st.data(), text=st.sampled_from(VALID_FILES))
-def test_a_damaged_file_is_read_or_refused_with_the_line(save, data, text):
+def test_damaged_file_is_read_or_rejected_with_the_line(save, data, text):
     for _ in range(data.draw(st.integers(1, 4))):
         start = data.draw(st.integers(0, len(text)))
         stop = data.draw(st.integers(start, min(start + 3, len(text))))
@@ -86,7 +86,7 @@ def test_a_damaged_file_is_read_or_refused_with_the_line(save, data, text):
 
 @settings(deadline=None, max_examples=200)
 @given(text=st.one_of(st.text(), st.text(alphabet="0123456789,#\r\n \"'-+.\x00e").map("step,batchsize\n".__add__)))
-def test_any_text_is_read_or_refused_with_the_line(save, text):
+def test_any_text_is_read_or_rejected_with_the_line(save, text):
     assert_is_read_or_refused_with_the_line(save(text))
 
 
@@ -127,25 +127,25 @@ def assert_is_read_or_refused_with_the_line(path):
         "step,batchsize\n+0,064\n1,+96\n2,32\n",
     ],
 )
-def test_every_usual_way_to_write_a_file_is_read(save, text):
+def test_common_variants_of_files_are_read(save, text):
     assert list(Trace.read(save(text))) == [64, 96, 32]
 
 
-def test_bytes_that_are_no_text_are_fine_outside_the_numbers(save):
+def test_invalid_utf_8_is_allowed_outside_the_numbers(save):
     assert list(Trace.read(save(b"# \xff\xfe\nstep,batchsize,note\n0,64,\xe9t\xe9\n1,96,\x00\n"))) == [64, 96]
 
 
-def test_the_step_may_start_again_at_zero(save):
+def test_step_may_restart_at_zero(save):
     assert list(Trace.read(save("step,batchsize\n0,64\n1,96\n0,32\n0,64\n1,128\n2,32\n"))) == [64, 96, 32, 64, 128, 32]
 
 
-def test_after_starting_again_the_step_counts_on_from_zero(save):
+def test_step_counts_from_zero_after_a_restart(save):
     path = save("step,batchsize\n0,64\n1,96\n0,32\n1,64\n2,32\n4,96\n")
-    with refuses(path, 7, "step must be 3 (or 0, to start again), got 4"):
+    with rejects(path, 7, "step must be 3 (or 0, to start again), got 4"):
         Trace.read(path)
 
 
-def test_a_row_that_looks_like_the_first_one_again_is_not_lost(save):
+def test_repeated_first_row_is_not_lost(save):
     assert list(Trace.read(save("\rstep,batchsize\n0,64\n0,96\n"))) == [64, 96]
 
 
@@ -153,13 +153,13 @@ def test_the_largest_integer_is_read(save):
     assert Trace.read(save(f"step,batchsize\n0,{2**63 - 1}\n"))[0] == 2**63 - 1
 
 
-def test_a_name_that_ends_like_an_archive_does_not_matter(tmp_path):
+def test_file_name_of_an_archive(tmp_path):
     path = tmp_path / "trace.gz"
     path.write_text("step,batchsize\n0,64\n")
     assert list(Trace.read(path)) == [64]
 
 
-def test_a_name_that_looks_like_an_address_does_not_matter(tmp_path, monkeypatch):
+def test_file_name_like_a_url(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("~", "https:", "s3:"):
         (tmp_path / name).mkdir()
@@ -208,13 +208,13 @@ def test_a_missing_file_is_named(tmp_path):
         ("\n# one\nstep,batchsize\n\n# two\n", 4, "expected a row below the header, got nothing"),
     ],
 )
-def test_a_file_without_header_or_rows_is_refused(save, text, line, message):
+def test_file_without_header_or_rows_is_rejected(save, text, line, message):
     path = save(text)
-    with refuses(path, line, message):
+    with rejects(path, line, message):
         Trace.read(path)
 
 
-def test_a_long_wrong_header_is_shown_in_part(save):
+def test_long_invalid_header_is_truncated_in_the_error(save):
     path = save(",".join(f"column_{i}" for i in range(100)))
     with pytest.raises(ValueError, match="got ") as caught:
         Trace.read(path)
@@ -265,10 +265,10 @@ def test_a_long_wrong_header_is_shown_in_part(save):
         ("\rstep,batchsize\r0,64\r", "\r2,32"),
     ],
 )
-def test_a_row_that_breaks_a_rule_is_refused_with_its_line(save, above, below, row, message):
+def test_invalid_row_is_rejected_with_its_line(save, above, below, row, message):
     path = save(above + row + below)
     line = len(re.split(r"\r\n|\r|\n", above))
-    with refuses(path, line, message):
+    with rejects(path, line, message):
         Trace.read(path)
 
 
@@ -283,16 +283,16 @@ def test_a_row_that_breaks_a_rule_is_refused_with_its_line(save, above, below, r
     ],
 )
 @pytest.mark.parametrize("above", ["step,batchsize\n", "# one\n\nstep,batchsize\n\n  # two\n"])
-def test_a_first_row_that_breaks_a_rule_is_refused_with_its_line(save, above, row, message):
+def test_invalid_first_row_is_rejected_with_its_line(save, above, row, message):
     path = save(f"{above}{row}\n2,64\n3,64\n")
-    with refuses(path, above.count("\n") + 1, message):
+    with rejects(path, above.count("\n") + 1, message):
         Trace.read(path)
 
 
-def test_a_bad_row_after_very_many_good_ones_is_refused_with_its_line(save):
+def test_invalid_row_after_many_valid_ones_is_rejected_with_its_line(save):
     rows = "".join(f"{step},{64 + 32 * (step % 3)}\n" for step in range(300_000))
     path = save(f"step,batchsize\n{rows}300000,sixty\n300001,64\n")
-    with refuses(path, 300_002, "batchsize must be an integer, got sixty"):
+    with rejects(path, 300_002, "batchsize must be an integer, got sixty"):
         Trace.read(path)
 
 
@@ -308,7 +308,7 @@ def test_what_is_written_is_read_back(tmp_path_factory, sizes, comment):
     assert Trace.read(path) == trace
 
 
-def test_a_written_file_has_the_comment_on_top_and_plain_line_ends(tmp_path):
+def test_written_file_has_the_comment_at_the_top_and_line_feeds(tmp_path):
     Trace.from_sequence([64, 96]).write(tmp_path / "trace.csv", comment="recorded on Monday\nin Zürich")
     expected = "# recorded on Monday\n# in Zürich\nstep,batchsize\n0,64\n1,96\n"
     assert (tmp_path / "trace.csv").read_bytes().decode() == expected

@@ -1,4 +1,4 @@
-"""docs/traces.md: what its Python block prints, and how its picture was made."""
+"""docs/traces.md: the output of its Python block, and the command for its figure."""
 
 import re
 import shutil
@@ -11,7 +11,7 @@ DOCUMENT = ROOT / "docs" / "traces.md"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with the traces, as the top of the repository is one."""
+    """A folder with the traces of the repository."""
     shutil.copytree(ROOT / "traces", tmp_path / "traces")
     return tmp_path
 

@@ -282,7 +282,7 @@ def test_adamscale_does_not_depend_on_the_unit_of_the_loss(unit):
 
 @pytest.mark.parametrize("kind", [vbs.AdamRuleOptimizer, vbs.AdamScaleOptimizer])
 def test_rules_for_adam_refuse_sgd(kind):
-    with pytest.raises(ValueError, match="`inner` must be Adam or of its kind, with betas and eps, got SGD"):
+    with pytest.raises(ValueError, match="`inner` must be an Adam-style optimizer with betas and eps, got SGD"):
         make(kind, trace=[2], minibatch_size=1, ref_batchsize=1)
 
 

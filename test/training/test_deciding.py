@@ -88,7 +88,7 @@ def test_loader_workers_read_ahead_what_is_decided():
 def test_too_short_a_lead_is_refused_where_loader_workers_read_ahead():
     made = run_with(vbs.policies.PerCore(every=2, lead=1))
     with pytest.raises(
-        RuntimeError, match="step 3 is read before it is decided: the `lead` of a policy must be at least"
+        RuntimeError, match="step 3 was read before its batch size was decided: the policy's `lead` must be"
     ):
         train(*made, epochs=1, workers=2)
 
@@ -96,7 +96,7 @@ def test_too_short_a_lead_is_refused_where_loader_workers_read_ahead():
 def test_a_sampler_without_an_optimizer_has_nothing_decided():
     sampler = vbs.CustomSampler(data(), trace=vbs.policies.PerCore(), minibatch_size=MINIBATCH)
     with pytest.raises(
-        RuntimeError, match="no batch size is decided yet: make the optimizer before the sampler is read"
+        RuntimeError, match="no batch size is decided yet: create the optimizer before iterating over the sampler"
     ):
         next(iter(sampler))
 
@@ -198,7 +198,7 @@ def test_a_run_goes_on_with_other_minibatches(tmp_path, name):
 
 def test_bounds_that_the_data_set_breaks_are_refused_at_the_start():
     with pytest.raises(
-        ValueError, match="no batch size keeps all bounds on 1 cores with minibatches of 8: at least 500 in"
+        ValueError, match="no batch size satisfies all bounds on 1 cores with minibatches of 8: at least 500 in"
     ):
         run_with(vbs.policies.PerCore(min_batch_size=500))
 
@@ -211,11 +211,11 @@ def test_every_decision_is_told_with_its_reason(monkeypatch):
     monkeypatch.setattr(policy_driver, "time", SimpleNamespace(perf_counter=lambda: sum(seconds)))
     seen = []
     optimizer.on_decision(seen.append)
-    assert [record["why"] for record in seen] == ["the start"]
+    assert [record["why"] for record in seen] == ["first decision"]
     train(model, sampler, optimizer, epochs=2)
     assert [record["step"] for record in seen[:4]] == [0, 6, 12, 18]
     assert [record["from_step"] for record in seen[:4]] == [0, 10, 16, 22]
-    assert seen[1]["why"] == "times unknown, tries twice as deep"
+    assert seen[1]["why"] == "times unknown, trying twice the depth"
     rows = rows_of(sampler, optimizer)
     for record in seen:
         assert rows[record["from_step"] : record["from_step"] + 1] in ([], [record["batch_size"]])

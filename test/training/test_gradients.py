@@ -269,7 +269,9 @@ def test_what_the_betas_have_been_goes_on_with_a_run():
 
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax])
 def test_the_adam_rule_refuses_a_bias_that_it_does_not_know(kind):
-    with pytest.raises(ValueError, match=f"`inner` must correct its bias as Adam and AdamW do, got {kind.__name__}"):
+    with pytest.raises(
+        ValueError, match=f"`inner` must use the bias correction of Adam and AdamW, got {kind.__name__}"
+    ):
         make(rule=vbs.rules.AdamRule(), inner=lambda parameters: kind(parameters))
 
 

@@ -261,8 +261,7 @@ def test_an_iterator_that_is_not_used_does_no_harm():
 def test_an_epoch_beyond_the_trace_is_refused():
     sampler = make(dataset_size=300)
     message = (
-        "trace holds 2 epochs of 300 samples, got epoch 2 (counting from 0); "
-        'on_end="hold" or "cycle" goes on beyond its end'
+        'trace holds 2 epochs of 300 samples, got epoch 2 (counting from 0); use on_end="hold" or "cycle" to continue'
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         sampler.set_epoch(2)
@@ -355,7 +354,7 @@ def test_a_seed_that_is_no_integer_is_refused(seed):
         ({"on_end": "repeat"}, "`on_end` must be one of 'stop', 'hold', 'cycle', got 'repeat'"),
         ({"trace": None}, "`trace` must be a path, a sequence of batch sizes or an integer, got None"),
         ({"trace": [64, 100]}, "trace[1]: batchsize must be a multiple of 32 (the minibatch size), got 100"),
-        ({"trace": 1024}, "trace: batchsize must be at most 992 (the whole minibatches of 1000 samples), got 1024"),
+        ({"trace": 1024}, "trace: batchsize must be at most 992 (the full minibatches in 1000 samples), got 1024"),
     ],
 )
 def test_what_makes_no_schedule_makes_no_sampler(kwargs, message):

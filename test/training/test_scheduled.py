@@ -103,7 +103,7 @@ def test_minibatches_may_be_seeded_without_being_exact():
     [
         ({"sampler": [0]}, r"^`sampler` must be a CustomSampler or a Stream, got list$"),
         ({"rule": "linear"}, r"^`rule` must be a Rule, got 'linear'$"),
-        ({"rule": vbs.rules.AdamRule()}, r"^`inner` must be Adam or of its kind, with betas and eps, got SGD$"),
+        ({"rule": vbs.rules.AdamRule()}, r"^`inner` must be an Adam-style optimizer with betas and eps, got SGD$"),
         ({"ref_batchsize": 0}, r"^`ref_batchsize` must be a positive integer, got 0$"),
     ],
 )

@@ -252,9 +252,9 @@ def test_a_group_that_is_refused_leaves_all_as_it_was(is_one):
         ([vbs.rules.LinearRule(), vbs.rules.MuonRule()], "Muon"),
         (
             [vbs.rules.LinearMomentumRule(), vbs.rules.LinearRule()],
-            r"^`rule` must be rules of which all or none sum gradients, got",
+            r"^either all rules in `rule` must sum gradients or none, got",
         ),
-        ([SAME, SAME], r"^`rule` must be a rule of its own for each optimizer, got one AdaScaleRule twice$"),
+        ([SAME, SAME], r"^`rule` must contain a separate rule for each optimizer, got the same AdaScaleRule twice$"),
         ([vbs.rules.LinearRule(), "root"], r"^`rule` must be a Rule, got 'root'$"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Planning: what a run will do, before it starts."""
+"""Planning: predict a run before it starts."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Planning: what a run will do, before it starts."""
+"""Planning: predict a run before it starts."""
 
 from .pictures import plot_plan as plot_plan
 from .plan import Plan as Plan

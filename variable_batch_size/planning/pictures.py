@@ -1,4 +1,4 @@
-"""Plans, decisions and simulations as pictures."""
+"""Figures of plans, decisions and simulations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from variable_batch_size.traces.trace import Trace
 
 SUFFIXES = (".png", ".svg")
 
-# the colours of Okabe and Ito, which any colour vision can tell apart; dashes tell apart lines that coincide
+# the colour-blind safe palette of Okabe and Ito; dashes distinguish lines that coincide
 STYLES: list[dict[str, Any]] = [
     {"color": "#000000", "linestyle": "-"},
     {"color": "#D55E00", "linestyle": (0, (6, 2))},
@@ -35,23 +35,18 @@ _MOST_EPOCH_LINES = 40
 _LONGEST_NAME = 120
 
 Curve = npt.NDArray[np.float64]
-"""Three rows: the least, the mean and the most of each bin of steps."""
+"""Three rows: minimum, mean and maximum of each bin of steps."""
 
 
 def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Save the plan of a schedule as a picture 1200 pixels wide, a PNG or SVG file by the path's suffix.
+    """Save a figure of a plan, 1200 pixels wide, as PNG or SVG according to the path's suffix.
 
-    With more than 1000 steps, a line shows the mean over neighbours, and a band their range.
+    With more than 1000 steps, lines show means over neighbouring steps and bands their range.
     """
     check_suffix(path)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(f"a plot needs matplotlib: {install('report')}") from None
-
+    figure = _figure(12, 9)
     edges = np.linspace(0, plan.num_steps, min(plan.num_steps, _MOST_BINS) + 1).round().astype(np.int64).tolist()
     rows = _curves(plan, schedule, edges)
-    figure = Figure(figsize=(12, 9), dpi=100, layout="constrained")
     figure.suptitle(_title(plan), fontsize=12)
     panels = figure.subplots(len(rows), 2, sharex="col", sharey="row", squeeze=False)
     for column, unit in enumerate(("steps", "samples")):
@@ -77,10 +72,18 @@ def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> N
     figure.savefig(path)
 
 
+def _figure(width: float, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError(f"a plot needs matplotlib: {install('report')}") from None
+    return Figure(figsize=(width, height), dpi=100, layout="constrained")
+
+
 def check_suffix(path: str | os.PathLike[str]) -> None:
-    """Refuse a path that is neither a PNG nor an SVG file's."""
+    """Reject paths other than PNG and SVG files."""
     if os.path.splitext(os.fspath(path))[1].lower() not in SUFFIXES:
-        raise ValueError(f"a plot must be a file that ends in {' or '.join(SUFFIXES)}, got {os.fspath(path)!r}")
+        raise ValueError(f"the file name of a plot must end in {' or '.join(SUFFIXES)}, got {os.fspath(path)!r}")
 
 
 def _title(plan: Plan) -> str:
@@ -93,7 +96,7 @@ def _title(plan: Plan) -> str:
 
 
 def _curves(plan: Plan, schedule: Schedule, edges: list[int]) -> dict[str, dict[str, Curve]]:
-    """What each panel shows: its label, and the curve of each name."""
+    """The curves of each panel, by label and name."""
     all_sizes = np.array([size.batch_size for size in plan.sizes])
     bins = []
     for begin, end in itertools.pairwise(edges):
@@ -124,34 +127,34 @@ def _curves(plan: Plan, schedule: Schedule, edges: list[int]) -> dict[str, dict[
 def _draw(panel: Any, positions: list[int], curves: dict[str, Curve]) -> None:
     for number, (name, curve) in enumerate(curves.items()):
         style = STYLES[number % len(STYLES)]
-        least, mean, most = np.append(curve, curve[:, -1:], axis=1)  # a step is drawn to the beginning of the next
+        least, mean, most = np.append(curve, curve[:, -1:], axis=1)  # extend each step to the start of the next
         panel.plot(positions, mean, drawstyle="steps-post", label=name, linewidth=1.5, **style)
         if (least < most).any():
             band = panel.fill_between(
                 positions, least, most, step="post", color=style["color"], alpha=0.15, linewidth=0
             )
-            band.set_label("least to most of neighbours" if len(curves) == 1 else None)
+            band.set_label("range of neighbours" if len(curves) == 1 else None)
     panel.grid(axis="y", color="0.92")
     panel.set_axisbelow(True)
     panel.tick_params(labelsize=10)
 
 
 def _add_legend(panel: Any, *, has_lines: bool) -> None:
-    """Names above the panel, where they hide nothing."""
+    """Place the legend above the panel."""
     if has_lines:
         panel.plot([], [], color="0.75", linewidth=0.8, label="epochs begin")
     panel.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=6, frameon=False, fontsize=10, borderaxespad=0.2)
 
 
 def _scale(panel: Any, values: npt.NDArray[np.float64]) -> None:
-    """Powers of two where numbers differ a lot, else a plain axis from 0."""
+    """A logarithmic axis for a wide range of values, else a linear axis from 0."""
     if values.min() > 0 and values.max() / values.min() >= 8:
         panel.set_yscale("log", base=2)
         panel.yaxis.set_major_formatter("{x:,g}")
         panel.set_ylim(values.min() / 1.3, values.max() * 1.3)
     else:
         panel.yaxis.set_major_formatter("{x:,g}")
-        panel.set_ylim(-0.03 * values.max(), values.max() * 1.1)  # a line at 0 is not hidden by the axis
+        panel.set_ylim(-0.03 * values.max(), values.max() * 1.1)  # keep a line at 0 visible
 
 
 def _round_positions() -> Any:
@@ -164,32 +167,27 @@ Record = Mapping[str, Any]
 
 
 def plot_decisions(trace: Trace, records: Sequence[Record], path: str | os.PathLike[str]) -> None:
-    """Save a picture of an executed trace and the decisions that it was made of, a PNG or SVG file.
+    """Save a figure of an executed trace and the decisions of its policy as PNG or SVG.
 
     Args:
         trace: the batch sizes of all steps.
-        records: the decisions, as decisions.jsonl has them.
-        path: of the picture.
+        records: the decisions, from decisions.jsonl.
+        path: of the figure.
     """
     check_suffix(path)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(f"a plot needs matplotlib: {install('report')}") from None
     num_steps = len(trace)
-    figure = Figure(figsize=(9, 6), dpi=100, layout="constrained")
+    figure = _figure(9, 6)
     sizes, cores, noise = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 2))
-    restarts = [record["step"] for before, record in pairwise(records) if _moved(before, record)]
+    restarts = [record["step"] for before, record in pairwise(records) if before["cores"] != record["cores"]]
     _draw_decisions(sizes, range(num_steps + 1), [*trace, trace[num_steps - 1]], STYLES[0])
     sizes.set_yscale("log", base=2)
     sizes.yaxis.set_major_formatter("{x:,g}")
     sizes.set_ylabel("batch size (samples)")
-    _draw_decisions(cores, [record["step"] for record in records] + [num_steps], _held(records, "cores"), STYLES[1])
+    steps = [*(record["step"] for record in records), num_steps]
+    _draw_decisions(cores, steps, _held(records, "cores"), STYLES[1])
     cores.set_ylim(0, max(record["cores"] for record in records) + 1)
     cores.set_ylabel("cores")
-    _draw_decisions(
-        noise, [record["step"] for record in records] + [num_steps], _held(records, "noise_scale"), STYLES[2]
-    )
+    _draw_decisions(noise, steps, _held(records, "noise_scale"), STYLES[2])
     noise.set_yscale("log")
     noise.set_ylabel("noise scale (samples)")
     noise.set_xlabel("steps done")
@@ -202,12 +200,8 @@ def plot_decisions(trace: Trace, records: Sequence[Record], path: str | os.PathL
     figure.savefig(path)
 
 
-def _moved(before: Record, record: Record) -> bool:
-    return bool(before["cores"] != record["cores"])
-
-
 def _held(records: Sequence[Record], name: str) -> list[float]:
-    """A number of each record, the last one held to the end; a gap where there is none."""
+    """A value of each record, with the last one repeated; NaN for None."""
     values = [np.nan if record[name] is None else float(record[name]) for record in records]
     return [*values, values[-1]]
 
@@ -224,29 +218,27 @@ _PANELS: tuple[tuple[str, Callable[[Moment], float]], ...] = (
 
 
 def plot_simulations(simulations: Mapping[str, Simulation], path: str | os.PathLike[str]) -> None:
-    """Save a picture of simulated runs, a PNG or SVG file by the path's suffix."""
+    """Save a figure of simulated runs as PNG or SVG according to the path's suffix."""
     check_suffix(path)
-    _figure(simulations).savefig(path)
+    _simulation_figure(simulations).savefig(path)
 
 
 def simulations_as_svg(simulations: Mapping[str, Simulation]) -> str:
-    """The same picture as text, to be put into a page."""
+    """The figure of simulated runs as an SVG element for an HTML page."""
     with io.StringIO() as file:
-        _figure(simulations).savefig(file, format="svg")
+        _simulation_figure(simulations).savefig(file, format="svg")
         text = file.getvalue()
     return text[text.index("<svg") :]
 
 
-def _figure(simulations: Mapping[str, Simulation]) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(f"a picture needs matplotlib: {install('report')}") from None
-    figure = Figure(figsize=(10, 8), dpi=100, layout="constrained")
+def _simulation_figure(simulations: Mapping[str, Simulation]) -> Any:
+    figure = _figure(10, 8)
     panels = figure.subplots(len(_PANELS), 1, sharex=True)
     for panel, (label, value) in zip(panels, _PANELS, strict=True):
+        kind = "default" if "progress" in label else "steps-post"
         for number, (name, run) in enumerate(simulations.items()):
-            _draw_simulations(panel, run, value, name, STYLES[number % len(STYLES)], is_line="progress" in label)
+            hours, values = zip(*((moment.seconds / 3600, value(moment)) for moment in run.moments), strict=True)
+            panel.plot(hours, values, drawstyle=kind, label=name, linewidth=1.5, **STYLES[number % len(STYLES)])
         panel.set_ylabel(label)
         panel.grid(axis="y", color="0.92")
         panel.set_axisbelow(True)
@@ -257,11 +249,3 @@ def _figure(simulations: Mapping[str, Simulation]) -> Any:
     panels[-1].set_xlabel("hours")
     panels[-1].set_xlim(left=0)
     return figure
-
-
-def _draw_simulations(
-    panel: Any, run: Simulation, value: Callable[[Moment], float], name: str, style: Mapping[str, Any], *, is_line: bool
-) -> None:
-    hours = [moment.seconds / 3600 for moment in run.moments]
-    kind = "default" if is_line else "steps-post"
-    panel.plot(hours, [value(moment) for moment in run.moments], drawstyle=kind, label=name, linewidth=1.5, **style)

@@ -1,4 +1,4 @@
-"""Plan: what a run will do, in numbers, before it starts."""
+"""Plan: the steps, epochs, load and learning-rate factors of a run before it starts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from variable_batch_size.schedules.schedule import Schedule
 NAMES = tuple(rules_by_name)
 
 RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}
-"""The rules that a plan shows if none are asked for."""
+"""The rules in a plan by default."""
 
 
 def planned_rules(names: Sequence[str], *, noise_scale: float | None = None) -> dict[str, Rule]:
-    """Rules by name, as :func:`make_rule` takes it; AdaScale is among them where there is a noise scale.
+    """Create rules by name (:func:`make_rule`); with a noise scale, AdaScale is added if no rule uses it.
 
     Args:
         names: of the rules.
-        noise_scale: V/G², in samples, which the run is taken to measure in every step.
+        noise_scale: V/G², in samples, assumed to be measured in every step.
 
     >>> list(planned_rules(["root", "legw:5000", "surge"], noise_scale=1000))
     ['root', 'legw:5000', 'surge@1000']
@@ -47,7 +47,7 @@ def _planned(name: str, rule: Rule, noise_scale: float | None) -> tuple[str, Rul
     if not rule.measures_noise:
         return name, rule
     if noise_scale is None:
-        raise ValueError(f"the rule {name} follows the noise that a run measures: a plan of it needs --noise-scale")
+        raise ValueError(f"the rule {name} depends on the gradient noise: pass --noise-scale to plan it")
     measured = {"variance": noise_scale, "square_norm": 1.0, "weight": 1.0, "count": 1}
     rule.load_state_dict({"averages": [measured]})
     return f"{name}@{noise_scale:g}", rule
@@ -60,12 +60,12 @@ class PlannedSize(NamedTuple):
     """A batch size of the run.
 
     Args:
-        batch_size: samples in a step, over all cores.
-        num_steps: how many steps have it.
-        num_minibatches: of such a step, over all cores.
-        depth: how many of them the busiest core accumulates.
-        num_idle_cores: how many cores have none.
-        factors: what each rule multiplies the learning rate by, at the end of the run: when warm-ups are over.
+        batch_size: samples in a step, summed over cores.
+        num_steps: number of steps with this batch size.
+        num_minibatches: per step, summed over cores.
+        depth: minibatches per step of the busiest core.
+        num_idle_cores: cores without a minibatch.
+        factors: each rule's learning-rate factor at the end of the run, after warm-ups.
     """
 
     batch_size: int
@@ -80,12 +80,12 @@ class PlannedEpoch(NamedTuple):
     """An epoch of the run.
 
     Args:
-        epoch: its number, from 0.
-        first_step: the number of its first step in the run, from 0.
-        num_steps: how many steps it has.
-        num_samples: how many samples they use.
-        num_left_over: how many samples of the data set it does not use.
-        ends_with_trace: whether it ends because the trace does, before its samples do.
+        epoch: its number, counting from 0.
+        first_step: its first step in the run, counting from 0.
+        num_steps: number of steps.
+        num_samples: samples used.
+        num_left_over: samples of the data set not used.
+        ends_with_trace: whether the trace ends before the epoch is full.
     """
 
     epoch: int
@@ -97,7 +97,7 @@ class PlannedEpoch(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A step of the run, and how far the run has come before it."""
+    """A step of the run, and the position of the run before it."""
 
     step: int
     epoch: int
@@ -109,7 +109,7 @@ class Moment(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where a run stands after some steps, as a checkpoint holds it."""
+    """The position of a run after some steps, as in a checkpoint."""
 
     epoch: int
     epoch_step: int
@@ -120,36 +120,33 @@ class Position(NamedTuple):
 def planned_sizes(
     schedule: Schedule, steps: range, rules: Mapping[str, Rule], ref_batchsize: int
 ) -> tuple[PlannedSize, ...]:
-    """The distinct batch sizes of some steps, ascending."""
-    sizes, counts = (values.tolist() for values in schedule.size_counts(steps))
-    return tuple(
-        _planned_size(schedule, size, count, factors_at(size, steps.stop - 1, schedule, rules, ref_batchsize))
-        for size, count in zip(sizes, counts, strict=True)
-    )
+    """The distinct batch sizes of these steps, ascending."""
+    found = []
+    for size, count in zip(*(values.tolist() for values in schedule.size_counts(steps)), strict=True):
+        num_minibatches = size // schedule.minibatch_size
+        found.append(
+            PlannedSize(
+                batch_size=size,
+                num_steps=count,
+                num_minibatches=num_minibatches,
+                depth=-(-num_minibatches // schedule.num_replicas),
+                num_idle_cores=max(0, schedule.num_replicas - num_minibatches),
+                factors=factors_at(size, steps.stop - 1, schedule, rules, ref_batchsize),
+            )
+        )
+    return tuple(found)
 
 
 def factors_at(
     size: int, steps_done: int, schedule: Schedule, rules: Mapping[str, Rule], ref_batchsize: int
 ) -> dict[str, float]:
-    """What each rule multiplies the learning rate by in a step of a batch size, after some steps."""
+    """Each rule's learning-rate factor in a step of this batch size after `steps_done` steps."""
     step = Step(size, schedule.minibatch_size, ref_batchsize, steps_done)
     return {name: rule.factor(step) for name, rule in rules.items()}
 
 
-def _planned_size(schedule: Schedule, size: int, num_steps: int, factors: dict[str, float]) -> PlannedSize:
-    num_minibatches = size // schedule.minibatch_size
-    return PlannedSize(
-        batch_size=size,
-        num_steps=num_steps,
-        num_minibatches=num_minibatches,
-        depth=-(-num_minibatches // schedule.num_replicas),
-        num_idle_cores=max(0, schedule.num_replicas - num_minibatches),
-        factors=factors,
-    )
-
-
 def planned_epoch(schedule: Schedule, epoch: int) -> PlannedEpoch:
-    """What a schedule does in an epoch."""
+    """Summarize an epoch of a schedule."""
     assert schedule.dataset_size is not None
     steps = schedule.steps(epoch)
     num_samples = schedule.samples_before(steps.stop) - schedule.samples_before(steps.start)
@@ -171,7 +168,7 @@ def moments_of(
     rules: Mapping[str, Rule],
     ref_batchsize: int,
 ) -> tuple[Moment, ...]:
-    """Steps spread evenly over the run, the first and the last included."""
+    """Evenly spaced steps of the run, including the first and the last."""
     of_size = {size.batch_size: size for size in sizes}
     num_steps = epochs[-1].first_step + epochs[-1].num_steps
     moments = []
@@ -194,13 +191,13 @@ def moments_of(
 def positions_of(
     schedule: Schedule, epochs: tuple[PlannedEpoch, ...], num_steps: int, every: int | None
 ) -> tuple[Position, ...]:
-    """Where the run stands after every N steps, and at its end; none if N is not given."""
+    """The position of the run after every N steps and at its end; empty without N."""
     if every is None:
         return ()
     check_positive(checkpoint_every=every)
     positions = []
     for steps_done in [*range(every, num_steps, every), num_steps]:
-        epoch = _epoch_of(epochs, steps_done - 1)  # of the step just done, even if it was the epoch's last
+        epoch = _epoch_of(epochs, steps_done - 1)  # of the last completed step
         positions.append(
             Position(
                 epoch=epoch.epoch,
@@ -218,37 +215,33 @@ def _epoch_of(epochs: tuple[PlannedEpoch, ...], step: int) -> PlannedEpoch:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do.
+    """The summary of a run before it starts.
 
     Args:
         trace: the name of the trace.
-        dataset_size: samples in the data set.
-        minibatch_size: samples that one core runs at once.
-        num_cores: cores that share the work.
-        on_end: what follows the last row of the trace.
-        lockstep: whether all cores run as many minibatches in a step, stand-ins included.
-        num_epochs: epochs of the run, the last one perhaps in part.
-        num_steps: updates.
-        num_samples: samples that these use.
-        tokens_per_sample: tokens of a sample; None if tokens are not counted.
-        num_tokens: tokens of all samples; None likewise.
-        num_left_over: samples of the data set that are not used, over all epochs that do not end with the trace.
-        num_rows_unused: rows of the trace that come after the last epoch.
-        num_minibatches: minibatches of the run, over all cores.
-        num_rounds: minibatches that the busiest core runs, all steps together.
-        num_stand_ins: minibatches that cores run without any of their own, over all cores.
-        mean_batch_size: over the steps.
-        mean_depth: minibatches that the busiest core accumulates, mean over the steps.
-        core_minibatches: how many minibatches each core runs, without stand-ins.
-        core_idle_steps: in how many steps each core is idle.
-        idle_share: the share of cores that are idle, over all steps.
-        busy_share: the share of the cores' time in which they work, if all minibatches take equally long.
-        ref_batchsize: the batch size at which each rule's factor is that of an unscaled learning rate.
+        dataset_size, minibatch_size, num_cores, on_end, lockstep: of the :class:`Schedule`.
+        num_epochs: number of epochs, including an incomplete last one.
+        num_steps: number of updates.
+        num_samples: samples used by these.
+        tokens_per_sample: None if tokens are not counted.
+        num_tokens: tokens of all samples; None if tokens are not counted.
+        num_left_over: samples of the data set not used, summed over all epochs that don't end with the trace.
+        num_rows_unused: rows of the trace after the last epoch.
+        num_minibatches: minibatches of the run, summed over cores.
+        num_rounds: minibatches of the busiest core in each step, summed over steps.
+        num_stand_ins: padding minibatches, summed over cores.
+        mean_batch_size: mean over the steps.
+        mean_depth: minibatches of the busiest core, mean over the steps.
+        core_minibatches: minibatches of each core, excluding padding.
+        core_idle_steps: idle steps of each core.
+        idle_share: the fraction of idle cores, mean over the steps.
+        busy_share: the fraction of time in which cores are busy if all minibatches take equally long.
+        ref_batchsize: the batch size of an unscaled learning rate.
         rules: the names of the rules.
         sizes: the distinct batch sizes, ascending.
         epochs: the epochs, in order.
-        moments: steps spread evenly over the run, the first and the last included.
-        checkpoints: where the run stands after every N steps, and at its end; empty if not asked for.
+        moments: evenly spaced steps of the run, including the first and the last.
+        checkpoints: the position after every N steps and at the end; empty unless requested.
 
     >>> from variable_batch_size.traces.trace import Trace
     >>> trace = Trace.from_sequence([64, 96, 32, 256])
@@ -301,24 +294,24 @@ class Plan:
         checkpoint_every: int | None = None,
         tokens_per_sample: int | None = None,
     ) -> Plan:
-        """Summarise a schedule.
+        """Summarize a schedule.
 
         Args:
-            schedule: the trace, laid out over epochs and cores.
-            num_epochs: how many epochs to train; all that the trace holds if None.
+            schedule: of the run.
+            num_epochs: number of epochs; all epochs of the trace if None.
             rules: the rules whose factors to list, by name.
-            ref_batchsize: the batch size at which the learning rate is right; the first of the trace if None.
+            ref_batchsize: the batch size for which the learning rate was chosen; the first of the trace if None.
             checkpoint_every: list the position every N steps.
-            tokens_per_sample: count tokens, too: so many of each sample.
+            tokens_per_sample: also count tokens, with this many per sample.
         """
         if schedule.dataset_size is None:
-            raise ValueError("a plan is one of epochs: the schedule must have a `dataset_size`, got None")
+            raise ValueError("the schedule of a plan must have a `dataset_size`, got None")
         if num_epochs is None:
             num_epochs = schedule.num_epochs
             if num_epochs is None:
-                raise ValueError(f"{schedule.trace.name} goes on forever: the number of epochs must be given")
+                raise ValueError(f"{schedule.trace.name} is endless: the number of epochs must be given")
         check_positive(num_epochs=num_epochs)
-        schedule.steps(num_epochs - 1)  # refuses an epoch beyond the end, before the work of all others
+        schedule.steps(num_epochs - 1)  # raises early if the trace has fewer epochs
         ref_batchsize = schedule.batch_size(0) if ref_batchsize is None else ref_batchsize
         check_positive(ref_batchsize=ref_batchsize)
         if tokens_per_sample is not None:
@@ -365,7 +358,7 @@ class Plan:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as a dictionary of plain numbers, texts, lists and dictionaries, ready for JSON."""
+        """The plan as JSON-serializable dictionary."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("sizes", "epochs", "moments", "checkpoints"):
             values[name] = [row._asdict() for row in values[name]]

@@ -1,4 +1,4 @@
-"""Profile: measured seconds of minibatches on several numbers of cores, and a throughput model fitted to them."""
+"""Profile: measured times of minibatches on several numbers of cores, and a throughput model fitted to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from variable_batch_size.checks import install, is_integer, refuse
 from variable_batch_size.files import write_text
@@ -20,7 +20,7 @@ from variable_batch_size.policies.throughput import Throughput
 COLUMNS = ("machines", "cores", "minibatch_size", "seconds_accumulating", "seconds_updating")
 
 _FARTHEST = 2
-"""By what factor measured numbers of cores and samples may be exceeded without being told to."""
+"""The largest factor of extrapolation in cores and samples without `extrapolates`."""
 
 
 class Measured(NamedTuple):
@@ -34,7 +34,7 @@ class Measured(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of a minibatch that is only accumulated, and of the one that completes a step."""
+    """Seconds of an accumulating minibatch, and of the one that completes a step."""
 
     accumulating: float
     updating: float
@@ -42,12 +42,12 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of a workload.
+    """Measured times of a workload.
 
     Args:
         rows: the measurements.
-        name: where they come from.
-        extrapolates: whether times may be asked for beyond twice what was measured.
+        name: of their source, for messages.
+        extrapolates: allow times beyond twice the measured range.
 
     >>> profile = Profile((Measured(1, 1, 32, 0.04, 0.05), Measured(1, 4, 32, 0.04, 0.11)))
     >>> profile.times(cores=2, minibatch_size=32)
@@ -69,16 +69,16 @@ class Profile:
         return cls(rows, name, extrapolates)
 
     def write(self, path: str | os.PathLike[str], *, comment: str | None = None) -> None:
-        """Write such a file."""
+        """Write a file for :meth:`read`, with the lines of `comment` at the top, after ``#``."""
         top = "".join(f"# {line}\n" for line in (comment or "").splitlines())
         lines = [",".join(COLUMNS), *(",".join(map(_cell, row)) for row in self.rows)]
         write_text(Path(path), top + "\n".join(lines) + "\n")
 
     def times(self, *, cores: int, minibatch_size: int, machines: int = 1) -> Times:
-        """The seconds of minibatches: as measured, on a line between the nearest numbers of cores, or as fitted.
+        """The times of minibatches: measured, interpolated between numbers of cores, or from the fitted model.
 
         Raises:
-            ValueError: beyond twice what was measured, or over a network that was not, unless `extrapolates`.
+            ValueError: beyond twice the measured range or for an unmeasured network, unless `extrapolates`.
         """
         found = self._measured(machines, minibatch_size)
         for number, times in found:
@@ -96,7 +96,7 @@ class Profile:
         )
 
     def _measured(self, machines: int, minibatch_size: int) -> list[tuple[int, Times]]:
-        """The times on each number of cores, ascending; the mean where it was measured more than once."""
+        """The mean times on each number of cores, ascending."""
         of_cores: dict[int, list[tuple[float, ...]]] = {}
         for row in self.rows:
             if (row.machines, row.minibatch_size) == (machines, minibatch_size):
@@ -105,24 +105,22 @@ class Profile:
 
     @cached_property
     def throughput(self) -> Throughput:
-        """The model that fits the measurements best."""
+        """The model fitted to the measurements."""
         return fit_throughput(self.rows)
 
     def refuse_other_network(self, machines: int, cores: int) -> None:
-        """Refuse cores between which no all-reduce was measured, for it takes no time in the model then."""
+        """Reject cores without a measured all-reduce, which would take no time in the model."""
         is_known = any(row.cores > 1 and (row.machines > 1) == (machines > 1) for row in self.rows)
         if cores > 1 and not is_known and not self.extrapolates:
             where = "several machines" if machines > 1 else "one machine"
-            raise ValueError(
-                f"{self.name} must have a row of several cores on {where}, for the time of their all-reduce, got none"
-            )
+            raise ValueError(f"{self.name} must have a row with several cores on {where}, to time their all-reduce")
 
     def _refuse_far(self, what: str, number: int, measured: Sequence[int]) -> None:
         low, high = min(measured), max(measured)
         if not self.extrapolates and not low / _FARTHEST <= number <= high * _FARTHEST:
             raise ValueError(
-                f"{self.name} was measured with {low} to {high} {what}, got {number}: times beyond twice that are "
-                "guesses, which must be asked for (extrapolates)"
+                f"{self.name} was measured with {low} to {high} {what}, got {number}: set `extrapolates` to allow more "
+                f"than a factor of {_FARTHEST} beyond that range"
             )
 
 
@@ -131,7 +129,7 @@ def _cell(value: float) -> str:
 
 
 def _rows(lines: Iterator[str], name: str) -> Iterator[Measured]:
-    """The rows, each checked."""
+    """Parse and check the rows."""
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
     if not numbered or tuple(cell.strip() for cell in numbered[0][1].split(",")) != COLUMNS:
         refuse(f"{name}:1", f"the columns of a profile must be {','.join(COLUMNS)}", numbered[0][1] if numbered else "")
@@ -143,7 +141,7 @@ def _row(cells: Sequence[str], place: str) -> Measured:
     try:
         row = Measured(*map(int, cells[:3]), *map(float, cells[3:]))
     except (ValueError, TypeError):
-        refuse(place, "a row of a profile must be three counts and two numbers of seconds", ",".join(cells))
+        refuse(place, "a row of a profile must be three counts and two times in seconds", ",".join(cells))
     if min(row[:3]) < 1 or not all(0 < seconds < math.inf for seconds in row[3:]):
         refuse(place, "counts and seconds must be positive", ",".join(cells))
     return row
@@ -153,28 +151,12 @@ _TINY = 1e-8
 _LARGEST_GAMMA = 10.0
 
 
-class Row(Protocol):
-    """A measurement: a number of cores on machines, a minibatch size, and the seconds of its two kinds."""
+def fit_throughput(rows: Sequence[Measured]) -> Throughput:
+    """Fit the model to both times, with the priors of Pollux (Qiao et al. 2021).
 
-    @property
-    def machines(self) -> int: ...
-    @property
-    def cores(self) -> int: ...
-    @property
-    def minibatch_size(self) -> int: ...
-    @property
-    def seconds_accumulating(self) -> float: ...
-    @property
-    def seconds_updating(self) -> float: ...
-
-
-def fit_throughput(rows: Sequence[Row]) -> Throughput:
-    """The model with the smallest relative errors of both times, with the priors of Pollux (Qiao et al. 2021).
-
-    It minimises the sum of the root-mean-square errors of both logarithms, 0.001·(γ − 1)² and 0.01·((βn/αn)² +
-    (βr/αr)²).
-    What no row tells of is held: one minibatch size says nothing of the constant part of its time, which is then half;
-    a network that was not used takes no time; and two cores do not show how a third slows it down.
+    Minimizes the sum of the root-mean-square errors of both logarithms, 0.001·(γ − 1)² and 0.01·((βn/αn)² + (βr/αr)²).
+    Parameters that the rows don't determine are fixed: with one minibatch size, the constant part is half of its time;
+    an unused network takes no time; and with two cores at most, the all-reduce does not slow down with their number.
     """
     try:
         from scipy.optimize import least_squares, minimize
@@ -194,17 +176,17 @@ def fit_throughput(rows: Sequence[Row]) -> Throughput:
     def found(gamma: float) -> Throughput:
         first = [math.log(gamma if index == 6 else start[index]) for index in free]
         bounds = [spans[index] for index in free]
-        # the error itself has an edge where it is small, which squares have not: they lead near it
+        # start from least squares, because the error is not smooth at its minimum
         near = least_squares(lambda x: _log_errors(unpacked(x), rows), first, bounds=tuple(zip(*bounds, strict=True)))
         best = minimize(lambda x: _error(unpacked(x), rows), near.x, method="L-BFGS-B", bounds=bounds)
         return unpacked(best.x)
 
-    # several valleys over γ
+    # several local minima in γ
     return min(map(found, (1.1, 3.0, 8.0) if is_free[6] else (1.0,)), key=lambda model: _error(model, rows))
 
 
-def _start(rows: Sequence[Row]) -> tuple[list[float], list[bool]]:
-    """Where to begin, and which of the parameters the rows tell something of."""
+def _start(rows: Sequence[Measured]) -> tuple[list[float], list[bool]]:
+    """The initial parameters, and whether the rows determine each of them."""
     seconds = sorted(row.seconds_accumulating for row in rows)[len(rows) // 2]
     size = sorted(row.minibatch_size for row in rows)[len(rows) // 2]
     has_sizes = len({row.minibatch_size for row in rows}) > 1
@@ -219,15 +201,15 @@ def _start(rows: Sequence[Row]) -> tuple[list[float], list[bool]]:
     return [seconds / 2, seconds / 2 / size, *networks, 1.0], [*is_free, bool(between or within)]
 
 
-def _log_errors(model: Throughput, rows: Sequence[Row]) -> list[float]:
-    """Of all accumulating minibatches, then of all updating ones."""
+def _log_errors(model: Throughput, rows: Sequence[Measured]) -> list[float]:
+    """Errors of the accumulating minibatches, then of the updating ones."""
     accumulating = [math.log(model.accumulating(row.minibatch_size) / row.seconds_accumulating) for row in rows]
     return accumulating + [
         math.log(model.updating(row.machines, row.cores, row.minibatch_size) / row.seconds_updating) for row in rows
     ]
 
 
-def _error(model: Throughput, rows: Sequence[Row]) -> float:
+def _error(model: Throughput, rows: Sequence[Measured]) -> float:
     squares = [error**2 for error in _log_errors(model, rows)]
     parts = (squares[: len(rows)], squares[len(rows) :])
     slowing = (model.beta_n / model.alpha_n) ** 2 + (model.beta_r / model.alpha_r) ** 2

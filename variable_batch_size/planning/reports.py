@@ -1,4 +1,4 @@
-"""Traces, conversions, plans and simulations as text, tables and pages."""
+"""Text, tables and HTML pages of traces, conversions, plans and simulations."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _ASCII = "_.-=+*%#"
 def sparkline(
     values: npt.NDArray[Any], *, width: int, weights: npt.NDArray[Any] | None = None, is_ascii: bool = False
 ) -> str:
-    """Positive numbers as a line of blocks, whose heights go from 0 to the largest number.
+    """Positive numbers as a line of block characters, with heights from 0 to the largest number.
 
     Args:
         values: the numbers, in order.
-        width: characters in the line, or fewer where there are fewer numbers.
-        weights: how wide each number is; all the same if None. A character shows the mean over its share of the width.
-        is_ascii: whether to use ASCII instead of Unicode's block characters.
+        width: the largest number of characters; fewer for fewer numbers.
+        weights: the relative width of each number; equal if None. A character shows the mean over its width.
+        is_ascii: use ASCII instead of Unicode block characters.
 
     >>> sparkline(np.array([1, 2, 3, 4, 5, 6, 7, 8]), width=8)
     '▁▂▃▄▅▆▇█'
@@ -43,7 +43,7 @@ def sparkline(
     edges = np.linspace(0, ends[-1], min(width, len(values)) + 1)
     means = np.diff(np.interp(edges, ends, areas)) / np.diff(edges)
     blocks = _ASCII if is_ascii else _BLOCKS
-    # a floating-point error may put a mean of whole numbers just above its level
+    # a floating-point error may put a mean of integers just above its level
     levels = np.ceil(means / values.max() * len(blocks) - 1e-6).astype(np.int64)
     return "".join(blocks[level - 1] for level in np.clip(levels, 1, len(blocks)))
 
@@ -79,7 +79,7 @@ def trace_report(trace: Trace, *, width: int, is_ascii: bool = False) -> str:
 
 
 def conversion_report(conversion: Conversion) -> str:
-    """What a conversion kept of a recording, and what rounding changed."""
+    """A conversion as text, with the effect of rounding."""
     difference = conversion.samples - conversion.samples_before_rounding
     share = difference / conversion.samples_before_rounding
     return "\n".join(
@@ -96,13 +96,13 @@ def conversion_report(conversion: Conversion) -> str:
 
 
 def decisions_report(records: Sequence[Mapping[str, Any]]) -> str:
-    """The decisions of a policy that changed the batch size or came on other cores, one in a line.
+    """The decisions that changed the batch size or came after a change of cores, one per line.
 
-    >>> start = {"step": 0, "from_step": 0, "batch_size": 64, "cores": 2, "noise_scale": None, "why": "the start"}
+    >>> start = {"step": 0, "from_step": 0, "batch_size": 64, "cores": 2, "noise_scale": None, "why": "first decision"}
     >>> print(decisions_report([start, {**start, "step": 20, "why": "kept"}]))
     at step  from step  batch size  cores  noise scale  why
-          0          0          64      2            –  the start
-    (1 decision more changed nothing)
+          0          0          64      2            –  first decision
+    (1 more decision without a change)
     """
     changes = [
         record
@@ -115,7 +115,7 @@ def decisions_report(records: Sequence[Mapping[str, Any]]) -> str:
         counts = f"{record['step']:7,}  {record['from_step']:9,}  {record['batch_size']:10,}  {record['cores']:5,}"
         lines.append(f"{counts}  {noise:>11}  {record['why']}".rstrip())
     if len(changes) < len(records):
-        lines.append(f"({_counted(len(records) - len(changes), 'decision')} more changed nothing)")
+        lines.append(f"({_counted(len(records) - len(changes), 'more decision')} without a change)")
     return "\n".join(lines)
 
 
@@ -155,8 +155,9 @@ def _summary(plan: Plan) -> str:
     ]
     if plan.lockstep:
         share = 100 * plan.num_stand_ins / (plan.num_minibatches + plan.num_stand_ins)
-        text = f"{_counted(plan.num_rounds, 'round')} of all cores, {_counted(plan.num_stand_ins, 'stand-in')}"
-        lines.append(("lockstep", f"{text} ({share:.1f} % of what they run)"))
+        padding = _counted(plan.num_stand_ins, "padding minibatch", "padding minibatches")
+        text = f"{_counted(plan.num_rounds, 'round')} of all cores, {padding} ({share:.1f} % of all minibatches run)"
+        lines.append(("lockstep", text))
     if plan.tokens_per_sample is not None:
         lines.insert(2, ("tokens", _tokens(plan, plan.tokens_per_sample)))
     last = plan.epochs[-1]
@@ -178,7 +179,7 @@ def _tokens(plan: Plan, per_sample: int) -> str:
 
 
 def _tokens_of(plan: Plan, samples: int) -> list[int]:
-    """The cell of a table that says what so many samples are in tokens, if they are counted."""
+    """The table cell with the tokens of these samples, if tokens are counted."""
     return [] if plan.tokens_per_sample is None else [plan.tokens_per_sample * samples]
 
 
@@ -234,13 +235,13 @@ def _rules_title(title: str, plan: Plan) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[_Row], cells: Callable[[_Row], list[str]]) -> str:
-    """Columns aligned to the right; of many rows, the first and the last."""
+    """Right-aligned columns; of many rows, only the first and the last."""
     half = _MOST_ROWS // 2
     if len(rows) <= _MOST_ROWS:
         shown, note = [cells(row) for row in rows], []
     else:
         shown = [*map(cells, rows[:half]), ["…"] * len(head), *map(cells, rows[-half:])]
-        note = [f"({len(rows) - 2 * half:,} rows more: --json has them all)"]
+        note = [f"({len(rows) - 2 * half:,} more rows: use --json to see all)"]
     widths = [max(map(len, column)) for column in zip(head, *shown, strict=True)]
     lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in (head, *shown)]
     return "\n".join(line.rstrip() for line in (*lines, *note))
@@ -263,12 +264,12 @@ def _counted(number: int, one: str, many: str | None = None) -> str:
 
 
 def _number(value: float, sign: str = "") -> str:
-    """Up to two decimals, none where they would be 0."""
+    """At most two decimals, without trailing zeros."""
     return f"{value:{sign},.2f}".rstrip("0").rstrip(".")
 
 
 def _seconds(value: float) -> str:
-    """Likewise, but three digits of a time that two decimals are too few for, unless it is a floating-point error."""
+    """Like :func:`_number`, but with three digits for short times."""
     return f"{value:.3g}" if 1e-6 <= value < 0.1 else _number(value)
 
 
@@ -276,26 +277,21 @@ COLUMNS = ("policy", "hours", "device-hours", "cost", "updates", "samples", "pro
 
 
 class Table(NamedTuple):
-    """The cells of a table, as text."""
+    """A table of text cells."""
 
     head: tuple[str, ...]
     rows: list[list[str]]
 
 
 def simulation_table(simulations: Mapping[str, Simulation], *, price: float | None) -> Table:
-    """A row for each policy, the fastest first; a cost where there is a price for a device-hour."""
+    """One row per policy, the fastest first; with a cost if there is a price per device-hour."""
     ranked = sorted(simulations.items(), key=lambda item: item[1].seconds)
-    is_shown = [column != "cost" or price is not None for column in COLUMNS]
-    rows = [_cells(name, run, price or 0.0) for name, run in ranked]
-    return Table(*(_chosen(COLUMNS, is_shown), [list(_chosen(row, is_shown)) for row in rows]))
-
-
-def _chosen(cells: Sequence[str], is_shown: Sequence[bool]) -> tuple[str, ...]:
-    return tuple(cell for cell, is_it in zip(cells, is_shown, strict=True) if is_it)
+    head = tuple(column for column in COLUMNS if column != "cost" or price is not None)
+    rows = [dict(zip(COLUMNS, _cells(name, run, price or 0.0), strict=True)) for name, run in ranked]
+    return Table(head, [[row[column] for column in head] for row in rows])
 
 
 def _cells(name: str, run: Simulation, price: float) -> list[str]:
-    least, most = int(run.trace.sizes.min()), int(run.trace.sizes.max())
     return [
         name,
         f"{run.hours:,.4g}",
@@ -305,12 +301,12 @@ def _cells(name: str, run: Simulation, price: float) -> list[str]:
         f"{run.samples:,}",
         f"{run.progress:,.0f}",
         f"{run.restarts:,}",
-        f"{least:,}" if least == most else f"{least:,} to {most:,}",
+        _span(int(run.trace.sizes.min()), int(run.trace.sizes.max())),
     ]
 
 
 def as_text(table: Table) -> str:
-    """Columns for a terminal, names on the left."""
+    """The table with aligned columns, for a terminal."""
     lines = [table.head, *table.rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -322,11 +318,11 @@ def as_text(table: Table) -> str:
 
 
 def as_csv(table: Table) -> str:
-    """The same for a spreadsheet."""
+    """The table as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(table.head)
-    # a name keeps the commas between its settings, a number loses those between its digits
+    # keep the commas in names, drop the thousands separators of numbers
     writer.writerows([name, *(cell.replace(",", "") for cell in cells)] for name, *cells in table.rows)
     return text.getvalue()
 
@@ -345,17 +341,17 @@ pre { background: #f5f7f9; padding: 0.8rem; overflow-x: auto; font-size: 0.85rem
 def simulation_page(
     simulations: Mapping[str, Simulation], table: Table, *, facts: Mapping[str, str], command: str
 ) -> str:
-    """The page as HTML.
+    """An HTML page of simulated runs.
 
     Args:
-        simulations: the runs by the names of their policies.
-        table: of them.
-        facts: what they have in common, by name.
-        command: that made the page.
+        simulations: the runs, by policy.
+        table: of these runs.
+        facts: the common settings, by name.
+        command: the command that generated the page.
     """
     head = "".join(f"<th>{escape(cell)}</th>" for cell in table.head)
     rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in table.rows)
-    told = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>\n" for name, value in facts.items())
+    settings = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>\n" for name, value in facts.items())
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -370,9 +366,9 @@ def simulation_page(
 <div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
 {rows}</tbody></table></div>
 {simulations_as_svg(simulations)}
-<h2>What they have in common</h2>
+<h2>Common settings</h2>
 <div class="wide"><table><tbody>
-{told}</tbody></table></div>
+{settings}</tbody></table></div>
 <pre>{escape(command)}</pre>
 </body>
 </html>

@@ -1,4 +1,4 @@
-"""simulate: what a policy would decide while cores come and go, before they are rented."""
+"""simulate: the decisions of a policy for a given availability of cores, without training."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from variable_batch_size.traces.trace import Trace
 
 
 class Span(NamedTuple):
-    """A time in which the number of cores stays the same; it may be 0, and the time without end."""
+    """A period with a constant number of cores, possibly 0; it may be infinite."""
 
     cores: int
     seconds: float
 
 
 class Availability:
-    """Spans of time, one after the other; after the last it begins again.
+    """The number of cores over time, as consecutive spans that repeat after the last one.
 
     Args:
-        spans: with different numbers of cores from one to the next.
-        name: where they come from.
+        spans: neighbours with the same number of cores are merged.
+        name: of their source, for messages.
 
     >>> spans = iter(Availability.of_recording(Recording.from_counts([0, 30, 60, 90], [2, 2, 3])))
     >>> [next(spans) for _ in range(3)]
@@ -46,11 +46,11 @@ class Availability:
         self.spans = _merged(spans)
         self.name = name
         if not any(span.cores for span in self.spans):
-            raise ValueError(f"{name}: there must be a core at some time, got 0 at all times")
+            raise ValueError(f"{name}: no cores are available at any time")
 
     @classmethod
     def constant(cls, cores: int) -> Availability:
-        """The same number of cores for ever."""
+        """The same number of cores at all times."""
         check_positive(cores=cores)
         return cls([Span(cores, math.inf)], name=f"{cores} cores")
 
@@ -62,7 +62,7 @@ class Availability:
 
     @classmethod
     def of_market(cls, trace: Trace, *, seconds_per_row: float) -> Availability:
-        """As many cores as the rows of a trace say, such as of :func:`spot_market` with one sample per device."""
+        """As many cores as the rows of a trace, such as :func:`spot_market` with one sample per device."""
         if not 0 < seconds_per_row < math.inf:
             raise ValueError(f"`seconds_per_row` must be a positive number, got {seconds_per_row!r}")
         return cls([Span(count, seconds_per_row) for count in trace.sizes.tolist()], name=trace.name)
@@ -73,7 +73,7 @@ class Availability:
             yield Span(first.cores, math.inf)
         elif first.cores != last.cores:
             yield from itertools.cycle(self.spans)
-        else:  # where the end meets the beginning nothing changes
+        else:  # no change between the end and the beginning
             yield first
             yield from itertools.cycle([*self.spans[1:-1], Span(last.cores, last.seconds + first.seconds)])
 
@@ -90,11 +90,11 @@ def _merged(spans: list[Span]) -> list[Span]:
 
 @dataclass(frozen=True)
 class NoiseCurve:
-    """Noise scales at some progress; between them its logarithm is on a line, outside of them it stays the same.
+    """The noise scale as a function of progress, by linear interpolation of its logarithm.
 
     Args:
         progress: ascending, in steps at the reference batch size.
-        noise_scales: V/G² there, in samples, positive.
+        noise_scales: V/G² at these points, in samples, positive.
 
     >>> curve = NoiseCurve([0.0, 100.0], [10.0, 1000.0])
     >>> [round(curve(progress)) for progress in (0, 50, 100, 10_000)]
@@ -105,21 +105,21 @@ class NoiseCurve:
     noise_scales: Sequence[float]
 
     def __call__(self, progress: float) -> float:
-        """The noise scale at some progress."""
+        """The noise scale at this progress; constant outside the given points."""
         return math.exp(float(np.interp(progress, self.progress, np.log(self.noise_scales))))
 
     @classmethod
     def constant(cls, noise_scale: float) -> NoiseCurve:
-        """The same noise scale at all times."""
+        """A constant noise scale."""
         if not 0 < noise_scale < math.inf:
             raise ValueError(f"`noise_scale` must be a positive number, got {noise_scale!r}")
         return cls([0.0], [noise_scale])
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> NoiseCurve:
-        """Take it from the log of a run, as :class:`JsonLines` writes it: the records that have a noise scale.
+        """Read the noise scales from the log of a run, written by :class:`JsonLines`.
 
-        Where minibatches had weights it is converted to samples, by what these have weighed on average.
+        With weighted minibatches they are converted to samples with the mean weight of a sample.
         """
         found: dict[float, float] = {}
         for record in read_records(Path(path)):
@@ -128,7 +128,7 @@ class NoiseCurve:
                 in_samples = record["samples"] / record["weight"] if "weight" in record else 1.0
                 found[record["progress"]] = scale * in_samples
         if not found:
-            refuse(os.fspath(path), "a log must have a record with a noise scale, as runs with AdaScale write", "none")
+            refuse(os.fspath(path), "the log must have records with a noise scale, as of runs with AdaScale", "none")
         progress = sorted(found)
         return cls(progress, [found[value] for value in progress])
 
@@ -138,7 +138,7 @@ _HOUR = 3600.0
 
 
 class Moment(NamedTuple):
-    """From when on a simulated run has a batch size on a number of cores, and how far it had come."""
+    """The time and progress at which a simulated run changes its cores or batch size."""
 
     seconds: float
     cores: int
@@ -148,17 +148,17 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a run would do.
+    """The result of a simulated run.
 
     Args:
-        seconds: by the clock, times without cores included.
-        device_seconds: of all cores together, restarts included.
-        updates: steps.
-        samples: in these.
-        progress: what they are worth, in steps at the reference batch size.
-        restarts: on another number of cores.
+        seconds: wall-clock time, including time without cores.
+        device_seconds: summed over cores, including restarts.
+        updates: number of steps.
+        samples: in these steps.
+        progress: of these steps, in steps at the reference batch size.
+        restarts: number of restarts on another number of cores.
         trace: the batch size of every step.
-        moments: where it changed.
+        moments: the changes of cores or batch size, and the end.
     """
 
     seconds: float
@@ -179,7 +179,7 @@ class Simulation:
         return self.device_seconds / _HOUR
 
     def cost(self, price: float) -> float:
-        """At a price for each device and hour."""
+        """The cost at a price per device-hour."""
         return self.device_hours * price
 
 
@@ -195,22 +195,22 @@ def simulate(
     capacity: int | None = None,
     restart_seconds: float = 0.0,
 ) -> Simulation:
-    """Let a policy decide as it would in a run, with measured times in place of training.
+    """Simulate a run with a policy, using measured times instead of training.
 
-    A step of depth d takes (d − 1)·a + u seconds, which the profile knows, and makes the progress gain(B) at the noise
-    of its time. When the number of cores changes, the step under way is lost, rows decided ahead are dropped, and the
-    run goes on after a restart.
+    A step of depth d takes (d − 1)·a + u seconds, given by the profile, and makes the progress gain(B) at the current
+    noise. When the number of cores changes, the current step is lost, rows decided ahead are dropped, and the run
+    resumes after a restart.
 
     Args:
-        policy: who decides; a function of the situation is one.
-        profile: the seconds of minibatches.
-        noise: the noise scale at some progress, such as a :class:`NoiseCurve`.
-        availability: how many cores there are, and when.
-        minibatch_size: samples that one core runs at once.
-        ref_batchsize: the batch size that progress is counted in.
-        progress: where the run ends.
-        capacity: the most samples of a step, those of an epoch; None for no bound.
-        restart_seconds: what each restart takes, on the new cores.
+        policy: a policy or a function of the situation.
+        profile: the times of minibatches.
+        noise: the noise scale as a function of progress, such as a :class:`NoiseCurve`.
+        availability: the number of cores over time.
+        minibatch_size: samples per forward and backward pass of one core.
+        ref_batchsize: the batch size of the steps in which progress is counted.
+        progress: at which the run ends.
+        capacity: the most samples in a step, which is the capacity of an epoch; None for no bound.
+        restart_seconds: duration of a restart, on the new cores.
 
     >>> from variable_batch_size.planning.profile import Measured
     >>> run = simulate(
@@ -232,7 +232,7 @@ def simulate(
         raise ValueError(f"`restart_seconds` must be a number of seconds, got {restart_seconds!r}")
     policy = policy_of(policy)
     if policy.needs_loss:
-        raise ValueError(f"a simulation has no loss to decide by, got the policy {type(policy).__name__}")
+        raise ValueError(f"a simulation has no loss, which the policy {type(policy).__name__} needs")
     run = _Run(policy, profile, noise, minibatch_size, ref_batchsize, progress, capacity)
     num_empty = 0
     for span in availability:
@@ -240,14 +240,12 @@ def simulate(
         if run.progress >= progress:
             break
         if num_empty > _MOST_EMPTY_SPANS:
-            raise ValueError(
-                f"{availability.name}: no step fits into any of the times between two changes of the cores"
-            )
+            raise ValueError(f"{availability.name}: no step fits between two changes of the number of cores")
     return run.result()
 
 
 class _Run:
-    """A simulated run, up to some time."""
+    """The state of a simulated run."""
 
     def __init__(
         self,
@@ -259,25 +257,25 @@ class _Run:
         goal: float,
         capacity: int | None,
     ) -> None:
-        self._asking = PolicyTiming(policy)
+        self._timing = PolicyTiming(policy)
         self._profile, self._noise, self._goal = profile, noise, goal
         self._m, self._ref, self._capacity = minibatch_size, ref_batchsize, capacity
-        self._rows: deque[tuple[int, int]] = deque()  # decided and not executed yet: batch sizes, and how often
-        self._made: list[tuple[int, int]] = []  # executed, likewise
+        self._rows: deque[tuple[int, int]] = deque()  # decided, not executed: batch sizes and numbers of steps
+        self._made: list[tuple[int, int]] = []  # executed
         self._moments: list[Moment] = []
         self._cores = 0
-        self._tells_noise = False  # a step of several minibatches does
+        self._has_noise = False  # true after a step with several minibatches
         self.seconds = self.device_seconds = self.progress = 0.0
         self.updates = self.samples = self.restarts = 0
 
     def spend(self, span: Span, restart_seconds: float) -> bool:
-        """Run for as long as the cores stay the same; False if there was no time for a step."""
+        """Run for one span; False if no step fits into it."""
         begun, left = self.updates, span.seconds
         if span.cores:
             if self._cores:
                 self.restarts += 1
                 left -= self._wait(min(restart_seconds, left), span.cores)
-                self._asking.restart(self._made[-1][0] if self._made else None)
+                self._timing.restart(self._made[-1][0] if self._made else None)
                 self._rows.clear()
             self._cores = span.cores
             left = self._run_for(left)
@@ -291,7 +289,7 @@ class _Run:
         return seconds
 
     def _run_for(self, left: float) -> float:
-        """Make steps as long as there is time for them, up to the goal; the time that is left."""
+        """Make steps while time remains, up to the goal; returns the remaining time."""
         while self.progress < self._goal:
             until_next = self._decide()
             size, number = self._rows.popleft()
@@ -308,19 +306,19 @@ class _Run:
         return left
 
     def _decide(self) -> int:
-        """Ask for rows if it is time; how many steps there are until it is again."""
+        """Let the policy decide rows if due; returns the number of steps until the next decision."""
         ahead = sum(number for _, number in self._rows)
-        while number := self._asking.num_rows(ahead):
-            self._rows.append((self._asking.answer(self._situation()).batch_size, number))
+        while number := self._timing.num_rows(ahead):
+            self._rows.append((self._timing.answer(self._situation()).batch_size, number))
             ahead += number
-        return ahead - self._asking.policy.lead
+        return ahead - self._timing.policy.lead
 
     def _situation(self) -> Situation:
         return Situation(
             cores=self._cores,
             minibatch_size=self._m,
             ref_batchsize=self._ref,
-            noise_scale=self._noise(self.progress) if self._tells_noise else None,
+            noise_scale=self._noise(self.progress) if self._has_noise else None,
             steps_done=self.updates,
             samples_done=self.samples,
             progress=self.progress,
@@ -340,8 +338,8 @@ class _Run:
         if not self._moments or self._moments[-1][1:3] != (self._cores, size):
             self._moments.append(Moment(self.seconds, self._cores, size, self.progress))
         self._made.append((size, number))
-        self._asking.note_steps(size, self._depth(size), seconds, number)
-        self._tells_noise = self._tells_noise or size > self._m
+        self._timing.note_steps(size, self._depth(size), seconds, number)
+        self._has_noise = self._has_noise or size > self._m
         self._wait(number * seconds, self._cores)
         self.updates += number
         self.samples += number * size

@@ -1,4 +1,4 @@
-"""Policies: batch sizes decided while a run goes on; numbers in, a batch size out."""
+"""Policies: choose batch sizes during a run; numbers in, a batch size out."""
 
 import lazy_loader
 

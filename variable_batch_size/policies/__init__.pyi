@@ -1,4 +1,4 @@
-"""Policies: batch sizes decided while a run goes on; numbers in, a batch size out."""
+"""Policies: choose batch sizes during a run; numbers in, a batch size out."""
 
 from .autoscale import Autoscale as Autoscale
 from .autoscale import Goodput as Goodput

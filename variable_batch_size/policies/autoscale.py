@@ -1,16 +1,16 @@
-"""Autoscale: the batch size with the largest goodput, that is progress per second.
+"""Autoscale: chooses the batch size with the largest goodput, which is progress per second.
 
-With minibatches of m samples on R cores, a step in which the busiest core runs d of them takes (d − 1)·a + u seconds: a
-of a minibatch that is only accumulated, u of the one with the all-reduce and the update. It is worth
+With minibatches of m samples on R cores, a step in which the busiest core runs d of them takes (d − 1)·a + u seconds:
+a for each accumulating minibatch, u for the one with the all-reduce and the update. It is worth
 
     gain(B) = (φ/B0 + 1) / (φ/B + 1)        φ = V/G², the noise scale in samples
 
-steps at the reference batch size B0, so that goodput = gain(B) / ((d − 1)·a + u). All n of the same depth take equally
-long, and gain grows with n: only the largest n of a depth, R·d, comes into question. Over d goodput has one maximum, at
+steps at the reference batch size B0, so goodput = gain(B) / ((d − 1)·a + u). All numbers n of minibatches with the same
+depth d take equally long and gain grows with n, so only the largest, n = R·d, matters. Over d goodput has one maximum,
 
     d* = √(φ·(u − a) / (a·R·m)),  that is B* = √(φ·W),  W = R·m·(u − a)/a
 
-where W is how many samples the cores could compute during the overhead u − a.
+where W is the number of samples that the cores could process during the overhead u − a.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from variable_batch_size.policies.policy import Policy, Situation
 
 
 def gain(batch_size: float, *, ref_batchsize: float, noise_scale: float) -> float:
-    """How many steps at the reference batch size one step is worth.
+    """The progress of one step, in steps at the reference batch size.
 
     >>> gain(400, ref_batchsize=100, noise_scale=100.0), gain(400, ref_batchsize=100, noise_scale=math.inf)
     (1.6, 4.0)
@@ -35,15 +35,15 @@ def gain(batch_size: float, *, ref_batchsize: float, noise_scale: float) -> floa
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """What progress per second depends on, beside the batch size.
+    """Progress per second as a function of the number of minibatches per step.
 
     Args:
-        cores: how many share the work.
-        minibatch_size: samples that one core runs at once.
-        ref_batchsize: of the steps that progress is counted in.
+        cores: number of cores.
+        minibatch_size: samples per forward and backward pass of one core.
+        ref_batchsize: the batch size of the steps in which progress is counted.
         noise_scale: V/G², in samples; may be 0 or infinite.
-        accumulating: seconds of a minibatch that is only accumulated.
-        updating: seconds of the minibatch that completes a step, above 0.
+        accumulating: a, seconds of an accumulating minibatch.
+        updating: u > 0, seconds of the minibatch that completes a step.
 
     >>> shape = dict(cores=4, minibatch_size=32, ref_batchsize=128)
     >>> goodput = Goodput(noise_scale=10_000.0, accumulating=1.0, updating=4.0, **shape)
@@ -61,21 +61,21 @@ class Goodput:
     updating: float
 
     def __call__(self, num_minibatches: int) -> float:
-        """Steps at the reference batch size that steps of `num_minibatches` are worth per second."""
+        """Progress per second, in steps at the reference batch size."""
         size = num_minibatches * self.minibatch_size
         worth = gain(size, ref_batchsize=self.ref_batchsize, noise_scale=self.noise_scale)
         return worth / self.seconds(num_minibatches)
 
     def seconds(self, num_minibatches: int) -> float:
-        """How long a step takes."""
+        """Duration of a step."""
         return (-(-num_minibatches // self.cores) - 1) * self.accumulating + self.updating
 
     def best(self, allowed: range) -> int:
-        """The number of minibatches with the largest goodput, of successive ones that are allowed."""
+        """The number of minibatches in a contiguous range that has the largest goodput."""
         first, last = (-(-n // self.cores) for n in (allowed[0], allowed[-1]))
         middle = self._best_depth()
         below = first if middle <= first else last if middle >= last else math.floor(middle)
-        # the last depth may be cut short by a bound, and then its neighbour may be better
+        # a bound may truncate the last depth, and the one before may then be better
         depths = sorted({min(max(depth, first), last) for depth in (below, below + 1, last - 1, last)})
         return max((min(depth * self.cores, allowed[-1]) for depth in depths), key=self)
 
@@ -88,21 +88,18 @@ class Goodput:
 
 @final
 class Autoscale(Policy):
-    """The batch size of the largest goodput, gain / time, from measured seconds and gradient noise (Qiao et al. 2021).
+    """Maximizes goodput, gain / time, computed from measured step times and gradient noise (Qiao et al. 2021).
 
-    Until both are known it tries two depths of accumulation: a single minibatch tells no noise, and the difference
-    between two depths is the time of an accumulating minibatch. The noise grows as training goes on, so it decides
-    again and again; it moves by at most `max_growth` at once, and only for `threshold` times the goodput.
+    Until both are known it tries two depths of accumulation: the noise needs at least two minibatches, and the
+    difference between two depths is the time of an accumulating minibatch. Noise grows during training, so the batch
+    size is revised every few steps. It grows by at most the factor `max_growth` at a time, and changes only if goodput
+    grows by the factor `threshold`.
 
     Args:
-        max_batch_size: the largest batch size: no measurement tells where a larger one stops training well.
+        max_batch_size: the largest batch size; beyond it, no measurement shows whether training still converges well.
         min_batch_size: the smallest; None for the reference batch size.
-        max_growth: by what one decision may multiply the batch size at most.
-        threshold: by what factor the goodput must grow for a change.
-        every: steps from one decision to the next.
-        lead: how many steps ahead batch sizes are decided.
-        min_per_core: the fewest samples that any core has in a step; None for none.
-        max_per_core: the most; None for no bound.
+        max_growth, threshold, min_per_core, max_per_core: see :class:`Bounds`.
+        every, lead: see :class:`Policy`.
 
     >>> policy = Autoscale(max_batch_size=4096)
     >>> known = dict(cores=4, minibatch_size=32, ref_batchsize=128, noise_scale=10_000.0)
@@ -138,7 +135,7 @@ class Autoscale(Policy):
     def decide(self, situation: Situation) -> float:
         allowed = self._allowed(situation)
         if situation.batch_size is None:
-            self.why = "the start"
+            self.why = "first decision"
             return _size(situation, -(-allowed[0] // situation.cores), allowed)
         goodput = _goodput(situation)
         if goodput is None:
@@ -153,7 +150,7 @@ class Autoscale(Policy):
         return float(batch_size) if goodput is None else goodput(-(-batch_size // situation.minibatch_size))
 
     def _allowed(self, situation: Situation) -> range:
-        """Within reach, and not below the reference batch size unless `min_batch_size` says so."""
+        """The reachable sizes; not below the reference batch size unless `min_batch_size` is set."""
         reachable = self.bounds.reachable(situation)
         if self.bounds.min_batch_size is not None:
             return reachable
@@ -161,28 +158,28 @@ class Autoscale(Policy):
         return range(min(max(reachable.start, reference), reachable.stop - 1), reachable.stop)
 
     def _probe(self, situation: Situation, size: int, allowed: range) -> float:
-        """Once and twice as deep, in turns."""
+        """Alternate between two depths, one twice the other."""
         assert situation.depth is not None
         if situation.is_fresh:
-            self.why = "begins anew on these cores"
+            self.why = "restarted on other cores"
             return _size(situation, situation.depth, allowed)
         unknown = "times" if situation.knows_noise else "noise"
         deeper = _size(situation, 2 * situation.depth, allowed)
         if deeper > size:
-            self.why = f"{unknown} unknown, tries twice as deep"
+            self.why = f"{unknown} unknown, trying twice the depth"
             return deeper
-        self.why = f"{unknown} unknown, tries half as deep"
+        self.why = f"{unknown} unknown, trying half the depth"
         return _size(situation, max(1, situation.depth // 2), allowed)
 
 
 def _size(situation: Situation, depth: int, allowed: range) -> int:
-    """The batch size of steps in which all cores are equally deep, as far as that is allowed."""
+    """The batch size with this depth on all cores, limited to the allowed range."""
     whole = min(depth, max(1, allowed[-1] // situation.cores)) * situation.cores
     return min(max(whole, allowed[0]), allowed[-1]) * situation.minibatch_size
 
 
 def _goodput(situation: Situation) -> Goodput | None:
-    """None while noise or times are not known."""
+    """None while noise or times are unknown."""
     noise_scale, a, u = situation.noise_scale, situation.seconds_accumulating, situation.seconds_updating
     if noise_scale is None or a is None or u is None or not situation.knows_noise or not situation.knows_times:
         return None

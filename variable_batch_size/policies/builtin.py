@@ -1,4 +1,4 @@
-"""The other policies (PerCore, NormTest, CriticalBatch, OnPlateau), and all policies by name."""
+"""The policies PerCore, NormTest, CriticalBatch and OnPlateau, and all policies by name."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from variable_batch_size.policies.policy import BoundsOptions, FunctionPolicy, P
 
 @final
 class PerCore(Policy):
-    """As many samples for every core, however many there are.
+    """A fixed number of samples per core.
 
     Args:
-        samples: of each core in a step; None for one minibatch.
-        every: steps from one decision to the next.
-        lead: how many steps ahead batch sizes are decided.
-        bounds: as of :class:`Bounds`.
+        samples: per core and step; None for one minibatch.
+        every, lead, bounds: see :class:`Policy`.
 
     >>> PerCore(64).answer(Situation(cores=3, minibatch_size=32, ref_batchsize=128)).batch_size
     192
@@ -42,20 +40,18 @@ class PerCore(Policy):
 
 @final
 class NormTest(Policy):
-    """Grows when V/B > η²·‖ḡ‖², the variance of a step's mean gradient against its square (Byrd et al. 2012).
+    """Grows when V/B > η²·‖ḡ‖²: the variance of a step's mean gradient against its squared norm (Byrd et al. 2012).
 
-    On average ‖ḡ‖² is G² + V/B, so the smallest batch size that passes is B = φ·(1 − η²)/η², with φ = V/G². It
-    never shrinks.
+    On average ‖ḡ‖² is G² + V/B, so the smallest batch size that passes is B = φ·(1 − η²)/η², with φ = V/G². The batch
+    size never shrinks.
 
     Args:
-        eta: η, between 0 and 1; the smaller, the larger the batch size.
-        every: steps from one decision to the next.
-        lead: how many steps ahead batch sizes are decided.
-        bounds: as of :class:`Bounds`.
+        eta: η, between 0 and 1; smaller values give larger batch sizes.
+        every, lead, bounds: see :class:`Policy`.
 
     >>> policy = NormTest(eta=0.5)
     >>> policy.answer(Situation(cores=2, minibatch_size=32, ref_batchsize=64, batch_size=64, noise_scale=100.0))
-    Decision(batch_size=320, reason='the noise is above 0.5 of the gradient')
+    Decision(batch_size=320, reason='noise exceeds 0.5 of the gradient')
     """
 
     needs_noise = True
@@ -69,33 +65,27 @@ class NormTest(Policy):
     def decide(self, situation: Situation) -> float:
         now = situation.batch_size or situation.ref_batchsize
         if situation.noise_scale is None or not situation.knows_noise:
-            return self._until_known(situation, now)
+            if now < 2 * situation.minibatch_size:
+                self.why = "estimating noise needs two minibatches"
+            return max(now, 2 * situation.minibatch_size)
         m = situation.minibatch_size
         passing = situation.noise_scale * (1 - self.eta**2) / self.eta**2
         if passing <= now:
             return now
-        self.why = f"the noise is above {self.eta:g} of the gradient"
+        self.why = f"noise exceeds {self.eta:g} of the gradient"
         return passing if math.isinf(passing) else math.ceil(passing / m) * m
-
-    def _until_known(self, situation: Situation, now: int) -> float:
-        """At least two minibatches, for one tells no noise."""
-        if now < 2 * situation.minibatch_size:
-            self.why = "one minibatch tells no noise"
-        return max(now, 2 * situation.minibatch_size)
 
 
 @final
 class CriticalBatch(Policy):
-    """Doubles when a step of twice the batch size makes nearly twice the progress (McCandlish et al. 2018).
+    """Doubles the batch size while that nearly doubles the progress per step (McCandlish et al. 2018).
 
-    Steps of 2B make as much progress with (φ + 2B)/(φ + B) times the samples, where φ = V/G² is the noise scale. It
-    doubles while this is at most 1 + `cost`.
+    Steps of 2B need (φ + 2B)/(φ + B) times the samples for the same progress, where φ = V/G² is the noise scale. The
+    batch size doubles while this is at most 1 + `cost`.
 
     Args:
-        cost: how many more samples, as a share, doubling may take.
-        every: steps from one decision to the next.
-        lead: how many steps ahead batch sizes are decided.
-        bounds: as of :class:`Bounds`.
+        cost: the largest fraction of additional samples for doubling.
+        every, lead, bounds: see :class:`Policy`.
 
     >>> policy = CriticalBatch(cost=0.25)
     >>> policy.answer(Situation(cores=2, minibatch_size=32, ref_batchsize=64, batch_size=64, noise_scale=200.0))
@@ -124,17 +114,15 @@ class CriticalBatch(Policy):
 class OnPlateau(Policy):
     """Multiplies the batch size when a metric has stopped improving.
 
-    The metric is what :meth:`tell` was told last, such as a validation loss; before it is told anything, the loss that
-    a :class:`Log` records.
+    The metric, such as a validation loss, is passed to :meth:`tell`. Until then it is the loss recorded by a
+    :class:`Log`.
 
     Args:
-        factor: what each growth multiplies by.
-        patience: how many values in a row may be no better before it grows.
-        min_delta: by what share of the best a value must be better.
-        is_higher_better: whether a larger value is the better one, as of an accuracy.
-        every: steps from one decision to the next.
-        lead: how many steps ahead batch sizes are decided.
-        bounds: as of :class:`Bounds`.
+        factor: multiplies the batch size on each plateau.
+        patience: number of consecutive values without improvement that make a plateau.
+        min_delta: minimum improvement, as a fraction of the best value.
+        is_higher_better: whether larger values are better, such as an accuracy.
+        every, lead, bounds: see :class:`Policy`.
 
     >>> policy = OnPlateau(patience=2)
     >>> for value in (1.0, 0.9, 0.9, 0.95):
@@ -161,7 +149,7 @@ class OnPlateau(Policy):
         if not 1 < factor < math.inf:
             raise ValueError(f"`factor` must be above 1, got {factor!r}")
         if not 0 <= min_delta < 1:
-            raise ValueError(f"`min_delta` must be a share from 0 to 1, got {min_delta!r}")
+            raise ValueError(f"`min_delta` must be at least 0 and below 1, got {min_delta!r}")
         self.factor = factor
         self.patience = patience
         self.min_delta = min_delta
@@ -169,26 +157,26 @@ class OnPlateau(Policy):
         self._best: float | None = None
         self._num_worse = 0
         self._is_told = False
-        self._latest: float | None = None  # of the losses, each of which counts once
+        self._latest: float | None = None  # loss, so that each counts once
 
     def tell(self, value: float) -> None:
-        """Take in a value of the metric, as a scheduler's ``step(metric)`` does; from now on it goes by these."""
+        """Add a value of the metric, like ``ReduceLROnPlateau.step(metric)``; replaces the loss of the log."""
         if not self._is_told:
             self._best, self._num_worse, self._is_told = None, 0, True
-        self._take_in(float(value))
+        self._add(float(value))
 
     def decide(self, situation: Situation) -> float:
         now = situation.batch_size or situation.ref_batchsize
         if not self._is_told and situation.loss is not None and situation.loss != self._latest:
             self._latest = situation.loss
-            self._take_in(situation.loss)
+            self._add(situation.loss)
         if self._num_worse < self.patience:
             return now
         self.why = f"{self._num_worse} values no better than {self._best:g}"
         self._num_worse = 0
         return now * self.factor
 
-    def _take_in(self, value: float) -> None:
+    def _add(self, value: float) -> None:
         if self._best is None or self._is_better(value, self._best):
             self._best, self._num_worse = value, 0
         else:
@@ -201,12 +189,7 @@ class OnPlateau(Policy):
         return value > best + margin if self.is_higher_better else value < best - margin
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "best": self._best,
-            "num_worse": self._num_worse,
-            "is_told": self._is_told,
-            "latest": self._latest,
-        }
+        return {"best": self._best, "num_worse": self._num_worse, "is_told": self._is_told, "latest": self._latest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._best, self._num_worse = state["best"], state["num_worse"]
@@ -223,7 +206,7 @@ POLICIES: Mapping[str, type[Policy]] = {
 
 
 def make_policy(name: str, **settings: Any) -> Policy:
-    """A new policy by its name, with the settings that it takes.
+    """Create a policy by name.
 
     >>> make_policy("autoscale", max_batch_size=1024).bounds.max_batch_size
     1024
@@ -233,7 +216,7 @@ def make_policy(name: str, **settings: Any) -> Policy:
 
 
 def parse_policy(text: str) -> Policy:
-    """A policy as a command line gives it: its name, then settings; or a number, for always that batch size.
+    """Create a policy from ``name:setting=value,…``, or from a number for a constant batch size.
 
     >>> parse_policy("norm_test:eta=0.5,max_batch_size=1024").bounds.max_batch_size
     1024
@@ -245,7 +228,7 @@ def parse_policy(text: str) -> Policy:
         return FunctionPolicy(_Always(int(name)))
     try:
         return make_policy(name, **dict(map(_setting, settings.split(",") if settings else ())))
-    except TypeError as error:  # a setting that there is not, or one that is missing
+    except TypeError as error:  # an unknown or missing setting
         reason = str(error).partition("() ")[2] or str(error)
         raise ValueError(f"`policy` {name} {reason}, got {text!r}") from None
 
@@ -255,11 +238,11 @@ def _setting(text: str) -> tuple[str, Any]:
     try:
         return name.strip(), int(value) if value.strip().lstrip("-").isdecimal() else float(value)
     except ValueError:
-        raise ValueError(f"a setting of a policy must be name=number, got {text!r}") from None
+        raise ValueError(f"a policy setting must be name=number, got {text!r}") from None
 
 
 class _Always:
-    """The same batch size in every situation; one that would have to be another is refused."""
+    """A constant batch size; raises instead of rounding it to the bounds."""
 
     def __init__(self, size: int) -> None:
         self.__qualname__ = f"always {size}"
@@ -272,6 +255,6 @@ class _Always:
             )
         if situation.capacity is not None and self._size > situation.capacity:
             raise ValueError(
-                f"`policy` must be at most {situation.capacity} (the samples of an epoch), got {self._size}"
+                f"`policy` must be at most {situation.capacity} (the capacity of an epoch), got {self._size}"
             )
         return self._size

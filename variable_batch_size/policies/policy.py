@@ -1,4 +1,4 @@
-"""Policy: decides the batch size of the next steps, within bounds, from a snapshot of the run."""
+"""Policy: chooses the batch size of the next steps, within bounds, from a snapshot of the run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from variable_batch_size.checks import check_positive, is_integer
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """The numbers from which a policy decides; None where they are not known.
+    """The inputs of a policy's decision; None for unknown values.
 
     Args:
-        cores: how many share the work.
-        minibatch_size: samples that one core runs at once.
-        ref_batchsize: the batch size at which the settings of the inner optimizer are right.
-        batch_size: of the step decided last; None before the first decision.
-        noise_scale: V/G² of the gradient, in samples; infinite where the signal drowns in the noise.
-        seconds_accumulating: of a minibatch that is only accumulated.
-        seconds_updating: of the minibatch that completes a step, all-reduce and update included.
+        cores: number of cores.
+        minibatch_size: samples per forward and backward pass of one core.
+        ref_batchsize: the batch size for which the inner optimizer's settings were chosen.
+        batch_size: of the last decision; None before the first.
+        noise_scale: V/G² of the gradient, in samples; infinite if the estimate of G² is not positive.
+        seconds_accumulating: of an accumulating minibatch.
+        seconds_updating: of the minibatch that completes a step, including all-reduce and update.
         is_fresh: whether no step was timed yet on these cores.
         steps_done: steps so far.
-        samples_done: samples in these.
-        progress: how many steps at `ref_batchsize` these are worth.
-        loss: the latest that a log has recorded.
-        capacity: the most samples that a step may have, those of an epoch.
+        samples_done: samples so far.
+        progress: steps at `ref_batchsize` that these are worth.
+        loss: the last loss recorded by a log.
+        capacity: the most samples in a step, which is the capacity of an epoch.
 
     >>> situation = Situation(cores=4, minibatch_size=32, ref_batchsize=128, batch_size=320)
     >>> situation.depth, situation.knows_noise
@@ -53,22 +53,22 @@ class Situation:
 
     @property
     def depth(self) -> int | None:
-        """How many minibatches the busiest core runs in a step of the present batch size."""
+        """Number of minibatches of the busiest core in a step of the current batch size."""
         return None if self.batch_size is None else -(-self.batch_size // (self.minibatch_size * self.cores))
 
     @property
     def knows_noise(self) -> bool:
-        """Whether there is a noise scale to decide by; it may be infinite."""
+        """Whether the noise scale is known; it may be infinite."""
         return self.noise_scale is not None and not math.isnan(self.noise_scale) and self.noise_scale >= 0
 
     @property
     def knows_times(self) -> bool:
-        """Whether both times are known; a clock that has not moved tells nothing."""
+        """Whether both times are known and a step has taken any time."""
         return self.seconds_accumulating is not None and bool(self.seconds_updating)
 
 
 class BoundsOptions(TypedDict, total=False):
-    """The bounds that every policy takes; :class:`Bounds` says what each is."""
+    """Keyword arguments of all policies; see :class:`Bounds`."""
 
     min_batch_size: int | None
     max_batch_size: int | None
@@ -80,19 +80,19 @@ class BoundsOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """The batch sizes that are allowed: whole minibatches within limits.
+    """The allowed batch sizes: multiples of the minibatch size within limits.
 
-    With n minibatches of m samples on R cores, one core runs ⌊n/R⌋ to ⌈n/R⌉ of them, so that
+    With n minibatches of m samples on R cores, a core runs ⌊n/R⌋ or ⌈n/R⌉ of them, so
 
         max(⌈min_batch_size/m⌉, R·⌈min_per_core/m⌉) ≤ n ≤ min(⌊max_batch_size/m⌋, R·⌊max_per_core/m⌋)
 
     Args:
         min_batch_size: the smallest batch size; None for one minibatch.
-        max_batch_size: the largest; None for what an epoch holds.
-        min_per_core: the fewest samples that any core has in a step; None for none, so that cores may be idle.
-        max_per_core: the most samples that any core has in a step; None for no bound.
-        max_growth: by what one decision may multiply the batch size at most, unless the other bounds ask for more.
-        threshold: a change is made only if it changes what the policy goes by by this factor or more.
+        max_batch_size: the largest; None for the capacity of an epoch.
+        min_per_core: the fewest samples of any core in a step; None if cores may be idle.
+        max_per_core: the most samples of any core in a step; None for no bound.
+        max_growth: the largest factor for one decision, unless the other bounds require more.
+        threshold: the smallest factor by which a change must affect :meth:`Policy.worth`.
 
     >>> bounds = Bounds(max_batch_size=1000, max_growth=2.0)
     >>> situation = Situation(cores=4, minibatch_size=32, ref_batchsize=128, batch_size=320)
@@ -118,14 +118,10 @@ class Bounds:
         if not self.max_growth > 1:
             raise ValueError(f"`max_growth` must be above 1, got {self.max_growth!r}")
         if not 1 <= self.threshold < math.inf:
-            raise ValueError(f"`threshold` must be a number from 1 on, got {self.threshold!r}")
+            raise ValueError(f"`threshold` must be finite and at least 1, got {self.threshold!r}")
 
     def minibatches(self, situation: Situation) -> range:
-        """How many minibatches a step may have, whatever it has now.
-
-        Raises:
-            ValueError: if there is no such number, with all bounds.
-        """
+        """The allowed numbers of minibatches in a step; ValueError if the bounds allow none."""
         m, cores = situation.minibatch_size, situation.cores
         least = [1, -(-(self.min_batch_size or 1) // m), cores * -(-(self.min_per_core or 0) // m)]
         most = [
@@ -142,50 +138,50 @@ class Bounds:
         return range(max(least), (min(most) if most else 2**62 // m) + 1)
 
     def reachable(self, situation: Situation) -> range:
-        """How many minibatches the next step may have, given the present batch size."""
+        """The allowed numbers of minibatches in the next step, given the current batch size."""
         allowed = self.minibatches(situation)
         if situation.batch_size is None or math.isinf(self.max_growth):
             return allowed
-        # a product such as 1.1 · 320 may fall short of a whole number by a rounding error
+        # a product such as 1.1 · 320 may be just below an integer by a rounding error
         largest = math.floor(self.max_growth * situation.batch_size / situation.minibatch_size + 1e-9)
         return range(allowed.start, max(allowed.start, min(largest, allowed.stop - 1)) + 1)
 
     def nearest(self, size: float, situation: Situation) -> int:
-        """The batch size nearest to a wish that is allowed now."""
+        """The allowed batch size nearest to `size`."""
         if not (is_integer(size) or isinstance(size, float)) or math.isnan(size) or size <= 0:
-            raise ValueError(f"a policy must answer with a batch size, a positive integer, got {size!r}")
+            raise ValueError(f"a policy must return a positive batch size, got {size!r}")
         reachable, m = self.reachable(situation), situation.minibatch_size
         wish = reachable.stop if math.isinf(size) else math.floor(size / m + 0.5)
         return min(max(wish, reachable.start), reachable.stop - 1) * m
 
     def is_worth_it(self, worth: float, worth_now: float) -> bool:
-        """Whether a change is large enough, by what the policy goes by."""
+        """Whether a change reaches the threshold."""
         return not worth_now / self.threshold < worth < worth_now * self.threshold
 
     def _contradiction(self, situation: Situation) -> str:
         cores, m = situation.cores, situation.minibatch_size
         parts = [
-            f"at least {self.min_batch_size} in all" if self.min_batch_size is not None else "",
-            f"at least {self.min_per_core} a core" if self.min_per_core is not None else "",
-            f"at most {self.max_batch_size} in all" if self.max_batch_size is not None else "",
-            f"at most {self.max_per_core} a core" if self.max_per_core is not None else "",
+            f"at least {self.min_batch_size} in total" if self.min_batch_size is not None else "",
+            f"at least {self.min_per_core} per core" if self.min_per_core is not None else "",
+            f"at most {self.max_batch_size} in total" if self.max_batch_size is not None else "",
+            f"at most {self.max_per_core} per core" if self.max_per_core is not None else "",
             f"at most {situation.capacity} in an epoch" if situation.capacity is not None else "",
         ]
         named = ", ".join(part for part in parts if part)
-        return f"no batch size keeps all bounds on {cores} cores with minibatches of {m}: {named}"
+        return f"no batch size satisfies all bounds on {cores} cores with minibatches of {m}: {named}"
 
 
 class Decision(NamedTuple):
-    """A batch size, and why it is this one."""
+    """A batch size and the reason for it."""
 
     batch_size: int
     reason: str
 
 
 class Policy(ABC):
-    """How the batch size of the next steps follows from a situation.
+    """Chooses the batch size of the next steps.
 
-    A policy of your own needs one method:
+    A custom policy needs one method:
 
     >>> class HalfTheNoise(Policy):
     ...     def decide(self, situation):
@@ -195,18 +191,18 @@ class Policy(ABC):
     Decision(batch_size=256, reason='')
 
     Args:
-        every: steps from one decision to the next.
-        lead: how many steps ahead batch sizes are decided; at least as many as the minibatches that a loader reads
-            ahead, which is its `num_workers` times its `prefetch_factor`.
-        bounds: `min_batch_size`, `max_batch_size`, `min_per_core`, `max_per_core`, `max_growth` and `threshold`, as
-            :class:`Bounds` has them.
+        every: number of steps between decisions.
+        lead: number of steps that batch sizes are decided ahead; at least the DataLoader's
+            ``num_workers * prefetch_factor``.
+        bounds: `min_batch_size`, `max_batch_size`, `min_per_core`, `max_per_core`, `max_growth` and `threshold`; see
+            :class:`Bounds`.
     """
 
     needs_noise: ClassVar[bool] = False
-    """Whether the policy cannot decide without the noise of the gradient."""
+    """Whether the policy needs the gradient noise."""
 
     needs_loss: ClassVar[bool] = False
-    """Whether it cannot without a loss, or another metric, which a simulation does not have."""
+    """Whether the policy needs a loss or another metric, which a simulation does not have."""
 
     def __init__(self, *, every: int = 20, lead: int = 16, **bounds: Unpack[BoundsOptions]) -> None:
         check_positive(every=every, lead=lead)
@@ -217,13 +213,13 @@ class Policy(ABC):
 
     @abstractmethod
     def decide(self, situation: Situation) -> float:
-        """The batch size that the next steps should have; it is rounded to whole minibatches within the bounds.
+        """The batch size of the next steps, which is then rounded to the nearest allowed one.
 
-        It may leave a reason in ``self.why``, for the log.
+        May set ``self.why`` to a reason for the log.
         """
 
     def worth(self, situation: Situation, batch_size: int) -> float:
-        """What the policy goes by, for `threshold`: the batch size itself, unless it knows better."""
+        """The quantity that `threshold` applies to: the batch size by default."""
         return float(batch_size)
 
     def answer(self, situation: Situation) -> Decision:
@@ -242,15 +238,15 @@ class Policy(ABC):
         return rest > 0 or minibatches not in self.bounds.minibatches(situation)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the policy has to remember from one decision to the next: numbers, lists and dictionaries."""
+        """The policy's state between decisions: numbers, lists and dictionaries."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Take over what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
 
     @property
     def description(self) -> str:
-        """What the policy is, with its settings; the same on all cores, and when a run goes on."""
+        """Name and settings; must match on all cores and when a run resumes."""
         settings = {
             name: value
             for name, value in {**vars(self), **vars(self.bounds)}.items()
@@ -261,7 +257,7 @@ class Policy(ABC):
 
 @final
 class FunctionPolicy(Policy):
-    """A function of the situation as a policy, for one that needs another `every` or bounds.
+    """A policy from a function of the situation, with `every`, `lead` and bounds.
 
     >>> policy = FunctionPolicy(lambda situation: 64 * situation.cores, every=5, max_batch_size=512)
     >>> policy.answer(Situation(cores=10, minibatch_size=32, ref_batchsize=128)).batch_size
@@ -285,5 +281,5 @@ class FunctionPolicy(Policy):
 
 
 def policy_of(source: Policy | Callable[[Situation], float]) -> Policy:
-    """A policy as it is, and a function as one."""
+    """The policy itself, or a :class:`FunctionPolicy` for a function."""
     return source if isinstance(source, Policy) else FunctionPolicy(source)

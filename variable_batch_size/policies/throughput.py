@@ -6,7 +6,7 @@ The model of Pollux (Qiao et al. 2021), for minibatches of b samples on R cores 
     T_network(N, R)    = αn + βn·(R − 2)   if N > 1,   αr + βr·(R − 2)   if R > 1,   0 alone
     T_update(N, R, b)  = (T_accumulate^γ + T_network^γ)^(1/γ)
 
-γ from 1, where computing and communicating follow each other, to 10, where the longer one hides the other.
+γ ranges from 1, without overlap of computation and communication, to 10, with nearly full overlap.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from variable_batch_size.policies.autoscale import gain
 
 
 class Throughput(NamedTuple):
-    """The seven parameters, seconds and seconds per sample or core.
+    """The seven parameters, in seconds and seconds per sample or core.
 
     >>> model = Throughput(0.01, 0.001, 0.2, 0.01, 0.05, 0.005, 1.0)
     >>> round(model.accumulating(32), 3), round(model.updating(1, 4, 32), 3), round(model.updating(2, 4, 32), 3)
@@ -37,7 +37,7 @@ class Throughput(NamedTuple):
     gamma: float
 
     def accumulating(self, minibatch_size: float) -> float:
-        """Seconds of a minibatch that is only accumulated."""
+        """Seconds of an accumulating minibatch."""
         return self.alpha_c + self.beta_c * minibatch_size
 
     def network(self, machines: int, cores: int) -> float:
@@ -61,12 +61,12 @@ class Throughput(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How a batch is split.
+    """A batch split into minibatches.
 
     Attributes:
-        minibatch_size: samples that one core runs at once.
-        num_minibatches: of a step, over all cores.
-        shares: how many of them each core runs.
+        minibatch_size: samples per minibatch.
+        num_minibatches: per step, summed over cores.
+        shares: number of minibatches of each core.
     """
 
     minibatch_size: int
@@ -75,15 +75,15 @@ class Split(NamedTuple):
 
 
 def split(batch_size: int, *, max_minibatch: int, cores: int) -> Split:
-    """Split a batch into equal minibatches for some cores, so that they need as few rounds as possible.
+    """Split a batch into equal minibatches that need the fewest rounds.
 
-    The minibatch divides the batch, so every step has exactly `batch_size` samples on any number of cores; of those
-    that need equally few rounds it is the smallest, which leaves the fewest cores idle.
+    The minibatch size divides the batch size, so every step has exactly `batch_size` samples on any number of cores. Of
+    the sizes with the fewest rounds it is the smallest, which leaves the fewest cores idle.
 
     Args:
-        batch_size: samples of a step, over all cores.
-        max_minibatch: the most samples that one core can run at once.
-        cores: how many share the work.
+        batch_size: samples of a step, summed over cores.
+        max_minibatch: the most samples in a minibatch.
+        cores: number of cores.
 
     >>> split(256, max_minibatch=64, cores=3)
     Split(minibatch_size=64, num_minibatches=4, shares=(2, 1, 1))
@@ -101,12 +101,12 @@ _MOST_CHOICES = 64
 
 
 class BestSplit(NamedTuple):
-    """A choice of both.
+    """A choice of minibatch size and accumulation depth.
 
     Attributes:
-        goodput: samples at the reference batch size that a second is worth.
-        minibatch_size: samples that one core runs at once.
-        depth: how many of them every core runs in a step.
+        goodput: progress per second, in samples at the reference batch size.
+        minibatch_size: samples per minibatch.
+        depth: minibatches per core and step.
     """
 
     goodput: float
@@ -126,25 +126,25 @@ def best_split(
     max_minibatch: int | None = None,
     may_accumulate: bool = True,
 ) -> BestSplit:
-    """Choose the minibatch size, before a start, and how many of them a step should have.
+    """Choose the minibatch size before a run, and the number of minibatches per step.
 
-    Goodput has one maximum over the minibatch size at each depth, so that 64 sizes and 64 depths, evenly spread by
-    their ratios, come as close as measured times deserve. Every core has equally much, and no bound is broken. A single
-    minibatch tells no noise: above the reference batch size there are at least two.
+    Goodput has one maximum over the minibatch size at each depth. A geometric grid of 64 sizes and 64 depths is as
+    precise as measured times. All cores run equally many samples. Above the reference batch size a step has at least
+    two minibatches, because one gives no estimate of the noise.
 
     Args:
-        throughput: how long steps take.
+        throughput: the model of step times.
         noise_scale: V/G², in samples.
-        ref_batchsize: the smallest batch size, at which the settings of the inner optimizer are right.
-        cores: how many share the work.
+        ref_batchsize: the smallest batch size, for which the inner optimizer's settings were chosen.
+        cores: number of cores.
         max_batch_size: the largest batch size.
-        machines: that the cores are on.
-        min_minibatch: the fewest samples that one core runs at once.
+        machines: number of machines.
+        min_minibatch: the fewest samples in a minibatch.
         max_minibatch: the most; None for no bound.
-        may_accumulate: whether cores may run several in a step.
+        may_accumulate: whether cores may run several minibatches in a step.
 
     Raises:
-        ValueError: if no split keeps all bounds, or a number is none that these can have.
+        ValueError: if an argument is invalid or no split satisfies all bounds.
 
     >>> model = Throughput(0.01, 0.001, 0.2, 0.01, 0.05, 0.005, 1.0)
     >>> best_split(model, noise_scale=1000.0, ref_batchsize=128, cores=4, max_batch_size=4096, max_minibatch=64)[1:]
@@ -155,7 +155,7 @@ def best_split(
         min_minibatch=min_minibatch, max_minibatch=max_batch_size if max_minibatch is None else max_minibatch
     )
     if not noise_scale >= 0:
-        raise ValueError(f"`noise_scale` must be 0 or a positive number, got {noise_scale!r}")
+        raise ValueError(f"`noise_scale` must be a non-negative number, got {noise_scale!r}")
     splits = [
         BestSplit(_goodput(throughput, machines, cores, size, depth, ref_batchsize, noise_scale), size, depth)
         for depth in _spread(1, max_batch_size // (min_minibatch * cores) if may_accumulate else 1)
@@ -167,7 +167,7 @@ def best_split(
     ]
     if not splits:
         raise ValueError(
-            f"no split keeps all bounds on {cores} cores: {ref_batchsize} to {max_batch_size} samples in all, "
+            f"no split satisfies all bounds on {cores} cores: {ref_batchsize} to {max_batch_size} samples in total, "
             f"{min_minibatch} to {max_minibatch or max_batch_size} in a minibatch, equally many on every core"
         )
     return max(splits)
@@ -181,6 +181,6 @@ def _goodput(
 
 
 def _spread(first: int, last: int) -> Iterator[int]:
-    """Integers from first to last, all of them or as many as are needed to be close to any."""
+    """Integers from first to last, thinned out to a geometric grid."""
     if first <= last:
         yield from np.unique(np.geomspace(first, last, _MOST_CHOICES).round().astype(int)).tolist()

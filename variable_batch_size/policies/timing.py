@@ -1,4 +1,4 @@
-"""When a policy is asked, and the seconds of accumulating and updating minibatches that it sees."""
+"""When a policy decides, and the measured times of accumulating and updating minibatches."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FEWEST, _MOST = 5, 40
 
 
 class StepTimes:
-    """Medians of the seconds of steps of each depth, and the line through them.
+    """Fits a line to the median step times of each depth.
 
-    A step of depth d takes (d − 1)·a + u seconds; the line through two depths or more gives a and u. Only whole steps
-    are timed, for a device that runs behind the host shows the time of single minibatches to nobody.
+    A step of depth d takes (d − 1)·a + u seconds; a line through two or more depths gives a and u. Only full steps are
+    timed, because asynchronous devices don't expose the time of single minibatches.
 
     >>> times = StepTimes()
     >>> for _ in range(5):
@@ -31,12 +31,12 @@ class StepTimes:
         self._of_depth: dict[int, deque[float]] = {}
 
     def add(self, depth: int, seconds: float) -> None:
-        """Take in the seconds of a step in which the busiest core ran `depth` minibatches."""
+        """Add the duration of a step in which the busiest core ran `depth` minibatches."""
         self._of_depth.setdefault(depth, deque(maxlen=_MOST)).append(seconds)
 
     @property
     def seconds(self) -> tuple[float, float] | None:
-        """a and u: of an accumulating and of an updating minibatch; None before two depths are known."""
+        """a and u, the times of an accumulating and an updating minibatch; None before two depths were timed."""
         points = [(d, statistics.median(found)) for d, found in self._of_depth.items() if len(found) >= _FEWEST]
         if len(points) < 2:
             return None
@@ -46,12 +46,12 @@ class StepTimes:
         return accumulating, max(mean_seconds - (mean_depth - 1) * accumulating, accumulating)
 
     def num_of(self, depth: int) -> int:
-        """How many steps of a depth are known."""
+        """Number of timed steps of a depth."""
         return len(self._of_depth.get(depth, ()))
 
     @property
     def is_empty(self) -> bool:
-        """Whether no step is known."""
+        """Whether no step was timed."""
         return not self._of_depth
 
     def clear(self) -> None:
@@ -64,41 +64,35 @@ class StepTimes:
         self._of_depth = {int(depth): deque(found, maxlen=_MOST) for depth, found in state["seconds"].items()}
 
 
-_FEWEST = 5
-
-
 class PolicyTiming:
-    """Asks a policy for the batch size of the next steps, `every` at a time and `lead` ahead.
+    """Lets a policy decide the batch size of the next `every` steps, `lead` steps ahead.
 
-    An answer is decided some steps before it is executed. The policy is not asked again before a few of its steps were
-    made: what it goes by would not show yet what it has changed.
-
-    Args:
-        policy: who decides.
+    A decision is executed some steps later. The policy does not decide again until a few steps of its last decision
+    were executed and its measurements reflect the change.
 
     Attributes:
-        times: the seconds of steps on the present cores.
+        times: step times on the current cores.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.times = StepTimes()
-        self._batch_size: int | None = None  # decided last
-        self._num_made = 0  # steps of it
+        self._batch_size: int | None = None  # of the last decision
+        self._num_made = 0  # its executed steps
 
     def num_rows(self, ahead: int) -> int:
-        """How many rows are to be decided now, if so many are and were not executed yet; 0 for none."""
+        """Number of rows to decide now, if `ahead` rows are decided but not executed."""
         lead, every = self.policy.lead, self.policy.every
         return lead + every - ahead if ahead <= lead else 0
 
     def note_steps(self, batch_size: int, depth: int, seconds: float | None, number: int = 1) -> None:
-        """Take in steps that were made.
+        """Record executed steps.
 
         Args:
-            batch_size: of each.
-            depth: how many minibatches the busiest core ran in each.
-            seconds: of each; None where they tell nothing, such as of a step that waited for a loader to start.
-            number: how many.
+            batch_size: of each step.
+            depth: number of minibatches of the busiest core in each step.
+            seconds: of each step; None if not representative, as when a step waited for a DataLoader to start.
+            number: of steps.
         """
         if batch_size == self._batch_size:
             self._num_made += number
@@ -106,9 +100,9 @@ class PolicyTiming:
             self.times.add(depth, seconds)  # type: ignore[arg-type]
 
     def answer(self, situation: Situation) -> Decision:
-        """The batch size of the next rows, and why; the situation needs neither times nor a batch size."""
+        """The batch size of the next rows, and why; fills in batch size and times of the situation."""
         if self._batch_size is not None and self._num_made < _FEWEST:
-            return Decision(self._batch_size, "no steps of it yet")
+            return Decision(self._batch_size, "last decision not executed yet")
         accumulating, updating = self.times.seconds or (None, None)
         known = replace(
             situation,
@@ -122,12 +116,12 @@ class PolicyTiming:
         return decision
 
     def take_over(self, batch_size: int) -> None:
-        """Take a batch size for the one decided last: an answer, perhaps of another core."""
+        """Set the last decision, which may come from another core."""
         if batch_size != self._batch_size:
             self._batch_size, self._num_made = batch_size, 0
 
     def restart(self, batch_size: int | None) -> None:
-        """Go on on other cores after steps of a batch size: what was measured no longer holds, and it asks at once."""
+        """Resume on other cores after steps of this batch size: drop the measured times, and decide immediately."""
         self.times.clear()
         self._batch_size, self._num_made = batch_size, _FEWEST
 

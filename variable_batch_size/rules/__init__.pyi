@@ -1,4 +1,4 @@
-"""Rules: what a step's batch size makes of the optimizer's settings."""
+"""Scaling rules: map a step's batch size to the optimizer's settings."""
 
 from .adam import AdamRule as AdamRule
 from .adascale import AdamScaleRule as AdamScaleRule

@@ -1,4 +1,4 @@
-"""The square root rule for Adam, and Adam's correction of its bias under betas that vary."""
+"""The square root rule for Adam, and Adam's bias correction for betas that vary between steps."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ _OTHER_BIAS = ("NAdam", "RAdam", "Adamax", "SparseAdam")
 
 @final
 class AdamRule(Rule):
-    """The square root rule for Adam with all of its settings, in one of the forms in use.
+    """The square root rule for Adam, applied to lr, betas, eps and weight decay.
 
-    With κ = S, or the square of the factor where that is smoothed or bounded:
+    With κ = S, or the square of the factor if the factor is smoothed or bounded:
 
-        lr = lr0 · √κ,   ε = ε0/√κ,   weight decay = wd0 · √κ where it is decoupled
-        1 − β = κ · (1 − β0)    in the form "sde"
-        β = β0^κ                in the form "half-life"
+        lr = lr0 · √κ,   ε = ε0/√κ,   weight decay = wd0 · √κ if it is decoupled
+        1 − β = κ · (1 − β0)    with form "sde"
+        β = β0^κ                with form "half-life"
 
-    "sde" keeps the stochastic differential equation of which Adam's steps are a discretisation (Malladi et al. 2022,
-    "On the SDEs and scaling rules for adaptive gradient algorithms"). A β cannot go below 0, where Adam averages
-    nothing: from κ = 1/(1 − β0) on, it is 0. β1 = 0.9 gets there at S = 10; beyond, this form is out of its range.
+    "sde" preserves the stochastic differential equation that Adam discretises (Malladi et al. 2022, "On the SDEs and
+    scaling rules for adaptive gradient algorithms"). β is clamped at 0, which it reaches at κ = 1/(1 − β0): S = 10 for
+    β1 = 0.9. Adam averages nothing there, and the form is no longer valid.
 
-    "half-life" keeps the number of samples after which a gradient counts half in Adam's averages (Marek et al. 2025,
-    "Small batch size training for language models", for β2; Busbridge et al. 2023, "How to scale your EMA"). To first
-    order in κ · (1 − β0) it is the same as "sde", and it never leaves its range.
+    "half-life" preserves the number of samples after which a gradient's weight in Adam's averages halves (Marek et al.
+    2025, "Small batch size training for language models", for β2; Busbridge et al. 2023, "How to scale your EMA"). It
+    equals "sde" to first order in κ · (1 − β0), and is valid for any κ.
 
-    AdamW takes lr · wd of the weights in an update that stands for κ of them, so that the weight decay is multiplied by
-    √κ, too, for the decay per sample to stay. Adam's own decay is a part of the gradient, which is right as it is.
-
-    As the betas change from step to step, so does the correction of Adam's bias (:func:`corrected_for_bias`).
+    AdamW subtracts lr · wd of the weights per update, and one update replaces κ reference updates. Multiplying the
+    weight decay by √κ therefore preserves the decay per sample. Adam's L2 penalty is part of the gradient and needs no
+    scaling. Bias correction follows the varying betas (:func:`corrected_for_bias`).
 
     Args:
-        form: what happens to the betas.
-        scales_weight_decay: whether a decoupled weight decay is multiplied by √κ; if not, it falls per sample as 1/√κ.
+        form: how the betas scale.
+        scales_weight_decay: multiply a decoupled weight decay by √κ; otherwise the decay per sample falls as 1/√κ.
 
     >>> rule, step = AdamRule(), Step(batch_size=512, minibatch_size=32, ref_batchsize=128)
     >>> rule.settings({"lr": 0.1, "betas": (0.75, 0.875), "eps": 1e-8}, step, rule.factor(step))
@@ -60,7 +59,7 @@ class AdamRule(Rule):
     def check(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
         check_adam(optimizer, groups)
         if optimizer in _OTHER_BIAS:
-            raise ValueError(f"`inner` must correct its bias as Adam and AdamW do, got {optimizer}")
+            raise ValueError(f"`inner` must use the bias correction of Adam and AdamW, got {optimizer}")
 
     def factor(self, step: Step) -> float:
         return math.sqrt(step.scale)
@@ -80,29 +79,29 @@ class AdamRule(Rule):
 
 
 def check_adam(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse an inner optimizer that has no betas and eps."""
+    """Reject an inner optimizer without betas and eps."""
     if not all("betas" in group and "eps" in group for group in groups):
-        raise ValueError(f"`inner` must be Adam or of its kind, with betas and eps, got {optimizer}")
+        raise ValueError(f"`inner` must be an Adam-style optimizer with betas and eps, got {optimizer}")
 
 
 def corrected_for_bias(
     settings: Mapping[str, Any], *, num_updates: int, products: tuple[float, float], is_decoupled: bool
 ) -> dict[str, Any]:
-    """The settings with which Adam makes the step that it would make if it knew how its betas have varied.
+    """Settings that give Adam the correct bias correction after its betas have varied.
 
-    Adam's averages start at 0, and after t updates their weights add up to 1 − Π β_i, over all updates. Adam divides by
-    1 − β^t instead, with the β that it has now. Its step
+    Adam's averages start at 0, and after t updates their weights sum to 1 − Π β_i over all updates. Adam divides by
+    1 − β^t instead, with the current β. Its step
 
         lr · (m / b1) / (√(v / b2) + ε)    with b = 1 − β^t in place of c = 1 − Π β_i
 
-    becomes the right one with the learning rate lr · b1/c1 / r and the epsilon ε/r, where r = √(b2/c2). A weight decay
-    that is decoupled, which takes lr · decay of the weights, is divided by what the learning rate is multiplied by.
+    becomes the correct one with the learning rate lr · b1/c1 / r and the epsilon ε/r, where r = √(b2/c2). A decoupled
+    weight decay, which subtracts lr · decay of the weights, is divided by the correction of the learning rate.
 
     Args:
-        settings: of a parameter group for one step, ``lr``, ``betas`` and ``eps`` among them.
-        num_updates: t, the update that is about to be made included.
-        products: Π β1_i and Π β2_i, likewise.
-        is_decoupled: whether ``weight_decay`` is, as in AdamW.
+        settings: the parameter group's settings for this step, including ``lr``, ``betas`` and ``eps``.
+        num_updates: t, including the coming update.
+        products: Π β1_i and Π β2_i, including the coming update.
+        is_decoupled: whether ``weight_decay`` is decoupled, as in AdamW.
 
     >>> settings = {"lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-8}
     >>> corrected_for_bias(settings, num_updates=2, products=(0.25, 0.5625), is_decoupled=False)

@@ -1,4 +1,4 @@
-"""Rules whose factor follows from the measured gradient noise: AdaScale, AdamScale, surge."""
+"""Rules whose factor depends on the measured gradient noise: AdaScale, AdamScale, surge."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from variable_batch_size.rules.rule import Norms, Rule, Step
 
 
 class NoiseRule(Rule):
-    """A rule that averages the gradient noise over steps (:class:`NoiseMeter`), and scales by the gain.
+    """Base of rules that average the gradient noise over steps (:class:`NoiseMeter`) and scale by the gain.
 
     Args:
-        starts_with_mean: average the first steps as the paper does; debiased otherwise.
+        starts_with_mean: average the first steps as in the AdaScale paper; otherwise debias (:class:`NoiseAverage`).
 
     Attributes:
-        meter: the noise of the run.
+        meter: the noise measured in this run.
     """
 
     measures_noise = True
@@ -30,17 +30,17 @@ class NoiseRule(Rule):
 
     @abstractmethod
     def scaled(self, gain: float, step: Step) -> float:
-        """The factor that the gain of a step makes."""
+        """The factor for a step with this gain."""
 
     def observe(self, step: Step, norms: Sequence[Norms | None]) -> None:
         self.meter.observe(step, norms)
 
     def noise(self, group: int | None = None) -> Noise | None:
-        """The averaged noise of a parameter group, or of all together; None before the first estimate."""
+        """See :meth:`NoiseMeter.noise`."""
         return self.meter.noise(group)
 
     def gain(self, batch_size: int, ref_batchsize: int, group: int | None = None) -> float:
-        """How many steps at the reference batch size one step of this batch size is worth."""
+        """See :meth:`NoiseMeter.gain`."""
         return self.meter.gain(batch_size, ref_batchsize, group)
 
     def factor(self, step: Step) -> float:
@@ -61,10 +61,7 @@ class NoiseRule(Rule):
 
 @final
 class AdaScaleRule(NoiseRule):
-    """lr = lr0 · gain, one for each parameter group (Johnson et al. 2020, "AdaScale SGD").
-
-    The gain (:meth:`Noise.gain`) comes from averages of the gradient noise that the optimizer measures.
-    """
+    """lr = lr0 · gain (:meth:`Noise.gain`), per parameter group (Johnson et al. 2020, "AdaScale SGD")."""
 
     def scaled(self, gain: float, step: Step) -> float:
         return gain
@@ -72,11 +69,11 @@ class AdaScaleRule(NoiseRule):
 
 @final
 class AdamScaleRule(NoiseRule):
-    """lr = lr0 · √gain, for Adam: the gain from gradients divided by the root of Adam's second moment.
+    """lr = lr0 · √gain for Adam, with the gain of preconditioned gradients.
 
-    Adam divides by that root, so the noise that counts is that of the divided gradients; and the learning rate grows
-    with the root of the progress that a step makes, as in the square root rule. A parameter that Adam has not updated
-    yet has no second moment and is left out of the norms.
+    Adam divides gradients by the root of its second moment, so the noise is measured after the same division. The
+    learning rate grows with the root of a step's progress, as in the square root rule. Parameters that Adam has not
+    updated yet have no second moment and are excluded from the norms.
     """
 
     preconditions = True
@@ -93,24 +90,19 @@ class AdamScaleRule(NoiseRule):
 
 @final
 class SurgeRule(NoiseRule):
-    """The best learning rate of an optimizer that goes by signs, from the noise scale that a run measures.
+    """The optimal learning rate of sign-like optimizers such as Adam, from the measured noise scale.
 
         lr ∝ 1 / (√(Bn/B) + √(B/Bn)),   Bn = V/G²
 
-    so that it rises as √B below the noise scale Bn, is largest there, and falls as 1/√B beyond (Li et al. 2024, "Surge
-    phenomenon in optimal learning rate and batch size scaling", for Adam and its kind). Against its value at B0, with
-    AdaScale's gain (:meth:`Noise.gain`), that is
+    It rises as √B below the noise scale Bn, peaks there, and falls as 1/√B above it (Li et al. 2024, "Surge phenomenon
+    in optimal learning rate and batch size scaling"). Relative to its value at B0, with AdaScale's gain
+    (:meth:`Noise.gain`), that is
 
         lr = lr0 · √S · (Bn + B0)/(Bn + B) = lr0 · gain/√S
 
-    one for each parameter group. A step is worth its gain here, too. As long as nothing has been measured, the factor
-    is the smaller of √S and 1/√S, the two ends between which it can lie.
-
-    Bn is the simple noise scale of the gradients as they are; the paper's weighs coordinates by the curvature, too, and
-    was fitted to sweeps of the learning rate.
-
-    Args:
-        starts_with_mean: average the noise of the first steps as AdaScale's paper does; debiased otherwise.
+    per parameter group. A step is worth its gain. Before the first estimate the factor is min(√S, 1/√S), its lower
+    bound. Bn is the simple noise scale of the plain gradients. The paper's also weights coordinates by curvature and
+    was fitted to learning rate sweeps.
 
     >>> rule, step = SurgeRule(), Step(batch_size=400, minibatch_size=100, ref_batchsize=100)
     >>> rule.scaled(1.6, step)  # the gain at Bn = B0

@@ -5,8 +5,8 @@ samples then has mean G and covariance Σ/b_i, so that
 
     E‖g_i‖² = G² + V/b_i
 
-and for weights w_i with Σw_i = 1 the mean ḡ = Σ w_i g_i has E‖ḡ‖² = G² + V · Σ w_i²/b_i. With the two numbers that can
-be measured, L = Σ w_i ‖g_i‖² and T = ‖ḡ‖², that is two equations,
+and for weights w_i with Σw_i = 1 the mean ḡ = Σ w_i g_i has E‖ḡ‖² = G² + V · Σ w_i²/b_i. L = Σ w_i ‖g_i‖² and
+T = ‖ḡ‖² can be measured, which gives two equations,
 
     E L = G² + V · Σ w_i/b_i        E T = G² + V · Σ w_i²/b_i
 
@@ -15,9 +15,9 @@ whose solution is unbiased:
     V  = (L − T) / (Σ w_i/b_i − Σ w_i²/b_i)        G² = T − V · Σ w_i²/b_i
 
 For n equal minibatches of a batch of B samples: V = (L − T) · B/(n − 1) and G² = T − V/B. Both are *per sample*: they
-are the same numbers at any batch size, minibatch size and number of cores, and are never rescaled when one of these
-changes. Where minibatches hold different numbers b_i of tokens and weigh by them, w_i = b_i/W, it is the same with the
-W tokens of the step instead of B, and V is *per token*.
+do not depend on the batch size, minibatch size or number of cores, and are never rescaled when one of these changes.
+If minibatches are weighted by their numbers b_i of tokens, w_i = b_i/W, the same holds with the W tokens of the step
+instead of B, and V is *per token*.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 from variable_batch_size.rules.rule import Norms, Step
 
 _TINY = 1e-30
-"""Keeps V/B above 0, so that a gradient of exactly 0 has gain S and not 0/0."""
+"""Keeps V/B positive: a gradient of exactly 0 then has gain S instead of 0/0."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Noise:
         Args:
             mean_of_squares: L, the mean of ‖g_i‖².
             square_of_mean: T = ‖ḡ‖².
-            batch_size: B, samples in all minibatches together; or tokens, W, where each weighs by its own.
+            batch_size: B, samples in all minibatches; or W, their tokens, if they are weighted by tokens.
             num_minibatches: n, at least 2.
 
         >>> Noise.from_norms(2.0, 1.0, batch_size=2, num_minibatches=2)
@@ -62,12 +62,12 @@ class Noise:
     def from_weighted_norms(
         cls, squares: Sequence[float], square_of_mean: float, *, weights: Sequence[float], sizes: Sequence[int]
     ) -> Noise:
-        """Estimate from minibatches of any sizes b_i that were averaged with any weights w_i.
+        """Estimate from minibatches of sizes b_i, averaged with weights w_i.
 
         Args:
             squares: ‖g_i‖² of each minibatch, at least 2 of them.
             square_of_mean: T = ‖Σ w_i g_i‖².
-            weights: w_i, which sum to 1.
+            weights: w_i, with sum 1.
             sizes: b_i, samples in each minibatch.
 
         >>> Noise.from_weighted_norms([1.0, 3.0], 1.0, weights=[0.5, 0.5], sizes=[1, 1])
@@ -84,7 +84,7 @@ class Noise:
 
             gain(B) = (V/B0 + G²) / (V/B + G²)
 
-        1 at B = B0; near 1 where the signal dominates; near S = B/B0 where the noise does.
+        1 at B = B0; near 1 if the signal dominates; near S = B/B0 if the noise dominates.
 
         >>> Noise(variance=100.0, square_norm=1.0).gain(400, 100)
         1.6
@@ -93,7 +93,7 @@ class Noise:
         return (variance / ref_batchsize + square_norm) / (variance / batch_size + square_norm)
 
     def efficiency(self, batch_size: float, ref_batchsize: float) -> float:
-        """Progress per sample, against that at the reference batch size: gain/S.
+        """Progress per sample relative to the reference batch size: gain/S.
 
         >>> Noise(variance=100.0, square_norm=1.0).efficiency(400, 100)
         0.4
@@ -106,7 +106,7 @@ class Noise:
         return max(self.variance, 0.0) / self.square_norm if self.square_norm > 0 else float("inf")
 
     def __add__(self, other: Noise) -> Noise:
-        """The noise of two sets of parameters together."""
+        """The noise of two disjoint sets of parameters."""
         return Noise(self.variance + other.variance, self.square_norm + other.square_norm)
 
     def __mul__(self, factor: float) -> Noise:
@@ -114,11 +114,11 @@ class Noise:
 
 
 class NoiseAverage:
-    """The average of estimates over steps, with weights that fade at the rate θ = max(0, 1 − S/1000).
+    """Exponential moving average of noise estimates, with decay θ = max(0, 1 − S/1000).
 
-    A step at a large scale S tells more and makes more progress, so that the past fades faster. The start is debiased:
-    the sum of all weights so far divides the weighted sum. With ``starts_with_mean`` it is the plain mean instead for
-    the first 1/(1 − θ) steps, as in the AdaScale paper (Johnson et al. 2020).
+    A step at a large scale S carries more information and makes more progress, so older estimates decay faster. The
+    average is debiased: the weighted sum is divided by the sum of the weights. With ``starts_with_mean`` it is the
+    plain mean for the first 1/(1 − θ) steps, as in the AdaScale paper (Johnson et al. 2020).
 
     >>> average = NoiseAverage()
     >>> average.noise is None
@@ -135,7 +135,7 @@ class NoiseAverage:
         self._count = 0
 
     def add(self, noise: Noise, scale: float) -> None:
-        """Take in the estimate of one step at scale S."""
+        """Add the estimate of one step at scale S."""
         self._count += 1
         decay = max(0.0, 1.0 - scale / 1000)
         if self.starts_with_mean:
@@ -149,7 +149,7 @@ class NoiseAverage:
         return self._sum * (1 / self._weight) if self._count else None
 
     def state_dict(self) -> dict[str, float]:
-        """Four numbers."""
+        """The weighted sum, the sum of the weights and the number of estimates."""
         return {**asdict(self._sum), "weight": self._weight, "count": self._count}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -159,15 +159,14 @@ class NoiseAverage:
 
 
 class NoiseMeter:
-    """Averages the gradient noise of each parameter group over steps, and tells the gain of a batch size.
+    """Averages the gradient noise of each parameter group over steps, and computes the gain of a batch size.
 
-    A step of a single minibatch gives no estimate and leaves the averages as they are. As long as there is none at
-    all, the gain is min(1, S), the smaller of the two ends between which it can lie. Where minibatches have weights the
-    noise is per unit of weight, as per token; batch sizes stay in samples, and what a sample weighs on average is taken
-    from the steps so far.
+    A step with a single minibatch gives no estimate and leaves the averages unchanged. Before the first estimate the
+    gain is min(1, S), its lower bound. With weighted minibatches the noise is per unit of weight, such as a token.
+    Batch sizes remain in samples and are converted with the mean weight of a sample so far.
 
     Args:
-        starts_with_mean: average the first steps as the paper does; debiased otherwise (:class:`NoiseAverage`).
+        starts_with_mean: average the first steps as in the AdaScale paper; otherwise debias (:class:`NoiseAverage`).
 
     >>> meter = NoiseMeter()
     >>> step = Step(batch_size=64, minibatch_size=32, ref_batchsize=32)
@@ -181,11 +180,11 @@ class NoiseMeter:
     def __init__(self, *, starts_with_mean: bool = False) -> None:
         self.starts_with_mean = starts_with_mean
         self.averages: list[NoiseAverage] = []
-        self._weight = 0.0  # of all steps that had one, and their samples
+        self._weight = 0.0  # of all weighted steps, which had _samples samples
         self._samples = 0
 
     def observe(self, step: Step, norms: Sequence[Norms | None]) -> None:
-        """Take in what was measured in a step: for each parameter group its norms, None where there are none yet."""
+        """Add a step's norms, one entry per parameter group; None for a group without any yet."""
         while len(self.averages) < len(norms):
             self.averages.append(NoiseAverage(starts_with_mean=self.starts_with_mean))
         size, num_minibatches = step.batch_size, step.num_minibatches
@@ -201,7 +200,7 @@ class NoiseMeter:
                 average.add(noise, step.scale)
 
     def noise(self, group: int | None = None) -> Noise | None:
-        """The averaged noise of a parameter group, or of all together; None before the first estimate."""
+        """The average noise of one parameter group, or of all groups; None before the first estimate."""
         chosen = self.averages if group is None else self.averages[group : group + 1]
         known = [noise for average in chosen if (noise := average.noise) is not None]
         return sum(known[1:], start=known[0]) if known else None
@@ -214,7 +213,7 @@ class NoiseMeter:
         return noise.gain(batch_size * self._weight_of_a_sample, ref_batchsize * self._weight_of_a_sample)
 
     def scale_in_samples(self) -> float | None:
-        """V/G² in the units of batch sizes, also where minibatches have weights; None before the first estimate."""
+        """V/G² in samples, with weighted minibatches as well; None before the first estimate."""
         noise = self.noise()
         return None if noise is None else noise.scale / self._weight_of_a_sample
 
@@ -223,7 +222,7 @@ class NoiseMeter:
         return self._weight / self._samples if self._weight else 1.0
 
     def report(self, step: Step) -> dict[str, float]:
-        """What there is to tell a log about a step."""
+        """The values to log for a step."""
         noise = self.noise()
         return {
             "gain": self.gain(step.batch_size, step.ref_batchsize),
@@ -231,7 +230,7 @@ class NoiseMeter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, lists and dictionaries."""
+        """The averages of all groups, and the totals for the mean weight of a sample."""
         averages = [average.state_dict() for average in self.averages]
         return {"averages": averages, "weight": self._weight, "samples": self._samples}
 

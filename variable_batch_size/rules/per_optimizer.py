@@ -12,11 +12,11 @@ from variable_batch_size.rules.rule import Norms, Rule, Step
 
 @final
 class PerOptimizerRule(Rule):
-    """Lets every parameter group follow the rule of its optimizer; progress is counted by the first one.
+    """Applies to every parameter group the rule of its optimizer; the first rule measures progress.
 
     Args:
-        rules: one for each optimizer.
-        num_groups: how many parameter groups each optimizer has.
+        rules: one per optimizer.
+        num_groups: number of parameter groups of each optimizer.
 
     >>> from variable_batch_size.rules.scaling import LinearRule, RootRule
     >>> rule = PerOptimizerRule([RootRule(), LinearRule()], num_groups=[2, 1])
@@ -27,14 +27,17 @@ class PerOptimizerRule(Rule):
 
     def __init__(self, rules: Sequence[Rule], *, num_groups: Sequence[int]) -> None:
         if len(rules) != len(num_groups):
-            raise ValueError(f"`rule` must be one, or one for each of {len(num_groups)} optimizers, got {len(rules)}")
+            raise ValueError(f"`rule` must be one rule, or one per optimizer ({len(num_groups)}), got {len(rules)}")
         twice = [type(rule).__name__ for rule in rules if rules.count(rule) > 1]
         if twice:
-            raise ValueError(f"`rule` must be a rule of its own for each optimizer, got one {twice[0]} twice")
-        for trait, words in (("sums_gradients", "sum gradients"), ("preconditions", "measure divided gradients")):
+            raise ValueError(f"`rule` must contain a separate rule for each optimizer, got the same {twice[0]} twice")
+        for trait, words in (
+            ("sums_gradients", "sum gradients"),
+            ("preconditions", "measure preconditioned gradients"),
+        ):
             if len({getattr(rule, trait) for rule in rules}) > 1:
                 names = " and ".join(type(rule).__name__ for rule in rules)
-                raise ValueError(f"`rule` must be rules of which all or none {words}, got {names}")
+                raise ValueError(f"either all rules in `rule` must {words} or none, got {names}")
         self.rules = list(rules)
         self._num_groups = list(num_groups)
         self.sums_gradients = rules[0].sums_gradients
@@ -43,7 +46,7 @@ class PerOptimizerRule(Rule):
 
     @property
     def meter(self) -> NoiseMeter | None:
-        """That of the first rule that has one, which sees the parameters of its optimizer."""
+        """The meter of the first rule that has one; it measures the parameters of that rule's optimizer."""
         return next((rule.meter for rule in self.rules if isinstance(rule, NoiseRule)), None)
 
     def rule_for_group(self, group: int) -> tuple[Rule, int]:
@@ -51,7 +54,7 @@ class PerOptimizerRule(Rule):
             if group < count:
                 return rule, group
             group -= count
-        return self.rules[-1], group + self._num_groups[-1]  # one that was added
+        return self.rules[-1], group + self._num_groups[-1]  # added later
 
     def factor(self, step: Step) -> float:
         return self.rules[0].factor(step)

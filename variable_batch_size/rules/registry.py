@@ -1,4 +1,4 @@
-"""The rules by name: for plans, comparisons, scripts and tests."""
+"""The built-in rules by name."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ RULES: Mapping[str, type[Rule]] = {
 
 
 def make_rule(name: str, **settings: Any) -> Rule:
-    """A new rule by its name, with the settings that it takes.
-
-    A command line gives the one setting that may come as a text after a colon.
+    """Create a rule by name; its ``text_setting`` may follow the name after a colon, as on a command line.
 
     >>> make_rule("legw", warmup_samples=1280).warmup_samples
     1280
@@ -40,18 +38,17 @@ def make_rule(name: str, **settings: Any) -> Rule:
     plain_name, colon, text = name.partition(":")
     check_one_of(RULES, rule=plain_name)
     kind = RULES[plain_name]
-    settings |= _from_text(kind, name, text) if colon else {}
+    if colon:
+        if kind.text_setting is None:
+            raise ValueError(f"`rule` {plain_name} takes no setting after a colon, got {name!r}")
+        setting, parse = kind.text_setting
+        try:
+            settings[setting] = parse(text)
+        except ValueError:
+            raise ValueError(
+                f"`rule` {plain_name} must be followed by an integer, its {setting}, got {name!r}"
+            ) from None
     missing = [needed for needed in kind.needs if needed not in settings]
     if missing:
         raise ValueError(f"`rule` {plain_name} needs {missing[0]}, as in {plain_name}:5000, got {name!r}")
     return kind(**settings)
-
-
-def _from_text(kind: type[Rule], name: str, text: str) -> dict[str, Any]:
-    if kind.text_setting is None:
-        raise ValueError(f"`rule` must have no colon where the rule takes no setting as a text, got {name!r}")
-    setting, parse = kind.text_setting
-    try:
-        return {setting: parse(text)}
-    except ValueError:
-        raise ValueError(f"`rule` must have an integer after its colon, the {setting}, got {name!r}") from None

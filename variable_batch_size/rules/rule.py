@@ -1,4 +1,4 @@
-"""Rule: what a step's batch size makes of the learning rate and other settings; numbers in, numbers out."""
+"""Rule: maps a step's batch size to the learning rate and other settings; numbers in, numbers out."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, ClassVar, NamedTuple
 
 @dataclass(frozen=True)
 class Step:
-    """One step, as a rule sees it.
+    """The inputs of a rule for one step.
 
     Args:
-        batch_size: samples in the step, over all cores.
-        minibatch_size: samples that one core runs at once.
-        ref_batchsize: the batch size for which the inner optimizer's settings are right.
+        batch_size: samples in the step, summed over cores.
+        minibatch_size: samples per forward and backward pass of one core.
+        ref_batchsize: the batch size for which the inner optimizer's settings were chosen.
         steps_done: steps before this one.
-        weight: the sum of the minibatches' weights, such as the step's tokens; None if they have none.
-        num_weighted: how many minibatches have a weight above 0; None if they have none.
+        weight: the sum of the minibatches' weights, such as the step's tokens; None without weights.
+        num_weighted: number of minibatches with a positive weight; None without weights.
     """
 
     batch_size: int
@@ -40,11 +40,11 @@ class Step:
 
 
 class Norms(NamedTuple):
-    """What was measured of a step's gradients.
+    """The gradient norms measured in a step.
 
     Args:
-        mean_of_squares: the mean of ‖g_i‖² over the minibatches; with weights, their weighted mean.
-        square_of_mean: ‖mean g_i‖², likewise.
+        mean_of_squares: the mean of ‖g_i‖² over the minibatches; weighted if they have weights.
+        square_of_mean: ‖mean g_i‖², weighted in the same way.
     """
 
     mean_of_squares: float
@@ -52,9 +52,9 @@ class Norms(NamedTuple):
 
 
 class Rule(ABC):
-    """How the settings of a step follow from its batch size.
+    """Maps a step's batch size to its settings.
 
-    A rule of your own needs one method:
+    A custom rule needs one method:
 
     >>> class CappedLinearRule(Rule):
     ...     def factor(self, step):
@@ -66,53 +66,53 @@ class Rule(ABC):
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
-    """The settings without which the rule cannot be made, by their names."""
+    """Names of the required settings."""
 
     text_setting: ClassVar[tuple[str, type[int] | type[str]] | None] = None
     """The setting that may follow the rule's name after a colon, and its type: ``legw:5000``, ``adam:half-life``."""
 
     sums_gradients = False
-    """Whether the update gets the sum of the minibatches' gradients, instead of their mean."""
+    """Whether the inner optimizer receives the sum of the minibatches' gradients instead of their mean."""
 
     measures_noise = False
-    """Whether the norms of gradients are to be measured and given to :meth:`observe`."""
+    """Whether gradient norms are measured and passed to :meth:`observe`."""
 
     preconditions = False
-    """Whether those norms are of gradients divided by the root of Adam's second moment."""
+    """Whether these norms are taken after dividing gradients by the root of Adam's second moment."""
 
     def check(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027 (most rules fit any)
-        """Refuse an inner optimizer that the rule does not fit, by its name and the settings of its groups."""
+        """Reject an unsuitable inner optimizer, given its class name and parameter groups."""
 
     @abstractmethod
     def factor(self, step: Step) -> float:
-        """What the learning rate of the mean gradient is multiplied by."""
+        """The factor applied to the learning rate of the mean gradient."""
 
     def group_factor(self, step: Step, group: int) -> float:
-        """The factor of one parameter group, for a rule that gives each its own."""
+        """The factor of one parameter group, for rules that scale groups separately."""
         return self.factor(step)
 
     def rule_for_group(self, group: int) -> tuple[Rule, int]:
-        """The rule of a parameter group, and its number there, where several optimizers have one each."""
+        """The rule of a parameter group, and the group's index among the groups of that rule."""
         return self, group
 
     def worth(self, step: Step, factor: float) -> float:
-        """How many steps at the reference batch size a step with this factor counts for, as to progress."""
+        """The progress of a step with this factor, in steps at the reference batch size."""
         return factor
 
     def observe(self, step: Step, norms: Sequence[Norms | None]) -> None:  # noqa: B027 (most rules need none)
-        """Take in what was measured in a step: for each parameter group its norms, None where there are none yet."""
+        """Receive a step's norms, one entry per parameter group; None for a group without any yet."""
 
     def report(self, step: Step) -> dict[str, float]:
-        """What the rule has to tell a log about a step."""
+        """The rule's values to log for a step."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What the rule has to remember from one step to the next: numbers, lists and dictionaries."""
+        """The rule's state between steps: numbers, lists and dictionaries."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Take over what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
 
     def settings(self, group: Mapping[str, Any], step: Step, factor: float) -> dict[str, Any]:
-        """The settings of a parameter group that are different for this step, with the values they take."""
+        """The settings of a parameter group that change for this step, with their new values."""
         return {"lr": group["lr"] * factor}

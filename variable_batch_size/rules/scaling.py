@@ -1,4 +1,4 @@
-"""Rules whose factor follows from the batch size and the step: linear, root, constant, linear-momentum, LEGW, Muon."""
+"""Rules whose factor depends only on batch size and step: linear, root, constant, linear-momentum, LEGW, Muon."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, final
 from variable_batch_size.rules.rule import Rule, Step
 
 _DIVIDE_BY_THE_SIZE = ("Adadelta", "Adafactor", "Adagrad", "Muon", "RMSprop", "Rprop")
-"""Optimizers that divide gradients by what they measure of their size, besides those with betas."""
+"""Optimizers without betas that normalize the size of gradients."""
 
 
 @final
@@ -38,7 +38,7 @@ class RootRule(Rule):
 
 @final
 class ConstantRule(Rule):
-    """lr = lr0, whatever the batch size.
+    """lr = lr0 at any batch size.
 
     >>> ConstantRule().factor(Step(batch_size=512, minibatch_size=32, ref_batchsize=128))
     1.0
@@ -50,14 +50,14 @@ class ConstantRule(Rule):
 
 @final
 class LinearMomentumRule(Rule):
-    """The linear rule for SGD with momentum, whose momentum does not jump with the batch size.
+    """The linear rule for SGD with momentum, without jumps of the momentum when the batch size changes.
 
-    With n minibatches of size b the gradients are summed, Σg = n · mean, and the learning rate is that of one:
+    The gradients of the n minibatches of size b are summed, Σg = n · mean, at the learning rate of one minibatch:
 
-        lr = lr0 · S/n = lr0 · b/B0,   weight decay = wd0 · n   (of the sum, as wd0 is of the mean)
+        lr = lr0 · S/n = lr0 · b/B0,   weight decay = wd0 · n   (relative to the sum)
 
-    A plain step is that of the linear rule, lr0 · S · mean; but momentum, which is kept in units of the gradient, is
-    then taken at the same learning rate in every step.
+    Without momentum the update is that of the linear rule, lr0 · S · mean. With momentum, which is in units of the
+    gradient, the learning rate applied to the buffer is the same in every step.
 
     >>> rule, step = LinearMomentumRule(), Step(batch_size=512, minibatch_size=32, ref_batchsize=128)
     >>> rule.settings({"lr": 0.1, "weight_decay": 1e-4}, step, rule.factor(step))
@@ -69,8 +69,8 @@ class LinearMomentumRule(Rule):
     def check(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
         if optimizer in _DIVIDE_BY_THE_SIZE or any("betas" in group for group in groups):
             raise ValueError(
-                f"`inner` must be SGD or of its kind, got {optimizer}, whose updates do not grow with gradients, which "
-                "the rule sums: use LinearRule, RootRule or AdamRule"
+                f"`inner` must be an SGD-style optimizer, got {optimizer}: the rule sums gradients, but updates of "
+                f"{optimizer} do not grow with them. Use LinearRule, RootRule or AdamRule"
             )
 
     def factor(self, step: Step) -> float:
@@ -85,15 +85,15 @@ class LinearMomentumRule(Rule):
 
 @final
 class LEGWRule(Rule):
-    """The root rule behind a warm-up stretched with the scale (You et al. 2019, "Large-batch training for LSTM").
+    """The root rule with a warm-up of a fixed number of steps (You et al. 2019, "Large-batch training for LSTM").
 
         lr = lr0 · √S · min(1, (t + 1) · B0/W)
 
-    with W the samples that a warm-up at the reference batch size takes. At scale S it takes S · W, which is as many
-    steps. So where the scale changes during the warm-up, each step still brings it forward by the same amount.
+    The warm-up takes W samples at the reference batch size and S · W at scale S, which is the same number of steps. If
+    the scale changes during the warm-up, each step still advances it by the same amount.
 
     Args:
-        warmup_samples: W.
+        warmup_samples: W, the length of the warm-up in samples at the reference batch size.
 
     >>> rule = LEGWRule(warmup_samples=1280)
     >>> [rule.factor(Step(512, 32, 128, steps_done)) for steps_done in (0, 4, 9, 20)]
@@ -113,9 +113,9 @@ class LEGWRule(Rule):
 
 
 def ema_decay(rho: float, batch_size: int, ref_batchsize: int) -> float:
-    """The decay of an exponential moving average of the weights for one step: ρ^κ, κ = batch size / reference.
+    """The decay of a moving average of the weights for one step: ρ^κ, κ = batch size / reference batch size.
 
-    The average so spans as many samples as with ρ at the reference batch size (Busbridge et al. 2023, "How to scale
+    The average then spans as many samples as with ρ at the reference batch size (Busbridge et al. 2023, "How to scale
     your EMA").
 
     >>> ema_decay(0.99, 256, 128)
@@ -128,14 +128,14 @@ def ema_decay(rho: float, batch_size: int, ref_batchsize: int) -> float:
 class MuonRule(Rule):
     """lr = lr0 · √κ and weight decay = wd0 · √κ, for Muon (``torch.optim.Muon``, Jordan et al. 2024).
 
-    κ is S, or the square of the factor where that is smoothed or bounded. Muon makes every update equally large, as
-    sign-like optimizers do. While noise dominates, the part of it that points along the true gradient grows with the
-    root of the batch size. So an update of √κ times the size gets as far as κ reference updates, and its noise adds up
-    to that of κ of them. Muon decays weights by lr · wd in each update, apart from the gradient: with both multiplied
-    by √κ, the decay per sample stays. Momentum stays as it is.
+    κ is S, or the square of the factor if the factor is smoothed or bounded. Like sign-based optimizers, Muon makes
+    updates of constant size. While noise dominates, the component along the true gradient grows with the root of the
+    batch size. An update √κ times as large therefore progresses as far as κ reference updates, with the noise of κ of
+    them. Muon's weight decay is decoupled, lr · wd per update. Multiplying both by √κ preserves the decay per sample.
+    Momentum is unchanged.
 
     Args:
-        scales_weight_decay: whether the weight decay is multiplied by √κ; if not, it falls per sample as 1/√κ.
+        scales_weight_decay: multiply the weight decay by √κ; otherwise the decay per sample falls as 1/√κ.
 
     >>> rule, step = MuonRule(), Step(batch_size=512, minibatch_size=32, ref_batchsize=128)
     >>> rule.settings({"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}, step, rule.factor(step))
@@ -150,7 +150,7 @@ class MuonRule(Rule):
             raise ValueError(f"`inner` must be Muon, got {optimizer}")
         if any("betas" in group for group in groups):
             raise ValueError(
-                f"`inner` must have no groups with betas, which are Adam's and need AdamRule, got {optimizer}"
+                f"`inner` must have no parameter groups with betas, got {optimizer}: use AdamRule for Adam's groups"
             )
 
     def factor(self, step: Step) -> float:

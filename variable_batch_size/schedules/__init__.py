@@ -1,1 +1,1 @@
-"""Schedules: which samples a core runs in which step."""
+"""Schedules: assign the samples of every step to cores."""

@@ -1,4 +1,4 @@
-"""BatchSizes: the batch size of every step, also beyond the last row of a trace."""
+"""BatchSizes: the batch size of every step, including those after the last row of a trace."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _ROWS_PER_MARK = 64
 
 
 class BatchSizes:
-    """The batch sizes of a run: the rows of a trace, then what `on_end` says.
+    """The batch sizes of a run: the rows of a trace, extended according to `on_end`.
 
-    A step is found as fast far beyond the end as before it, and nothing is repeated in memory.
+    Lookups take the same time at any step, and extended rows are not stored.
 
     Args:
         trace: the batch size of every step.
-        on_end: what follows its last row: ``"stop"`` nothing, ``"hold"`` that row forever, ``"cycle"`` all rows again.
+        on_end: after the last row, ``"stop"``, ``"hold"`` (repeat that row forever) or ``"cycle"`` (start over).
 
     >>> sizes = BatchSizes(Trace.from_sequence([64, 96, 32]), "cycle")
     >>> sizes.of_step(10**12), sizes.samples_before(10**12), sizes.step_at(64_000_000_000_000)
@@ -39,13 +39,13 @@ class BatchSizes:
         self.trace = trace
         self.on_end: OnEnd = "hold" if trace.is_endless else on_end
         self.rows = trace.sizes
-        # samples before each block of rows: before each row they would take as much memory as the trace
+        # samples before each block of rows; one entry per row would take as much memory as the trace
         of_blocks = np.add.reduceat(self.rows, np.arange(0, len(self.rows), _ROWS_PER_MARK))
         self._marks = np.cumsum(of_blocks) - of_blocks
         self._total = int(of_blocks.sum())
 
-    def refuse_first(self, is_wrong: Callable[[Integers], npt.NDArray[np.bool_]], rule: str) -> None:
-        """Raise if a row breaks a rule, with the place and the value of the first that does."""
+    def check_rows(self, is_wrong: Callable[[Integers], npt.NDArray[np.bool_]], rule: str) -> None:
+        """Raise ValueError with the place and value of the first row that breaks a rule."""
         for start in range(0, len(self.rows), _STEPS_AT_ONCE):
             found = is_wrong(self.rows[start : start + _STEPS_AT_ONCE])
             if found.any():
@@ -62,7 +62,7 @@ class BatchSizes:
         return int(self.rows[min(step, num_rows - 1) if self.on_end == "hold" else step % num_rows])
 
     def of_steps(self, steps: range) -> Integers:
-        """The batch sizes of successive steps."""
+        """The batch sizes of consecutive steps."""
         num_rows = len(self.rows)
         if steps.stop <= num_rows:
             return self.rows[steps.start : steps.stop]
@@ -70,7 +70,7 @@ class BatchSizes:
         return self.rows[np.minimum(numbers, num_rows - 1) if self.on_end == "hold" else numbers % num_rows]
 
     def runs(self, num_steps: int) -> tuple[Integers, Integers]:
-        """The batch sizes of the first steps, in short: each, and how many steps in a row have it."""
+        """Run-length encoding of the first steps: batch sizes, and number of consecutive steps with each."""
         num_held = max(0, num_steps - len(self.rows)) if self.on_end == "hold" else 0
         sizes = self.of_steps(range(num_steps - num_held))
         changes = np.flatnonzero(np.diff(sizes, prepend=0))
@@ -105,7 +105,7 @@ class BatchSizes:
         return int(self._marks[mark] + self.rows[mark * _ROWS_PER_MARK : row].sum())
 
     def _row_at(self, samples: int) -> int:
-        """The last row that has at most this many samples before it; the number of rows if all have."""
+        """Like :meth:`step_at`, within the trace; the number of rows if `samples` is its total or more."""
         mark = int(self._marks.searchsorted(samples, side="right")) - 1
         start = mark * _ROWS_PER_MARK
         used = self.rows[start : start + _ROWS_PER_MARK].cumsum()
@@ -114,10 +114,10 @@ class BatchSizes:
     # ------------------------------------------------------------------------------------------------- many steps
 
     def counts(self, steps: range) -> tuple[Integers, Integers]:
-        """The distinct batch sizes of successive steps, ascending, and how many of the steps have each."""
+        """The distinct batch sizes of consecutive steps, ascending, and the number of steps with each."""
         if not steps:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        self.of_step(steps[-1])  # refuses what is beyond the end
+        self.of_step(steps[-1])  # raises beyond the end
         found = [(times, *np.unique(self.of_steps(part), return_counts=True)) for times, part in self._parts(steps)]
         sizes, where = np.unique(np.concatenate([sizes for _, sizes, _ in found]), return_inverse=True)
         counts = np.zeros(len(sizes), dtype=np.int64)
@@ -125,7 +125,7 @@ class BatchSizes:
         return sizes, counts
 
     def sum(self, steps: range, count: Callable[[Integers], npt.NDArray[Any]]) -> int:
-        """The sum over successive steps of a count that depends on their batch sizes."""
+        """The sum of ``count(batch sizes)`` over consecutive steps."""
         return sum(
             times * int(count(self.of_steps(part[start : start + _STEPS_AT_ONCE])).sum())
             for times, part in self._parts(steps)
@@ -133,7 +133,7 @@ class BatchSizes:
         )
 
     def _parts(self, steps: range) -> list[tuple[int, range]]:
-        """Successive steps, in short: how often which steps have the same batch sizes, in any order."""
+        """Ranges within the trace, with multiplicities, that have the same batch sizes as these steps in any order."""
         num_rows = len(self.rows)
         if len(steps) > num_rows and self.on_end == "cycle":
             cycles, rest = divmod(len(steps), num_rows)
@@ -145,5 +145,5 @@ class BatchSizes:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, in the plural unless it is one."""
+    """A number with its noun, in the plural unless the number is 1."""
     return f"{number} {noun}" + ("s" if number != 1 else "")

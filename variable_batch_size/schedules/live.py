@@ -1,4 +1,4 @@
-"""PolicySchedule: batch sizes that a policy decides while the run goes on, laid out over epochs and cores."""
+"""PolicySchedule: batch sizes chosen by a policy during the run, assigned to epochs and cores."""
 
 from __future__ import annotations
 
@@ -16,21 +16,18 @@ from variable_batch_size.traces.trace import Trace
 
 @final
 class PolicySchedule(BaseSchedule):
-    """Rows that are appended as they are decided, and never changed once they were executed.
+    """A schedule whose rows are appended as the policy decides them; executed rows never change.
 
-    Epochs follow from the rows by the same rule as always, so that the rows of a run, replayed as a trace, give the
-    same epochs. Where the open epoch ends is not known yet: until then :meth:`steps` and :meth:`num_minibatches_for`
-    tell where it would end if all further steps were like the last one decided.
+    Epochs depend on the rows as in :class:`Schedule`, so the rows of a run replayed as a trace give the same epochs.
+    The end of the current epoch is unknown until it is reached. Until then :meth:`steps` and
+    :meth:`num_minibatches_for` assume that all further steps have the batch size decided last.
 
     Args:
-        policy: who decides.
-        dataset_size: samples in the data set.
-        minibatch_size: samples that one core runs at once.
-        num_replicas: cores that share the work.
-        lockstep: whether all cores run as many minibatches in a step as the busiest one.
+        policy: decides the batch sizes.
+        dataset_size, minibatch_size, num_replicas, lockstep: see :class:`BaseSchedule`.
 
     Attributes:
-        num_done: how many rows were executed.
+        num_done: number of executed rows.
 
     >>> from variable_batch_size.policies.builtin import PerCore
     >>> schedule = PolicySchedule(PerCore(), dataset_size=300, minibatch_size=32, num_replicas=4)
@@ -56,15 +53,15 @@ class PolicySchedule(BaseSchedule):
         self.policy = policy
         self.num_done = 0
         self._rows: list[int] = []
-        self._ends: list[int] = []  # samples up to and with each
-        self._starts = [0]  # first row of each epoch that was opened
-        self._used = 0  # samples of the latest
-        self._left: set[int] = set()  # epochs that were left before they were full
+        self._ends: list[int] = []  # cumulative sum of _rows
+        self._starts = [0]  # first row of each epoch opened so far
+        self._used = 0  # samples in the last of them
+        self._left: set[int] = set()  # epochs ended early
 
     # --------------------------------------------------------------------------------------------------------- rows
 
     def append(self, batch_size: int, *, number: int) -> None:
-        """Decide the batch size of the next rows."""
+        """Append `number` rows of this batch size."""
         assert batch_size % self.minibatch_size == 0
         assert 0 < batch_size <= self.capacity
         for _ in range(number):
@@ -76,19 +73,19 @@ class PolicySchedule(BaseSchedule):
             self._used += batch_size
 
     def note_done(self, step: int) -> None:
-        """Take a step, and so all before it, as executed."""
+        """Mark a step and all steps before it as executed."""
         self.num_done = step + 1
 
     @property
     def num_ahead(self) -> int:
-        """How many rows are decided and were not executed yet."""
+        """Number of rows that are decided but not executed."""
         return len(self._rows) - self.num_done
 
     def cut(self) -> None:
-        """Forget the rows that were not executed.
+        """Drop the rows that were not executed.
 
-        But not the one at which an epoch has ended because it did not fit: another one might, and the run, replayed,
-        would have other epochs. (One that was decided for other minibatches goes, too.)
+        A row that ended an epoch because it did not fit is kept: a smaller one might fit, and a replay of the run would
+        then have other epochs. It is dropped if it is not a multiple of the current minibatch size.
         """
         first = self._rows[self.num_done : self.num_done + 1] if 0 < self.num_done in self._starts else []
         kept = [size for size in first if size % self.minibatch_size == 0]
@@ -96,7 +93,7 @@ class PolicySchedule(BaseSchedule):
 
     @property
     def latest(self) -> int | None:
-        """The batch size of the row executed last; None before the first."""
+        """The batch size of the last executed row; None before the first."""
         return self._rows[self.num_done - 1] if self.num_done else None
 
     def _restore(self, rows: list[int], starts: list[int]) -> None:
@@ -121,13 +118,16 @@ class PolicySchedule(BaseSchedule):
 
     @property
     def num_epochs(self) -> int | None:
-        """They go on forever, where the data have a length."""
+        """None (unlimited), or 1 for data without a length."""
         return 1 if self.dataset_size is None else None
 
     def steps(self, epoch: int) -> range:
-        """The steps of an epoch; of the open one, and of those to come, as it looks now."""
+        """The steps of an epoch; an estimate for the current and future epochs."""
         self._check_epoch(epoch)
-        starts, number = self._starts, len(self._starts)  # read once: a checkpoint asks while rows are appended
+        starts, number = (
+            self._starts,
+            len(self._starts),
+        )  # read once: a checkpoint thread may call this while rows are appended
         if epoch + 1 < number:
             return range(starts[epoch], starts[epoch + 1])
         like_last = self._rows[-1] if self._rows else self.minibatch_size
@@ -136,7 +136,7 @@ class PolicySchedule(BaseSchedule):
         return range(len(self._rows), len(self._rows) + self.capacity // like_last)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Open an epoch if it is not: the one before ends where it was left, and rows ahead come into the new one."""
+        """Open an epoch if it is not open yet: end the previous one here and move the rows ahead into the new one."""
         if epoch < len(self._starts) and self._starts[epoch] <= self.num_done:
             return
         ahead, self._rows = self._rows[self.num_done :], self._rows[: self.num_done]
@@ -159,7 +159,7 @@ class PolicySchedule(BaseSchedule):
         return ScheduleHistory(rows[changes], np.diff(changes, append=len(rows)), starts, has_ended=False)
 
     def after(self, past: ScheduleHistory) -> PolicySchedule:
-        """This one, whose rows so far are the past ones; what comes is decided from there on."""
+        """This schedule, with its rows replaced by those of the history; later rows are decided by the policy."""
         self.num_done = past.num_rows
         self._restore(past.rows().tolist(), list(past.starts))
         return self
@@ -170,26 +170,22 @@ class PolicySchedule(BaseSchedule):
     # -------------------------------------------------------------------------------------------------------- steps
 
     def samples_before(self, step: int) -> int:
-        """The samples used by all steps before this one, of those that are decided."""
+        """The samples used by all decided steps before this one."""
         return self._ends[min(step, len(self._rows)) - 1] if step and self._rows else 0
 
     def batch_size(self, step: int) -> int:
-        """The samples of a step, over all cores.
-
-        Raises:
-            RuntimeError: if it is not decided yet.
-        """
+        """The samples of a step, summed over cores; RuntimeError if it is not decided yet."""
         if step < len(self._rows):
             return self._rows[step]
         if not self._rows:
-            raise RuntimeError("no batch size is decided yet: make the optimizer before the sampler is read")
+            raise RuntimeError("no batch size is decided yet: create the optimizer before iterating over the sampler")
         raise RuntimeError(
-            f"step {step} is read before it is decided: the `lead` of a policy must be at least the minibatches that a "
-            f"loader reads ahead, its num_workers times its prefetch_factor, got {self.policy.lead}"
+            f"step {step} was read before its batch size was decided: the policy's `lead` must be at least the "
+            f"DataLoader's num_workers * prefetch_factor, got {self.policy.lead}"
         )
 
     def num_minibatches_for(self, epoch: int, rank: int, first_step: int = 0) -> int:
-        """As it looks now."""
+        """An estimate for the current epoch, as for :meth:`steps`."""
         steps = self.steps(epoch)[first_step:]
         known = np.array(self._rows[steps.start : steps.stop], dtype=np.int64)
         to_come = len(steps) - len(known)
@@ -197,22 +193,22 @@ class PolicySchedule(BaseSchedule):
         return int(self._num_yielded(known, rank).sum()) + to_come * int(self._num_yielded(last, rank)[0])
 
     def steps_from(self, epoch: int, first_step: int) -> Iterator[int]:
-        """As always; whether there is one more is seen when it is asked for."""
+        """The steps of an epoch from its `first_step` on; the end of the epoch is checked lazily."""
         start = self.steps(epoch).start
         step = start + first_step
         used = sum(self._rows[start:step])
         while not self._is_end(epoch, step, used):
-            used += self.batch_size(step)  # refuses what is not decided
+            used += self.batch_size(step)  # raises if undecided
             yield step
             step += 1
 
     def offsets(self, epoch: int, rank: int, *, at_once: int, first_step: int = 0) -> Iterator[Integers]:
-        """As always, for the rows that are decided when they are asked for."""
+        """As in :class:`BaseSchedule`, for the rows decided when the iterator advances."""
         start = self.steps(epoch).start
         step = start + first_step
         begin = sum(self._rows[start:step])
         while not self._is_end(epoch, step, begin):
-            self.batch_size(step)  # refuses what is not decided
+            self.batch_size(step)  # raises if undecided
             end = self._starts[epoch + 1] if epoch + 1 < len(self._starts) else len(self._rows)
             sizes = np.array(self._rows[step:end], dtype=np.int64)
             yield from self._offsets_of(sizes, rank, begin=begin, at_once=at_once)
@@ -220,7 +216,7 @@ class PolicySchedule(BaseSchedule):
             step = end
 
     def _is_end(self, epoch: int, step: int, used: int) -> bool:
-        """Whether an epoch is over before a step: the next one has begun, or nothing more would fit."""
+        """Whether an epoch ends before a step: the next epoch has begun, or no minibatch fits."""
         if epoch + 1 < len(self._starts):
             return step >= self._starts[epoch + 1]
         return self.capacity - used < self.minibatch_size
@@ -228,7 +224,7 @@ class PolicySchedule(BaseSchedule):
     # -------------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows, those decided ahead included, and their epochs."""
+        """The rows, including those decided ahead, and their epochs."""
         return {
             "rows": list(self._rows),
             "starts": list(self._starts),

@@ -1,4 +1,4 @@
-"""Permutation: a shuffle of any size, computed one block of positions at a time."""
+"""Permutation: a shuffle of any size, computed for blocks of positions on demand."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy.typing as npt
 
 _FEW = 4096
 _ROUNDS, _ROUNDS_OF_FEW = 6, 8
-"""Each round divides by the base what two positions with a common digit still have in common. Over millions of keys,
-traces of it show after six rounds for 256 elements and after five for 4096, and none after eight and six."""
+"""Each round divides the correlation of two positions with a common digit by the base. Over millions of keys,
+correlations are measurable after six rounds for 256 elements and after five for 4096, but not after eight and six."""
 
 _SMALLEST_BASE = 16
-"""With smaller digits, eight rounds would leave traces too."""
+"""With a smaller base, eight rounds would not be enough."""
 
 
 def _constant(number: int) -> npt.NDArray[np.uint64]:
-    """A number in the form that numpy uses fastest; any other would be converted to it at each use."""
+    """A 0-dimensional array: numpy would convert a Python integer at every use."""
     return np.array(number, dtype=np.uint64)
 
 
@@ -27,21 +27,20 @@ _HALF, _ODD, _OTHER_ODD = map(_constant, (32, 0x9E3779B97F4A7C15, 0xD6E8FEB86659
 
 
 class Permutation:
-    """A pseudo-random permutation of ``range(size)``, given by a key and never held in memory.
+    """A pseudo-random permutation of ``range(size)``, determined by a key and never stored.
 
-    A position is written with two digits of the bases a and b, both about √size, and each digit in turn is moved by a
-    hash of the other one, a round key mixed in (a Feistel network: every round can be undone, so the whole is
-    one-to-one):
+    A position has two digits in the bases a and b, both about √size. Each round shifts each digit by a keyed hash of
+    the other one. Every round is invertible, so the whole is a permutation (a Feistel network):
 
         position = left · b + right
         left = (left + hash(right ^ key_1)) mod a,  right = (right + hash(left ^ key_2)) mod b,  …
 
-    That permutes ``range(a · b)``, which from 256 elements on hardly exceeds `size`. Elements beyond `size` go
-    through again until they are below it (cycle walking), which permutes ``range(size)`` itself.
+    This permutes ``range(a · b)``, which barely exceeds `size` from 256 elements on. Elements at or above `size` are
+    permuted again until they are below it (cycle walking), which permutes ``range(size)``.
 
     Args:
-        size: how many elements are permuted; below 2**63.
-        key: numbers that choose the permutation, such as a seed and an epoch.
+        size: number of elements; below 2**63.
+        key: numbers that select the permutation, such as a seed and an epoch.
 
     >>> shuffle = Permutation(10, key=(0, 0))
     >>> sorted(shuffle(np.arange(10)).tolist()) == list(range(10))
@@ -78,9 +77,9 @@ class Permutation:
 
 @lru_cache  # the same in every epoch
 def _bases(size: int) -> tuple[int, int]:
-    """Two bases near √size: of 16 pairs, the one whose product exceeds `size` least; the first is even.
+    """Two bases near √size: the pair of 16 with the smallest product; the first is even.
 
-    Moving a digit of an odd base is always an even permutation: with both odd, half of all orders would never occur.
+    Shifting a digit of an odd base is an even permutation: with both odd, half of all orders would never occur.
     """
     least = max(_SMALLEST_BASE, math.isqrt(size - 1) + 1)
     evens = range(least + least % 2, least + 32, 2)
@@ -90,8 +89,8 @@ def _bases(size: int) -> tuple[int, int]:
 def _move(digit: npt.NDArray[np.uint64], base: npt.NDArray[np.uint64], *, by: npt.NDArray[np.uint64]) -> None:
     """Add the hash of a number to a digit, modulo its base; `by` is overwritten.
 
-    Two multiplications carry every bit up, the shift in between carries them down; the hash is the top half of that,
-    as a fraction of 2**32, of the base.
+    The multiplications propagate bits upwards, the shift between them downwards. The top half, as a fraction of 2**32,
+    is scaled to the base.
     """
     by *= _ODD
     by ^= by >> _HALF
@@ -100,4 +99,4 @@ def _move(digit: npt.NDArray[np.uint64], base: npt.NDArray[np.uint64], *, by: np
     by *= base
     by >>= _HALF
     digit += by
-    np.minimum(digit, digit - base, out=digit)  # below the base, the unsigned difference wraps and is the larger one
+    np.minimum(digit, digit - base, out=digit)  # below the base, the unsigned difference wraps around

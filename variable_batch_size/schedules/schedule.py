@@ -1,4 +1,4 @@
-"""Schedule: the steps of a trace laid out over epochs and cores, and the part of them a resumed run has completed."""
+"""Schedule: assigns the steps of a trace to epochs and cores; ScheduleHistory: the part a run has completed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from variable_batch_size.traces.trace import Trace
 
 
 class ScheduleHistory(NamedTuple):
-    """What a run has behind it, which stays as it was if the run goes on with another trace.
+    """The completed part of a run, which does not change if the run resumes with another trace.
 
     Args:
-        sizes: the batch sizes of the rows passed, in short: one for all rows in a row that have it.
-        counts: how many rows each of them has.
-        starts: the first row of each epoch that has begun, the present one last.
-        has_ended: whether the trace has no rows behind these.
+        sizes: the batch sizes of the completed rows, run-length encoded.
+        counts: number of consecutive rows with each of these sizes.
+        starts: the first row of each epoch begun so far, the current one last.
+        has_ended: whether the trace has no rows after these.
     """
 
     sizes: Integers
@@ -33,39 +33,38 @@ class ScheduleHistory(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """How many rows were passed; those of an epoch that was left early are among them."""
+        """Number of completed rows, including those of epochs that ended early."""
         return int(self.counts.sum())
 
     def rows(self) -> Integers:
-        """The batch sizes of all rows passed."""
+        """The batch sizes of all completed rows."""
         return np.repeat(self.sizes, self.counts)
 
     def without_last_epoch(self) -> ScheduleHistory:
-        """The same rows, with the last epoch as part of the one before."""
+        """The same rows, with the last epoch merged into the one before."""
         return self._replace(starts=self.starts[:-1])
 
 
-_ALL = 2**62  # more samples than any run has, and still a number that numpy can count with
+_ALL = 2**62  # more samples than any run has, and within int64
 
 
 class BaseSchedule(ABC):
-    """Which steps make up an epoch, and which minibatches of a step go to which core.
+    """Assigns steps to epochs, and the minibatches of a step to cores.
 
-    An epoch takes steps while their batch sizes still fit into its capacity, `dataset_size` rounded down to whole
-    minibatches; the step that does not fit opens the next epoch. Minibatch j of a step goes to core
-    ``j % num_replicas``. Steps are numbered through the whole run, from 0.
+    An epoch contains as many steps as fit into its capacity, `dataset_size` rounded down to a multiple of
+    `minibatch_size`; the first step that does not fit starts the next epoch. Minibatch j of a step is assigned to core
+    ``j % num_replicas``. Steps are numbered from 0 through the whole run.
 
     Args:
-        dataset_size: samples in the data set; None for data without a length, which are one epoch with room for all
-            steps.
-        minibatch_size: samples that one core runs at once.
-        num_replicas: cores that share the work.
+        dataset_size: samples in the data set; None for data without a length, which form a single unlimited epoch.
+        minibatch_size: samples per forward and backward pass of one core.
+        num_replicas: number of cores.
         lockstep: whether all cores run as many minibatches in a step as the busiest one, for models whose forward pass
-            waits for all of them; who has fewer runs a stand-in in the last round.
+            communicates; cores with fewer run a padding minibatch in the last round.
 
     Attributes:
-        capacity: the most samples of an epoch.
-        on_end: what follows the last row of the trace.
+        capacity: the maximum number of samples in an epoch.
+        on_end: the continuation after the last row of the trace.
     """
 
     on_end: OnEnd
@@ -83,27 +82,27 @@ class BaseSchedule(ABC):
         self.lockstep = lockstep
         self.capacity = int(room) // self.minibatch_size * self.minibatch_size
 
-    # ------------------------------------------------------------------------------------------------ what may differ
+    # ---------------------------------------------------------------------------------------------- to be implemented
 
     @property
     @abstractmethod
     def trace(self) -> Trace:
-        """The batch sizes, as far as they are known."""
+        """The batch sizes known so far."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Where they come from."""
+        """Name of the trace or policy, for messages."""
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """What must be the same on all cores, and when a run goes on."""
+        """Fingerprint that must match on all cores and when a run resumes."""
 
     @property
     @abstractmethod
     def num_epochs(self) -> int | None:
-        """How many epochs there are, the last one perhaps in part; None if they go on forever."""
+        """Number of epochs, including an incomplete last one; None if unlimited."""
 
     @abstractmethod
     def steps(self, epoch: int) -> range:
@@ -111,7 +110,7 @@ class BaseSchedule(ABC):
 
     @property
     def is_endless(self) -> bool:
-        """Whether its only epoch goes on forever."""
+        """Whether its only epoch is unlimited."""
         return self.dataset_size is None and self.on_end != "stop"
 
     @abstractmethod
@@ -120,68 +119,68 @@ class BaseSchedule(ABC):
 
     @abstractmethod
     def past(self, epoch: int, first_step: int) -> ScheduleHistory:
-        """What a run has behind it that stands before the step number `first_step` of an epoch."""
+        """The history of a run whose next step is number `first_step` of an epoch."""
 
     @abstractmethod
     def after(self, past: ScheduleHistory) -> BaseSchedule:
-        """This layout for a run that has begun with another: what is past stays, and the next step is the next row."""
+        """This schedule for a run that began with another one: completed steps stay, then the next row follows."""
 
     @abstractmethod
     def batch_size(self, step: int) -> int:
-        """The samples of a step, over all cores."""
+        """The samples of a step, summed over cores."""
 
     @abstractmethod
     def num_minibatches_for(self, epoch: int, rank: int, first_step: int = 0) -> int:
-        """How many minibatches a core runs in an epoch from its `first_step` on, stand-ins included."""
+        """Number of minibatches a core runs in an epoch from its `first_step` on, including padding."""
 
     @abstractmethod
     def offsets(self, epoch: int, rank: int, *, at_once: int, first_step: int = 0) -> Iterator[Integers]:
-        """Where each minibatch of a core starts in the epoch's order of samples, `at_once` of them at a time.
+        """The start of each minibatch of a core in the epoch's order of samples, in arrays of at most `at_once`.
 
-        A stand-in is a minibatch of another core, or one that this core has run.
+        A padding minibatch repeats a minibatch of the same step.
         """
 
     def steps_from(self, epoch: int, first_step: int) -> Iterator[int]:
-        """The steps of an epoch one after another, from its `first_step` on."""
+        """Iterate over the steps of an epoch from its `first_step` on."""
         return iter(self.steps(epoch)[first_step:])
 
-    def begin_epoch(self, epoch: int) -> None:  # noqa: B027 (known batch sizes know their epochs)
-        """Note that an epoch begins, on every core."""
+    def begin_epoch(self, epoch: int) -> None:  # noqa: B027 (only a PolicySchedule needs it)
+        """Called on every core when an epoch begins."""
 
     def ended_early(self, epoch: int, num_steps: int) -> bool:
-        """Whether an epoch of which so many steps were made was left before its end."""
+        """Whether an epoch with `num_steps` completed steps ended before its last step."""
         return num_steps < len(self.steps(epoch))
 
     def _check_epoch(self, epoch: int) -> None:
         check_not_negative(epoch=epoch)
         if self.dataset_size is None and epoch:
-            raise ValueError(f"data without a `dataset_size` are one epoch, got epoch {epoch} (counting from 0)")
+            raise ValueError(f"data without a `dataset_size` have only epoch 0, got epoch {epoch}")
 
     # ------------------------------------------------------------------------------------------------------ the cores
 
     def num_minibatches(self, step: int) -> int:
-        """The minibatches of a step, over all cores."""
+        """Number of minibatches of a step, summed over cores."""
         return self.batch_size(step) // self.minibatch_size
 
     def minibatches(self, step: int, rank: int) -> range:
-        """The minibatches of a step that a core runs, by their number in the step; none if it is idle."""
+        """Indices of the minibatches of a step assigned to a core; empty if it is idle."""
         return range(rank, self.num_minibatches(step), self.num_replicas)
 
     def is_idle(self, step: int, rank: int) -> bool:
-        """Whether a core has no minibatch in a step, and so runs a stand-in."""
+        """Whether a core has no minibatch in a step and runs a padding minibatch."""
         return rank >= self.num_minibatches(step)
 
     def rounds_for(self, step: int, rank: int) -> int:
-        """How many minibatches a core runs in a step, stand-ins included."""
-        first = 0 if self.lockstep else rank  # in lockstep all run as many as core 0, which has most
+        """Number of minibatches a core runs in a step, including padding."""
+        first = 0 if self.lockstep else rank  # in lockstep all run as many as core 0, the busiest
         return max(1, -((first - self.num_minibatches(step)) // self.num_replicas))
 
     def is_padding(self, step: int, rank: int, round: int) -> bool:
-        """Whether what a core runs in a round of a step, from 0, is a stand-in."""
+        """Whether a core runs a padding minibatch in a round of a step, counting from 0."""
         return rank + round * self.num_replicas >= self.num_minibatches(step)
 
     def _offsets_of(self, sizes: Integers, rank: int, *, begin: int, at_once: int) -> Iterator[Integers]:
-        """The offsets of a core's minibatches in successive steps, the first of which begins at an offset."""
+        """The offsets of a core's minibatches in consecutive steps of these sizes, starting at offset `begin`."""
         begins = begin + sizes.cumsum() - sizes
         in_step = sizes // self.minibatch_size
         yielded = self._num_yielded(sizes, rank)
@@ -204,22 +203,15 @@ _ROWS_PER_SEARCH = 512
 
 @final
 class Schedule(BaseSchedule):
-    """A trace laid out over epochs of a data set and over cores.
+    """Assigns the steps of a trace to epochs and cores.
 
-    An epoch takes steps while their batch sizes still fit into its capacity, `dataset_size` rounded down to whole
-    minibatches; the step that does not fit opens the next epoch. Minibatch j of a step goes to core
-    ``j % num_replicas``. Steps are numbered through the whole run, from 0.
+    See :class:`BaseSchedule` for how steps are assigned.
 
     Args:
         trace: the batch size of every step; a multiple of `minibatch_size`, at most the capacity of an epoch.
-        dataset_size: samples in the data set; None for data without a length, which are one epoch with room for all
-            steps.
-        minibatch_size: samples that one core runs at once.
-        num_replicas: cores that share the work.
-        on_end: what follows the last row of the trace: ``"stop"`` ends the last epoch there, ``"hold"`` repeats the
-            last batch size forever, ``"cycle"`` starts over, forever.
-        lockstep: whether all cores run as many minibatches in a step as the busiest one, for models whose forward pass
-            waits for all of them; who has fewer runs a stand-in in the last round.
+        on_end: after the last row of the trace, ``"stop"`` ends the last epoch, ``"hold"`` repeats the last batch size
+            forever, and ``"cycle"`` starts over.
+        dataset_size, minibatch_size, num_replicas, lockstep: see :class:`BaseSchedule`.
 
     >>> schedule = Schedule(Trace.from_sequence([64, 96, 32, 256]), dataset_size=300, minibatch_size=32, num_replicas=4)
     >>> schedule.steps(epoch=0), schedule.steps(epoch=1), schedule.num_epochs
@@ -246,19 +238,18 @@ class Schedule(BaseSchedule):
         self._sizes = BatchSizes(trace, on_end)
         self._trace = trace
         self.on_end = self._sizes.on_end
-        self._sizes.refuse_first(
+        self._sizes.check_rows(
             lambda sizes: sizes % minibatch_size != 0, f"a multiple of {minibatch_size} (the minibatch size)"
         )
-        self._sizes.refuse_first(
+        self._sizes.check_rows(
             lambda sizes: sizes > self.capacity,
-            f"at most {self.capacity} (the whole minibatches of {dataset_size} samples)",
+            f"at most {self.capacity} (the full minibatches in {dataset_size} samples)",
         )
         self._starts = [0]  # first step of each epoch found so far
-        self._epoch_of_row: dict[int, int] = {}  # which of them starts at a row, to find the period of a cycle
+        self._epoch_of_row: dict[int, int] = {}  # epoch by the row it starts at, to find the period of a cycle
 
     @property
     def trace(self) -> Trace:
-        """The trace."""
         return self._trace
 
     @property
@@ -275,7 +266,6 @@ class Schedule(BaseSchedule):
     # ------------------------------------------------------------------------------------------------------- epochs
 
     def steps(self, epoch: int) -> range:
-        """The steps of an epoch."""
         self._check_epoch(epoch)
         start = self._start(epoch)
         stop = self._start(epoch + 1)
@@ -283,13 +273,12 @@ class Schedule(BaseSchedule):
             assert self.num_epochs is not None
             raise ValueError(
                 f"{self.trace.name} holds {counted(self.num_epochs, 'epoch')} of {self.dataset_size} samples, "
-                f'got epoch {epoch} (counting from 0); on_end="hold" or "cycle" goes on beyond its end'
+                f'got epoch {epoch} (counting from 0); use on_end="hold" or "cycle" to continue'
             )
         return range(start, stop)
 
     @property
     def num_epochs(self) -> int | None:
-        """How many epochs the trace holds, the last one perhaps in part; None if it goes on forever."""
         if self.dataset_size is None:
             return 1
         if self.on_end != "stop":
@@ -299,13 +288,13 @@ class Schedule(BaseSchedule):
         return len(self._starts) - 1
 
     def _start(self, epoch: int) -> int:
-        """The first step of an epoch; known ones are looked up, the next ones found by bisection."""
+        """The first step of an epoch; cached, and found by bisection."""
         while epoch >= len(self._starts):
             last = self._starts[-1]
             num_rows = len(self.trace.sizes)
             if self.on_end == "stop" and last == num_rows:
                 return last
-            if self.on_end == "hold" and last >= num_rows - 1:  # from here on, every step is like the last row
+            if self.on_end == "hold" and last >= num_rows - 1:  # all further steps have the last row's size
                 return last + (epoch - len(self._starts) + 1) * (self.capacity // int(self.trace.sizes[-1]))
             if self.on_end == "cycle":
                 # once two epochs have started at the same row, everything repeats
@@ -318,7 +307,7 @@ class Schedule(BaseSchedule):
         return self._starts[epoch]
 
     def _append_starts(self) -> None:
-        """Find the next epochs: those that start in the next rows of the trace, or if none does, the next one."""
+        """Find all epochs that start in the next block of rows, or else the next epoch."""
         last = self._starts[-1]
         ends = self.trace.sizes[last : last + _ROWS_PER_SEARCH].cumsum().tolist()
         used = row = 0
@@ -329,23 +318,21 @@ class Schedule(BaseSchedule):
             self._starts.append(self._sizes.step_at(self.samples_before(last) + self.capacity))
 
     def samples_before(self, step: int) -> int:
-        """The samples used by all steps before this one."""
         return self._sizes.samples_before(step)
 
     # ------------------------------------------------------------------------------------------------ another trace
 
     def past(self, epoch: int, first_step: int) -> ScheduleHistory:
-        """What a run has behind it that stands before the step number `first_step` of an epoch."""
         starts = tuple(self._start(number) for number in range(epoch + 1))
         num_rows = starts[-1] + first_step
         has_ended = self.on_end == "stop" and num_rows == len(self.trace)
         return ScheduleHistory(*self._sizes.runs(num_rows), starts, has_ended)
 
     def after(self, past: ScheduleHistory) -> Schedule:
-        """This schedule for a run that has begun with another: what is past stays, and the next step is the next row.
+        """This schedule for a run that began with another one: completed steps stay, then the next row follows.
 
-        Row r of this trace is step r of the run, whatever rows were there before. The present epoch goes on behind the
-        samples that it has used; if these are more than an epoch holds now, the next one begins.
+        Row r of this trace becomes step r of the run. The current epoch continues after the samples it has used. If
+        these exceed the capacity of an epoch, the next epoch begins.
         """
         num_rows = past.num_rows
         schedule = copy.copy(self)
@@ -362,8 +349,8 @@ class Schedule(BaseSchedule):
     def _begins_with(self, past: ScheduleHistory) -> bool:
         if self.on_end == "stop" and past.num_rows > len(self.trace):
             raise ValueError(
-                f"{self.trace.name} must go on behind the {counted(past.num_rows, 'step')} that the run has passed, "
-                f"got {counted(len(self.trace), 'step')}"
+                f"{self.trace.name} has {counted(len(self.trace), 'row')}, but the run has already completed "
+                f"{counted(past.num_rows, 'step')}"
             )
         sizes, counts = self._sizes.runs(past.num_rows)
         return np.array_equal(sizes, past.sizes) and np.array_equal(counts, past.counts)
@@ -371,8 +358,8 @@ class Schedule(BaseSchedule):
     def _rows_from(self, row: int) -> Integers:
         if self.on_end == "cycle":
             raise ValueError(
-                f"{self.trace.name} must begin with the {counted(row, 'step')} that the run has passed, because "
-                'on_end="cycle" starts over with them'
+                f"{self.trace.name} must begin with the {counted(row, 'step')} that the run has completed, because "
+                'on_end="cycle" repeats them'
             )
         last = len(self.trace.sizes) - (self.on_end == "hold")
         return self.trace.sizes[min(row, last) :]
@@ -380,28 +367,27 @@ class Schedule(BaseSchedule):
     # -------------------------------------------------------------------------------------------------------- steps
 
     def batch_size(self, step: int) -> int:
-        """The samples of a step, over all cores."""
         return self._sizes.of_step(step)
 
     # --------------------------------------------------------------------------------- all cores through many steps
 
     def size_counts(self, steps: range) -> tuple[Integers, Integers]:
-        """The distinct batch sizes of successive steps, ascending, and how many of the steps have each."""
+        """The distinct batch sizes of consecutive steps, ascending, and the number of steps with each."""
         return self._sizes.counts(steps)
 
     def core_minibatches(self, steps: range) -> Integers:
-        """How many minibatches each core runs in successive steps, without stand-ins."""
+        """Number of minibatches each core runs in consecutive steps, excluding padding."""
         sizes, counts = self.size_counts(steps)
         for_all, for_some = np.divmod(sizes // self.minibatch_size, self.num_replicas)
         return int(for_all @ counts) + self._num_steps_above(for_some, counts)
 
     def core_idle_steps(self, steps: range) -> Integers:
-        """In how many of some successive steps each core is idle."""
+        """Number of consecutive steps in which each core is idle."""
         sizes, counts = self.size_counts(steps)
         return len(steps) - self._num_steps_above(np.minimum(sizes // self.minibatch_size, self.num_replicas), counts)
 
     def _num_steps_above(self, cores: Integers, counts: Integers) -> Integers:
-        """For each rank, how many steps have work for more cores than that."""
+        """For each rank, the number of steps with work for more than `rank` cores."""
         by_cores = np.zeros(self.num_replicas + 1, dtype=np.int64)
         np.add.at(by_cores, cores, counts)
         return by_cores[::-1].cumsum()[-2::-1]
@@ -409,18 +395,13 @@ class Schedule(BaseSchedule):
     # ---------------------------------------------------------------------------------------- a core through an epoch
 
     def num_minibatches_for(self, epoch: int, rank: int, first_step: int = 0) -> int:
-        """How many minibatches a core runs in an epoch from its `first_step` on, stand-ins included."""
         return self._sizes.sum(self.steps(epoch)[first_step:], lambda sizes: self._num_yielded(sizes, rank))
 
     def num_idle_steps(self, epoch: int, rank: int) -> int:
-        """In how many steps of an epoch a core is idle."""
+        """Number of steps of an epoch in which a core is idle."""
         return self._sizes.sum(self.steps(epoch), lambda sizes: sizes // self.minibatch_size <= rank)
 
     def offsets(self, epoch: int, rank: int, *, at_once: int, first_step: int = 0) -> Iterator[Integers]:
-        """Where each minibatch of a core starts in the epoch's order of samples, `at_once` of them at a time.
-
-        A stand-in is a minibatch of another core.
-        """
         steps = self.steps(epoch)
         begin = self._sizes.sum(steps[:first_step], lambda sizes: sizes)
         for start in range(steps.start + first_step, steps.stop, _STEPS_AT_ONCE):

@@ -1,4 +1,4 @@
-"""Traces: the batch size of every step, and where it comes from."""
+"""Traces: the batch size of every step, read from files, generated or converted from recordings."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Traces: the batch size of every step, and where it comes from."""
+"""Traces: the batch size of every step, read from files, generated or converted from recordings."""
 
 from .convert import convert_recording as convert_recording
 from .convert import step_seconds as step_seconds

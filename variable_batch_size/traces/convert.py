@@ -1,4 +1,4 @@
-"""Turns a recording of devices that came and went into a trace."""
+"""Converts a recording of available devices to a trace."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ WHEN_EMPTY: tuple[WhenEmpty, ...] = get_args(WhenEmpty)
 Rounding = Literal["down", "nearest", "up"]
 ROUNDING: tuple[Rounding, ...] = get_args(Rounding)
 
-_CLOSE = 1e-6  # a smaller part of a minibatch, or of a step, is a floating-point error
-_ROUNDING_ERRORS = 8 * np.finfo(np.float64).eps  # of a sum, as a share of it
+_CLOSE = 1e-6  # smaller fractions of a minibatch or step are floating-point errors
+_ROUNDING_ERRORS = 8 * np.finfo(np.float64).eps  # relative error of a sum
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A trace made from a recording, and what was lost or added on the way.
+    """A trace made from a recording, and the effects of rounding and gaps.
 
     Args:
         trace: the trace.
-        seconds_per_step: how long each step takes.
+        seconds_per_step: the duration of a step.
         seconds_recorded: the length of the recording.
-        seconds_empty: how much of it had no device.
-        seconds_left: its end, which is too short for a whole step.
-        samples_before_rounding: what the devices would have run in the steps of the trace, not rounded yet.
-        recorded_rate: the recording's mean samples per second, over its whole length.
-        num_steps_rounded: how many steps rounding changed.
+        seconds_empty: the time without any device.
+        seconds_left: the remainder at the end, shorter than a step.
+        samples_before_rounding: the samples of the trace before rounding to minibatches.
+        recorded_rate: mean samples per second over the whole recording.
+        num_steps_rounded: number of steps changed by rounding.
     """
 
     trace: Trace
@@ -55,7 +55,7 @@ class Conversion:
 
     @property
     def rate(self) -> float:
-        """The trace's mean samples per second, over the time it took the recorded devices, gaps included."""
+        """The trace's mean samples per second of recorded time, including gaps."""
         return self.samples / (self.seconds_recorded - self.seconds_left)
 
 
@@ -68,23 +68,23 @@ def convert_recording(
     when_empty: WhenEmpty,
     rounding: Rounding,
 ) -> Conversion:
-    """Make a trace from the steps that the recorded devices would have taken.
+    """Make a trace of the steps that the recorded devices would have made.
 
-    A step takes T seconds; its batch size is the time-weighted mean of the devices over these seconds, times
-    `samples_per_device`, rounded to whole minibatches:
+    A step takes T seconds. Its batch size is the time-weighted mean number of devices in these seconds, times
+    `samples_per_device`, rounded to a multiple of the minibatch size:
 
         B(k) = minibatch_size · round(samples_per_device / minibatch_size · ∫ devices(t) dt / T),   kT ≤ t < (k + 1)T
 
-    so that, apart from rounding, the trace has as many samples per second as the recording.
+    Apart from rounding, the trace has as many samples per second as the recording.
 
     Args:
-        recording: how many devices there were, and when.
-        samples_per_device: what each device runs in a step.
-        minibatch_size: samples that a device runs at once.
-        seconds_per_step: T, as measured or as :func:`step_seconds` estimates it.
-        when_empty: what to do while there is no device: ``"skip"`` that time, since training stands still; ``"hold"``
-            the last number of devices; or raise an ``"error"``.
-        rounding: to whole minibatches, ``"down"``, ``"nearest"`` (halves up) or ``"up"``.
+        recording: the number of devices over time.
+        samples_per_device: samples of each device in a step.
+        minibatch_size: samples per forward and backward pass of one device.
+        seconds_per_step: T, measured or estimated by :func:`step_seconds`.
+        when_empty: without any device, ``"skip"`` the time, ``"hold"`` the last number of devices, or raise an
+            ``"error"``.
+        rounding: to minibatches, ``"down"``, ``"nearest"`` (halves up) or ``"up"``.
 
     >>> recording = Recording.from_counts([0, 30, 60, 90], [2, 0, 3])
     >>> options = dict(samples_per_device=32, minibatch_size=32, seconds_per_step=15, rounding="down")
@@ -104,13 +104,13 @@ def convert_recording(
     num_steps = times[-1] / seconds_per_step + _CLOSE
     if not 1 <= num_steps < MOST_STEPS + 1:
         raise ValueError(
-            f"{recording.places[-1]}: {times[-1]:g} seconds with devices must make from 1 to {MOST_STEPS} steps of "
+            f"{recording.places[-1]}: {times[-1]:g} seconds with devices must make 1 to {MOST_STEPS} steps of "
             f"{seconds_per_step:g} seconds, got {math.floor(num_steps):g}"
         )
     edges = np.arange(math.floor(num_steps) + 1) * seconds_per_step
     device_seconds = np.interp(edges, times, np.concatenate(([0.0], np.cumsum(counts * durations))))
     minibatches = np.diff(device_seconds) / seconds_per_step * samples_per_device / minibatch_size
-    # a step is the difference of two sums, whose errors are those of the whole recording
+    # a step is the difference of two sums over the whole recording, with their errors
     close = max(_CLOSE, _ROUNDING_ERRORS * float(minibatches.sum()))
     rounded = _round(minibatches, rounding, close)
     if rounded.min() < 1 or rounded.max() * minibatch_size > 2**53:
@@ -135,7 +135,7 @@ def convert_recording(
 def step_seconds(
     *, samples_per_device: int, minibatch_size: int, seconds_per_minibatch: float, seconds_per_allreduce: float
 ) -> float:
-    """How long a step takes in which each device runs its minibatches one after another, and all then all-reduce.
+    """Estimate the duration of a step: the minibatches of a device one after another, then an all-reduce.
 
     T = ⌈samples_per_device / minibatch_size⌉ · seconds_per_minibatch + seconds_per_allreduce
 
@@ -153,27 +153,27 @@ def step_seconds(
 
 
 def _without_gaps(recording: Recording, when_empty: WhenEmpty) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Which counts of a recording to use, and their values once zeros are left out or replaced."""
+    """The rows of a recording to use, and their counts with zeros dropped or replaced."""
     has_devices = recording.counts > 0
     rows = np.arange(len(has_devices))
     if has_devices.all():
         return rows, recording.counts
     gap = int(has_devices.argmin())
     if when_empty == "error":
-        raise ValueError(f"{recording.places[gap]}: no device is left (`when_empty`), got 0")
+        raise ValueError(f"{recording.places[gap]}: no devices available (`when_empty` is 'error')")
     if when_empty == "skip":
         if not has_devices.any():
-            raise ValueError(f"{recording.places[gap]}: there must be a device at some time, got 0 at all times")
+            raise ValueError(f"{recording.places[gap]}: the recording has no devices at any time")
         return rows[has_devices], recording.counts[has_devices]
     if gap == 0:
         raise ValueError(
-            f"{recording.places[gap]}: no device is there and none was before to hold (`when_empty`), got 0"
+            f"{recording.places[gap]}: no devices at the start, so there is no number to hold (`when_empty`)"
         )
     return rows, recording.counts[np.maximum.accumulate(np.where(has_devices, rows, 0))]
 
 
 def _round(values: npt.NDArray[np.float64], rounding: Rounding, close: float) -> npt.NDArray[np.float64]:
-    """Round to whole numbers; what is whole up to a floating-point error stays so, whatever the direction."""
+    """Round to integers; values within `close` of an integer round to it in any direction."""
     if rounding == "down":
         return np.floor(values + close)
     if rounding == "up":

@@ -1,7 +1,7 @@
-"""The CSV file of a trace: a header ``step,batchsize``, then one row for each step.
+"""The CSV file of a trace: a header ``step,batchsize``, then one row per step.
 
-pandas reads it all at once, which takes a fraction of a second for millions of rows. Only if it finds anything unusual
-is the file gone through row by row, to name the first row that breaks a rule.
+pandas reads millions of rows in a fraction of a second. Only if the result is unusual is the file read row by row, to
+name the first invalid row.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from variable_batch_size.checks import is_integer, refuse
 from variable_batch_size.files import write
 
 LARGEST = 2**63 - 1
-"""The largest of the 64-bit integers that hold a trace."""
+"""The largest 64-bit integer."""
 
 MOST_STEPS = 20_000_000
-"""As many as can be made in the memory of a small machine; more is probably a typo. A file may hold more."""
+"""Limit for generated traces: more is probably a typo. A file may have more."""
 
 
 def checked_size(size: Any, place: str) -> int:
-    """The batch size given at a place, or a refusal that names the place.
+    """Return a valid batch size as int, or raise ValueError with its place.
 
     >>> checked_size(0, "spot.csv:17")
     Traceback (most recent call last):
@@ -40,7 +40,7 @@ def checked_size(size: Any, place: str) -> int:
 
 
 def check_multiples(minibatch_size: int, **sizes: int) -> None:
-    """Refuse a batch size that is not made of whole minibatches.
+    """Reject batch sizes that are not multiples of the minibatch size.
 
     >>> check_multiples(32, start=64, end=100)
     Traceback (most recent call last):
@@ -52,7 +52,7 @@ def check_multiples(minibatch_size: int, **sizes: int) -> None:
 
 
 def whole_minibatches(sizes: npt.NDArray[Any], minibatch_size: int) -> npt.NDArray[np.int64]:
-    """Round to the nearest multiple of the minibatch size, halves up, but at least one minibatch.
+    """Round to the nearest multiple of the minibatch size, halves up, at least one.
 
     >>> whole_minibatches(np.array([3.0, 47.9, 48.0]), 32).tolist()
     [32, 32, 64]
@@ -62,9 +62,9 @@ def whole_minibatches(sizes: npt.NDArray[Any], minibatch_size: int) -> npt.NDArr
 
 
 def check_num_steps(num_steps: int) -> None:
-    """Refuse to make a trace of too many steps."""
+    """Reject generated traces with too many steps."""
     if num_steps > MOST_STEPS:
-        raise ValueError(f"a trace may have {MOST_STEPS} steps at most, got {num_steps}")
+        raise ValueError(f"a trace may have at most {MOST_STEPS} steps, got {num_steps}")
 
 
 COLUMNS = ("step", "batchsize")
@@ -75,11 +75,11 @@ _COMMENT = re.compile(rb"#[^\n]*")
 
 
 def read_sizes(source: str, content: bytes) -> npt.NDArray[np.int64]:
-    """The batch sizes in a file, or a refusal that names the line and the value of the first row that breaks a rule."""
+    """The batch sizes in a file; ValueError with line and value of the first invalid row."""
     text = _plain(content)
     names, header_line = _header(source, text)
     columns = [names.index(column) for column in COLUMNS]
-    # pandas takes nearly twice as long for bytes as for a file; but a pipe cannot be read twice
+    # pandas reads files nearly twice as fast as bytes, but a pipe can be read only once
     is_plain_file = text == content and os.path.isfile(source)
     file = os.path.abspath(source) if is_plain_file else io.BytesIO(text)
     sizes = _sizes_at_once(file, header_line, len(names), columns)
@@ -87,12 +87,9 @@ def read_sizes(source: str, content: bytes) -> npt.NDArray[np.int64]:
 
 
 def write_sizes(path: str | os.PathLike[str], sizes: npt.NDArray[np.int64], *, comment: str) -> None:
-    """Write a file that :func:`read_sizes` reads back, with the lines of `comment` on top, after ``#``.
-
-    It is whole or not there, for the beginning of a trace is a trace, too.
-    """
+    """Write a file for :func:`read_sizes`, atomically: a truncated trace would be a valid trace."""
     target = Path(path)
-    if target.is_symlink() or (target.exists() and not target.is_file()):  # which a file would take the place of
+    if target.is_symlink() or (target.exists() and not target.is_file()):  # don't replace it by a file
         _fill(target, sizes, comment)
     else:
         write(target, lambda temporary: _fill(temporary, sizes, comment))
@@ -101,7 +98,7 @@ def write_sizes(path: str | os.PathLike[str], sizes: npt.NDArray[np.int64], *, c
 def _fill(path: Path, sizes: npt.NDArray[np.int64], comment: str) -> None:
     import pandas as pd
 
-    # a name on a command line need not be Unicode
+    # the comment may be a command line, which need not be Unicode
     with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         for line in comment.splitlines():
             file.write(f"# {line}\n")
@@ -110,20 +107,20 @@ def _fill(path: Path, sizes: npt.NDArray[np.int64], comment: str) -> None:
 
 
 def read_comment(content: bytes) -> str:
-    """The comment on top of a file."""
+    """The comment at the top of a file."""
     with io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", errors="replace") as file:
         lines = itertools.takewhile(lambda line: line.startswith("#"), file)
         return "\n".join(line[1:].strip() for line in lines)
 
 
 def find_line(content: bytes, row: int) -> int:
-    """The number of the line that holds a row of a file, counting rows from 0 below the header."""
+    """The line number of a row, counting rows from 0 after the header."""
     lines = [line for line, _ in _rows(_plain(content))]
     return lines[row + 1]
 
 
 def _plain(text: bytes) -> bytes:
-    """The text without byte order mark and comments, with the same line numbers, and line feeds as line ends."""
+    """The text without byte order mark and comments, with line feeds and unchanged line numbers."""
     text = text.removeprefix(b"\xef\xbb\xbf")
     if b"\r" in text:
         text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
@@ -131,7 +128,7 @@ def _plain(text: bytes) -> bytes:
 
 
 def _rows(text: bytes) -> Iterator[tuple[int, str]]:
-    """Number and content of every line that is not blank, the header first; lazily, as that is often all one needs."""
+    """Number and content of every non-blank line, the header first; lazy, because often only the header is needed."""
     for line, found in enumerate(_LINE.finditer(text), start=1):
         content = found[0].strip(b" \t\n")
         if content:
@@ -152,7 +149,7 @@ def _header(source: str, text: bytes) -> tuple[list[str], int]:
 def _sizes_at_once(
     file: str | io.BytesIO, header_line: int, num_columns: int, columns: list[int]
 ) -> npt.NDArray[np.int64] | None:
-    """The batch sizes below the header, read fast, if every row follows every rule; else None."""
+    """The batch sizes after the header if all rows are valid, else None."""
     import csv
     import warnings
 
@@ -160,7 +157,7 @@ def _sizes_at_once(
 
     try:
         with warnings.catch_warnings():
-            # pandas raises if a row is too long, but for the first row only warns; mixed types are looked for below
+            # pandas only warns if the first row is too long; mixed types are detected below
             warnings.simplefilter("error", pd.errors.ParserWarning)
             warnings.simplefilter("ignore", pd.errors.DtypeWarning)
             frame = pd.read_csv(
@@ -180,12 +177,12 @@ def _sizes_at_once(
     if not len(frame) or steps.dtype != np.int64 or sizes.dtype != np.int64:
         return None
     follows = (steps[1:] == 0) | (steps[1:] == steps[:-1] + 1)
-    # a copy, as a column may be a view of the whole table
+    # copy: a column may be a view of the whole table
     return np.array(sizes) if steps[0] == 0 and follows.all() and sizes.min() > 0 else None
 
 
 def _sizes_by_row(source: str, text: bytes, num_columns: int, columns: list[int]) -> npt.NDArray[np.int64]:
-    """The batch sizes below the header, row by row: raises at the first row that breaks a rule, whichever it is."""
+    """The batch sizes after the header, row by row; raises at the first invalid row."""
     (header_line, _), *rows = _rows(text)
     if not rows:
         refuse(f"{source}:{header_line + 1}", "expected a row below the header", "nothing")

@@ -15,7 +15,7 @@ from variable_batch_size.traces.trace import Trace
 
 
 def constant_trace(batch_size: int, *, num_steps: int) -> Trace:
-    """The same batch size for a number of steps.
+    """The same batch size for `num_steps` steps.
 
     >>> list(constant_trace(128, num_steps=3))
     [128, 128, 128]
@@ -25,7 +25,7 @@ def constant_trace(batch_size: int, *, num_steps: int) -> Trace:
 
 
 def linear_ramp(start: int, end: int, *, num_steps: int, minibatch_size: int) -> Trace:
-    """Batch sizes on a straight line from `start` to `end`, up or down, to the nearest whole minibatch.
+    """A linear ramp from `start` to `end`, up or down, rounded to multiples of the minibatch size.
 
     >>> list(linear_ramp(32, 256, num_steps=6, minibatch_size=32))
     [32, 64, 128, 160, 224, 256]
@@ -38,14 +38,14 @@ def linear_ramp(start: int, end: int, *, num_steps: int, minibatch_size: int) ->
 
 
 def doubling_ramp(start: int, end: int, *, every: int, minibatch_size: int, num_steps: int | None = None) -> Trace:
-    """A batch size that doubles, or halves, every N steps until it reaches `end`.
+    """A batch size that doubles or halves every N steps until it reaches `end`.
 
     Args:
         start: the first batch size.
-        end: the last one, where the ramp stops.
-        every: N, the steps between two changes.
+        end: the last batch size.
+        every: N, the number of steps between changes.
         minibatch_size: sizes are rounded to its nearest multiple.
-        num_steps: the length of the trace; by default the last size, too, holds for `every` steps.
+        num_steps: the length of the trace; by default the last size also holds for `every` steps.
 
     >>> list(doubling_ramp(32, 200, every=2, minibatch_size=8))
     [32, 32, 64, 64, 128, 128, 200, 200]
@@ -64,20 +64,19 @@ def doubling_ramp(start: int, end: int, *, every: int, minibatch_size: int, num_
 
 
 def rampup(start: int, increment: int, ramp_samples: int, *, final: int, num_samples: int | None = None) -> Trace:
-    """From one batch size to another by equal increments over a number of samples, as Megatron-LM does it.
+    """Megatron-LM's ``--rampup-batch-size START INCREMENT SAMPLES``: equal increments over a number of samples.
 
-    Its option ``--rampup-batch-size START INCREMENT SAMPLES``: with N = (final − start) / increment, a step before
-    which s samples were used has the batch size
+    With N = (final − start) / increment, a step after s samples has the batch size
 
         B(s) = start + increment · ⌊s / (ramp_samples / N)⌋   up to s = ramp_samples,   `final` from then on.
 
     Args:
         start: the first batch size.
-        increment: by how much it grows at once.
-        ramp_samples: the samples over which it grows.
-        final: the last batch size, a whole number of increments above the first.
-        num_samples: of the whole training, whose last step is the last one that still fits; by default the trace ends
-            with the first step of the final size, which ``on_end="hold"`` then goes on with.
+        increment: the size of one increment.
+        ramp_samples: the length of the ramp in samples.
+        final: the last batch size, `start` plus a multiple of `increment`.
+        num_samples: the length of the trace in samples, rounded down to full steps; by default the trace ends with the
+            first step of the final size, for use with ``on_end="hold"``.
 
     >>> list(rampup(16, 16, 120, final=48))
     [16, 16, 16, 16, 32, 32, 48]
@@ -86,7 +85,7 @@ def rampup(start: int, increment: int, ramp_samples: int, *, final: int, num_sam
     """
     check_positive(start=start, increment=increment, ramp_samples=ramp_samples, final=final)
     if final <= start or (final - start) % increment:
-        raise ValueError(f"`final` must be {start} and one or more increments of {increment}, got {final}")
+        raise ValueError(f"`final` must be {start} plus one or more increments of {increment}, got {final}")
     if num_samples is not None:
         check_positive(num_samples=num_samples)
         if num_samples < start:
@@ -103,7 +102,7 @@ def rampup(start: int, increment: int, ramp_samples: int, *, final: int, num_sam
 
 def _rampup_sizes(start: int, increment: int, ramp_samples: int, final: int) -> list[int]:
     """The batch sizes of the steps before the final size."""
-    # a float, as there: its rounding decides which size a step has that begins right at a change
+    # a float, as in Megatron-LM: its rounding decides the size of a step that begins exactly at a change
     samples_per_size = ramp_samples / ((final - start) // increment)
     sizes: list[int] = []
     done = 0
@@ -131,21 +130,21 @@ def growth_for_decay(
     minibatch_size: int,
     cap: int | None = None,
 ) -> Trace:
-    """Multiply the batch size where a schedule would divide the learning rate (Smith et al. 2018).
+    """Multiply the batch size when a schedule would divide the learning rate (Smith et al. 2018).
 
     From "Don't decay the learning rate, increase the batch size": after each epoch e of `at_epochs`
 
         B → min(factor · B, cap)   instead of   lr → lr / factor.
 
-    Training with :class:`LinearRuleOptimizer` at ``ref_batchsize=start`` *and* the decay that it replaces gives
-    the paper's learning rate: the rule multiplies by what the decay divides by, and what a cap cuts off is left to the
-    decay. An epoch is `dataset_size` samples.
+    Train with :class:`LinearRuleOptimizer` at ``ref_batchsize=start`` *and* the decay that is replaced. The rule
+    cancels the decay until the batch size reaches the cap, which gives the paper's learning rate. An epoch is
+    `dataset_size` samples.
 
     Args:
         start: the batch size of the first epochs.
-        factor: what the learning rate would be divided by.
-        at_epochs: after how many epochs each change comes.
-        num_epochs: epochs of the whole training.
+        factor: by which the learning rate would be divided.
+        at_epochs: the epochs after which it would be divided.
+        num_epochs: the length of the trace in epochs.
         dataset_size: samples in the data set.
         minibatch_size: sizes are rounded to its nearest multiple.
         cap: the largest batch size; None for no bound.
@@ -159,7 +158,7 @@ def growth_for_decay(
     _check_growth(start, cap, minibatch_size, factor)
     for before, after in itertools.pairwise((0, *at_epochs, num_epochs)):
         if not before < after:
-            raise ValueError(f"`at_epochs` must grow from above 0 to below {num_epochs}, got {after} after {before}")
+            raise ValueError(f"`at_epochs` must be ascending between 0 and {num_epochs}, got {after} after {before}")
     starts = tuple(epoch * dataset_size for epoch in (0, *at_epochs))
     largest = num_epochs * dataset_size if cap is None else cap
     sizes = start * np.minimum(float(factor) ** np.arange(len(starts)), largest / start)
@@ -172,20 +171,20 @@ def seesaw(
 ) -> Trace:
     """Seesaw's batch sizes for a cosine schedule of the learning rate (Meterez et al. 2025).
 
-    Over S samples the schedule lr(s) = lr0 · cos(π/2 · s/S) falls; whenever it has fallen by `factor`, Seesaw
-    multiplies the batch size by `factor` and divides the learning rate by only √factor. In the limit of small factors
+    The schedule is lr(s) = lr0 · cos(π/2 · s/S) over S samples. Each time it has fallen by `factor`, Seesaw multiplies
+    the batch size by `factor` and divides the learning rate only by √factor. In the limit of small factors
 
         B(s) = start / cos(π/2 · s/S),   which takes ∫ ds / B(s) = 2/π · S / start updates:
 
-    63.7 % of those at the constant batch size `start`. Training with :class:`RootRuleOptimizer` at
-    ``ref_batchsize=start`` *and* the unchanged cosine schedule, over samples, gives Seesaw's learning rate.
+    63.7 % of those at the constant batch size `start`. Train with :class:`RootRuleOptimizer` at ``ref_batchsize=start``
+    *and* the unchanged cosine schedule over samples to get Seesaw's learning rate.
 
     Args:
         start: the first batch size.
-        num_samples: S, the samples of the whole training.
-        minibatch_size: sizes are whole minibatches. In the limit the *sum* of sizes is rounded, so that neither
-            updates nor samples drift: sizes may alternate between two neighbouring multiples.
-        factor: what each change multiplies by, at least 1.001; None for the limit.
+        num_samples: S, the length of the trace in samples.
+        minibatch_size: sizes are rounded to its multiples. In the limit of small factors the cumulative sum is rounded,
+            so that errors don't accumulate: sizes may alternate between two neighbouring multiples.
+        factor: of each change, at least 1.001; None for the limit of small factors.
         cap: the largest batch size; None for no bound.
 
     >>> len(seesaw(256, num_samples=10_000_000, minibatch_size=32)), round(2 / math.pi * 10_000_000 / 256)
@@ -197,7 +196,7 @@ def seesaw(
     _check_growth(start, cap, minibatch_size, factor)
     if factor is not None and factor < _LEAST_FACTOR:
         raise ValueError(
-            f"`factor` must be at least {_LEAST_FACTOR}, or None for the limit of small ones, got {factor}"
+            f"`factor` must be at least {_LEAST_FACTOR}, or None for the limit of small factors, got {factor}"
         )
     if num_samples < start:
         raise ValueError(f"`num_samples` must be at least one step of {start}, got {num_samples}")
@@ -209,7 +208,7 @@ def seesaw(
 
 
 def _seesaw_stages(start: int, num_samples: int, minibatch_size: int, cap: int, factor: float) -> Trace:
-    """A stage for each change, as long as a step of its size still fits."""
+    """One stage per change, while a step of its size fits."""
     starts, sizes = [0], [start]
     for change in range(1, 1 + math.ceil(math.log(cap / start, factor))):
         begin = max(starts[-1] + 1, round(_QUARTER * math.acos(factor**-change) * num_samples))
@@ -222,9 +221,9 @@ def _seesaw_stages(start: int, num_samples: int, minibatch_size: int, cap: int, 
 
 
 def _seesaw_limit(start: int, num_samples: int, minibatch_size: int, cap: int) -> Trace:
-    """Steps of the size B(s) = start / cos(π/2 · s/S), until that reaches the cap.
+    """Steps of the size B(s) = start / cos(π/2 · s/S), up to the cap.
 
-    Until then, s(k) = 2/π · S · arcsin(π/2 · k · start/S) samples come before step k.
+    Below the cap, s(k) = 2/π · S · arcsin(π/2 · k · start/S) samples precede step k.
     """
     scale = _QUARTER * num_samples
     capped_from = scale / start * math.sqrt(1 - (start / cap) ** 2)
@@ -262,19 +261,19 @@ def spot_market(
     num_steps: int,
     seed: int,
 ) -> Trace:
-    """A market where devices come and go, each on its own.
+    """Simulates a spot market in which devices arrive and leave independently.
 
-    At first all are present. From step to step, a device that is present leaves with probability `leave`, and one that
-    is absent arrives with probability `arrive`; in the long run, each is present in arrive / (arrive + leave) of them.
+    All devices are present at first. In each step a present device leaves with probability `leave`, and an absent one
+    arrives with probability `arrive`. In the long run each is present in arrive / (arrive + leave) of the steps.
 
     Args:
-        num_devices: the most that are ever present.
-        at_least: how many of them never leave.
-        arrive: the probability per step that an absent device comes back.
-        leave: the probability per step that a device leaves.
-        samples_per_device: what each device that is present adds to the batch size.
+        num_devices: the largest number of devices.
+        at_least: number of devices that never leave.
+        arrive: the probability per step that an absent device arrives.
+        leave: the probability per step that a present device leaves.
+        samples_per_device: samples per present device in the batch size.
         num_steps: the length of the trace.
-        seed: chooses the market; the same one with every version of numpy.
+        seed: of the random numbers, which are the same with every version of numpy.
 
     >>> list(spot_market(num_devices=4, at_least=1, arrive=.3, leave=.2, samples_per_device=32, num_steps=8, seed=0))
     [128, 128, 128, 128, 128, 96, 32, 32]
@@ -289,7 +288,7 @@ def spot_market(
         if not 0 <= value <= 1:
             raise ValueError(f"`{name}` must be a probability from 0 to 1, got {value!r}")
     check_within(2**32 - 1, seed=seed)
-    draws = np.random.RandomState(seed)  # unlike newer generators, it guarantees the same numbers forever
+    draws = np.random.RandomState(seed)  # unlike newer generators, its stream is frozen
     is_present = np.ones(num_devices - at_least, dtype=bool)
     counts = np.empty(num_steps, dtype=np.int64)
     for step in range(num_steps):

@@ -1,4 +1,4 @@
-"""Recording: how many devices were available at which time, read from CSV tables, event lists and JSON."""
+"""Recording: the number of available devices over time, read from CSV tables, event logs and JSON."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LATEST = 1e15  # seconds
 _MOST_DEVICES = 10**9
 
 Columns = tuple[npt.NDArray[np.float64], npt.NDArray[np.int64], list[str]]
-"""Times, counts and where each count was given."""
+"""Times, counts and the source of each count."""
 
 
 class Rows:
-    """How many devices there are from a time on, row after row."""
+    """Collects rows of a time and the number of devices from then on."""
 
     def __init__(self) -> None:
         self.places: list[str] = []
@@ -37,19 +37,19 @@ class Rows:
         self.counts: list[int] = []
 
     def append(self, place: str, time: float, count: int) -> None:
-        """Add a row: from `time` on, in seconds, there are `count` devices."""
+        """Add a row: `count` devices from `time` on, in seconds."""
         if not abs(time) <= LATEST:
             refuse(place, f"a time must be a number within {LATEST:g} seconds", time)
         if self.times and time - self.times[0] <= self.times[-1] - self.times[0]:
-            refuse(place, "a time must be later than the one before", f"{time:.15g} s after {self.times[-1]:.15g} s")
+            refuse(place, "a time must be later than the previous one", f"{time:.15g} s after {self.times[-1]:.15g} s")
         if not 0 <= count <= _MOST_DEVICES:
-            refuse(place, f"a number of devices must be from 0 to {_MOST_DEVICES}", count)
+            refuse(place, f"the number of devices must be from 0 to {_MOST_DEVICES}", count)
         self.places.append(place)
         self.times.append(time)
         self.counts.append(count)
 
     def columns(self) -> Columns:
-        """All rows, in seconds since the first one; the last row has a time only, as it only ends the recording."""
+        """All rows, in seconds since the first one; the last row only gives the end of the recording."""
         if len(self.times) < 2:
             refuse(self.places[0], "a recording needs two different times", "one")
         times = np.array(self.times, dtype=np.float64)
@@ -62,13 +62,12 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 @dataclass(frozen=True)
 class Recording:
-    """Numbers of devices, each of which holds from one time to the next.
+    """The number of available devices over time.
 
     Args:
-        times: seconds since the start, ascending, one more than counts: there are `counts[i]` devices from ``times[i]``
-            until ``times[i + 1]``.
-        counts: numbers of devices.
-        places: where each of the counts was given, such as ``spot.csv:17``.
+        times: seconds since the start, ascending, one more than counts.
+        counts: ``counts[i]`` is the number of devices from ``times[i]`` to ``times[i + 1]``.
+        places: the source of each count, such as ``spot.csv:17``.
 
     >>> recording = Recording.from_counts([0, 30, 90], [2, 4])
     >>> recording.seconds, recording.mean_devices
@@ -81,9 +80,9 @@ class Recording:
 
     @classmethod
     def from_counts(cls, times: Sequence[float], counts: Sequence[int]) -> Recording:
-        """A recording made from numbers: `counts[i]` devices from ``times[i]`` to ``times[i + 1]``, in seconds."""
+        """A recording with ``counts[i]`` devices from ``times[i]`` to ``times[i + 1]``, in seconds."""
         if len(times) != len(counts) + 1 or not len(counts):
-            raise ValueError(f"`times` must be one more than the counts, got {len(times)} and {len(counts)}")
+            raise ValueError(f"`times` must have one more element than `counts`, got {len(times)} and {len(counts)}")
         rows = Rows()
         for index, (time, count) in enumerate(zip(times, (*counts, 0), strict=True)):
             rows.append(f"recording[{index}]", float(time), count)
@@ -101,23 +100,22 @@ class Recording:
     ) -> Recording:
         """Read a file in one of three formats.
 
-        - ``"csv"``: a header, then a time and a number of devices in each row, which holds until the time of the next
-          row; the last row only ends the recording. Times are numbers or dates such as ``2026-03-01T12:00:00Z``.
-        - ``"events"``: rows ``milliseconds,add|remove,node``; the last event only ends the recording.
+        - ``"csv"``: a header, then rows of a time and the number of devices until the next row's time. The last row
+          only gives the end of the recording. Times are numbers or dates such as ``2026-03-01T12:00:00Z``.
+        - ``"events"``: rows ``milliseconds,add|remove,node``; the last event only gives the end of the recording.
         - ``"json"``: ``{"metadata": {"gap_seconds": g}, "data": [counts]}``, each count for g seconds.
 
-        In the first two, cells may be quoted, and blank lines and ``#`` comments are fine.
+        In the first two, quoted cells, blank lines and ``#`` comments are allowed.
 
         Args:
             path: the file.
-            format: one of these; detected from the file's content if None.
-            time_column: the name of a CSV file's time column; by default the first that has a name.
-            count_column: the name of its count column; by default the second, and last, that has a name.
-            time_unit: the unit of a CSV file's times where they are numbers: ``"ms"``, ``"s"``, ``"min"`` or ``"h"``;
-                seconds if None. Events and JSON have their own units, and no columns to name.
+            format: one of these; detected from the content if None.
+            time_column: the name of the time column in a CSV file; by default the first of two named columns.
+            count_column: the name of the count column; by default the second of two named columns.
+            time_unit: of numeric times in a CSV file: ``"ms"``, ``"s"``, ``"min"`` or ``"h"``; seconds if None.
 
         Raises:
-            ValueError: with file, line and value of the first row that breaks a rule.
+            ValueError: with file, line and value of the first invalid row.
         """
         if format is not None:
             check_one_of(FORMATS, format=format)
@@ -125,55 +123,38 @@ class Recording:
             check_one_of(TIME_UNITS, time_unit=time_unit)
         source = os.fspath(path)
         text = Path(source).read_bytes().decode("utf-8-sig", errors="replace")
-        format = format or _detected_format(source, text)
-        if format != "csv":
-            _refuse_given(source, format, time_column=time_column, count_column=count_column, time_unit=time_unit)
-        if format == "json":
-            rows = read_json(source, text)
-        elif format == "events":
-            rows = read_events(source, text)
-        else:
-            rows = read_counts(
-                source,
-                text,
-                time_column=time_column,
-                count_column=count_column,
-                seconds_per_unit=TIME_UNITS[time_unit or "s"],
-            )
+        if format is None:
+            format = "json" if is_json(text) else "events" if are_events(source, text) else "csv"
+        if format == "csv":
+            unit = TIME_UNITS[time_unit or "s"]
+            rows = read_counts(source, text, time_column=time_column, count_column=count_column, seconds_per_unit=unit)
+            return cls(*rows.columns())
+        options = {"time_column": time_column, "count_column": count_column, "time_unit": time_unit}
+        for name, value in options.items():
+            if value is not None:
+                raise ValueError(f"{source}: `{name}` is for format 'csv' only, got {value!r} with {format!r}")
+        rows = read_json(source, text) if format == "json" else read_events(source, text)
         return cls(*rows.columns())
 
     @property
     def durations(self) -> npt.NDArray[np.float64]:
-        """For how many seconds each count holds."""
+        """The duration of each count, in seconds."""
         return np.diff(self.times)
 
     @property
     def seconds(self) -> float:
-        """How long the recording is."""
+        """The length of the recording."""
         return float(self.times[-1])
 
     @property
     def seconds_empty(self) -> float:
-        """For how long there was no device."""
+        """The time without any device."""
         return float(self.durations[self.counts == 0].sum())
 
     @property
     def mean_devices(self) -> float:
         """The mean number of devices over time."""
         return float(self.counts @ self.durations) / self.seconds
-
-
-def _detected_format(source: str, text: str) -> Format:
-    if is_json(text):
-        return "json"
-    return "events" if are_events(source, text) else "csv"
-
-
-def _refuse_given(source: str, format: Format, **options: str | None) -> None:
-    """Refuse options that a format has no use for."""
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"{source}: `{name}` is for CSV files of times and counts, got {value!r} with {format}")
 
 
 TimeUnit = Literal["ms", "s", "min", "h"]
@@ -186,7 +167,7 @@ _EVENTS = ("add", "remove")
 
 
 def table_of(source: str, text: str) -> Iterator[tuple[int, list[str]]]:
-    """The rows of a CSV text, without comments and blank lines: the line in which each begins, and its cells.
+    """First line and cells of each row of a CSV text, without comments and blank lines.
 
     >>> list(table_of("spot.csv", 'time, nodes  # of zone a\\n\\n0, "3"\\n'))
     [(1, ['time', 'nodes']), (3, ['0', '3'])]
@@ -204,13 +185,13 @@ def table_of(source: str, text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _plain(text: str) -> str:
-    """The text, line by line, without comments and blanks beside quotes, which to the csv module are content."""
+    """The text without comments and without spaces next to quotes, which the csv module would treat as content."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return _QUOTED_OR_COMMENT.sub(lambda found: found[1] or "", text)
 
 
 def are_events(source: str, text: str) -> bool:
-    """Whether the rows of a text are events, not counts; a header may come first."""
+    """Whether the rows of a text, after an optional header, are events and not counts."""
     first_rows = itertools.islice(table_of(source, text), 2)
     return any(len(cells) > 1 and cells[1].lower() in _EVENTS for _, cells in first_rows)
 
@@ -218,7 +199,7 @@ def are_events(source: str, text: str) -> bool:
 def read_counts(
     source: str, text: str, *, time_column: str | None, count_column: str | None, seconds_per_unit: float
 ) -> Rows:
-    """The times and counts of a table that has a header."""
+    """The times and counts of a table with a header."""
     table = table_of(source, text)
     line, header = next(table, (1, []))
     columns = _columns(f"{source}:{line}", header, time_column, count_column)
@@ -238,15 +219,17 @@ def read_counts(
 
 
 def _columns(place: str, header: list[str], time_column: str | None, count_column: str | None) -> tuple[int, int]:
-    """Which columns hold the times and the counts."""
+    """The indices of the time and count columns."""
     if not header:
-        refuse(place, "the file must have a header that names the columns", "an empty file")
+        refuse(place, "the file must have a header with column names", "an empty file")
     if all(_NUMBER.fullmatch(name) for name in header if name):
-        refuse(place, "the first row must name the columns", repr(",".join(header))[:80])
+        refuse(place, "the first row must be a header with column names", repr(",".join(header))[:80])
     named = [name for name in header if name]
     if time_column is None and count_column is None:
         if len(named) != 2:
-            refuse(place, "two columns must have names, or else say which are the times and counts", repr(named)[:80])
+            refuse(
+                place, "pass `time_column` and `count_column` unless exactly two columns are named", repr(named)[:80]
+            )
         time_column, count_column = named
     elif time_column is None or count_column is None:
         raise ValueError("pass both `time_column` and `count_column` or neither")
@@ -268,11 +251,11 @@ def read_events(source: str, text: str) -> Rows:
         place = f"{source}:{line}"
         time, event, node = _event(place, cells)
         if time < before:
-            refuse(place, "a time must not be before the last one", f"{time:.15g} s after {before:.15g} s")
+            refuse(place, "a time must not be earlier than the previous one", f"{time:.15g} s after {before:.15g} s")
         if time > before > -math.inf:
             rows.append(place_before, before, len(nodes))
         if (node in nodes) == (event == "add"):
-            rule = "a node that is added must be away" if event == "add" else "a node that is removed must be there"
+            rule = "an added node must be absent" if event == "add" else "a removed node must be present"
             refuse(place, rule, repr(node)[:80])
         nodes ^= {node}
     if time == -math.inf:
@@ -282,7 +265,7 @@ def read_events(source: str, text: str) -> Rows:
 
 
 def _event(place: str, cells: list[str]) -> tuple[float, str, str]:
-    """The time in seconds, what happened, and to which node."""
+    """The time in seconds, the event and the node."""
     if len(cells) != 3:
         refuse(place, "a row must be milliseconds,add|remove,node", repr(",".join(cells))[:80])
     seconds = _number(place, cells[0]) * TIME_UNITS["ms"]
@@ -299,18 +282,18 @@ def _number(place: str, text: str) -> float:
 
 
 def _date(place: str, text: str) -> float:
-    """Seconds since 1970; a date without a time zone is taken as UTC."""
+    """Seconds since 1970; UTC without a time zone."""
     try:
-        # before Python 3.11, fromisoformat does not understand Z for UTC
+        # fromisoformat accepts Z from Python 3.11 on
         date = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", text))
         return (date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp()
     except (ValueError, OverflowError):
-        refuse(place, "a time must be a number, or in all rows a date like 2026-03-01T12:00:00Z", repr(text)[:80])
+        refuse(place, "times must be all numbers, or all dates like 2026-03-01T12:00:00Z", repr(text)[:80])
 
 
 def _count(place: str, text: str) -> int:
     if not _WHOLE.fullmatch(text) or len(text) > 40:
-        refuse(place, "a number of devices must be a whole number", repr(text)[:80])
+        refuse(place, "the number of devices must be an integer", repr(text)[:80])
     return int(text.split(".")[0])
 
 
@@ -318,17 +301,17 @@ _SHAPE = '{"metadata": {"gap_seconds": g}, "data": [counts]}'
 _BLANK = re.compile(r"[ \t\r\n]*")
 _LINE_END = re.compile(r"\r\n|\r|\n")
 
-# int refuses integers of thousands of digits without naming a line
+# int() rejects thousands of digits, without naming a line
 _DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 20 else math.inf)
 
 
 def is_json(text: str) -> bool:
-    """Whether a text is meant to be JSON."""
+    """Whether a text begins like JSON."""
     return text.lstrip()[:1] in ("{", "[")
 
 
 def read_json(source: str, text: str) -> Rows:
-    """The counts in a text, each of which holds for the seconds of its gap."""
+    """The times and counts of a JSON text."""
     gap, counts = _gap_and_counts(source, text)
     positions = dict(_children(text, _skip(text, 0)))
     line_ends = [line_end.end() for line_end in _LINE_END.finditer(text)]
@@ -343,15 +326,20 @@ def read_json(source: str, text: str) -> Rows:
     for count, (index, position) in zip(counts, _children(text, positions["data"]), strict=True):
         place = f"{place_of(position)}: data[{index}]"
         if not _is_number(count) or count % 1:
-            refuse(place, "a number of devices must be a whole number", repr(count)[:80])
+            refuse(place, "the number of devices must be an integer", repr(count)[:80])
         rows.append(place, int(index) * gap, int(count))
     rows.append(place, len(counts) * gap, 0)
     return rows
 
 
 def _gap_and_counts(source: str, text: str) -> tuple[Any, list[Any]]:
-    """The two values in a text of the right shape, not checked yet."""
-    content = _decoded(source, text)
+    """The two values, unchecked, in a text of the correct structure."""
+    try:
+        content = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        refuse(f"{source}:{error.lineno}", f"the file must be JSON ({error.msg})", repr(text[error.pos :][:20]))
+    except RecursionError:
+        refuse(f"{source}:1", "the file must be JSON", "JSON that is nested too deeply")
     metadata = content.get("metadata") if isinstance(content, dict) else None
     gap = metadata.get("gap_seconds") if isinstance(metadata, dict) else None
     counts = content.get("data") if isinstance(content, dict) else None
@@ -360,21 +348,12 @@ def _gap_and_counts(source: str, text: str) -> tuple[Any, list[Any]]:
     return gap, counts
 
 
-def _decoded(source: str, text: str) -> Any:
-    try:
-        return _DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        refuse(f"{source}:{error.lineno}", f"the file must be JSON ({error.msg})", repr(text[error.pos :][:20]))
-    except RecursionError:
-        refuse(f"{source}:1", "the file must be JSON", "one that is nested too deep")
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _children(text: str, start: int) -> Iterator[tuple[str | int, int]]:
-    """The key and the position of each value of the object or array that begins at `start`, in a text that is JSON."""
+    """Key and position of each value of the object or array that begins at `start` of a valid JSON text."""
     name: str | int = -1
     position = _skip(text, start + 1)
     while text[position] not in "]}":
@@ -391,7 +370,7 @@ def _children(text: str, start: int) -> Iterator[tuple[str | int, int]]:
 
 
 def _skip(text: str, position: int) -> int:
-    """The position after any blanks."""
+    """The position after any whitespace."""
     blanks = _BLANK.match(text, position)
     assert blanks is not None
     return blanks.end()

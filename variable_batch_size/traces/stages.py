@@ -1,4 +1,4 @@
-"""Stages: batch sizes that hold for a while, as a compact text such as ``0:768 250K:1536 500K:3072``."""
+"""Stages: a piecewise constant batch size, written as ``0:768 250K:1536 500K:3072``."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _COUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMBT]?)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Stages:
-    """Batch sizes, where each of them begins, and where the last one ends.
+    """A piecewise constant batch size.
 
-    Counted in samples, a stage from s to t with the batch size B is worth (t − s) / B updates. A change comes at the
-    step nearest to the updates so far, so that rounding errors never add up over stages; a stage of less than half an
-    update may have no step. Counted in tokens, each sample is `tokens_per_sample` of them; sizes remain samples.
+    In samples, a stage from s to t with batch size B has (t − s) / B updates. A stage begins at the step nearest to the
+    cumulative number of updates, so rounding errors don't accumulate; a stage of less than half an update may have no
+    step. In tokens, each sample counts as `tokens_per_sample`; sizes remain in samples.
 
     Args:
-        starts: where each stage begins, in `unit`; the first at 0.
+        starts: the start of each stage, in `unit`; the first is 0.
         sizes: the batch size of each stage, in samples.
-        until: where the last stage ends, in `unit`.
+        until: the end of the last stage, in `unit`.
         unit: ``"steps"``, ``"samples"`` or ``"tokens"``.
-        tokens_per_sample: the sequence length, where `unit` is ``"tokens"``; else None.
+        tokens_per_sample: the sequence length if `unit` is ``"tokens"``, else None.
 
     >>> stages = Stages.parse("0:768 250K:1536 500K:3072", until=1_000_000, unit="samples")
     >>> [250_000 / 768, 250_000 / 1536, 500_000 / 3072]
@@ -59,7 +59,7 @@ class Stages:
     def __post_init__(self) -> None:
         check_one_of(UNITS, unit=self.unit)
         if self.unit == "tokens" and self.tokens_per_sample is None:
-            raise ValueError("`tokens_per_sample` must be given where `unit` is 'tokens', got None")
+            raise ValueError("`tokens_per_sample` must be given if `unit` is 'tokens', got None")
         if self.unit == "tokens":
             check_positive(tokens_per_sample=self.tokens_per_sample)
         elif self.tokens_per_sample is not None:
@@ -78,19 +78,19 @@ class Stages:
 
     @classmethod
     def parse(cls, text: str, *, until: int, unit: Unit, tokens_per_sample: int | None = None) -> Stages:
-        """Read ``start:size`` pairs, separated by blanks or commas; numbers may end in K, M, B or T."""
+        """Parse ``start:size`` pairs, separated by whitespace or commas; numbers may end in K, M, B or T."""
         pairs = []
         for number, stage in enumerate(re.split(r"[\s,]+", text.strip()), start=1):
             start, colon, size = stage.partition(":")
             if not colon:
-                raise ValueError(f"stage {number} must be written start:size, got {stage!r}")
+                raise ValueError(f"stage {number} must have the form start:size, got {stage!r}")
             pairs.append((parse_count(start), parse_count(size)))
         starts, sizes = zip(*pairs, strict=True)
         return cls(starts, sizes, until, unit, tokens_per_sample)
 
     @classmethod
     def of(cls, trace: Trace, *, unit: Unit, tokens_per_sample: int | None = None) -> Stages:
-        """The stages of a trace, which :meth:`trace` turns back into the same trace, in any unit."""
+        """The stages of a trace; :meth:`trace` converts them back to the same trace, in any unit."""
         if trace.is_endless:
             raise ValueError("a constant trace is endless and has no stages")
         changes = np.concatenate(([0], np.flatnonzero(np.diff(trace.sizes)) + 1))
@@ -100,30 +100,29 @@ class Stages:
         return cls(starts, tuple(trace.sizes[changes].tolist()), per * int(ends[-1]), unit, tokens_per_sample)
 
     def trace(self, *, change: Change = "nearest") -> Trace:
-        """The trace that these stages make.
+        """Convert the stages to a trace.
 
         Args:
-            change: at which step a stage begins that is counted in samples or tokens: the ``"nearest"``, or the first
-                one at or ``"after"`` its start (of tokens, after the samples that have begun), as in Megatron-LM; then
-                the trace ends with the last step that still fits.
+            change: in samples or tokens, a stage begins at the ``"nearest"`` step, or as in Megatron-LM at the first
+                step at or ``"after"`` its start (tokens are rounded down to samples). With ``"after"`` the trace ends
+                with the last step that fits.
         """
         check_one_of(CHANGES, change=change)
-        last_steps = self._last_steps_after() if change == "after" else self._last_steps_nearest()
+        if self.unit == "steps":
+            last_steps = list(self._ends)
+        else:
+            last_steps = self._last_steps_after() if change == "after" else self._last_steps_nearest()
         if not 0 < last_steps[-1] <= MOST_STEPS:
-            raise ValueError(f"the stages must make from 1 to {MOST_STEPS} steps, got {last_steps[-1]}")
+            raise ValueError(f"the stages must make 1 to {MOST_STEPS} steps, got {last_steps[-1]}")
         return Trace.from_sequence(np.repeat(np.array(self.sizes, dtype=np.int64), np.diff(last_steps, prepend=0)))
 
     def _last_steps_nearest(self) -> list[int]:
-        """How many steps there are up to the end of each stage."""
+        """The number of steps up to the end of each stage."""
         ends, sizes = np.array(self._ends, dtype=np.int64), np.array(self.sizes, dtype=np.int64)
-        if self.unit == "steps":
-            return list(self._ends)
         updates = np.cumsum(np.diff(ends, prepend=0) / sizes / (self.tokens_per_sample or 1))
         return [int(number) for number in np.floor(updates + 0.5)]
 
     def _last_steps_after(self) -> list[int]:
-        if self.unit == "steps":
-            return list(self._ends)
         steps = samples = 0
         found: list[int] = []
         ends = [end // (self.tokens_per_sample or 1) for end in self._ends]
@@ -132,7 +131,7 @@ class Stages:
             number = min(wanted, (ends[-1] - samples) // size)
             steps, samples = steps + number, samples + number * size
             found.append(steps)
-            if number < wanted:  # the next step, which has this size still, does not fit before the end
+            if number < wanted:  # the next step of this size does not fit before the end
                 break
         return found + [steps] * (len(ends) - len(found))
 
@@ -145,7 +144,7 @@ class Stages:
 
 
 def parse_count(text: str) -> int:
-    """A whole number that may end in K (thousand), M (million), B (billion) or T (trillion).
+    """Parse an integer that may end in K (thousand), M (million), B (billion) or T (trillion).
 
     >>> parse_count("250K"), parse_count("1.5M"), parse_count("96")
     (250000, 1500000, 96)
@@ -153,12 +152,12 @@ def parse_count(text: str) -> int:
     found = _COUNT.fullmatch(text)
     value = Fraction(found[1]) * _SUFFIXES[found[2].upper()] if found else None
     if value is None or value.denominator != 1 or value >= 2**63:
-        raise ValueError(f"expected a whole number such as 96, 250K, 1.5M or 2B, got {text!r}")
+        raise ValueError(f"expected an integer such as 96, 250K, 1.5M or 2B, got {text!r}")
     return int(value)
 
 
 def format_count(value: int) -> str:
-    """The shortest text that :func:`parse_count` reads back without a decimal point.
+    """The shortest text for :func:`parse_count` without a decimal point.
 
     >>> format_count(250_000), format_count(1_500_000), format_count(96)
     ('250K', '1500K', '96')

@@ -17,7 +17,7 @@ Integer: TypeAlias = int | np.integer[Any]
 
 
 class Column(Protocol):
-    """What numpy makes an array of, such as a column of pandas."""
+    """Convertible to an array by numpy, such as a pandas column."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Any]: ...
@@ -32,8 +32,8 @@ _NO_SEQUENCES = (int, np.integer, bytes, dict, set)
 class Trace:
     """The global batch size of every optimizer step, in order.
 
-    A trace is finite, or it is constant and endless. It is immutable, 8 bytes a step, and remembers where each number
-    came from, so that an error can name the file and the line.
+    A trace is finite, or constant and endless. It is immutable, takes 8 bytes per step, and keeps the source of each
+    number, so that errors can name file and line.
 
     >>> trace = Trace.from_sequence([64, 96, 32])
     >>> len(trace), trace[1], list(trace)
@@ -54,11 +54,11 @@ class Trace:
         self.sizes.flags.writeable = False
         self.is_endless = is_endless
         self._source = source
-        self._kept = content  # of a source that cannot be read again
+        self._kept = content  # of a source that can be read only once
 
     @classmethod
     def of(cls, source: TraceLike) -> Trace:
-        """Make a trace from whatever a user may pass as one: path, sequence, array, column, int or trace."""
+        """Convert a path, sequence, array, column, integer or trace to a trace."""
         if isinstance(source, Trace):
             return source
         if isinstance(source, (str, os.PathLike)):
@@ -77,7 +77,7 @@ class Trace:
     @classmethod
     def from_sequence(cls, sizes: Sizes) -> Trace:
         """A trace of the given batch sizes: a list, a tuple, an array or a pandas column."""
-        # numpy would make 1 of a True among integers, so what has no type yet is looked at value by value
+        # numpy would convert a True among integers to 1, so untyped sequences are checked value by value
         array = np.asarray(sizes, dtype=None if hasattr(sizes, "dtype") else object)
         if array.ndim != 1:
             raise ValueError(f"`trace` must be one-dimensional, got the shape {array.shape}")
@@ -92,9 +92,9 @@ class Trace:
     def read(cls, path: str | os.PathLike[str]) -> Trace:
         """Read a CSV file with the columns ``step`` and ``batchsize``.
 
-        Rows in file order are the steps; ``step`` counts 0, 1, 2 … and may start again at 0 (several recordings in one
-        file). Blanks around numbers, trailing commas, any line ends, blank lines, ``#`` comments and further
-        columns are fine.
+        Rows in file order are the steps; ``step`` counts 0, 1, 2 … and may restart at 0 (several recordings in one
+        file). Spaces around numbers, trailing commas, any line endings, blank lines, ``#`` comments and additional
+        columns are allowed.
 
         Raises:
             ValueError: with file, line and value of the first row that breaks a rule.
@@ -104,17 +104,17 @@ class Trace:
         return cls(read_sizes(source, content), source=source, content=None if os.path.isfile(source) else content)
 
     def with_rows(self, sizes: npt.NDArray[np.int64]) -> Trace:
-        """A finite trace of the given batch sizes, by the name of this one."""
+        """A finite trace of the given batch sizes, with the name of this one."""
         return Trace(sizes, source=self._source, content=self._kept)
 
     def write(self, path: str | os.PathLike[str], *, comment: str | None = None) -> None:
-        """Write a CSV file that :meth:`read` reads back, with the lines of `comment` on top, after ``#``."""
+        """Write a CSV file for :meth:`read`, with the lines of `comment` at the top, after ``#``."""
         if self.is_endless:
             raise ValueError("a constant trace is endless and cannot be written to a file")
         write_sizes(path, self.sizes, comment=comment or "")
 
     def place(self, row: int) -> str:
-        """Where the batch size of a row was given: ``spot.csv:17`` or ``trace[3]``."""
+        """The source of a row's batch size: ``spot.csv:17`` or ``trace[3]``."""
         if self._source is None:
             return "trace" if self.is_endless else f"trace[{row}]"
         return f"{self._source}:{find_line(self._content(self._source), row)}"
@@ -126,11 +126,11 @@ class Trace:
 
     @property
     def comment(self) -> str:
-        """The comment on top of the file the trace was read from, as :meth:`write` takes it: its origin."""
+        """The comment at the top of the file, as passed to :meth:`write`."""
         return "" if self._source is None else read_comment(self._content(self._source))
 
     def _content(self, source: str) -> bytes:
-        """What the file holds; a pipe that were opened once more would wait for ever, or be empty."""
+        """The content of the file; a pipe cannot be opened again and is kept in memory."""
         return Path(source).read_bytes() if self._kept is None else self._kept
 
     def __len__(self) -> int:
@@ -175,4 +175,4 @@ class Trace:
 
 
 TraceLike: TypeAlias = str | os.PathLike[str] | Sizes | Integer | Trace
-"""What may be passed as a trace: a path, the batch sizes themselves, or an integer for a constant one."""
+"""Accepted as a trace: a path, the batch sizes, or an integer for a constant batch size."""
