@@ -41,7 +41,7 @@ def test_policy_does_not_decide_again_before_its_decision_was_executed():
 def test_times_are_passed_once_two_depths_were_timed():
     asking = PolicyTiming(Counting())
     asking.answer(SITUATION)
-    asking.note_steps(32, 1, None, 9)  # whose time tells nothing
+    asking.note_steps(32, 1, None, 9)  # without a time
     asking.answer(SITUATION)
     asking.note_steps(64, 1, 4.0, 9)
     asking.answer(SITUATION)

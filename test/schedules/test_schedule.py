@@ -299,7 +299,7 @@ def test_minibatches_of_four_cores_by_hand():
 def test_offsets_by_hand():
     schedule = Schedule(Trace.of([64, 96, 32]), dataset_size=1000, minibatch_size=32, num_replicas=2)
     assert np.concatenate(list(schedule.offsets(0, 0, at_once=2))).tolist() == [0, 64, 128, 160]
-    # in the last step, of one minibatch, core 1 runs that of core 0 as a stand-in
+    # in the last step, of one minibatch, core 1 repeats that of core 0 as padding
     assert np.concatenate(list(schedule.offsets(0, 1, at_once=2))).tolist() == [32, 96, 160]
     assert np.concatenate(list(schedule.offsets(0, 1, at_once=2, first_step=1))).tolist() == [96, 160]
 

@@ -57,11 +57,11 @@ def runs_of(trace):
     ("arguments", "expected"),
     [
         # 3 increments over 960 samples, one every 320. A step that begins after 0, 16, … 304 samples has 16; after
-        # 320, 352, … 608 it has 32; after 640, 688, … 928 it has 48; 976 is behind the ramp
+        # 320, 352, … 608 it has 32; after 640, 688, … 928 it has 48; 976 is after the ramp
         ((16, 16, 960, 64), [(16, 20), (32, 10), (48, 7), (64, 1)]),
         # one every 2000 samples: 2000 / 32 = 62.5 steps, then from 2016 on 31 of 64 to 4000, which begins 96
         ((32, 32, 6000, 128), [(32, 63), (64, 31), (96, 21), (128, 1)]),
-        # one every 50 samples: 0, 5, … 45 have 5; 50 and 95 have 45; 140 is behind the ramp
+        # one every 50 samples: 0, 5, … 45 have 5; 50 and 95 have 45; 140 is after the ramp
         ((5, 40, 100, 85), [(5, 10), (45, 2), (85, 1)]),
         # 464 samples are done right where the ramp ends, and in floats 464 / (464 / 7) is 6.999999999999999
         ((2, 2, 464, 16), [(2, 34), (4, 17), (6, 11), (8, 8), (10, 7), (12, 6), (14, 5), (16, 1)]),

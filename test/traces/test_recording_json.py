@@ -28,9 +28,9 @@ from variable_batch_size.traces import Recording
 )
 def test_invalid_file_is_rejected_with_its_line(save, text, line, message):
     path = save(text)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as error:
         Recording.read(path)
-    assert str(refused.value).replace(": data[1]", "") == f"{path}:{line}: {message}"
+    assert str(error.value).replace(": data[1]", "") == f"{path}:{line}: {message}"
 
 
 @pytest.mark.parametrize(

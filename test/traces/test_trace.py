@@ -184,7 +184,7 @@ def test_two_million_steps_take_sixteen_megabytes(tmp_path):
     assert trace == Trace.from_sequence(np.arange(1, 2_000_001))
 
 
-# ----------------------------------------------------------------------------------------------- whatever a user passes
+# ------------------------------------------------------------------------------------------------------- accepted types
 
 
 def test_trace_of_every_accepted_type(save):

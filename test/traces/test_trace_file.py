@@ -31,8 +31,8 @@ def rejects(path, line, message):
 )
 def test_spaces_comments_and_line_endings_do_not_matter(save, rows, above, end, has_mark, ends_last_line):
     lines = [*above, "step,batchsize"]
-    for step, (size, before, between, behind, noise) in enumerate(rows):
-        lines += [f"{before}{step},{between}{size}{behind}", *noise]
+    for step, (size, before, between, after, noise) in enumerate(rows):
+        lines += [f"{before}{step},{between}{size}{after}", *noise]
     text = "\ufeff" * has_mark + end.join(lines) + end * ends_last_line
     assert list(Trace.read(save(text))) == [size for size, *_ in rows]
 
@@ -81,16 +81,16 @@ def test_damaged_file_is_read_or_rejected_with_the_line(save, data, text):
         start = data.draw(st.integers(0, len(text)))
         stop = data.draw(st.integers(start, min(start + 3, len(text))))
         text = text[:start] + data.draw(PIECES) + text[stop:]
-    assert_is_read_or_refused_with_the_line(save(text))
+    assert_is_read_or_rejected_with_the_line(save(text))
 
 
 @settings(deadline=None, max_examples=200)
 @given(text=st.one_of(st.text(), st.text(alphabet="0123456789,#\r\n \"'-+.\x00e").map("step,batchsize\n".__add__)))
 def test_any_text_is_read_or_rejected_with_the_line(save, text):
-    assert_is_read_or_refused_with_the_line(save(text))
+    assert_is_read_or_rejected_with_the_line(save(text))
 
 
-def assert_is_read_or_refused_with_the_line(path):
+def assert_is_read_or_rejected_with_the_line(path):
     num_lines = len(re.split(rb"\r\n|\r|\n", path.read_bytes()))
     try:
         trace = Trace.read(path)

@@ -248,7 +248,7 @@ def test_a_group_that_is_refused_leaves_all_as_it_was(is_one):
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ([vbs.rules.LinearRule()], r"^`rule` must be one, or one for each of 2 optimizers, got 1$"),
+        ([vbs.rules.LinearRule()], r"^`rule` must be one rule, or one per optimizer \(2\), got 1$"),
         ([vbs.rules.LinearRule(), vbs.rules.MuonRule()], "Muon"),
         (
             [vbs.rules.LinearMomentumRule(), vbs.rules.LinearRule()],

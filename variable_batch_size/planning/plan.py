@@ -198,14 +198,8 @@ def positions_of(
     positions = []
     for steps_done in [*range(every, num_steps, every), num_steps]:
         epoch = _epoch_of(epochs, steps_done - 1)  # of the last completed step
-        positions.append(
-            Position(
-                epoch=epoch.epoch,
-                epoch_step=steps_done - epoch.first_step,
-                steps_done=steps_done,
-                samples_done=schedule.samples_before(steps_done),
-            )
-        )
+        samples_done = schedule.samples_before(steps_done)
+        positions.append(Position(epoch.epoch, steps_done - epoch.first_step, steps_done, samples_done))
     return tuple(positions)
 
 

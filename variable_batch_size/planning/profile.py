@@ -134,17 +134,14 @@ def _rows(lines: Iterator[str], name: str) -> Iterator[Measured]:
     if not numbered or tuple(cell.strip() for cell in numbered[0][1].split(",")) != COLUMNS:
         refuse(f"{name}:1", f"the columns of a profile must be {','.join(COLUMNS)}", numbered[0][1] if numbered else "")
     for (number, _), cells in zip(numbered[1:], csv.reader(line for _, line in numbered[1:]), strict=True):
-        yield _row(cells, f"{name}:{number}")
-
-
-def _row(cells: Sequence[str], place: str) -> Measured:
-    try:
-        row = Measured(*map(int, cells[:3]), *map(float, cells[3:]))
-    except (ValueError, TypeError):
-        refuse(place, "a row of a profile must be three counts and two times in seconds", ",".join(cells))
-    if min(row[:3]) < 1 or not all(0 < seconds < math.inf for seconds in row[3:]):
-        refuse(place, "counts and seconds must be positive", ",".join(cells))
-    return row
+        place = f"{name}:{number}"
+        try:
+            row = Measured(*map(int, cells[:3]), *map(float, cells[3:]))
+        except (ValueError, TypeError):
+            refuse(place, "a row of a profile must be three counts and two times in seconds", ",".join(cells))
+        if min(row[:3]) < 1 or not all(0 < seconds < math.inf for seconds in row[3:]):
+            refuse(place, "counts and seconds must be positive", ",".join(cells))
+        yield row
 
 
 _TINY = 1e-8

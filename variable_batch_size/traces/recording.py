@@ -124,7 +124,8 @@ class Recording:
         source = os.fspath(path)
         text = Path(source).read_bytes().decode("utf-8-sig", errors="replace")
         if format is None:
-            format = "json" if is_json(text) else "events" if are_events(source, text) else "csv"
+            is_json = text.lstrip()[:1] in ("{", "[")
+            format = "json" if is_json else "events" if are_events(source, text) else "csv"
         if format == "csv":
             unit = TIME_UNITS[time_unit or "s"]
             rows = read_counts(source, text, time_column=time_column, count_column=count_column, seconds_per_unit=unit)
@@ -303,11 +304,6 @@ _LINE_END = re.compile(r"\r\n|\r|\n")
 
 # int() rejects thousands of digits, without naming a line
 _DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 20 else math.inf)
-
-
-def is_json(text: str) -> bool:
-    """Whether a text begins like JSON."""
-    return text.lstrip()[:1] in ("{", "[")
 
 
 def read_json(source: str, text: str) -> Rows:
