@@ -28,6 +28,7 @@ NUM_CLASSES = 5
 # 1 to 7 minibatches: full, uneven and idle ranks on 2 to 4 cores; an epoch holds 10, so that there are three
 TRACE = [MINIBATCH * n for n in (3, 1, 4, 2, 7, 1, 5, 3, 1)]
 NUM_EPOCHS = 3
+CHAINED = ("resumed", "checkpoint")  # how scenarios begin that are resumed from the number of cores before
 
 PAIRS = (2, 4)
 ALL_CORES = (0, 1, 2, 3, 4)  # gloo processes; 0 for one process without a process group

@@ -83,7 +83,7 @@ def test_any_kind_of_cores_trains_as_one_process(alone, launcher, flags, tmp_pat
     losses, found = losses_and_accuracy(tmp_path, *flags, launcher=launcher)
     expected, of_one_process = alone
     assert len(losses) == len(expected)
-    # of 20 steps: weights that differ by 1e-6 at the start make 3e-5 of these, and two points of the accuracy later
+    # of the first 20 steps, which weights that differ by 1e-6 at the start change by 3e-5 of themselves
     assert losses[:2] == pytest.approx(expected[:2], rel=1e-3)
     assert found == pytest.approx(of_one_process, abs=15)
     assert found * 3.57 == pytest.approx(round(found * 3.57), abs=0.05)  # each of the 357 samples was tested once

@@ -393,9 +393,9 @@ def test_at_scale_16_adascale_reaches_the_accuracy_of_scale_1_and_other_rules_do
         [accuracy_after(vbs.ConstantOptimizer, 128, seed, updates=n)[0] for seed, n in zip(seeds, updates, strict=True)]
     )
     linear = torch.tensor([accuracy_after(vbs.LinearRuleOptimizer, 128, seed, updates=150)[0] for seed in range(6)])
-    # with four sets of three seeds: 0.973 to 0.975, 0.970 to 0.973, 0.917 to 0.927, and single runs of 0.08 to 0.96
+    # with six sets of three seeds: 0.972 to 0.975, 0.968 to 0.973, 0.917 to 0.929, and single runs of 0.08 to 0.96
     assert at_scale_1.mean() > 0.95
     assert max(updates) < progress / 4
     assert (adascale.mean() - at_scale_1.mean()).abs() < 0.015
-    assert constant.mean() < at_scale_1.mean() - 0.03
-    assert linear.mean() < at_scale_1.mean() - 0.03
+    assert constant.mean() < at_scale_1.mean() - 0.02
+    assert linear.mean() < at_scale_1.mean() - 0.02
