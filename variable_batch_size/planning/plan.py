@@ -213,7 +213,11 @@ class Plan:
 
     Args:
         trace: the name of the trace.
-        dataset_size, minibatch_size, num_cores, on_end, lockstep: of the :class:`Schedule`.
+        dataset_size: samples in an epoch.
+        minibatch_size: samples that one core runs at once.
+        num_cores: the number of cores.
+        on_end: what follows the last row of the trace.
+        lockstep: whether all cores run the same number of minibatches in a step.
         num_epochs: number of epochs, including an incomplete last one.
         num_steps: number of updates.
         num_samples: samples used by these.

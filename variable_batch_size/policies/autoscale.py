@@ -98,8 +98,12 @@ class Autoscale(Policy):
     Args:
         max_batch_size: the largest batch size; beyond it, no measurement shows whether training still converges well.
         min_batch_size: the smallest; None for the reference batch size.
-        max_growth, threshold, min_per_core, max_per_core: see :class:`Bounds`.
-        every, lead: see :class:`Policy`.
+        max_growth: see :class:`Bounds`.
+        threshold: see :class:`Bounds`.
+        min_per_core: see :class:`Bounds`.
+        max_per_core: see :class:`Bounds`.
+        every: steps from one decision to the next.
+        lead: how many steps ahead batch sizes are decided.
 
     >>> policy = Autoscale(max_batch_size=4096)
     >>> known = dict(cores=4, minibatch_size=32, ref_batchsize=128, noise_scale=10_000.0)

@@ -19,7 +19,9 @@ class PerCore(Policy):
 
     Args:
         samples: per core and step; None for one minibatch.
-        every, lead, bounds: see :class:`Policy`.
+        every: steps from one decision to the next.
+        lead: how many steps ahead batch sizes are decided.
+        bounds: see :class:`Bounds`.
 
     >>> PerCore(64).answer(Situation(cores=3, minibatch_size=32, ref_batchsize=128)).batch_size
     192
@@ -47,7 +49,9 @@ class NormTest(Policy):
 
     Args:
         eta: η, between 0 and 1; smaller values give larger batch sizes.
-        every, lead, bounds: see :class:`Policy`.
+        every: steps from one decision to the next.
+        lead: how many steps ahead batch sizes are decided.
+        bounds: see :class:`Bounds`.
 
     >>> policy = NormTest(eta=0.5)
     >>> policy.answer(Situation(cores=2, minibatch_size=32, ref_batchsize=64, batch_size=64, noise_scale=100.0))
@@ -85,7 +89,9 @@ class CriticalBatch(Policy):
 
     Args:
         cost: the largest fraction of additional samples for doubling.
-        every, lead, bounds: see :class:`Policy`.
+        every: steps from one decision to the next.
+        lead: how many steps ahead batch sizes are decided.
+        bounds: see :class:`Bounds`.
 
     >>> policy = CriticalBatch(cost=0.25)
     >>> policy.answer(Situation(cores=2, minibatch_size=32, ref_batchsize=64, batch_size=64, noise_scale=200.0))
@@ -122,7 +128,9 @@ class OnPlateau(Policy):
         patience: number of consecutive values without improvement that make a plateau.
         min_delta: minimum improvement, as a fraction of the best value.
         is_higher_better: whether larger values are better, such as an accuracy.
-        every, lead, bounds: see :class:`Policy`.
+        every: steps from one decision to the next.
+        lead: how many steps ahead batch sizes are decided.
+        bounds: see :class:`Bounds`.
 
     >>> policy = OnPlateau(patience=2)
     >>> for value in (1.0, 0.9, 0.9, 0.95):

@@ -211,7 +211,10 @@ class Schedule(BaseSchedule):
         trace: the batch size of every step; a multiple of `minibatch_size`, at most the capacity of an epoch.
         on_end: after the last row of the trace, ``"stop"`` ends the last epoch, ``"hold"`` repeats the last batch size
             forever, and ``"cycle"`` starts over.
-        dataset_size, minibatch_size, num_replicas, lockstep: see :class:`BaseSchedule`.
+        dataset_size: samples in an epoch.
+        minibatch_size: samples that one core runs at once.
+        num_replicas: the number of cores.
+        lockstep: whether all cores run the same number of minibatches in a step.
 
     >>> schedule = Schedule(Trace.from_sequence([64, 96, 32, 256]), dataset_size=300, minibatch_size=32, num_replicas=4)
     >>> schedule.steps(epoch=0), schedule.steps(epoch=1), schedule.num_epochs
