@@ -104,8 +104,13 @@ def test_no_page_loads_anything_from_the_network(site, pages):
 
 def test_every_public_name_is_in_the_reference_once(pages):
     headings = [place for path, page in pages.items() if path.parent.name == "reference" for place in page.places]
-    for name in set(vbs.__all__) - {"__version__"}:
-        assert headings.count(f"variable_batch_size.{name}") == 1, name
+    submodules = ("planning", "policies", "rules", "traces")
+    places = {name: f"variable_batch_size.{name}" for name in {*vbs.__all__} - {"__version__", *submodules}}
+    for submodule in submodules:  # some names are at the top as well
+        names = {*getattr(vbs, submodule).__all__} - {*vbs.__all__}
+        places |= {f"{submodule}.{name}": f"variable_batch_size.{submodule}.{name}" for name in names}
+    for name, place in places.items():
+        assert headings.count(place) == 1, name
 
 
 def test_equations_roles_and_examples_are_rendered(pages):
