@@ -42,14 +42,15 @@ LONGEST = [
 
 
 def group_of(path):
-    """The name of what a worker runs in one go, by the path of a file in this folder."""
-    return TOGETHER.get(path, path)
+    """The name of what a worker runs in one go, by the path of a file."""
+    name = path.relative_to(HERE).as_posix() if path.is_relative_to(HERE) else path.as_posix()
+    return TOGETHER.get(name, name)
 
 
 def longest_first(items):
     """The tests, with those of the longest files, and of files that are run with these, before the others."""
-    places = {group_of(path): place for place, path in reversed(list(enumerate(LONGEST)))}
-    return sorted(items, key=lambda item: places.get(group_of(item.path.relative_to(HERE).as_posix()), len(LONGEST)))
+    places = {group_of(HERE / path): place for place, path in reversed(list(enumerate(LONGEST)))}
+    return sorted(items, key=lambda item: places.get(group_of(item.path), len(LONGEST)))
 
 
 def scheduler(config, log):
@@ -58,7 +59,6 @@ def scheduler(config, log):
 
     class ByGroup(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            file = config.rootpath / super()._split_scope(nodeid)
-            return group_of(file.relative_to(HERE).as_posix())
+            return group_of(config.rootpath / super()._split_scope(nodeid))
 
     return ByGroup(config, log)
