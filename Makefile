@@ -2,11 +2,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-# torch_xla has wheels for Linux on x86-64 alone; elsewhere all but XLA is set up, with the same torch
+# torch_xla has wheels for Linux x86-64 only; other platforms install everything else, with the same torch
 comma := ,
 XLA := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),xla$(comma))
 
-# .venv is set up here; another environment that is there is used as it is, if it has the packages that a target needs
+# .venv is created here; any other existing environment is used unchanged if it has the packages that a target needs
 ifneq ($(VENV),.venv)
 export PYTHONPATH := $(CURDIR)
 endif
@@ -23,7 +23,7 @@ demo: $(FOR_DEMO)
 test: lint browser
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-# for those who change a line, in two minutes: what needs no other process
+# quick check, in two minutes: tests that need no other process
 CHECKED = $(addprefix test/,traces rules schedules policies planning test_layers.py)
 check: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not xla and not browser' $(CHECKED)
@@ -39,7 +39,7 @@ docs: $(FOR_ALL)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "Open site/index.html, or serve it, for the search to work: $(BIN)/python -m http.server --directory site"
 
-# for the tests of the page that vbs compare makes
+# for the tests of the report of vbs compare
 browser:
 	@(command -v chromium && command -v chromedriver) > /dev/null \
 		|| (apt-get -qq -o Acquire::Retries=3 update && DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=3 \
@@ -61,21 +61,22 @@ bench: $(FOR_ALL) .peers
 	$(BIN)/python bench/xla.py
 
 soak: EXTRAS = test
+soak: export PYTHONPATH := $(CURDIR):$(CURDIR)/test/support
 soak: $(FOR_ALL)
-	$(BIN)/python test/soak.py --directory .soak
-	$(BIN)/python test/elastic.py --directory .soak
+	$(BIN)/python tools/soak.py --directory .soak
+	$(BIN)/python tools/elastic.py --directory .soak
 
-# plants faults and shows those that no test notices; for some files: make mutants ONLY="rules/noise.py rules/adam.py"
+# mutation testing: prints the mutants that no test kills; for some files: make mutants ONLY="rules/noise.py rules/adam.py"
 mutants: EXTRAS = test
 mutants: $(FOR_ALL) .mutmut
-	PYTHONPATH=$(CURDIR)/.mutmut $(BIN)/python test/mutants.py $(if $(ONLY),--only $(ONLY))
+	PYTHONPATH=$(CURDIR)/.mutmut $(BIN)/python tools/mutants.py $(if $(ONLY),--only $(ONLY))
 
-# the demo needs few packages, everything else all of them; each set is installed once, and again when setup.cfg changes
+# the demo needs few packages, all other targets need all; each set is installed once, and again when setup.cfg changes
 $(VENV)/.demo: PACKAGES = $(XLA)demo
 $(VENV)/.demo: COSTS = $(if $(XLA),torch$(comma) torch_xla and CUDA's libraries: about 7.5 GB,torch: about 0.8 GB)
 $(VENV)/.test: PACKAGES = $(XLA)demo,docs,test
 $(VENV)/.test: COSTS = $(if $(XLA),all packages: about 8.8 GB and 8 minutes,all packages: about 2.5 GB and 4 minutes)
-# bytecode for everything, on all cores, where pip would use one; the demo imports so little that it makes its own
+# compile bytecode on all cores; pip would use one; the demo imports so little that this is not needed
 $(VENV)/.test: COMPILE = -$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
 $(VENV)/.demo $(VENV)/.test: setup.cfg pyproject.toml
 	@echo "Setting up $(VENV), once, with $(COSTS)."
@@ -89,12 +90,12 @@ $(VENV)/.demo $(VENV)/.test: setup.cfg pyproject.toml
 complete:
 	@$(BIN)/python .ci/missing.py $(EXTRAS)
 
-# what benchmarks compare with, apart from the environment; without it they say so and go on
+# packages that benchmarks compare with, outside of the environment; benchmarks skip them if they are missing
 .peers: | $(FOR_ALL)
 	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ fairscale==0.4.13 adaptdl==0.2.11 \
 		autograd portpicker psutil redis requests certifi charset_normalizer idna urllib3 semver 'setuptools<81'
 
-# apart from the environment, too; pytest and what it needs are those of the environment
+# also outside of the environment; pytest and its dependencies are those of the environment
 .mutmut: | $(FOR_ALL)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ mutmut==3.8.0 click coverage libcst \
 		linkify-it-py markdown-it-py mdit-py-plugins mdurl platformdirs pyyaml rich setproctitle textual

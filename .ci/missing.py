@@ -1,4 +1,4 @@
-"""Says which packages this environment lacks, by the requirements in setup.cfg: python .ci/missing.py demo test"""
+"""Print the packages of setup.cfg that this environment lacks: python .ci/missing.py demo test"""
 
 import configparser
 import re
@@ -10,7 +10,7 @@ SETUP = Path(__file__).parent.parent / "setup.cfg"
 
 
 def missing_packages(extras: list[str]) -> dict[str, str]:
-    """Each requirement that is not met, and why it is one: the extra it belongs to, the version that is there."""
+    """Each missing requirement, with its extra and the installed version."""
     setup = configparser.ConfigParser()
     setup.read(SETUP)
     lists = {"": setup["options"]["install_requires"]}

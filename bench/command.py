@@ -1,7 +1,4 @@
-"""How long the command `vbs` takes to start, against Python alone and against importing torch.
-
-In wall time, as for whoever waits for it.
-"""
+"""Startup time of the `vbs` command, compared with plain Python and with importing torch, in wall time."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torchvision.models import resnet18
 import variable_batch_size as vbs
 
 MINIBATCH = 128
-# every size from 1 to 48 minibatches once, in a mixed order
+# every size from 1 to 48 minibatches once, in mixed order
 SIZES = [MINIBATCH * int(n) for n in np.random.RandomState(0).permutation(np.arange(1, 49))]
 
 
@@ -39,7 +39,7 @@ def compiled(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[],
 
 
 def captured(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
-    """Forward, backward and accumulation as one CUDA graph: gradients stay where they are for the whole run."""
+    """Forward, backward and accumulation as one CUDA graph: gradients stay in place for the entire run."""
     gradients = [p.grad for p in model.parameters()]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -52,12 +52,12 @@ def captured(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[],
         forward_backward(model, x, y)
     for p, gradient in zip(model.parameters(), gradients, strict=True):
         assert p.grad is gradient
-        gradient.zero_()  # of what the warm-up left
+        gradient.zero_()  # left over from the warm-up
     return graph.replay
 
 
 def plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], float]:
-    """The loop by hand: eager, loss / n, lr × n."""
+    """A hand-written loop: eager, loss / n, lr × n."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
 
     def replay() -> float:
@@ -80,6 +80,7 @@ def plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], fl
 
 def ours(kind: Any, capture: Any, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], float]:
     sampler = vbs.CustomSampler(dataset_size=10**9, trace=SIZES, minibatch_size=MINIBATCH, on_end="cycle")
+    sampler.must_be_read = False  # the loop reads no loader
     inner = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
     optimizer = kind(inner, sampler, ref_batchsize=MINIBATCH, gradient_as_bucket_view=capture is captured)
     minibatch = capture(model, x, y)
@@ -117,7 +118,7 @@ def main() -> None:
     for replay in sides.values():
         replay()
     graphs = counters["stats"]["unique_graphs"]
-    seconds = in_turn(sides, repeats=options.repeats, warmup=0)  # each has had one replay
+    seconds = in_turn(sides, repeats=options.repeats, warmup=0)  # each side has already made one replay
     print_comparison(seconds, peer="plain loop, eager")
     print(
         f"graphs that torch.compile made: {graphs} in the first replay, {counters['stats']['unique_graphs']} after all"

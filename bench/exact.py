@@ -1,7 +1,7 @@
-"""What exact mode costs, and seeding by minibatch alone, against the same loop in plain mode.
+"""Overhead of exact mode, and of seeding per minibatch alone, compared with the same loop in plain mode.
 
-In one process, in CPU time of one thread; between 2 gloo processes, by the clock. With ``--device cuda`` on one GPU, by
-the clock, with the wait for the device.
+One process is measured in CPU time of one thread, 2 gloo processes in wall time. With ``--device cuda``, one GPU is
+measured in wall time, including the synchronization.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def mlp() -> nn.Module:
 
 
 def wide_mlp() -> nn.Module:
-    """As many parameters as ResNet-50, hardly any work: nearly all of a step is what is done with gradients."""
+    """As many parameters as ResNet-50 with hardly any computation: gradient handling dominates a step."""
     return nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000))
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--repeats", type=int, help="of each side (default: as many as the model is worth)")
+    parser.add_argument("--repeats", type=int, help="repeats of each side (default: depends on the model)")
     flags = parser.parse_args()
     print_machine()
     for name in flags.models:
@@ -93,6 +93,7 @@ def step_of(
     kind: Any, model: nn.Module, loss: Callable[[], torch.Tensor], options: dict[str, Any]
 ) -> Callable[[], None]:
     sampler = vbs.CustomSampler(dataset_size=10**9, trace=NUM_MINIBATCHES, minibatch_size=1)
+    sampler.must_be_read = False  # the loop reads no loader
     inner = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
     optimizer = kind(inner, sampler, ref_batchsize=NUM_MINIBATCHES, model=model, **options)
 
@@ -106,7 +107,7 @@ def step_of(
 
 
 def timed(step: Callable[[], None], device: str, updates: int) -> Callable[[], float]:
-    """How long some updates take: on a GPU, and with other processes, by the clock."""
+    """Seconds of some updates: wall time on a GPU and with several processes, otherwise CPU time."""
 
     def run() -> float:
         if dist.is_initialized():

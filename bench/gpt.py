@@ -39,6 +39,6 @@ class GPT(nn.Module):
 
 
 def loss(model: nn.Module, tokens: torch.Tensor, *, reduction: str = "mean") -> torch.Tensor:
-    """Of predicting each token from those before it."""
+    """Cross-entropy of predicting each token from the previous ones."""
     with torch.autocast("cuda", torch.bfloat16):
         return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction)

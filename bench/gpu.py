@@ -1,4 +1,4 @@
-"""Linear rule and AdaScale on a GPU: time and memory of an update against a plain accumulation loop and FairScale."""
+"""Linear rule and AdaScale on a GPU: time and memory of an update, compared with a plain loop and FairScale."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Workload:
             return nn.functional.cross_entropy(model(self.x), self.y)
 
     def plain(self, accumulate: int, *, waits: bool = False) -> Callable[[], None]:
-        """A loop by hand; one that waits looks at its gradient's norm before the update, and makes none of NaN."""
+        """A hand-written loop; with `waits`, it reads the gradient's norm first and skips non-finite updates."""
         model = copy.deepcopy(self.model)
         optimizer, parameters = self.optimizer(model), list(model.parameters())
 
@@ -68,6 +68,7 @@ class Workload:
         model = copy.deepcopy(self.model)
         size = self.minibatch * accumulate
         sampler = vbs.CustomSampler(dataset_size=10**9, trace=size, minibatch_size=self.minibatch)
+        sampler.must_be_read = False  # the loop reads no loader
         optimizer = kind(self.optimizer(model), sampler, ref_batchsize=size, **options)
 
         def update() -> None:
@@ -78,10 +79,11 @@ class Workload:
         return update
 
     def weighted(self, accumulate: int, **options: Any) -> Callable[[], None]:
-        """The sum over all tokens, and their number as a tensor on the device, as a mask would give it."""
+        """The loss summed over all tokens, and their number as a tensor on the device, as from a mask."""
         model = copy.deepcopy(self.model)
         size = self.minibatch * accumulate
         sampler = vbs.CustomSampler(dataset_size=10**9, trace=size, minibatch_size=self.minibatch)
+        sampler.must_be_read = False  # the loop reads no loader
         optimizer = vbs.LinearRuleOptimizer(self.optimizer(model), sampler, ref_batchsize=size, **options)
 
         def update() -> None:
@@ -117,7 +119,7 @@ def seconds_of(update: Callable[[], None]) -> Callable[[], float]:
 
 
 def peak_memory(make: Callable[[], Callable[[], None]]) -> float:
-    """The most memory that an update takes, in MiB, model and state included."""
+    """Peak memory of an update in MiB, including model and state."""
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -150,13 +152,13 @@ def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool, mo
         if name == "gpt":
             makers["linear, weights"] = partial(workload.weighted, accumulate)
             makers["linear, weights and noise"] = partial(workload.weighted, accumulate, measure_noise=True)
-    if accumulate > 1 and peer is not None and name != "gpt":  # FairScale's needs two gradients, and is for SGD
+    if accumulate > 1 and peer is not None and name != "gpt":  # FairScale's AdaScale needs two gradients, and SGD
         makers["FairScale AdaScale"] = partial(workload.fairscale, peer, accumulate)
     if sides:
         makers = {side: make for side, make in makers.items() if side.startswith("plain") or side in sides}
     gradient = sum(p.numel() * p.element_size() for p in workload.model.parameters()) / 2**20
     print(f"\n{name}, {workload.minibatch} samples, accumulation {accumulate}, gradient {gradient:.0f} MiB")
-    peak_memory(makers["plain loop"])  # the first run also tries algorithms, which takes memory of its own
+    peak_memory(makers["plain loop"])  # the first run also benchmarks algorithms, which takes extra memory
     memory = {side: peak_memory(make) for side, make in makers.items()}
     updates = {side: seconds_of(make()) for side, make in makers.items()}
     print_comparison(in_turn(updates, repeats=repeats, warmup=2), peer="plain loop")
@@ -170,10 +172,10 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--fairscale", metavar="FILE", help="adascale.py of FairScale, where it is not installed")
-    parser.add_argument("--kept", action="store_true", help="also gradients that stay where they are")
-    parser.add_argument("--more", action="store_true", help="also weights, noise, seeds by minibatch and exact sums")
-    parser.add_argument("--sides", nargs="+", default=[], help="only these beside the plain loop, by their names")
+    parser.add_argument("--fairscale", metavar="FILE", help="FairScale's adascale.py, if it is not installed")
+    parser.add_argument("--kept", action="store_true", help="also gradient_as_bucket_view")
+    parser.add_argument("--more", action="store_true", help="also weights, noise, seeds per minibatch and exact sums")
+    parser.add_argument("--sides", nargs="+", default=[], help="only these sides and the plain loop, by name")
     options = parser.parse_args()
     print_machine()
     print(torch.cuda.get_device_name(), flush=True)

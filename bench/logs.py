@@ -1,4 +1,4 @@
-"""What logging and checkpointing cost: time of a step with a Log and a Checkpoint, against the same step without.
+"""Overhead of logging and checkpointing: time of a step with a Log and a Checkpoint, compared with a step without.
 
 python bench/logs.py
 """
@@ -13,8 +13,8 @@ from torch import nn
 import variable_batch_size as vbs
 
 MINIBATCH = 32
-MINIBATCHES = 4  # of a step
-STEPS = 200  # of a round
+MINIBATCHES = 4  # per step
+STEPS = 200  # per round
 ROUNDS = 5
 LOG_STEPS = 20
 
@@ -36,12 +36,13 @@ def network() -> nn.Module:
 
 
 class Run:
-    """A run on random images that goes on from round to round, with logs or without."""
+    """A run on random images that continues from round to round, with or without logs."""
 
     def __init__(self, directory: Path | None) -> None:
         self.model = network()
         size = MINIBATCH * MINIBATCHES
         self.sampler = vbs.CustomSampler(dataset_size=size * STEPS, trace=size, minibatch_size=MINIBATCH)
+        self.sampler.must_be_read = False  # the loop reads no loader
         inner = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.5)
         self.optimizer = vbs.LinearRuleOptimizer(inner, self.sampler, ref_batchsize=128)
         self.images, self.labels = torch.randn(MINIBATCH, 1, 28, 28), torch.randint(0, 10, (MINIBATCH,))
@@ -72,7 +73,7 @@ class Run:
 def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
-        # taken in turns, and the least of each: what else the machine does must not count for one of them alone
+        # alternating, and the minimum of each: other load on the machine must not affect only one of them
         pairs = [Run(None), Run(Path(directory))]
         seconds = [[run.round(epoch) for run in pairs] for epoch in range(ROUNDS)]
     plain, logged = (min(column) / STEPS for column in zip(*seconds, strict=True))

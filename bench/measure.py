@@ -1,4 +1,4 @@
-"""Times several sides of one question in turn, in one process, so that a busy machine is as unfair to all of them."""
+"""Time several sides of a comparison alternately in one process, so that other load affects all of them equally."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 def print_machine() -> None:
-    """Say what the figures below depend on."""
+    """Print the machine and the versions."""
     cpuinfo = Path("/proc/cpuinfo")
     names = [line.split(":", 1)[1].strip() for line in _lines(cpuinfo) if line.startswith("model name")]
     print(f"{os.cpu_count()} cores, {names[0] if names else platform.processor()}, {platform.system()}")
@@ -25,7 +25,7 @@ def print_machine() -> None:
 
 
 def in_turn(sides: Mapping[str, Callable[[], float]], *, repeats: int, warmup: int = 1) -> dict[str, Numbers]:
-    """Run all sides `repeats` times, each time in the opposite order, and return what each returned, its seconds."""
+    """Run all sides `repeats` times, in alternating order, and return the seconds that each returned."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(-warmup, repeats):
         for name in list(sides)[:: 1 if repeat % 2 else -1]:
@@ -36,13 +36,13 @@ def in_turn(sides: Mapping[str, Callable[[], float]], *, repeats: int, warmup: i
 
 
 def spread(values: Numbers, *, scale: float = 1.0, digits: int = 2) -> str:
-    """The median and, in brackets, the middle half of the values."""
+    """The median and, in parentheses, the quartiles of the values."""
     low, median, high = np.percentile(values, [25, 50, 75]) * scale
     return f"{median:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
 
 
 def print_comparison(seconds: Mapping[str, Numbers], *, peer: str) -> None:
-    """A table of all sides: milliseconds, and how many times those of the peer, pair by pair and best against best."""
+    """Print a table of all sides: milliseconds, and the ratio to the peer, pair by pair and minimum to minimum."""
     print_row("side", "ms, median (quartiles)", "ratio, median of pairs", "ratio of minima", widths=(28, 30, 26, 16))
     for name, values in seconds.items():
         pairs = values / seconds[peer]

@@ -1,6 +1,6 @@
-"""What an update of 4 accumulated minibatches costs in one process, against the loop by hand and other AdaScales.
+"""Time of an update of 4 accumulated minibatches in one process, compared with a hand-written loop and other AdaScales.
 
-In CPU time of one thread, of which the time that other programs take from this one is no part.
+In CPU time of one thread, which excludes the time of other programs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Losses = list[Callable[[nn.Module], torch.Tensor]]
 def main() -> None:
     print_machine()
     for compare in (compare_mlp, compare_resnet):
-        # a process for each: AdaptDL makes its process one of a group, which there can be only one of
+        # a separate process each: AdaptDL initializes the process group, of which there can be only one
         process = multiprocessing.get_context("spawn").Process(target=compare)
         process.start()
         process.join()
@@ -47,7 +47,7 @@ def compare_resnet() -> None:
 
 
 def compare(name: str, model: nn.Module, inputs: torch.Tensor, *, updates: int, repeats: int) -> None:
-    """Let each side train a model of its own, `updates` steps at a time."""
+    """Train a separate model with each side, `updates` steps at a time."""
     torch.set_num_threads(1)
     tensors = list(model.parameters())
     print(f"{name}: {sum(p.numel() for p in tensors):_} parameters in {len(tensors)} tensors, ", end="")
@@ -62,7 +62,7 @@ def compare(name: str, model: nn.Module, inputs: torch.Tensor, *, updates: int, 
     fairscale = peers.fairscale_adascale()
     if fairscale is not None:
         updaters["FairScale AdaScale"] = with_fairscale(fairscale, deepcopy(model), losses)
-    if peers.has_adaptdl():  # last, as the other sides must not find its process group
+    if peers.has_adaptdl():  # last, because the other sides must not use its process group
         updaters["AdaptDL AdaScale"] = with_adaptdl(deepcopy(model), losses, len(inputs[0]))
     sides = {side: partial(seconds_of, update, updates) for side, update in updaters.items()}
     print_comparison(in_turn(sides, repeats=repeats, warmup=3), peer="by hand")
@@ -100,6 +100,7 @@ def by_hand(model: nn.Module, losses: Losses) -> Callable[[], None]:
 def with_vbs(kind: Any, model: nn.Module, losses: Losses, minibatch_size: int) -> Callable[[], None]:
     batch_size = NUM_MINIBATCHES * minibatch_size
     sampler = vbs.CustomSampler(dataset_size=10**9, trace=batch_size, minibatch_size=minibatch_size)
+    sampler.must_be_read = False  # the loop reads no loader
     optimizer = kind(sgd(model), sampler, ref_batchsize=batch_size)
 
     def update() -> None:
@@ -124,7 +125,7 @@ def with_fairscale(kind: Any, model: nn.Module, losses: Losses) -> Callable[[], 
 
 def with_adaptdl(model: nn.Module, losses: Losses, minibatch_size: int) -> Callable[[], None]:
     logging.disable()
-    warnings.simplefilter("ignore")  # it warns of each minibatch that is not the first of a step
+    warnings.simplefilter("ignore")  # it warns for every minibatch after the first of a step
     adaptdl = peers.AdaptDL(model, sgd(model), minibatch_size=minibatch_size, num_minibatches=NUM_MINIBATCHES)
     return partial(adaptdl.run, losses)
 

@@ -1,4 +1,4 @@
-"""Other packages' versions of AdaScale, as benchmarks run them; from `.peers` (`make bench` fills it) or installed."""
+"""AdaScale implementations of other packages for benchmarks; from `.peers` (made by `make bench`) or installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent.parent / ".peers"
 
 
 def fairscale_adascale(path: str | None = None) -> Any:
-    """FairScale's AdaScale, or None where it is not installed; from that one file of it if given."""
+    """FairScale's AdaScale, or None if it is not installed; loaded from its single file if given."""
     if path is None:
         return getattr(_import("fairscale.optim"), "AdaScale", None)
     spec = importlib.util.spec_from_file_location("fairscale_adascale", path)
@@ -27,10 +27,10 @@ def fairscale_adascale(path: str | None = None) -> Any:
 
 
 class AdaptDL:
-    """AdaptDL's AdaScale with as many minibatches to a step as we say, where it would choose for itself.
+    """AdaptDL's AdaScale with a given number of minibatches per step, which it would otherwise choose itself.
 
-    It is part of a DistributedDataParallel and of a loader; of that loader this is the helper, driven by hand. Makes
-    this process the only one of a process group.
+    It is part of a DistributedDataParallel and of a loader. This class calls the helper of that loader directly, and
+    initializes a process group with this process only.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, minibatch_size: int, num_minibatches: int) -> None:
@@ -45,10 +45,10 @@ class AdaptDL:
         self.loader._state.accumulation_steps = num_minibatches - 1
         self.loader.train()
         self._loop = self.loader.context()
-        self._loop.__enter__()  # left when the process ends
+        self._loop.__enter__()  # exited when the process ends
 
     def run(self, losses: list[Callable[[nn.Module], Any]]) -> None:
-        """One update, as AdaptDL's documentation writes the loop."""
+        """One update, with the loop of AdaptDL's documentation."""
         for loss in losses:
             with self.loader.profile(commit=True):
                 self.optimizer.zero_grad()
@@ -62,10 +62,10 @@ def has_adaptdl() -> bool:
 
 def _import(name: str) -> Any:
     if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))  # last: what is installed comes first
+        sys.path.append(str(FOLDER))  # last: installed packages take precedence
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they are of 2023, and so are some things that they import
+            warnings.simplefilter("ignore")  # packages from 2023 with deprecated imports
             return importlib.import_module(name)
     except ModuleNotFoundError:
         return None

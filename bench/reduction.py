@@ -1,7 +1,7 @@
-"""What gradients cost between 2 processes: one flat all-reduce against one a tensor, and whole steps against DDP.
+"""Gradient reduction between 2 processes: one flat all-reduce compared with one per tensor, and full steps with DDP.
 
-DDP overlaps the reduction with the backward pass, in buckets. It needs as many minibatches on every core, so where a
-step has 3 of them, or 1, it runs 4, or 2. One thread for each process.
+DDP overlaps the reduction with the backward pass, in buckets. It needs the same number of minibatches on every core: if
+a step has 3 minibatches, or 1, it runs 4, or 2. One thread per process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def mlp() -> nn.Module:
 
 
 def wide_mlp() -> nn.Module:
-    """As many parameters as ResNet-50, hardly any work: here communication is what a step costs."""
+    """As many parameters as ResNet-50 with hardly any computation: communication dominates a step."""
     return nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000))
 
 
@@ -119,7 +119,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def step_with_ddp(
     module: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor], num_minibatches: int, *, is_view: bool
 ) -> Callable[[], None]:
-    # without the broadcast of BatchNorm's buffers, which is no part of the other side
+    # without the broadcast of BatchNorm's buffers, which the other side does not do
     model = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=is_view)
     optimizer = sgd(model)
 
@@ -137,6 +137,7 @@ def step_with_vbs(
     kind: Any, model: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor], num_minibatches: int
 ) -> Callable[[], None]:
     sampler = vbs.CustomSampler(dataset_size=10**9, trace=num_minibatches, minibatch_size=1)
+    sampler.must_be_read = False  # the loop reads no loader
     optimizer = kind(sgd(model), sampler, ref_batchsize=num_minibatches)
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""ResNet-50 (He et al. 2015), written out so that the benchmarks need nothing but torch: 161 tensors."""
+"""ResNet-50 (He et al. 2015), so that the benchmarks need only torch: 161 tensors."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What dealing minibatches costs, from 60 thousand to 10 billion samples.
+"""Cost of assigning minibatches, from 60 thousand to 10 billion samples.
 
-The peer is torch's DistributedSampler with a BatchSampler, which shuffles a list of all samples; its memory is counted
-without the tensor that is shuffled, 8 bytes a sample, as only Python and numpy tell how much they hold. The floor is
-cutting minibatches out of a permutation that is ready, which has no first-minibatch time and cannot be faster.
+The peer is torch's DistributedSampler with a BatchSampler, which shuffles a list of all samples. Its memory is counted
+without the shuffled tensor, 8 bytes per sample, because only Python and numpy report their memory. The floor slices
+minibatches from a precomputed permutation; it has no first-minibatch time and cannot be faster.
 
-The time to the first minibatch is that of a new sampler, as when a run resumes: where its epoch starts is not known
-yet. Averages are over a whole later pass, its first minibatch included, but over no more than 20 000 minibatches. All
-in CPU time, of which the time that other programs take from this one is no part.
+The time to the first minibatch is that of a new sampler, as when a run resumes: the start of its epoch is not known
+yet. Averages are over a full later pass, including its first minibatch, but over at most 20 000 minibatches. All times
+are CPU times, which exclude the time of other programs.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Run(NamedTuple):
 
 
 def timed(start_pass: Pass, *, most: int = MOST_MINIBATCHES) -> Run:
-    """The seconds to the first minibatch of a pass and to the last one, and how many there were."""
+    """The seconds to the first and to the last minibatch of a pass, and the number of minibatches."""
     start = time.process_time()
     minibatches = start_pass()
     next(minibatches)
@@ -155,7 +155,7 @@ def peak_megabytes(start_pass: Pass) -> float:
 
 
 def random_trace(num_steps: int) -> vbs.Trace:
-    """Steps of 1 to 512 minibatches, all orders of magnitude alike: some leave cores idle, some make all accumulate."""
+    """Steps of 1 to 512 minibatches, log-uniform: some leave cores idle, in others all cores accumulate."""
     num_minibatches = np.exp2(np.random.default_rng(0).uniform(0, 9, num_steps)).astype(np.int64)
     return vbs.Trace.from_sequence(MINIBATCH * num_minibatches)
 

@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint of 1 GB that is written meanwhile, against one that it waits for.
+"""How long a checkpoint of 1 GB blocks training if written asynchronously, compared with synchronously.
 
 python bench/saving.py
 """
@@ -13,18 +13,19 @@ from torch import nn
 
 import variable_batch_size as vbs
 
-PARAMETERS = 2**27  # 512 MB, and as much of momentum
+PARAMETERS = 2**27  # 512 MB, and the same for momentum
 REPEATS = 5
 
 
 class Run:
-    """A run whose checkpoints have 1 GB."""
+    """A run with checkpoints of 1 GB."""
 
     def __init__(self, *, asynchronous: bool) -> None:
         self.directory = tempfile.TemporaryDirectory(dir=".")
         model = nn.Module()
         model.weight = nn.Parameter(torch.zeros(PARAMETERS // 32, 32))
         sampler = vbs.CustomSampler(dataset_size=32, trace=32, minibatch_size=32)
+        sampler.must_be_read = False  # the loop reads no loader
         inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         self.optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=32)
         how = {"asynchronous": asynchronous, "keep": 1}
@@ -36,7 +37,7 @@ class Run:
         self.checkpoint.wait()
 
     def standstill(self) -> float:
-        """The seconds for which training waits."""
+        """The seconds for which training is blocked."""
         start = time.perf_counter()
         self.checkpoint.save()
         seconds = time.perf_counter() - start
@@ -49,7 +50,7 @@ def main() -> None:
     runs = {"synchronous": Run(asynchronous=False), "asynchronous": Run(asynchronous=True)}
     first = {name: run.standstill() for name, run in runs.items()}
     found = measure.in_turn({name: run.standstill for name, run in runs.items()}, repeats=REPEATS, warmup=0)
-    print("seconds that training stands still for a checkpoint of 1 GB: median (quartiles), and the first one")
+    print("seconds for which a checkpoint of 1 GB blocks training: median (quartiles), and the first one")
     for name, seconds in found.items():
         print(f"  {name:13} {measure.spread(seconds)}   first {first[name]:.2f}")
     share = float(np.median(found["asynchronous"]) / np.median(found["synchronous"]))

@@ -1,9 +1,9 @@
-"""Whether a step costs the same in traces of a thousand to ten million steps, on 1 to 4096 cores.
+"""Cost of a step in traces of a thousand to ten million steps, on 1 to 4096 cores.
 
-One core's schedule and sampler, without devices, of 60 thousand samples and minibatches of 32. The late epoch is the
-last whole one, asked of a new schedule, as when a run resumes: all starts before it have to be found. The µs are
-averages over the 20 epochs up to it: of asking the schedule for a step's batch size and this core's minibatches, and of
-dealing them. The least of 5 runs, in CPU time.
+The schedule and sampler of one core, without devices, with 60 thousand samples and minibatches of 32. The late epoch is
+the last complete one, looked up in a new schedule, as when a run resumes: all earlier starts have to be found. The µs
+are averages over the 20 epochs before it: of looking up a step's batch size and this core's minibatches in the
+schedule, and of assigning them. The minimum of 5 runs, in CPU time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def print_case(trace: vbs.Trace, cores: int) -> None:
     sampler = new()
     schedule = sampler.schedule
     assert schedule.num_epochs is not None
-    last = schedule.num_epochs - 2  # the very last epoch ends where the trace does
+    last = schedule.num_epochs - 2  # the last epoch ends with the trace
     epochs = range(last - NUM_EPOCHS + 1, last + 1)
     steps = range(schedule.steps(epochs[0]).start, schedule.steps(last).stop)
     num_minibatches = sum(schedule.num_minibatches_for(epoch, rank) for epoch in epochs)

@@ -1,7 +1,7 @@
-"""Models in fully_shard and DistributedDataParallel: the library against plain loops with the same accumulation.
+"""Models in fully_shard and DistributedDataParallel: the library compared with plain loops with the same accumulation.
 
-By the clock, between gloo processes on a CPU, or in a world of one process on a GPU (``--device cuda``), where it also
-tells the memory beyond that of the plain loop. Then how long saving stops the training, at once and asynchronously.
+Wall time, between gloo processes on a CPU, or in a world of one process on a GPU (``--device cuda``), where it also
+prints the memory beyond that of the plain loop. Then how long a save blocks training, synchronously and asynchronously.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Update = Callable[[], None]
 
 
 class Many(nn.Module):
-    """As many parameters as GPT-2 small has, and hardly any work: what counts is the time that the host takes."""
+    """As many parameters as GPT-2 small with hardly any computation: host time dominates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Many(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks of so little work beside their 2 million parameters that what is done with gradients counts."""
+    """Blocks with little computation for their 2 million parameters: gradient handling dominates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,9 +96,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plain_update(side: str, model: Any, loss: Callable[[nn.Module], torch.Tensor], way: str, depth: int) -> Update:
-    """The loop by hand, which lets the wrapper reduce as it is meant to.
+    """A hand-written loop in which the wrapper reduces gradients.
 
-    One that waits looks at its gradient's norm before it updates, as AdaScale must.
+    The side that waits reads its gradient's norm before it updates, as AdaScale must.
     """
     optimizer = adamw(model)
 
@@ -125,6 +125,7 @@ def norm_of(model: nn.Module) -> float:
 def update_of(rule: str, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], way: str, depth: int) -> Update:
     size = depth * dist.get_world_size()
     sampler = vbs.CustomSampler(dataset_size=10**9, trace=size, minibatch_size=1)
+    sampler.must_be_read = False  # the loop reads no loader
     options = {"reduce_scatter_once": True} if "once" in way else {}
     optimizer = RULES[rule](adamw(model), sampler, ref_batchsize=size, model=model, **options)
 
@@ -137,7 +138,7 @@ def update_of(rule: str, model: nn.Module, loss: Callable[[nn.Module], torch.Ten
 
 
 def updates_of(way: str, device: str, depth: int, is_tiny: bool, size: int | None) -> tuple[dict[str, Update], int]:
-    """An update of each side, and the bytes of the gradients that a core has."""
+    """An update of each side, and the bytes of the gradients of one core."""
     model, loss = workload(device, is_tiny, size)
     updates = {}
     for side in SIDES:
@@ -159,7 +160,7 @@ def wait(device: str) -> None:
 def time_sides(
     way: str, device: str, depth: int, repeats: int, is_tiny: bool, size: int | None
 ) -> tuple[dict[str, Numbers], dict[str, float]]:
-    """Seconds of an update, and the peak of memory on a GPU over the plain loop's, in gradients."""
+    """Seconds of an update, and peak GPU memory over that of the plain loop, in gradients."""
     torch.set_num_threads(1)
     updates, gradient = updates_of(way, device, depth, is_tiny, size)
     at_once = max(1, 8 // depth)
@@ -178,7 +179,7 @@ def time_sides(
 
 
 def peak_of(update: Update) -> int:
-    """Bytes on the GPU that an update takes for a time."""
+    """Bytes of GPU memory that an update allocates temporarily."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -188,13 +189,14 @@ def peak_of(update: Update) -> int:
 
 
 def time_saves(device: str, directory: str, repeats: int) -> dict[str, Numbers]:
-    """Seconds for which a save stops the training; of the asynchronous one also those until it is written."""
+    """Seconds for which a save blocks training; for the asynchronous one, also the seconds until it is written."""
     torch.set_num_threads(1)
     model, loss = workload(device)
     seconds: dict[str, list[float]] = {}
     for name, asynchronous in (("at once", False), ("asynchronously", True)):
         own = spread_over_cores(model, "sharded")
         sampler = vbs.CustomSampler(dataset_size=10**9, trace=dist.get_world_size(), minibatch_size=1)
+        sampler.must_be_read = False  # the loop reads no loader
         optimizer = vbs.LinearRuleOptimizer(adamw(own), sampler, ref_batchsize=dist.get_world_size(), model=own)
         where = Path(directory) / name.replace(" ", "-")
         checkpoint = vbs.Checkpoint(
@@ -225,9 +227,9 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--minibatch", type=int, help="samples (default: 32 on a CPU, 8 on a GPU)")
-    parser.add_argument("--tiny", action="store_true", help="many small parameters, to see the time of the host alone")
+    parser.add_argument("--tiny", action="store_true", help="many small parameters, to measure host time")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--saves", type=int, default=5, help="how often to save; 0 for never")
+    parser.add_argument("--saves", type=int, default=5, help="number of saves; 0 for none")
     flags = parser.parse_args()
     cores = flags.cores or (2 if flags.device == "cpu" else 1)
     launched: Any = partial(vbs.launch, cores=cores, backend=BACKENDS[flags.device])

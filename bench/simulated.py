@@ -1,7 +1,7 @@
-"""What vbs simulate predicts for runs on this machine, against what they take: python bench/simulated.py [--cores 2]
+"""Predictions of vbs simulate compared with runs on this machine: python bench/simulated.py [--cores 2]
 
-The profile is measured before and after each run, as the load of a machine changes; the noise is that of the run. One
-core is measured in CPU seconds, which other work does not prolong.
+The profile is measured before and after each run, because the load of the machine changes; the noise is that of the
+run. One core is measured in CPU seconds, which other load does not affect.
 """
 
 import argparse
@@ -11,8 +11,8 @@ import time
 import torch
 
 import variable_batch_size as vbs
-from variable_batch_size.comparison.profile import measure
-from variable_batch_size.comparison.train import inner_optimizer, minibatches_of
+from variable_batch_size.comparison.measure import measure
+from variable_batch_size.comparison.train import Training
 from variable_batch_size.comparison.workload import load_workload
 from variable_batch_size.planning.profile import Measured
 from variable_batch_size.policies.builtin import parse_policy
@@ -22,18 +22,15 @@ STEPS = 1500
 
 
 def real(text, workload_name, clock):
-    """Train with a policy on this core; the seconds, the progress and the noise over it."""
+    """Train with a policy on this core; returns the seconds, the progress and the noise over progress."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     workload = load_workload(workload_name, None)
-    model = workload.model()
-    sampler = vbs.CustomSampler(workload.train, trace=parse_policy(text), minibatch_size=workload.minibatch_size)
-    inner = inner_optimizer(workload, model, None)
-    optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=workload.ref_batchsize, model=model)
+    training = Training(workload, workload.model(), "adascale", trace=parse_policy(text))
+    optimizer = training.optimizer
     noise, began = {}, clock()
-    for inputs, targets in minibatches_of(workload, optimizer, torch.device("cpu")):
-        workload.loss(model(inputs), targets).backward()
-        if optimizer.step() and optimizer.steps_done % 20 == 0:
+    for _ in training.losses():
+        if optimizer.updated and optimizer.steps_done % 20 == 0:
             noise[optimizer.progress] = optimizer.noise_scale
         if optimizer.steps_done == STEPS:
             break

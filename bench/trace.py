@@ -1,6 +1,6 @@
-"""How long reading and checking a trace of 2 million steps takes, against pandas reading the same file unchecked.
+"""Time to read and validate a trace of 2 million steps, compared with pandas reading the same file without validation.
 
-In CPU time, of which the time that other programs take from this one is no part.
+In CPU time, which excludes the time of other programs.
 """
 
 from __future__ import annotations

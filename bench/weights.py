@@ -1,6 +1,6 @@
-"""What weights of minibatches and measured noise cost: an update of 4 accumulated minibatches, with and without.
+"""Overhead of minibatch weights and measured noise: an update of 4 accumulated minibatches, with and without.
 
-In CPU time of one thread, of which the time that other programs take from this one is no part.
+In CPU time of one thread, which excludes the time of other programs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTH, LAYERS, VOCABULARY = 1024, 23, 512
 
 
 def network() -> nn.Module:
-    """25 million parameters in 49 tensors, and so little work that what is beside it counts."""
+    """25 million parameters in 49 tensors with little computation, so that the overhead becomes visible."""
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *layers, nn.Linear(WIDTH, VOCABULARY))
 
@@ -33,9 +33,10 @@ def network() -> nn.Module:
 def side(
     model: nn.Module, tokens: torch.Tensor, *, weight: Callable[[torch.Tensor], Any] | None = None, **options: Any
 ) -> Callable[[], float]:
-    """The seconds of an update; with the mean of the losses, or with their sum and what it weighs."""
+    """The seconds of an update, with the mean of the losses, or with their sum and its weight."""
     size = NUM_MINIBATCHES * MINIBATCH
     sampler = vbs.CustomSampler(dataset_size=10**9, trace=size, minibatch_size=MINIBATCH)
+    sampler.must_be_read = False  # the loop reads no loader
     inner = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
     optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=size, **options)
     reduction = "mean" if weight is None else "sum"
@@ -51,7 +52,7 @@ def side(
 
 
 def count(targets: torch.Tensor) -> torch.Tensor:
-    """As of a mask, in a tensor."""
+    """The number of tokens as a tensor, as from a mask."""
     return (targets >= 0).sum()
 
 

@@ -1,4 +1,4 @@
-"""Replaying a trace on XLA: graphs, compiling, executions, transfers, against a loop that accumulates in one graph."""
+"""Replay a trace on XLA: graphs, compilation, executions, transfers, compared with accumulation in one graph."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ CONSTANT = 4
 WIDTHS = (26, 9, 12, 14, 14, 14, 12, 10)
 RULES = [
     name for name, rule in vbs.rules.RULES.items() if not rule.needs and name != "muon"
-]  # which takes matrices only
+]  # Muon supports matrices only
 BY_HAND = "by hand, one graph a size"
 BY_HAND_SYNCED = "by hand, sync a minibatch"
 
 
 def trace_of(num_sizes: int) -> list[int]:
-    """So many sizes, from 1 minibatch on, in a mixed order."""
+    """A trace of `num_sizes` sizes, from 1 minibatch on, in mixed order."""
     return [MINIBATCH * int(n) for n in np.random.RandomState(0).permutation(np.arange(1, num_sizes + 1))]
 
 
 def replay(side: str, sizes: list[int], passes: int) -> list[dict[str, float]]:
-    """Go through the sizes several times on this core, and say for each pass how long it took and what XLA did."""
+    """Replay the sizes several times on this core; returns the seconds and XLA's counters of each pass."""
     import torch_xla
     import torch_xla.core.xla_model as xm
 
@@ -55,7 +55,7 @@ def replay(side: str, sizes: list[int], passes: int) -> list[dict[str, float]]:
 
 
 def by_hand(model: nn.Module, *, syncs: bool = False) -> Callable[[list[Any]], None]:
-    """What one writes first: accumulate, then `xm.optimizer_step`. Each number of minibatches is another program.
+    """A naive loop: accumulate, then `xm.optimizer_step`. Each number of minibatches is a new graph.
 
     Unless it syncs after every minibatch, as a loop over torch_xla's own loader does.
     """
@@ -79,6 +79,7 @@ def by_hand(model: nn.Module, *, syncs: bool = False) -> Callable[[list[Any]], N
 
 def ours(rule: str, model: nn.Module, sizes: list[int]) -> Callable[[list[Any]], None]:
     sampler = vbs.CustomSampler(dataset_size=10**9, trace=sizes, minibatch_size=MINIBATCH, on_end="cycle")
+    sampler.must_be_read = False  # the loop reads no loader
     is_adam = rule.startswith("adam")
     parameters = model.parameters()
     inner = torch.optim.AdamW(parameters) if is_adam else torch.optim.SGD(parameters, lr=0.01, momentum=0.5)
@@ -93,7 +94,7 @@ def ours(rule: str, model: nn.Module, sizes: list[int]) -> Callable[[list[Any]],
 
 
 def counted() -> dict[str, float]:
-    """What XLA has done so far in this process."""
+    """XLA's counters so far in this process."""
     import torch_xla.debug.metrics as metrics
 
     def of(name: str) -> tuple[int, float]:
@@ -127,7 +128,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="*", default=[12, 48])
     parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
-    parser.add_argument("--by-hand", type=int, default=12, help="most sizes for the loop by hand: 48 take 10 minutes")
+    parser.add_argument(
+        "--by-hand", type=int, default=12, help="maximum number of sizes for the hand-written loop: 48 take 10 minutes"
+    )
     options = parser.parse_args()
     print_machine()
     for num_sizes in options.sizes:
@@ -147,7 +150,7 @@ def main() -> None:
         print_row("", "", "", "an update", "an update", "s", "", "later", widths=WIDTHS)
         peer_seconds = None
         for side in [*([BY_HAND] if num_sizes <= options.by_hand else []), *options.rules]:
-            passes = 3 if num_sizes <= options.by_hand else 2  # by hand, the second still compiles
+            passes = 3 if num_sizes <= options.by_hand else 2  # the hand-written loop still compiles in the second pass
             (found,) = vbs.launch(replay, (side, sizes, passes), cores=1, backend="xla")
             peer_seconds = found[0]["seconds"] if side == BY_HAND else peer_seconds
             print_side(side, found, sizes, peer_seconds)

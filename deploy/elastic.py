@@ -1,7 +1,7 @@
-"""torchrun that says so when its machine leaves: python deploy/elastic.py, with the options of torchrun.
+"""torchrun with a clean exit on SIGTERM: python deploy/elastic.py, with the options of torchrun.
 
-Told to stop, torchrun passes that on to its workers, which save and end, and then fails with a traceback. Here it ends
-with the exit code 75 of a run that was stopped and can go on.
+On SIGTERM, torchrun forwards the signal to its workers, which save and exit, and then fails with a traceback. This
+program exits with code 75 instead: stopped, saved, can be resumed.
 """
 
 import sys
@@ -15,5 +15,5 @@ if __name__ == "__main__":
     try:
         main()
     except SignalException:
-        sys.stderr.write("this machine leaves the run, as it was told to; the others go on from the last checkpoint\n")
+        sys.stderr.write("SIGTERM: this machine leaves the run; the others resume from the last checkpoint\n")
         sys.exit(EXIT_STOPPED)

@@ -1,6 +1,6 @@
-"""The store through which torchrun's machines find each other, in a process of its own: python deploy/store.py 29400
+"""The rendezvous store of torchrun in a separate process: python deploy/store.py 29400
 
-Let it run on a machine that stays. A machine that trains may then leave, whichever it is.
+Run it on a machine that stays. Any training machine may then leave.
 """
 
 import signal

@@ -1,11 +1,11 @@
-"""Digits with a batch size that decides itself, on cores that come and go.
+"""Digits with a batch size decided by a policy, on cores that come and go.
 
     torchrun --standalone --nproc-per-node=2 examples/autoscale.py runs/digits --until 600
     torchrun --standalone --nproc-per-node=3 examples/autoscale.py runs/digits --until 1400
     torchrun --standalone --nproc-per-node=1 examples/autoscale.py runs/digits --until 2000
     vbs show runs/digits/executed.csv --plot autoscaled.png
 
-Each line takes up the run where the one before left it, on another number of cores.
+Each command resumes the run of the previous one, on a different number of cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import variable_batch_size as vbs
 
 
 def main(directory: str, until: int) -> None:
-    """Train until so many steps are done, and leave a checkpoint."""
+    """Train until `until` steps are complete, and save a checkpoint."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     pixels, labels = load_digits(return_X_y=True)
@@ -46,7 +46,7 @@ def main(directory: str, until: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", help="for checkpoints and what was decided")
-    parser.add_argument("--until", type=int, required=True, help="steps of the whole run")
+    parser.add_argument("directory", help="of the checkpoints and decisions")
+    parser.add_argument("--until", type=int, required=True, help="steps of the entire run")
     options = parser.parse_args()
     vbs.launch(main, (options.directory, options.until), cores=1, backend="gloo")

@@ -1,4 +1,4 @@
-"""Replay a trace on four virtual cores: digits, a small convolutional network, and a table of what happened."""
+"""Replay a trace on four virtual cores: digits, a small convolutional network, and a table of the results."""
 
 from importlib.util import find_spec
 
@@ -13,7 +13,7 @@ import variable_batch_size as vbs
 TRACE = "traces/demo.csv"
 CORES = 4
 MINIBATCH = 16
-HAS_XLA = find_spec("torch_xla") is not None  # then vbs.launch starts XLA cores, else gloo processes
+HAS_XLA = find_spec("torch_xla") is not None  # vbs.launch then starts XLA cores, otherwise gloo processes
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
@@ -45,7 +45,7 @@ def this_device() -> torch.device:
 
 
 def num_programs() -> int:
-    """How many programs XLA has compiled."""
+    """The number of graphs that XLA has compiled."""
     if not HAS_XLA:
         return 0
     import torch_xla.debug.metrics as metrics
@@ -54,7 +54,7 @@ def num_programs() -> int:
 
 
 def train(model: nn.Module) -> dict[str, float]:
-    """What one core does."""
+    """Train on one core."""
     device = this_device()
     model = model.to(device)
     train_data, test_data = digits()
@@ -93,7 +93,7 @@ def main() -> None:
     if HAS_XLA:
         print(f"Replaying {TRACE} on {CORES} virtual XLA cores; starting them takes about 10 seconds.")
     else:
-        print(f"Replaying {TRACE} on {CORES} gloo processes, as torch_xla is not installed; the weights are the same.")
+        print(f"Replaying {TRACE} on {CORES} gloo processes (torch_xla is not installed); the weights are the same.")
     results = vbs.launch(train, (network(),), cores=CORES)
     first = results[0]
     rows = [

@@ -1,7 +1,7 @@
-"""A small GPT on the characters of Python's own documentation: batches that grow by tokens, and weigh by them.
+"""A small GPT on the characters of Python's documentation: batches that grow with the tokens and are weighted by them.
 
 python examples/language_model.py                       # windows of the text, all of one length
-python examples/language_model.py --padded              # its paragraphs, padded: minibatches of very different weights
+python examples/language_model.py --padded              # its padded paragraphs: minibatches with very different weights
 python examples/language_model.py --cores 2             # the same result on two cores, or under torchrun
 python examples/language_model.py --device cuda --text FILE --tokens 20000000
 """
@@ -34,14 +34,14 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Text:
-    """A text in samples, each a tensor of characters as numbers.
+    """A text as samples, each a tensor of character indices.
 
     Attributes:
-        name: where it is from.
-        vocabulary: how many different characters there are.
-        train: to learn from.
-        test: the last tenth, to be tested with.
-        tokens_per_sample: characters that are predicted in a sample, on average.
+        name: its source.
+        vocabulary: the number of distinct characters.
+        train: the training samples.
+        test: the last tenth, the test samples.
+        tokens_per_sample: the mean number of predicted characters per sample.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Text:
 
 
 def read(path: str | None, *, is_padded: bool) -> Text:
-    """A file, or the help on Python's language that comes with Python, about half a million characters."""
+    """Read a file, or by default Python's built-in help on the language, about half a million characters."""
     text = Path(path).read_text(encoding="utf-8") if path else "\n\n".join(topics[name] for name in sorted(topics))
     numbers = {character: number for number, character in enumerate(sorted(set(text)))}
     parts = [part for part in text.split("\n\n") if part.strip()] if is_padded else [text]
@@ -61,7 +61,7 @@ def read(path: str | None, *, is_padded: bool) -> Text:
     samples = samples if is_padded else [sample for sample in samples if len(sample) == CONTEXT + 1]
     num_train = len(samples) * 9 // 10
     tokens = sum(len(sample) - 1 for sample in samples)
-    name = path or "pydoc_data.topics, the help on Python's language that comes with Python"
+    name = path or "pydoc_data.topics, Python's built-in help on the language"
     return Text(name, len(numbers), samples[:num_train], samples[num_train:], round(tokens / len(samples)))
 
 
@@ -97,14 +97,14 @@ def padded(samples: list[torch.Tensor]) -> torch.Tensor:
 
 
 def loss_and_weight(model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the losses of all characters, and how many these are."""
+    """The summed loss of all characters, and their number."""
     targets = tokens[:, 1:].flatten()
     loss = cross_entropy(model(tokens[:, :-1]).flatten(0, 1), targets, ignore_index=PADDING, reduction="sum")
     return loss, (targets != PADDING).sum()
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
-    """What one core does."""
+    """Train on one core."""
     text = read(options.text, is_padded=options.padded)
     device = torch.device(options.device)
     if device.type == "cuda":
@@ -112,7 +112,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     model = GPT(text.vocabulary).to(device)
 
-    # three stages, given in tokens: 16 samples at first, 64 in the end
+    # three stages, given in tokens: from 16 to 64 samples
     starts, sizes = (0, options.tokens // 8, options.tokens // 3), (16, 32, 64)
     stages = vbs.traces.Stages(starts, sizes, options.tokens, "tokens", text.tokens_per_sample)
     sampler = vbs.CustomSampler(text.train, trace=stages.trace(), minibatch_size=MINIBATCH)
@@ -122,7 +122,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         inner, sampler, ref_batchsize=REF_BATCHSIZE, form="half-life", clip_grad_norm=1.0, measure_noise=True
     )
 
-    # warm-up over the first tenth of the tokens, then a cosine to 0 at the last of them
+    # warm-up over the first tenth of the tokens, then a cosine to 0 at the last token
     per = MINIBATCH * text.tokens_per_sample
     num_steps = max(10, options.tokens // per)
     scheduler = SequentialLR(
@@ -137,7 +137,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         sampler.set_epoch(epoch)
         for tokens in loader:
             loss, weight = loss_and_weight(model, tokens.to(device))
-            loss.backward()  # of the sum
+            loss.backward()  # the sum of the losses
             optimizer.step(weight=weight)
             vbs.follow_weight(scheduler, optimizer, per=per)
             log.step(loss)
@@ -164,7 +164,7 @@ def show(record: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def test_loss(model: nn.Module, text: Text, rank: int, cores: int, device: torch.device) -> float:
-    """The mean over all characters of the test samples, of which each core takes its share."""
+    """The mean over all characters of the test samples, which are divided among the cores."""
     sums = vbs.Metrics("loss", "tokens", device=device)
     for first in range(rank * MINIBATCH, len(text.test), cores * MINIBATCH):
         loss, weight = loss_and_weight(model, padded(text.test[first : first + MINIBATCH]).to(device))
@@ -174,11 +174,15 @@ def test_loss(model: nn.Module, text: Text, rank: int, cores: int, device: torch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="train a small GPT on characters, with batches that grow by tokens")
-    parser.add_argument("--text", metavar="FILE", help="any text; the help that comes with Python if not given")
+    parser = argparse.ArgumentParser(
+        description="train a small GPT on characters, with batches that grow with the tokens"
+    )
+    parser.add_argument("--text", metavar="FILE", help="any text (default: Python's built-in help)")
     parser.add_argument("--tokens", type=int, default=600_000, help="characters to train on")
-    parser.add_argument("--padded", action="store_true", help="paragraphs of any length, instead of windows of one")
-    parser.add_argument("--cores", type=int, default=1, help="processes to train with; torchrun says it by itself")
+    parser.add_argument(
+        "--padded", action="store_true", help="paragraphs of different lengths instead of windows of one length"
+    )
+    parser.add_argument("--cores", type=int, default=1, help="number of processes; not needed under torchrun")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--log-steps", type=int, default=25)
     options = parser.parse_args()

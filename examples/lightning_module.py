@@ -1,7 +1,7 @@
 """Train a small network with Lightning and batches that grow: python examples/lightning_module.py
 
-With --devices 2 two processes share each batch (strategy "ddp"); with --directory DIR checkpoints are saved there, and
-the run goes on from the last one.
+With --devices 2, two processes share each batch (strategy "ddp"). With --directory DIR, checkpoints are saved there,
+and the run resumes from the last one.
 """
 
 import argparse
@@ -20,7 +20,7 @@ TRACE = [64] * 32 + [128] * 16 + [256] * 8 + [512] * 4
 
 
 class Classifier(LightningModule):
-    """Tells on which side of a circle a point lies."""
+    """Classifies points as inside or outside of a circle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Classifier(LightningModule):
     def setup(self, stage: str) -> None:
         points = torch.randn(2048, 2, generator=torch.Generator().manual_seed(0))
         self.dataset = TensorDataset(points, (points.norm(dim=1) > 1.2).long())
-        # here, where Lightning has started its processes; in lockstep, because they wait for each other in minibatches
+        # made after Lightning has started its processes; in lockstep because they wait for each other in minibatches
         self.sampler = vbs.CustomSampler(self.dataset, TRACE, minibatch_size=32, lockstep=True)
 
     def train_dataloader(self) -> DataLoader:
@@ -52,7 +52,7 @@ class Classifier(LightningModule):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=1, help="processes")
-    parser.add_argument("--directory", help="for checkpoints, and to go on from the last one")
+    parser.add_argument("--directory", help="of the checkpoints; resumes from the last one")
     flags = parser.parse_args()
     callbacks: list = [VariableBatchSize()]
     if flags.directory:
@@ -63,7 +63,7 @@ def main() -> None:
         strategy="ddp" if flags.devices > 1 else "auto",
         max_epochs=4,
         callbacks=callbacks,
-        use_distributed_sampler=False,  # the sampler of this library deals the samples to the processes
+        use_distributed_sampler=False,  # CustomSampler already assigns samples to processes
         logger=False,
         enable_checkpointing=bool(flags.directory),
     )

@@ -1,7 +1,7 @@
-"""Ray Train: the loop as it is, on workers that may end at any time; the run goes on from its newest checkpoint.
+"""Ray Train: the plain loop on workers that may exit at any time; the run resumes from its latest checkpoint.
 
 python examples/ray_train.py
-python examples/ray_train.py --kill-at 12 --stop-at 20    # as if a machine were lost, and another announced its end
+python examples/ray_train.py --kill-at 12 --stop-at 20    # simulates a lost machine and a preemption notice
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRACE = [32, 64, 16, 96, 48, 128, 64, 32, 160, 64] * 3
 
 
 def train(options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What each worker does, and anybody else: nothing in it is of Ray. Returns the weights."""
+    """The training loop of each worker, independent of Ray. Returns the weights."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     dataset = TensorDataset(torch.randn(512, 20, generator=generator), torch.randint(0, 5, (512,), generator=generator))
@@ -48,14 +48,14 @@ def train(options: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def disturb(options: dict[str, Any], optimizer: vbs.CustomOptimizer) -> None:
-    """What a spot market does: the second worker is lost after some step; another one is told of its end before it."""
+    """Simulate a spot market: the second worker is lost after one step, and a preemption is announced after another."""
     if not optimizer.updated:
         return
     where, directory = (optimizer.sampler.rank, optimizer.steps_done), Path(options["directory"])
     if where == (1, options.get("kill_at")) and is_first_time(directory / "killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     if where == (0, options.get("stop_at")) and is_first_time(directory / "stopped"):
-        vbs.request_stop()  # saves at the end of a step and ends the worker, and Ray starts it anew
+        vbs.request_stop()  # saves at the end of a step and exits the worker, and Ray restarts it
 
 
 def is_first_time(mark: Path) -> bool:
@@ -66,13 +66,13 @@ def is_first_time(mark: Path) -> bool:
 
 
 def run(options: dict[str, Any], *, workers: int) -> None:
-    """Train on some workers; when one is lost, Ray starts all anew, up to three times."""
+    """Train on several workers; if one is lost, Ray restarts all of them, up to three times."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     def work(options: dict[str, Any]) -> None:
-        train(options)  # what it returns would have to travel
+        train(options)  # the weights would have to be transferred
 
     ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False)
     trainer = TorchTrainer(
@@ -87,11 +87,17 @@ def run(options: dict[str, Any], *, workers: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="train on workers of Ray that may end at any time")
+    parser = argparse.ArgumentParser(description="train on Ray workers that may exit at any time")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--kill-at", type=int, metavar="STEP", help="where the second worker is lost, once")
-    parser.add_argument("--stop-at", type=int, metavar="STEP", help="where the first one is told of its end, once")
-    parser.add_argument("--directory", help="for checkpoints, which all workers share; a temporary one if not given")
+    parser.add_argument(
+        "--kill-at", type=int, metavar="STEP", help="the step after which the second worker is lost, once"
+    )
+    parser.add_argument(
+        "--stop-at", type=int, metavar="STEP", help="the step after which the first worker is preempted, once"
+    )
+    parser.add_argument(
+        "--directory", help="of the checkpoints, shared by all workers (default: a temporary directory)"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.directory or temporary

@@ -1,4 +1,4 @@
-"""The square root rule for Adam: curves of all batch sizes lie on each other over samples (Malladi et al. 2022).
+"""The square root rule for Adam: as functions of samples, the curves of all batch sizes coincide (Malladi et al. 2022).
 
 python reproduce/adam_square_root.py --seeds 0 1 2 --jobs 10        # a GPU: about 5 minutes
 """
@@ -18,13 +18,13 @@ import results
 import variable_batch_size as vbs
 
 # ------------------------------------------------------------------------------------------------- from the paper
-# κ times the batch size: lr · √κ, 1 − β = κ (1 − β0), ε / √κ; changing the learning rate alone is not enough
+# κ times the batch size: lr · √κ, 1 − β = κ (1 − β0), ε / √κ; changing only the learning rate is not enough
 KAPPAS = (1, 2, 4, 8)
 # ---------------------------------------------------------------------------- ours: the paper has VGG, ResNet, RoBERTa
 BATCHSIZE, NUM_UPDATES = 8, 8_000  # windows of 128 characters; updates at that batch size
 LR, BETAS = 5e-4, (0.9, 0.999)
 # ----------------------------------------------------------------------------------------------------- tolerance
-OFF_CURVE = 0.03  # nats a character, mean over the second half of the curve; and less than without the betas
+OFF_CURVE = 0.03  # nats per character, mean over the second half of the curve; and less than without the betas
 # --------------------------------------------------------------------------------------------------- --small, ours
 SMALL_BATCHSIZE, SMALL_UPDATES = 2, 64
 
@@ -57,7 +57,7 @@ def _train(seed: int, name: str, kappa: int, options: argparse.Namespace, folder
 
 
 def gap(rows: dict[str, experiment.Row], name: str, kappa: int) -> float:
-    """How far the mean curve of all seeds is from that of κ = 1 in the second half, on average over points, in nats."""
+    """Mean distance of the mean curve of all seeds from that of κ = 1 in the second half, in nats."""
     ours, base = mean_curve(rows, name, kappa), mean_curve(rows, "adam", 1)
     gaps = [abs(one - other) for one, other in zip(ours, base, strict=True)]
     half = gaps[len(gaps) // 2 :]
@@ -65,7 +65,7 @@ def gap(rows: dict[str, experiment.Row], name: str, kappa: int) -> float:
 
 
 def mean_curve(rows: dict[str, experiment.Row], name: str, kappa: int) -> list[float]:
-    """The test loss at each point, averaged over seeds, as runs of two seeds differ by more than a gap that counts."""
+    """The test loss at each point, averaged over seeds, because two seeds differ by more than the tolerance."""
     chosen = [row["curve"] for row in rows.values() if (row["rule"], row["kappa"]) == (name, kappa)]
     return [sum(point["test_loss"] for point in points) / len(points) for points in zip(*chosen, strict=True)]
 
@@ -89,7 +89,7 @@ def judge(options: argparse.Namespace, rows: dict[str, experiment.Row]) -> list[
 
 
 def draw(rows: dict[str, experiment.Row], curves: list[experiment.Row], path: Path) -> None:
-    """Test loss over samples for each κ, mean over seeds: with the rule, without its betas, and without it."""
+    """Test loss over samples for each κ, mean over seeds: with the rule, its learning rate only, and no rule."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -101,7 +101,7 @@ def draw(rows: dict[str, experiment.Row], curves: list[experiment.Row], path: Pa
         row["curve"] = [point for point in curves if point["run"] == row["run"]]
     for axes, rule, title in zip(panels, RULES, titles, strict=True):
         for number, kappa in enumerate(KAPPAS):
-            name = rule if kappa > 1 else "adam"  # at κ = 1 all are the same
+            name = rule if kappa > 1 else "adam"  # at κ = 1 all curves are the same
             samples = [point["samples"] for point in rows[next(iter(rows))]["curve"]]
             axes.plot(samples, mean_curve(rows, name, kappa), color=f"C{number}", label=f"κ = {kappa}")
         axes.set(title=title, xlabel="windows of 128 characters")

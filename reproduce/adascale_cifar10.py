@@ -1,7 +1,7 @@
 """AdaScale on CIFAR-10 with a ResNet-18: Johnson et al. 2020, "AdaScale SGD".
 
 python reproduce/adascale_cifar10.py --datadir DIR            # a GPU: 20 to 30 minutes
-python reproduce/adascale_cifar10.py --datadir DIR --jobs 6   # all runs at once on it
+python reproduce/adascale_cifar10.py --datadir DIR --jobs 6   # all runs at once
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import experiment
 import results
 
 # ------------------------------------------------------------------------------------------------- from the paper
-NUM_STEPS = 39_100  # at the batch size 128; runs end when their progress is that
+NUM_STEPS = 39_100  # at the batch size 128; runs end at this progress
 BATCHSIZE = 128
 LR, DECAY = 0.08, 0.0133  # lr = 0.08 · 0.0133^(progress / 39,100)
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
-UPDATES = {1: 39_100, 8: 5_850, 16: 3_360, 32: 2_080}  # of AdaScale, by scale
-ACCURACY = 94.1  # percent, at every scale with AdaScale
-# the linear rule's learning rate rises from lr to 32 · lr in 5.5 % of the training: 5 of 90 epochs (Goyal et al. 2017)
+UPDATES = {1: 39_100, 8: 5_850, 16: 3_360, 32: 2_080}  # by AdaScale, per scale
+ACCURACY = 94.1  # percent, with AdaScale at every scale
+# the linear rule's learning rate rises from lr to 32 · lr in 5.5 % of training: 5 of 90 epochs (Goyal et al. 2017)
 WARMUP = 0.055
-# the network is a ResNet-18 in its first version (He et al. 2015), with a first layer of 3 × 3; --network v2: the other
+# a ResNet-18 (He et al. 2015) with a 3 × 3 first layer; --network v2 is its pre-activation variant (He et al. 2016)
 # ----------------------------------------------------------------------------------------------------- tolerance
 OFF_UPDATES, OFF_ACCURACY = 0.05, 0.5
 # --------------------------------------------------------------------------------------------------- --small, ours
@@ -38,7 +38,7 @@ def decay(step: int, *, num_steps: int) -> float:
 
 
 def warmed_up(step: int, *, num_steps: int, scale: int) -> float:
-    """From 1/scale of the learning rate to all of it, so that the linear rule starts as the run at scale 1 does."""
+    """Warm up from 1/scale of the learning rate to all of it: the linear rule then starts like the run at scale 1."""
     done = min(1.0, step / (WARMUP * num_steps))
     return (1 / scale + (1 - 1 / scale) * done) * decay(step, num_steps=num_steps)
 
@@ -55,7 +55,7 @@ def settings(options: argparse.Namespace) -> dict[str, tuple[int, str, Callable[
         "linear",
         partial(warmed_up, num_steps=num_steps, scale=largest),
     )
-    # the longest first, where all run at once; at scale 1 all rules are the same
+    # the longest first, in case all run at once; at scale 1 all rules are the same
     return {"SGD-1": (1, "constant", plain), **runs}
 
 
@@ -112,7 +112,7 @@ def judge(options: argparse.Namespace, rows: dict[str, experiment.Row]) -> list[
 
 
 def _judge_small(rows: dict[str, experiment.Row]) -> list[results.Claim]:
-    """Counts alone: of runs of 24 steps on pictures that are made up."""
+    """Only counts: runs of 24 steps on synthetic images."""
     claims = []
     for row in rows.values():
         fewest = -(-SMALL_STEPS // row["scale"])

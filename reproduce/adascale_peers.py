@@ -1,9 +1,9 @@
-"""The gain that FairScale, AdaptDL and this library report when the scale changes, beside the true gain.
+"""The gain reported by FairScale, AdaptDL and this library when the scale changes, compared with the true gain.
 
 make .peers; python reproduce/adascale_peers.py     # FairScale 0.4.13 and AdaptDL 0.2.11 from PyPI; a CPU: a minute
 
-All get the same minibatches of the same network, whose weights stay as they are (lr = 0). So the true gain of a step
-of batch size B is known by brute force, from the gradient of every single sample of the data:
+All receive the same minibatches of the same network with fixed weights (lr = 0). The true gain of a step of batch
+size B is therefore computed by brute force, from the gradient of every sample:
 
     gain(B) = (V/B0 + G²) / (V/B + G²),   G = mean of all gradients,   V = mean of their squared distances from G
 """
@@ -44,13 +44,13 @@ CASES = {  # the scales of the steps
     "1-between-8s": [8, 8, 8, 1] * 75,
 }
 # ----------------------------------------------------------------------------------------------------- tolerance
-OFF = 0.10  # of ours from the truth, over the steps after the change
+OFF = 0.10  # of ours from the true gain, over the steps after the change
 # ------------------------------------------------------------------------------------------------ --small, ours alone
 SMALL_CASES = {"4-then-32": [4] * 30 + [32] * 10, "1-between-8s": [8, 1] * 20}
 
 
 def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """A network that has not learned yet, and made-up data."""
+    """An untrained network, and synthetic data."""
     torch.manual_seed(0)
     x = torch.randn(NUM_SAMPLES, NUM_INPUTS)
     y = (x @ torch.randn(NUM_INPUTS, NUM_CLASSES) + 3 * torch.randn(NUM_SAMPLES, NUM_CLASSES)).argmax(1)
@@ -76,7 +76,7 @@ def true_gain(scale: int, variance: float, square: float) -> float:
 
 
 def steps(scales: list[int]) -> list[list[list[int]]]:
-    """The samples of each minibatch of each step, the same for all sides."""
+    """The samples of each minibatch of each step, the same for all implementations."""
     trace = [scale * MINIBATCH for scale in scales]
     sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=trace, minibatch_size=MINIBATCH)
     dealt = []
@@ -112,7 +112,7 @@ def gains_of_fairscale(scales: list[int]) -> list[float]:
     optimizer = kind(sgd, world_size=1, num_gradients_to_accumulate=max(scales[0], 2), is_scaled_loss=False)
     gains = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numpy's, of a division by 0 at a scale of 1
+        warnings.simplefilter("ignore")  # numpy's division by 0 at a scale of 1
         for scale, minibatches in zip(scales, steps(scales), strict=True):
             optimizer.set_scale(float(scale))
             optimizer.set_num_gradients_to_accumulate(scale)
@@ -125,7 +125,7 @@ def gains_of_fairscale(scales: list[int]) -> list[float]:
 
 
 def gains_of_adaptdl(scales: list[int]) -> list[float]:
-    """In a process of its own: it makes it one of a process group, and takes SIGTERM for a hint."""
+    """In a separate process, because AdaptDL initializes a process group and installs a SIGTERM handler."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe(duplex=False)
     process = spawn.Process(target=_send_gains_of_adaptdl, args=(scales, there))
@@ -143,7 +143,7 @@ def _send_gains_of_adaptdl(scales: list[int], there: Connection) -> None:
         there.send([])
         return
     logging.disable()
-    warnings.simplefilter("ignore")  # it warns of each minibatch that is not the first of a step
+    warnings.simplefilter("ignore")  # it warns for every minibatch after the first of a step
     model, x, y = problem()
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     adaptdl = peers.AdaptDL(model, sgd, minibatch_size=MINIBATCH, num_minibatches=1)
@@ -195,7 +195,7 @@ def _compare(case: str, options: argparse.Namespace, folder: Path) -> experiment
 
 
 def counted_steps(scales: list[int]) -> list[int]:
-    """Those that are judged: 50 after the change of scale, or all of the larger scale in the second half."""
+    """The steps that are checked: 50 after the change of scale, or all of the larger scale in the second half."""
     changes = [step for step in range(1, len(scales)) if scales[step] != scales[step - 1]]
     if len(changes) == 1:
         return list(range(changes[0], min(len(scales), changes[0] + 50)))

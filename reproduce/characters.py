@@ -1,4 +1,4 @@
-"""A small GPT on characters: the text of Python's own library in windows on the device, and the loss on its end."""
+"""A small GPT on characters: windows of the source of Python's library on the device, and the test loss on its end."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def text_of_python() -> str:
 
 
 class Text:
-    """Characters as numbers on a device; the last tenth is to be tested with.
+    """Character indices on a device; the last tenth is the test part.
 
     Args:
-        text: what else than ASCII is in it becomes one character.
-        device: of the numbers.
-        context: characters that are predicted in a window.
+        text: the text; all characters outside ASCII become the same character.
+        device: the device of the tensors.
+        context: the number of predicted characters per window.
     """
 
     def __init__(self, text: str, device: torch.device, *, context: int = CONTEXT) -> None:
@@ -34,11 +34,11 @@ class Text:
         self._test = numbers[num_train:].to(device).unfold(0, context + 1, context)
 
     def __len__(self) -> int:
-        """How many windows there are to learn from, each beginning at another character."""
+        """The number of training windows, one per start character."""
         return len(self._train)
 
     def __call__(self, indices: list[int]) -> torch.Tensor:
-        """The windows of these numbers; nothing waits for the device."""
+        """The windows of these indices, without synchronizing with the device."""
         numbers = torch.tensor(indices)
         if self._train.is_cuda:
             numbers = numbers.pin_memory().to(self._train.device, non_blocking=True)
@@ -46,7 +46,7 @@ class Text:
 
     @torch.no_grad()
     def test_loss(self, model: nn.Module, *, num_windows: int, at_once: int = 128) -> float:
-        """Nats a character, over windows spread over the test part."""
+        """Nats per character, over windows distributed over the test part."""
         every = max(1, len(self._test) // num_windows)
         windows = self._test[::every][:num_windows]
         total = torch.zeros((), device=windows.device)
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Of 3.2 million parameters at the width 256 and 4 layers."""
+    """A GPT with 3.2 million parameters at width 256 and 4 layers."""
 
     def __init__(self, *, width: int, heads: int, layers: int, context: int = CONTEXT) -> None:
         super().__init__()
@@ -85,6 +85,6 @@ class GPT(nn.Module):
 
 
 def loss_of(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
-    """Nats a character, of predicting each from those before it."""
+    """Nats per character of predicting each character from the previous ones."""
     with torch.autocast(windows.device.type, torch.bfloat16, enabled=windows.is_cuda):
         return cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())

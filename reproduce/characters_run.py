@@ -1,4 +1,4 @@
-"""One run of the small GPT with a trace and a rule: trained, tested as it goes, resumed where it stopped."""
+"""One run of the small GPT with a trace and a rule: trained, tested during training, resumed after interruptions."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ TEST_WINDOWS, SMALL_TEST_WINDOWS = 1024, 16
 
 @dataclass(frozen=True)
 class Run:
-    """What sets one run apart from another.
+    """The settings of one run.
 
     Attributes:
         trace: the batch size of every step, in windows of the text.
-        rule: by name.
+        rule: its name.
         lr: at `ref_batchsize`.
-        betas: of AdamW, which decays no weights here.
-        schedule: what multiplies the learning rate after so many windows.
+        betas: of AdamW, without weight decay.
+        schedule: the factor of the learning rate as a function of the windows so far.
         ref_batchsize, minibatch_size: in windows.
-        num_samples: windows of the whole run.
+        num_samples: the windows of the entire run.
     """
 
     trace: vbs.Trace
@@ -43,15 +43,15 @@ class Run:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text", type=Path, metavar="FILE", help="any text; Python's standard library if not given")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="any text (default: Python's standard library)")
 
 
 def train(run: Run, options: argparse.Namespace, folder: Path, *, seed: int) -> Row:
     """Train until the trace ends.
 
     Returns:
-        its updates and samples, the test loss in nats a character, the seconds since this process began with it, and
-        the curve of the test loss, at the same numbers of samples in all runs.
+        its updates and samples, the test loss in nats per character, the seconds since this process started the run,
+        and the curve of the test loss, at the same numbers of samples in all runs.
     """
     started, device = time.monotonic(), torch.device(options.device)
     context = 16 if options.small else 128

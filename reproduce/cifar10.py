@@ -33,7 +33,7 @@ class Images:
 
 
 def read(datadir: str | Path, files: tuple[str, ...], device: torch.device) -> Images:
-    """What `files` of torchvision's folder ``cifar-10-batches-py`` hold."""
+    """The images in `files` of torchvision's folder ``cifar-10-batches-py``."""
     pixels, classes = [], []
     for name in files:
         with open(Path(datadir) / "cifar-10-batches-py" / name, "rb") as file:
@@ -44,7 +44,7 @@ def read(datadir: str | Path, files: tuple[str, ...], device: torch.device) -> I
 
 
 def made_up(num_images: int, device: torch.device, *, seed: int) -> Images:
-    """Noise around one picture for each class, for trying a program without the data set."""
+    """Synthetic images, noise around one image per class, for trying a program without the data set."""
     generator = torch.Generator().manual_seed(seed)
     classes = torch.randint(0, 10, (num_images,), generator=generator)
     of_class = torch.randint(40, 216, (10, 3, 4, 4), generator=torch.Generator().manual_seed(0)).float()
@@ -54,7 +54,7 @@ def made_up(num_images: int, device: torch.device, *, seed: int) -> Images:
 
 
 class Crops:
-    """Minibatches of images, each shifted by up to 4 pixels and half of them mirrored, drawn on the device."""
+    """Minibatches of images on the device, each shifted by up to 4 pixels and half of them mirrored."""
 
     def __init__(self, images: Images) -> None:
         self._classes = images.classes
@@ -63,7 +63,7 @@ class Crops:
         self._crops = padded.unfold(2, 32, 1).unfold(3, 32, 1)
 
     def __call__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The images of these numbers, as numbers around 0, and their classes; nothing waits for the device."""
+        """The normalized images of these indices and their classes, without synchronizing with the device."""
         device = self._classes.device
         numbers = torch.tensor(indices)
         if device.type == "cuda":
@@ -89,7 +89,7 @@ def _of_colours(values: tuple[float, ...], device: torch.device) -> torch.Tensor
 
 
 class Block(nn.Module):
-    """Two convolutions, each behind its BatchNorm and ReLU (He et al. 2016, "Identity mappings")."""
+    """Two convolutions, each after its BatchNorm and ReLU (He et al. 2016, "Identity mappings")."""
 
     def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Block(nn.Module):
 
 
 class FirstBlock(nn.Module):
-    """Two convolutions, each before its BatchNorm, and ReLU behind the sum (He et al. 2015, the first version)."""
+    """Two convolutions, each before its BatchNorm, and ReLU after the sum (He et al. 2015, the original block)."""
 
     def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def tiny() -> nn.Sequential:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Images, *, at_once: int = 1000) -> float:
-    """The share of images of which the class is found, in percent."""
+    """The percentage of correctly classified images."""
     was_training = model.training
     model.eval()
     correct = torch.zeros((), device=images.classes.device)

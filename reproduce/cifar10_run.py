@@ -1,4 +1,4 @@
-"""One run on CIFAR-10 with a trace and a rule: trained, tested as it goes, resumed where it stopped."""
+"""One run on CIFAR-10 with a trace and a rule: trained, tested during training, resumed after interruptions."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from torch import nn
 import variable_batch_size as vbs
 
 NUM_TESTS, NUM_SMALL_TESTS = 25, 4
-ENDLESS = 10_000  # epochs, of a trace without an end
+ENDLESS = 10_000  # epochs, for an infinite trace
 
 
 @dataclass(frozen=True)
 class Run:
-    """What sets one run apart from another.
+    """The settings of one run.
 
     Attributes:
         trace: the batch size of every step.
-        rule: by name.
+        rule: its name.
         lr: at `ref_batchsize`.
-        schedule: what multiplies it after so many steps at `ref_batchsize`.
-        num_steps: the run ends when it is worth so many of them.
+        schedule: the factor of `lr` as a function of the steps at `ref_batchsize`.
+        num_steps: the run ends after this number of steps at `ref_batchsize`.
         momentum, weight_decay: of SGD.
         ref_batchsize, minibatch_size: in images.
-        follows: what the schedule and the end go by: "progress", or "samples".
-        smooth_steps: over how many steps a jump of the learning rate is spread.
-        on_end: what follows the last row of the trace.
+        follows: what the schedule and the end depend on: "progress", or "samples".
+        smooth_steps: the number of steps over which a jump of the learning rate is distributed.
+        on_end: what happens after the last row of the trace.
     """
 
     trace: vbs.traces.TraceLike
@@ -56,13 +56,13 @@ class Run:
 
 
 def add_options(parser: argparse.ArgumentParser, *, network: str = "v1") -> None:
-    parser.add_argument("--datadir", type=Path, help="folder that holds cifar-10-batches-py, as torchvision has it")
+    parser.add_argument("--datadir", type=Path, help="folder that contains torchvision's cifar-10-batches-py")
     parser.add_argument("--network", choices=["v1", "v2"], default=network, help="version of the ResNet-18")
     parser.add_argument(
         "--compile",
         choices=["none", "default", "reduce-overhead"],
         default="none",
-        help="of torch.compile, for the forward and backward pass of a minibatch",
+        help="mode of torch.compile for the forward and backward pass of a minibatch",
     )
 
 
@@ -70,7 +70,7 @@ def train(run: Run, options: argparse.Namespace, folder: Path, *, seed: int) -> 
     """Train until the run is done.
 
     Returns:
-        its updates, samples and progress, the test accuracy in percent, the seconds since this process began with it,
+        its updates, samples and progress, the test accuracy in percent, the seconds since this process started the run,
         and the curve of the accuracy.
     """
     started, device = time.monotonic(), torch.device(options.device)
@@ -131,7 +131,7 @@ def train(run: Run, options: argparse.Namespace, folder: Path, *, seed: int) -> 
 
 
 def _tests_due(run: Run, optimizer: vbs.CustomOptimizer, most: int) -> int:
-    """How many tests belong to what is done so far, the last of them to the end."""
+    """The number of tests due so far; the last test is due at the end."""
     return min(most, int(most * run.done(optimizer) / run.num_steps))
 
 
@@ -139,7 +139,7 @@ def _data(options: argparse.Namespace, device: torch.device) -> tuple[cifar10.Im
     if options.small:
         return cifar10.made_up(320, device, seed=1), cifar10.made_up(50, device, seed=2)
     if options.datadir is None:
-        raise SystemExit("--datadir must name the folder that holds cifar-10-batches-py; --small needs none")
+        raise SystemExit("--datadir must be the folder that contains cifar-10-batches-py; --small needs no data")
     return cifar10.read(options.datadir, cifar10.TRAIN, device), cifar10.read(options.datadir, cifar10.TEST, device)
 
 

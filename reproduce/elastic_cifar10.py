@@ -1,9 +1,9 @@
-"""AdaScale on CIFAR-10 where the batch size changes all the time: Johnson et al. 2020, elastic training.
+"""AdaScale on CIFAR-10 with a continuously changing batch size: Johnson et al. 2020, elastic training.
 
 python reproduce/elastic_cifar10.py --datadir DIR --jobs 5    # a GPU: 5 to 10 minutes
 
-Batches of 128 to 4,096 images: in jumps, and as devices come and go on a spot market. The schedule follows
-the progress.
+Batches of 128 to 4,096 images: in jumps, and on a spot market with devices that come and go. The schedule follows
+progress.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ NUM_STEPS = 11_730  # at the batch size 128: 30 epochs
 BATCHSIZE = 128
 LR, DECAY = 0.08, 0.0133  # lr = 0.08 · 0.0133^(progress / 11,730)
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
-NETWORK = "v2"  # of the ResNet-18, with which the committed result was made
+NETWORK = "v2"  # the ResNet-18 of the committed result
 # --------------------------------------------------------------------------------------------------------- traces
-SCALES = (1, 8, 2, 32, 4, 16)  # one after the other, and again
+SCALES = (1, 8, 2, 32, 4, 16)  # in turn, repeatedly
 SAMPLES_AT_A_SCALE = 49_152  # 12 steps of the largest
 MARKET = {"num_devices": 32, "at_least": 1, "arrive": 0.03, "leave": 0.05, "seed": 3}
 # ----------------------------------------------------------------------------------------------------- tolerance

@@ -1,4 +1,4 @@
-"""The runs of one table: at once or in turn, resumed where they stopped, shown as they go, and judged in the end."""
+"""The runs of one table: parallel or sequential, resumable, with progress output, and checked at the end."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table of the literature.
+    """A table from the literature.
 
     Attributes:
-        name: of its files.
-        about: what the program says of itself.
-        runs: what trains each run, by name; called with the options and a folder of its own, returns a row of the
-            result, with its "curve" if there is one, or several as "rows". It is called again after an interruption,
-            and goes on with what it left in its folder.
-        judge: what each number of the result is to be, from all rows.
-        draw: makes the picture from the rows and the curves of all runs; None for no picture.
+        name: the name of its files.
+        about: the description of the program.
+        runs: the training functions by name. Each is called with the options and its own folder, and returns a row of
+            the result, with its "curve" if there is one, or several as "rows". After an interruption it is called
+            again, and resumes from the files in its folder.
+        judge: computes the claims with their tolerances from all rows.
+        draw: makes the plot from the rows and the curves of all runs; None for no plot.
     """
 
     name: str
@@ -45,22 +45,24 @@ class Experiment:
 
 def parser_of(experiment: Experiment) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=experiment.about, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="the same in seconds, to see that it works")
-    parser.add_argument("--directory", type=Path, help="for the runs; runs/NAME if not given")
+    parser.add_argument("--small", action="store_true", help="a version that takes seconds, to try the program")
+    parser.add_argument("--directory", type=Path, help="of the runs (default: runs/NAME)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once, as processes that share the device")
-    parser.add_argument("--only", nargs="+", metavar="RUN", help="these runs alone")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="number of parallel runs, as processes that share the device"
+    )
+    parser.add_argument("--only", nargs="+", metavar="RUN", help="only these runs")
     parser.add_argument("--commit", action="store_true", help="write the result into reproduce/results and docs")
-    parser.add_argument("--draw", action="store_true", help="make the picture from what is in reproduce/results alone")
+    parser.add_argument("--draw", action="store_true", help="only make the plot from reproduce/results")
     return parser
 
 
 def main(experiment: Experiment, parser: argparse.ArgumentParser) -> int:
-    """Run what is not done yet, and show what came out beside what was published.
+    """Make the missing runs, and print the results next to the published numbers.
 
     Returns:
-        0 if all of it is within its tolerance, 1 if not, :data:`vbs.EXIT_STOPPED` if runs were stopped.
+        0 if all results are within their tolerance, 1 if not, :data:`vbs.EXIT_STOPPED` if runs were stopped.
     """
     options = parser.parse_args()
     if options.draw:
@@ -69,12 +71,14 @@ def main(experiment: Experiment, parser: argparse.ArgumentParser) -> int:
     runs = experiment.runs(options)
     unknown = set(options.only or ()) - set(runs)
     if unknown:
-        parser.error(f"--only: no run is called {', '.join(sorted(unknown))}; there are {', '.join(runs)}")
+        parser.error(f"--only: no run is named {', '.join(sorted(unknown))}; there are {', '.join(runs)}")
     names = [name for name in runs if options.only is None or name in options.only]
     waiting = [name for name in names if not _result_of(options.directory / name).exists()]
     is_child = len(names) == 1 and os.environ.get("REPRODUCE_CHILD") == "1"
     if is_child:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells it to all; the parent passes SIGTERM on
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # a terminal sends SIGINT to all processes; the parent forwards SIGTERM
     if options.jobs > 1 and not is_child:
         status = _run_at_once(waiting, options.jobs)
     else:
@@ -102,7 +106,7 @@ def _run(name: str, train: Callable[[argparse.Namespace, Path], Row], options: a
 
 
 def _run_at_once(names: Sequence[str], jobs: int) -> int:
-    """Each run as a process; SIGTERM and Ctrl-C are passed on, and runs then save and stop."""
+    """Each run as a process; SIGTERM and Ctrl-C are forwarded, and runs then save and stop."""
     waiting, running, failed, is_stopping = list(names), {}, [], False
 
     def stop(*_: Any) -> None:
@@ -127,7 +131,7 @@ def _run_at_once(names: Sequence[str], jobs: int) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     if is_stopping:
-        print("stopped: the same command goes on", flush=True)
+        print("stopped: the same command resumes", flush=True)
         return vbs.EXIT_STOPPED
     if failed:
         print(f"failed: {', '.join(failed)}", flush=True)
@@ -135,12 +139,12 @@ def _run_at_once(names: Sequence[str], jobs: int) -> int:
 
 
 class Progress:
-    """A sink that prints how far a run is, at most every 20 seconds.
+    """A sink that prints the progress of a run, at most every 20 seconds.
 
     Args:
-        name: of the run.
-        key: what of a record is counted.
-        goal: what it is in the end.
+        name: the name of the run.
+        key: the key of the records that measures progress.
+        goal: its final value.
     """
 
     def __init__(self, name: str, key: str, goal: float, *, every_seconds: float = 20.0) -> None:
@@ -160,7 +164,7 @@ class Progress:
 
 
 def curve_of(folder: Path, *keys: str) -> list[Row]:
-    """The records of a run that have all of these, in its folder's ``records.jsonl``."""
+    """The records in ``records.jsonl`` of the run's folder that have all of these keys."""
     path = folder / "records.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [{key: record[key] for key in keys} for record in records if all(key in record for key in keys)]
@@ -189,5 +193,5 @@ def _draw_committed(experiment: Experiment) -> int:
         try:
             experiment.draw(rows, curves, results.picture_of(experiment.name))
         except ModuleNotFoundError as error:
-            print(f"no picture: {error}; --draw makes it from the result, where matplotlib is installed", flush=True)
+            print(f"no plot: {error}; --draw makes it from the result if matplotlib is installed", flush=True)
     return 0

@@ -1,4 +1,4 @@
-"""MNIST on an elastic trace, 5 epochs, all rules for SGD, 5 seeds; a run of `vbs compare`, which this judges.
+"""MNIST on an elastic trace, 5 epochs, all rules for SGD, 5 seeds: runs `vbs compare` and checks the result.
 
 python reproduce/mnist_elastic.py --datadir DIR --jobs 2    # a CPU: about 70 minutes on 2 cores
 
@@ -22,7 +22,7 @@ import torch
 # ---------------------------------------------------------------------------------------------------------- settings
 TRACE, NUM_SEEDS = "traces/mnist.csv", 5
 RULES = ("linear", "linear_momentum", "adascale", "root", "constant")
-# test accuracy in percent after 300,000 samples, as docs/comparing.md has it of 3 seeds; linear_momentum as linear
+# test accuracy in percent after 300,000 samples, from docs/comparing.md with 3 seeds; linear_momentum as linear
 ACCURACY = {"linear": 98.5, "linear_momentum": 98.5, "adascale": 97.8, "root": 97.5, "constant": 96.3}
 UPDATES = 529
 # ----------------------------------------------------------------------------------------------------- tolerance
@@ -36,12 +36,12 @@ def runs(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _compare(options: argparse.Namespace, folder: Path) -> experiment.Row:
-    """What `vbs compare` makes; started again it makes the runs that are missing."""
+    """Run `vbs compare`; after an interruption it makes only the missing runs."""
     rules = SMALL_RULES if options.small else RULES
     what = ["--workload", "digits", "--samples", str(SMALL_SAMPLES), "--tests", "2", "--seeds", "1"]
     if not options.small:
         if options.datadir is None:
-            raise SystemExit("--datadir must name the folder that holds MNIST; --small needs none")
+            raise SystemExit("--datadir must be the folder that contains MNIST; --small needs no data")
         what = ["--workload", "mnist", "--datadir", str(options.datadir), "--seeds", str(NUM_SEEDS)]
     trace = SMALL_TRACE if options.small else TRACE
     command = [sys.executable, "-m", "variable_batch_size", "compare", *what, "--rules", ",".join(rules)]
@@ -74,7 +74,7 @@ def judge(options: argparse.Namespace, rows: dict[str, experiment.Row]) -> list[
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """The mean, and half of its 95 % interval by Student's t."""
+    """The mean, and half of its 95 % confidence interval (Student's t)."""
     from scipy import stats
 
     half = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
@@ -86,5 +86,5 @@ EXPERIMENT = experiment.Experiment("mnist_elastic", __doc__, runs, judge)
 if __name__ == "__main__":
     torch.set_num_threads(1)
     parser = experiment.parser_of(EXPERIMENT)
-    parser.add_argument("--datadir", type=Path, help="folder that holds MNIST, as torchvision has it")
+    parser.add_argument("--datadir", type=Path, help="folder that contains torchvision's MNIST")
     sys.exit(experiment.main(EXPERIMENT, parser))

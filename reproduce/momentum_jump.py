@@ -1,9 +1,9 @@
-"""The linear rule with momentum where the batch size jumps, with and without smoothing (Lin et al. 2019).
+"""The linear rule with momentum at a jump of the batch size, with and without smoothing (Lin et al. 2019).
 
 python reproduce/momentum_jump.py --seeds 0 1 2 3 4    # a CPU: about 2 minutes
 
-Momentum that was gathered at one learning rate is applied at another after a jump. `smooth_steps` spreads the jump of
-the learning rate over steps; `linear_momentum` keeps the momentum in units of the samples' gradients.
+After a jump, momentum accumulated at one learning rate is applied at another. `smooth_steps` distributes the jump of
+the learning rate over several steps; `linear_momentum` keeps the momentum in units of the samples' gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LR, MOMENTUM = 0.05, 0.9
 SMOOTH_STEPS = 40
 NUM_SAMPLES, NUM_INPUTS, NUM_CLASSES = 32_768, 32, 10
 # ----------------------------------------------------------------------------------------------------- tolerance
-LEAST_SPIKE, MOST_SMOOTHED = 0.0, 0.5  # the share of the spike that smoothing leaves
+LEAST_SPIKE, MOST_SMOOTHED = 0.0, 0.5  # the maximum share of the spike that remains with smoothing
 # --------------------------------------------------------------------------------------------------- --small, ours
 SMALL_BEFORE, SMALL_AFTER = 20, 5
 
@@ -48,7 +48,7 @@ def runs(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def data(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Classes by a random network of one hidden layer, a tenth of them wrong."""
+    """Classes from a random network with one hidden layer, a tenth of them wrong."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(NUM_SAMPLES, NUM_INPUTS, generator=generator)
     hidden = torch.tanh(x @ torch.randn(NUM_INPUTS, 64, generator=generator) / 4)

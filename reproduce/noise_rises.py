@@ -2,7 +2,7 @@
 
 python reproduce/noise_rises.py --datadir DIR         # MNIST; a CPU: a minute
 
-The curve of CIFAR-10 comes with the run AdaScale-8 of adascale_cifar10.py, of which the committed result is read.
+The curve of CIFAR-10 is read from the committed result of the run AdaScale-8 of adascale_cifar10.py.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from torch.nn.functional import cross_entropy
 import variable_batch_size as vbs
 
 # ------------------------------------------------------------------------------------------------- from the paper
-# the noise scale increases as the loss decreases; it was found so on MNIST and on CIFAR-10
+# the noise scale increases as the loss decreases, on MNIST and on CIFAR-10
 AVERAGE = 900  # samples, on MNIST
 # ---------------------------------------------------------------------------------------------------------- settings
 BATCHSIZE, MINIBATCH, NUM_STEPS = 128, 32, 480  # about an epoch
 LR, MOMENTUM = 0.02, 0.5
-REF_BATCHSIZE = 4  # at S = 32 the averages reach back 1000 / 32 steps
+REF_BATCHSIZE = 4  # at S = 32 the averages span 1000 / 32 steps
 NUM_POINTS = 24
 # ----------------------------------------------------------------------------------------------------- tolerance
-OFF_AVERAGE = 10  # times more or less: the order of magnitude
-BEGIN, LEAST_RISE = 0.2, 3.0  # from a fifth of the curve, when the loss has begun to fall, to its end
+OFF_AVERAGE = 10  # a factor in either direction: the order of magnitude
+BEGIN, LEAST_RISE = 0.2, 3.0  # from a fifth of the curve, when the loss has started to fall, to its end
 # --------------------------------------------------------------------------------------------------- --small, ours
 SMALL_STEPS = 48
 
 
 def read(datadir: Path, name: str) -> torch.Tensor:
-    """A file of MNIST in torchvision's folder, packed or not."""
+    """A file of MNIST in torchvision's folder, compressed or not."""
     path = datadir / "MNIST" / "raw" / name
     raw = path.read_bytes() if path.exists() else gzip.decompress(Path(f"{path}.gz").read_bytes())
     shape = [int.from_bytes(raw[4 + 4 * axis : 8 + 4 * axis], "big") for axis in range(raw[3])]
@@ -55,7 +55,7 @@ def data(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
         y = torch.randint(0, 10, (1024,), generator=generator)
         return torch.randn(1024, 1, 28, 28, generator=generator) + y.view(-1, 1, 1, 1) / 5, y
     if options.datadir is None:
-        raise SystemExit("--datadir must name the folder that holds MNIST; --small needs none")
+        raise SystemExit("--datadir must be the folder that contains MNIST; --small needs no data")
     x = read(options.datadir, "train-images-idx3-ubyte")
     return (x[:, None] / 255 - 0.1307) / 0.3081, read(options.datadir, "train-labels-idx1-ubyte").long()
 
@@ -153,5 +153,5 @@ EXPERIMENT = experiment.Experiment("noise_rises", __doc__, runs, judge, draw)
 
 if __name__ == "__main__":
     parser = experiment.parser_of(EXPERIMENT)
-    parser.add_argument("--datadir", type=Path, help="folder that holds MNIST, as torchvision has it")
+    parser.add_argument("--datadir", type=Path, help="folder that contains torchvision's MNIST")
     sys.exit(experiment.main(EXPERIMENT, parser))

@@ -1,4 +1,4 @@
-"""What came out beside what was published: claims with a tolerance, as a table and as CSV with how it was made."""
+"""Results next to published numbers: claims with a tolerance, as a table and as CSV with the command and machine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Claim:
     """One number of a table.
 
     Attributes:
-        of: the run, or what else it is a number of.
-        what: what is counted or measured, with its unit.
-        published: what the source says; a sentence where it gives no number.
-        ours: what came out.
-        least, most: what it may be.
-        is_judged: whether it must; False for what is only told.
+        of: the run, or another subject of the number.
+        what: the quantity, with its unit.
+        published: the published value; a sentence if the source has no number.
+        ours: our result.
+        least, most: the tolerance.
+        is_judged: whether the tolerance is checked; False for values that are only shown.
     """
 
     of: str
@@ -92,7 +92,7 @@ def machine() -> str:
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]], claims: Sequence[Claim]) -> None:
-    """The rows as CSV, below comments that say how they were made and what was to come out."""
+    """Write the rows as CSV, after comments with the command, the machine and the claims."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
     text.write(f"# command: python {' '.join(_public(argument) for argument in sys.argv)}\n")
@@ -119,13 +119,13 @@ def _write_rows(text: io.StringIO, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _public(argument: str) -> str:
-    """An argument as a reader would give it: folders of this machine by their last name."""
+    """An argument without local paths: folders are reduced to their last component."""
     path = Path(argument)
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name if path.is_absolute() else argument
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a CSV, numbers as numbers."""
+    """The rows of a CSV file, with numbers parsed."""
     if not path.exists():
         return []
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]

@@ -1,4 +1,4 @@
-"""Seesaw: larger batches for a part of the decay, 63.7 % of the updates at equal loss (Meterez et al. 2025).
+"""Seesaw: larger batches instead of part of the decay, 63.7 % of the updates at equal loss (Meterez et al. 2025).
 
 python reproduce/seesaw.py --seeds 0 1 2 --jobs 6     # a GPU: about 2 minutes
 """
@@ -20,20 +20,20 @@ import results
 import variable_batch_size as vbs
 
 # ------------------------------------------------------------------------------------------------- from the paper
-SHARE = 2 / math.pi  # of the updates that the cosine schedule makes at a constant batch size
+SHARE = 2 / math.pi  # of the updates of the cosine schedule at a constant batch size
 # lr = lr0 · cos(π/2 · s/S) after s of S samples; Seesaw has B = B0 / cos(π/2 · s/S) and lr · √(B/B0)
 # ----------------------------------------------------------------------- ours: the paper trains up to 600 M parameters
 BATCHSIZE, NUM_UPDATES = 32, 6000  # windows of 128 characters; updates at that batch size
 LR, BETAS = 1e-3, (0.9, 0.95)
 WARMUP = 0.02  # of the samples
 # ----------------------------------------------------------------------------------------------------- tolerance
-OFF_SHARE, OFF_LOSS = 0.001, 0.02  # nats a character
+OFF_SHARE, OFF_LOSS = 0.001, 0.02  # nats per character
 # --------------------------------------------------------------------------------------------------- --small, ours
 SMALL_BATCHSIZE, SMALL_UPDATES = 4, 40
 
 
 def schedule(samples: int, *, num_samples: int) -> float:
-    """The cosine that both runs have, over samples."""
+    """The cosine over samples of both runs."""
     done = samples / num_samples
     return min(1.0, (done + 1e-3) / WARMUP) * math.cos(math.pi / 2 * min(1.0, done))
 

@@ -21,21 +21,21 @@ import variable_batch_size as vbs
 
 # ------------------------------------------------------------------------------------------------- from the paper
 NUM_EPOCHS, DATASET_SIZE = 200, 50_000
-AT_EPOCHS, FACTOR = (60, 120, 160), 5  # after which the learning rate is divided, or the batch size multiplied
+AT_EPOCHS, FACTOR = (60, 120, 160), 5  # epochs after which the learning rate is divided, or the batch size multiplied
 WEIGHT_DECAY = 5e-4
-# the paper trains a Wide ResNet 16-4; here it is the ResNet-18 of the other tables
+# the paper trains a Wide ResNet 16-4; this is the ResNet-18 of the other tables
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One of the four.
+    """One of the four schedules.
 
     Attributes:
-        start: the first batch size.
-        cap: the largest; None for no bound, `start` for a batch size that never grows.
-        lr: the first learning rate.
+        start: the initial batch size.
+        cap: the maximum batch size; None for no limit, `start` for a constant batch size.
+        lr: the initial learning rate.
         momentum: of SGD.
-        updates: of the whole training, published.
+        updates: the published number of updates of the entire training.
     """
 
     start: int
@@ -60,7 +60,7 @@ SMALL_EPOCHS, SMALL_DATASET, SMALL_FACTOR = 5, 160, 2
 def trace_of(
     schedule: Schedule, *, num_epochs: int, dataset_size: int, minibatch_size: int = 128, factor: int = FACTOR
 ) -> vbs.Trace:
-    """Its batch sizes, with the changes at 30 %, 60 % and 80 % of the epochs."""
+    """The batch sizes of a schedule, with changes at 30 %, 60 % and 80 % of the epochs."""
     return vbs.traces.growth_for_decay(
         schedule.start * minibatch_size // 128,
         factor=factor,
@@ -73,7 +73,7 @@ def trace_of(
 
 
 def decay(step: int, *, num_steps: float, factor: int) -> float:
-    """As if the batch size never grew: the linear rule multiplies by what this divides by."""
+    """The decay of a constant batch size: the growing factor of the linear rule cancels it."""
     return float(factor ** -sum(step >= epoch / NUM_EPOCHS * num_steps for epoch in AT_EPOCHS))
 
 
@@ -166,5 +166,7 @@ EXPERIMENT = experiment.Experiment("smith_cifar10", __doc__, runs, judge, draw)
 if __name__ == "__main__":
     parser = experiment.parser_of(EXPERIMENT)
     cifar10_run.add_options(parser)
-    parser.add_argument("--epochs", type=int, default=NUM_EPOCHS, help="of the training; changes come in proportion")
+    parser.add_argument(
+        "--epochs", type=int, default=NUM_EPOCHS, help="epochs of training; changes are moved in proportion"
+    )
     sys.exit(experiment.main(EXPERIMENT, parser))

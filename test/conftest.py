@@ -5,7 +5,7 @@ import platform
 from importlib import import_module
 from importlib.util import find_spec
 
-# the tests' networks are tiny: a second thread would only be waited for, here and in processes that tests start
+# the networks of the tests are tiny: a second thread would only add waiting, here and in child processes
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import division
@@ -13,14 +13,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from variable_batch_size.data.sampler import MinibatchSource
+
 if settings.get_current_profile_name() == "default":
-    patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # a busy machine is no failure
+    patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # a busy machine is not a failure
     # others with --hypothesis-profile default
     settings.register_profile("the same each time", derandomize=True, **patient)
     settings.load_profile("the same each time")
-torch.set_num_threads(1)  # on the platforms that do not ask for the variable
+torch.set_num_threads(1)  # on platforms that do not need the variable
 
 
+STEPS_BY_HAND = {"optim", "rules", "runs", "policies"}  # directories
 NO_WHEEL = f"torch_xla has no wheel for this processor ({platform.system()} on {platform.machine()})"
 
 
@@ -30,7 +33,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what needs torch_xla where it cannot be installed; on Linux with x86-64 its absence is a failure."""
+    """Skip tests that need torch_xla where it cannot be installed; on Linux x86-64, its absence is a failure."""
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist
         items[:] = division.longest_first(items)
     if find_spec("torch_xla") or (platform.system(), platform.machine()) == ("Linux", "x86_64"):
@@ -41,7 +44,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_unconfigure(config):
-    """Say how many these were, in the last line; the processes of xdist have no reporter."""
+    """Print their number in the last line; xdist workers have no reporter."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     skipped = reporter.stats.get("skipped", []) if reporter else []
     num_left_out = sum(NO_WHEEL in str(report.longrepr) for report in skipped)
@@ -50,19 +53,23 @@ def pytest_unconfigure(config):
 
 
 def pytest_collection_finish():
-    """Import what an optimizer's first step takes a second to import, and not in each process that is forked."""
+    """Import the modules of an optimizer's first step, which take a second, once instead of in each forked process."""
     import_module("torch._dynamo")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup():
-    """Have every test begin with the same seed, whichever the tests before it have left."""
+def pytest_runtest_setup(item):
+    """Start every test with the same seed, independent of earlier tests.
+
+    Tests of what an optimizer does with gradients make these by hand; all others must read a loader, as loops must.
+    """
     torch.manual_seed(0)
+    MinibatchSource.must_be_read = not STEPS_BY_HAND & set(item.path.parts)
 
 
 @pytest.fixture(scope="session")
 def on_cores(tmp_path_factory):
-    """Runs a function on some gloo processes that stay for the session; an error there must not leave any waiting."""
+    """Runs a function on gloo processes that live for the session; an error must not leave any process waiting."""
     from standing_cores import StandingCores
 
     standing = {}
@@ -79,9 +86,9 @@ def on_cores(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def on_new_cores(tmp_path_factory):
-    """Runs a function on gloo processes that end with it: for what changes a process, by signals or its environment.
+    """Runs a function on new gloo processes: for functions that change the process by signals or its environment.
 
-    They are forked from this process, which has imported torch and the frameworks: a launch takes seconds to do so.
+    They are forked from this process, which has imported torch and the frameworks; a launch needs seconds for that.
     """
     from standing_cores import StandingCores
 
@@ -97,7 +104,7 @@ def on_new_cores(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def run_on(on_cores):
-    """Runs a function on every core of a backend, as a launch does; for gloo on the processes that stay."""
+    """Runs a function on every core of a backend, like a launch; for gloo, on the processes of the session."""
     import variable_batch_size as vbs
 
     def run(backend, cores, function, *args):
@@ -110,7 +117,7 @@ def run_on(on_cores):
 
 @pytest.fixture(scope="session")
 def results_on(run_on):
-    """Runs the scenarios of `scenarios.py` on some cores, each combination once for the whole session.
+    """Runs the scenarios of `scenarios.py` on some cores, each combination once per session.
 
     Starting XLA takes 10 s, so one launch runs them all.
     """
@@ -132,7 +139,7 @@ def results_on(run_on):
 
 @pytest.fixture(scope="session")
 def long_runs_on(run_on, tmp_path_factory):
-    """Runs `run_all` of `stoppable_run.py` on two cores, once for each backend; the results, and where files are."""
+    """Runs `run_all` of `stoppable_run.py` on two cores, once per backend; returns the results and the directory."""
     import contextlib
 
     import stoppable_run

@@ -1,4 +1,4 @@
-"""The manifests in deploy/: jobs and pods against the schemas of Kubernetes, and what they say about exit codes."""
+"""The manifests in deploy/: jobs and pods validated against the schemas of Kubernetes, and their exit codes."""
 
 import copy
 import re
@@ -19,7 +19,7 @@ by_jobset = pytest.mark.parametrize("path", JOBSETS, ids=lambda path: path.stem)
 
 
 def jobs_of(path):
-    """The jobs of a JobSet, each as Kubernetes gets it, and its pods."""
+    """The jobs of a JobSet, each as a Kubernetes object, and its pods."""
     for replicated in yaml.safe_load(path.read_text())["spec"]["replicatedJobs"]:
         job = replicated["template"]
         name = {"name": replicated["name"]}
@@ -28,13 +28,13 @@ def jobs_of(path):
 
 
 @by_jobset
-def test_its_jobs_and_pods_are_what_kubernetes_knows(path):
+def test_jobs_and_pods_match_the_schemas_of_kubernetes(path):
     for resource in jobs_of(path):
         kubernetes_validate.validate(resource, KUBERNETES, strict=True)
 
 
 @by_jobset
-def test_a_field_that_kubernetes_does_not_know_is_noticed(path):
+def test_unknown_kubernetes_field_is_detected(path):
     for resource in jobs_of(path):
         wrong = copy.deepcopy(resource)
         wrong["spec"]["restartPolicies"] = "Never"
@@ -43,7 +43,7 @@ def test_a_field_that_kubernetes_does_not_know_is_noticed(path):
 
 
 @by_jobset
-def test_a_run_that_was_told_to_stop_is_started_again_without_that_counting(path):
+def test_stopped_run_is_restarted_without_counting_as_a_failure(path):
     jobset = yaml.safe_load(path.read_text())["spec"]
     (job,) = [
         one["template"]["spec"] for one in jobset["replicatedJobs"] if "podFailurePolicy" in one["template"]["spec"]
@@ -51,7 +51,7 @@ def test_a_run_that_was_told_to_stop_is_started_again_without_that_counting(path
     rule = job["podFailurePolicy"]["rules"][0]
     assert rule["onExitCodes"]["values"] == [vbs.EXIT_STOPPED]
     assert rule["onExitCodes"]["containerName"] == job["template"]["spec"]["containers"][0]["name"]
-    assert job["template"]["spec"]["restartPolicy"] == "Never"  # else Kubernetes does not ask the policy
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # otherwise Kubernetes does not evaluate the policy
     if rule["action"] == "FailJob":
         (again,) = jobset["failurePolicy"]["rules"]
         assert again["action"] == "RestartJobSetAndIgnoreMaxRestarts"
@@ -60,7 +60,7 @@ def test_a_run_that_was_told_to_stop_is_started_again_without_that_counting(path
         assert rule["action"] == "Ignore"
 
 
-def test_machines_look_for_the_store_where_its_pod_is():
+def test_machines_connect_to_the_pod_of_the_store():
     jobset = yaml.safe_load((DEPLOY / "elastic-jobset.yaml").read_text())
     store, machines = (one["template"]["spec"]["template"]["spec"] for one in jobset["spec"]["replicatedJobs"])
     port = store["containers"][0]["command"][-1]
@@ -69,7 +69,7 @@ def test_machines_look_for_the_store_where_its_pod_is():
     assert jobset["spec"]["successPolicy"]["targetReplicatedJobs"] == ["machines"]
 
 
-def test_the_task_of_skypilot_has_what_it_needs_and_its_commands_are_shell():
+def test_skypilot_task_is_valid_and_its_commands_are_shell():
     task = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
     assert set(task) == {"name", "num_nodes", "resources", "workdir", "setup", "run"}
     assert set(task["resources"]) == {"accelerators", "use_spot", "job_recovery"}
@@ -85,5 +85,5 @@ def test_the_task_of_skypilot_has_what_it_needs_and_its_commands_are_shell():
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.yaml")), ids=lambda path: path.stem)
-def test_it_says_that_it_was_not_run(path):
+def test_manifest_states_that_it_was_not_run(path):
     assert re.search(r"not run on a cl(uster|oud)", path.read_text(), re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""How tests are divided among workers: the longest files first, and what shares a fixture together."""
+"""How tests are divided among workers: the slowest files first, and files with a common fixture together."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +13,11 @@ class Item:
 
 
 @pytest.mark.parametrize("path", sorted({*division.TOGETHER, *division.LONGEST}))
-def test_every_file_it_names_is_there(path):
+def test_every_file_in_the_division_exists(path):
     assert (division.HERE / path).exists()
 
 
-def test_the_longest_come_first_with_what_is_run_together_with_them_and_the_others_stay_as_they_were():
+def test_longest_tests_come_first_with_their_group_and_the_others_keep_their_order():
     names = ["runs/test_log.py", "test_layers.py", "promises/test_stopped_is_never_stopped.py", "test_files.py"]
     found = division.longest_first([Item(division.HERE / name) for name in [*names, division.LONGEST[0]]])
     expected = [division.LONGEST[0], names[0], names[2], names[1], names[3]]

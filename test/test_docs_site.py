@@ -1,4 +1,4 @@
-"""The documentation as a site: built without a warning, every link leads somewhere, nothing comes from the network."""
+"""The documentation site: no build warnings, no broken links, nothing loaded from the network."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def build(directory, *, config="mkdocs.yml"):
         "--site-dir",
         str(directory),
     ]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # a note of the theme about its successor
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # a notice of the theme about its successor
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
@@ -41,7 +41,7 @@ def site(tmp_path_factory):
 
 
 class Page(HTMLParser):
-    """What a page links to, what it loads by itself, the places in it, and its text outside of code."""
+    """The links, loaded resources and anchors of a page, and its text outside of code."""
 
     def __init__(self, path):
         super().__init__()
@@ -78,7 +78,7 @@ def is_elsewhere(address):
     return bool(urlsplit(address).netloc)
 
 
-def test_every_link_and_every_place_in_a_page_is_there(pages):
+def test_every_link_and_anchor_exists(pages):
     followed = 0
     for path, page in pages.items():
         for address in (*page.links, *page.loads):
@@ -106,7 +106,7 @@ def test_every_public_name_is_in_the_reference_once(pages):
     headings = [place for path, page in pages.items() if path.parent.name == "reference" for place in page.places]
     submodules = ("planning", "policies", "rules", "traces")
     places = {name: f"variable_batch_size.{name}" for name in {*vbs.__all__} - {"__version__", *submodules}}
-    for submodule in submodules:  # some names are at the top as well
+    for submodule in submodules:  # some names are also at the top level
         names = {*getattr(vbs, submodule).__all__} - {*vbs.__all__}
         places |= {f"{submodule}.{name}": f"variable_batch_size.{submodule}.{name}" for name in names}
     for name, place in places.items():
@@ -139,7 +139,7 @@ def test_latex_that_cannot_be_rendered_fails_the_build(tmp_path, latex, is_known
 
 @pytest.mark.browser
 @pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "default"), (PHONE, "slate")])
-def test_no_page_is_wider_than_the_screen_or_asks_anybody_for_anything(pages, size, scheme):
+def test_no_page_is_wider_than_the_screen_or_sends_requests(pages, size, scheme):
     with browser(size, is_dark=scheme == "slate") as driver:
         for path in pages:
             driver.get(path.as_uri())

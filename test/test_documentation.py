@@ -1,4 +1,4 @@
-"""Every example runs: the docstrings of pure modules, and the blocks of the README and of the pages of the site."""
+"""Every example runs: the docstrings of pure modules, and the code blocks of the README and the pages."""
 
 import doctest
 import importlib
@@ -32,7 +32,7 @@ def documents_with(language):
 
 
 def folder_with_traces(folder):
-    """As the top of the repository is one."""
+    """A folder with the traces of the repository."""
     shutil.copytree(ROOT / "traces", folder / "traces")
     return folder
 
@@ -44,7 +44,7 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
-    """The tracebacks of all Python blocks that fail, by document and number."""
+    """The tracebacks of all failed Python blocks, by document and number."""
     sources = {
         f"{name_of(document).replace('/', '_')}_{number}": block
         for document in DOCUMENTS
@@ -60,14 +60,14 @@ def test_the_python_blocks_run_as_scripts(document, failures):
 
 
 @documents_with("console")
-def test_the_commands_print_what_the_document_says(document, folder):
+def test_commands_print_the_documented_output(document, folder):
     for block in blocks(document, "console"):
         for command, output in commands_of(block):
             assert output_of(command, folder) == output
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_every_block_says_its_language_or_is_a_picture(document):
+def test_every_block_has_a_known_language_or_none(document):
     languages = re.findall(r"^```(\S*)\n.*?^```$", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert set(languages) <= {"python", "console", "sh", ""}, "a language that no test knows"
 
@@ -80,14 +80,14 @@ def test_the_readme_is_a_front_page():
     assert any("optimizer.step()" in block and "CustomSampler" in block for block in blocks(README, "python"))
 
 
-def test_the_readme_has_every_rule_and_so_has_its_page():
+def test_readme_and_rules_page_list_every_rule():
     optimizers = {name for name in vbs.__all__ if name.endswith("Optimizer")}
     for document in (README, ROOT / "docs" / "rules.md"):
         assert set(re.findall(r"^\| `(\w+)", document.read_text(encoding="utf-8"), re.MULTILINE)) >= optimizers
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_every_file_a_document_names_is_there(document):
+def test_every_file_named_in_a_document_exists(document):
     text = document.read_text(encoding="utf-8")
     for name in re.findall(r"`([A-Za-z_.]+/[A-Za-z_./-]+\.(?:py|csv|md|sh|cff))`", text):
         assert (ROOT / name).exists() or (ROOT / "variable_batch_size" / name).exists(), name

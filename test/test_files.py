@@ -1,4 +1,4 @@
-"""Files that are whole or not there: also when the machine loses its power."""
+"""Files are complete or absent, even after a power failure."""
 
 import os
 
@@ -11,7 +11,7 @@ from variable_batch_size import files
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What is brought onto the disk or gets its name, in this order: inodes with their size, and names."""
+    """The calls of fsync and rename, in order: inodes with their size, and names."""
     found = []
     fsync, replace = os.fsync, os.replace
 
@@ -31,19 +31,19 @@ def calls(monkeypatch):
 
 
 def check_order(calls, path):
-    """The whole content was on the disk before it got its name, and the name was before the call returned."""
+    """The complete content was on disk before the rename, and the rename before the call returned."""
     status = path.stat()
     name_at = calls.index(("named", status.st_ino, status.st_size, path.name))
     assert ("on disk", status.st_ino, status.st_size) in calls[:name_at]
     assert path.parent.stat().st_ino in [inode for what, inode, *_ in calls[name_at:] if what == "on disk"]
 
 
-def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, calls):
+def test_file_is_on_disk_before_it_is_renamed(tmp_path, calls):
     files.write_text(tmp_path / "text.txt", "whole")
     check_order(calls, tmp_path / "text.txt")
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, calls):
+def test_checkpoint_is_on_disk_before_it_is_renamed(tmp_path, calls):
     model = torch.nn.Linear(2, 1)
     sampler = vbs.CustomSampler(dataset_size=4, trace=2, minibatch_size=2)
     optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler)
@@ -51,7 +51,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, calls):
     check_order(calls, tmp_path / "step-000000000.pt")
 
 
-def test_what_fails_leaves_the_old_file_and_no_other(tmp_path):
+def test_failed_write_leaves_only_the_old_file(tmp_path):
     path = tmp_path / "text.txt"
     files.write_text(path, "old")
 

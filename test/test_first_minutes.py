@@ -1,4 +1,4 @@
-"""The first minutes with a clone: what make says before it installs, and what the demo shows."""
+"""The first minutes with a clone: the output of make before it installs, and the demo."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 from documents import ROOT
 
-STAMPS = (".demo", ".test")  # what has been installed
+STAMPS = (".demo", ".test")  # installed sets of packages
 HAS_XLA = find_spec("torch_xla") is not None
 
 
@@ -22,20 +22,20 @@ def make(*arguments):
 
 @pytest.fixture(scope="module")
 def demo():
-    """What the demo prints, and the rows of the table in it."""
+    """The output of the demo, and the rows of its table."""
     done = make("demo", f"VENV={sys.prefix}")
     assert done.returncode == 0, done.stderr
     return done.stdout, dict(re.findall(r"^(\S.*?) {2,}(.+)$", done.stdout, re.MULTILINE))
 
 
-def test_the_demo_installs_nothing_and_says_what_its_cores_are(demo):
+def test_demo_installs_nothing_and_prints_the_type_of_its_cores(demo):
     said, _ = demo
     assert "pip" not in said
     assert ("4 virtual XLA cores" in said) == HAS_XLA
     assert ("4 gloo processes" in said) != HAS_XLA
 
 
-def test_the_demo_shows_what_happened(demo):
+def test_demo_shows_the_results(demo):
     _, table = demo
     # 20 · 32 + 20 · 64 + 30 · 128 + 20 · 256 + 20 · 16 + 20 · 192 + 20 · 48 + 30 · 128, in minibatches of 16 on 4 cores
     assert table["steps"] == "180"
@@ -46,7 +46,7 @@ def test_the_demo_shows_what_happened(demo):
     assert ("XLA graphs compiled" in table) == HAS_XLA
 
 
-def test_an_environment_that_lacks_packages_is_left_alone_and_they_are_named(tmp_path):
+def test_environment_without_packages_is_not_modified_and_they_are_named(tmp_path):
     venv.create(tmp_path, with_pip=False)
     done = make("demo", f"VENV={tmp_path}")
     assert done.returncode != 0
@@ -56,18 +56,18 @@ def test_an_environment_that_lacks_packages_is_left_alone_and_they_are_named(tmp
 
 
 def add_package(environment, name, version):
-    """What an installed package shows of itself."""
+    """Add the metadata of an installed package."""
     (packages,) = environment.glob("lib/python*/site-packages")
     about = packages / f"{name}-{version}.dist-info" / "METADATA"
     about.parent.mkdir()
     about.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_only_what_is_missing_is_named_and_a_version_that_is_too_old_is(tmp_path):
+def test_only_missing_and_too_old_packages_are_named(tmp_path):
     venv.create(tmp_path, with_pip=False)
     for name in ("numpy", "pandas", "fsspec", "tqdm", "typing_extensions"):
         add_package(tmp_path, name, "1.0")
-    add_package(tmp_path, "lazy_loader", "0.10")  # not below 0.4
+    add_package(tmp_path, "lazy_loader", "0.10")  # 0.10 is newer than 0.4
     add_package(tmp_path, "torch", "2.3.1+cpu")
     said = make("demo", f"VENV={tmp_path}").stderr
     assert "has no torch>=2.4 (2.3.1+cpu is installed), scikit-learn (extra demo). To use it all the same:" in said
@@ -83,13 +83,13 @@ def test_only_what_is_missing_is_named_and_a_version_that_is_too_old_is(tmp_path
         ("check", "pytest (extra test)"),
     ],
 )
-def test_each_goal_asks_for_what_it_needs(goal, package, tmp_path):
+def test_each_target_requires_its_packages(goal, package, tmp_path):
     venv.create(tmp_path, with_pip=False)
     assert package in make(goal, f"VENV={tmp_path}").stderr
 
 
 @pytest.mark.parametrize("goal", ["demo", "test"])
-def test_before_anything_is_installed_it_says_how_large_that_is_and_how_to_do_without(goal, tmp_path):
+def test_size_and_alternative_are_printed_before_installing(goal, tmp_path):
     said = make("--dry-run", goal, f"VENV={tmp_path}/new").stdout
     assert re.search(r"about [\d.]+ GB", said)
     assert said.index("about") < said.index("pip install")
@@ -97,11 +97,11 @@ def test_before_anything_is_installed_it_says_how_large_that_is_and_how_to_do_wi
 
 
 def installed(said):
-    """The extras that pip is asked for, in each of its calls."""
+    """The extras in each call of pip."""
     return [set(extras.split(",")) - {"xla"} for extras in re.findall(r"pip install .*'\.\[(.*)\]' 'torch==2\.9", said)]
 
 
-def test_the_demo_installs_its_own_packages_and_the_tests_all_at_once(tmp_path):
+def test_demo_installs_its_own_packages_and_tests_install_all(tmp_path):
     assert installed(make("--dry-run", "demo", f"VENV={tmp_path}/new").stdout) == [{"demo"}]
     assert installed(make("--dry-run", "test", f"VENV={tmp_path}/new").stdout) == [{"demo", "docs", "test"}]
 
@@ -113,7 +113,7 @@ def test_the_demo_installs_its_own_packages_and_the_tests_all_at_once(tmp_path):
         (STAMPS, [], []),
     ],
 )
-def test_what_has_been_installed_is_not_installed_again(stamps, for_demo, for_tests, tmp_path):
+def test_installed_packages_are_not_installed_again(stamps, for_demo, for_tests, tmp_path):
     venv.create(tmp_path, with_pip=False)
     for stamp in stamps:
         (tmp_path / stamp).touch()
@@ -121,7 +121,7 @@ def test_what_has_been_installed_is_not_installed_again(stamps, for_demo, for_te
     assert installed(make("--dry-run", "lint", f"VENV={tmp_path}").stdout) == for_tests
 
 
-def test_what_was_installed_before_the_requirements_changed_is_installed_again(tmp_path):
+def test_packages_are_installed_again_when_the_requirements_change(tmp_path):
     venv.create(tmp_path, with_pip=False)
     for stamp in STAMPS:
         (tmp_path / stamp).touch()
@@ -141,10 +141,10 @@ SKIPPED = """
 """
 
 
-def test_how_many_xla_tests_did_not_run_is_the_last_line(tmp_path):
+def test_last_line_is_the_number_of_skipped_xla_tests(tmp_path):
     (tmp_path / "test_xla.py").write_text(textwrap.dedent(SKIPPED))
     conftest = (ROOT / "test" / "conftest.py").read_text()
-    # as on a machine for which there is no wheel, whichever this one is
+    # as on a machine without a wheel, on any machine
     conftest = conftest.replace("import platform\n", "import platform\nplatform.machine = lambda: 'riscv64'\n")
     conftest = conftest.replace('find_spec("torch_xla")', "None")
     (tmp_path / "conftest.py").write_text(conftest)

@@ -1,4 +1,4 @@
-"""The example of a language model: it runs, learns, and gives the same on two cores."""
+"""The language model example: it runs, learns, and gives the same result on two cores."""
 
 import re
 
@@ -11,7 +11,7 @@ TOKENS = 12_000
 
 @pytest.fixture(scope="module")
 def run():
-    """What the example prints: the rows of its table, and the lines before it."""
+    """The output of the example: the rows of its table, and the lines before it."""
 
     def run(*arguments):
         options = ["--tokens", TOKENS, "--log-steps", 2, *arguments]
@@ -24,18 +24,18 @@ def run():
 
 
 def number(cell):
-    """That a cell of the table begins with."""
+    """The number at the start of a cell of the table."""
     return float(re.match(r"[\d.,]*\d", cell)[0].replace(",", ""))
 
 
-def test_windows_of_the_text_that_comes_with_python(run):
+def test_windows_of_pythons_help_texts(run):
     table, records = run()
     assert table["text"].startswith("pydoc_data.topics")
     assert int(table["tokens"].replace(",", "")) == pytest.approx(TOKENS, rel=0.2)
     assert float(table["noise scale"].split()[0].replace(",", "")) > 0
     losses = [float(re.search(r"loss ([\d.]+)", line)[1]) for line in records]
     assert losses[-1] < losses[0]
-    assert 3 < losses[0] < 6  # of one character, though minibatches hold hundreds
+    assert 3 < losses[0] < 6  # per character, although minibatches hold hundreds
 
 
 def test_padded_paragraphs_of_a_file_on_two_cores(run, tmp_path):

@@ -1,6 +1,6 @@
-"""The private names of other libraries, and the files that may use them. A new one is a decision made in the open.
+"""The private names of other libraries, and the files that may use them. A new one needs discussion.
 
-A name is private if it begins with an underscore, or if it is one of INTERNAL, which are not documented either.
+A name is private if it begins with an underscore, or if it is one of INTERNAL, which are also undocumented.
 """
 
 import ast
@@ -14,35 +14,36 @@ import variable_batch_size
 PACKAGE = Path(variable_batch_size.__file__).parent
 FILES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
-PUBLIC = {"_asdict", "_exit", "_replace"}  # of NamedTuple and os: documented
+PUBLIC = {"_asdict", "_exit", "_fields", "_replace"}  # of NamedTuple and os: documented
 INTERNAL = {
     *("f_back", "f_globals", "f_locals", "get_objects", "get_referents", "get_referrers", "getrefcount"),  # CPython
     *("fsdp_params", "sharded_param", "unsharded_accumulated_grad", "split_factor"),  # FSDP2 and its placements
-    *("auto_collation", "hooked"),  # a fetcher of DataLoader; what marks Optimizer.step as profiled
+    *("auto_collation", "hooked"),  # a fetcher of DataLoader; the mark of a profiled Optimizer.step
 }
-OVERRIDDEN = {  # what frameworks look for on our objects, or read of them: defined by us, but their name
+OVERRIDDEN = {  # attributes that frameworks look up on our objects: defined by us, but named by them
     *("_batches_that_stepped", "_initial_epoch", "_is_accelerate_prepared", "_should_accumulate"),
     *("_step_supports_amp_scaling", "_symbolic_build"),
 }
-OWN = {"_on_first_read", "_on_request", "_wrappers"}  # ours, used by another file than the one of its class
+OWN = {"_on_first_read", "_on_request", "_wrappers"}  # ours, used outside of the file of its class
 
-# four places are made for private names; the files below them are exceptions, each with its reason
+# four files are for private names; the files below them are exceptions, each with its reason
 TABLE = {
     "optim/wrappers.py": {
-        # no public API tells which parameters a module shards, or has their unreduced gradients
-        *("_get_fsdp_state", "_fsdp_param_group", "_fsdp_param_groups", "_unsharded_param"),
-        *("fsdp_params", "sharded_param", "unsharded_accumulated_grad"),
+        # no public API tells which parameters a module shards
+        *("_get_fsdp_state", "_fsdp_param_group", "_fsdp_param_groups", "fsdp_params", "sharded_param"),
         *("_fsdp_flattened", "_PipelineStageBase"),  # FSDP1 and pipelines, to refuse them
+        "_join_config",  # whether DDP waits for other ranks in its forward pass, to refuse that
         "_composable",  # where fully_shard was before torch 2.6
-        "get_referrers",  # a parameter has no reference to the modules around it
+        *("get_objects", "get_referrers"),  # a parameter has no reference to the modules around it
         "_clear_cache",  # ZeroRedundancyOptimizer cannot remove a group that was added
     },
     "optim/gradients/fsdp.py": {
         "_backward_hooks",  # to replace the hooks of an earlier optimizer
+        *("_unsharded_param", "unsharded_accumulated_grad"),  # no public API has gradients that are not reduced yet
         *("_foreach_add_", "_foreach_mul_"),
     },
     "cores/xla.py": {
-        *("_XLAC", "_get_xla_op_sharding", "_xla_mark_sharding"),  # to shard a buffer as its parameter is
+        *("_XLAC", "_get_xla_op_sharding", "_xla_mark_sharding"),  # to shard a buffer like its parameter
         *("_internal", "_run_thread_per_device"),  # to run some of the cores of a host
     },
     "integrations/accelerate.py": {"_is_accelerate_prepared"},
@@ -57,43 +58,60 @@ TABLE = {
     "integrations/transformers.py": {"_prepare_inputs"},  # documented for subclasses of Trainer
     # ------------------------------------------------------------------------------------------------------ exceptions
     "cores/dtensor.py": {
-        "_tensor",  # where DTensor was before torch 2.5
+        "_tensor",  # the module of DTensor before torch 2.5
         *("_utils", "split_factor"),  # the slice of a full tensor that is this rank's shard, without a collective
     },
     "cores/signals.py": {
         *("_getframe", "_target", "_worker_loop", "f_locals"),  # whether a fork starts a worker of DataLoader
     },
+    "data/sampler.py": {
+        *(
+            "_getframe",
+            "f_globals",
+            "f_locals",
+        ),  # whether the loader would merge minibatches, and how far it prefetches
+    },
     "data/stream.py": {
-        *("_utils", "_worker_info"),  # samples that read the worker's number must not see it twice
-        *("_getframe", "auto_collation", "f_locals"),  # whether the loader merges what is merged already
+        *("_utils", "_worker_info"),  # samples must not shard themselves a second time
+        *("_getframe", "auto_collation", "f_locals"),  # whether the loader would merge minibatches
     },
     "optim/buffers.py": {"_buffers", "_version"},  # the owner of a buffer, and whether it was written to
     "optim/gradients/buckets.py": {"_foreach_add_", "_foreach_copy_", "_foreach_mul"},  # one kernel for many tensors
     "optim/gradients/fixed_point.py": {"_foreach_add_", "_foreach_copy_", "_foreach_norm", "_foreach_sub_"},
     "optim/gradients/gradient_buckets.py": {
-        *("_C", "_cdata", "_storage_Use_Count", "_version", "getrefcount"),  # whether a user still has a gradient
+        *("_C", "_cdata", "_storage_Use_Count", "_version", "getrefcount"),  # whether a gradient is still referenced
         *("_foreach_add_", "_foreach_copy_"),
     },
-    "optim/gradients/norms.py": {"_foreach_norm", "_schema"},  # whether it takes a dtype: since torch 2.5
-    "optim/loss_scale.py": {"_foreach_mul_"},
-    "optim/lr_scheduler.py": {"_last_lr", "_milestones", "_schedulers"},  # schedulers that are made of others
-    "optim/optimizer.py": {
-        # hooks of a step() that torch does not wrap; GradScaler looks for the last
-        *("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "hooked", "_step_supports_amp_scaling"),
+    "optim/gradients/norms.py": {"_foreach_norm", "_schema"},  # whether it accepts a dtype: since torch 2.5
+    "optim/hyperparameters.py": {  # a hook that precedes those of the user
+        *("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"),
     },
+    "optim/loss_scale.py": {"_foreach_mul_"},
+    "optim/module_hooks.py": {"_forward_pre_hooks"},  # to replace the hook of an earlier optimizer
+    "optim/lr_scheduler.py": {"_last_lr", "_milestones", "_schedulers"},  # schedulers composed of others
+    "optim/optimizer.py": {
+        # hooks of a step() that torch does not wrap; GradScaler reads the last one
+        *("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "hooked", "_step_supports_amp_scaling"),
+        "_disable_dynamo",  # the public decorator would import the compiler together with the package
+        *("_C", "_set_grad_enabled"),  # takes a third of the time
+        # hooks of a state dict that has more than torch's
+        *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+        *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+    },
+    "optim/probe.py": {"hooked"},  # to make a step without the hooks of all optimizers
     "runs/async_writer.py": {"_register_atexit"},  # atexit is too late to start a thread, which an upload may need
     "runs/sharded_state.py": {
         "_metadata",
         "_orig_mod",
         "_orig_module",
-    },  # state dicts; names that wrappers put in between
-    "runs/state_file.py": {"_metadata"},  # the versions of modules in a state dict
-    "runs/store.py": {"_opt_called"},  # else a scheduler that was loaded would warn
+    },  # state dicts; prefixes added by wrappers
+    "runs/state_file.py": {"_extra_state", "_metadata"},  # the versions of modules in a state dict
+    "runs/store.py": {"_opt_called"},  # otherwise a loaded scheduler would warn
 }
 
 
 def attributes_of_torch():
-    """The private attributes of objects of torch that names of our own may coincide with."""
+    """The private attributes of torch objects that may coincide with our own names."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     inner = torch.optim.SGD([parameter], lr=0.1)
     things = [torch.nn.Module(), parameter, inner, torch.optim.lr_scheduler.StepLR(inner, 1)]
@@ -110,7 +128,7 @@ def is_self(node):
 
 
 def defined_in(tree):
-    """The functions, classes and variables of a file, and the attributes that it gives its objects."""
+    """The functions, classes and variables of a file, and the attributes of its objects."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -121,7 +139,7 @@ def defined_in(tree):
 
 
 def used_in(tree):
-    """Each private name that is used, and whether it is of the object itself."""
+    """Each used private name, and whether it is an attribute of self."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr, is_self(node.value)
@@ -138,7 +156,7 @@ def used_in(tree):
 
 
 def found_in(tree, inherited, of_torch):
-    """The private names of others in a file: of itself an object may have inherited names of our own."""
+    """The private names of other libraries in a file; attributes of self may be inherited names of our own."""
     own = set(defined_in(tree))
     used = {(name, of_self) for name, of_self in used_in(tree) if is_private(name) and name not in PUBLIC | OWN}
     names = {name for name, of_self in used if name not in (own | inherited if of_self else own - of_torch)}
@@ -151,7 +169,7 @@ def test_every_private_name_of_another_library_is_in_the_table_with_its_file():
     assert found == TABLE
 
 
-def test_the_scan_sees_every_way_to_use_a_private_name():
+def test_scan_detects_every_use_of_a_private_name():
     program = """
 import torch._one
 from torch import _two
@@ -173,7 +191,7 @@ class Own:
     assert found == {"_one", "_two", "_three", "_four", "_five", "_six", "_seven", "_eight"} | tricks
 
 
-def test_names_of_our_own_are_not_taken_for_those_of_others():
+def test_our_own_names_are_not_reported():
     program = """
 class Own(Base):
     def __init__(self):

@@ -1,4 +1,4 @@
-"""The programs that reproduce tables of the literature: each runs small, goes on where it stopped, and judges."""
+"""The programs that reproduce tables from the literature: each runs in a small version, resumes, and checks results."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ PROGRAMS = sorted(
     for path in (ROOT / "reproduce").glob("*.py")
     if "EXPERIMENT = experiment.Experiment(" in path.read_text(encoding="utf-8")
 )
-# mnist_elastic runs `vbs compare`, which has tests of its own
+# mnist_elastic runs `vbs compare`, which has its own tests
 NAMES = [name for name in PROGRAMS if name != "mnist_elastic"]
 
 
@@ -51,7 +51,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_program_runs_small_and_ends_with_a_table_in_which_all_holds(name, found):
+def test_small_version_of_each_program_ends_within_all_tolerances(name, found):
     results, folder = found
     code, output = results[name]
     assert code == 0, output
@@ -76,7 +76,7 @@ def run(*arguments):
     return forked.start_script(script, *options, folder=ROOT, environment={"PYTHONPATH": str(ROOT)})
 
 
-def test_a_program_that_was_stopped_goes_on_to_the_same_numbers(found, tmp_path):
+def test_stopped_program_resumes_to_the_same_numbers(found, tmp_path):
     process = run("--directory", str(tmp_path), "--jobs", "2")
     deadline = time.monotonic() + 900
     while not list(tmp_path.glob("*/records.jsonl")) and time.monotonic() < deadline:
@@ -84,14 +84,14 @@ def test_a_program_that_was_stopped_goes_on_to_the_same_numbers(found, tmp_path)
     process.send_signal(signal.SIGTERM)
     done = process.finish()
     assert done.returncode == 75, done
-    assert "the same command goes on" in done.stdout
+    assert "the same command resumes" in done.stdout
     again = run("--directory", str(tmp_path)).finish()
     assert again.returncode == 0, again
     curves = "adascale_cifar10_curves.csv"
     assert (tmp_path / curves).read_text() == (found[1] / "adascale_cifar10" / curves).read_text()
 
 
-def test_a_number_out_of_its_tolerance_is_said_and_ends_with_1(tmp_path):
+def test_number_out_of_tolerance_is_reported_and_exits_with_1(tmp_path):
     folder = tmp_path / "runs"
     for name, updates in (
         ("SGD-1", 25),
@@ -112,7 +112,7 @@ def test_a_number_out_of_its_tolerance_is_said_and_ends_with_1(tmp_path):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_committed_result_says_how_it_was_made(name):
+def test_committed_result_contains_its_command_and_machine(name):
     path = ROOT / "reproduce" / "results" / f"{name}.csv"
     if path.exists():
         text = path.read_text(encoding="utf-8")

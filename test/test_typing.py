@@ -1,4 +1,4 @@
-"""What users install: the wheel has every name, and mypy --strict checks a user's script against it."""
+"""The wheel contains every public name, and mypy --strict checks a user's script against it."""
 
 import os
 import re
@@ -106,7 +106,7 @@ WRONG = {
 
 
 def build(directory):
-    """A wheel of the package, made of nothing but its sources."""
+    """A wheel of the package, built only from its sources."""
     for name in SOURCES:
         shutil.copy(ROOT / name, directory)
     package = Path(variable_batch_size.__file__).parent
@@ -119,7 +119,7 @@ def build(directory):
 
 
 def install(wheel, directory):
-    """The Python of an environment that has the wheel, and of the running one all packages that are not editable."""
+    """The Python of an environment with the wheel and all non-editable packages of the running one."""
     venv.create(directory)
     packages = sysconfig.get_path("purelib", "posix_prefix", {"base": directory, "platbase": directory})
     zipfile.ZipFile(wheel).extractall(packages)
@@ -128,17 +128,17 @@ def install(wheel, directory):
 
 
 def run(command, directory):
-    """Run what is installed, and nothing that a path of the tests leads to."""
+    """Run the installed package, without the paths of the tests."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
 
 
 def check(python, scripts, directory, cache):
-    """What mypy says about scripts: the script, the line, whether it is an error or a note, and the message."""
+    """The output of mypy for scripts: script, line, severity and message."""
     for name, text in scripts.items():
         (directory / name).write_text(text)
     command = [python, "-m", "mypy", "--strict", "--config-file=", "--no-pretty", f"--cache-dir={cache}"]
-    command += ["--untyped-calls-exclude=torch"]  # backward() of torch has no types
+    command += ["--untyped-calls-exclude=torch"]  # torch's backward() has no types
     done = run([*command, *scripts], directory)
     assert not done.stderr, done.stderr
     return re.findall(r"^(\w+)\.py:(\d+): (error|note): (.*)$", done.stdout, re.MULTILINE)
@@ -155,7 +155,7 @@ def python(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def messages(python, tmp_path_factory, request):
-    """What mypy says about all scripts, in one go: most of its time goes into torch, once."""
+    """The output of mypy for all scripts in one run, because it spends most of its time on torch."""
     names = [f"reveal_type(vbs.{name})" for name in variable_batch_size.__all__]
     scripts = {
         "right.py": RIGHT,
@@ -172,7 +172,7 @@ def test_the_wheel_has_every_public_name(python, tmp_path):
     assert Path(done.stdout.strip()).is_relative_to(python.parents[1])
 
 
-def test_the_training_loop_is_well_typed_with_any_kind_of_trace(messages):
+def test_training_loop_is_well_typed_with_any_type_of_trace(messages):
     assert found_in(messages, "right", "error") == []
 
 

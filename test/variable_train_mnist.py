@@ -123,20 +123,20 @@ def device_of_this_core(flags: argparse.Namespace) -> torch.device:
 
 
 def train(flags: argparse.Namespace, model: nn.Module) -> float:
-    """Train, and return the test accuracy after the last epoch, in per cent."""
+    """Train, and return the test accuracy after the last epoch in percent."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     train_data, test_data = load_data(flags)
     device = device_of_this_core(flags)
     model = model.to(device)
     if flags.exact and device.type == "cpu":
-        torch.set_num_threads(1)  # on which the bits depend, and which launchers set differently
+        torch.set_num_threads(1)  # results depend on it bit by bit, and launchers set it differently
 
     sampler = vbs.CustomSampler(train_data, trace=flags.trace, minibatch_size=flags.batch_size)
     loader = DataLoader(train_data, batch_sampler=sampler, num_workers=flags.num_workers)
     inner = torch.optim.SGD(model.parameters(), lr=flags.lr, momentum=flags.momentum)
     kind = OPTIMIZERS[flags.rule]
     optimizer = kind(inner, sampler, ref_batchsize=flags.ref_batchsize, model=model, exact=flags.exact)
-    # every core tests its part of the test data, each sample once
+    # every core tests its shard of the test data, each sample once
     part = Subset(test_data, range(sampler.rank, len(test_data), sampler.num_replicas))
     test_loader = DataLoader(part, batch_size=flags.batch_size, drop_last=flags.drop_last)
 
@@ -163,13 +163,13 @@ def train(flags: argparse.Namespace, model: nn.Module) -> float:
         import torch_xla.debug.metrics
 
         print(torch_xla.debug.metrics.metrics_report())
-    # a run that had ended before has no epoch left to do
+    # a completed run has no epochs left
     return test(model, test_loader, device) if accuracy is None else accuracy
 
 
 @torch.no_grad()
 def test(model: nn.Module, loader: DataLoader, device: torch.device) -> float:
-    """The accuracy over the parts of all cores, in per cent."""
+    """The accuracy over the shards of all cores in percent."""
     model.eval()
     metrics = vbs.Metrics("correct", "seen", device=device)
     for images, labels in loader:
@@ -207,7 +207,7 @@ def main() -> None:
 
 
 def exit_code_of_a_miss() -> int:
-    """Where torchrun restarts what fails, 0: it would begin the run that has ended again and again."""
+    """0 if torchrun restarts failures: otherwise it would restart the completed run repeatedly."""
     return 0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) else EXIT_MISSED
 
 

@@ -1,4 +1,4 @@
-"""Shows that a change of the code changes nothing that a run does, to the last bit.
+"""Check that a code change does not change any run, to the last bit.
 
     PYTHONPATH=$PWD python tools/golden.py record new.jsonl
     python tools/golden.py compare old.jsonl new.jsonl
@@ -11,12 +11,12 @@ of it and call the same program: it uses public names alone, wherever they are, 
 - for each step: digests of weights, buffers, the inner optimizer's state, the gradients and settings that it was given,
   samples and losses of this rank; lr, factor, gain, gradient norm, weight, progress, noise scale; whether it updated;
   and collectives, their bytes and waits of the host so far;
-- for the run: calls and bytes of each kind of collective and waits of the host, apart for the time before the first
+- for the run: calls and bytes of each type of collective and waits of the host, separately for before the first
   step; batch sizes, XLA graphs, and every leaf of ``optimizer.state_dict()``.
 
 `compare` prints the first difference of each run and exits with 1 if there is any that the tables below do not allow.
-While working, record a part: ``record new.jsonl --cores 0 2 --only "*adascale*"`` is compared with what a whole record
-has of it, except for runs that are resumed from one number of cores to the next.
+During development, record a part: ``record new.jsonl --cores 0 2 --only "*adascale*"`` is compared with the same part
+of a full record, except for runs that are resumed from one number of cores to the next.
 
 Clocks of the time module are replaced, so that policies and checkpoints decide alike in every run. Two records of the
 same code on the same machine are equal. On XLA, where torch_xla is installed, the marked scenarios run on 1, 2 and 4
@@ -49,13 +49,13 @@ from golden_recorder import Recorder
 
 import variable_batch_size as vbs
 
-# beginnings of paths in the state dict that are other ones in the new record; None for leaves that are gone
+# prefixes of paths in the state dict that changed in the new record; None for removed leaves
 RENAMED_STATE: dict[str, str | None] = {}
 
-# leaves that only the new state dict has, as patterns
+# patterns of leaves that only the new state dict has
 NEW_STATE: tuple[str, ...] = ()
 
-# other differences that are wanted: pattern of the run, pattern of the path in it, reason
+# other intended differences: pattern of the run, pattern of the path in it, reason
 ALLOWED: tuple[tuple[str, str, str], ...] = (
     ("*", "run.setup*", "the option loss_scale is gone, so ranks compare one number less before the first step"),
     ("fully_shard*", "*counts*", "loss scales travel no more, which saves bytes and waits"),
@@ -63,14 +63,14 @@ ALLOWED: tuple[tuple[str, str, str], ...] = (
     ("fully_shard*", "run.waits*", "likewise"),
 )
 
-LIMIT = datetime.timedelta(seconds=300)  # of a collective: a rank that waits longer waits for one that has failed
+LIMIT = datetime.timedelta(seconds=300)  # timeout of a collective: a rank that waits longer waits for a failed one
 
 
 # ------------------------------------------------------------------------------------------------------------- record
 
 
 def record(path: Path, cores: list[int], only: str) -> int:
-    """Make all runs and write what they did; the number of those that failed."""
+    """Make and record all runs; returns the number of failed ones."""
     names = [name for name in golden_scenarios.SCENARIOS if fnmatch.fnmatch(name, only)]
     num_failed, started_at = 0, time.monotonic()
     with tempfile.TemporaryDirectory() as directory, path.open("w") as file:
@@ -113,13 +113,13 @@ def _lines(names: list[str], where: int | str, directory: Path) -> Iterator[dict
         for lines in zip(*(lines[:num_done] for lines in done), strict=True):
             yield from map(json.loads, lines)
         names = names[num_done:]
-        if names and error is not None:  # all ranks have stopped at the scenario that failed on one of them
+        if names and error is not None:  # all ranks stopped at the scenario that failed on one of them
             yield {"scenario": names[0], "cores": where, "rank": 0, "error": error}
             names = names[1:]
 
 
 def _run_on_processes(names: list[str], cores: int, directory: Path, results: Path) -> str | None:
-    """Let forked processes make the runs, one after another; the traceback of one that failed."""
+    """Make the runs in forked processes, one after another; returns the traceback of a failed one."""
     try:
         mp.start_processes(
             _work, (names, cores, directory, results), nprocs=max(cores, 1), start_method="fork", join=True
@@ -133,7 +133,7 @@ def _work(rank: int, names: list[str], cores: int, directory: Path, results: Pat
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     gc.collect()
-    gc.freeze()  # the imported modules, as there is no model yet: collecting after each run takes a tenth of the time
+    gc.freeze()  # imported modules, before there is a model: collecting after each run takes a tenth of the time
     if cores:
         store = f"file://{results}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=cores, timeout=LIMIT)
@@ -143,7 +143,7 @@ def _work(rank: int, names: list[str], cores: int, directory: Path, results: Pat
             made = golden_scenarios.run(name, Recorder(_folder(directory, name), torch.device("cpu")))
             file.write(json.dumps({"scenario": name, "cores": cores, "rank": rank, **made}) + "\n")
             file.flush()
-            gc.collect()  # wrapped models of this run are not the next one's
+            gc.collect()  # release the wrapped models of this run before the next one
             if cores:
                 dist.barrier()
     if cores:
@@ -168,13 +168,13 @@ def _folder(directory: Path, name: str) -> Path:
 
 
 def compare(old_path: Path, new_path: Path, only: str) -> int:
-    """Print the first difference of each run; the number of runs that differ in what is not allowed."""
+    """Print the first difference of each run; returns the number of runs with differences that are not allowed."""
     (old_header, old), (new_header, new) = _read(old_path), _read(new_path)
     keys = sorted(key for key in {*old, *new} if fnmatch.fnmatch(_name(*key[:2]), only))
-    for header in (old_header, new_header):  # a record may be of some runs only
+    for header in (old_header, new_header):  # a record may contain only some runs
         keys = [key for key in keys if fnmatch.fnmatch(key[0], header["only"])]
         keys = [key for key in keys if not key[1].isdecimal() or int(key[1]) in header["cores"]]
-    if old_header["cores"] != new_header["cores"]:  # these are resumed from the number of cores before
+    if old_header["cores"] != new_header["cores"]:  # these are resumed from the previous number of cores
         keys = [key for key in keys if not key[0].startswith(golden_scenarios.CHAINED)]
     num_different = num_allowed = 0
     for key, runs in itertools.groupby(keys, key=lambda key: key[:2]):

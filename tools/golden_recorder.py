@@ -1,4 +1,4 @@
-"""Records what a run does, through the public API alone: digests of every step, collectives and waits of the host."""
+"""Record a run through the public API only: digests of every step, collectives and host synchronizations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import variable_batch_size as vbs
 
 SUBMODULES = ("rules", "policies", "traces", "planning", "schedules", "cores", "data", "optim", "runs")
 
-# options and methods that have another name in later versions; whichever is there is used
+# options and methods that were renamed in later versions; the available one is used
 NEW_NAMES = {
     "keep_gradients": "gradient_as_bucket_view",
     "reduce_once": "reduce_scatter_once",
@@ -42,7 +42,7 @@ SETTINGS = ("lr", "betas", "eps", "momentum", "weight_decay", "dampening")
 
 
 def public(name: str) -> Any:
-    """A public object, at the top of the library or in one of its submodules."""
+    """A public object of the library or one of its submodules."""
     if hasattr(vbs, name):
         return getattr(vbs, name)
     for folder in SUBMODULES:
@@ -52,14 +52,14 @@ def public(name: str) -> Any:
 
 
 def make(name: str, *args: Any, **options: Any) -> Any:
-    """An object of a public class, each option under the name that the class, or one of its bases, has for it."""
+    """An object of a public class, with each option under its old or new name."""
     kind = public(name)
     makers = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
     return kind(*args, **_under_present_names(options, *makers))
 
 
 def call(thing: Any, name: str, *args: Any, **options: Any) -> Any:
-    """A method under its old or its new name, and its options likewise."""
+    """Call a method under its old or new name, with its options likewise."""
     found = getattr(thing, name) if hasattr(thing, name) else getattr(thing, NEW_NAMES[name])
     return found(*args, **_under_present_names(options, found))
 
@@ -74,7 +74,7 @@ def _under_present_names(options: dict[str, Any], *functions: Callable[..., Any]
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """The first 16 digits of the SHA-256 of types, shapes and bytes; of a sharded tensor, of the local shard."""
+    """The first 16 digits of the SHA-256 of types, shapes and bytes; for a sharded tensor, of the local shard."""
     found = hashlib.sha256()
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -100,7 +100,7 @@ def flattened(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON can hold, without rounding."""
+    """A value for JSON, without rounding."""
     if isinstance(value, torch.Tensor):
         return digest([value])
     return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
@@ -147,11 +147,11 @@ class Counts(TorchDispatchMode):
         return [*(map(sum, columns) if self.collectives else (0, 0)), self.waits]
 
 
-_counting = threading.local()  # the counts of the run in this thread, as virtual XLA cores are threads
+_counting = threading.local()  # the counts of the run in this thread, because virtual XLA cores are threads
 
 
 def _counted(read: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that brings values of a tensor to the host, with its calls counted."""
+    """A method that copies values of a tensor to the host, with counted calls."""
 
     @functools.wraps(read)
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -163,12 +163,12 @@ def _counted(read: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-for _name in ("tolist", "numpy", "cpu"):  # on the host they are no operations that a Counts would see
+for _name in ("tolist", "numpy", "cpu"):  # on the host they are not operations that Counts intercepts
     setattr(torch.Tensor, _name, _counted(getattr(torch.Tensor, _name)))
 
 
 class Clock:
-    """In place of the clocks of the time module: it moves when the run says so."""
+    """A clock that the run advances, instead of those of the time module."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -201,7 +201,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Count, on a clock that only this run moves; on XLA, whose virtual cores are threads, on the usual one."""
+        """Count, with a clock that only this run advances; on XLA, where cores are threads, with the real clock."""
         clocks = time.monotonic, time.perf_counter
         if self.device.type != "xla":
             time.monotonic = time.perf_counter = self._clock
@@ -223,11 +223,11 @@ class Recorder:
             self._counts.is_paused = False
 
     def begin(self, model: torch.nn.Module, optimizer: Any, inner: Any) -> None:
-        """What there is when the optimizer is made, of one inner optimizer or a list of several; its steps follow."""
+        """Record the initial state, with one inner optimizer or a list of several."""
         with self._paused():
             self._model, self._optimizer = model, optimizer
             self._given = inner if isinstance(inner, list) else [inner]
-            # ZeroRedundancyOptimizer has this rank's part of the state in an optimizer of its own
+            # ZeroRedundancyOptimizer has this rank's shard of the state in a separate optimizer
             self._inners = [getattr(one, "optim", one) for one in self._given]
             for one in self._inners:
                 one.register_step_pre_hook(self._note_applied)
@@ -251,7 +251,7 @@ class Recorder:
         return result
 
     def end(self) -> dict[str, Any]:
-        """All that was recorded."""
+        """The complete record."""
         with self._paused():
             self.run |= self._counts.summary()
             self.run["graphs"] = _num_graphs(self.device) - self._num_graphs
@@ -261,7 +261,7 @@ class Recorder:
         return {"run": self.run, "steps": self.steps}
 
     def _state_dict(self) -> dict[str, Any]:
-        """Every leaf; ZeroRedundancyOptimizer has all of its state on the rank for which it was consolidated last."""
+        """Every leaf; ZeroRedundancyOptimizer has its full state on the rank of the last consolidation."""
         zeros = [one for one in self._given if hasattr(one, "consolidate_state_dict")]
         if not zeros:
             return flattened(self._optimizer.state_dict())
@@ -299,7 +299,7 @@ class Recorder:
         }
 
     def _note_applied(self, inner: Any, args: Any, kwargs: Any) -> None:
-        """The gradients and settings with which the inner optimizer makes its step."""
+        """Record the gradients and hyperparameters of a step of the inner optimizer."""
         with self._paused():
             groups = [
                 {name: plain(group[name]) for name in SETTINGS if name in group}

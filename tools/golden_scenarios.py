@@ -1,6 +1,6 @@
-"""Small training runs of all that the library can do, with data and weights that follow from seeds.
+"""Small training runs of all features of the library, with data and weights derived from seeds.
 
-Sums are of float32 unless a scenario says otherwise, so that another order of two operations shows.
+Sums are in float32 unless a scenario sets another dtype, so that a different order of two operations is visible.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ NUM_CLASSES = 5
 # 1 to 7 minibatches: full, uneven and idle ranks on 2 to 4 cores; an epoch holds 10, so that there are three
 TRACE = [MINIBATCH * n for n in (3, 1, 4, 2, 7, 1, 5, 3, 1)]
 NUM_EPOCHS = 3
-CHAINED = ("resumed", "checkpoint")  # how scenarios begin that are resumed from the number of cores before
+CHAINED = ("resumed", "checkpoint")  # prefix of scenarios that are resumed from the previous number of cores
 
 PAIRS = (2, 4)
 ALL_CORES = (0, 1, 2, 3, 4)  # gloo processes; 0 for one process without a process group
-MOST_CORES = (0, 2, 3)  # for what does not depend on the number otherwise
+MOST_CORES = (0, 2, 3)  # for scenarios that do not depend on the number
 
 
 # ------------------------------------------------------------------------------------------------------- models, data
@@ -55,7 +55,7 @@ class Normed(nn.Module):
 
 
 class Branched(nn.Module):
-    """A branch that only takes part in minibatches whose first number is positive."""
+    """A branch that is only used in minibatches whose first number is positive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Tokens(nn.Module):
 
 
 class Wide(nn.Module):
-    """More elements than one all-reduce takes at once."""
+    """More elements than one all-reduce handles at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Tower(nn.Module):
 
 
 class NormedTower(Tower):
-    """With BatchNorm, a parameter that is never used and one that is frozen."""
+    """With BatchNorm, an unused parameter and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class NormedTower(Tower):
 
 
 def seeded(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """With weights from a generator of its own, as virtual XLA cores share the others."""
+    """With weights from a separate generator, because virtual XLA cores share the others."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
@@ -255,7 +255,7 @@ def _mesh(names: tuple[str, str]) -> Any:
 
 
 def make_meshes() -> None:
-    """Before the first run, so that the collectives of making them count nowhere."""
+    """Make the meshes before the first run, so that their collectives are not counted."""
     if dist.get_world_size() in PAIRS:
         for names in (("replicated", "sharded"), ("data", "model")):
             _mesh(names)
@@ -274,7 +274,7 @@ def _parallelized(model: nn.Module, mesh: Any) -> nn.Module:
 
 @dataclasses.dataclass
 class Minibatch:
-    """What a scenario may look at, and change, before a minibatch's backward pass."""
+    """The data that a scenario may read and change before a minibatch's backward pass."""
 
     model: nn.Module
     optimizer: Any
@@ -306,16 +306,16 @@ def train(
     passes_model: bool = True,
     **options: Any,
 ) -> None:
-    """A loop over epochs, as users write it.
+    """A typical loop over epochs.
 
     Args:
-        way: spreads the model over processes; and what the sampler then needs.
+        way: shards the model over processes; returns additional arguments of the sampler.
         sampler: further arguments of the sampler.
-        weight: what a minibatch weighs, from its targets.
+        weight: the weight of a minibatch, from its targets.
         before_step: called before the first minibatch of each step.
-        backward: the backward pass, and what is done to gradients after it.
-        scheduler: makes, for an optimizer, what is called after each of its steps.
-        passes_model: whether the optimizer is given the model.
+        backward: the backward pass, with modifications of gradients after it.
+        scheduler: returns, for an optimizer, a function that is called after each of its steps.
+        passes_model: whether the model is passed to the optimizer.
         options: of the optimizer.
     """
     x, y = (tensor.to(recorder.device) for tensor in data())
@@ -345,7 +345,7 @@ def train(
 
 
 def with_nan(minibatch: Minibatch, loss: torch.Tensor) -> None:
-    """One sample of the second epoch has no finite loss, on the rank that has it."""
+    """One sample of the second epoch has a non-finite loss."""
     is_bad = minibatch.epoch == 1 and 7 in minibatch.numbers
     (loss * torch.tensor(float("nan") if is_bad else 1.0, device=loss.device)).backward()
 
@@ -355,7 +355,7 @@ def with_burst(minibatch: Minibatch, loss: torch.Tensor) -> None:
 
 
 def edited(minibatch: Minibatch, loss: torch.Tensor) -> None:
-    """Clamped, masked, replaced, dropped or doubled, by what the minibatch is."""
+    """Gradients clamped, masked, replaced, dropped or doubled, depending on the minibatch."""
     loss.backward(retain_graph=True)
     deed, model = sum(minibatch.numbers) % 5, minibatch.model
     for p in (p for p in model.parameters() if p.grad is not None):
@@ -374,7 +374,7 @@ def edited(minibatch: Minibatch, loss: torch.Tensor) -> None:
 
 
 def zeroed_before(minibatch: Minibatch, loss: torch.Tensor) -> None:
-    """Another loss is tried out first, and its gradient dropped."""
+    """A backward pass of another loss first, whose gradient is dropped."""
     (loss * 3).backward(retain_graph=True)
     minibatch.optimizer.zero_grad()
     loss.backward()
@@ -397,7 +397,7 @@ def share_buffers(minibatch: Minibatch) -> None:
 
 
 def add_group(minibatch: Minibatch) -> None:
-    """Let the optimizer have the bias of the head from the third step on."""
+    """Add the bias of the head to the optimizer from the third step on."""
     bias, groups = minibatch.model.head.bias, minibatch.optimizer.param_groups
     if minibatch.optimizer.steps_done == 2 and all(p is not bias for group in groups for p in group["params"]):
         minibatch.optimizer.add_param_group({"params": [bias], "lr": 0.11})
@@ -458,7 +458,7 @@ def closures(recorder: Recorder) -> None:
 
 
 def left_early(recorder: Recorder) -> None:
-    """Epochs out of order, left before a given step: after a backward pass or, if it has enough, a minibatch."""
+    """Epochs out of order, left before a given step: after a backward pass or, if possible, after a minibatch."""
     model, optimizer, sampler, x, y = _usual(recorder, "LinearRule", on_end="cycle")
     for epoch, last in ((2, 0), (0, 2), (0, 1), (1, 0), (3, 99)):
         sampler.set_epoch(epoch)
@@ -495,7 +495,7 @@ def logged(recorder: Recorder, rule: str = "AdaScaleRule", **options: Any) -> No
 
 
 def _usual(recorder: Recorder, rule: str, trace: Any = TRACE, **options: Any) -> Any:
-    """Model, optimizer, sampler and data of a loop of its own."""
+    """Model, optimizer, sampler and data of a custom loop."""
     kept = {name: options.pop(name) for name in ("on_end", "seed", "shuffle") if name in options}
     x, y = (tensor.to(recorder.device) for tensor in vectors())
     model = seeded(Normed(options.pop("dropout", 0.0))).to(recorder.device)
@@ -509,7 +509,7 @@ def _usual(recorder: Recorder, rule: str, trace: Any = TRACE, **options: Any) ->
 
 
 def named_optimizers(recorder: Recorder) -> None:
-    """Each optimizer that is named after a rule, in a short run."""
+    """A short run with each optimizer that is named after a rule."""
     inners = {"AdamRuleOptimizer": adamw, "AdamScaleOptimizer": adamw}
     for name, options in {
         "LinearRuleOptimizer": {},
@@ -538,7 +538,7 @@ def named_optimizers(recorder: Recorder) -> None:
 
 
 def resumed(recorder: Recorder, **options: Any) -> None:
-    """Part of a run that goes from one number of cores to the next, by ``state_dict`` in the middle of a step."""
+    """Part of a run that moves from one number of cores to the next through ``state_dict`` in the middle of a step."""
     model, optimizer, sampler, x, y = _usual(recorder, "AdaScaleRule", on_end="cycle", **options)
     path = recorder.directory / "state.pt"
     if path.exists():
@@ -563,7 +563,7 @@ def resumed(recorder: Recorder, **options: Any) -> None:
 
 def _save_state(path: Any, model: nn.Module, optimizer: Any, rank: int) -> None:
     if dist.is_initialized():
-        dist.barrier()  # the others have read the state before
+        dist.barrier()  # wait until the others have read the state
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     if rank == 0:
         torch.save(state, path)
@@ -578,7 +578,7 @@ def checkpointed(
     saves: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Part of a run that goes from one number of cores to the next through a checkpoint; it is left within an epoch."""
+    """Part of a run that moves from one number of cores to the next through a checkpoint, within an epoch."""
     trace = policy() if policy else TRACE
     kept = {} if policy else {"on_end": "cycle"}
     model, optimizer, sampler, x, y = _usual(recorder, rule, trace, **kept, **options)
@@ -605,7 +605,7 @@ def checkpointed(
                     break
             if optimizer.steps_done == last:
                 break
-    recorder.run["seen"] = metrics.read()  # which waits for all ranks, also for the one that writes
+    recorder.run["seen"] = metrics.read()  # which waits for all ranks, including the writer
     recorder.run["executed"] = list(public("Trace").of(folder / "executed.csv"))
 
 
@@ -613,7 +613,7 @@ def checkpointed(
 
 
 def decided(recorder: Recorder, policy: Callable[[], Any], *, num_workers: int = 0, rule: str = "AdaScaleRule") -> None:
-    """Batch sizes that a policy decides; time goes by as the recorder's clock has it."""
+    """Batch sizes decided by a policy, with the recorder's clock."""
     x, y = vectors()
     model = seeded(Normed())
     chosen = policy()
@@ -680,7 +680,7 @@ def streamed(
 
 
 def loaded(recorder: Recorder) -> None:
-    """A loader with workers that live on from epoch to epoch."""
+    """A loader with persistent workers."""
     model, optimizer, sampler, x, y = _usual(recorder, "LinearRule")
     numbered = TensorDataset(x, y, torch.arange(NUM_SAMPLES))
     loader = DataLoader(numbered, batch_sampler=sampler, num_workers=2, persistent_workers=True)
@@ -694,7 +694,7 @@ def loaded(recorder: Recorder) -> None:
 
 
 def orders(recorder: Recorder) -> None:
-    """Which samples each of several ranks is assigned, without training."""
+    """The samples assigned to each of several ranks, without training."""
     path = recorder.directory / "trace.csv"
     sizes = [8 * random.Random(4).choice(range(1, 30)) for _ in range(60)]
     path.write_text("step,batchsize\n" + "".join(f"{step},{size}\n" for step, size in enumerate(sizes)))
@@ -723,7 +723,7 @@ def orders(recorder: Recorder) -> None:
 
 
 def _fold(numbers: torch.Tensor) -> int:
-    """A number that the order changes."""
+    """A number that depends on the order."""
     places = torch.arange(1, numbers.numel() + 1)
     return int((numbers.flatten() * places % 1_000_003).sum())
 
@@ -979,7 +979,7 @@ SCENARIOS: dict[str, Scenario] = {**RULES, **OPTIONS, **PARAMETERS, **LOOPS, **S
 
 
 def run(name: str, recorder: Recorder) -> dict[str, Any]:
-    """Make a run; what was recorded of it."""
+    """Make a run; returns its record."""
     torch.manual_seed(1000 + (dist.get_rank() if dist.is_initialized() else 0))
     random.seed(1000)
     with warnings.catch_warnings(), recorder.recording():

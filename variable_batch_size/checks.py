@@ -1,14 +1,18 @@
-"""Refuses a wrong argument in one sentence: its name, the rule and the value."""
+"""Checks of arguments, with errors that contain name, rule and value."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn, TypeGuard, TypeVar
+
+T = TypeVar("T")
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
-    """Whether a value is a whole number to count with: an int or a numpy integer, no bool.
+    """Whether a value is an int or a numpy integer, but not a bool.
 
     >>> is_integer(3), is_integer(3.0), is_integer(True)
     (True, False, False)
@@ -17,59 +21,68 @@ def is_integer(value: Any) -> TypeGuard[int]:
 
 
 def check_integer(**values: Any) -> None:
-    """Refuse an argument that is no integer."""
-    for name, value in values.items():
-        if not is_integer(value):
-            raise ValueError(f"`{name}` must be an integer, got {value!r}")
+    _check(values, "an integer", is_integer)
 
 
 def check_positive(**values: Any) -> None:
-    """Refuse an argument that is not a positive integer.
+    """Raise unless all arguments are positive integers.
 
     >>> check_positive(minibatch_size=0)
     Traceback (most recent call last):
     ValueError: `minibatch_size` must be a positive integer, got 0
     """
-    for name, value in values.items():
-        if not is_integer(value) or value <= 0:
-            raise ValueError(f"`{name}` must be a positive integer, got {value!r}")
+    _check(values, "a positive integer", lambda value: is_integer(value) and value > 0)
+
+
+def check_positive_number(**values: Any) -> None:
+    _check(values, "a positive number", lambda value: 0 < value < math.inf)
 
 
 def check_not_negative(**values: Any) -> None:
-    """Refuse an argument that is not 0 or a positive integer."""
-    for name, value in values.items():
-        if not is_integer(value) or value < 0:
-            raise ValueError(f"`{name}` must be a non-negative integer, got {value!r}")
+    _check(values, "a non-negative integer", lambda value: is_integer(value) and value >= 0)
 
 
 def check_within(largest: int, **values: Any) -> None:
-    """Refuse an argument that is not an integer from 0 to `largest`."""
-    for name, value in values.items():
-        if not is_integer(value) or not 0 <= value <= largest:
-            raise ValueError(f"`{name}` must be an integer from 0 to {largest}, got {value!r}")
+    _check(values, f"an integer from 0 to {largest}", lambda value: is_integer(value) and 0 <= value <= largest)
 
 
 def check_one_of(choices: Iterable[str], **values: Any) -> None:
-    """Refuse an argument that is none of the choices.
+    """Raise unless all arguments are among the choices.
 
     >>> check_one_of(("stop", "hold"), on_end="halt")
     Traceback (most recent call last):
     ValueError: `on_end` must be one of 'stop', 'hold', got 'halt'
     """
+    _check(values, f"one of {', '.join(map(repr, choices))}", lambda value: value in choices)
+
+
+def _check(values: Mapping[str, Any], rule: str, is_right: Callable[[Any], bool]) -> None:
     for name, value in values.items():
-        if value not in choices:
-            raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        if not is_right(value):
+            raise ValueError(f"`{name}` must be {rule}, got {value!r}")
+
+
+def copy_for_run(recipe: T, *shared: Any) -> T:
+    """A copy of a rule or policy, so that a run does not change the object that was passed, which others may use.
+
+    Args:
+        recipe: the rule or policy.
+        shared: objects that the copy refers to, where the recipe does, instead of copies of them.
+    """
+    try:
+        return copy.deepcopy(recipe, {id(one): one for one in shared})
+    except TypeError as error:
+        name = type(recipe).__name__
+        raise ValueError(
+            f"every run has its own copy of {name}, which cannot be copied ({error}): implement {name}.__deepcopy__"
+        ) from error
 
 
 def install(extra: str) -> str:
-    """How to get the packages of an extra, for those who have this package from an index and those who cloned it.
-
-    >>> print(install("report"))
-    pip install 'variable_batch_size[report]', or in a clone pip install '.[report]'
-    """
+    """How to install the packages of an extra, from an index or from a clone."""
     return f"pip install 'variable_batch_size[{extra}]', or in a clone pip install '.[{extra}]'"
 
 
 def refuse(place: str, rule: str, value: Any) -> NoReturn:
-    """Refuse a value found at a place in a file: ``spot.csv:17: batchsize must be positive, got 0``."""
+    """Raise for a value at a place in a file: ``spot.csv:17: batchsize must be positive, got 0``."""
     raise ValueError(f"{place}: {rule}, got {value}")

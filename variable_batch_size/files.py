@@ -10,7 +10,7 @@ from typing import Any
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file, each of which is a record of JSON; or a refusal that names the first that is none."""
+    """The JSON records in the lines of a file; ValueError with the first line that is not a record."""
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -18,20 +18,16 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             record = None
         if not isinstance(record, dict):
-            raise ValueError(f"{path}:{number}: expected a record of JSON, got {line[:40]!r}")
+            raise ValueError(f"{path}:{number}: expected a JSON record, got {line[:40]!r}")
         records.append(record)
     return records
 
 
-TEMPORARY = ".tmp"
-"""The end of the name of a file that is being written."""
+TEMPORARY = ".tmp"  # suffix of a file that is being written
 
 
 def write(path: Path, fill: Callable[[Path], Any]) -> None:
-    """Let `fill` write a file under a temporary name, and give it its name when it is safely on the disk.
-
-    Whatever happens, there is the old file of that name, or none, or the whole new one.
-    """
+    """Let `fill` write a temporary file, and rename it when it is on disk: a reader never sees a partial file."""
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         fill(temporary)
@@ -40,16 +36,16 @@ def write(path: Path, fill: Callable[[Path], Any]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync(path.parent)  # the name, too
+    sync(path.parent)  # the new name
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text, in the same way."""
+    """Like :func:`write`, for a text."""
     write(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline=""))
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
+    """Flush a file, or the names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

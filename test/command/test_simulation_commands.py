@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import variable_batch_size as vbs
 from variable_batch_size.command.main import main
-from variable_batch_size.comparison import profile
+from variable_batch_size.comparison import measure as profile
 from variable_batch_size.comparison.workload import load_workload
 
 PROFILE = """machines,cores,minibatch_size,seconds_accumulating,seconds_updating
@@ -29,7 +29,7 @@ SECONDS_PER_LAYER, SECONDS_PER_UPDATE = 0.001, 0.002
 
 
 class Work:
-    """A clock that goes by what its process does: each layer and each update take a while, and nothing else does."""
+    """A clock that advances with the work of its process: only layers and updates take time."""
 
     seconds = 0.0
     handles = ()
@@ -70,7 +70,7 @@ def run(capsys, tmp_path, monkeypatch):
     Work.stop()
 
 
-def test_profile_says_when_nothing_could_be_measured(run, monkeypatch):
+def test_profile_reports_that_nothing_could_be_measured(run, monkeypatch):
     monkeypatch.setitem(profile.measure.__kwdefaults__, "clock", lambda: 0.0)
     code, _, err = run("vbs profile digits --cores 1 --minibatch-sizes 8 --steps 6 --out measured.csv")
     assert code == 1
@@ -78,7 +78,7 @@ def test_profile_says_when_nothing_could_be_measured(run, monkeypatch):
     assert not Path("measured.csv").exists()
 
 
-def test_profile_measures_and_simulate_takes_what_it_wrote(run):
+def test_simulate_accepts_the_output_of_profile(run):
     code, out, err = run("vbs profile digits --cores 1 --minibatch-sizes 8 16 --steps 6 --out measured.csv")
     assert (code, err) == (0, "")
     assert len(out.splitlines()) == 3
@@ -96,11 +96,11 @@ def test_profile_measures_and_simulate_takes_what_it_wrote(run):
 
 
 def seconds_on_core_0():
-    """A clock that stands still on the others."""
+    """A clock that does not advance on the other cores."""
     return Work.clock() if dist.get_rank() == 0 else 0.0
 
 
-def test_profile_measures_several_cores_by_the_clock_of_the_first(run, monkeypatch):
+def test_profile_of_several_cores_uses_the_clock_of_the_first(run, monkeypatch):
     monkeypatch.setitem(profile.measure.__kwdefaults__, "clock", seconds_on_core_0)
     with forked.launches():
         code, _, _ = run("vbs profile digits --cores 2 --steps 5")
@@ -117,7 +117,7 @@ def test_fit_prints_the_model_and_its_times(run):
     assert model.updating(1, 4, 32) == pytest.approx(0.03, rel=0.05)
 
 
-def test_simulate_writes_a_page_a_table_a_picture_and_the_traces(run):
+def test_simulate_writes_a_report_a_table_a_plot_and_the_traces(run):
     often = "--arrive .1 --leave .1"
     run(f"vbs make spot --devices 4 --at-least 1 {often} --samples-per-device 1 --steps 50 --seed 0 --out m.csv")
     code, out, err = run(f"{SIMULATE} --noise 2000 --market m.csv --samples 1M --price 2 --restart-seconds 3 --out out")
@@ -139,7 +139,7 @@ def test_simulate_writes_a_page_a_table_a_picture_and_the_traces(run):
     assert "made by: vbs simulate" in trace.comment
 
 
-def test_simulate_takes_recorded_devices_and_the_noise_of_a_log(run):
+def test_simulate_accepts_recorded_devices_and_the_noise_of_a_log(run):
     Path("devices.csv").write_text("time,devices\n0,4\n100,2\n200,0\n250,4\n300,0\n")
     Path("log.jsonl").write_text('{"progress": 0, "noise_scale": 100}\n{"progress": 900, "noise_scale": 9000}\n')
     code, out, _ = run(f"{SIMULATE} --noise log.jsonl --recording devices.csv --samples 200K")
@@ -164,7 +164,7 @@ def test_simulate_takes_recorded_devices_and_the_noise_of_a_log(run):
         ("per_core:pace=3 --noise 5 --cores 2", "got an unexpected keyword argument 'pace', got 'per_core:pace=3'"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused_with_the_reason(run, options, message):
+def test_simulate_raises_with_a_reason_for_unsupported_inputs(run, options, message):
     code, _, err = run(
         f"vbs simulate 256 {options} --profile profile.csv --minibatch-size 32 --ref-batchsize 128 --samples 9K"
     )
@@ -172,23 +172,23 @@ def test_what_cannot_be_simulated_is_refused_with_the_reason(run, options, messa
     assert message in err
 
 
-def test_simulate_goes_far_beyond_the_profile_if_told(run):
+def test_simulate_extrapolates_if_requested(run):
     assert run(f"{SIMULATE} --noise 500 --cores 64 --samples 100K --extrapolate")[0] == 0
 
 
-def test_profile_needs_steps_for_a_median(run):
+def test_profile_needs_enough_steps_for_a_median(run):
     code, _, err = run("vbs profile digits --cores 1 --steps 4")
     assert code == 1
-    assert "`steps` must be at least 5, for their median to tell anything, got 4" in err
+    assert "`steps` must be at least 5, for a meaningful median, got 4" in err
 
 
-def test_fit_predicts_no_network_that_was_not_measured(run):
+def test_fit_does_not_predict_unmeasured_network_configurations(run):
     code, _, err = run("vbs fit profile.csv --cores 8 --machines 2")
     assert code == 1
     assert "profile.csv must have a row with several cores on several machines" in err
 
 
-def test_what_was_measured_before_a_failure_is_kept(run, monkeypatch):
+def test_measurements_before_a_failure_are_kept(run, monkeypatch):
     measured = profile.Measured(1, 1, 8, 0.01, 0.02)
 
     def fails_later(*_, **__):
@@ -201,7 +201,7 @@ def test_what_was_measured_before_a_failure_is_kept(run, monkeypatch):
     assert vbs.planning.Profile.read("measured.csv").rows == (measured,)
 
 
-def test_the_table_of_a_simulation_keeps_the_names_of_policies(run):
+def test_simulation_table_keeps_the_names_of_policies(run):
     policy = "autoscale:max_batch_size=4096,threshold=1.1"
     run(f"{SIMULATE.replace('256', policy)} --noise 2000 --cores 2 --samples 1M --out out")
     with open("out/table.csv", newline="") as file:
@@ -211,7 +211,7 @@ def test_the_table_of_a_simulation_keeps_the_names_of_policies(run):
     )
 
 
-def test_simulate_reads_a_recording_in_the_unit_that_it_is_told(run):
+def test_simulate_reads_a_recording_in_the_given_unit(run):
     Path("seconds.csv").write_text("time,devices\n0,4\n60,2\n120,0\n180,4\n")
     Path("minutes.csv").write_text("zone,minute,devices\na,0,4\na,1,2\na,2,0\na,3,4\n")
     told = "--time-column minute --count-column devices --time-unit min"

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from variable_batch_size.command.main import main
-from variable_batch_size.comparison.branches import Branch, Branching, branches, critical_batch_size
+from variable_batch_size.comparison.measure import Branch, branches, critical_batch_size
 from variable_batch_size.comparison.workload import load_workload
 
 
@@ -18,53 +18,53 @@ def branching(**options):
         "rule": "linear",
         "seeds": 1,
     }
-    return Branching(**{**defaults, **options})
+    return {**defaults, **options}
 
 
-def test_branches_train_on_equally_many_samples_from_the_same_state():
+def test_branches_train_on_the_same_number_of_samples_from_the_same_state():
     workload = load_workload("digits", None)
-    found = branches(workload, branching())
+    found = branches(workload, **branching())
     assert [(branch.batch_size, branch.updates) for branch in found] == [(16, 40), (64, 10)]
     assert found[0].loss != found[1].loss
     assert all(0 < branch.loss < 2.3 for branch in found)
     # the same branch twice is the same to the last bit: neither has left a mark on the other
-    twice = branches(workload, branching(factors=[1, 1]))
+    twice = branches(workload, **branching(factors=[1, 1]))
     assert twice[0] == twice[1] == found[0]
 
 
 def test_branches_of_larger_steps_train_on_no_more_samples():
-    found = branches(load_workload("digits", None), branching(samples=100, factors=[1, 2, 3]))
+    found = branches(load_workload("digits", None), **branching(samples=100, factors=[1, 2, 3]))
     assert [branch.batch_size * branch.updates for branch in found] == [192, 192, 192]
 
 
-def test_a_later_start_begins_with_a_lower_loss():
+def test_later_start_has_a_lower_initial_loss():
     workload = load_workload("digits", None)
-    early, late = (branches(workload, branching(samples_before=n, samples=16, factors=[1]))[0] for n in (16, 3200))
+    early, late = (branches(workload, **branching(samples_before=n, samples=16, factors=[1]))[0] for n in (16, 3200))
     assert late.loss < early.loss
 
 
-def test_the_critical_batch_size_is_before_the_first_branch_that_lost_something():
+def test_critical_batch_size_is_the_one_before_the_first_worse_branch():
     losses = [1.0, 1.009, 1.02, 1.0]
     found = [Branch(32 * 2**k, 1, loss) for k, loss in enumerate(losses)]
     assert critical_batch_size(found, tolerance=0.01) == 64
     assert critical_batch_size(found, tolerance=0.1) == 256
     assert critical_batch_size([Branch(32, 1, 1.0), Branch(64, 1, float("nan"))], tolerance=0.5) == 32
     assert critical_batch_size([Branch(32, 1, -1.0), Branch(64, 1, -0.995)], tolerance=0.01) == 64  # a log-likelihood
-    with pytest.raises(ValueError, match="the branch of 32 must have a loss to compare with, got nan"):
+    with pytest.raises(ValueError, match="the loss of the first branch, with batch size 32, is nan"):
         critical_batch_size([Branch(32, 1, float("nan")), Branch(64, 1, 1.0)], tolerance=0.01)
 
 
-def test_the_command_prints_every_branch_and_the_answer(capsys):
+def test_command_prints_every_branch_and_the_result(capsys):
     assert main(shlex.split("cbs digits --after 320 --samples 320 --factors 2 --seeds 1 --rule linear")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["16", "32"]
     assert lines[-1].startswith("after 320 samples, a batch size of ")
 
 
-def test_wrong_numbers_are_refused(capsys):
+def test_invalid_numbers_raise(capsys):
     assert main(shlex.split("cbs digits --after 320 --samples 320 --tolerance -1")) == 1
-    assert "--tolerance must be a share from 0 on, got -1.0" in capsys.readouterr().err
+    assert "--tolerance must not be negative, got -1.0" in capsys.readouterr().err
     with pytest.raises(ValueError, match="`samples` must be a positive integer, got 0"):
-        branching(samples=0)
+        branches(load_workload("digits", None), **branching(samples=0))
     with pytest.raises(ValueError, match=r"^`samples` must be at least 1680, .* sizes \[16, 48, 80, 112\], got 1000$"):
-        branching(samples=1000, factors=[1, 3, 5, 7])
+        branches(load_workload("digits", None), **branching(samples=1000, factors=[1, 3, 5, 7]))

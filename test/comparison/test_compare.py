@@ -1,4 +1,4 @@
-"""vbs compare: every combination from the same start, stopped, started again and added to."""
+"""vbs compare: every combination from the same start, stopped, resumed and extended."""
 
 import fcntl
 import os
@@ -24,8 +24,7 @@ from comparisons import (
 
 import variable_batch_size as vbs
 from variable_batch_size.command.main import main
-from variable_batch_size.comparison.experiment import Run
-from variable_batch_size.comparison.results import Results
+from variable_batch_size.comparison.experiment import Results, Run
 
 DIGITS = ["--workload", "digits", "--samples", 1440, "--seeds", 2, "--rules", "linear,adascale,constant"]
 
@@ -49,7 +48,7 @@ def test_every_combination_and_the_yardstick_are_run(digits):
     assert all(int(row["updates"]) == 90 for row in rows(digits)[:2])
 
 
-def test_each_run_leaves_a_record_of_every_step_and_files_for_tensorboard(digits):
+def test_each_run_writes_a_record_of_every_step_and_tensorboard_files(digits):
     row, found = rows_by_run(digits)["ramp", "linear", 1], records(digits, "ramp", "linear", 1)
     steps = [record for record in found if "loss" in record]
     assert [record["step"] for record in steps] == list(range(1, int(row["updates"]) + 1))
@@ -61,37 +60,37 @@ def test_each_run_leaves_a_record_of_every_step_and_files_for_tensorboard(digits
     assert len(list(events)) == 2
 
 
-def test_the_model_is_tested_after_the_step_that_ends_a_twentieth_of_the_samples(digits):
+def test_model_is_tested_after_each_twentieth_of_the_samples(digits):
     found = records(digits, "ramp", "linear", 1)
     ends = [(record["samples"], record["samples"] - record["batch_size"]) for record in found if "loss" in record]
     expected = [after for after, before in ends if after // 72 > before // 72]
     assert [record["samples"] for record in found if "metric" in record] == expected
 
 
-def test_runs_of_a_seed_start_from_the_same_weights_and_see_the_same_data(digits):
+def test_runs_of_a_seed_start_from_the_same_weights_and_use_the_same_data(digits):
     first = {rule: records(digits, "ramp", rule, 0)[0]["loss"] for rule in ("linear", "adascale", "constant")}
     assert len(set(first.values())) == 1
     assert records(digits, "ramp", "linear", 1)[0]["loss"] not in first.values()
 
 
-def test_interrupted_half_way_and_started_again_it_ends_with_the_same_results(digits, tmp_path):
+def test_interrupted_comparison_resumes_to_the_same_results(digits, tmp_path):
     options = [*DIGITS, "--out", tmp_path, "--jobs", 2]
     running = fork_vbs_compare(*options)
     wait_for_runs(5, running, tmp_path)
     running.send_signal(signal.SIGINT)
     done = running.finish()
     assert done.returncode == 130
-    assert "interrupted; the same command goes on" in done.stderr
+    assert "interrupted; the same command resumes" in done.stderr
     made = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/*/*/run.json")}
     assert 5 <= len(made) < 14
-    assert 5 <= len(rows(tmp_path)) < 14  # what there is has been written
+    assert 5 <= len(rows(tmp_path)) < 14  # existing results were written
 
     vbs_compare(*options)
     assert (tmp_path / "results.csv").read_bytes() == (digits / "results.csv").read_bytes()
     assert all(path.stat().st_mtime_ns == made_at for path, made_at in made.items())
 
 
-def test_in_the_background_of_a_shell_it_outlives_the_ctrl_c_of_the_foreground(tmp_path):
+def test_background_process_ignores_ctrl_c_of_the_foreground(tmp_path):
     options = ["--workload", "comparisons:line", "--seeds", 1, "--rules", "linear", "--out", tmp_path]
     running = fork_vbs_compare(*options, is_in_background=True)
     wait_for_runs(1, running, tmp_path)
@@ -100,34 +99,34 @@ def test_in_the_background_of_a_shell_it_outlives_the_ctrl_c_of_the_foreground(t
     assert len(rows(tmp_path)) == 3
 
 
-def test_no_process_is_left_behind_by_sigterm(tmp_path):
+def test_sigterm_leaves_no_process_running(tmp_path):
     running = start_vbs_compare(*DIGITS, "--out", tmp_path, start_new_session=True)
     wait_for_runs(1, running, tmp_path)
     running.terminate()
     assert running.wait() == 130
     with pytest.raises(ProcessLookupError):
-        for _ in range(12_000):  # multiprocessing has a helper of its own that ends a moment later
+        for _ in range(12_000):  # a helper process of multiprocessing exits a moment later
             os.killpg(running.pid, 0)
             time.sleep(0.05)
 
 
-def test_results_of_other_settings_are_not_mixed(digits):
+def test_results_of_different_settings_are_not_mixed(digits):
     done = vbs_compare(*DIGITS, "--lr", 0.3, "--out", digits, check=False)
     assert done.returncode == 1
     assert done.stderr == (
-        f"vbs: {digits} holds results with another optimizer, SGD(lr=0.05, momentum=0.9) there and "
-        "SGD(lr=0.3, momentum=0.9) here: choose another --out\n"
+        f"vbs: {digits} has results with another optimizer, SGD(lr=0.05, momentum=0.9) instead of "
+        "SGD(lr=0.3, momentum=0.9): choose another --out\n"
     )
 
 
-def test_two_comparisons_do_not_work_in_one_directory(tmp_path):
+def test_second_comparison_in_the_same_directory_raises(tmp_path):
     with open(tmp_path / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         done = vbs_compare(*DIGITS, "--out", tmp_path, check=False)
-    assert (done.returncode, done.stderr) == (1, f"vbs: another vbs compare is at work in {tmp_path}\n")
+    assert (done.returncode, done.stderr) == (1, f"vbs: another vbs compare is running in {tmp_path}\n")
 
 
-def test_more_rules_and_a_broken_result_are_made_beside_what_is_there(tmp_path):
+def test_added_rules_and_broken_results_are_run_and_existing_results_kept(tmp_path):
     options = ["--workload", "comparisons:own_random_data", "--seeds", 1, "--out", tmp_path, "--jobs", 1]
     vbs_compare(*options, "--rules", "linear")
     before = rows(tmp_path)
@@ -136,18 +135,18 @@ def test_more_rules_and_a_broken_result_are_made_beside_what_is_there(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert "runs have ended" not in page
     vbs_compare(*options, "--rules", "linear,root")
-    assert [row for row in rows(tmp_path) if row["rule"] != "root"] == before  # though in another process
+    assert [row for row in rows(tmp_path) if row["rule"] != "root"] == before  # even in another process
     assert len(rows(tmp_path)) == len(before) + 2
     page = (tmp_path / "report.html").read_text()
     assert "--rules linear<br>vbs compare" in page  # both commands made it
 
     broken.write_text("")
     assert main(["report", str(tmp_path)]) == 0
-    assert "4 of 5 runs have ended: what follows is not complete." in (tmp_path / "report.html").read_text()
+    assert "4 of 5 runs have ended: the results below are incomplete." in (tmp_path / "report.html").read_text()
 
 
-def test_the_workload_of_the_documentation_works_as_its_command_says(tmp_path):
-    page = (comparisons.HERE.parent / "docs" / "comparing.md").read_text()
+def test_workload_of_the_documentation_runs_with_its_command(tmp_path):
+    page = (comparisons.ROOT / "docs" / "comparing.md").read_text()
     (block,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "vbs.Workload(" in block]
     assert len(block.splitlines()) <= 36  # 30 and the imports
     (tmp_path / "spirals.py").write_text(block)

@@ -1,4 +1,4 @@
-"""vbs compare --executor: the same results from loky, Dask and a Ray cluster, whose workers are killed meanwhile."""
+"""vbs compare --executor: the same results from loky, Dask and a Ray cluster while workers are killed."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from variable_batch_size.command.main import main
 
 DIGITS = ["--workload", "digits", "--samples", 480, "--seeds", 2, "--rules", "linear"]
 NUM_RUNS = 6
-PAGE = comparisons.HERE.parent / "docs" / "clusters.md"
+PAGE = comparisons.ROOT / "docs" / "clusters.md"
 RECIPES = {
     re.match(r"# (\S+)\n", block)[1]: block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 }
@@ -26,7 +26,7 @@ RECIPES = {
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory):
-    """What a process of this machine makes."""
+    """The results of a process on this machine."""
     directory = tmp_path_factory.mktemp("local")
     vbs_compare(*DIGITS, "--out", directory)
     return (directory / "results.csv").read_bytes()
@@ -39,13 +39,13 @@ def sigterm():
 
 
 def options_for(recipe, folder):
-    """The options of a comparison into a folder by a recipe of the documentation."""
+    """The options of a comparison with a recipe of the documentation."""
     (folder / recipe).write_text(RECIPES[recipe])
     return ["compare", *map(str, DIGITS), "--out", str(folder / "out"), "--executor", f"{folder / recipe}:executor"]
 
 
 def until(question):
-    """Wait until the answer is yes, and return it."""
+    """Wait until the condition is true, and return its value."""
     deadline = time.monotonic() + 600
     while not (answer := question()):
         assert time.monotonic() < deadline
@@ -54,7 +54,7 @@ def until(question):
 
 
 def below(pid, name):
-    """The processes that this one started, and those that they started, with this in their command line."""
+    """All descendant processes with this text in their command line."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.Error):
@@ -73,7 +73,7 @@ def of_session(session):
 
 
 def started(options, **variables):
-    """A comparison that has made a run or more, in a session of its own."""
+    """A comparison that has completed at least one run, in its own process session."""
     with comparisons.on_sigint(signal.default_int_handler):
         variables = {**environment(), **variables}
         running = subprocess.Popen(command(*options[1:]), env=variables, stderr=subprocess.PIPE, start_new_session=True)
@@ -86,12 +86,12 @@ def folder_of(options):
 
 
 def interrupted(options, **variables):
-    """Interrupt a comparison after a run or more; the files of those runs with the time they were made."""
+    """Interrupt a comparison after at least one run; returns the files of those runs with their modification times."""
     running = started(options, **variables)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=600)
     assert running.returncode == 130, errors.decode()
-    assert b"interrupted; the same command goes on" in errors
+    assert b"interrupted; the same command resumes" in errors
     until(lambda: not of_session(running.pid))
     made = made_in(folder_of(options))
     assert 1 <= len(made) < NUM_RUNS
@@ -103,7 +103,7 @@ def made_in(folder):
 
 
 def ends_with(expected, options, *, while_killing):
-    """A comparison ends with these results, though the first process of a name that it starts is killed."""
+    """A comparison ends with these results although the first process with a given name is killed."""
     killed = []
 
     def kill():
@@ -118,7 +118,7 @@ def ends_with(expected, options, *, while_killing):
     return (folder_of(options) / "results.csv").read_bytes() == expected
 
 
-def test_loky_is_interrupted_and_goes_on_though_a_worker_is_killed(local, tmp_path):
+def test_loky_resumes_after_an_interruption_and_a_killed_worker(local, tmp_path):
     options = options_for("on_loky.py", tmp_path)
     made = interrupted(options)
     assert ends_with(local, options, while_killing="popen_loky")
@@ -126,7 +126,7 @@ def test_loky_is_interrupted_and_goes_on_though_a_worker_is_killed(local, tmp_pa
     until(lambda: not below(os.getpid(), "popen_loky"))
 
 
-def test_dask_goes_on_though_a_worker_is_killed_and_leaves_no_process(local, tmp_path):
+def test_dask_continues_after_a_killed_worker_and_leaves_no_process(local, tmp_path):
     running = started(options_for("on_dask.py", tmp_path))
     below(running.pid, "spawn_main")[0].kill()
     _, errors = running.communicate(timeout=600)
@@ -137,10 +137,10 @@ def test_dask_goes_on_though_a_worker_is_killed_and_leaves_no_process(local, tmp
 
 @pytest.fixture
 def ray_cluster(monkeypatch):
-    """Two nodes of Ray, each in processes of its own, on this machine."""
+    """Two Ray nodes on this machine, in separate processes."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("PYTHONPATH", str(comparisons.HERE.parent))
+    monkeypatch.setenv("PYTHONPATH", str(comparisons.ROOT))
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -152,8 +152,8 @@ def ray_cluster(monkeypatch):
         cluster.shutdown()
 
 
-@pytest.mark.filterwarnings("ignore")  # of Ray and what it imports
-def test_ray_is_interrupted_and_goes_on_though_a_worker_is_killed_and_a_node_leaves(local, tmp_path, ray_cluster):
+@pytest.mark.filterwarnings("ignore")  # of Ray and its dependencies
+def test_ray_resumes_after_an_interruption_a_killed_worker_and_a_removed_node(local, tmp_path, ray_cluster):
     options = options_for("on_ray.py", tmp_path)
     made = interrupted(options, PYTHONWARNINGS="ignore")
     until(lambda: not below(os.getpid(), "ray::make"))
@@ -169,7 +169,7 @@ def test_ray_is_interrupted_and_goes_on_though_a_worker_is_killed_and_a_node_lea
     assert made_in(tmp_path / "out").items() >= made.items()
 
 
-def test_a_run_that_kills_its_worker_fails_and_the_others_end_well(tmp_path, monkeypatch, capsys):
+def test_run_that_kills_its_worker_fails_and_the_others_complete(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(comparisons.HERE)
     (tmp_path / "pool.py").write_text(
         "import multiprocessing\n"
@@ -197,20 +197,23 @@ def test_a_run_that_kills_its_worker_fails_and_the_others_end_well(tmp_path, mon
         ("comparisons:environment", "comparisons:environment must return a concurrent.futures.Executor, got dict"),
     ],
 )
-def test_what_is_no_executor_is_refused(tmp_path, capsys, monkeypatch, executor, message):
+def test_object_that_is_not_an_executor_raises(tmp_path, capsys, monkeypatch, executor, message):
     monkeypatch.chdir(comparisons.HERE)
     assert main(["compare", "--executor", executor, "--out", str(tmp_path / "out")]) == 1
     assert message in capsys.readouterr().err
 
 
-def test_an_executor_decides_how_many_runs_are_made_at_once(capsys):
+def test_executor_decides_the_number_of_parallel_runs(capsys):
     assert main(["compare", "--executor", "on_ray.py:executor", "--jobs", "2"]) == 1
-    assert "--executor decides how many runs are made at once: leave --jobs out" in capsys.readouterr().err
+    assert (
+        "--jobs has no effect with --executor, which determines the number of concurrent runs"
+        in capsys.readouterr().err
+    )
 
 
-def test_results_go_to_a_directory_of_this_machine(capsys):
+def test_results_are_written_to_a_directory_of_this_machine(capsys):
     assert main(["compare", "--out", "s3://bucket/results"]) == 1
-    assert "--out must be a directory of this machine, got s3://bucket/results" in capsys.readouterr().err
+    assert "--out must be a local directory, got s3://bucket/results" in capsys.readouterr().err
 
 
 def test_a_recipe_has_no_more_than_22_lines():

@@ -1,4 +1,4 @@
-"""Which runs an experiment has, and the traces that it has by default."""
+"""The runs of an experiment, and its default traces."""
 
 from variable_batch_size.comparison.experiment import Run, default_traces, runs_of
 

@@ -1,4 +1,4 @@
-"""The directory of an experiment: what may be added to it, and what is read from it."""
+"""The directory of an experiment: adding runs, and reading results."""
 
 import dataclasses
 import hashlib
@@ -6,30 +6,27 @@ import hashlib
 import pytest
 from outcomes import SETTINGS, ended, write_results
 
-from variable_batch_size.comparison.experiment import Run
-from variable_batch_size.comparison.results import trace_hash
+from variable_batch_size.comparison.experiment import Run, trace_hash
 from variable_batch_size.traces.trace import Trace
 
 FIRST = Run("ramp", "linear", 0)
 
 
-def test_results_of_other_settings_are_not_mixed(tmp_path):
+def test_results_of_different_settings_are_not_mixed(tmp_path):
     results = write_results(tmp_path, {FIRST: ended(98.0)})
     others = dataclasses.replace(SETTINGS, optimizer="SGD(lr=0.3)")
-    message = (
-        r"holds results with another optimizer, SGD\(lr=0\.05\) there and SGD\(lr=0\.3\) here: choose another --out"
-    )
+    message = r"has results with another optimizer, SGD\(lr=0\.05\) instead of SGD\(lr=0\.3\): choose another --out"
     with pytest.raises(ValueError, match=message):
         results.write_experiment(others, {}, {}, [])
 
 
-def test_another_trace_of_the_same_name_is_refused(tmp_path):
+def test_different_trace_with_the_same_name_raises(tmp_path):
     results = write_results(tmp_path, {FIRST: ended(98.0)})
-    with pytest.raises(ValueError, match=r"ramp\.csv is another trace than trace: choose another --out"):
+    with pytest.raises(ValueError, match=r"ramp\.csv is a different trace from trace: choose another --out"):
         results.write_experiment(SETTINGS, {}, {"ramp": Trace.from_sequence([16, 16])}, [])
 
 
-def test_runs_are_added_to_those_that_are_planned_with_the_yardstick_first(tmp_path):
+def test_existing_runs_are_added_to_the_planned_ones_with_the_yardstick_first(tmp_path):
     write_results(tmp_path, {FIRST: ended(98.0)})
     yardstick, more = Run("reference", "constant", 0), Run("early", "root", 1)
     results = write_results(tmp_path, {more: ended(97.0), yardstick: ended(99.0)})
@@ -38,7 +35,7 @@ def test_runs_are_added_to_those_that_are_planned_with_the_yardstick_first(tmp_p
 
 
 @pytest.mark.parametrize("text", ["", '{"status": "do', '{"state": "done"}'])
-def test_a_result_that_cannot_be_read_is_none(tmp_path, text):
+def test_unreadable_result_counts_as_missing(tmp_path, text):
     results = write_results(tmp_path, {FIRST: ended(98.0)})
     assert results.read(FIRST) == ended(98.0)
     (results.run_directory(FIRST) / "run.json").write_text(text)
@@ -46,6 +43,6 @@ def test_a_result_that_cannot_be_read_is_none(tmp_path, text):
     assert list(results.runs()) == []
 
 
-def test_the_hash_of_a_trace_is_that_of_its_numbers():
+def test_hash_of_a_trace_depends_only_on_its_numbers():
     numbers = bytes([8, 0, 0, 0, 0, 0, 0, 0, 16, 0, 0, 0, 0, 0, 0, 0])
     assert trace_hash(Trace.from_sequence([8, 16])) == hashlib.sha256(numbers).hexdigest()

@@ -1,4 +1,4 @@
-"""What a run of vbs compare computes is what a plain PyTorch loop computes."""
+"""A run of vbs compare equals a plain PyTorch loop."""
 
 from itertools import product
 
@@ -29,7 +29,7 @@ def stacked(pairs):
 
 
 def plain_curves(workload, trace, *, seed, factor):
-    """Loss, test loss and metric after each step of a trace, each one big batch, in plain PyTorch."""
+    """Loss, test loss and metric after each step of a trace in plain PyTorch, with one large batch per step."""
     torch.manual_seed(seed)
     model = workload.model()
     optimizer = workload.optimizer(model.parameters())
@@ -54,7 +54,7 @@ def plain_curves(workload, trace, *, seed, factor):
 
 
 @pytest.mark.parametrize(("rule", "cores", "factor"), [("linear", 2, lambda s: s), ("root", 1, lambda s: s**0.5)])
-def test_the_curve_is_that_of_a_plain_pytorch_loop(tmp_path, rule, cores, factor):
+def test_curve_equals_that_of_a_plain_pytorch_loop(tmp_path, rule, cores, factor):
     trace, out = tmp_path / "jumps.csv", tmp_path / "results"
     vbs.Trace.from_sequence([8, 24, 16, 40, 8, 8, 64, 16, 32, 24] * 2).write(trace)
     seeds = range(2 if cores == 1 else 1)
@@ -70,7 +70,7 @@ def test_the_curve_is_that_of_a_plain_pytorch_loop(tmp_path, rule, cores, factor
         assert float(row["best_metric"]) == pytest.approx(min(expected["metric"]), rel=1e-5)
 
 
-def test_rules_with_a_setting_are_compared_under_the_name_that_gives_it(tmp_path):
+def test_rules_with_a_parameter_are_compared_under_their_full_name(tmp_path):
     vbs.Trace.from_sequence([8, 32] * 15).write(tmp_path / "jumps.csv")
     options = ["--workload", "comparisons:line", "--traces", tmp_path / "jumps.csv", "--seeds", 1]
     vbs_compare(*options, "--rules", "legw:64,surge", "--ref-batchsize", 8, "--out", tmp_path / "results")
@@ -97,7 +97,7 @@ def test_on_xla_cores_the_curve_is_the_same(tmp_path):
         assert float(here["progress"]) == pytest.approx(float(there["progress"]), rel=1e-5)
 
 
-def test_until_progress_other_rules_make_as_many_updates_as_adascale(tmp_path):
+def test_until_progress_other_rules_make_the_updates_of_adascale(tmp_path):
     options = ["--samples", 960, "--seeds", 2, "--rules", "linear,adascale", "--until", "progress"]
     vbs_compare("--workload", "comparisons:line", *options, "--out", tmp_path)
     found = rows_by_run(tmp_path)
@@ -111,7 +111,7 @@ def test_until_progress_other_rules_make_as_many_updates_as_adascale(tmp_path):
         assert lrs[-1] == pytest.approx(0.02 * (1 - 0.9 * (1 - 1 / int(linear["updates"]))), rel=1e-6)
 
 
-def test_exact_runs_are_the_same_to_the_last_bit_on_two_cores(tmp_path):
+def test_exact_runs_are_bitwise_equal_on_two_cores(tmp_path):
     trace = tmp_path / "jumps.csv"
     vbs.Trace.from_sequence([8, 24, 16, 40, 8, 8, 64, 16, 32, 24] * 2).write(trace)
     options = ["--workload", "comparisons:line", "--traces", trace, "--seeds", 1, "--rules", "adascale", "--exact"]

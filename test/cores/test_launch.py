@@ -1,4 +1,4 @@
-"""launch: results in order, prompt and readable failures, nothing left behind."""
+"""launch: ordered results, prompt and readable failures, and no leftover processes."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ XLA = pytest.param("xla", marks=pytest.mark.xla)
 
 @pytest.fixture
 def forks():
-    """Where it does not matter how gloo's processes are started."""
+    """For tests that do not depend on the start method of the gloo processes."""
     with forked.launches():
         yield
 
@@ -32,7 +32,7 @@ def rank_and_size():
 def append_rank(numbers):
     rank, size = rank_and_size()
     numbers.append(rank)
-    # long enough for every thread to have appended to a list that were shared; and the last one is the first to end
+    # long enough for every thread to append to a shared list, if it were shared; and the last thread ends first
     time.sleep(0.5 * (size - rank))
     return numbers
 
@@ -69,7 +69,7 @@ def read(*names):
 
 
 @pytest.mark.parametrize("backend", ["gloo", XLA])
-def test_each_core_has_its_own_copy_of_the_arguments_and_results_come_in_order(backend):
+def test_each_core_gets_a_copy_of_the_arguments_and_results_are_in_order(backend):
     assert vbs.launch(append_rank, ([7],), cores=2, backend=backend) == [[7, 0], [7, 1]]
 
 
@@ -84,7 +84,7 @@ def test_an_exception_on_one_core_ends_the_launch_with_its_traceback(backend):
 
 
 @pytest.mark.usefixtures("forks")
-def test_a_core_that_waits_in_a_collective_is_ended_too():
+def test_core_that_waits_in_a_collective_is_terminated():
     with pytest.raises(
         RuntimeError, match=r"(?s)core 1 failed:.*trace\[1\]: batchsize must be a multiple of 32.*, got 33"
     ):
@@ -99,7 +99,7 @@ def test_a_process_that_dies_ends_the_launch(backend):
 
 
 @pytest.mark.usefixtures("forks")
-def test_a_result_that_cannot_travel_is_said():
+def test_result_that_cannot_be_pickled_raises():
     with pytest.raises(RuntimeError, match=r"(?s)core 0 failed:.*pickle"):
         vbs.launch(return_something_that_cannot_travel, cores=1, backend="gloo")
 
@@ -111,13 +111,13 @@ def test_the_number_of_cores_must_be_positive(cores):
 
 
 @pytest.mark.xla
-def test_the_environment_of_virtual_cores_is_not_left_behind():
+def test_environment_of_virtual_cores_is_restored():
     before = dict(os.environ)
     assert vbs.launch(read, ("CPU_NUM_DEVICES",), cores=1) == [["1"]]
     assert dict(os.environ) == before
 
 
-def test_it_is_gloo_where_torch_xla_is_not_installed_and_loaders_start_workers_as_without_a_launch(monkeypatch):
+def test_without_torch_xla_launch_uses_gloo_and_loader_workers_start_as_usual(monkeypatch):
     monkeypatch.setattr("variable_batch_size.cores.xla.is_installed", lambda: False)
     method = multiprocessing.get_start_method()
     assert method != "spawn"
@@ -133,12 +133,12 @@ def devices_of_this_core():
 
 
 @pytest.mark.xla
-def test_in_spmd_mode_one_process_is_one_core_of_all_devices():
+def test_in_spmd_mode_all_devices_are_one_core():
     assert vbs.launch(devices_of_this_core, cores=3, backend="xla", spmd=True) == [((0, 1), 3)]
 
 
 def test_spmd_is_a_mode_of_xla_alone(monkeypatch):
-    with pytest.raises(ValueError, match='`spmd` must be False with backend="gloo": it is a mode of backend="xla"'):
+    with pytest.raises(ValueError, match='`spmd` must be False with backend="gloo": only backend="xla" has this mode'):
         vbs.launch(rank_and_size, cores=2, backend="gloo", spmd=True)
     monkeypatch.setattr("variable_batch_size.cores.xla.is_installed", lambda: False)
     with pytest.raises(ValueError, match='backend="xla" needs torch_xla'):
@@ -169,10 +169,10 @@ if __name__ == "__main__":
 """
 
 
-def test_under_torchrun_it_just_runs_the_function_and_none_is_gone_before_the_others_have_met_it(tmp_path):
+def test_under_torchrun_launch_runs_the_function_after_a_barrier(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNDER_TORCHRUN)
-    results = tmp_path / "results"  # a file each: what two processes print may run together
+    results = tmp_path / "results"  # one file per process: their output might be interleaved
     results.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     subprocess.run([*command, str(script), str(results)], check=True)
@@ -194,7 +194,7 @@ if __name__ == "__main__":
 """
 
 
-def test_no_process_outlives_a_killed_parent(tmp_path):
+def test_processes_exit_when_their_parent_is_killed(tmp_path):
     (tmp_path / "parent.py").write_text(PARENT)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -203,4 +203,4 @@ def test_no_process_outlives_a_killed_parent(tmp_path):
         assert file.readline() == "started\n"
         parent.kill()
         parent.wait()
-        assert file.read() == ""  # the end of the file: whoever held its other end is gone
+        assert file.read() == ""  # end of file: no process holds the other end

@@ -1,4 +1,4 @@
-"""How the frameworks are to be imported, here and in processes that are started from here."""
+"""Environment for importing the frameworks, here and in child processes."""
 
 import os
 import sys
@@ -6,18 +6,18 @@ import sys
 import pytest
 import torch.distributed as dist
 
-os.environ["USE_TORCH_XLA"] = "0"  # else Accelerate and Transformers take XLA wherever torch_xla is installed
+os.environ["USE_TORCH_XLA"] = "0"  # otherwise Accelerate and Transformers use XLA whenever torch_xla is installed
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["KERAS_BACKEND"] = "torch"
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left():
-    """Of what tests share: the process group of Lightning's strategy, and what all accelerators of a process know."""
+    """Reset state shared between tests: the process group of Lightning's strategy, and that of all accelerators."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
     state = sys.modules.get("accelerate.state")
     if state is not None:
-        state.AcceleratorState._reset_state(True)  # and whether there is a group
+        state.AcceleratorState._reset_state(True)  # and whether there is a process group
         state.GradientState._reset_state()

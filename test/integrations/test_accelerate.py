@@ -1,4 +1,4 @@
-"""Accelerate: everything but its loader and scheduler, and the weights are those of a loop of one's own."""
+"""Accelerate, except for its loader and scheduler: the weights are those of a hand-written loop."""
 
 import gc
 
@@ -18,25 +18,25 @@ TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 
 @pytest.mark.parametrize("model_first", [False, True], ids=["all at once", "the model first, the loader not at all"])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_run_is_that_of_a_loop_of_ones_own(rule, model_first):
+def test_run_equals_that_of_a_hand_written_loop(rule, model_first):
     found, expected = by_accelerate(rule, model_first=model_first), by_own_loop(rule)
     assert_close(found["weights"], expected["weights"], **TOLERANCE)
     assert found["steps"] == found["scheduler"] == expected["scheduler"] == len(TRACE)
 
 
 @pytest.mark.parametrize("num_steps", [4, 6])
-def test_a_run_goes_on_from_the_accelerators_state(tmp_path, num_steps):
+def test_run_resumes_from_the_accelerators_state(tmp_path, num_steps):
     found, expected = stopped_and_resumed(tmp_path, "adascale", num_steps), by_own_loop("adascale")
     assert_close(found["weights"], expected["weights"], **TOLERANCE)
     assert found["steps"] == found["scheduler"] == len(TRACE)
 
 
-def test_it_goes_on_with_the_random_numbers_that_it_had(tmp_path):
+def test_random_states_are_restored(tmp_path):
     found = stopped_and_resumed(tmp_path, "linear", 4, dropout=0.3)
     assert_close(found["weights"], by_accelerate("linear", dropout=0.3)["weights"], **TOLERANCE)
 
 
-def test_another_run_does_not_go_on(tmp_path, monkeypatch):
+def test_different_run_does_not_resume(tmp_path, monkeypatch):
     accelerator, _ = prepared("linear")
     accelerator.save_state(str(tmp_path))
     monkeypatch.setattr(accelerate_runs, "TRACE", [*TRACE[:-1], 16])
@@ -45,14 +45,14 @@ def test_another_run_does_not_go_on(tmp_path, monkeypatch):
         accelerator.load_state(str(tmp_path))
 
 
-def test_leaving_out_minibatches_that_the_optimizer_counts_is_refused():
+def test_skipping_minibatches_that_the_optimizer_counts_raises():
     accelerator, session = prepared("linear", model_first=True)
     session.loader = accelerator.skip_first_batches(session.loader, 3)
     with pytest.raises(RuntimeError, match="skip_first_batches\\(\\) would skip minibatches that the optimizer counts"):
         session.train(accelerator.backward)
 
 
-def test_saving_within_a_step_is_warned_of(tmp_path, caplog):
+def test_saving_within_a_step_warns(tmp_path, caplog):
     accelerator, session = prepared("linear")
     session.train(accelerator.backward, stop_at=1)
     accelerator.save_state(str(tmp_path))
@@ -62,17 +62,17 @@ def test_saving_within_a_step_is_warned_of(tmp_path, caplog):
     accelerator.backward(torch.nn.functional.cross_entropy(session.model(data), target))
     session.optimizer.step()
     accelerator.save_state(str(tmp_path))
-    assert "save_state() was called within a step" in caplog.text
+    assert "the optimizer was saved within a step" in caplog.text
 
 
-def test_mixed_precision_is_the_accelerators():
+def test_mixed_precision_of_the_accelerator_is_used():
     found = by_accelerate("linear", accelerator={"mixed_precision": "bf16"})["weights"]
     expected = by_own_loop("linear")["weights"]
     assert_close(found, expected, rtol=0, atol=0.05)
     assert any((found[name] != expected[name]).any() for name in found)
 
 
-def test_another_loader_is_the_accelerators():
+def test_other_loaders_are_prepared_by_the_accelerator():
     accelerator = Accelerator(cpu=True)
     session = Session("linear")
     other = DataLoader(accelerate_runs.dataset(), batch_size=8)
@@ -81,11 +81,11 @@ def test_another_loader_is_the_accelerators():
 
 
 def test_accumulation_that_is_set_twice_is_refused():
-    with pytest.raises(ValueError, match="`gradient_accumulation_steps` must be 1, got 4: the trace says"):
+    with pytest.raises(ValueError, match="`gradient_accumulation_steps` must be 1, got 4: the trace determines"):
         prepared("linear", accelerator={"gradient_accumulation_steps": 4})
 
 
-def test_it_is_refused_even_if_nothing_was_prepared():
+def test_gradient_accumulation_steps_must_be_1_even_without_prepare():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     with pytest.raises(RuntimeError, match="Accelerate's `gradient_accumulation_steps` must be 1, got 4"):
         Session("linear").train(accelerator.backward)
@@ -95,11 +95,11 @@ def test_it_is_refused_even_if_nothing_was_prepared():
     ("name", "message"),
     [
         ("optimizer", "was given an optimizer of this library, or its inner one"),
-        ("loader", "was given a loader that is already sharded by its sampler"),
+        ("loader", "was given a loader that is already sharded by its sampler or stream"),
         ("scheduler", "was given a scheduler, which would count minibatches"),
     ],
 )
-def test_what_the_accelerator_must_not_prepare_is_refused_at_the_first_step(name, message):
+def test_objects_prepared_by_the_accelerator_raise_at_the_first_step(name, message):
     accelerator = Accelerator(cpu=True)
     session = Session("linear")
     theirs = accelerator.prepare(getattr(session, name))
@@ -110,7 +110,7 @@ def test_what_the_accelerator_must_not_prepare_is_refused_at_the_first_step(name
     del theirs
 
 
-def test_what_gc_freeze_may_hide_is_refused_unless_it_was_checked_before():
+def test_objects_hidden_by_gc_freeze_raise_unless_checked_before():
     def first_step(session):
         session.sampler.set_epoch(0)
         session.optimizer.set_epoch(0)
@@ -131,7 +131,7 @@ def test_what_gc_freeze_may_hide_is_refused_unless_it_was_checked_before():
     del theirs
 
 
-def test_neither_may_it_prepare_the_inner_optimizer_or_the_loader_of_a_stream():
+def test_inner_optimizer_or_stream_loader_prepared_by_the_accelerator_raises():
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(1, 1)
     stream = vbs.Stream([torch.zeros(1)] * 8, trace=[4], minibatch_size=2)
@@ -142,22 +142,22 @@ def test_neither_may_it_prepare_the_inner_optimizer_or_the_loader_of_a_stream():
     optimizer = vbs.LinearRuleOptimizer(inner, stream, ref_batchsize=4)
     accelerator.free_memory()
     theirs = accelerator.prepare(DataLoader(stream, batch_size=None))
-    with pytest.raises(RuntimeError, match="was given a loader that is already sharded by its stream"):
+    with pytest.raises(RuntimeError, match="was given a loader that is already sharded by its sampler or stream"):
         optimizer.step()
     del theirs
 
 
-def test_a_loader_that_is_not_the_samplers_is_refused():
+def test_loader_without_the_sampler_raises():
     accelerator, session = prepared("linear")
     session.loader = DataLoader(accelerate_runs.dataset(), batch_size=4)
-    with pytest.raises(RuntimeError, match="a minibatch that the optimizer's sampler has not dealt"):
+    with pytest.raises(RuntimeError, match=r"no loader reads this CustomSampler: train with DataLoader\("):
         session.train(accelerator.backward)
 
 
-def test_a_scheduler_of_another_optimizer_is_refused():
+def test_scheduler_of_another_optimizer_raises():
     session = Session("linear")
     other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(session.model.parameters(), lr=1.0), 1)
-    with pytest.raises(ValueError, match="StepLR is of another optimizer than the one that is prepared"):
+    with pytest.raises(ValueError, match="StepLR schedules another optimizer than the one passed to prepare"):
         prepare(Accelerator(cpu=True), session.optimizer, other)
 
 
@@ -168,7 +168,7 @@ def with_two_inner_optimizers():
     return model, vbs.ConstantOptimizer(inner, sampler), torch.optim.lr_scheduler.ExponentialLR(inner[0], 0.5)
 
 
-def test_a_scheduler_may_be_that_of_one_of_several_inner_optimizers():
+def test_scheduler_of_one_of_several_inner_optimizers_is_allowed():
     model, optimizer, scheduler = with_two_inner_optimizers()
     model, optimizer, scheduler = prepare(Accelerator(cpu=True), model, optimizer, scheduler)
     for _ in vbs.epochs(optimizer, 1):
@@ -179,7 +179,7 @@ def test_a_scheduler_may_be_that_of_one_of_several_inner_optimizers():
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 1.0]  # after two updates
 
 
-def test_neither_may_the_accelerator_prepare_that_one():
+def test_scheduler_of_one_inner_optimizer_prepared_by_the_accelerator_raises():
     model, optimizer, scheduler = with_two_inner_optimizers()
     theirs = Accelerator(cpu=True).prepare(scheduler)
     model(torch.ones(2, 2)).sum().backward()
@@ -189,5 +189,5 @@ def test_neither_may_the_accelerator_prepare_that_one():
 
 
 def test_an_optimizer_of_this_library_must_be_there():
-    with pytest.raises(ValueError, match="one of the objects must be an optimizer of this library, got 0"):
+    with pytest.raises(ValueError, match="pass exactly one optimizer of this library to prepare\\(\\), got 0"):
         prepare(Accelerator(cpu=True), torch.nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""Keras on the torch backend: batches are updates, and the weights are those of a loop of one's own."""
+"""Keras on the torch backend: batches are updates, and the weights are those of a hand-written loop."""
 
 import keras
 import numpy as np
@@ -13,7 +13,7 @@ from variable_batch_size.integrations.keras import VariableBatchModel
 # two epochs of 64 samples, of six and four steps
 TRACE = [8, 16, 4, 20, 12, 4, 24, 8, 4, 20]
 RULES = {"linear": vbs.LinearRuleOptimizer, "adascale": vbs.AdaScaleOptimizer}
-# of Keras, where it makes an array of a variable
+# from Keras, when it converts a variable to an array
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 
@@ -35,7 +35,7 @@ def loss_of():
 
 
 class Session:
-    """A model that is compiled, and its loader."""
+    """A compiled model and its loader."""
 
     def __init__(self, rule="linear", kind=VariableBatchModel, trace=TRACE, **settings):
         self.model = model_of(kind)
@@ -65,7 +65,7 @@ def by_own_loop(rule):
 
 
 class Batches(keras.callbacks.Callback):
-    """Notes the batches of each epoch and how often training began and ended; may stop it."""
+    """Records the batches of each epoch and the starts and ends of training; can stop it."""
 
     def __init__(self, stop_at=None):
         super().__init__()
@@ -87,7 +87,7 @@ class Batches(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_run_is_that_of_a_loop_of_ones_own(rule):
+def test_run_equals_that_of_a_hand_written_loop(rule):
     session, batches = Session(rule), Batches()
     validation = tuple(tensor.numpy() for tensor in data_of().tensors)
     history = session.model.fit(
@@ -102,7 +102,7 @@ def test_a_run_is_that_of_a_loop_of_ones_own(rule):
     assert len(history["val_loss"]) == 2
 
 
-def test_constraints_of_layers_hold_as_under_an_optimizer_of_keras():
+def test_layer_constraints_are_applied_as_with_a_keras_optimizer():
     def constrained(kind):
         keras.utils.set_random_seed(0)
         inputs = keras.Input((6,))
@@ -125,7 +125,7 @@ def test_constraints_of_layers_hold_as_under_an_optimizer_of_keras():
 
 
 @pytest.mark.parametrize("save_freq", [4, "epoch"])
-def test_a_run_that_was_stopped_goes_on_from_keras_own_backup(tmp_path, save_freq):
+def test_stopped_run_resumes_from_the_backup_of_keras(tmp_path, save_freq):
     stop_at = 4 if save_freq == 4 else 6
 
     def backup():
@@ -140,14 +140,66 @@ def test_a_run_that_was_stopped_goes_on_from_keras_own_backup(tmp_path, save_fre
     assert_close(second.weights(), by_own_loop("adascale")[0], **TOLERANCE)
 
 
-def test_another_run_does_not_go_on(tmp_path):
+STEPPED = {
+    "each batch": lambda scheduler, optimizer: scheduler.step(),
+    "by samples": lambda scheduler, optimizer: vbs.follow_samples(scheduler, optimizer, per=8),
+}
+
+
+class Scheduled(Session):
+    """A session whose scheduler is stepped in a callback."""
+
+    def __init__(self, step, is_passed=True):
+        super().__init__()
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, milestones=[2, 3, 6, 12], gamma=0.5)
+        if is_passed:
+            self.model.compile(self.optimizer, loss=loss_of(), schedulers=[self.scheduler])
+        self.callback = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: STEPPED[step](self.scheduler, self.optimizer)
+        )
+
+    def fit(self, *callbacks):
+        self.model.fit(self.loader, epochs=2, callbacks=[*callbacks, self.callback], verbose=0)
+
+
+@pytest.mark.parametrize("how", ["backup", "weights"])
+@pytest.mark.parametrize("step", STEPPED)
+def test_scheduler_resumes_as_if_never_stopped(tmp_path, step, how):
+    whole = Scheduled(step)
+    whole.fit()
+    callbacks = [keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=4, delete_checkpoint=False)]
+    callbacks = callbacks if how == "backup" else []
+    first = Scheduled(step)
+    first.fit(*callbacks, Batches(4))
+    second = Scheduled(step)
+    if how == "weights":
+        first.model.save_weights(tmp_path / "saved.weights.h5")
+        second.model.load_weights(tmp_path / "saved.weights.h5")
+    second.fit(*callbacks)
+    assert second.optimizer.get_lr() == whole.optimizer.get_lr()
+    assert second.scheduler.last_epoch == whole.scheduler.last_epoch > 4
+    assert_close(second.weights(), whole.weights(), rtol=0, atol=0)
+
+
+def test_scheduler_that_would_not_be_saved_raises(tmp_path):
+    session = Scheduled("each batch", is_passed=False)
+    with pytest.raises(
+        ValueError, match=r"^a scheduler sets the learning rate, but would not be saved: pass it to comp"
+    ):
+        session.fit()
+    Scheduled("each batch").model.save_weights(tmp_path / "saved.weights.h5")
+    with pytest.raises(ValueError, match=r"`schedulers` of compile\(\) must be 1, as when .* saved, got 0\n"):
+        Session().model.load_weights(tmp_path / "saved.weights.h5")
+
+
+def test_different_run_does_not_resume(tmp_path):
     Session().model.save_weights(tmp_path / "saved.weights.h5")
     session = Session(trace=[*TRACE[:-1], 16])
     with pytest.raises(ValueError, match="the checkpoint was saved by another run: trace was"):
         session.model.load_weights(tmp_path / "saved.weights.h5")
 
 
-def test_a_skipped_update_leaves_no_mark_on_batch_normalization(caplog):
+def test_skipped_update_has_no_effect_on_batch_normalization(caplog):
     keras.utils.set_random_seed(0)
     inputs = keras.Input((6,))
     normalization = keras.layers.BatchNormalization()
@@ -165,7 +217,7 @@ def test_a_skipped_update_leaves_no_mark_on_batch_normalization(caplog):
     assert mean.any()
 
 
-def test_layers_that_need_a_loss_scale_are_refused():
+def test_layers_that_need_a_loss_scale_raise():
     inputs = keras.Input((6,))
     model = VariableBatchModel(inputs, keras.layers.Dense(3, dtype="mixed_float16")(inputs))
     sampler = vbs.CustomSampler(64, TRACE, minibatch_size=4)
@@ -174,12 +226,12 @@ def test_layers_that_need_a_loss_scale_are_refused():
         model.compile(optimizer, loss=loss_of())
 
 
-def test_fitting_epochs_that_are_done_says_so(caplog):
+def test_fitting_completed_epochs_logs_a_message(caplog):
     session = Session()
     session.model.fit(session.loader, epochs=1, verbose=0)
-    assert "nothing was left" not in caplog.text
+    assert "nothing left" not in caplog.text
     session.model.fit(session.loader, epochs=1, verbose=0)
-    assert "nothing was left to train: `epochs` counts those that were done before, got 1" in caplog.text
+    assert "nothing left to train: `epochs` includes completed epochs, got 1" in caplog.text
     session.model.fit(session.loader, epochs=2, verbose=0)
     assert session.optimizer.steps_done == len(TRACE)
 
@@ -194,7 +246,7 @@ def test_the_progress_bar_shows_the_updates_of_each_epoch(capsys):
     assert "4/4" in shown
 
 
-def test_weights_without_a_state_of_the_optimizer_are_loaded(tmp_path):
+def test_weights_without_optimizer_state_are_loaded(tmp_path):
     plain = model_of(keras.Model)
     plain.save_weights(tmp_path / "plain.weights.h5")
     session = Session()
@@ -202,37 +254,37 @@ def test_weights_without_a_state_of_the_optimizer_are_loaded(tmp_path):
     assert session.optimizer.steps_done == 0
 
 
-def test_another_loader_is_refused():
+def test_other_loader_raises():
     session = Session()
     other = DataLoader(data_of(), batch_size=4)
-    with pytest.raises(ValueError, match=r"`x` must be the DataLoader.* of the optimizer's sampler, got DataLoader"):
+    with pytest.raises(ValueError, match=r"`x` must be a DataLoader.* with the optimizer's sampler, got DataLoader"):
         session.model.fit(other)
     with pytest.raises(ValueError, match="got Tensor"):
         session.model.fit(torch.zeros(8, 6))
 
 
-def test_what_the_trace_decides_is_refused():
+def test_settings_determined_by_the_trace_raise():
     session = Session()
-    with pytest.raises(ValueError, match=r"fit\(\) must not be given \['batch_size', 'steps_per_epoch'\]"):
+    with pytest.raises(ValueError, match=r"fit\(\) does not accept \['batch_size', 'steps_per_epoch'\]"):
         session.model.fit(session.loader, batch_size=8, steps_per_epoch=3)
     with pytest.raises(ValueError, match="`jit_compile` must be False"):
         Session(jit_compile=True)
 
 
-def test_a_trace_that_is_too_short_is_refused_before_the_first_step():
+def test_too_short_trace_raises_before_the_first_step():
     session = Session()
     with pytest.raises(ValueError, match="holds 2 epochs"):
         session.model.fit(session.loader, epochs=3, verbose=0)
 
 
-def test_optimizers_of_keras_and_of_another_model_are_refused():
+def test_keras_optimizers_and_optimizers_of_other_models_raise():
     with pytest.raises(ValueError, match="must be an optimizer of this library, got SGD"):
         model_of(VariableBatchModel).compile(keras.optimizers.SGD())
     with pytest.raises(ValueError, match="must have the model's trainable variables"):
         model_of(VariableBatchModel).compile(Session().optimizer)
 
 
-def test_a_callback_that_sets_the_learning_rate_says_that_it_cannot():
+def test_callback_that_sets_the_learning_rate_raises():
     session = Session()
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1)
     with pytest.raises(ValueError, match="learning_rate"):
@@ -240,5 +292,5 @@ def test_a_callback_that_sets_the_learning_rate_says_that_it_cannot():
 
 
 def test_a_model_that_was_not_compiled_says_so():
-    with pytest.raises(RuntimeError, match="must be compiled with an optimizer of this library"):
+    with pytest.raises(RuntimeError, match=r"^call compile\(\) with an optimizer of this library before fit\(\)"):
         model_of(VariableBatchModel).fit(Session().loader)

@@ -1,4 +1,4 @@
-"""Lightning: the weights, counts and logs of a loop of our own, and no setting that changes them without a word."""
+"""Lightning: weights, counts and logs equal those of a hand-written loop, and settings that would change them raise."""
 
 import csv
 import re
@@ -42,7 +42,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def expected():
-    """What loops of our own have trained, by rule."""
+    """The results of hand-written loops, by rule."""
     return {rule: own_loop(rule)[0] for rule in RULES}
 
 
@@ -60,7 +60,7 @@ def parameters(network):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", [Net, Manual])
-def test_the_weights_and_counts_are_those_of_a_loop_of_our_own(expected, kind, rule, tmp_path):
+def test_weights_and_counts_equal_those_of_a_hand_written_loop(expected, kind, rule, tmp_path):
     module, trainer = kind(rule), make_trainer(tmp_path)
     assert torch.equal(fit(module, trainer), weights(expected[rule]))
     assert trainer.global_step == len(TRACE)
@@ -79,12 +79,12 @@ def test_loader_workers_change_nothing(expected):
     assert torch.equal(fit(Net(num_workers=1), make_trainer()), weights(expected["linear"]))
 
 
-def test_a_loader_that_is_made_again_for_each_epoch_changes_nothing(expected):
+def test_loader_made_for_each_epoch_changes_nothing(expected):
     trainer = make_trainer(reload_dataloaders_every_n_epochs=1)
     assert torch.equal(fit(Net(), trainer), weights(expected["linear"]))
 
 
-def test_validation_comes_at_the_end_of_each_epoch_and_where_it_is_asked_for(expected):
+def test_validation_runs_at_the_end_of_each_epoch_and_on_request(expected):
     for interval, num_validations in ((1.0, 3), (0.5, 6)):
         module = Net()
         trainer = make_trainer(limit_val_batches=1.0, val_check_interval=interval, num_sanity_val_steps=0)
@@ -106,7 +106,7 @@ def test_a_fast_run_makes_an_update():
     assert trainer.global_step == 1
 
 
-def test_averages_of_weights_follow_updates(expected):
+def test_weight_averages_follow_updates(expected):
     class Counting(EMAWeightAveraging):
         seen: list[int] = []  # noqa: RUF012
 
@@ -129,7 +129,7 @@ def test_the_progress_bar_shows_batch_size_and_learning_rate():
     assert trainer.progress_bar_metrics["learning_rate"] == pytest.approx(0.05 * 0.8**4 * TRACE[-1] / 8)
 
 
-def test_a_skipped_update_is_neither_logged_nor_a_step_of_a_scheduler():
+def test_skipped_update_is_neither_logged_nor_a_scheduler_step():
     class Unlucky(Net):
         def loss(self, batch):
             loss = super().loss(batch)
@@ -142,7 +142,7 @@ def test_a_skipped_update_is_neither_logged_nor_a_step_of_a_scheduler():
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == len(TRACE) - 1
 
 
-def test_minibatches_may_weigh():
+def test_minibatches_can_have_weights():
     class Weighing(Net):
         def training_step(self, batch, batch_idx):
             data, target = batch
@@ -159,7 +159,7 @@ def test_minibatches_may_weigh():
 
 @pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
 @pytest.mark.filterwarnings("ignore:`weights_only` was not set")
-def test_the_example_runs_and_has_nothing_to_do_when_it_runs_again(tmp_path, monkeypatch, capsys):
+def test_example_runs_and_has_nothing_to_do_when_run_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lightning_module.py", "--directory", str(tmp_path)])
     for _ in range(2):
         runpy.run_path(str(ROOT / "examples" / "lightning_module.py"), run_name="__main__")
@@ -173,7 +173,7 @@ def test_the_example_runs_and_has_nothing_to_do_when_it_runs_again(tmp_path, mon
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 2, 4, 9, 19, 24])
-def test_a_run_that_was_stopped_goes_on_by_lightnings_own_means(expected, num_minibatches, tmp_path):
+def test_stopped_run_resumes_from_lightnings_checkpoint(expected, num_minibatches, tmp_path):
     kind = Manual if num_minibatches % 2 else Net
     path = tmp_path / "stopped.ckpt"
     with pytest.raises(Stopped):
@@ -199,7 +199,7 @@ def test_checkpoints_are_saved_by_updates_and_the_last_is_found(expected, tmp_pa
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("max_steps", [2, 8], ids=["in the first epoch", "in the last"])
 @pytest.mark.parametrize("saved", ["at the end of the epoch", "behind the run"])
-def test_an_epoch_that_max_steps_has_left_is_completed_where_the_run_goes_on(expected, saved, max_steps, tmp_path):
+def test_epoch_interrupted_by_max_steps_is_completed_when_the_run_resumes(expected, saved, max_steps, tmp_path):
     path, saving = tmp_path / "left.ckpt", ModelCheckpoint(tmp_path, "left", save_on_train_epoch_end=True)
     trainer = make_trainer(max_steps=max_steps, callbacks=[saving], enable_checkpointing=True)
     fit(Net(), trainer)
@@ -211,7 +211,7 @@ def test_an_epoch_that_max_steps_has_left_is_completed_where_the_run_goes_on(exp
     assert trainer.current_epoch == NUM_EPOCHS
 
 
-def test_another_run_does_not_go_on(tmp_path):
+def test_different_run_does_not_resume(tmp_path):
     path = tmp_path / "stopped.ckpt"
     with pytest.raises(Stopped):
         fit(Net(), make_trainer(callbacks=[StopAfter(path, 3)]))
@@ -220,7 +220,7 @@ def test_another_run_does_not_go_on(tmp_path):
 
 
 @pytest.mark.parametrize("num_minibatches", [3, 11])
-def test_validation_counts_no_minibatch_twice_where_a_run_goes_on(num_minibatches, tmp_path):
+def test_validation_does_not_count_minibatches_twice_in_a_resumed_run(num_minibatches, tmp_path):
     settings = {"limit_val_batches": 1.0, "num_sanity_val_steps": 0}
     settings |= {"val_check_interval": 5, "check_val_every_n_epoch": None}
     whole, first, second, path = Validated(), Validated(), Validated(), tmp_path / "stopped.ckpt"
@@ -233,7 +233,7 @@ def test_validation_counts_no_minibatch_twice_where_a_run_goes_on(num_minibatche
 
 
 class Validated(Net):
-    """Notes where it is validated."""
+    """Records when it is validated."""
 
     def __init__(self):
         super().__init__()
@@ -243,11 +243,11 @@ class Validated(Net):
         self.places.append((self.current_epoch, self.trainer.fit_loop.epoch_loop.batch_idx))
 
 
-def test_a_second_fit_of_a_trainer_is_refused_unless_it_goes_on(expected, tmp_path):
+def test_second_fit_of_a_trainer_raises_unless_it_resumes(expected, tmp_path):
     trainer, path = make_trainer(max_epochs=-1, max_steps=2), tmp_path / "saved.ckpt"
     fit(Net(), trainer)
     trainer.save_checkpoint(path)
-    with pytest.raises(RuntimeError, match="this Trainer has trained already"):
+    with pytest.raises(RuntimeError, match="this Trainer was already used"):
         fit(Net(), trainer)
     trainer.fit_loop.epoch_loop.max_steps = len(TRACE)
     assert torch.equal(fit(Net(), trainer, ckpt_path=path, weights_only=True), weights(expected["linear"]))
@@ -258,7 +258,7 @@ def test_a_second_fit_of_a_trainer_is_refused_unless_it_goes_on(expected, tmp_pa
 
 
 class Telling(Callback):
-    """Writes what a process counted."""
+    """Writes the counts of a process."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -270,7 +270,7 @@ class Telling(Callback):
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_two_processes_train_as_one_and_go_on_as_one_or_two(expected, tmp_path):
+def test_two_processes_equal_one_and_resume_as_one_or_two(expected, tmp_path):
     two = {"strategy": "ddp_fork", "devices": 2}
     saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
     callbacks = [Telling(tmp_path), saving]
@@ -285,8 +285,8 @@ def test_two_processes_train_as_one_and_go_on_as_one_or_two(expected, tmp_path):
         torch.testing.assert_close(parameters(module.network), parameters(expected["adascale"]), rtol=0, atol=1e-6)
 
 
-def test_a_model_in_shards_trains_as_a_whole_one(tmp_path):
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at a free port
+def test_sharded_model_trains_like_an_unsharded_one(tmp_path):
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a free port
     arguments = (store.port, tmp_path, "adascale")
     multiprocessing.start_processes(runs.train_in_shards, arguments, nprocs=2, start_method="fork")
     trained, _ = own_loop("adascale", model=runs.small_network())
@@ -296,7 +296,7 @@ def test_a_model_in_shards_trains_as_a_whole_one(tmp_path):
         torch.testing.assert_close(whole, parameters(trained), rtol=0, atol=1e-6)
 
 
-def test_checkpoints_of_models_in_shards_are_refused():
+def test_checkpoints_of_sharded_models_raise():
     message = "^`enable_checkpointing` of the Trainer must be False, got True: those of ModelParallelStrategy"
     trainer = make_trainer(enable_checkpointing=True, strategy=ModelParallelStrategy(), devices=2)
     with pytest.raises(ValueError, match=message):
@@ -315,9 +315,9 @@ REFUSED = {
         "use_distributed_sampler": True,
     },
     "^trace holds 3 epochs of 40 samples": {"max_epochs": 4},
-    "no GradientAccumulationScheduler: the trace says": {"callbacks": [GradientAccumulationScheduler({1: 2})]},
-    "no StochasticWeightAveraging: it runs an epoch of its own": {"callbacks": [StochasticWeightAveraging(0.1)]},
-    "no LearningRateFinder: it takes every minibatch for a step": {"callbacks": [LearningRateFinder()]},
+    "no GradientAccumulationScheduler: the trace determines": {"callbacks": [GradientAccumulationScheduler({1: 2})]},
+    "no StochasticWeightAveraging: it runs an extra epoch": {"callbacks": [StochasticWeightAveraging(0.1)]},
+    "no LearningRateFinder: it counts every minibatch as a step": {"callbacks": [LearningRateFinder()]},
 }
 
 
@@ -328,11 +328,11 @@ def refused(module, message, **options):
 
 @pytest.mark.filterwarnings("ignore:.*srun.* command is available")
 @pytest.mark.parametrize("message", REFUSED)
-def test_settings_of_the_trainer_that_would_change_the_result_are_refused(message):
+def test_trainer_settings_that_would_change_the_result_raise(message):
     refused(Net(), message, **REFUSED[message])
 
 
-def test_a_forgotten_callback_is_noticed_in_the_first_minibatch():
+def test_missing_callback_raises_in_the_first_minibatch():
     for kind in (Net, Manual):
         trainer = make_trainer()
         trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, VariableBatchSize)]
@@ -340,7 +340,7 @@ def test_a_forgotten_callback_is_noticed_in_the_first_minibatch():
             fit(kind(), trainer)
 
 
-def test_a_loader_that_does_not_read_the_sampler_is_refused():
+def test_loader_that_does_not_use_the_sampler_raises():
     class Plain(Net):
         def train_dataloader(self):
             return DataLoader(runs.dataset(), batch_size=4)
@@ -353,13 +353,13 @@ def test_a_loader_that_does_not_read_the_sampler_is_refused():
         def train_dataloader(self):
             return DataLoader(runs.dataset(), batch_sampler=vbs.CustomSampler(40, TRACE, minibatch_size=4))
 
-    message = r"^`train_dataloader` must be one DataLoader that reads the optimizer's sampler .*, got "
+    message = r"^`train_dataloader` must be one DataLoader with the optimizer's sampler .*, got "
     refused(Plain(), message + "1 with BatchSampler$")
     refused(Two(), message + "2 with CustomSampler, BatchSampler$")
     refused(Other(), message + "1 with CustomSampler$")
 
 
-def test_an_optimizer_of_torch_or_two_of_ours_are_refused():
+def test_torch_optimizer_or_two_of_ours_raise():
     class Plain(Net):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -373,7 +373,7 @@ def test_an_optimizer_of_torch_or_two_of_ours_are_refused():
     refused(Two(), "must return one optimizer of variable_batch_size, got LinearRuleOptimizer, SGD: ")
 
 
-def test_schedulers_that_would_count_minibatches_are_refused():
+def test_schedulers_that_would_count_minibatches_raise():
     class EverySecond(Net):
         def configure_optimizers(self):
             found = super().configure_optimizers()
@@ -384,19 +384,19 @@ def test_schedulers_that_would_count_minibatches_are_refused():
             assert self.trainer.estimated_stepping_batches == 27
             return super().configure_optimizers()
 
-    refused(EverySecond(), "must have the frequency 1 and go by its steps, got StepLR with 2$")
+    refused(EverySecond(), "must have frequency 1 and must not monitor a metric, got StepLR with frequency 2$")
     refused(Estimated(), "^`trainer.estimated_stepping_batches` counts minibatches: ")
 
 
-def test_clipping_of_minibatches_under_the_name_of_steps_is_refused():
+def test_clipping_of_minibatches_instead_of_steps_raises():
     class Clipping(Net):
         def configure_gradient_clipping(self, *args, **options):
             self.clip_gradients(*args, **options)
 
-    refused(Clipping(), "`configure_gradient_clipping` would clip each minibatch's gradient: ")
+    refused(Clipping(), "`configure_gradient_clipping` would clip the gradient of each minibatch: ")
 
 
-def test_loaders_with_a_state_and_streams_are_refused():
+def test_stateful_loaders_and_streams_raise():
     class Stateful(Net):
         def train_dataloader(self):
             return StatefulDataLoader(runs.dataset(), batch_sampler=self.sampler)
@@ -405,31 +405,35 @@ def test_loaders_with_a_state_and_streams_are_refused():
         def setup(self, stage):
             self.sampler = vbs.Stream(range(40), trace=TRACE, minibatch_size=4, dataset_size=40)
 
-    refused(Stateful(), "^`train_dataloader` must have no state of its own, got StatefulDataLoader: ")
-    refused(Streamed(), "^`sampler` must be a CustomSampler with Lightning, .*, got Stream$")
+    refused(Stateful(), "^`train_dataloader` must not be stateful, got StatefulDataLoader: ")
+    refused(Streamed(), "^`sampler` must be a CustomSampler, got Stream: Lightning starts to read")
 
 
-def test_policies_are_refused():
+def test_policies_raise():
     refused(
         Net(trace=vbs.policies.FunctionPolicy(lambda situation: 8)),
-        "^`trace` must be known before the run .*, got a policy$",
+        "^`trace` must not be a policy: Lightning needs the length of an epoch",
     )
 
 
-@pytest.mark.parametrize(("times", "kind"), [(0, Manual), (2, Manual)])
-def test_a_step_for_each_minibatch(times, kind):
-    class Wrong(kind):
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        (0, r"^optimizer.step\(\) must be called once per minibatch, .*, got 0 calls in minibatch 0$"),
+        (2, r"^step\(\) was called for minibatch 2 of epoch 0, but 1 were read: call it once after each minibatch"),
+    ],
+)
+def test_manual_optimization_needs_one_step_per_minibatch(times, message):
+    class Wrong(Manual):
         def training_step(self, batch, batch_idx):
             self.manual_backward(self.loss(batch))
             for _ in range(times):
                 self.optimizers().step()
 
-    refused(
-        Wrong(), rf"^optimizer.step\(\) must be called once for each minibatch, .*, got {times} calls in minibatch 0$"
-    )
+    refused(Wrong(), message)
 
 
-def test_a_minibatch_without_a_loss_is_refused():
+def test_minibatch_without_a_loss_raises():
     class Lossless(Net):
         def training_step(self, batch, batch_idx):
             return None
@@ -438,12 +442,12 @@ def test_a_minibatch_without_a_loss_is_refused():
         refused(Lossless(), "^training_step returned None for minibatch 0, which would count as a gradient of 0")
 
 
-def test_loss_scales_of_lightning_are_refused():
+def test_loss_scales_of_lightning_raise():
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     refused(Net(), '^`precision` of the Trainer must be .*, got "16-mixed": its GradScaler', plugins=[plugin])
 
 
-def test_a_trainer_without_the_callback_is_as_ever():
+def test_trainer_without_the_callback_is_unchanged():
     class Plain(Net):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)

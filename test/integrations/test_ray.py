@@ -1,4 +1,4 @@
-"""Ray Train: the example as it is, on workers one of which is lost and another told to stop."""
+"""Ray Train: the unchanged example, with a lost and a preempted worker."""
 
 import importlib.util
 import os
@@ -19,7 +19,7 @@ def example():
     return module
 
 
-def test_workers_that_are_killed_or_told_to_stop_go_on_to_the_weights_of_one_process(tmp_path):
+def test_killed_or_preempted_workers_resume_to_the_weights_of_one_process(tmp_path):
     directory = tmp_path / "ray"
     directory.mkdir()
     command = [sys.executable, str(EXAMPLE), "--directory", str(directory), "--kill-at", "12", "--stop-at", "20"]

@@ -1,4 +1,4 @@
-"""Transformers' Trainer: steps are updates, and the weights are those of a loop of one's own."""
+"""Transformers' Trainer: steps are updates, and the weights are those of a hand-written loop."""
 
 import math
 
@@ -21,7 +21,7 @@ def expected():
 
 
 @pytest.mark.parametrize("rule", trainer_runs.RULES)
-def test_a_run_is_that_of_a_loop_of_ones_own(tmp_path, rule, expected):
+def test_run_equals_that_of_a_hand_written_loop(tmp_path, rule, expected):
     found = by_trainer(tmp_path, rule)
     assert_close(found["weights"], expected[rule]["weights"], **TOLERANCE)
     assert (found["steps"], found["epoch"]) == (len(TRACE), 2)
@@ -29,13 +29,13 @@ def test_a_run_is_that_of_a_loop_of_ones_own(tmp_path, rule, expected):
 
 
 @pytest.mark.parametrize("num_steps", [4, 6, 11], ids=["within an epoch", "between two", "at the end"])
-def test_a_run_that_was_stopped_goes_on_from_the_trainers_checkpoint(tmp_path, num_steps, expected):
+def test_stopped_run_resumes_from_the_trainers_checkpoint(tmp_path, num_steps, expected):
     found = stopped_and_resumed(tmp_path, "adascale", num_steps)
     assert_close(found["weights"], expected["adascale"]["weights"], **TOLERANCE)
     assert (found["steps"], found["epoch"]) == (len(TRACE), 2)
 
 
-def test_it_goes_on_with_the_random_numbers_that_it_had(tmp_path):
+def test_random_states_are_restored(tmp_path):
     whole = by_trainer(tmp_path / "whole", "linear", model=trainer_runs.model_of_llama(dropout=0.3))
     found = stopped_and_resumed(tmp_path / "stopped", "linear", 4, dropout=0.3)
     assert_close(found["weights"], whole["weights"], **TOLERANCE)
@@ -51,7 +51,7 @@ def test_evaluation_saving_and_the_end_are_counted_in_updates(tmp_path, expected
     assert trainer.lr_scheduler.last_epoch == 7
 
 
-def test_half_an_epoch_more_is_half_of_its_steps(tmp_path):
+def test_half_an_epoch_is_half_of_its_steps(tmp_path):
     trainer = trainer_with(arguments(tmp_path, num_train_epochs=1.5, logging_strategy="no"))
     trainer.train()
     assert trainer.state.global_step == 6 + math.ceil(5 / 2)
@@ -63,12 +63,12 @@ def test_a_policy_decides_while_the_trainer_runs(tmp_path):
     trainer.train()
     sizes = [logs["batch_size"] for logs in trainer.state.log_history if "loss" in logs]
     assert (len(sizes), sizes[0], sizes[-1]) == (12, 4, 8)
-    with pytest.raises(ValueError, match=r"FunctionPolicy decides batch sizes as the run goes on.*`max_steps` is not"):
+    with pytest.raises(ValueError, match=r"FunctionPolicy decides batch sizes during the run.*`max_steps` is not"):
         trainer_with(arguments(tmp_path), trace=policy).train()
 
 
 class Regression(torch.nn.Module):
-    """A model that knows nothing of tokens."""
+    """A model without tokens."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ class Regression(torch.nn.Module):
         return {"loss": ((self.linear(x)[:, 0] - y) ** 2).mean()}
 
 
-def test_minibatches_without_tokens_weigh_the_same(tmp_path):
+def test_minibatches_without_tokens_have_equal_weights(tmp_path):
     generator = torch.Generator().manual_seed(3)
     data = [{"x": torch.randn(3, generator=generator), "y": torch.randn((), generator=generator)} for _ in range(40)]
     settings = {"max_grad_norm": 0.0, "lr_scheduler_type": "constant", "warmup_steps": 0}
@@ -98,42 +98,44 @@ def test_minibatches_without_tokens_weigh_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"gradient_accumulation_steps": 4}, "`gradient_accumulation_steps` must not be set, got 4: the trace says"),
-        ({"auto_find_batch_size": True}, "`auto_find_batch_size` must not be set"),
-        ({"include_num_input_tokens_seen": "all"}, "`include_num_input_tokens_seen` must not be set"),
+        ({"gradient_accumulation_steps": 4}, "`gradient_accumulation_steps` must be 1, got 4: the trace determines"),
+        ({"auto_find_batch_size": True}, "`auto_find_batch_size` must be False, got True"),
+        ({"include_num_input_tokens_seen": "all"}, "`include_num_input_tokens_seen` must be 'no', got 'all'"),
     ],
 )
-def test_training_arguments_that_the_trace_decides_are_refused(tmp_path, setting, message):
+def test_training_arguments_determined_by_the_trace_raise(tmp_path, setting, message):
     with pytest.raises(ValueError, match=message):
         trainer_with(arguments(tmp_path, **setting))
 
 
 def test_an_option_that_the_training_arguments_have_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="must not have 'clip_grad_norm': `max_grad_norm` of the training arguments"):
+    with pytest.raises(
+        ValueError, match="must not contain 'clip_grad_norm': set `max_grad_norm` of the training arguments"
+    ):
         trainer_with(arguments(tmp_path), options={"clip_grad_norm": 1.0})
 
 
-def test_a_trace_that_is_too_short_is_refused_before_the_first_step(tmp_path):
+def test_too_short_trace_raises_before_the_first_step(tmp_path):
     with pytest.raises(ValueError, match=r"holds 2 epochs.*`num_train_epochs` is 3, `max_steps` is not set"):
         trainer_with(arguments(tmp_path, num_train_epochs=3)).train()
     with pytest.raises(ValueError, match="holds 11 steps"):
         trainer_with(arguments(tmp_path, max_steps=12)).train()
 
 
-def test_a_minibatch_that_does_not_divide_the_trace_is_refused(tmp_path):
+def test_minibatch_that_does_not_divide_the_trace_raises(tmp_path):
     with pytest.raises(ValueError, match="batchsize must be a multiple of 8"):
         trainer_with(arguments(tmp_path, per_device_train_batch_size=8)).train()
 
 
-def test_a_checkpoint_without_the_optimizer_is_refused(tmp_path):
+def test_checkpoint_without_the_optimizer_raises(tmp_path):
     args = {"save_strategy": "steps", "save_steps": 4, "max_steps": 4}
     trainer_with(arguments(tmp_path, save_only_model=True, **args)).train()
-    with pytest.raises(RuntimeError, match="was saved after 4 steps, and the optimizer stands behind 0"):
+    with pytest.raises(RuntimeError, match="was saved after 4 steps, but the optimizer is at step 0"):
         trainer_with(arguments(tmp_path)).train(resume_from_checkpoint=True)
 
 
 class OwnStep(VariableBatchMixin, Trainer):
-    """Of a user who did not know what `training_step` does here."""
+    """A user's subclass that does not call the `training_step` of this library."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         for minibatch in inputs:
@@ -142,11 +144,11 @@ class OwnStep(VariableBatchMixin, Trainer):
 
 
 def test_a_step_that_makes_no_update_is_refused(tmp_path):
-    with pytest.raises(RuntimeError, match="0 steps were made where the loop counts one"):
+    with pytest.raises(RuntimeError, match="the loop counted one step, but the optimizer made 0"):
         trainer_with(arguments(tmp_path), kind=OwnStep).train()
 
 
-def test_another_run_does_not_go_on(tmp_path):
+def test_different_run_does_not_resume(tmp_path):
     trainer_with(arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)).train()
     trainer = trainer_with(arguments(tmp_path), trace=[*TRACE[:-1], 6])
     with pytest.raises(ValueError, match=r"^the checkpoint was saved by another run: trace was"):
@@ -154,13 +156,13 @@ def test_another_run_does_not_go_on(tmp_path):
 
 
 class MeanOfMinibatches(VariableBatchMixin, Trainer):
-    """Whose loss says that it is a mean over a minibatch."""
+    """A trainer whose loss is declared as the mean over a minibatch."""
 
     loss_is_scaled_for_ga = False
 
 
-def test_minibatches_weigh_the_same_where_the_trainer_says_so(tmp_path):
-    data = [sample for sample in samples() if sample["labels"][-1] != -100][:32]  # each has tokens to be learnt
+def test_minibatches_have_equal_weights_if_the_trainer_requests_it(tmp_path):
+    data = [sample for sample in samples() if sample["labels"][-1] != -100][:32]  # each has tokens to predict
     settings = {"max_grad_norm": 0.0, "lr_scheduler_type": "constant", "warmup_steps": 0, "num_train_epochs": 1}
     trainer = trainer_with(
         arguments(tmp_path, **settings), kind=MeanOfMinibatches, train_dataset=data, trace=[8, 4, 12, 8]
@@ -176,7 +178,7 @@ def test_minibatches_weigh_the_same_where_the_trainer_says_so(tmp_path):
     assert_close(trainer.model.state_dict(), model.state_dict(), **TOLERANCE)
 
 
-def test_training_twice_with_a_new_model_each_time_makes_the_same_run_twice(tmp_path):
+def test_training_twice_with_a_new_model_gives_the_same_run(tmp_path):
     trainer = trainer_with(arguments(tmp_path), "adascale", kind=OfFunction)
     weights = []
     for _ in range(2):
@@ -187,21 +189,21 @@ def test_training_twice_with_a_new_model_each_time_makes_the_same_run_twice(tmp_
 
 
 class OfFunction(VariableBatchMixin, Trainer):
-    """Whose model is made when training begins."""
+    """A trainer whose model is made when training starts."""
 
     def __init__(self, model, args, **settings):
         super().__init__(None, args, model_init=lambda: trainer_runs.model_of_llama(), **settings)
 
 
-def test_training_again_with_other_data_is_refused(tmp_path):
+def test_training_again_with_other_data_raises(tmp_path):
     trainer = trainer_with(arguments(tmp_path, max_steps=1, logging_strategy="no"))
     trainer.train()
     trainer.train_dataset = samples() * 2
-    with pytest.raises(ValueError, match=r"`len\(train_dataset\)` was 40 when training began and is 80"):
+    with pytest.raises(ValueError, match=r"`len\(train_dataset\)` changed from 40 to 80 since training began"):
         trainer.train()
 
 
-def test_training_twice_begins_anew(tmp_path):
+def test_training_twice_starts_over(tmp_path):
     trainer = trainer_with(arguments(tmp_path, max_steps=4, logging_strategy="no"))
     trainer.train()
     trainer.train()
@@ -209,7 +211,7 @@ def test_training_twice_begins_anew(tmp_path):
     assert (trainer.variable_optimizer.epoch, trainer.variable_optimizer.epoch_step) == (0, 4)
 
 
-def test_the_plain_trainer_does_not_take_an_optimizer_of_this_library(tmp_path):
+def test_plain_trainer_rejects_an_optimizer_of_this_library(tmp_path):
     model, data = trainer_runs.model_of_llama(), samples()
     sampler = vbs.CustomSampler(data, trace=TRACE, minibatch_size=2)
     optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), sampler, ref_batchsize=8)

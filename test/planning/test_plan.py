@@ -80,7 +80,7 @@ def test_plan_equals_a_count_over_single_steps(planned, ref_batchsize, every):
     rounds = [max(load) if schedule.lockstep else 1 for load in loads]
     assert (plan.lockstep, plan.num_rounds) == (schedule.lockstep, sum(map(max, loads)))
     padding = [max(0, num - own) for num, load in zip(rounds, loads, strict=True) for own in load]
-    assert plan.num_stand_ins == sum(padding)
+    assert plan.num_padding == sum(padding)
 
     assert [size.batch_size for size in plan.sizes] == sorted(set(sizes))
     for size in plan.sizes:

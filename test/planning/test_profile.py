@@ -100,7 +100,7 @@ def test_noise_curve_of_a_log(tmp_path):
     ):
         vbs.planning.NoiseCurve.read(log)
     log.write_text('{"progress": 1.0, "noise_scale": 5.0}\n{"progress": 2.0, "noi')  # what a crash has left
-    with pytest.raises(ValueError, match=r"log.jsonl:2: expected a record of JSON, got '{\"progress\": 2.0, \"noi'"):
+    with pytest.raises(ValueError, match=r"log.jsonl:2: expected a JSON record, got '{\"progress\": 2.0, \"noi'"):
         vbs.planning.NoiseCurve.read(log)
     with pytest.raises(ValueError, match="`noise_scale` must be a positive number, got 0"):
         vbs.planning.NoiseCurve.constant(0)

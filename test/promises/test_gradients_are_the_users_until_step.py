@@ -1,4 +1,4 @@
-"""Promise: what a user does to ``p.grad`` between backward() and step() is done to that minibatch's gradient."""
+"""Promise: changes to ``p.grad`` between backward() and step() apply to that minibatch's gradient."""
 
 import pytest
 import torch
@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 import variable_batch_size as vbs
 
 DEEDS_ON_XLA = ["twice", "clamped", "without_head", "assigned", "hooked"]
-"""One for a whole program each, as all cores must do the same there."""
+"""One change for an entire program each, because all XLA cores must do the same."""
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6))
-def test_whatever_the_user_does_weights_are_those_of_a_plain_loop(seed):
+def test_weights_equal_those_of_a_plain_loop_for_any_gradient_modification(seed):
     program = programs.draw(seed)
     weights, _ = programs.run(program)
     assert programs.largest_difference(weights, programs.run_plainly(program)) < 1e-6
 
 
 @pytest.mark.parametrize("cores", [2, 3])
-def test_it_is_so_on_several_processes(on_cores, cores):
+def test_same_on_several_processes(on_cores, cores):
     drawn = [programs.draw(seed) for seed in range(100 * cores, 100 * cores + 15)]
     expected = [programs.run_plainly(program) for program in drawn]
     for results in on_cores(cores, programs.run_many, drawn, "gloo"):
@@ -30,7 +30,7 @@ def test_it_is_so_on_several_processes(on_cores, cores):
 
 
 @pytest.mark.xla
-def test_it_is_so_on_virtual_xla_cores():
+def test_same_on_virtual_xla_cores():
     drawn = [
         programs.draw(seed, deeds=[deed], events=["evaluate", "zero", "leave"])
         for seed, deed in enumerate(DEEDS_ON_XLA)
@@ -41,8 +41,8 @@ def test_it_is_so_on_virtual_xla_cores():
             assert programs.largest_difference(weights, plain) < 1e-4, program
 
 
-def test_adascale_measures_the_gradient_that_step_takes_over(on_cores):
-    """The same gains on two processes as in one, whatever was done to the gradients."""
+def test_adascale_measures_the_gradient_that_step_accumulates(on_cores):
+    """The same gains on two processes as in one, for any gradient modification."""
     drawn = [programs.draw(seed, events=["evaluate"]) for seed in range(8)]
     alone = [programs.run(program, rule=vbs.rules.AdaScaleRule()) for program in drawn]
     for results in on_cores(2, adascale_runs, drawn):
@@ -55,7 +55,7 @@ def adascale_runs(drawn):
     return [programs.run(program, rule=vbs.rules.AdaScaleRule()) for program in drawn]
 
 
-def test_the_programs_have_everything_in_them():
+def test_programs_cover_all_modifications():
     drawn = [programs.draw(seed) for seed in range(60)]
     assert {deed for program in drawn for deed in program.deeds} == set(programs.DEEDS)
     assert {event for program in drawn for event in program.events.values()} == set(programs.EVENTS)

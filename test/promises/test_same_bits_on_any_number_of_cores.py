@@ -1,4 +1,4 @@
-"""Promise: in exact mode the weights are the same to the last bit on any number of cores, wherever a run goes on."""
+"""Promise: in exact mode the weights are bitwise equal on any number of cores, also when a run resumes elsewhere."""
 
 import dataclasses
 import math
@@ -11,9 +11,9 @@ from exact_runs import SCENARIOS, drawn
 
 ALL = [*SCENARIOS, *(drawn(seed) for seed in range(100, 104))]
 NAMES = [scenario.name for scenario in ALL]
-WAY = [2, 3, 1, 4]  # numbers of cores, on which each run is made, and over which another one of it is handed on
+WAY = [2, 3, 1, 4]  # numbers of cores for each run, and for a copy of it that moves from one number to the next
 
-# newer Pythons warn when a process with threads is forked
+# newer Python versions warn about forking a process with threads
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
@@ -24,7 +24,7 @@ def alone():
 
 @pytest.fixture(scope="module")
 def found(on_cores, tmp_path_factory):
-    """By the number of cores, what each core has found of each run."""
+    """The results of each core for each run, by the number of cores."""
     root, rng, results = tmp_path_factory.mktemp("exact"), random.Random(0), {}
     for cores in WAY:
         stops = [None if cores == WAY[-1] else rng.randint(0, 5) for _ in ALL]
@@ -41,7 +41,7 @@ def test_after_every_step_the_weights_are_those_of_one_process(alone, found, cor
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_so_they_are_in_a_run_that_is_handed_on_from_cores_to_cores(alone, found, name):
+def test_weights_are_the_same_in_a_run_that_moves_between_numbers_of_cores(alone, found, name):
     last = max(alone[name]["digests"])
     done = {}
     for cores in WAY:
@@ -53,7 +53,7 @@ def test_so_they_are_in_a_run_that_is_handed_on_from_cores_to_cores(alone, found
     assert done == alone[name]["digests"]
 
 
-def test_the_scenarios_are_what_they_are_thought_to_be(alone, found):
+def test_scenarios_cover_the_intended_cases(alone, found):
     skipped = {name for name, result in alone.items() if result["steps_skipped"]}
     not_finite = {scenario.name for scenario in ALL if not math.isfinite(scenario.burst)}
     assert {"overflow"} <= skipped <= not_finite
@@ -62,7 +62,7 @@ def test_the_scenarios_are_what_they_are_thought_to_be(alone, found):
     for result in alone.values():
         assert len(set(result["digests"].values())) == len(result["digests"]) > 5
         assert all(value.isfinite().all() for value in result["model"].values())
-    # the parts that were handed on are parts
+    # the legs of a moved run are incomplete runs
     assert 0 < sum(len(found[WAY[0]][0][name]["part"]) for name in NAMES) < 6 * len(ALL)
 
 
@@ -72,7 +72,7 @@ def plainly(scenario):
     return exact_runs.run(dataclasses.replace(scenario, options=options), exact=False)
 
 
-def test_the_digests_see_the_rounding_of_plain_sums(alone):
+def test_digests_detect_the_rounding_of_plain_sums(alone):
     assert plainly(SCENARIOS[0])["digests"] != alone[SCENARIOS[0].name]["digests"]
 
 

@@ -15,7 +15,7 @@ on_all_cores = pytest.mark.parametrize(("backend", "cores"), CORES)
 
 
 def each_run(names):
-    """Every run of these names, on all the cores it is made on."""
+    """Every run with these names, on all its cores."""
     params = [param if hasattr(param, "values") else pytest.param(*param) for param in CORES]
     return pytest.mark.parametrize(
         ("backend", "cores", "name"),
@@ -73,14 +73,14 @@ def test_weights_are_those_of_plain_pytorch(results_on, plain, backend, cores, n
 
 
 @each_run(["adam rule"])
-def test_weights_are_those_of_the_library_alone(results_on, backend, cores, name):
+def test_weights_equal_those_of_one_process(results_on, backend, cores, name):
     expected = results_on("alone", 1)[0][name]["state"]
     for result in results_on(backend, cores):
         assert largest_difference(result[name]["state"], expected) < 1e-5
 
 
 @each_run(["adascale", "adamscale"])
-def test_gains_and_weights_of_adascale_are_those_of_the_formulas(results_on, plain_adascale, backend, cores, name):
+def test_gains_and_weights_of_adascale_follow_the_formulas(results_on, plain_adascale, backend, cores, name):
     state, gains = plain_adascale[name]
     for result in results_on(backend, cores):
         factors = [entry["factors"] for entry in result[name]["log"] if entry["has_updated"]]
@@ -99,7 +99,7 @@ def test_noise_and_progress_are_the_same(results_on, backend, cores):
 
 
 @on_all_cores
-def test_one_nan_minibatch_skips_that_update_everywhere_and_nothing_else(results_on, backend, cores):
+def test_one_nan_minibatch_skips_only_that_update_on_all_cores(results_on, backend, cores):
     state, progress = scenarios.one_step_left_out(scenarios.models()["nan"])
     for result in results_on(backend, cores):
         nan = result["nan"]
@@ -112,7 +112,7 @@ def test_one_nan_minibatch_skips_that_update_everywhere_and_nothing_else(results
 
 
 @on_all_cores
-def test_training_has_changed_every_parameter_but_the_unused(results_on, backend, cores):
+def test_training_changes_every_parameter_except_unused_ones(results_on, backend, cores):
     first = scenarios.models()["sgd"].state_dict()
     for result in results_on(backend, cores):
         for name, value in result["sgd"]["state"].items():
@@ -120,7 +120,7 @@ def test_training_has_changed_every_parameter_but_the_unused(results_on, backend
 
 
 @on_all_cores
-def test_every_core_updates_in_every_step_and_nowhere_else(results_on, backend, cores):
+def test_every_core_updates_exactly_once_per_step(results_on, backend, cores):
     schedule = vbs.Schedule(vbs.Trace.of(scenarios.SIZES), dataset_size=1200, minibatch_size=32, num_replicas=cores)
     for rank, result in enumerate(results_on(backend, cores)):
         expected = []
@@ -132,7 +132,7 @@ def test_every_core_updates_in_every_step_and_nowhere_else(results_on, backend, 
 
 
 @on_all_cores
-def test_an_idle_core_leaves_no_mark(results_on, backend, cores):
+def test_idle_core_has_no_effect(results_on, backend, cores):
     for rank, result in enumerate(results_on(backend, cores)):
         before, after = result["idle"]["before"], result["idle"]["after"]
         for name in before:
@@ -142,7 +142,7 @@ def test_an_idle_core_leaves_no_mark(results_on, backend, cores):
 
 
 @on_all_cores
-def test_a_stopped_run_goes_on_alone_as_if_never_stopped(results_on, plain_adascale, backend, cores):
+def test_stopped_run_resumes_in_one_process_as_if_never_stopped(results_on, plain_adascale, backend, cores):
     saved = results_on(backend, cores)[0]["stopped"]
     result = scenarios.go_on(scenarios.models()["resumed"], saved, "cpu")
     assert largest_difference(result["state"], plain_adascale["adascale"][0]) < 1e-5
@@ -150,7 +150,7 @@ def test_a_stopped_run_goes_on_alone_as_if_never_stopped(results_on, plain_adasc
     assert result["samples_done"] == sum(scenarios.SIZES)
 
 
-def test_a_run_stopped_on_four_cores_goes_on_on_three(results_on, on_cores, plain_adascale):
+def test_run_stopped_on_four_cores_resumes_on_three(results_on, on_cores, plain_adascale):
     saved = results_on("gloo", 4)[0]["stopped"]
     for result in on_cores(3, scenarios.go_on, scenarios.models()["resumed"], saved, "gloo"):
         assert largest_difference(result["state"], plain_adascale["adascale"][0]) < 1e-5
@@ -162,12 +162,12 @@ def test_a_run_stopped_on_four_cores_goes_on_on_three(results_on, on_cores, plai
 )
 def test_the_number_of_xla_graphs_does_not_grow_with_the_trace(results_on, cores, name):
     logs = [result[name]["log"] for result in results_on("xla", cores)]
-    # a core may be ahead of another, in the next run: the first to read the count has read it before that
+    # a core may already be in the next run: the first one to read the counter has read it before that
     first = min(result[name]["graphs_before"] for result in results_on("xla", cores))
     last = min(log[-1]["graphs"] for log in logs)
     assert last - first <= 5
     if name == "sgd":
-        assert last - first >= 3  # the count does count; later runs may find their programs compiled
+        assert last - first >= 3  # the counter works; later runs may find their graphs compiled
     log = min(logs, key=lambda log: log[-1]["graphs"])
     num_updates = [sum(entry["has_updated"] for entry in log[: i + 1]) for i in range(len(log))]
     settled = max(num_updates.index(2), next(i for i, entry in enumerate(log) if not entry["has_updated"]) + 2)
@@ -177,7 +177,7 @@ def test_the_number_of_xla_graphs_does_not_grow_with_the_trace(results_on, cores
 
 @pytest.mark.xla
 @pytest.mark.parametrize("name", scenarios.RUNS)
-def test_adascale_reads_from_the_device_once_an_update_and_other_rules_never(results_on, name):
+def test_adascale_reads_from_the_device_once_per_update_and_other_rules_never(results_on, name):
     log = results_on("xla", 1)[0][name]["log"]
     reads = 1 if name in ("adascale", "adamscale") else 0
     assert {entry["transfers"] for entry in log if entry["has_updated"]} == {reads}

@@ -1,4 +1,4 @@
-"""Promise: the weights do not depend on how the model is spread: fully_shard, hybrid, tensor parallel, DDP, ZeRO."""
+"""Promise: the weights do not depend on the sharding of the model: fully_shard, hybrid, tensor parallel, DDP, ZeRO."""
 
 import pytest
 import sharded_models
@@ -9,7 +9,7 @@ import variable_batch_size as vbs
 
 RULES = ["linear", "root", "linear-momentum", "adascale", "adam"]
 
-# on how many processes, in which way, which model, which runs
+# number of processes, sharding, model, runs
 CASES = [
     *((4, "sharded", Transformer, name) for name in [*RULES, "nan", "weighted", "scaled"]),
     *((4, "hybrid", Transformer, name) for name in ("adascale", "nan")),
@@ -35,7 +35,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def found(on_cores):
-    """All runs of a number of processes, one after another."""
+    """All runs on a number of processes, one after another."""
     results = {}
 
     def run(cores):
@@ -61,13 +61,13 @@ def expected():
 
 @pytest.mark.parametrize(("cores", "way", "kind", "name"), CASES)
 def test_weights_norms_and_noise_are_those_of_one_plain_process(found, expected, cores, way, kind, name):
-    is_narrow = way == "sharded_narrow"  # bfloat16 has 8 bits
+    is_narrow = way == "sharded_narrow"  # bfloat16 has 8 significant bits
     plain = expected(kind, name)
     for core in found(cores):
         result = core[way, kind.__name__, name]
         assert not isinstance(result, str), result
         for key, value in plain["state"].items():
-            if "running" not in key and "tracked" not in key:  # each core's own
+            if "running" not in key and "tracked" not in key:  # local to each core
                 tolerance = 1e-2 if is_narrow else 1e-5
                 torch.testing.assert_close(result["state"][key], value, rtol=0, atol=tolerance, msg=key)
         assert result["updates"] == plain["updates"]
@@ -78,12 +78,12 @@ def test_weights_norms_and_noise_are_those_of_one_plain_process(found, expected,
             )
 
 
-def test_a_step_that_is_not_finite_was_skipped_and_nothing_else(expected):
+def test_only_non_finite_steps_are_skipped(expected):
     assert expected(Transformer, "nan")["updates"] == [True, True, False, True]
 
 
-def test_statistics_of_batches_are_those_of_the_minibatches_that_count(found):
-    """On core 0, which has no stand-in when others do, as on the others: all have seen their own minibatches alone."""
+def test_batch_statistics_exclude_padding_minibatches(found):
+    """On core 0, which never has padding, and on the others: statistics cover only their own minibatches."""
     for cores, way, kind in ((3, "sharded", Normed), (3, "wrapped", Normed), (3, "in_lockstep", Normed)):
         tracked = [int(core[way, kind.__name__, "nan"]["state"]["norm.num_batches_tracked"]) for core in found(cores)]
         schedule = vbs.Schedule(

@@ -1,4 +1,4 @@
-"""Promise: XLA's SPMD mode gives the weights of one plain process on any number of devices, by five programs."""
+"""Promise: XLA's SPMD mode gives the weights of one plain process on any number of devices, with five graphs."""
 
 import functools
 import json
@@ -13,7 +13,7 @@ import variable_batch_size as vbs
 
 pytestmark = pytest.mark.xla
 
-# on how many virtual devices, in which way, which model, which runs
+# number of virtual devices, sharding, model, runs
 CASES = [
     *((4, "laid_out", Small, name) for name in ("adascale", "linear", "adam", "weighted", "nan")),
     *((4, "wrapped", Small, name) for name in ("adascale", "root", "linear-momentum")),
@@ -46,15 +46,15 @@ def test_weights_and_noise_are_those_of_one_plain_process(devices, way, kind, na
 
 
 @each_case
-def test_there_are_five_programs_at_most_and_none_after_the_first_steps(devices, way, kind, name):
+def test_at_most_five_graphs_are_compiled_and_none_after_the_first_steps(devices, way, kind, name):
     programs = found(devices)[way, kind.__name__, name]["programs"]
     assert len(programs) == spmd_runs.NUM_EPOCHS * len(SIZES)
-    assert programs[-1] <= 5 + (name == "nan")  # one more where a step is skipped
+    assert programs[-1] <= 5 + (name == "nan")  # one more if a step is skipped
     assert name == "nan" or programs[-1] == programs[2]
 
 
 @each_case
-def test_sums_and_momentum_are_laid_out_as_their_parameters(devices, way, kind, name):
+def test_sums_and_momentum_are_sharded_like_their_parameters(devices, way, kind, name):
     result = found(devices)[way, kind.__name__, name]
     assert all(result["layouts"])
     assert any(layout.startswith("{devices=") for layout in result["layouts"]) == (way != "copied")
@@ -74,7 +74,7 @@ def test_weights_are_those_of_one_plain_process_for_any_trace(devices):
         assert result["programs"][-1] <= 5
 
 
-def test_a_run_goes_on_in_one_plain_process_and_back(tmp_path):
+def test_run_resumes_in_one_plain_process_and_back(tmp_path):
     uninterrupted, _, _ = spmd_runs.go(tmp_path / "whole", "plain", Small, "adascale")
     stopped = tmp_path / "stopped"
     spmd_runs.go(stopped, "plain", Small, "adascale", until=3)
@@ -91,9 +91,9 @@ def test_a_run_goes_on_in_one_plain_process_and_back(tmp_path):
     assert [record["step"] for record in records] == [3, 6, 9, 12, 15, 18]
 
 
-def test_what_is_not_possible_is_refused():
+def test_unsupported_options_raise():
     (said,) = vbs.launch(spmd_runs.refusals, cores=2, backend="xla", spmd=True)
     assert said["exact"].startswith("`exact` must be False in XLA's SPMD mode")
     assert said["format"] == '`format` must be "file" in XLA\'s SPMD mode, got "sharded"'
     assert said["group"].startswith("`process_group` must be None on XLA")
-    assert said["threads"].startswith("XLA_USE_SPMD must not be set where each device is a core")
+    assert said["threads"].startswith("XLA_USE_SPMD must not be set if each device is a core")

@@ -1,17 +1,17 @@
-"""Promise: whatever happens to a run, it ends as if nothing had happened. `make soak` is the long form."""
+"""Promise: an interrupted run ends like an uninterrupted one. `make soak` is the long version."""
 
 import re
 
 import soak
 
 
-def test_disturbed_again_and_again_runs_end_as_if_nothing_had_happened(tmp_path):
+def test_repeatedly_interrupted_runs_end_like_uninterrupted_ones(tmp_path):
     said = []
     tally = soak.soak(tmp_path, stops=2, seconds=900, seed=24, most_cores=2, say=said.append)
     assert not tally["broken promises"], said
     assert soak.num_disturbances(tally) > 0
     assert tally["runs"] > 0
-    again = soak.soak(tmp_path, stops=2, seconds=0, seed=24)  # it goes on where it was
+    again = soak.soak(tmp_path, stops=2, seconds=0, seed=24)  # it resumes
     assert again == tally
     assert re.search(r"^\| SIGTERM to the process group \| \d", soak.table(tally), re.MULTILINE)
     assert "| broken promises | 0 |" in soak.table(tally)

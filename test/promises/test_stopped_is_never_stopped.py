@@ -1,4 +1,4 @@
-"""Promise: a run that is stopped anywhere and goes on is the run that was never stopped."""
+"""Promise: a run that is stopped anywhere and resumed equals the uninterrupted run."""
 
 import random
 from collections import Counter
@@ -22,7 +22,7 @@ DROPOUT = Settings(dropout=0.5)
 
 
 def stop_points(number, rng):
-    """Steps done, and minibatches of the next step that are lost, from the first to beyond the last."""
+    """Completed steps, and lost minibatches of the next step, from the first to beyond the last."""
     sizes = [*SIZES[:NUM_STEPS], MINIBATCH]
     steps = [rng.randrange(NUM_STEPS + 1) for _ in range(number)]
     return [(step, rng.randrange(sizes[step] // MINIBATCH)) for step in steps]
@@ -49,7 +49,7 @@ def check_same(result, expected):
         assert stoppable_run.same(result[part], expected[part]), part
 
 
-def test_the_stop_points_are_of_all_kinds():
+def test_stop_points_cover_all_cases():
     stops = [stop for stop, _ in QUICK]
     assert sum(minibatch > 0 for _, minibatch in stops) > 8
     assert sum(minibatch == 0 for _, minibatch in stops) > 4
@@ -62,12 +62,12 @@ def test_to_the_last_bit(tmp_path, never_stopped, stop_at, settings):
 
 
 @pytest.mark.parametrize("step", [9, 10, 18, NUM_STEPS])
-def test_also_at_the_ends_of_epochs(tmp_path, never_stopped, step):
+def test_to_the_last_bit_at_the_ends_of_epochs(tmp_path, never_stopped, step):
     settings = Settings(dropout=0.5, noise=True)
     check_same(stoppable_run.run_and_stop(tmp_path, (step, 0), settings), never_stopped(settings))
 
 
-def test_also_stopped_again_and_again(tmp_path, never_stopped):
+def test_to_the_last_bit_when_stopped_repeatedly(tmp_path, never_stopped):
     samples = {}
     for stop_at in [(2, 1), (2, 3), (9, 0), (10, 5), (21, 1)]:
         session = Session(tmp_path, DROPOUT)
@@ -78,13 +78,13 @@ def test_also_stopped_again_and_again(tmp_path, never_stopped):
     check_same({**result, "samples": samples | result["samples"]}, never_stopped(DROPOUT))
 
 
-def test_also_with_loader_workers_that_read_ahead(tmp_path, never_stopped):
+def test_to_the_last_bit_with_loader_workers_that_prefetch(tmp_path, never_stopped):
     settings = Settings(dropout=0.5, num_workers=2)
     for number, stop_at in enumerate([(4, 1), (15, 0)]):
         check_same(stoppable_run.run_and_stop(tmp_path / str(number), stop_at, settings), never_stopped(settings))
 
 
-def test_no_sample_comes_twice_or_is_missing_in_an_epoch(tmp_path):
+def test_every_sample_of_an_epoch_is_used_once(tmp_path):
     schedule = vbs.Schedule(vbs.Trace.of(SIZES), dataset_size=NUM_SAMPLES, minibatch_size=MINIBATCH)
     samples = stoppable_run.run_and_stop(tmp_path, (11, 1), Settings(num_workers=1, every_steps=4))["samples"]
     for epoch in range(NUM_EPOCHS):
@@ -112,7 +112,7 @@ def test_to_the_last_bit_on_two_cores(long_runs_on, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_begun_alone_it_goes_on_on_two_cores(long_runs_on, never_stopped, backend):
+def test_run_started_on_one_core_resumes_on_two(long_runs_on, never_stopped, backend):
     for result in long_runs_on(backend)[0]:
         assert (
             stoppable_run.largest_difference(result["from alone"]["model"], never_stopped(Settings())["model"]) < 1e-5
@@ -120,15 +120,15 @@ def test_begun_alone_it_goes_on_on_two_cores(long_runs_on, never_stopped, backen
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_begun_on_two_cores_it_goes_on_alone(long_runs_on, never_stopped, backend):
+def test_run_started_on_two_cores_resumes_on_one(long_runs_on, never_stopped, backend):
     _, directory = long_runs_on(backend)
     result = stoppable_run.run(directory / "left")
     assert stoppable_run.largest_difference(result["model"], never_stopped(Settings())["model"]) < 1e-5
-    assert min(result["samples"]) == (1, 3)  # 12 steps were done before, 10 of them in epoch 0
+    assert min(result["samples"]) == (1, 3)  # 12 steps were completed before, 10 of them in epoch 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_cores_see_the_samples_of_one_core(long_runs_on, never_stopped, backend):
+def test_two_cores_use_the_samples_of_one_core(long_runs_on, never_stopped, backend):
     results, _ = long_runs_on(backend)
     for resumed in zip(*(result["resumed"] for result in results), strict=True):
         for step, numbers in never_stopped(Settings())["samples"].items():

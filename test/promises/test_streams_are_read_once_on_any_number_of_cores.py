@@ -1,4 +1,4 @@
-"""Promise: a stream gives each step the same samples on any number of cores, each once, however often it is stopped."""
+"""Promise: a stream gives each step the same samples once, on any number of cores, after any number of stops."""
 
 from itertools import accumulate, chain, pairwise
 
@@ -6,7 +6,7 @@ import pytest
 import streamed_run
 from streamed_run import CASES, NUM_SHORT, SIZES, STOP_AFTER
 
-LEGS = [(1, 3), (2, 1), (3, 2)]  # on how many cores a run begins, and on how many it ends
+LEGS = [(1, 3), (2, 1), (3, 2)]  # numbers of cores at the start and at the end of a run
 all_legs = pytest.mark.parametrize("cores", LEGS, ids=str)
 all_cases = pytest.mark.parametrize("name", CASES)
 
@@ -36,7 +36,7 @@ def indexed():
 
 
 def taken(results, name):
-    """The samples of each step, those of all cores together."""
+    """The samples of each step on all cores."""
     steps = results[0][name]["taken"]
     return {step: sorted(chain(*(result[name]["taken"][step] for result in results))) for step in steps}
 
@@ -45,7 +45,7 @@ def largest_difference(weights, others):
     return max((weights[name] - others[name]).abs().max().item() for name in others)
 
 
-def test_the_runs_have_idle_cores_uneven_shares_and_a_first_step_with_one_minibatch():
+def test_runs_cover_idle_cores_uneven_shares_and_a_first_step_with_one_minibatch():
     assert SIZES[0] == SIZES[5] == 4
     assert {size // 4 % 3 for size in SIZES} == {0, 1, 2}
     assert 3 * 4 < NUM_SHORT - sum(SIZES[:12]) < SIZES[12]
@@ -62,7 +62,7 @@ def test_every_step_has_its_samples_once(legs, cores, name):
 
 @all_cases
 @all_legs
-def test_weights_are_those_of_samples_with_an_index(legs, indexed, cores, name):
+def test_weights_equal_those_of_indexed_samples(legs, indexed, cores, name):
     for results, steps_done in zip(legs(cores), (STOP_AFTER, len(SIZES)), strict=True):
         for result in results:
             assert result[name]["steps_done"] == steps_done
@@ -71,7 +71,7 @@ def test_weights_are_those_of_samples_with_an_index(legs, indexed, cores, name):
 
 @pytest.mark.parametrize("num_workers", [0, 3])
 @all_legs
-def test_a_stream_that_ends_within_a_step_ends_the_run_before_that_step_on_all_cores(legs, indexed, cores, num_workers):
+def test_stream_that_ends_within_a_step_ends_the_run_before_that_step_on_all_cores(legs, indexed, cores, num_workers):
     results = legs(cores)[0]
     for result in results:
         assert result[num_workers]["steps_done"] == 12

@@ -1,4 +1,4 @@
-"""Promise: with weights a step has the mean over all its tokens, however they are spread over minibatches and cores."""
+"""Promise: with weights, a step has the mean over all its tokens, for any distribution over minibatches and cores."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def results_on(run_on):
 
 
 def runs_of(results_on, backend, cores, names):
-    """The result of each run of these names, and its type of numbers, on every core."""
+    """The result of each run with these names, and its dtype, on every core."""
     for rank, results in enumerate(results_on(backend, cores)):
         for key, result in results.items():
             if key[0] in names:
@@ -48,7 +48,7 @@ def runs_of(results_on, backend, cores, names):
 
 
 def tolerance(name, dtype):
-    """Exact sums round to units that suit float32."""
+    """Exact sums are rounded to units for float32."""
     return 1e-6 if dtype == torch.float32 else 1e-9 if name.startswith("exact") else 1e-12
 
 
@@ -57,11 +57,11 @@ def difference(state, other):
 
 
 def is_told(backend, name):
-    """Whether the host knows that a step weighs nothing; on XLA only where it waits for the device anyway."""
+    """Whether the host detects a step with zero weight; on XLA only if it synchronizes for another reason."""
     return backend != "xla" or name != "careless"
 
 
-def test_the_scenario_has_idle_cores_long_and_short_samples_and_such_as_weigh_nothing():
+def test_scenario_covers_idle_cores_long_short_and_zero_weight_samples():
     steps = scenarios.steps_of_samples()
     counts = [[scenarios.num_targets(samples) for samples in minibatches] for minibatches in steps]
     assert any(len(minibatches) < 4 for minibatches in steps)
@@ -80,7 +80,7 @@ def test_weights_are_those_of_the_mean_over_all_tokens(results_on, backend, core
 
 
 @on_all_cores
-def test_weights_of_adams_rules_are_those_of_losses_that_make_up_for_the_lengths(results_on, backend, cores):
+def test_weights_of_adam_rules_equal_those_of_length_corrected_losses(results_on, backend, cores):
     for name, dtype, _, result in runs_of(results_on, backend, cores, BY_MEANS):
         expected = scenarios.train_by_means(*RUNS[name][:2])
         assert difference(result["state"], expected) < tolerance(name, dtype), (name, dtype)
@@ -98,20 +98,20 @@ def test_rules_that_measure_follow_the_formulas_per_token(results_on, backend, c
 
 
 @on_all_cores
-def test_a_step_that_is_known_to_weigh_nothing_is_skipped_on_all_cores(results_on, backend, cores):
+def test_step_with_known_zero_weight_is_skipped_on_all_cores(results_on, backend, cores):
     for name, dtype, rank, result in runs_of(results_on, backend, cores, ALL_RUNS):
         expected = [step != 6 or not is_told(backend, name) for step in range(len(TRACE))]
         assert result["updates"] == expected, (name, dtype, rank)
 
 
 @on_all_cores
-def test_stand_ins_do_not_weigh(results_on, backend, cores):
+def test_padding_minibatches_have_no_weight(results_on, backend, cores):
     for name, dtype, rank, result in runs_of(results_on, backend, cores, ALL_RUNS):
         assert result["weight_done"] == sum(LENGTHS[: sum(TRACE)]) - sum(TRACE), (name, dtype, rank)
 
 
 @on_all_cores
-def test_the_log_shows_the_mean_loss_of_a_token_and_the_tokens_seen(results_on, backend, cores):
+def test_log_shows_the_mean_loss_per_token_and_the_tokens_seen(results_on, backend, cores):
     ends = [sum(TRACE[:step]) for step in range(LOG_STEPS, len(TRACE) + 1, LOG_STEPS)]
     for name, dtype, rank, result in runs_of(
         results_on, backend, cores, ("linear", "careless", "kept", "exact", "measured")
@@ -128,7 +128,7 @@ def test_the_log_shows_the_mean_loss_of_a_token_and_the_tokens_seen(results_on, 
 
 
 @on_all_cores
-def test_measuring_noise_under_any_rule_finds_what_adascale_finds_and_changes_no_weight(results_on, backend, cores):
+def test_measuring_noise_under_any_rule_equals_adascale_and_changes_no_weights(results_on, backend, cores):
     for results in results_on(backend, cores):
         for dtype in {key[1] for key in results if key[0] == "measured"}:
             measured, adascale = results["measured at rest", dtype], results["adascale at rest", dtype]
@@ -142,7 +142,7 @@ def test_measuring_noise_under_any_rule_finds_what_adascale_finds_and_changes_no
 
 @pytest.mark.parametrize(("backend", "cores"), CORES[:3])
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_a_weight_may_be_any_kind_of_number(results_on, backend, cores, kind):
+def test_weight_may_be_any_type_of_number(results_on, backend, cores, kind):
     for results in results_on(backend, cores):
         expected = results["adascale", torch.float64]
         assert difference(results[kind]["state"], expected["state"]) == 0
@@ -150,7 +150,7 @@ def test_a_weight_may_be_any_kind_of_number(results_on, backend, cores, kind):
         assert results[kind]["weight_done"] == expected["weight_done"]
 
 
-def test_equal_weights_would_have_been_another_result():
+def test_equal_weights_give_a_different_result():
     state, _ = scenarios.train_plainly("linear")
     model = scenarios.reader()
     sampler = vbs.CustomSampler(dataset_size=len(LENGTHS), trace=TRACE, minibatch_size=MINIBATCH, shuffle=False)

@@ -1,4 +1,4 @@
-"""What policies decide is a trace, which gives the same weights again: on the same cores to the last bit."""
+"""Decisions of policies form a trace that replays to the same weights: to the last bit on the same cores."""
 
 import policy_runs
 import pytest
@@ -14,7 +14,7 @@ def stopped(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found_on(on_cores, stopped):
-    """Every policy on 1, 2 and 3 cores; and a run that is stopped on 2 of them, goes on on 3 and ends on 1."""
+    """Every policy on 1, 2 and 3 cores; and a run that is stopped on 2 cores, resumed on 3 and completed on 1."""
     found = {}
     for cores, stop_after in ((2, 13), (3, 31)):
         found[cores] = on_cores(cores, policy_runs.run_all, "gloo", stopped, stop_after)
@@ -28,7 +28,7 @@ def largest_difference(some, others):
 
 @pytest.mark.parametrize("cores", [1, 2, 3])
 @pytest.mark.parametrize("name", policy_runs.POLICIES)
-def test_all_cores_decide_the_same_and_replay_to_the_same_bits(found_on, cores, name):
+def test_all_cores_make_the_same_decisions_and_replay_bit_for_bit(found_on, cores, name):
     results = [result[name] for result in found_on[cores]]
     for result in results:
         assert result["rows"] == results[0]["rows"]
@@ -39,30 +39,30 @@ def test_all_cores_decide_the_same_and_replay_to_the_same_bits(found_on, cores, 
 
 @pytest.mark.parametrize("cores", [2, 3])
 @pytest.mark.parametrize("name", ["autoscale", "norm test", "function"])
-def test_they_replay_to_the_same_weights_on_one_core(found_on, cores, name):
+def test_decisions_replay_to_the_same_weights_on_one_core(found_on, cores, name):
     result = found_on[cores][0][name]
     assert largest_difference(policy_runs.train(result["rows"])[0], result["weights"]) < 1e-9
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3])
-def test_in_exact_mode_they_replay_to_the_same_bits_on_one_core(found_on, cores):
+def test_decisions_replay_bit_for_bit_on_one_core_in_exact_mode(found_on, cores):
     weights, rows = found_on[cores][0]["exact"]
     assert len(set(rows)) > 1
     replayed = policy_runs.train(rows, exact=True)[0]
     assert all(torch.equal(replayed[name], weights[name]) for name in weights)
 
 
-def test_a_run_goes_on_on_other_cores_and_its_executed_trace_gives_the_same_weights(found_on, stopped):
+def test_run_resumes_on_other_cores_and_its_executed_trace_gives_the_same_weights(found_on, stopped):
     weights, rows = policy_runs.train(policy_runs.POLICIES["autoscale"](), directory=stopped)
     trace = vbs.Trace.read(stopped / "executed.csv")
     assert list(trace) == rows
     assert rows[0] % (2 * policy_runs.MINIBATCH) == 0
-    assert rows[13 + 10] % (3 * policy_runs.MINIBATCH) == 0  # all three are equally deep
+    assert rows[13 + 10] % (3 * policy_runs.MINIBATCH) == 0  # all three have the same depth
     assert largest_difference(policy_runs.train(stopped / "executed.csv")[0], weights) < 1e-9
 
 
 @pytest.mark.xla
-def test_policies_decide_alike_on_virtual_xla_cores_and_replay_to_the_same_weights():
+def test_policies_make_the_same_decisions_on_virtual_xla_cores_and_replay_to_the_same_weights():
     results = vbs.launch(policy_runs.run_all, ("xla", None, None), cores=4, backend="xla")
     for name in policy_runs.POLICIES:
         for result in results:

@@ -37,7 +37,7 @@ def test_betas_that_have_not_varied_need_no_correction():
 
 @pytest.mark.parametrize("groups", [[{"lr": 1, "betas": (0, 0)}], [{"lr": 1, "eps": 1}], [SETTINGS, {"lr": 1}]])
 def test_every_group_must_have_betas_and_eps(groups):
-    with pytest.raises(ValueError, match=r"^`inner` must be an Adam-style optimizer with betas and eps, got Lion$"):
+    with pytest.raises(ValueError, match=r"^`inner` must be an Adam-style optimizer with betas and eps, got Lion"):
         check_adam("Lion", groups)
 
 

@@ -78,10 +78,8 @@ def test_the_gain_at_the_reference_is_exactly_one():
     assert Noise(7.3, 0.2).gain(128, 128) == 1.0
 
 
-def test_noise_scale_and_efficiency():
-    noise = Noise(variance=100.0, square_norm=0.5)
-    assert noise.scale == 200
-    assert noise.efficiency(400, 100) == noise.gain(400, 100) / 4
+def test_noise_scale():
+    assert Noise(variance=100.0, square_norm=0.5).scale == 200
     assert Noise(1.0, 0.0).scale == float("inf")
 
 
@@ -97,16 +95,10 @@ def test_negative_square_norm_counts_as_zero():
 
 
 def test_noise_of_unequal_minibatches_by_hand():
-    # Σ w/b = 1/4 + 1/4, Σ w²/b = 1/16 + 3/16, L = 8/4 + 3 = 5: V = (5 − 3)/(1/2 − 1/4), G² = 3 − 8/4
-    found = Noise.from_weighted_norms([8.0, 4.0], 3.0, weights=[0.25, 0.75], sizes=[1, 3])
+    # sizes 1 and 3, ‖g_i‖² 8 and 4: Σ w/b = 1/4 + 1/4, Σ w²/b = 1/16 + 3/16, L = 8/4 + 3 = 5,
+    # V = (5 − 3)/(1/2 − 1/4), G² = 3 − 8/4
+    found = Noise.from_norms(5.0, 3.0, batch_size=4, num_minibatches=2)
     assert vars(found) == pytest.approx({"variance": 8.0, "square_norm": 1.0})
-
-
-@pytest.mark.parametrize("wrong", [{"squares": [8.0]}, {"weights": [1.0]}, {"sizes": [1]}])
-def test_every_minibatch_must_have_a_square_a_weight_and_a_size(wrong):
-    right = {"squares": [8.0, 4.0], "weights": [0.25, 0.75], "sizes": [1, 3]}
-    with pytest.raises(ValueError, match="argument 2 is"):
-        Noise.from_weighted_norms(square_of_mean=3.0, **{**right, **wrong})
 
 
 def test_decay_by_hand():
@@ -138,7 +130,7 @@ def draw_norms(rng, sizes, weights, *, true_gradient, deviation):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("is_even", [True, False], ids=["equal minibatches", "unequal minibatches and weights"])
+@pytest.mark.parametrize("is_even", [True, False], ids=["equal minibatches", "minibatches weighted by their sizes"])
 def test_the_estimates_are_unbiased(kind, is_even):
     size, deviation = KINDS[kind]
     true_gradient = np.full(200, size, dtype=np.float32)
@@ -147,10 +139,10 @@ def test_the_estimates_are_unbiased(kind, is_even):
     estimates = []
     for n in rng.integers(2, 65, 12_000):
         sizes = np.full(n, 8) if is_even else rng.integers(1, 33, n)
-        weights = sizes if is_even else sizes * rng.uniform(0.5, 1.5, n)
-        weights = weights / weights.sum()
+        weights = sizes / sizes.sum()
         squares, square = draw_norms(rng, sizes, weights, true_gradient=true_gradient, deviation=deviation)
-        estimates.append(Noise.from_weighted_norms(squares, square, weights=weights.tolist(), sizes=sizes.tolist()))
+        mean_of_squares, batch_size = float(weights @ squares), int(sizes.sum())
+        estimates.append(Noise.from_norms(mean_of_squares, square, batch_size=batch_size, num_minibatches=n))
     mean = Noise(np.mean([e.variance for e in estimates]), np.mean([e.square_norm for e in estimates]))
     assert mean.variance == pytest.approx(true.variance, rel=0.01)
     standard_error = np.std([e.square_norm for e in estimates]) / len(estimates) ** 0.5
@@ -174,11 +166,3 @@ def test_gain_is_correct_at_every_size_while_batch_sizes_jump(kind):
         average.add(noise, scale=n / 8)
         if step >= 300:
             assert average.noise.gain(8 * n, 64) == pytest.approx(true.gain(8 * n, 64), rel=0.05)
-
-
-def test_equal_minibatches_are_a_special_case_of_weighted_ones():
-    rng, true_gradient = np.random.default_rng(2), np.ones(10, dtype=np.float32)
-    squares, square = draw_norms(rng, np.full(5, 4), np.full(5, 0.2), true_gradient=true_gradient, deviation=1.0)
-    equal = Noise.from_norms(sum(squares) / 5, square, batch_size=20, num_minibatches=5)
-    weighted = Noise.from_weighted_norms(squares, square, weights=[0.2] * 5, sizes=[4] * 5)
-    assert vars(equal) == pytest.approx(vars(weighted))

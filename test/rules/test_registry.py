@@ -35,8 +35,8 @@ def test_one_setting_may_follow_the_name():
     ("name", "message"),
     [
         ("legw", "`rule` legw needs warmup_samples, as in legw:5000, got 'legw'"),
-        ("legw:", "`rule` legw must be followed by an integer, its warmup_samples, got 'legw:'"),
-        ("legw:5K", "`rule` legw must be followed by an integer, its warmup_samples, got 'legw:5K'"),
+        ("legw:", "`rule` legw must be followed by an integer warmup_samples, got 'legw:'"),
+        ("legw:5K", "`rule` legw must be followed by an integer warmup_samples, got 'legw:5K'"),
         ("legw:0", "`warmup_samples` must be positive, got 0"),
         ("adam:ode", "`form` must be one of 'sde', 'half-life', got 'ode'"),
         ("linear:2", "`rule` linear takes no setting after a colon, got 'linear:2'"),

@@ -1,4 +1,4 @@
-"""Checkpoint: what it refuses, what it keeps, and that nothing is ever lost."""
+"""Checkpoint: errors, kept files, and no lost state."""
 
 import io
 import itertools
@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import stoppable_run
@@ -44,7 +45,7 @@ def train(checkpoint, sampler, optimizer, model, epochs=2):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A directory with the checkpoint of a run that has ended."""
+    """A directory with the checkpoint of a completed run."""
     train(*make(tmp_path))
     return tmp_path
 
@@ -72,16 +73,16 @@ def contents(directory):
         ({"seed": 3, "dataset_size": 44}, "dataset_size was 40 and is 44; seed was 0 and is 3"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused_with_what_differs(saved, change, said):
+def test_checkpoint_of_another_run_raises_and_names_the_difference(saved, change, said):
     before = contents(saved)
     with pytest.raises(ValueError, match=rf"step-000000004\.pt was saved by another run: {said}"):
         make(saved, **change)
     assert contents(saved) == before
 
 
-def test_a_checkpoint_of_another_model_is_refused(saved):
+def test_checkpoint_of_another_model_raises(saved):
     before = contents(saved)
-    with pytest.raises(ValueError, match=r"step-000000004\.pt does not fit the model: .*"):
+    with pytest.raises(ValueError, match=r"step-000000004\.pt does not match the model: .*"):
         make(saved, model=nn.Linear(6, 2))
     assert contents(saved) == before
 
@@ -93,12 +94,14 @@ def test_the_number_of_schedulers_must_be_the_same(saved):
 
 
 @pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.99])
-def test_a_file_that_was_cut_short_is_refused_and_left_alone(saved, share):
+def test_truncated_file_raises_and_is_not_modified(saved, share):
     path = saved / "step-000000009.pt"
     whole = (saved / "step-000000004.pt").read_bytes()
     path.write_bytes(whole[: int(share * len(whole))])
     before = contents(saved)
-    message = r"step-000000009\.pt does not load, it is cut short.*; move it away to go on from step-000000004\.pt"
+    message = (
+        r"step-000000009\.pt is truncated or is not a checkpoint: .*; move it away to resume from step-000000004\.pt"
+    )
     with pytest.raises(ValueError, match=message):
         make(saved)
     assert contents(saved) == before
@@ -106,7 +109,7 @@ def test_a_file_that_was_cut_short_is_refused_and_left_alone(saved, share):
     assert make(saved)[2].steps_done == 4
 
 
-def test_the_only_file_cut_short_is_said_to_be_the_only_one(tmp_path):
+def test_error_for_a_truncated_file_mentions_that_it_is_the_only_one(tmp_path):
     (tmp_path / "step-000000001.pt").write_bytes(b"")
     with pytest.raises(ValueError, match=r"; move it away to start from the beginning$"):
         make(tmp_path)
@@ -120,14 +123,14 @@ class Evil:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"step,batchsize\n0,32\n", "does not load"),
-        (pickle.dumps(Evil()), "does not load"),
-        ({"model": {}}, "is no checkpoint of variable_batch_size"),
-        ([1, 2], "is no checkpoint of variable_batch_size"),
+        (b"step,batchsize\n0,32\n", "is truncated or is not a checkpoint: "),
+        (pickle.dumps(Evil()), "is truncated or is not a checkpoint: "),
+        ({"model": {}}, "is not a checkpoint of variable_batch_size"),
+        ([1, 2], "is not a checkpoint of variable_batch_size"),
         ({"format": "variable_batch_size checkpoint", "version": 99}, "has version 99 of the format, expected 1"),
     ],
 )
-def test_a_foreign_file_is_refused_and_nothing_in_it_runs(tmp_path, monkeypatch, content, said):
+def test_foreign_file_raises_and_its_code_does_not_run(tmp_path, monkeypatch, content, said):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "step-000000007.pt"
     if isinstance(content, bytes):
@@ -141,7 +144,7 @@ def test_a_foreign_file_is_refused_and_nothing_in_it_runs(tmp_path, monkeypatch,
     assert not Path("evil").exists()
 
 
-def test_other_files_in_the_directory_are_left_alone_and_those_of_a_crash_cleaned_up(tmp_path):
+def test_other_files_are_not_touched_and_leftovers_of_a_crash_are_removed(tmp_path):
     (tmp_path / "notes.pt").write_text("mine")
     (tmp_path / "step-12.pt").write_text("mine, too")
     (tmp_path / "step-000000003.pt.tmp").write_bytes(b"half a checkp")
@@ -149,9 +152,9 @@ def test_other_files_in_the_directory_are_left_alone_and_those_of_a_crash_cleane
     assert sorted(contents(tmp_path)) == ["executed.csv", "notes.pt", "step-000000004.pt", "step-12.pt"]
 
 
-def test_a_directory_that_cannot_be_written_to_is_said_at_once(tmp_path):
+def test_unwritable_directory_raises_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"`directory` must be one that can be written to, got .*file/runs"):
+    with pytest.raises(ValueError, match=r"`directory` must be writable, got .*file/runs"):
         make(tmp_path / "file" / "runs")
 
 
@@ -169,13 +172,13 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_a_directory_that_is_gone_is_said(tmp_path):
+def test_removed_directory_raises(tmp_path):
     checkpoint, sampler, optimizer, model = make(tmp_path / "run", every_steps=1)
     train(checkpoint, sampler, optimizer, model, epochs=1)
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(OSError, match=r"step-000000003\.pt could not be written: .*No such file or directory"):
         checkpoint.save()
-    assert not (tmp_path / "run").exists()  # another disk may be meant to be there
+    assert not (tmp_path / "run").exists()  # the intended disk may not be mounted
 
 
 # ------------------------------------------------------------------------------------------------------- what is saved
@@ -189,7 +192,7 @@ def test_it_loads_without_unpickling_anything_but_tensors_and_primitives(saved):
     assert {type(leaf) for leaf in leaves} <= {torch.Tensor, int, float, str, bool, type(None)}
 
 
-def test_numbers_of_numpy_become_plain_and_other_objects_are_refused(tmp_path):
+def test_numpy_numbers_are_converted_and_other_objects_raise(tmp_path):
     import numpy as np
 
     class Odd:
@@ -213,12 +216,111 @@ def test_numbers_of_numpy_become_plain_and_other_objects_are_refused(tmp_path):
     assert contents(tmp_path / "b") == {}
 
 
-def test_it_saves_every_n_steps_and_keeps_some(tmp_path):
+class Counting(nn.Sequential):
+    """A model whose extra state is whatever `seen` is."""
+
+    seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen, "as a tensor": torch.tensor(1.5)}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+        assert state["as a tensor"] == 1.5
+
+
+def counting(*seen):
+    model = nn.Sequential(nn.Linear(6, 3), *(Counting() for _ in seen))
+    for module, value in zip(model[1:], seen, strict=True):
+        module.seen = value
+    return model
+
+
+@pytest.mark.parametrize("format", ["file", "sharded"])
+def test_extra_state_of_any_type_is_restored(tmp_path, format):
+    train(*make(tmp_path, model=counting([3, "x"], None), format=format, inner=Remembering))
+    *_, optimizer, model = make(tmp_path, model=counting(0, 0), inner=Remembering)
+    assert [module.seen for module in model[1:]] == [[3, "x"], None]
+    states = optimizer.inner.state_dict()["state"]
+    assert (states[0], states[1]["nested"][0].shape, states["updates"]) == (4, (3,), 4)
+
+
+class Remembering(torch.optim.SGD):
+    """Its state of a parameter is a number, or a tensor in a list; one number is of no parameter."""
+
+    kept = staticmethod(lambda p, before: {"nested": [p.detach().clone()]} if p.dim() == 1 else (before or 0) + 1)
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.state["updates"] = self.state.get("updates", 0) + 1
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = self.kept(p, self.state.get(p))
+
+
+class Unsaveable(Remembering):
+    kept = staticmethod(lambda p, before: {"generator": torch.Generator()})
+
+
+class Pair(NamedTuple):
+    one: int
+
+
+class Forgetful(Counting):
+    set_extra_state = nn.Module.set_extra_state
+
+
+class Attributes(Counting):
+    def set_extra_state(self, state):
+        self.seen = state["seen"].one
+
+
+@pytest.mark.parametrize(
+    ("kind", "seen", "said"),
+    [
+        (Counting, io.BytesIO(), "only, got BytesIO at state['model']['1._extra_state']['seen']"),
+        (Forgetful, 0, "1._extra_state of the model's state can be saved, but not loaded: Reached a code path"),
+        (Attributes, Pair(1), "1._extra_state of the model's state can be saved, but not loaded: 'tuple' object"),
+    ],
+)
+def test_model_state_that_cannot_be_restored_raises_at_the_start(tmp_path, kind, seen, said):
+    model = nn.Sequential(nn.Linear(6, 3), kind())
+    model[1].seen = seen
+    with pytest.raises(ValueError, match=re.escape(said)):
+        make(tmp_path, model=model)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("format", ["file", "sharded"])
+def test_optimizer_state_that_cannot_be_saved_raises_after_the_first_step(tmp_path, format, asynchronous):
+    checkpoint, sampler, optimizer, model = make(tmp_path, inner=Unsaveable, format=format, asynchronous=asynchronous)
+    with pytest.raises(ValueError, match=r"got Generator at state\['optimizer'\]\['state'\]\[0\]\['generator'\]"):
+        train(checkpoint, sampler, optimizer, model)
+    assert optimizer.steps_done == 1
+
+
+def test_state_is_tried_out_without_the_contents_of_tensors():
+    weight = torch.ones(3)
+    state = {"model": {"weight": weight, "parameter": nn.Parameter(weight), "a._extra_state": weight}, "step": 1}
+    loaded = state_file.in_memory(state)
+    torch.testing.assert_close(loaded["model"].pop("a._extra_state"), weight)
+    assert loaded == {"model": {"weight": None, "parameter": None}, "step": 1}
+
+
+class Tagged(torch.Tensor):
+    """A subclass that torch.load does not accept."""
+
+
+def test_tensor_subclass_that_does_not_load_raises():
+    with pytest.raises(ValueError, match=r"not loaded: Unsupported global: GLOBAL .*Tagged was not .*; convert it"):
+        state_file.in_memory({"weight": torch.ones(3).as_subclass(Tagged)})
+
+
+def test_checkpoint_saves_every_n_steps_and_keeps_some(tmp_path):
     train(*make(tmp_path, trace=(4,) * 20, every_steps=3, keep=3))
     assert [path.name[-6:] for path in state_file.checkpoints(tmp_path)] == ["015.pt", "018.pt", "020.pt"]
 
 
-def test_it_saves_every_n_seconds(tmp_path):
+def test_checkpoint_saves_every_n_seconds(tmp_path):
     train(*make(tmp_path, every_seconds=1e-9, keep=100))
     assert len(state_file.checkpoints(tmp_path)) == 4
     other = tmp_path / "other"
@@ -226,7 +328,7 @@ def test_it_saves_every_n_seconds(tmp_path):
     assert len(state_file.checkpoints(other)) == 1  # the end
 
 
-def test_a_run_that_has_ended_has_no_epochs_left_and_can_be_made_longer(saved):
+def test_completed_run_has_no_epochs_left_and_can_be_extended(saved):
     checkpoint, *_ = make(saved)
     assert list(checkpoint.epochs(2)) == []
     checkpoint, *_ = make(saved, trace=(8, 16, 8, 24))
@@ -240,18 +342,18 @@ def test_none_saves_nothing(tmp_path, monkeypatch):
     assert contents(tmp_path) == {}
 
 
-def test_it_says_where_it_goes_on(saved, caplog):
+def test_resume_position_is_logged(saved, caplog):
     with caplog.at_level(logging.INFO):
         make(saved)
-    assert re.search(r"going on from .*step-000000004\.pt: epoch 2, step 0 of it", caplog.text)
+    assert re.search(r"resuming from .*step-000000004\.pt at epoch 2, step 0", caplog.text)
 
 
-def test_saving_in_the_middle_of_a_step_is_refused(tmp_path):
+def test_saving_in_the_middle_of_a_step_raises(tmp_path):
     checkpoint, sampler, optimizer, model = make(tmp_path)
     for _ in checkpoint.epochs(1):
         model(torch.ones(len(next(iter(sampler))), 6)).sum().backward()
         optimizer.step()
-        message = "save() was called in the middle of a step: call it when optimizer.step() has completed one"
+        message = "save() was called in the middle of a step: call it after optimizer.step() has completed one"
         with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
             checkpoint.save()
         break
@@ -274,13 +376,13 @@ def test_an_epoch_may_be_left_in_the_middle_of_a_step(tmp_path):
     assert list(vbs.Trace.read(tmp_path / "executed.csv")) == [8]
 
     alone, sampler, optimizer, model = make(None)
-    train_and_leave_each_epoch_after(2, alone, sampler, optimizer, model)  # nothing is left of the unfinished steps
+    train_and_leave_each_epoch_after(2, alone, sampler, optimizer, model)  # nothing remains of the incomplete steps
     assert stoppable_run.same(dict(model.named_parameters()), dict(parts[-1].named_parameters()))
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 2, 3, 5, 6])  # of two steps of 2 and 4, then two of 2 and 6
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_loop_that_was_interrupted_goes_on_where_it_was_when_it_is_run_again(tmp_path, num_minibatches, saves):
+def test_interrupted_loop_resumes_when_run_again(tmp_path, num_minibatches, saves):
     parts = checkpoint, sampler, optimizer, model = make(tmp_path if saves else None, every_steps=1)
     with pytest.raises(KeyboardInterrupt):
         for _ in checkpoint.epochs(2):
@@ -300,14 +402,14 @@ def test_a_loop_that_was_interrupted_goes_on_where_it_was_when_it_is_run_again(t
 
 @pytest.fixture
 def survives_sigterm():
-    """Lets the tests go on if SIGTERM is not obeyed."""
+    """Lets the tests continue if SIGTERM is not handled."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     yield
     signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.usefixtures("survives_sigterm")
-def test_told_to_stop_it_saves_where_the_epoch_was_left_in_the_middle_of_a_step(tmp_path):
+def test_stop_request_saves_if_the_epoch_was_left_in_the_middle_of_a_step(tmp_path):
     with pytest.raises(SystemExit) as caught:
         train_and_leave_each_epoch_after(3, *make(tmp_path), after=lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert caught.value.code == vbs.EXIT_STOPPED
@@ -317,18 +419,18 @@ def test_told_to_stop_it_saves_where_the_epoch_was_left_in_the_middle_of_a_step(
 
 @pytest.mark.usefixtures("survives_sigterm")
 @pytest.mark.parametrize("is_saved", [True, False])
-def test_told_to_stop_it_says_where_it_has_saved(tmp_path, caplog, is_saved):
+def test_stop_request_logs_the_saved_position(tmp_path, caplog, is_saved):
     checkpoint, sampler, optimizer, model = make(tmp_path if is_saved else None)
     model.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as caught:
         train(checkpoint, sampler, optimizer, model)
     assert caught.value.code == vbs.EXIT_STOPPED
-    said = "told to stop: ended after 1 steps" + (f", saved in {tmp_path}" if is_saved else "")
+    said = "stop requested: ended after 1 steps" + (f", saved in {tmp_path}" if is_saved else "")
     assert caplog.record_tuples == [("variable_batch_size.runs.checkpoint", logging.WARNING, said)]
     assert len(state_file.checkpoints(tmp_path)) == is_saved
 
 
-def test_a_trace_that_is_too_short_is_said_before_anything_is_trained():
+def test_too_short_trace_raises_before_training():
     with pytest.raises(ValueError, match="trace holds 2 epochs of 40 samples, got epoch 2"):
         next(make(None)[0].epochs(3))
 
@@ -360,7 +462,7 @@ def test_the_number_of_epochs_is_checked():
 # ------------------------------------------------------------------------------------------------- the executed trace
 
 
-def test_the_executed_trace_is_what_was_done_and_gives_the_same_weights_again(tmp_path):
+def test_executed_trace_contains_the_completed_steps_and_replays_to_the_same_weights(tmp_path):
     result = stoppable_run.run_and_stop(tmp_path / "run", (14, 1), Settings(every_steps=4))
     path = tmp_path / "run" / "executed.csv"
     assert tuple(vbs.Trace.read(path)) == SIZES[:NUM_STEPS]
@@ -369,12 +471,12 @@ def test_the_executed_trace_is_what_was_done_and_gives_the_same_weights_again(tm
     assert stoppable_run.same(replayed["model"], result["model"])
 
 
-def test_the_executed_trace_of_an_endless_one_ends(tmp_path):
+def test_executed_trace_of_an_endless_trace_is_finite(tmp_path):
     train(*make(tmp_path, trace=8))
     assert list(vbs.Trace.read(tmp_path / "executed.csv")) == [8] * 10
 
 
-def test_the_executed_trace_says_which_epochs_were_left_early(tmp_path):
+def test_executed_trace_marks_epochs_that_ended_early(tmp_path):
     checkpoint, sampler, optimizer, model = make(tmp_path, trace=8)
     for _ in checkpoint.epochs(2):
         for indices in sampler:
@@ -405,9 +507,9 @@ def test_a_checkpoint_is_readable_without_the_library(saved):
     assert "0.weight" in done.stdout
 
 
-def test_a_loop_over_epochs_that_is_not_the_checkpoints_is_refused(tmp_path):
+def test_custom_epoch_loop_raises(tmp_path):
     checkpoint, sampler, optimizer, model = make(tmp_path, every_steps=1)
-    message = r"^the optimizer is behind step 1 of epoch 1, and checkpoint\.epochs\(\) behind step \d+ of epoch 0: go "
+    message = r"^Optimizer is at epoch 1, step 1, but checkpoint\.epochs\(\) expected epoch 0, step \d+\. "
     with pytest.raises(RuntimeError, match=message):
         for _ in vbs.epochs(optimizer, 2):
             for indices in sampler:

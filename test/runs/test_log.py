@@ -1,4 +1,4 @@
-"""Log and its sinks: the right numbers, on any number of cores, readable by those who read them."""
+"""Log and its sinks: correct numbers on any number of cores, in readable formats."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ def losses_by_hand(sizes, losses, every):
 
 @pytest.fixture
 def logged(tmp_path, monkeypatch):
-    """The records of a run alone, and the loss of each of its minibatches."""
+    """The records of a run in one process, and the loss of each of its minibatches."""
     losses = []
     original = vbs.Log.step
 
@@ -41,7 +41,7 @@ def logged(tmp_path, monkeypatch):
     return records, losses
 
 
-def test_a_record_every_n_steps_with_everything_in_it(logged):
+def test_record_every_n_steps_contains_all_keys(logged):
     records, losses = logged
     assert [record["step"] for record in records] == [4, 8, 12, 16, 20, 24]
     expected = losses_by_hand(SIZES[:NUM_STEPS], losses, LOG_STEPS)
@@ -78,7 +78,7 @@ def test_the_gradient_norm_is_that_of_the_mean_gradient_before_clipping():
 
 
 def make(trace=(8, 16, 8, 4, 12, 8)):
-    """A run on the numbers 0, 1, 2 …, the loss of a minibatch being their mean, and what it takes to log it."""
+    """A run on the numbers 0, 1, 2 … with their mean as the loss of a minibatch."""
     model = torch.nn.Linear(1, 1, bias=False)
     sampler = vbs.CustomSampler(dataset_size=32, trace=list(trace), minibatch_size=4, shuffle=False)
     optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), sampler)
@@ -94,7 +94,7 @@ def train(model, sampler, optimizer, after_minibatch, minibatches=None):
         after_minibatch(loss)
 
 
-def test_two_logs_do_not_disturb_each_other():
+def test_two_logs_are_independent():
     model, sampler, optimizer = make()
     records = {2: [], 3: []}
     logs = [vbs.Log(optimizer, every=every, to=[of.append]) for every, of in records.items()]
@@ -109,7 +109,7 @@ def test_two_logs_do_not_disturb_each_other():
     assert [by_step[step] for step in (2, 3, 4, 6)] == pytest.approx([15.5, 27.5, 1.5, 19.5])
 
 
-def test_what_was_left_of_a_step_is_not_in_the_loss():
+def test_loss_excludes_incomplete_steps():
     model, sampler, optimizer = make()
     records = []
     log = vbs.Log(optimizer, every=1, to=[records.append])
@@ -129,25 +129,25 @@ def test_a_loss_may_be_a_number():
     assert [record["loss"] for record in records] == [3.5, 15.5]
 
 
-def test_what_is_written_besides_may_be_a_number_of_torch_or_numpy(tmp_path):
+def test_additional_values_may_be_torch_or_numpy_numbers(tmp_path):
     with vbs.Log(make()[2], every=1, to=[vbs.JsonLines(tmp_path / "log.jsonl")]) as log:
         log.write(accuracy=torch.tensor(0.5), correct=np.int64(3), best=0.75)
     (found,) = lines(tmp_path / "log.jsonl")
     assert (found["accuracy"], found["correct"], found["best"]) == (0.5, 3, 0.75)
 
 
-def test_a_log_that_is_not_given_all_losses_says_so():
+def test_log_that_misses_losses_raises():
     model, sampler, optimizer = make()
     log = vbs.Log(optimizer, every=1, to=[])
     message = (
-        r"^log\.step\(\) was called for 1 of the 2 minibatches that this core has in a step of batch size 8: call it "
-        r"after every optimizer\.step\(\), not only if that is True$"
+        r"^log\.step\(\) was called for 1 of this core's 2 minibatches in a step of batch size 8: call it after every "
+        r"optimizer\.step\(\), not only if that returns True$"
     )
     with pytest.raises(RuntimeError, match=message):
         train(model, sampler, optimizer, lambda loss: log.step(loss) if optimizer.updated else None, minibatches=2)
 
 
-def test_a_log_made_before_the_checkpoint_goes_on(tmp_path):
+def test_log_made_before_the_checkpoint_resumes(tmp_path):
     model, sampler, optimizer = make()
     checkpoint = vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer, every_steps=1)
     for _ in checkpoint.epochs(2):
@@ -194,7 +194,7 @@ def test_records_are_the_same_on_two_cores(long_runs_on, tmp_path, backend):
     for record, alone in zip(results[0]["records"], expected, strict=True):
         for name in ("epoch", "step", "samples", "batch_size", "lr", "factor", "loss", "gradient_norm"):
             assert record[name] == pytest.approx(alone[name], rel=1e-4), name
-    # of the first four steps, of 3, 1, 5 and 2 minibatches, one leaves one of two cores without work
+    # the first four steps have 3, 1, 5 and 2 minibatches; in one of them, one of two cores is idle
     assert results[0]["records"][0]["idle_share"] == 1 / 8
     if backend == "xla":
         graphs = [record["graphs"] for record in results[0]["records"]]
@@ -212,7 +212,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_json_lines_are_lines_of_json_as_soon_as_they_are_written(tmp_path):
+def test_json_lines_are_flushed_immediately(tmp_path):
     path = tmp_path / "new" / "log.jsonl"
     sink = vbs.JsonLines(path)
     sink(record(1, loss=0.5, noise_scale=math.inf, gain=math.nan))
@@ -222,7 +222,7 @@ def test_json_lines_are_lines_of_json_as_soon_as_they_are_written(tmp_path):
     sink.close()
 
 
-def test_a_run_that_goes_on_replaces_the_lines_it_does_again(tmp_path):
+def test_resumed_run_replaces_the_lines_of_repeated_steps(tmp_path):
     path = tmp_path / "log.jsonl"
     sink = vbs.JsonLines(path)
     for entry in [record(2, loss=1), record(4, loss=2), record(4, accuracy=7), record(6, loss=3), record(8, loss=4)]:
@@ -231,7 +231,7 @@ def test_a_run_that_goes_on_replaces_the_lines_it_does_again(tmp_path):
     with path.open("a") as file:
         file.write('{"epoch": 0, "st')
     sink = vbs.JsonLines(path)
-    sink(record(4, accuracy=8))  # a run that goes on at the end of an epoch
+    sink(record(4, accuracy=8))  # a run that resumes at the end of an epoch
     sink(record(6, loss=5))
     sink.close()
     expected = [record(2, loss=1), record(4, loss=2), record(4, accuracy=8), record(6, loss=5)]
@@ -239,7 +239,7 @@ def test_a_run_that_goes_on_replaces_the_lines_it_does_again(tmp_path):
 
 
 def masked_crc(data):
-    """The checksum of a record in an event file (CRC-32C, rotated), bit by bit as its definition says."""
+    """The checksum of a record in an event file (CRC-32C, rotated), bit by bit from its definition."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -250,7 +250,7 @@ def masked_crc(data):
 
 
 def events(directory):
-    """What TensorBoard reads: length, its checksum, an Event, its checksum."""
+    """The format of TensorBoard: length, its checksum, an Event, its checksum."""
     from tensorboardX.proto.event_pb2 import Event
 
     for path in sorted(directory.glob("events.out.tfevents.*")):
@@ -268,7 +268,7 @@ def scalars(directory):
     return [(value.tag, event.step, value.simple_value) for event in events(directory) for value in event.summary.value]
 
 
-def test_lines_of_somebody_else_stay_where_a_run_goes_on(tmp_path):
+def test_foreign_lines_are_kept_when_a_run_resumes(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"note": "a larger machine"}\n{"step": 1}\n{"step": 2}\n')
     sink = vbs.JsonLines(path)
@@ -277,7 +277,7 @@ def test_lines_of_somebody_else_stay_where_a_run_goes_on(tmp_path):
     assert path.read_text() == '{"note": "a larger machine"}\n{"step": 1}\n{"step": 2}\n'
 
 
-def test_tensorboard_files_hold_every_number_against_steps_and_samples(tmp_path):
+def test_tensorboard_files_have_every_number_over_steps_and_over_samples(tmp_path):
     sink = vbs.TensorBoard(tmp_path)
     sink(record(1, loss=0.5))
     sink(record(2, loss=0.25, accuracy=50.0))
@@ -293,7 +293,7 @@ def test_tensorboard_files_hold_every_number_against_steps_and_samples(tmp_path)
         assert next(event.file_version for event in events(tmp_path / axis)) == "brain.Event:2"
 
 
-def test_tensorboard_is_told_which_points_are_void_when_a_run_goes_on(tmp_path):
+def test_resumed_run_marks_repeated_points_in_tensorboard(tmp_path):
     for steps in ((1, 2, 3), (2, 3)):
         sink = vbs.TensorBoard(tmp_path)
         for step in steps:
@@ -304,7 +304,7 @@ def test_tensorboard_is_told_which_points_are_void_when_a_run_goes_on(tmp_path):
         assert restarts == [after]
 
 
-def test_the_bar_knows_its_length(capsys):
+def test_progress_bar_has_the_number_of_steps(capsys):
     bar = vbs.ProgressBar(40)
     bar(record(30, loss=0.123456))
     bar(record(40, loss=0.1))
@@ -315,7 +315,7 @@ def test_the_bar_knows_its_length(capsys):
     assert "loss=0.1235" in shown
 
 
-def test_any_callable_is_a_sink_and_log_closes_those_that_can_be(tmp_path):
+def test_any_callable_is_a_sink_and_closeable_ones_are_closed(tmp_path):
     sampler = vbs.CustomSampler(dataset_size=4, trace=[4], minibatch_size=2)
     model = torch.nn.Linear(2, 1)
     optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from variable_batch_size import Trace
+from variable_batch_size import Schedule, Trace
 from variable_batch_size.schedules.batch_sizes import ON_END, BatchSizes
 
 ROWS = st.lists(st.integers(1, 9), min_size=1, max_size=200)
@@ -62,17 +62,6 @@ def test_constant_trace_always_holds():
 
 
 def test_error_names_the_first_row_that_breaks_a_rule():
-    sizes = BatchSizes(Trace.from_sequence([*[64] * 9000, 96, 32]), "stop")
-    with pytest.raises(ValueError, match=r"^trace\[9000\]: batchsize must be even in 64ths, got 96$"):
-        sizes.check_rows(lambda rows: rows % 64 != 0, "even in 64ths")
-
-
-def test_every_row_is_checked_once():
-    seen = []
-
-    def is_wrong(rows):
-        seen.extend(rows)
-        return np.zeros(len(rows), dtype=bool)
-
-    BatchSizes(Trace.from_sequence(range(1, 9003)), "stop").check_rows(is_wrong, "anything")
-    assert seen == list(range(1, 9003))
+    trace = Trace.from_sequence([*[64] * 9000, 96, 32])
+    with pytest.raises(ValueError, match=r"^trace\[9000\]: batchsize must be a multiple of 64 .*, got 96$"):
+        Schedule(trace, dataset_size=1000, minibatch_size=64)

@@ -65,7 +65,7 @@ def assert_offsets(schedule, epoch, rank, at_once, sizes, first_step=0):
     assert next(found, None) is None
     assert schedule.num_minibatches_for(epoch, rank, first_step) == num_yielded
     if first_step == 0:
-        assert schedule.num_idle_steps(epoch, rank) == num_idle
+        assert schedule.core_idle_steps(schedule.steps(epoch))[rank] == num_idle
 
 
 # -------------------------------------------------------------------------------------------------------------- epochs
@@ -168,7 +168,7 @@ def test_epochs_of_a_long_trace_follow_the_definition(on_end, num_rows):
 def test_ten_billion_samples_are_counted():
     schedule = Schedule(Trace.constant(64), dataset_size=10**10, minibatch_size=32, num_replicas=3)
     assert [schedule.num_minibatches_for(0, rank) for rank in range(3)] == [156_250_000] * 3
-    assert [schedule.num_idle_steps(0, rank) for rank in range(3)] == [0, 0, 156_250_000]
+    assert schedule.core_idle_steps(schedule.steps(0)).tolist() == [0, 0, 156_250_000]
     assert schedule.num_minibatches_for(10**6, rank=0, first_step=156_249_999) == 1
     first = next(schedule.offsets(10**6, rank=1, at_once=3, first_step=156_249_990))
     assert first.tolist() == [64 * 156_249_990 + 32, 64 * 156_249_991 + 32, 64 * 156_249_992 + 32]
@@ -265,7 +265,7 @@ def test_in_lockstep_all_cores_run_the_same_number_of_rounds_with_padding():
         assert schedule.num_minibatches_for(0, rank) == 5
     padding = [
         [
-            [schedule.is_padding(step, rank, round) for round in range(schedule.rounds_for(step, rank))]
+            [round >= len(schedule.minibatches(step, rank)) for round in range(schedule.rounds_for(step, rank))]
             for rank in range(4)
         ]
         for step in range(3)
@@ -293,7 +293,7 @@ def test_minibatches_of_four_cores_by_hand():
     assert counts == [[1, 1, 1, 2], [1, 1, 0, 2], [0, 1, 0, 2], [0, 0, 0, 2]]
     assert [list(schedule.minibatches(3, rank)) for rank in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert [schedule.num_minibatches_for(0, rank) for rank in range(4)] == [5, 5, 5, 5]
-    assert [schedule.num_idle_steps(0, rank) for rank in range(4)] == [0, 1, 2, 3]
+    assert schedule.core_idle_steps(schedule.steps(0)).tolist() == [0, 1, 2, 3]
 
 
 def test_offsets_by_hand():

@@ -153,7 +153,7 @@ def test_an_endless_trace_has_no_stages():
 @pytest.mark.parametrize(
     ("unit", "tokens", "message"),
     [
-        ("tokens", None, "^`tokens_per_sample` must be given if `unit` is 'tokens', got None$"),
+        ("tokens", None, "^`tokens_per_sample` must be a positive integer, got None$"),
         ("tokens", 0, "^`tokens_per_sample` must be a positive integer, got 0$"),
         ("samples", 4096, "^`tokens_per_sample` must be None unless `unit` is 'tokens', got 4096 with 'samples'$"),
     ],

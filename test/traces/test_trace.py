@@ -17,7 +17,7 @@ BATCH_SIZES = st.lists(st.integers(1, 2**63 - 1), min_size=1, max_size=30)
 
 @settings(deadline=None, max_examples=100)
 @given(sizes=BATCH_SIZES)
-def test_trace_from_any_kind_of_sequence(sizes):
+def test_trace_from_any_type_of_sequence(sizes):
     for holder in (list, tuple, np.array, pd.Series, pd.Index):
         trace = Trace.from_sequence(holder(sizes))
         assert list(trace) == sizes

@@ -1,177 +1,91 @@
-"""``vbs compare``: trains with every rule on every trace from every seed, and makes a page of what came out."""
+"""``vbs compare`` and ``vbs report``: train with every rule on every trace, and write a page with the results."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from variable_batch_size.command.options import add_minibatch_size, positive
-from variable_batch_size.command.report import print_verdicts
-from variable_batch_size.comparison.experiment import (
-    FAILED,
-    MEASURING_RULES,
-    POLICY,
-    REFERENCE,
-    RULES,
-    UNTIL,
-    Settings,
-    default_traces,
-)
-from variable_batch_size.comparison.results import Results
+from variable_batch_size.checks import check_positive_number
+from variable_batch_size.command.options import add_minibatch, positive, print_text
+from variable_batch_size.comparison import experiment
+from variable_batch_size.comparison.experiment import POLICY, REFERENCE, Results, Settings
+from variable_batch_size.comparison.report.page import draw_picture, write_page, write_tables
+from variable_batch_size.comparison.report.summary import arms_of, verdict
 from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Situation
-from variable_batch_size.schedules.batch_sizes import ON_END, OnEnd
+from variable_batch_size.schedules.batch_sizes import ON_END
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Trace
 
-EXIT_INTERRUPTED = 130
+if TYPE_CHECKING:
+    from variable_batch_size.comparison.workload import Workload
 
 _DEFAULT_RULES = "linear,root,adascale,constant"
-_DEVICES = ("cpu", "cuda", "xla")
-_OPTIMIZER_SETTINGS = ("lr", "momentum", "betas", "weight_decay", "nesterov")
-_PACKAGES = ("variable_batch_size", "torch", "torch_xla", "numpy")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rules",
-        default=_DEFAULT_RULES,
-        help=f"some of {', '.join(RULES)}, with commas and no blanks between them; legw:5000 and adam:half-life give a "
-        f"rule its setting (default: {_DEFAULT_RULES})",
-    )
-    parser.add_argument(
-        "--traces",
-        nargs="+",
-        metavar="FILE",
-        help=f"trace files, or policies such as {POLICY}autoscale:max_batch_size=1024 (default: a ramp and a spot "
-        "market)",
-    )
-    parser.add_argument(
-        "--seeds", type=positive, default=3, metavar="N", help="how many runs of each rule on each trace (default: 3)"
-    )
-    parser.add_argument(
-        "--workload",
-        default="digits",
-        metavar="NAME",
-        help="what to train: digits, mnist, cifar10, or module:function of your own, which returns a "
-        "variable_batch_size.Workload (default: digits)",
-    )
-    parser.add_argument("--datadir", metavar="DIR", help="where mnist or cifar10 is: torchvision's files or NAME.npz")
-    parser.add_argument("--out", default="results", metavar="DIR", help="for the results (default: results)")
-    parser.add_argument(
-        "--jobs", type=positive, metavar="N", help="runs at once (default: one for each CPU; on others 1)"
-    )
-    parser.add_argument(
-        "--executor",
-        metavar="FILE.py:FUNCTION",
-        help="a function of yours that returns a concurrent.futures.Executor, such as that of a cluster: it makes "
-        "the runs instead of processes of this machine",
-    )
-    parser.add_argument(
-        "--until",
-        choices=UNTIL,
-        default="samples",
-        help="when runs end: after as many samples as the yardstick; or when AdaScale has made as much progress, and "
-        "the other rules as many updates as AdaScale (default: samples)",
-    )
-    parser.add_argument(
-        "--samples",
-        type=positive,
-        metavar="N",
-        help="samples to train on (default: the workload's, or what the traces hold)",
-    )
-    parser.add_argument(
-        "--on-end",
-        choices=ON_END,
-        help="what follows the last row of a trace (default: stop, but cycle with --until progress)",
-    )
-    parser.add_argument(
-        "--lr", type=_learning_rate, help="learning rate at the reference batch size (default: the workload's)"
-    )
-    parser.add_argument(
-        "--ref-batchsize", type=positive, metavar="B0", help="batch size of the yardstick (default: the workload's)"
-    )
-    add_minibatch_size(parser, is_required=False)
-    parser.add_argument("--device", choices=_DEVICES, default="cpu", help="what to train on (default: cpu)")
-    parser.add_argument("--cores", type=positive, default=1, metavar="C", help="cores that share each run (default: 1)")
-    parser.add_argument(
-        "--threads", type=positive, default=1, metavar="N", help="CPU threads of each core (default: 1)"
-    )
-    parser.add_argument(
-        "--exact", action="store_true", help="runs with the same weights to the last bit on any number of cores"
-    )
-    parser.add_argument(
-        "--tests", type=positive, default=20, metavar="N", help="tests of the model in a run (default: 20)"
-    )
-    parser.add_argument(
-        "--log-steps", type=positive, metavar="N", help="steps from one record to the next (default: about 500 records)"
-    )
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    help = f"some of {', '.join(experiment.RULES)}, separated by commas, some with a setting as in legw:5000"
+    add("--rules", default=_DEFAULT_RULES, help=f"{help} (default: {_DEFAULT_RULES})")
+    help = f"trace files, or policies such as {POLICY}autoscale:max_batch_size=1024 (default: a ramp and a spot market)"
+    add("--traces", nargs="+", metavar="FILE", help=help)
+    add("--seeds", type=positive, default=3, metavar="N", help="runs of each rule on each trace (default: 3)")
+    add("--out", default="results", metavar="DIR", help="for the results (default: results)")
+    add("--jobs", type=positive, metavar="N", help="concurrent runs (default: as many as the CPUs allow; on others 1)")
+    help = "returns a concurrent.futures.Executor, such as that of a cluster, to make the runs instead of this machine"
+    add("--executor", metavar="FILE.py:FUNCTION", help=help)
+    help = "end with as many samples, or as much progress of AdaScale, as the yardstick (default: samples)"
+    add("--until", choices=experiment.UNTIL, default="samples", help=help)
+    help = "samples to train on (default: the workload's, or as many as the traces have)"
+    add("--samples", type=positive, metavar="N", dest="num_samples", help=help)
+    add("--on-end", choices=ON_END, help="after the last row of a trace (default: stop; cycle with --until progress)")
+    _add_training(parser)
 
 
-def run(options: argparse.Namespace) -> None:
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    help = "digits, mnist, or module:function, which returns a variable_batch_size.Workload (default: digits)"
+    add("--workload", default="digits", metavar="NAME", help=help)
+    add("--datadir", metavar="DIR", help="the directory of mnist, with torchvision's files")
+    add("--lr", type=float, help="learning rate at the reference batch size (default: the workload's)")
+    add("--ref-batchsize", type=positive, metavar="B0", help="batch size of the yardstick (default: the workload's)")
+    add_minibatch(parser, required=False)
+    add("--device", choices=experiment.DEVICES, default="cpu", help="what to train on (default: cpu)")
+    add("--cores", type=positive, default=1, metavar="C", help="cores of each run (default: 1)")
+    add("--threads", type=positive, default=1, metavar="N", help="CPU threads of each core (default: 1)")
+    add("--exact", action="store_true", help="bitwise identical weights on any number of cores")
+    add("--tests", type=positive, default=20, metavar="N", dest="num_tests", help="evaluations in a run (default: 20)")
+    add("--log-steps", type=positive, metavar="N", help="steps between log records (default: for about 500 records)")
+
+
+def run_compare(options: argparse.Namespace) -> None:
     rules = _rules(options.rules, options.until, options.on_end)
+    if options.lr is not None:
+        check_positive_number(lr=options.lr)
     if "://" in options.out:
-        raise ValueError(f"--out must be a directory of this machine, got {options.out}")
+        raise ValueError(f"--out must be a local directory, got {options.out}")
     if options.executor and options.jobs:
-        raise ValueError("--executor decides how many runs are made at once: leave --jobs out")
-    # torch comes with these, which takes seconds: after the options have been understood
+        raise ValueError("--jobs has no effect with --executor, which determines the number of concurrent runs")
+    # these import torch, which takes seconds, and so come after the options are parsed
     from variable_batch_size.comparison.compare import compare
-    from variable_batch_size.comparison.executors import load_executor
-    from variable_batch_size.comparison.train import inner_optimizer, refuse_impossible
-    from variable_batch_size.comparison.workload import load_workload, source_of
+    from variable_batch_size.comparison.train import checked_workload
 
-    workload = load_workload(options.workload, options.datadir)
-    refuse_impossible(workload, None if options.executor else options.device, rules)
-    train_size, test_size = len(workload.train), len(workload.test)  # type: ignore[arg-type]
-    ref_batchsize = options.ref_batchsize or workload.ref_batchsize
-    minibatch_size = options.minibatch_size or workload.minibatch_size
-    on_end: OnEnd = options.on_end or ("cycle" if options.until == "progress" else "stop")
-    num_samples = options.samples or workload.num_samples
-    traces: dict[str, Trace | str] = (
-        _read_traces(options.traces, 16 * ref_batchsize)
-        if options.traces
-        else {**default_traces(ref_batchsize, num_samples, train_size)}
-    )
-    files = {name: trace for name, trace in traces.items() if isinstance(trace, Trace)}
-    for trace in [Trace.constant(ref_batchsize), *files.values()]:
-        Schedule(trace, dataset_size=train_size, minibatch_size=minibatch_size)  # refuses what does not fit
-    for policy in [trace for trace in traces.values() if isinstance(trace, str)]:
-        _refuse_policy(policy, options.cores, minibatch_size, ref_batchsize, train_size)
-    if on_end == "stop":
-        num_samples = _num_samples(files, num_samples, is_asked_for=options.samples is not None)
-    settings = Settings(
-        workload=options.workload,
-        source=source_of(options.workload),
-        optimizer=_in_words(inner_optimizer(workload, workload.model(), options.lr)),
-        train_size=train_size,
-        test_size=test_size,
-        metric_name=workload.metric_name,
-        unit=workload.unit,
-        is_higher_better=workload.is_higher_better,
-        device=options.device,
-        cores=options.cores,
-        threads=options.threads,
-        minibatch_size=minibatch_size,
-        ref_batchsize=ref_batchsize,
-        lr=options.lr,
-        num_samples=num_samples,
-        until=options.until,
-        on_end=on_end,
-        num_tests=options.tests,
-        log_steps=options.log_steps,
-        exact=options.exact,
-    )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interruption, too: workers must not be left behind
+    device = None if options.executor else options.device
+    workload = checked_workload(options.workload, options.datadir, device, rules)
+    settings, traces = _settings(options, workload)
+    default_jobs = (os.cpu_count() or 1) // (options.cores * options.threads) if options.device == "cpu" else 1
+    # handled like an interruption, to stop the worker processes
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         compare(
             settings,
@@ -179,109 +93,123 @@ def run(options: argparse.Namespace) -> None:
             rules=rules,
             num_seeds=options.seeds,
             directory=Path(options.out),
-            jobs=options.jobs or _jobs(options),
+            jobs=options.jobs or max(1, default_jobs),
             datadir=options.datadir,
-            origin={"command": options.command, "versions": _versions(), "commit": _commit()},
-            make_executor=load_executor(options.executor) if options.executor else None,
+            origin=_origin(options.command),
+            executor=options.executor,
         )
     except KeyboardInterrupt:
-        sys.stderr.write(f"vbs: interrupted; the same command goes on with what {options.out} does not hold yet\n")
-        sys.exit(EXIT_INTERRUPTED)
+        sys.stderr.write(f"vbs: interrupted; the same command resumes with the runs missing in {options.out}\n")
+        sys.exit(130)
     results = Results(Path(options.out))
-    print_verdicts(results)
-    num_failed = sum(outcome.status == FAILED for _, outcome in results.runs())
+    _print_verdicts(results)
+    num_failed = sum(outcome.status == experiment.FAILED for _, outcome in results.runs())
     if num_failed:
-        raise ValueError(f"{num_failed} runs failed: the page says why, and the same command tries them again")
+        raise ValueError(f"{num_failed} runs failed: the page has the reasons, and the same command retries them")
 
 
-def _learning_rate(text: str) -> float:
-    """The type of an option that is a learning rate."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return value
+def _settings(options: argparse.Namespace, workload: Workload) -> tuple[Settings, dict[str, Trace | str]]:
+    """The settings and the traces, with defaults from the workload."""
+    from variable_batch_size.comparison.train import inner_optimizer
+    from variable_batch_size.comparison.workload import source_of
 
-
-def _in_words(optimizer: Any) -> str:
-    """The kind of an optimizer and the settings that matter here."""
-    group = optimizer.param_groups[0]
-    settings = [f"{name}={group[name]}" for name in _OPTIMIZER_SETTINGS if group.get(name)]
-    return f"{type(optimizer).__name__}({', '.join(settings)})"
+    values = {**vars(workload), **{name: value for name, value in vars(options).items() if value is not None}}
+    train_size, size, ref_batchsize = len(values["train"]), values["minibatch_size"], values["ref_batchsize"]
+    traces = _traces(options.traces or (), 16 * ref_batchsize) or {
+        **experiment.default_traces(ref_batchsize, values["num_samples"], train_size)
+    }
+    files = [trace for trace in traces.values() if isinstance(trace, Trace)]
+    for trace in [Trace.constant(ref_batchsize), *files]:
+        Schedule(trace, dataset_size=train_size, minibatch_size=size)  # raises if it does not fit
+    sizes = {"minibatch_size": size, "ref_batchsize": ref_batchsize, "capacity": train_size // size * size}
+    for policy in traces.values():
+        if isinstance(policy, str):  # raises what every run with it would raise
+            parse_policy(policy.removeprefix(POLICY)).answer(Situation(cores=options.cores, **sizes))
+    values["on_end"] = options.on_end or ("cycle" if options.until == "progress" else "stop")
+    if values["on_end"] == "stop":
+        values["num_samples"] = _num_samples(files, values["num_samples"], is_requested=options.num_samples is not None)
+    values |= {"train_size": train_size, "test_size": len(values["test"]), "source": source_of(options.workload)}
+    inner = inner_optimizer(workload, workload.model(), options.lr)
+    group, names = inner.param_groups[0], ("lr", "momentum", "betas", "weight_decay", "nesterov")
+    important = ", ".join(f"{name}={group[name]}" for name in names if group.get(name))
+    values["optimizer"] = f"{type(inner).__name__}({important})"
+    given: dict[str, Any] = {field.name: values.get(field.name) for field in fields(Settings)}
+    return Settings(**given), traces
 
 
 def _rules(text: str, until: str, on_end: str | None) -> list[str]:
     rules = text.split(",")
-    for rule in rules:
-        if rule.partition(":")[0] not in RULES or rules.count(rule) > 1:
-            raise ValueError(f"`rules` must be some of {', '.join(RULES)}, each once, got {text!r}")
+    if len(set(rules)) < len(rules) or not all(rule.partition(":")[0] in experiment.RULES for rule in rules):
+        raise ValueError(f"`rules` must be some of {', '.join(experiment.RULES)}, each once, got {text!r}")
     if until == "progress" and on_end == "stop":
-        raise ValueError(
-            "--until progress needs --on-end hold or cycle: AdaScale takes more samples than the yardstick"
-        )
-    if until == "progress" and not set(rules) & set(MEASURING_RULES):
-        raise ValueError(f"--until progress needs {' or '.join(MEASURING_RULES)} among the rules, got {text!r}")
+        needs = "--on-end hold or cycle: AdaScale may take more samples than a trace has"
+        raise ValueError(f"--until progress needs {needs}")
+    if until == "progress" and not set(rules) & set(experiment.MEASURING_RULES):
+        needs = " or ".join(experiment.MEASURING_RULES)
+        raise ValueError(f"--until progress needs {needs} among the rules, got {text!r}")
     return rules
 
 
-def _read_traces(texts: Sequence[str], largest: int) -> dict[str, Trace | str]:
-    """The traces by the names of their files, and policies by what they were asked for as."""
+def _traces(texts: Iterable[str], largest: int) -> dict[str, Trace | str]:
+    """The traces by the names of their files, and policies, which need a largest batch size, by their text as given."""
     traces: dict[str, Trace | str] = {}
     for text in texts:
+        policy = text.removeprefix(POLICY)
         name = text if text.startswith(POLICY) else Path(text).stem
         if name in traces or name == REFERENCE:
-            raise ValueError(f"each trace needs a name of its own, other than {REFERENCE!r}, got {name!r} in {text}")
-        traces[name] = _with_largest(text, largest) if text.startswith(POLICY) else Trace.read(text)
+            raise ValueError(f"each trace needs a unique name other than {REFERENCE!r}, got {name!r} in {text}")
+        if policy == text:
+            traces[name] = Trace.read(text)
+        elif "max_batch_size=" in policy or policy.isdecimal():
+            traces[name] = text
+        else:
+            traces[name] = f"{text}{',' if ':' in policy else ':'}max_batch_size={largest}"
     return traces
 
 
-def _with_largest(text: str, largest: int) -> str:
-    """A policy with a largest batch size, as that of the traces that are there by default, if it has none."""
-    if "max_batch_size=" in text or text.removeprefix(POLICY).isdecimal():
-        return text
-    return f"{text}{',' if ':' in text.removeprefix(POLICY) else ':'}max_batch_size={largest}"
-
-
-def _refuse_policy(text: str, cores: int, minibatch_size: int, ref_batchsize: int, dataset_size: int) -> None:
-    """Say at once what every run with a policy would fail by."""
-    policy = parse_policy(text.removeprefix(POLICY))
-    capacity = dataset_size // minibatch_size * minibatch_size
-    policy.answer(Situation(cores=cores, minibatch_size=minibatch_size, ref_batchsize=ref_batchsize, capacity=capacity))
-
-
-def _num_samples(traces: Mapping[str, Trace], num_samples: int, *, is_asked_for: bool) -> int:
-    """How many samples to train on: no more than every trace holds."""
-    for trace in traces.values():
-        held = int(trace.sizes.sum())
-        if is_asked_for and held < num_samples:
-            raise ValueError(
-                f"{trace.name} holds {held} samples, got --samples {num_samples}; --on-end hold or cycle goes on beyond"
-            )
-        if held < num_samples:
-            sys.stderr.write(f"all runs end after the {held:,} samples that {trace.name} holds\n")
-        num_samples = min(num_samples, held)
+def _num_samples(traces: Iterable[Trace], num_samples: int, *, is_requested: bool) -> int:
+    """The number of samples to train on, at most those of the shortest trace."""
+    for trace in traces:
+        available = int(trace.sizes.sum())
+        if is_requested and available < num_samples:
+            shorter = f"{trace.name} has only {available} samples, got --samples {num_samples}"
+            raise ValueError(f"{shorter}; --on-end hold or cycle continues after its end")
+        if available < num_samples:
+            sys.stderr.write(f"all runs end after the {available:,} samples of {trace.name}\n")
+        num_samples = min(num_samples, available)
     return num_samples
 
 
-def _jobs(options: argparse.Namespace) -> int:
-    """As many as there are processors for, where each run has its own."""
-    return max(1, (os.cpu_count() or 1) // (options.cores * options.threads)) if options.device == "cpu" else 1
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
+def _origin(command: str) -> dict[str, Any]:
+    """How to reproduce the results: the command, the versions, and the commit of the working directory, if any."""
+    versions, commit = {"python": platform.python_version()}, None
+    for package in ("variable_batch_size", "torch", "torch_xla", "numpy"):
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    with suppress(OSError, subprocess.CalledProcessError):
+        describe = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+    return {"command": command, "versions": versions, "commit": commit}
 
 
-def _commit() -> str | None:
-    """Of the repository in the working directory, if it is one."""
-    try:
-        done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
+def add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("results", metavar="DIR", help="the directory of results of vbs compare")
+    parser.add_argument("--plot", metavar="FILE", help="also draw the curves, as a .png or .svg file")
+
+
+def run_report(options: argparse.Namespace) -> None:
+    results = Results(Path(options.results))
+    results.settings()  # raises if the directory has no results
+    write_tables(results)
+    write_page(results)
+    if options.plot is not None:
+        draw_picture(results, options.plot)
+    _print_verdicts(results)
+
+
+def _print_verdicts(results: Results) -> None:
+    """Print the verdict on each trace, and the path of the page."""
+    reference, on_traces = arms_of(results)
+    for name, arms in on_traces.items():
+        print_text(f"{name}: {verdict(results.settings(), arms, reference)}")
+    print_text(f"{results.page_file}")

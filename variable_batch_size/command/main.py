@@ -1,4 +1,4 @@
-"""The command ``vbs``, whose parts are loaded when they are asked for."""
+"""The command ``vbs``: finds a subcommand and runs it. Its module is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -8,27 +8,34 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from variable_batch_size.version import __version__
 
 COMMANDS = {
-    "plan": "check a trace and say what a run with it will do",
+    "plan": "check a trace and predict what a run with it will do",
     "show": "draw a trace in the terminal",
     "make": "make a trace: constant, a ramp, stages, growth in place of a learning-rate decay, a spot market",
-    "convert": "make a trace of recorded devices, or stages of a trace",
-    "compare": "train with several learning-rate rules on several traces, and make a page of what came out",
-    "report": "make that page anew, of results that are there",
-    "profile": "measure how long minibatches take on some numbers of cores",
-    "fit": "fit a model to such a profile, for numbers of cores that were not measured",
-    "cbs": "look for the largest batch size that costs nothing, with short branches of a run",
-    "simulate": "say what policies would make of cores that come and go, before they are rented",
+    "convert": "convert recorded devices to a trace, or a trace to stages",
+    "compare": "train with several learning-rate rules on several traces, and write a page with the results",
+    "report": "write that page again from existing results",
+    "profile": "measure how long minibatches take on several numbers of cores",
+    "fit": "fit a throughput model to such a profile, to predict other numbers of cores",
+    "cbs": "search for the critical batch size with short branches of a run",
+    "simulate": "predict the decisions of policies when cores come and go, before renting them",
 }
-"""What each command does. The file of that name beside this has its ``add_options(parser)`` and ``run(options)``."""
+"""What each command does. Its module has the functions ``add_COMMAND(parser)`` and ``run_COMMAND(options)``."""
+
+MODULES = {
+    **dict.fromkeys(("show", "make", "convert"), "traces"),
+    **dict.fromkeys(("plan", "simulate", "profile", "fit", "cbs"), "planning"),
+    **dict.fromkeys(("compare", "report"), "compare"),
+}
 
 NOTES = """\
 Counts may end in K, M, B or T (thousand, million, billion, trillion).
-Exit codes: 0 all is well; 1 a file or a number is refused, or a run has failed, and standard error says where and why;
-2 the command line is not understood; 130 a comparison was interrupted.
+Exit codes: 0 success; 1 a file or value was rejected or a run failed, with the reason on standard error;
+2 invalid command line; 130 a comparison was interrupted.
 """
 
 
@@ -41,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # whoever reads, such as head, has seen enough; without this Python complains once more when it ends
+        # the reader, such as head, has closed the pipe; without this Python reports the error again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, ImportError) as error:
         sys.stderr.write(f"vbs: {error}\n")
@@ -50,25 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """All commands, but the options of only that which is asked for: the others would have to be loaded."""
-    parser = argparse.ArgumentParser(
-        prog="vbs",
-        description="Traces of a variable batch size: make, convert, check and see them before renting a machine.",
-        epilog=NOTES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """All commands, with the options of the requested one only, to import no other module."""
+    format: Any = {"epilog": NOTES, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    description = "Traces of a variable batch size: make, convert, check and see them before renting a machine."
+    parser = argparse.ArgumentParser(prog="vbs", description=description, **format)
     parser.add_argument("--version", action="version", version=f"variable_batch_size {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, help in COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=help,
-            description=help[0].upper() + help[1:] + ".",
-            epilog=NOTES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        command = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", **format)
         if name in arguments[:1]:
-            module = import_module(f"variable_batch_size.command.{name}")
-            module.add_options(command)
-            command.set_defaults(run=module.run)
+            module = import_module(f"variable_batch_size.command.{MODULES[name]}")
+            getattr(module, f"add_{name}")(command)
+            command.set_defaults(run=getattr(module, f"run_{name}"))
     return parser

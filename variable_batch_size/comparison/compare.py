@@ -1,35 +1,45 @@
-"""compare: makes all runs of an experiment that have not been made, and the tables and the page of them."""
+"""compare: makes the missing runs of an experiment, in local processes or with an executor of a cluster."""
 
 from __future__ import annotations
 
 import fcntl
+import inspect
+import io
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import signal
 import sys
+import tempfile
+import threading
+import traceback
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
-from contextlib import contextmanager
+from concurrent import futures
+from concurrent.futures import BrokenExecutor, Executor, Future
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import torch
 from tqdm import tqdm
 
-from variable_batch_size.comparison import executors
-from variable_batch_size.comparison.executors import OnExecutor, Workers
-from variable_batch_size.comparison.experiment import (
-    DIVERGED,
-    DONE,
-    FAILED,
-    MEASURING_RULES,
-    REFERENCE,
-    Outcome,
-    Run,
-    Settings,
-    runs_of,
-)
+from variable_batch_size.comparison.experiment import DONE, ENDED, FAILED, Outcome, Results, Run, Settings, runs_of
 from variable_batch_size.comparison.report.page import write_page, write_tables
 from variable_batch_size.comparison.report.summary import number
-from variable_batch_size.comparison.results import Results
 from variable_batch_size.comparison.train import train
+from variable_batch_size.comparison.workload import load_function, source_of
+from variable_batch_size.cores.launch import end_with_parent
 from variable_batch_size.traces.trace import Trace
+
+Work = tuple[Callable[..., Outcome], tuple[Any, ...], dict[str, Any]]
+"""A picklable function and its arguments."""
+
+_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_START_METHOD: Final = "spawn"  # a forked process would inherit locks held by threads of this one
+_ACCEPTED_BREAKS = 1
 
 
 def compare(
@@ -42,128 +52,306 @@ def compare(
     jobs: int,
     datadir: str | None = None,
     origin: Mapping[str, Any],
-    make_executor: Callable[[], Executor] | None = None,
+    executor: str | None = None,
 ) -> None:
-    """Make every combination of traces, rules and seeds, and the yardstick of each seed, and write what they gave.
+    """Make every combination of traces, rules and seeds, and the yardstick of each seed, and write the results.
 
-    Runs that have ended, well or diverged, are not made again; those that failed are. Results are written also when
-    this is interrupted.
-
-    Args:
-        settings: that all runs have in common.
-        traces: by name; of a policy, the text that it is parsed of.
-        rules: their names.
-        num_seeds: seeds from 0 on.
-        directory: for the results.
-        jobs: how many runs at once.
-        datadir: where the workload finds its data.
-        origin: what else belongs into experiment.json, to reproduce it.
-        make_executor: makes what the runs are given to, all at once; processes of this machine make them if None.
+    Runs that are done or diverged are not repeated; failed runs are. Results are also written after an interruption.
+    Without an executor, `jobs` local processes make the runs. `origin` tells how to reproduce the results.
     """
-    results = Results(directory)
-    runs = runs_of(list(traces), rules, num_seeds)
-    with _alone_in(directory):
+    results, runs = Results(directory), runs_of(list(traces), rules, num_seeds)
+    variables = environments(jobs, settings.cores) if settings.device == "cuda" and not executor else []
+    makers = OnExecutor(executor, results) if executor else LocalProcesses(jobs, environments=variables)
+
+    def outcomes(leaders: Mapping[Run, Run | None]) -> Iterator[tuple[Run, Outcome]]:
+        """Make runs, each after its leader, and yield each when it ends."""
+        to_do, unfinished = list(leaders), set(leaders)
+        while unfinished:
+            run = next((run for run in to_do if leaders[run] not in unfinished), None)
+            if run is None or makers.is_full:
+                run, outcome = makers.next_outcome()
+            else:
+                to_do.remove(run)
+                first = leaders[run]
+                led = None if first is None else results.read(first) or Outcome(status=FAILED)
+                if led is None or led.status != FAILED:
+                    # where the leader diverged, as many updates as the yardstick
+                    updates = led and (led.updates if led.status == DONE else settings.progress_goal)
+                    options = {"datadir": datadir, "updates": updates}
+                    makers.start(run, (train, (settings, run, results.directory), options))
+                    continue
+                outcome = Outcome(status=FAILED, reason=f"it was to make as many updates as ({first}), which failed")
+            unfinished.remove(run)
+            yield run, outcome
+
+    with _locked(directory):
         results.write_experiment(settings, origin, traces, runs)
-        makers = Workers(jobs, environments=_environments(settings, jobs))
-        _make(runs, results, settings, rules, OnExecutor(make_executor, results) if make_executor else makers, datadir)
-
-
-def _environments(settings: Settings, jobs: int) -> list[dict[str, str]]:
-    return executors.environments(jobs, settings.cores) if settings.device == "cuda" else []
+        ended = {run for run, outcome in results.runs() if outcome.status in ENDED}
+        leaders = {run: settings.leader(run, rules) for run in runs if run not in ended}
+        with tqdm(total=len(runs), initial=len(runs) - len(leaders), unit="run", dynamic_ncols=True) as bar:
+            try:
+                with makers:
+                    for run, outcome in outcomes(leaders):
+                        results.write(run, outcome)
+                        bar.update()
+                        bar.write(f"{run}: {_in_words(settings, outcome)}", file=sys.stderr)
+            finally:
+                write_tables(results)
+                write_page(results)
 
 
 @contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """Within, no other process compares into this directory."""
+def _locked(directory: Path) -> Iterator[None]:
+    """Exclude other processes that compare into this directory."""
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"another vbs compare is at work in {directory}") from None
+            raise ValueError(f"another vbs compare is running in {directory}") from None
         yield
-
-
-def _make(
-    runs: Sequence[Run],
-    results: Results,
-    settings: Settings,
-    rules: Sequence[str],
-    makers: Workers | OnExecutor,
-    datadir: str | None,
-) -> None:
-    """Make the runs that have not ended, and then, or when interrupted, the tables and the page."""
-    plan = {run: _leader(run, settings, rules) for run in runs if not _has_ended(results.read(run))}
-    with tqdm(total=len(runs), initial=len(runs) - len(plan), unit="run", dynamic_ncols=True) as bar:
-        try:
-            with makers as workers:
-                for run, outcome in _outcomes(workers, plan, results, settings, datadir):
-                    results.write(run, outcome)
-                    bar.update()
-                    bar.write(f"{run}: {_in_words(settings, outcome)}", file=sys.stderr)
-        finally:
-            write_tables(results)
-            write_page(results)
-
-
-def _has_ended(outcome: Outcome | None) -> bool:
-    return outcome is not None and outcome.status in (DONE, DIVERGED)
-
-
-def _outcomes(
-    workers: Workers | OnExecutor,
-    plan: Mapping[Run, Run | None],
-    results: Results,
-    settings: Settings,
-    datadir: str | None,
-) -> Iterator[tuple[Run, Outcome]]:
-    """Make runs, each after the one it waits for, and give each as it ends."""
-    to_do, unfinished = list(plan), set(plan)
-    while unfinished:
-        run = next((run for run in to_do if plan[run] not in unfinished), None)
-        outcome: Outcome | None
-        if run is None or workers.is_full:
-            run, outcome = workers.next_outcome()
-        else:
-            to_do.remove(run)
-            outcome = _start(workers, run, plan[run], results, settings, datadir)
-        if outcome is not None:
-            unfinished.remove(run)
-            yield run, outcome
-
-
-def _start(
-    workers: Workers | OnExecutor,
-    run: Run,
-    leader: Run | None,
-    results: Results,
-    settings: Settings,
-    datadir: str | None,
-) -> Outcome | None:
-    """Start a run; or return at once how it ended, where the one whose updates it was to make has failed."""
-    updates = None
-    if leader is not None:
-        found = results.read(leader)
-        if found is None or found.status == FAILED:
-            return Outcome(status=FAILED, reason=f"it was to make as many updates as ({leader}), which failed")
-        # where that diverged, as many as the yardstick
-        updates = found.updates if found.status == DONE else settings.progress_goal
-    options = {"datadir": datadir, "updates": updates}
-    workers.start(run, (train, (settings, run, results.directory), options))
-    return None
-
-
-def _leader(run: Run, settings: Settings, rules: Sequence[str]) -> Run | None:
-    """The run whose number of updates another makes, too: that of AdaScale, where runs end by its progress."""
-    if settings.until != "progress" or run.trace == REFERENCE or run.rule in MEASURING_RULES:
-        return None
-    return Run(run.trace, next(rule for rule in MEASURING_RULES if rule in rules), run.seed)
 
 
 def _in_words(settings: Settings, outcome: Outcome) -> str:
     if outcome.status != DONE or outcome.final_metric is None:
         return f"{outcome.status}, {outcome.reason}"
-    return (
-        f"{settings.metric_name} {number(outcome.final_metric)}{settings.unit} after {outcome.updates:,} updates, "
-        f"{outcome.samples:,} samples, {outcome.seconds:.1f} s"
-    )
+    metric = f"{settings.metric_name} {number(outcome.final_metric)}{settings.unit}"
+    return f"{metric} after {outcome.updates:,} updates, {outcome.samples:,} samples, {outcome.seconds:.1f} s"
+
+
+def environments(jobs: int, cores: int) -> list[dict[str, str]]:
+    """The environment of each of `jobs` processes with `cores` cores each, which train on GPUs 0, 1, 2 …
+
+    Every process sees all GPUs, rotated so that its core i trains on the i-th of them.
+    """
+    gpus = os.environ.get(_VARIABLE, "").split(",")
+    if gpus == [""]:
+        gpus = [str(number) for number in range(torch.cuda.device_count())]
+    starts = [job * cores % len(gpus) for job in range(jobs)] if gpus else []
+    return [{_VARIABLE: ",".join([*gpus[start:], *gpus[:start]])} for start in starts]
+
+
+class LocalProcesses(AbstractContextManager["LocalProcesses"]):
+    """Processes that each make one run after another, with additional environment variables for each process."""
+
+    def __init__(self, number: int, *, environments: Sequence[Mapping[str, str]] = ()) -> None:
+        self._environments = environments or [{}] * number
+        self._free = list(range(number))
+        self._processes: dict[int, tuple[Any, Any]] = {}  # pipes and processes
+        self._busy: dict[Any, tuple[int, Run]] = {}  # numbers of processes and their runs, by pipe
+
+    @property
+    def is_full(self) -> bool:
+        return not self._free
+
+    def start(self, run: Run, work: Work) -> None:
+        """Give a run to an idle process, or to a new one if all are busy or dead."""
+        alive = [number for number in self._free if number in self._processes and self._processes[number][1].is_alive()]
+        number = (alive or self._free)[0]
+        self._free.remove(number)
+        if not alive:
+            if number in self._processes:
+                self._processes[number][0].close()
+            context = multiprocessing.get_context(_START_METHOD)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, dict(self._environments[number])))
+            process.start()
+            theirs.close()
+            self._processes[number] = (ours, process)
+        pipe = self._processes[number][0]
+        with suppress(ConnectionError):  # next_outcome notices that the process has died
+            pipe.send(work)
+        self._busy[pipe] = (number, run)
+
+    def next_outcome(self) -> tuple[Run, Outcome]:
+        """Wait for the next run to end."""
+        pipe: Any = multiprocessing.connection.wait(list(self._busy))[0]
+        number, run = self._busy.pop(pipe)
+        self._free.append(number)
+        try:
+            return run, pipe.recv()
+        except (EOFError, ConnectionError):  # killed, for instance because the system is out of memory
+            process = self._processes[number][1]
+            process.join()
+            return run, Outcome(status=FAILED, reason=f"its process died with exit code {process.exitcode}")
+
+    def __exit__(self, *error: object) -> None:
+        for pipe, process in self._processes.values():
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+def _serve(pipe: Any, environment: dict[str, str]) -> None:
+    """Do the work received through the pipe until it is closed."""
+    end_with_parent()
+    os.environ.update(environment)
+    with _quiet(), suppress(EOFError):
+        while True:
+            pipe.send(outcome_of(pipe.recv()))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ignore SIGINT, which a terminal sends to all processes, and log errors only: the outcome has the rest."""
+    logger = logging.getLogger("variable_batch_size")
+    is_main, level = threading.current_thread() is threading.main_thread(), logger.level
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if is_main:
+            signal.signal(signal.SIGINT, before)
+
+
+def outcome_of(work: Work) -> Outcome:
+    """Do some work; an exception becomes its outcome."""
+    function, args, options = work
+    try:
+        return function(*args, **options)
+    except Exception as error:
+        traceback.print_exc()
+        return Outcome(status=FAILED, reason=_summary(error))
+
+
+def _summary(error: BaseException) -> str:
+    """The type of an error and its first line, or its last line if it contains the traceback of another core."""
+    lines = str(error).strip().splitlines() or [""]
+    line = lines[-1] if "Traceback (most recent call last):" in lines else lines[0]
+    return f"{type(error).__name__}: {line.strip()}"
+
+
+_one_at_a_time = threading.Lock()  # the random generators belong to the process, and a worker may have several threads
+
+
+def make(settings: Settings, run: Run, files: Mapping[str, bytes], options: Mapping[str, Any]) -> tuple[Outcome, bytes]:
+    """Make a run in a temporary directory with these files; returns its outcome and a zip file of its directory."""
+    with tempfile.TemporaryDirectory() as folder, _one_at_a_time, _quiet():
+        results = Results(Path(folder))
+        for name, content in files.items():
+            (results.directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (results.directory / name).write_bytes(content)
+        outcome = outcome_of((_train, (settings, run, results.directory), dict(options)))
+        packed, directory = io.BytesIO(), results.run_directory(run)
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in sorted(directory.rglob("*")):
+                archive.write(path, path.relative_to(directory))
+        return outcome, packed.getvalue()
+
+
+def _train(settings: Settings, run: Run, directory: Path, **options: Any) -> Outcome:
+    if source_of(settings.workload) != settings.source:
+        raise ValueError(f"the file of {settings.workload} differs on this worker: copy the same one to all workers")
+    return train(settings, run, directory, **options)
+
+
+class OnExecutor:
+    """Submits all runs to the executor that ``FILE.py:FUNCTION`` returns, with the interface of LocalProcesses.
+
+    Many executors retry the task of a lost worker. A process pool breaks instead and loses all of its tasks: then a new
+    executor gets the runs that have not ended. If that one also breaks, runs are submitted one at a time until the run
+    that breaks executors is found and marked as failed.
+    """
+
+    is_full: bool = False
+
+    def __init__(self, name: str, results: Results) -> None:
+        if ":" not in name:
+            raise ValueError(f"`executor` must be FILE.py:FUNCTION, got {name!r}")
+        self._name, self._function, self._results = name, load_function(name), results
+        self._executor: Executor
+        self._work: dict[Run, tuple[Any, ...]] = {}  # of the runs that have not ended
+        self._waiting: list[Run] = []  # to be submitted
+        self._submitted: dict[Future[tuple[Outcome, bytes]], Run] = {}
+        self._num_breaks = 0
+        self._suspects: set[Run] = set()  # one of these may break executors
+
+    def _new_executor(self) -> Executor:
+        executor = self._function()
+        if not isinstance(executor, Executor):
+            raise ValueError(f"{self._name} must return a concurrent.futures.Executor, got {type(executor).__name__}")
+        return executor
+
+    def start(self, run: Run, work: Work) -> None:
+        """Queue a run, with the same work as for a local process."""
+        _, (settings, *_), options = work
+        paths = (self._results.experiment_file, self._results.trace_file(run.trace))
+        directory = self._results.directory
+        files = {str(path.relative_to(directory)): path.read_bytes() for path in paths if path.exists()}
+        self._work[run] = (settings, run, files, options)
+        self._waiting.append(run)
+
+    def next_outcome(self) -> tuple[Run, Outcome]:
+        """Wait for the next run to end."""
+        outcome = None
+        while outcome is None:
+            self._submit()
+            future = next(iter(futures.wait(self._submitted, return_when=futures.FIRST_COMPLETED).done))
+            run = self._submitted.pop(future)
+            outcome = self._outcome(run, future)
+        del self._work[run]
+        self._suspects.discard(run)
+        return run, outcome
+
+    def _submit(self) -> None:
+        """Submit all waiting runs, or one at a time while there are suspects."""
+        while self._waiting and not (self._suspects and self._submitted):
+            run = self._waiting.pop(0)
+            try:
+                future = self._executor.submit(make, *self._work[run])
+            except BrokenExecutor as error:
+                future = Future()
+                future.set_exception(error)
+            self._submitted[future] = run
+
+    def _outcome(self, run: Run, future: Future[tuple[Outcome, bytes]]) -> Outcome | None:
+        """The outcome of a run, whose files are unpacked; None if it is to be submitted again."""
+        try:
+            outcome, packed = future.result()
+            directory = self._results.run_directory(run)
+            shutil.rmtree(directory, ignore_errors=True)
+            with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+                archive.extractall(directory)
+            return outcome
+        except BrokenExecutor as error:
+            return self._after_break(run, error)
+        except (Exception, futures.CancelledError) as error:
+            return Outcome(status=FAILED, reason=_summary(error))
+
+    def _after_break(self, run: Run, error: BrokenExecutor) -> Outcome | None:
+        """Continue with a new executor; returns an outcome if this run is known to have broken the old one."""
+        done = [future for future in self._submitted if future.done() and not future.cancelled()]
+        kept = {future: self._submitted[future] for future in done if future.exception() is None}
+        lost = [run, *(other for future, other in self._submitted.items() if future not in kept)]
+        self._submitted = kept
+        _abandon(self._executor)
+        self._executor = self._new_executor()
+        self._num_breaks += 1
+        if self._suspects:
+            self._suspects, self._num_breaks = set(), 0
+            return Outcome(status=FAILED, reason=_summary(error))
+        self._waiting = [*lost, *self._waiting]
+        if self._num_breaks > _ACCEPTED_BREAKS:
+            self._suspects = set(lost)
+        return None
+
+    def __enter__(self) -> OnExecutor:
+        self._executor = self._new_executor()
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            self._executor.shutdown()
+        else:
+            _abandon(self._executor)
+
+
+def _abandon(executor: Executor) -> None:
+    """Shut down an executor without waiting for its tasks, which are cancelled or killed if it supports that."""
+    known = inspect.signature(executor.shutdown).parameters
+    executor.shutdown(wait=False, **{name: True for name in ("cancel_futures", "kill_workers") if name in known})
+    if isinstance(executor, futures.ProcessPoolExecutor):  # which would complete the running tasks
+        for process in multiprocessing.active_children():
+            process.kill()

@@ -1,13 +1,20 @@
-"""An experiment: the runs it is made of, and how each of them ended."""
+"""An experiment: its settings, its runs, their outcomes, and the directory of its results."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from variable_batch_size.files import write, write_text
+from variable_batch_size.policies.builtin import parse_policy
+from variable_batch_size.policies.policy import Policy
 from variable_batch_size.rules.registry import RULES as rules_by_name
 from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.traces.generators import spot_market
@@ -17,48 +24,28 @@ REFERENCE = "reference"
 """The name of the yardstick's trace: always the reference batch size."""
 
 POLICY = "policy:"
-"""What the name of a trace begins with that a policy decides."""
+"""Prefix of the names of traces that are decided by a policy."""
 
 UNTIL = ("samples", "progress")
 
 DONE, DIVERGED, FAILED = "done", "diverged", "failed"
+ENDED = (DONE, DIVERGED)
+
+DEVICES = ("cpu", "cuda", "xla")
 
 RULES = tuple(rules_by_name)
 
 MEASURING_RULES = tuple(name for name in RULES if rules_by_name[name].measures_noise)
-"""Rules whose progress can end a run."""
+"""Rules whose progress can determine the end of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all runs of an experiment have in common.
-
-    Args:
-        workload: its name.
-        source: the SHA-256 of the file of a user's workload; None for others.
-        optimizer: of the workload, in words.
-        train_size: samples of the training data.
-        test_size: samples of the test data.
-        metric_name: of the workload.
-        unit: of the metric.
-        is_higher_better: as to the metric.
-        device: ``cpu``, ``cuda`` or ``xla``.
-        cores: how many of them share a run.
-        threads: of the CPU for each core.
-        minibatch_size: samples that one core runs at once.
-        ref_batchsize: batch size of the yardstick.
-        lr: learning rate at that batch size; that of the workload if None.
-        num_samples: how many samples the yardstick trains on, and all other runs where `until` is ``samples``.
-        until: when runs end: after as many ``samples``, or after as much ``progress``, as the yardstick.
-        on_end: what follows the last row of a trace.
-        num_tests: how often the model is tested within `num_samples`.
-        log_steps: steps from one record to the next; about 500 records for each run if None.
-        exact: whether the weights are the same to the last bit on any number of cores.
-    """
+    """The settings of all runs of an experiment."""
 
     workload: str
-    source: str | None
-    optimizer: str
+    source: str | None  # the SHA-256 of the file of a user's workload
+    optimizer: str  # description of the workload's optimizer
     train_size: int
     test_size: int
     metric_name: str
@@ -66,26 +53,32 @@ class Settings:
     is_higher_better: bool
     device: str
     cores: int
-    threads: int
+    threads: int  # CPU threads of each core
     minibatch_size: int
     ref_batchsize: int
-    lr: float | None
-    num_samples: int
-    until: str
+    lr: float | None  # at `ref_batchsize`; None for that of the workload
+    num_samples: int  # of the yardstick, and of all other runs if `until` is "samples"
+    until: str  # end runs after as many "samples", or as much "progress", as the yardstick
     on_end: OnEnd
-    num_tests: int
-    log_steps: int | None
+    num_tests: int  # evaluations within `num_samples`
+    log_steps: int | None  # steps between log records; None for about 500 records per run
     exact: bool = False
 
     @property
     def progress_goal(self) -> int:
-        """The updates of the yardstick."""
+        """The number of updates of the yardstick."""
         return math.ceil(self.num_samples / self.ref_batchsize)
+
+    def leader(self, run: Run, rules: Sequence[str]) -> Run | None:
+        """The run that determines the number of updates of another: that of AdaScale, if runs end by its progress."""
+        if self.until != "progress" or run.trace == REFERENCE or run.rule in MEASURING_RULES:
+            return None
+        return Run(run.trace, next(rule for rule in MEASURING_RULES if rule in rules), run.seed)
 
 
 @dataclass(frozen=True, order=True)
 class Run:
-    """One run of an experiment: a rule on a trace from a seed, which stands for the order of data and the weights."""
+    """One run of an experiment: a rule on a trace, with a seed for the order of the data and the initial weights."""
 
     trace: str
     rule: str
@@ -97,25 +90,13 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended.
-
-    Args:
-        status: ``done``, ``diverged`` or ``failed``.
-        reason: why it did not end well.
-        updates: steps that were done.
-        samples: that were trained on.
-        progress: the sum of the factors of the learning rate, which with AdaScale are gains.
-        final_loss: the mean test loss at the end.
-        final_metric: the metric at the end.
-        best_metric: the best it was at any test.
-        seconds: by the clock.
-    """
+    """The outcome of a run."""
 
     status: str
-    reason: str = ""
+    reason: str = ""  # why it diverged or failed
     updates: int | None = None
     samples: int | None = None
-    progress: float | None = None
+    progress: float | None = None  # the sum of the learning-rate factors, which are gains with AdaScale
     final_loss: float | None = None
     final_metric: float | None = None
     best_metric: float | None = None
@@ -124,29 +105,121 @@ class Outcome:
 
 def runs_of(traces: Sequence[str], rules: Sequence[str], num_seeds: int) -> list[Run]:
     """All runs of an experiment: the yardstick, then every combination."""
-    seeds = range(num_seeds)
-    return [Run(REFERENCE, "constant", seed) for seed in seeds] + [
-        Run(trace, rule, seed) for trace in traces for rule in rules for seed in seeds
-    ]
+    arms = [(REFERENCE, "constant"), *((trace, rule) for trace in traces for rule in rules)]
+    return [Run(trace, rule, seed) for trace, rule in arms for seed in range(num_seeds)]
 
 
 def default_traces(ref_batchsize: int, num_samples: int, dataset_size: int) -> dict[str, Trace]:
-    """Two traces that fit a workload: a ramp and a spot market, from the reference batch size to 16 times that.
+    """A ramp and a spot market, with batch sizes from 1 to 16 times the reference.
 
-    The ramp doubles its batch size after each fifth of the samples. In the market up to 16 devices of the reference
-    batch size come and go.
+    The ramp doubles its batch size after each fifth of the samples. In the market, up to 16 devices come and go, each
+    with the reference batch size.
     """
     most = max(1, min(16, dataset_size // ref_batchsize))
     sizes = [ref_batchsize * min(2**stage, most) for stage in range(5)]
     ramp = np.repeat(sizes, [math.ceil(num_samples / len(sizes) / size) for size in sizes])
-    market = spot_market(
-        num_devices=most,
-        samples_per_device=ref_batchsize,
-        num_steps=math.ceil(num_samples / ref_batchsize),
-        at_least=1,
-        leave=0.03,
-        arrive=0.03,
-        seed=0,
-    )
+    num_steps = math.ceil(num_samples / ref_batchsize)
+    devices = {"num_devices": most, "samples_per_device": ref_batchsize, "at_least": 1}
+    market = spot_market(**devices, leave=0.03, arrive=0.03, num_steps=num_steps, seed=0)
     is_needed = market.sizes.cumsum() - market.sizes < num_samples
     return {"ramp": Trace.from_sequence(ramp), "spot": Trace.from_sequence(market.sizes[is_needed])}
+
+
+class Results:
+    """The directory of an experiment.
+
+    - ``experiment.json``: the settings, and how to reproduce them;
+    - ``traces/NAME.csv``: the traces;
+    - ``runs/TRACE/RULE/seed-N/``: ``run.json``, ``steps.jsonl`` and TensorBoard files of each run;
+    - ``results.csv``, ``timings.csv`` and ``report.html``, made from the above; and an empty ``.lock``.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.experiment_file = directory / "experiment.json"
+        self.page_file = directory / "report.html"
+
+    def trace_file(self, name: str) -> Path:
+        return self.directory / "traces" / f"{name}.csv"
+
+    def trace(self, name: str) -> Path | Policy:
+        """The trace argument of a run: a file, or a new policy."""
+        if not name.startswith(POLICY):
+            return self.trace_file(name)
+        return parse_policy(self.read_experiment()["traces"][name].removeprefix(POLICY))
+
+    def run_directory(self, run: Run) -> Path:
+        return self.directory / "runs" / run.trace / run.rule / f"seed-{run.seed}"
+
+    def read_experiment(self) -> dict[str, Any]:
+        """The content of experiment.json."""
+        if not self.experiment_file.exists():
+            raise ValueError(f"{self.directory} has no results of vbs compare: there is no {self.experiment_file}")
+        return dict(json.loads(self.experiment_file.read_text(encoding="utf-8")))
+
+    def settings(self) -> Settings:
+        found = self.read_experiment()["settings"]
+        known = {field.name for field in fields(Settings)}  # files of older versions have fewer or other settings
+        return Settings(**{name: value for name, value in found.items() if name in known})
+
+    def planned(self) -> list[Run]:
+        """All runs of the experiment, whether they have ended or not."""
+        return [Run(*run) for run in self.read_experiment()["runs"]]
+
+    def write_experiment(
+        self, settings: Settings, origin: Mapping[str, Any], traces: Mapping[str, Trace | str], runs: Iterable[Run]
+    ) -> None:
+        """Add settings, traces, planned runs and their origin to existing ones; raises if they are not compatible."""
+        old: dict[str, Any] = {"traces": {}, "origins": [], "runs": []}
+        if self.experiment_file.exists():
+            old = self.read_experiment()
+            for name, there in asdict(self.settings()).items():
+                if there != getattr(settings, name):
+                    different = f"another {name}, {there} instead of {getattr(settings, name)}"
+                    raise ValueError(f"{self.directory} has results with {different}: choose another --out")
+        hashes = {}
+        for name, trace in traces.items():
+            hashes[name] = trace if isinstance(trace, str) else trace_hash(trace)
+            if not isinstance(trace, str):
+                self._write_trace(name, trace)
+            elif old["traces"].get(name, trace) != trace:
+                raise ValueError(f"{name} is {old['traces'][name]} in {self.directory}: choose another --out")
+        # the yardstick first
+        planned = sorted({*(Run(*run) for run in old["runs"]), *runs}, key=lambda run: (run.trace != REFERENCE, run))
+        experiment = {
+            "settings": asdict(settings),
+            "traces": {**old["traces"], **hashes},
+            "origins": [*old["origins"], *([origin] if origin not in old["origins"] else [])],
+            "runs": [[run.trace, run.rule, run.seed] for run in planned],
+        }
+        self.directory.mkdir(parents=True, exist_ok=True)
+        write_text(self.experiment_file, json.dumps(experiment, indent=2) + "\n")
+
+    def _write_trace(self, name: str, trace: Trace) -> None:
+        path = self.trace_file(name)
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path, lambda temporary: trace.write(temporary, comment=trace.comment or None))
+        elif Trace.read(path) != trace:
+            raise ValueError(f"{path} is a different trace from {trace.name}: choose another --out")
+
+    def read(self, run: Run) -> Outcome | None:
+        """The outcome of a run; None if it has not ended, or if its file is damaged."""
+        try:
+            return Outcome(**json.loads((self.run_directory(run) / "run.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self, run: Run, outcome: Outcome) -> None:
+        """Write the outcome of a run."""
+        self.run_directory(run).mkdir(parents=True, exist_ok=True)
+        write_text(self.run_directory(run) / "run.json", json.dumps(asdict(outcome)) + "\n")
+
+    def runs(self) -> list[tuple[Run, Outcome]]:
+        """All runs that have ended, in order."""
+        return [(run, outcome) for run in self.planned() if (outcome := self.read(run)) is not None]
+
+
+def trace_hash(trace: Trace) -> str:
+    """The SHA-256 of the batch sizes as little-endian 64-bit integers."""
+    return hashlib.sha256(trace.sizes.astype("<i8").tobytes()).hexdigest()

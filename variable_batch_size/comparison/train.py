@@ -1,4 +1,4 @@
-"""One run of an experiment: a rule on a trace from a seed."""
+"""Trains one run of an experiment: a rule on a trace with a seed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from variable_batch_size.checks import install
-from variable_batch_size.comparison.experiment import DIVERGED, DONE, REFERENCE, Outcome, Run, Settings
-from variable_batch_size.comparison.results import Results
+from variable_batch_size.comparison.experiment import DIVERGED, DONE, REFERENCE, Outcome, Results, Run, Settings
 from variable_batch_size.comparison.workload import Workload, load_workload
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.launch import launch
@@ -30,248 +30,214 @@ from variable_batch_size.policies.policy import Policy
 from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.runs.log import Log, Metrics
 from variable_batch_size.runs.sinks import JsonLines, TensorBoard
+from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.traces.trace import Trace
 
 _NUM_RECORDS = 500
 _SAMPLES_PER_TEST = 256
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xla": "xla"}
 
 _one_at_a_time = threading.Lock()
 
 
-def train(
-    settings: Settings, run: Run, directory: Path, *, datadir: str | None = None, updates: int | None = None
-) -> Outcome:
-    """Make a run, on as many cores as the settings say, and return how it ended.
+class Training:
+    """A model of a workload in training, with the sampler of a trace and the optimizer of a rule.
 
-    Args:
-        settings: of the experiment.
-        run: which of its runs.
-        directory: of the experiment; what an unfinished run has left there is made anew.
-        datadir: where the workload finds its data.
-        updates: how many to make; None to end as the settings say.
+    `options` are those of the optimizer; a minibatch size and a learning rate of None are those of the workload.
     """
-    shutil.rmtree(Results(directory).run_directory(run), ignore_errors=True)
-    args = (settings, run, directory, datadir, updates)
-    if settings.device != "xla" and settings.cores == 1:
-        return _train_on_this_core(*args)
-    backend = {"cpu": "gloo", "cuda": "nccl", "xla": "xla"}[settings.device]
-    outcome: Outcome = launch(_train_on_this_core, args, cores=settings.cores, backend=backend)[0]
-    return outcome
 
+    def __init__(
+        self,
+        workload: Workload,
+        model: torch.nn.Module,
+        rule: str,
+        *,
+        trace: Any,
+        minibatch_size: int | None = None,
+        seed: int = 0,
+        on_end: OnEnd = "stop",
+        lr: float | None = None,
+        **options: Any,
+    ) -> None:
+        data: Any = workload.train
+        size = minibatch_size or workload.minibatch_size
+        options = {"ref_batchsize": workload.ref_batchsize, "rule": make_rule(rule), "model": model, **options}
+        self.workload, self.model, self.device = workload, model, next(model.parameters()).device
+        self.sampler = CustomSampler(data, trace=trace, minibatch_size=size, seed=seed, on_end=on_end)
+        self.optimizer = CustomOptimizer(inner_optimizer(workload, model, lr), self.sampler, **options)
+        self.parts: list[Any] = [model, self.optimizer.inner, self.optimizer.rule]  # which have a state
 
-def _train_on_this_core(
-    settings: Settings, run: Run, directory: Path, datadir: str | None, updates: int | None
-) -> Outcome:
-    torch.set_num_threads(settings.threads)
-    device = device_of(settings.device)
-    with _one_at_a_time:  # virtual XLA cores are threads and share the random generators
-        _seed(run.seed)  # a workload may draw its data
-        workload = load_workload(settings.workload, datadir)
-        _seed(run.seed)
-        model = workload.model().to(device)
-    trace = Trace.constant(settings.ref_batchsize) if run.trace == REFERENCE else Results(directory).trace(run.trace)
-    sampler = CustomSampler(
-        workload.train,  # type: ignore[arg-type]
-        trace=trace,
-        minibatch_size=settings.minibatch_size,
-        seed=run.seed,
-        on_end=settings.on_end,
-    )
-    inner = inner_optimizer(workload, model, settings.lr)
-    optimizer = CustomOptimizer(
-        inner,
-        sampler,
-        rule=make_rule(run.rule),
-        ref_batchsize=settings.ref_batchsize,
-        model=model,
-        exact=settings.exact,
-        measure_noise=isinstance(trace, Policy) and trace.needs_noise,
-    )
-    training = _Training(settings, workload, model, optimizer, _goal(settings, run, updates))
-    return training.run(Results(directory).run_directory(run))
+    def losses(self) -> Iterator[torch.Tensor]:
+        """Train epoch after epoch without end, and yield the loss of each minibatch after the optimizer's step."""
+        dataset, loader = self.workload.train, DataLoader(self.workload.train, batch_sampler=self.sampler)
+        for epoch in itertools.count():
+            self.sampler.set_epoch(epoch)
+            # indexing tensors once per minibatch is much faster than sample by sample
+            pairs = (dataset[indices] for indices in self.sampler) if type(dataset) is TensorDataset else loader
+            for inputs, targets in pairs:
+                loss = self.workload.loss(self.model(inputs.to(self.device)), targets.to(self.device))
+                loss.backward()  # type: ignore[no-untyped-call]
+                self.optimizer.step()
+                yield loss
+
+    @torch.no_grad()
+    def test(self) -> tuple[float, float]:
+        """The mean loss and metric over the test data, which is divided among the cores."""
+        data, sums = self.workload.test, Metrics("loss", "metric", "samples", device=self.device)
+        own = range(self.sampler.rank, len(data), self.sampler.num_replicas)  # type: ignore[arg-type]
+        share_buffers(self.model)
+        self.model.eval()
+        for inputs, targets in DataLoader(Subset(data, own), batch_size=_SAMPLES_PER_TEST):
+            outputs, targets = self.model(inputs.to(self.device)), targets.to(self.device)
+            loss, metric = self.workload.loss(outputs, targets), self.workload.metric(outputs, targets)
+            sums.add(loss=loss * len(inputs), metric=metric * len(inputs), samples=len(inputs))
+        self.model.train()
+        found = sums.read()
+        return found["loss"] / found["samples"], found["metric"] / found["samples"]
 
 
 def inner_optimizer(workload: Workload, model: torch.nn.Module, lr: float | None) -> torch.optim.Optimizer:
-    """The optimizer of a workload, with another learning rate if one is given."""
+    """The optimizer of a workload, with another learning rate unless `lr` is None."""
     inner = workload.optimizer(model.parameters())
     for group in inner.param_groups:
         group["lr"] = group["lr"] if lr is None else lr
     return inner
 
 
-def minibatches_of(workload: Workload, optimizer: CustomOptimizer, device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """The minibatches of all epochs, one after the other."""
-    sampler, dataset = optimizer.sampler, workload.train
-    assert isinstance(sampler, CustomSampler)
-    loader = DataLoader(dataset, batch_sampler=sampler)
-    for epoch in itertools.count():
-        sampler.set_epoch(epoch)
-        # tensors are cut at once, which is much faster than sample by sample
-        pairs = (dataset[indices] for indices in sampler) if type(dataset) is TensorDataset else loader
-        for inputs, targets in pairs:
-            yield inputs.to(device), targets.to(device)
+def device_of(name: str) -> torch.device:
+    """The device of this core."""
+    return xla.device() if name == "xla" else torch.device(name)
 
 
-def refuse_impossible(workload: Workload, device: str | None, rules: Sequence[str]) -> None:
-    """Say at once what every run would fail by: a device that is not there, a rule for another kind of optimizer.
-
-    Args:
-        workload: of the runs.
-        device: its kind; None where the runs are made on other machines.
-        rules: their names.
-    """
+def checked_workload(name: str, datadir: str | None, device: str | None, rules: Sequence[str]) -> Workload:
+    """A workload; raises what every run would raise for a missing device (None is another machine) or a wrong rule."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a GPU that torch can use, and there is none")
+        raise ValueError("--device cuda needs a GPU, but torch.cuda.is_available() is False")
     if device == "xla" and not xla.is_installed():
         raise ValueError(f"--device xla needs torch_xla: {install('xla')}")
+    workload = load_workload(name, datadir)
     sampler = CustomSampler(dataset_size=1, trace=1, minibatch_size=1, num_replicas=1, rank=0)
-    for name in rules:
-        inner, rule = inner_optimizer(workload, workload.model(), None), make_rule(name)
+    for rule in rules:
+        inner, made = inner_optimizer(workload, workload.model(), None), make_rule(rule)
         try:
-            CustomOptimizer(inner, sampler, rule=rule, ref_batchsize=1)
+            CustomOptimizer(inner, sampler, rule=made, ref_batchsize=1)
         except ValueError as error:
-            raise ValueError(f"the rule {name} does not go with this workload: {error}") from None
+            raise ValueError(f"the rule {rule} does not support this workload: {error}") from None
+    return workload
+
+
+def train(
+    settings: Settings, run: Run, directory: Path, *, datadir: str | None = None, updates: int | None = None
+) -> Outcome:
+    """Make a run into the directory of its experiment, and return its outcome.
+
+    It ends after this number of updates, or according to the settings if None.
+    """
+    shutil.rmtree(Results(directory).run_directory(run), ignore_errors=True)
+    args = (settings, run, directory, datadir, updates)
+    outcome: Outcome = on_cores(_train_on_this_core, args, cores=settings.cores, device=settings.device)
+    return outcome
+
+
+def on_cores(function: Callable[..., Any], args: tuple[Any, ...], *, cores: int, device: str) -> Any:
+    """Call a function on each core, in this process if there is one only, and return the result of core 0."""
+    if cores == 1 and device != "xla":
+        return function(*args)
+    return launch(function, args, cores=cores, backend=_BACKENDS[device])[0]
+
+
+def _train_on_this_core(
+    settings: Settings, run: Run, directory: Path, datadir: str | None, updates: int | None
+) -> Outcome:
+    torch.set_num_threads(settings.threads)
+    with _one_at_a_time:  # virtual XLA cores are threads and share the random generators
+        _seed(run.seed)  # a workload may draw its data
+        workload = load_workload(settings.workload, datadir)
+        _seed(run.seed)
+        model = workload.model().to(device_of(settings.device))
+    results = Results(directory)
+    trace = Trace.constant(settings.ref_batchsize) if run.trace == REFERENCE else results.trace(run.trace)
+    names = ("minibatch_size", "ref_batchsize", "on_end", "lr", "exact")
+    options: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    options["measure_noise"] = isinstance(trace, Policy) and trace.needs_noise
+    training = Training(workload, model, run.rule, trace=trace, seed=run.seed, **options)
+    optimizer = training.optimizer
+
+    def fraction() -> float:
+        """The completed fraction of the training, at most 1."""
+        if updates is not None:
+            return min(1.0, optimizer.steps_done / updates)
+        if settings.until == "progress" and run.trace != REFERENCE:
+            return min(1.0, optimizer.progress / settings.progress_goal)
+        return min(1.0, optimizer.samples_done / settings.num_samples)
+
+    began = time.monotonic()
+    status, tests = _fit(training, settings, fraction, results.run_directory(run))
+    schedule = training.sampler.schedule
+    if status == DONE and isinstance(schedule, PolicySchedule) and training.sampler.rank == 0:
+        executed = schedule.trace[: optimizer.steps_done]
+        executed.write(results.run_directory(run) / "executed.csv", comment=schedule.description)
+    return _outcome(settings, optimizer, status, tests, time.monotonic() - began)
 
 
 def _seed(seed: int) -> None:
-    """Give all random generators a seed, those of data sets included."""
+    """Seed all random generators, including those that data sets use."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
-def device_of(name: str) -> torch.device:
-    """The device of a kind that this core runs on."""
-    return xla.device() if name == "xla" else torch.device(name)
+def _fit(
+    training: Training, settings: Settings, fraction: Callable[[], float], directory: Path
+) -> tuple[str, list[tuple[float, float]]]:
+    """Train to the end with logs in the directory; returns the status, and the loss and the metric of each test."""
+    optimizer, schedule = training.optimizer, training.workload.schedule
+    scheduler = LambdaLR(optimizer, lambda _: 1.0 if schedule is None else schedule(fraction()))
+    samples_per_test = settings.num_samples / settings.num_tests
+    num_steps = settings.num_samples / float(training.sampler.schedule.trace.sizes.mean())
+    log_steps = settings.log_steps or max(1, round(num_steps / _NUM_RECORDS))
+    steps, decisions = JsonLines(directory / "steps.jsonl"), JsonLines(directory / "decisions.jsonl")
+    if training.sampler.rank == 0:
+        optimizer.on_decision(decisions)
+    tests: list[tuple[float, float]] = []
+    samples_before, progress_at_test = 0, 0.0
+    with Log(optimizer, every=log_steps, to=[steps, TensorBoard(directory / "tensorboard")]) as log, closing(decisions):
+        for loss in training.losses():
+            log.step(loss)
+            if optimizer.is_accumulating:
+                continue
+            scheduler.step()
+            is_due = optimizer.samples_done // samples_per_test > samples_before // samples_per_test
+            samples_before = optimizer.samples_done
+            if not is_due and fraction() < 1:
+                continue
+            tests.append(training.test())
+            log.write(test_loss=tests[-1][0], metric=tests[-1][1])
+            if optimizer.progress == progress_at_test or not all(map(math.isfinite, tests[-1])):
+                return DIVERGED, tests
+            if fraction() == 1:
+                return DONE, tests
+            progress_at_test = optimizer.progress
+    raise AssertionError("minibatches never end")
 
 
-Goal = Callable[[CustomOptimizer], float]
-
-
-def _goal(settings: Settings, run: Run, updates: int | None) -> Goal:
-    """What tells from the optimizer which fraction of the training is done."""
-    if updates is not None:
-        return lambda optimizer: optimizer.steps_done / updates
-    if settings.until == "progress" and run.trace != REFERENCE:
-        return lambda optimizer: optimizer.progress / settings.progress_goal
-    return lambda optimizer: optimizer.samples_done / settings.num_samples
-
-
-class _Training:
-    """A run on this core."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        workload: Workload,
-        model: torch.nn.Module,
-        optimizer: CustomOptimizer,
-        goal: Goal,
-    ) -> None:
-        self._settings = settings
-        self._workload = workload
-        self._model = model
-        self._optimizer = optimizer
-        self._goal = goal
-        self._device = next(model.parameters()).device
-        self._lrs = [group["lr"] for group in optimizer.param_groups]
-        self._fraction = 0.0
-        self._tests: list[tuple[float, float]] = []  # losses and metrics
-
-    def run(self, directory: Path) -> Outcome:
-        """Train to the end with a log in the directory, and return how it was."""
-        optimizer = self._optimizer
-        samples_per_test = self._settings.num_samples / self._settings.num_tests
-        started_at = time.monotonic()
-        samples_before = 0
-        progress_at_test = 0.0
-        self._set_lr()
-        sinks: list[Callable[[dict[str, Any]], None]] = [
-            JsonLines(directory / "steps.jsonl"),
-            TensorBoard(directory / "tensorboard"),
-        ]
-        decisions = JsonLines(directory / "decisions.jsonl")
-        if optimizer.sampler.rank == 0:
-            optimizer.on_decision(decisions)
-        with Log(optimizer, every=self._log_steps(), to=sinks) as log, closing(decisions):
-            for inputs, targets in minibatches_of(self._workload, optimizer, self._device):
-                loss = self._workload.loss(self._model(inputs), targets)
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                log.step(loss)
-                if optimizer.is_accumulating:
-                    continue
-                self._fraction = self._goal(optimizer)
-                self._set_lr()
-                is_due = optimizer.samples_done // samples_per_test > samples_before // samples_per_test
-                samples_before = optimizer.samples_done
-                if not is_due and self._fraction < 1:
-                    continue
-                self._tests.append(self._test())
-                log.write(test_loss=self._tests[-1][0], metric=self._tests[-1][1])
-                if optimizer.progress == progress_at_test or not all(map(math.isfinite, self._tests[-1])):
-                    return self._outcome(DIVERGED, time.monotonic() - started_at)
-                if self._fraction >= 1:
-                    self._write_decided(directory)
-                    return self._outcome(DONE, time.monotonic() - started_at)
-                progress_at_test = optimizer.progress
-        raise AssertionError("minibatches never end")
-
-    def _write_decided(self, directory: Path) -> None:
-        """The trace that a policy has made of the run."""
-        schedule = self._optimizer.sampler.schedule
-        if isinstance(schedule, PolicySchedule) and self._optimizer.sampler.rank == 0:
-            executed = schedule.trace[: self._optimizer.steps_done]
-            executed.write(directory / "executed.csv", comment=schedule.description)
-
-    def _set_lr(self) -> None:
-        if self._workload.schedule is not None:
-            factor = self._workload.schedule(min(1.0, self._fraction))
-            for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
-                group["lr"] = lr * factor
-
-    @torch.no_grad()
-    def _test(self) -> tuple[float, float]:
-        """The mean loss and metric over the test data, of which each core takes a part."""
-        sampler = self._optimizer.sampler
-        num_samples = len(self._workload.test)  # type: ignore[arg-type]
-        part = Subset(self._workload.test, range(sampler.rank, num_samples, sampler.num_replicas))
-        sums = Metrics("loss", "metric", "samples", device=self._device)
-        share_buffers(self._model)
-        self._model.eval()
-        for inputs, targets in DataLoader(part, batch_size=_SAMPLES_PER_TEST):
-            outputs, targets = self._model(inputs.to(self._device)), targets.to(self._device)
-            loss, metric = self._workload.loss(outputs, targets), self._workload.metric(outputs, targets)
-            sums.add(loss=loss * len(inputs), metric=metric * len(inputs), samples=len(inputs))
-        self._model.train()
-        found = sums.read()
-        return found["loss"] / found["samples"], found["metric"] / found["samples"]
-
-    def _outcome(self, status: str, seconds: float) -> Outcome:
-        optimizer = self._optimizer
-        losses, metrics = zip(*self._tests, strict=True)
-        if not math.isfinite(losses[-1]):
-            reason = f"the test loss is {losses[-1]} after {optimizer.steps_done} updates"
-        elif not math.isfinite(metrics[-1]):
-            reason = f"the metric is {metrics[-1]} after {optimizer.steps_done} updates"
-        else:
-            reason = f"no gradient was finite before update {optimizer.steps_done}"
-        best = max if self._settings.is_higher_better else min
-        return Outcome(
-            status=status,
-            reason="" if status == DONE else reason,
-            updates=optimizer.steps_done,
-            samples=optimizer.samples_done,
-            progress=optimizer.progress,
-            final_loss=losses[-1] if math.isfinite(losses[-1]) else None,
-            final_metric=metrics[-1] if math.isfinite(metrics[-1]) else None,
-            best_metric=best((metric for metric in metrics if math.isfinite(metric)), default=None),
-            seconds=seconds,
-        )
-
-    def _log_steps(self) -> int:
-        if self._settings.log_steps is not None:
-            return self._settings.log_steps
-        num_steps = self._settings.num_samples / float(self._optimizer.sampler.schedule.trace.sizes.mean())
-        return max(1, round(num_steps / _NUM_RECORDS))
+def _outcome(
+    settings: Settings, optimizer: CustomOptimizer, status: str, tests: list[tuple[float, float]], seconds: float
+) -> Outcome:
+    (losses, metrics), updates = zip(*tests, strict=True), optimizer.steps_done
+    reason = f"no gradient was finite before update {updates}"
+    for name, value in (("metric", metrics[-1]), ("test loss", losses[-1])):
+        reason = reason if math.isfinite(value) else f"the {name} is {value} after {updates} updates"
+    best = max if settings.is_higher_better else min
+    return Outcome(
+        status=status,
+        reason="" if status == DONE else reason,
+        updates=updates,
+        samples=optimizer.samples_done,
+        progress=optimizer.progress,
+        final_loss=losses[-1] if math.isfinite(losses[-1]) else None,
+        final_metric=metrics[-1] if math.isfinite(metrics[-1]) else None,
+        best_metric=best(filter(math.isfinite, metrics), default=None),
+        seconds=seconds,
+    )

@@ -1,4 +1,4 @@
-"""Workload: what a comparison trains, found by name or by ``module:function``."""
+"""Workload: what a comparison trains; the built-in ones, and those of users as ``module:function``."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset, TensorDataset
 
-import variable_batch_size.comparison.builtin_workloads as builtin
-from variable_batch_size.checks import check_positive
+from variable_batch_size.checks import check_positive, install
 
 
 def load_function(name: str) -> Callable[[], Any]:
-    """The function of that name; its module is looked for in the working directory first."""
+    """The function ``module:function`` or ``file.py:function``; modules are searched in the working directory first."""
     module_name, _, function_name = name.rpartition(":")
     function = getattr(load_module(module_name), function_name, None)
     if not callable(function):
@@ -29,10 +31,10 @@ def load_function(name: str) -> Callable[[], Any]:
 
 
 def load_module(name: str) -> Any:
-    """A module by its name, or the one that a file is."""
+    """A module by its name or file."""
     if not name.endswith(".py"):
         if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # a command, unlike a script, does not look there by itself
+            sys.path.insert(0, os.getcwd())  # unlike for a script, Python does not add it for a command
         return importlib.import_module(name)
     if not Path(name).exists():
         raise ValueError(f"there is no file {name}")
@@ -40,7 +42,7 @@ def load_module(name: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where classes of the module look for it
+    sys.modules[spec.name] = module  # classes of the module are looked up there
     spec.loader.exec_module(module)
     return module
 
@@ -50,19 +52,19 @@ class Workload:
     """A model, its data, its loss and the metric by which rules are compared.
 
     Args:
-        model: makes a model; called once for each run, right after the random generator was given the run's seed.
+        model: creates the model of a run, after the random generators are seeded.
         train: the training data, pairs of an input and a target.
-        test: the test data, likewise.
-        loss: of outputs and targets, the mean over a minibatch.
-        metric: of outputs and targets, the mean over a minibatch.
-        optimizer: makes the optimizer of a model's parameters, with settings that are right at `ref_batchsize`.
-        minibatch_size: samples that one core runs at once.
-        ref_batchsize: batch size at which the settings of the optimizer are right, and that of the yardstick.
-        num_samples: how many samples the yardstick trains on; and all other runs, unless a trace is shorter.
-        schedule: what the learning rate is multiplied by at a fraction of the training, from 0 to 1; always 1 if None.
-        metric_name: as it is written beside the numbers.
-        unit: as it is written behind them.
-        is_higher_better: whether a larger metric is the better one.
+        test: the test data, pairs of an input and a target.
+        loss: function of outputs and targets that returns the mean over a minibatch.
+        metric: function of outputs and targets that returns the mean over a minibatch.
+        optimizer: creates the optimizer of a model's parameters, with settings chosen for `ref_batchsize`.
+        minibatch_size: samples per forward and backward pass of one core.
+        ref_batchsize: the batch size of the yardstick, for which the optimizer's settings were chosen.
+        num_samples: samples of the yardstick, and of all other runs unless a trace is shorter.
+        schedule: factor of the learning rate as a function of the fraction of the training, from 0 to 1; None for 1.
+        metric_name: the name of the metric in tables and figures.
+        unit: written after the values of the metric.
+        is_higher_better: whether larger values of the metric are better.
     """
 
     model: Callable[[], torch.nn.Module]
@@ -83,25 +85,13 @@ class Workload:
         for name in ("model", "loss", "metric", "optimizer"):
             if not callable(getattr(self, name)):
                 raise ValueError(f"`{name}` must be a function, got {getattr(self, name)!r}")
-        for name in ("minibatch_size", "ref_batchsize", "num_samples"):
-            check_positive(**{name: getattr(self, name)})
-
-
-BUILT_IN: dict[str, Callable[[Path | None], dict[str, Any]]] = {
-    "digits": builtin.digits,
-    "mnist": builtin.mnist,
-    "cifar10": builtin.cifar10,
-}
+        check_positive(**{name: getattr(self, name) for name in ("minibatch_size", "ref_batchsize", "num_samples")})
 
 
 def load_workload(name: str, datadir: str | None) -> Workload:
-    """A workload by its name: ``digits``, ``mnist``, ``cifar10``, ``module:function`` or ``file.py:function``.
-
-    A function of the user's takes no arguments and returns a :class:`Workload`; its module is looked for in the
-    working directory first.
-    """
+    """A built-in workload by its name, or the one that ``module:function`` or ``file.py:function`` returns."""
     if name in BUILT_IN:
-        return Workload(**BUILT_IN[name](Path(datadir) if datadir is not None else None))
+        return BUILT_IN[name](Path(datadir) if datadir is not None else None)
     if ":" not in name:
         raise ValueError(f"`workload` must be {', '.join(BUILT_IN)} or module:function, got {name!r}")
     workload = load_function(name)()
@@ -111,8 +101,76 @@ def load_workload(name: str, datadir: str | None) -> Workload:
 
 
 def source_of(name: str) -> str | None:
-    """The SHA-256 of the file that a user's workload is in; None for those of the library."""
+    """The SHA-256 of the file with a user's workload; None for a built-in one."""
     if name in BUILT_IN:
         return None
     path = load_module(name.rpartition(":")[0]).__file__
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def _digits(datadir: Path | None) -> Workload:
+    """scikit-learn's 1,797 digits of 8 × 8 pixels, and a network with one hidden layer."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ImportError(f"the digits need scikit-learn: {install('compare')}") from None
+
+    pixels, labels = load_digits(return_X_y=True)
+    order = np.random.RandomState(0).permutation(len(labels))
+    images, targets = torch.tensor(pixels[order] / 16, dtype=torch.float32), torch.tensor(labels[order])
+    return Workload(
+        **_classification([TensorDataset(images[part], targets[part]) for part in (slice(1440), slice(1440, None))]),
+        model=lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        minibatch_size=16,
+        ref_batchsize=16,
+        num_samples=10 * 1440,
+    )
+
+
+def _classification(data: Sequence[TensorDataset]) -> dict[str, Any]:
+    return {"train": data[0], "test": data[1], "loss": cross_entropy, "metric": accuracy}
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The percentage of samples whose class has the largest output."""
+    return 100 * (outputs.argmax(1) == targets).float().mean()
+
+
+def _mnist(datadir: Path | None) -> Workload:
+    """MNIST from the files of torchvision, and a small convolutional network."""
+    if datadir is None:
+        raise ValueError("mnist needs --datadir, the directory of its files")
+    try:
+        from torchvision.datasets import MNIST
+    except ImportError:
+        raise ImportError(f"mnist needs torchvision: {install('mnist')}") from None
+    try:
+        parts = [MNIST(datadir, train=is_train) for is_train in (True, False)]
+    except RuntimeError:
+        raise ValueError(f"{datadir} does not contain torchvision's files of mnist") from None
+    return Workload(
+        **_classification([TensorDataset(part.data.unsqueeze(1), part.targets) for part in parts]),
+        model=_MnistNetwork,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0075, momentum=0.5),
+        minibatch_size=32,
+        ref_batchsize=128,
+        num_samples=5 * 60_000,
+    )
+
+
+class _MnistNetwork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution1 = nn.Sequential(nn.Conv2d(1, 10, kernel_size=5), nn.MaxPool2d(2), nn.BatchNorm2d(10))
+        self.convolution2 = nn.Sequential(nn.Conv2d(10, 20, kernel_size=5), nn.MaxPool2d(2), nn.BatchNorm2d(20))
+        self.linear1 = nn.Linear(320, 50)
+        self.linear2 = nn.Linear(50, 10)
+
+    def forward(self, images: torch.Tensor) -> Any:
+        x = torch.relu(self.convolution1((images.float() / 255 - 0.1307) / 0.3081))
+        x = torch.relu(self.convolution2(x))
+        return self.linear2(torch.relu(self.linear1(x.flatten(1))))
+
+
+BUILT_IN = {"digits": _digits, "mnist": _mnist}

@@ -11,20 +11,13 @@ import torch.distributed as dist
 
 
 class Communicator(ABC):
-    """The collectives of the ranks of a run, and how their device executes operations.
-
-    Attributes:
-        rank: of this process or core.
-        num_replicas: how many ranks there are.
-        is_one_program: whether all ranks must run the same graph, so that differences between them, such as being idle,
-            must be data in a tensor and not a branch.
-        keeps_flat_gradients: whether gradients are summed in flat buckets, which one call reduces, or in a tensor each.
-    """
+    """The collectives of the ranks of a run, and how their device executes operations."""
 
     rank: int
     num_replicas: int
+    # whether all ranks must run the same graph: differences such as being idle must then be data and not a branch
     is_one_program = False
-    keeps_flat_gradients = True
+    keeps_flat_gradients = True  # in buckets, which one call reduces; otherwise in a tensor per parameter
 
     @abstractmethod
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -35,7 +28,7 @@ class Communicator(ABC):
         """Replace each tensor, in place, by that of rank 0."""
 
     def flush(self) -> None:  # noqa: B027 (eager devices have nothing to do)
-        """Compile and start the operations traced so far, where operations are traced first."""
+        """Compile and start the operations traced so far, on lazy devices."""
 
     def traced_scalar(self, number: float) -> float:
         """A number that changes from step to step, in a form that does not cause a recompilation."""
@@ -61,11 +54,7 @@ class Communicator(ABC):
 
 
 def each_element_once(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a tensor without the repetitions of ``expand()``, which cannot be written to.
-
-    >>> each_element_once(torch.zeros(2, 1).expand(2, 3)).shape
-    torch.Size([2])
-    """
+    """A view of a tensor without the repetitions of ``expand()``, which cannot be written to."""
     repeated = [stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor[tuple(0 if is_repeated else slice(None) for is_repeated in repeated)] if any(repeated) else tensor
 
@@ -74,8 +63,7 @@ def each_element_once(tensor: torch.Tensor) -> torch.Tensor:
 class SingleProcess(Communicator):
     """One process that is the only rank."""
 
-    rank = 0
-    num_replicas = 1
+    rank, num_replicas = 0, 1
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
         pass
@@ -84,9 +72,7 @@ class SingleProcess(Communicator):
         pass
 
 
-Group = Any
-"""A process group of torch.distributed; None for the default one. (Some builds of torch lack its class.)"""
-
+Group = Any  # a process group of torch.distributed, whose class some builds of torch lack; None for the default one
 Ranks = tuple[int, ...]
 
 
@@ -107,10 +93,9 @@ def group_of(process_group: Any) -> Group:
         kind = type(process_group).__name__
         raise ValueError(f"`process_group` must be a ProcessGroup or a DeviceMesh, got {kind}")
     if process_group.ndim != 1:
-        raise ValueError(
-            "`process_group` must be the dimension of the mesh along which ranks have different samples, as "
-            f'mesh["data"], got a mesh with dimensions {process_group.mesh_dim_names or process_group.ndim}'
-        )
+        found = f"a mesh with dimensions {process_group.mesh_dim_names or process_group.ndim}"
+        rule = "`process_group` must be the mesh dimension along which ranks have different samples"
+        raise ValueError(f'{rule}, such as mesh["data"], got {found}')
     return process_group.get_group()
 
 

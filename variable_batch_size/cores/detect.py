@@ -13,24 +13,22 @@ from variable_batch_size.cores.process_group import ProcessGroups, SpmdHosts
 
 
 def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:
-    """The cores that share the samples of a run.
+    """The ranks that have different samples: XLA's if a tensor is on XLA, those of torch.distributed, or one alone.
 
-    Args:
-        tensors: of the run: XLA if some are on an XLA device, torch.distributed if it is initialised, else alone.
-        process_group: of torch.distributed, or a mesh of one dimension; all processes if None.
+    `process_group` is a process group, or a mesh of one dimension; all processes if None.
     """
-    kinds = {tensor.device.type for tensor in tensors}
-    if "xla" in kinds or xla.is_spmd():
-        _refuse_group(process_group)
-        return xla.XlaDevices() if "xla" in kinds else SingleProcess()
+    types = {tensor.device.type for tensor in tensors}
+    if "xla" in types or xla.is_spmd():
+        _check_no_group(process_group)
+        return xla.XlaDevices() if "xla" in types else SingleProcess()
     group = group_of(process_group)
     if not is_running():
         return SingleProcess()
-    return ProcessGroups(group, keeps_flat_gradients=kinds.isdisjoint(devices.COMPILING))
+    return ProcessGroups(group, keeps_flat_gradients=types.isdisjoint(devices.COMPILING))
 
 
 def everyone_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:
-    """The cores of a run that share its samples, and those that share its parameters: all who save it together."""
+    """All ranks of a run: those with different samples, and those with other shards of the parameters."""
     tensors = list(tensors)
     if xla.is_spmd() and xla.num_hosts() > 1:
         return SpmdHosts(communicator_for(tensors, process_group), xla.num_hosts())
@@ -41,9 +39,9 @@ def everyone_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> 
 
 
 def running_cores(process_group: Any = None) -> tuple[int, int]:
-    """The rank of this core and the number of cores, as the running backend knows them."""
-    if xla.is_spmd():  # also where its hosts have a process group
-        _refuse_group(process_group)
+    """The rank of this core and the number of cores of the initialized backend."""
+    if xla.is_spmd():  # even if its hosts have a process group
+        _check_no_group(process_group)
         return 0, 1
     group = group_of(process_group)
     if is_running():
@@ -53,11 +51,10 @@ def running_cores(process_group: Any = None) -> tuple[int, int]:
 
 
 def device_for_sums(device: torch.device) -> torch.device:
-    """Where values on a device must go to be summed over all cores: nowhere else, unless these are cores of XLA."""
-    is_xla = not is_running() and running_cores()[1] > 1
-    return xla.device() if is_xla else device
+    """The device on which values of a device are summed over all cores: an XLA device if the cores are XLA's."""
+    return xla.device() if not is_running() and running_cores()[1] > 1 else device
 
 
-def _refuse_group(process_group: Any) -> None:
+def _check_no_group(process_group: Any) -> None:
     if process_group is not None:
-        raise ValueError("`process_group` must be None on XLA, whose cores are all of its devices")
+        raise ValueError("`process_group` must be None on XLA, where all devices are cores")

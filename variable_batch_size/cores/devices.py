@@ -14,68 +14,48 @@ import torch.distributed as dist
 
 from variable_batch_size.cores import xla
 
+# devices under torch.distributed that compile scalars into programs, and on which strided views are slow: as on XLA,
+# gradients are summed in a tensor per parameter and weighted by tensors on the device
 COMPILING = frozenset({"tpu"})
-"""Kinds of devices under torch.distributed on which numbers are part of what is compiled, and strided views are slow.
-
-There gradients are summed in a tensor each and weighted by tensors on the device, as on XLA.
-"""
 
 _ON_THE_HOST = ("gloo", "mpi", "ucc")
 
 
 def module_of(device: torch.device) -> Any:
-    """What torch has for a kind of device, such as ``torch.cuda``; None for the host, and where it has nothing."""
+    """The module of a device type, such as ``torch.cuda``; None for the host, or if torch has none."""
     return None if device.type == "cpu" else getattr(torch, device.type, None)
 
 
-def random_state(device: torch.device) -> torch.Tensor | None:
-    """The state of the device's generator, in bytes; None if it has none that can be read."""
-    read = getattr(module_of(device), "get_rng_state", None)
-    if read is None:
-        return None
-    state: torch.Tensor = read() if device.type == "mps" else read(device)
-    return state
-
-
-def set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    """Put the device's generator into a state that was read."""
-    write = module_of(device).set_rng_state
-    write(state) if device.type == "mps" else write(state, device)
-
-
 def set_random_seed(seed: int, device: torch.device) -> None:
-    """Set the generators of all devices of a kind, on the host none."""
+    """Seed the generators of all devices of a type; nothing on the host."""
     module = module_of(device)
-    for name in ("manual_seed_all", "manual_seed"):
-        if hasattr(module, name):
-            getattr(module, name)(seed)
-            return
+    seed_all = getattr(module, "manual_seed_all", getattr(module, "manual_seed", None))
+    if seed_all is not None:
+        seed_all(seed)
 
 
 def current() -> torch.device | None:
-    """The kind of accelerator that there is, if any."""
+    """The type of the available accelerator, if any."""
     if hasattr(torch, "accelerator"):  # from torch 2.6 on
         return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cuda") if torch.cuda.is_available() else None
 
 
 def num_devices(backend: str) -> int:
-    """How many devices a backend of torch.distributed is for; 0 for one that is for the host."""
+    """Number of devices for a backend of torch.distributed; 0 if it runs on the host."""
     device = current()
-    if device is None or backend in _ON_THE_HOST:
-        return 0
-    return int(module_of(device).device_count())
+    return 0 if device is None or backend in _ON_THE_HOST else int(module_of(device).device_count())
 
 
 def use_device(number: int, backend: str) -> None:
-    """Let one of several devices be this process's, if the backend is not one for the host."""
-    device = current()
-    if num_devices(backend) and hasattr(module_of(device or torch.device("cpu")), "set_device"):
-        module_of(device).set_device(number)  # type: ignore[arg-type]
+    """Make a device the current one of this process, unless the backend runs on the host."""
+    module = module_of(current() or torch.device("cpu"))
+    if num_devices(backend) and hasattr(module, "set_device"):
+        module.set_device(number)
 
 
 def default_backend() -> str:
-    """The backend of torch.distributed that suits the accelerator; gloo where there is none."""
+    """The backend of torch.distributed for the accelerator; gloo if there is none."""
     device = current()
     if device is None:
         return "gloo"
@@ -90,7 +70,7 @@ _SEED = struct.Struct("<Q")
 
 
 def capture(device: torch.device) -> dict[str, torch.Tensor]:
-    """The generators of torch, Python and numpy in this process, and the device's; each state has a fixed length."""
+    """The states of the generators of torch, Python, numpy and the device; each has a fixed length."""
     _, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state()
     _, keys, position, has_gauss, cached = numpy_state
@@ -101,30 +81,28 @@ def capture(device: torch.device) -> dict[str, torch.Tensor]:
     }
     if device.type == "xla":
         states["xla"] = _tensor(_SEED.pack(xla.random_seed(device)))
-    elif (state := random_state(device)) is not None:
-        states[device.type] = state
+    elif (read := getattr(module_of(device), "get_rng_state", None)) is not None:
+        states[device.type] = read() if device.type == "mps" else read(device)
     return states
 
 
 def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Put the generators back into captured states; a generator of another kind of device is left as it is."""
+    """Restore captured states; the generator of another device type is left unchanged."""
     torch.set_rng_state(states["torch"])
-    words, rest = _split(states["python"], _GAUSS)
-    has_gauss, gauss = rest
+    words, (has_gauss, gauss) = _split(states["python"], _GAUSS)
     random.setstate((3, tuple(words.tolist()), gauss if has_gauss else None))
     keys, rest = _split(states["numpy"], _NUMPY)
     np.random.set_state(("MT19937", keys, *rest))
-    if device.type not in states:
-        return
-    if device.type != "xla":
-        set_random_state(states[device.type], device)
-    else:
-        (seed,) = _SEED.unpack(_bytes(states["xla"]))
+    if device.type in states and device.type != "xla":
+        write = module_of(device).set_rng_state
+        write(states[device.type], *([] if device.type == "mps" else [device]))
+    elif device.type in states:
+        (seed,) = _SEED.unpack(states["xla"].numpy().tobytes())
         xla.set_random_seed(seed, device)
 
 
 def preserve_rng(device: torch.device) -> AbstractContextManager[None]:
-    """Within, what all cores do together does not change which random numbers come next, as it does on XLA."""
+    """Within, collectives do not advance the random generator, as they do on XLA."""
     return xla.preserve_rng(device) if device.type == "xla" else nullcontext()
 
 
@@ -132,11 +110,7 @@ def _tensor(content: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
 
 
-def _bytes(state: torch.Tensor) -> bytes:
-    return state.numpy().tobytes()
-
-
 def _split(state: torch.Tensor, rest: struct.Struct) -> tuple[Any, tuple[Any, ...]]:
-    """The 32-bit words that a state begins with, and the values that it ends with."""
-    content = _bytes(state)
+    """The 32-bit words at the start of a state, and the values at its end."""
+    content = state.numpy().tobytes()
     return np.frombuffer(content[: -rest.size], dtype="<u4"), rest.unpack(content[-rest.size :])

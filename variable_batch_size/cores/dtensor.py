@@ -15,34 +15,32 @@ from variable_batch_size.cores.communicator import Group, Ranks, ranks_of
 
 
 class Dimension(NamedTuple):
-    """One dimension of a DTensor's mesh: the global ranks along it, their process group, and whether the tensor is
-    replicated over them."""
+    """One dimension of a DTensor's mesh."""
 
-    ranks: Ranks
-    group: Group
-    is_copied: bool
+    ranks: Ranks  # the global ranks along it
+    group: Group  # their process group
+    is_copied: bool  # whether the tensor is replicated over them
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor; not one on XLA, whose compiler shards what is one tensor to this process."""
-    return isinstance(tensor, _kinds()) and tensor.device.type != "xla"
+    """Whether a tensor is a DTensor; False on XLA, whose compiler shards what is one tensor to this process."""
+    return isinstance(tensor, _types()) and tensor.device.type != "xla"
 
 
 _found: tuple[type, ...] = ()
 
 
-def _kinds() -> tuple[type, ...]:
-    """DTensor if its module was imported, as otherwise there is none. The second name is that of torch 2.4."""
+def _types() -> tuple[type, ...]:
+    """DTensor if its module was imported; otherwise there is none. The second name is that of torch 2.4."""
     global _found
     if not _found:  # called for each gradient
         modules = [sys.modules.get(name) for name in ("torch.distributed.tensor", "torch.distributed._tensor")]
-        kinds = [getattr(module, "DTensor", None) for module in modules]
-        _found = tuple(kind for kind in kinds if kind is not None)
+        _found = tuple(kind for module in modules if (kind := getattr(module, "DTensor", None)) is not None)
     return _found
 
 
 def is_spread(tensor: torch.Tensor) -> bool:
-    """Whether reading a tensor is a collective of all processes."""
+    """Whether reading a tensor is a collective of all ranks."""
     return is_dtensor(tensor) or (tensor.device.type == "xla" and xla.is_spmd() and xla.num_hosts() > 1)
 
 
@@ -54,10 +52,7 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 def to_locals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The local shards of several tensors, which is faster than one by one."""
     with torch.no_grad():
-        return [
-            tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-            for tensor in tensors
-        ]
+        return [t.to_local() if is_dtensor(t) else t for t in tensors]  # type: ignore[attr-defined]
 
 
 def from_local_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -104,29 +99,27 @@ def model_groups(tensors: Iterable[torch.Tensor], group: Group) -> dict[Ranks, G
 
 def replication_factor(tensor: torch.Tensor, groups: Iterable[Ranks]) -> int:
     """How many ranks have the same shard of a tensor, over its own mesh and all of the groups."""
-    where: Any = tensor if is_dtensor(tensor) else None
-    key = None if where is None else (where.device_mesh, where.placements)
-    return _num_copies(key, tuple(groups))
+    where: Any = tensor
+    return _num_copies((where.device_mesh, where.placements) if is_dtensor(tensor) else None, tuple(groups))
 
 
 @lru_cache(maxsize=256)
-def _num_copies(key: tuple[Any, Any] | None, groups: tuple[Ranks, ...]) -> int:
-    """By mesh and placements, of which all gradients have one of a few."""
-    dimensions = [] if key is None else _dimensions_of(*key)
+def _num_copies(mesh_and_placements: tuple[Any, Any] | None, groups: tuple[Ranks, ...]) -> int:
+    dimensions = [] if mesh_and_placements is None else _dimensions_of(*mesh_and_placements)
     own = [len(dimension.ranks) for dimension in dimensions if dimension.is_copied]
     known = {dimension.ranks for dimension in dimensions}
     return math.prod(own) * math.prod(len(ranks) for ranks in groups if ranks not in known)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor. Every process that has a shard must call it."""
+    """The full tensor. Every rank that has a shard must call it."""
     if is_dtensor(tensor):
         return tensor.full_tensor()  # type: ignore[attr-defined, no-any-return]
     return tensor.cpu() if is_spread(tensor) else tensor
 
 
 def shard_from_full(tensor: torch.Tensor, complete: torch.Tensor) -> torch.Tensor:
-    """A full tensor, the same on all processes, sharded like another one. Every process must call it."""
+    """A full tensor, the same on all ranks, sharded like another one. Every rank must call it."""
     if not is_dtensor(tensor):
         return xla.placed_like(tensor, complete) if xla.is_spmd() else complete
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -135,9 +128,9 @@ def shard_from_full(tensor: torch.Tensor, complete: torch.Tensor) -> torch.Tenso
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, where.device_mesh, where.placements)
     part = complete[tuple(slice(first, first + size) for size, first in zip(shape, offsets, strict=True))]
     result = from_local_like(tensor, part.to(to_local(tensor).device, copy=True).contiguous())
-    # a dimension that is sharded twice may have its shards in an order that is no slice
-    is_doubtful = any(hasattr(placement, "split_factor") for placement in where.placements)
-    if is_doubtful and not torch.equal(whole(result).cpu(), complete.cpu()):
+    # the shards of a dimension that is sharded twice may not be slices
+    is_strided = any(hasattr(placement, "split_factor") for placement in where.placements)
+    if is_strided and not torch.equal(whole(result).cpu(), complete.cpu()):
         raise ValueError(f"Cannot shard a tensor of shape {tuple(tensor.shape)} over {where.device_mesh}.")
     return result
 

@@ -1,11 +1,11 @@
-"""Stop requests: SIGTERM, request_stop(), and loader workers that leave SIGTERM to their parent.
+"""Stop requests: SIGTERM, request_stop(), and DataLoader workers that leave SIGTERM to their parent.
 
-Signals belong to a process and reach its main thread, but cores may be threads (XLA). So the note is the process's.
+Signals are handled in the main thread of a process, but cores may be threads (XLA), so a request is stored per process.
 
-A signal to a process group, or to all processes of a systemd unit, reaches a loader's workers too. If they ended, the
-loader would raise in the middle of a step, and their parent could neither complete the step nor save. So SIGTERM is
-blocked in a worker from its first instruction on, which holds although torch installs a handler there that ends it, and
-a thread takes the signal: it has its effect if the parent has sent it, or as soon as the parent has ended.
+A signal to a process group or a systemd unit also reaches DataLoader workers. If they exited, the loader would raise
+within a step, and the parent could neither complete the step nor save. SIGTERM is therefore blocked in workers from
+their first instruction on, despite the handler that torch installs there. A thread receives it instead, and ends the
+worker if the parent has sent it or has ended.
 """
 
 from __future__ import annotations
@@ -21,102 +21,89 @@ from contextlib import contextmanager
 from types import FrameType
 
 EXIT_STOPPED = 75
-"""The exit code of a run that was told to stop, has saved a checkpoint and can go on: EX_TEMPFAIL of sysexits.h.
+"""The exit code of a run that was requested to stop, has saved a checkpoint and can resume: EX_TEMPFAIL of sysexits.h.
 
-A process that SIGTERM ended without such a save has the code 143 in a shell (128 + 15), as always.
+A process that SIGTERM ended without a checkpoint has the usual code, 143 in a shell (128 + 15).
 """
 
-_SECONDS_OF_ONE_ORDER = 10.0
-"""SIGTERM may reach a process through its group and from the process that launched it: within this time it is one."""
+# SIGTERM may reach a process through its group and from the launching process: within this time it is one request
+_SECONDS_OF_ONE_REQUEST = 10.0
 
 logger = logging.getLogger(__name__)
 
-_told = False  # not a threading.Event, at whose lock a signal would hang that interrupts the note of another one
-_changing = threading.Lock()
-_num_listening = 0
-_listening_in = 0  # the pid of the process; what it forks has a copy of all this, and does not listen
-_obeyed_at = -float("inf")
+_is_requested = False  # not a threading.Event: a handler that interrupts another one would deadlock on its lock
+_listeners: list[int] = []  # the pid of each: a forked process has a copy of all this and does not listen
+_acknowledged_at = -float("inf")
 
 
 def request_stop() -> None:
-    """Stop the run as SIGTERM would: a :class:`Checkpoint` saves at the end of a step, and ends the process with 75.
+    """Stop the run like SIGTERM: a :class:`Checkpoint` saves at the end of a step and exits with code 75.
 
-    For whoever learns otherwise that the machine will be taken away: a notice of the cloud, a scheduler's callback, a
-    thread that watches for one. One core of a run is enough; the others follow at the same step.
+    Call it when a cloud notice or a scheduler's callback announces that the machine will be taken away. One core of a
+    run is enough; the others stop at the same step.
     """
-    global _told
-    _told = True
+    global _is_requested
+    _is_requested = True
 
 
 def was_told() -> bool:
-    """Whether SIGTERM has come, or :func:`request_stop` was called."""
-    return _told
+    """Whether SIGTERM was received or :func:`request_stop` was called."""
+    return _is_requested
 
 
-def obey() -> None:
-    """Take the note off, because this process is about to end as it was told to."""
-    global _obeyed_at, _told
-    _obeyed_at = time.monotonic()
-    _told = False
+def obey(*, is_exiting: bool = True) -> None:
+    """Acknowledge the request; if this process is about to exit, another SIGTERM is then ignored for a while."""
+    global _acknowledged_at, _is_requested
+    _acknowledged_at, _is_requested = time.monotonic() if is_exiting else _acknowledged_at, False
 
 
 def ends_process() -> bool:
-    """Whether SIGTERM would end this process: nobody has set a handler, or only we have, and nobody listens."""
+    """Whether SIGTERM would end this process: it has the default handler, or ours without a listener."""
     return not _is_listened_for() and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _note)
 
 
 def note_sigterm() -> None:
-    """Let SIGTERM be noted while somebody listens, and end the process as usual if nobody does.
-
-    Only possible in the main thread. Where cores are other threads, call it before they start.
-    """
+    """Install the handler, in the main thread: SIGTERM is a request for listeners, and otherwise ends the process."""
     signal.signal(signal.SIGTERM, _note)
 
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Within, SIGTERM is noted and does not end the process; if nobody obeys it there, it has its effect afterwards."""
-    global _told
+    """Within, SIGTERM is a request and does not end the process; if it is not acknowledged, it takes effect on exit."""
+    global _is_requested
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
-    _add_listeners(1)
+    _listeners.append(os.getpid())
     if is_main:
         note_sigterm()
     elif before is not _note:
         logger.warning(
-            "SIGTERM cannot be listened to outside of the main thread, and will end the process without a save: call "
-            "vbs.request_stop() from where the end of this machine is announced"
+            "SIGTERM can only be handled in the main thread, and will end this process without a checkpoint: call "
+            "vbs.request_stop() when the machine is about to stop"
         )
     try:
         yield
     finally:
-        _add_listeners(-1)
-        if is_main and not (_has_just_obeyed() and before == signal.SIG_DFL):
+        _listeners.remove(os.getpid())
+        if is_main and not (_was_just_acknowledged() and before == signal.SIG_DFL):
             signal.signal(signal.SIGTERM, before)
-        if not _num_listening and was_told():
-            _told = False
+        if not _is_listened_for() and _is_requested:
+            _is_requested = False
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _add_listeners(number: int) -> None:
-    global _num_listening, _listening_in
-    with _changing:
-        _num_listening = number + (_num_listening if _listening_in == os.getpid() else 0)
-        _listening_in = os.getpid()
-
-
 def _is_listened_for() -> bool:
-    return _num_listening > 0 and _listening_in == os.getpid()
+    return os.getpid() in _listeners
 
 
-def _has_just_obeyed() -> bool:
-    return time.monotonic() - _obeyed_at < _SECONDS_OF_ONE_ORDER
+def _was_just_acknowledged() -> bool:
+    return time.monotonic() - _acknowledged_at < _SECONDS_OF_ONE_REQUEST
 
 
 def _note(number: int, frame: FrameType | None) -> None:
     if _is_listened_for():
         request_stop()
-    elif not _has_just_obeyed():
+    elif not _was_just_acknowledged():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -126,59 +113,49 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 _CAN_WAIT = hasattr(signal, "sigwaitinfo")  # not on macOS, where workers are not forked either
 
 _is_registered = False
-_fork = threading.local()  # the signal mask of a thread before it forks a worker, or None while it forks something else
 
 
 def shield_loader_workers() -> None:
-    """From now on, let loader workers that this process forks leave SIGTERM to it."""
+    """Let DataLoader workers that this process forks leave SIGTERM to it."""
     global _is_registered
-    if _CAN_WAIT and not _is_registered:
-        os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_begin)
-        _is_registered = True
+    if _is_registered or not _CAN_WAIT:
+        return
+    fork = threading.local()  # a thread's signal mask before it forks a worker; None if it forks something else
+
+    def block() -> None:
+        process = sys._getframe(1).f_locals.get("process_obj")  # of multiprocessing; a worker runs the loop of a loader
+        is_worker = getattr(getattr(process, "_target", None), "__name__", None) == "_worker_loop"
+        fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGTERM) if is_worker else None
+
+    def unblock() -> None:
+        if fork.mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, fork.mask)
+
+    def begin() -> None:
+        if fork.mask is not None:
+            leave_sigterm_to_parent()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=begin)
+    _is_registered = True
 
 
 def leave_sigterm_to_parent(worker_id: int | None = None) -> None:
-    """In this loader worker, let SIGTERM have no effect unless the parent sends it, or until the parent has ended.
+    """In this DataLoader worker, ignore SIGTERM unless the parent has sent it or has ended.
 
-    A :class:`Checkpoint` sees to that in workers that are forked. Where they are started in another way, pass this as
-    the loader's ``worker_init_fn``. Programs that a worker starts have to be ended by SIGKILL, for they inherit that
-    SIGTERM is blocked.
+    A :class:`Checkpoint` does this in forked workers. For other start methods, pass this function as the loader's
+    ``worker_init_fn``. Programs started by a worker inherit the blocked signal and must be ended with SIGKILL.
 
     Args:
-        worker_id: which worker of the loader this is; of no effect.
+        worker_id: passed by the DataLoader, and ignored.
     """
     if _CAN_WAIT:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGTERM)
-        threading.Thread(target=_end_when_told, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
-def _end_when_told(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     sender = signal.sigwaitinfo(_SIGTERM).si_pid
     while sender != parent and os.getppid() == parent:
         again = signal.sigtimedwait(_SIGTERM, _SECONDS_BETWEEN_LOOKS)
         sender = again.si_pid if again else sender
-    os._exit(0)  # as torch's handler does: any other end of a worker would be an error to its parent
-
-
-# --------------------------------------------------------------------------------------------------------- at each fork
-
-
-def _block() -> None:
-    is_worker = _starts_worker(sys._getframe(1))
-    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGTERM) if is_worker else None
-
-
-def _starts_worker(frame: FrameType) -> bool:
-    """Whether it is a loader worker that is forked here: multiprocessing's process with the loop of a loader."""
-    process = frame.f_locals.get("process_obj")
-    return getattr(getattr(process, "_target", None), "__name__", None) == "_worker_loop"
-
-
-def _unblock() -> None:
-    if _fork.mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
-
-
-def _begin() -> None:
-    if _fork.mask is not None:
-        leave_sigterm_to_parent()
+    os._exit(0)  # like torch's handler: any other exit of a worker would be an error in its parent

@@ -1,8 +1,9 @@
-"""Everything that needs torch_xla, which is imported when first used: TPU cores, or virtual cores on a CPU."""
+"""Everything that uses torch_xla, imported on first use: TPU cores, or virtual cores on a CPU."""
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,37 +20,36 @@ from variable_batch_size.cores.communicator import Communicator
 
 @final
 class ThreadRendezvous:
-    """What ``xm.rendezvous`` does, without a collective of the device.
+    """``xm.rendezvous`` for `num_cores` threads, without a collective of the device.
 
-    Args:
-        num_cores: how many threads come.
-        rank: tells which of them the calling thread is.
+    `rank` returns the rank of the calling thread.
     """
 
     def __init__(self, num_cores: int, rank: Callable[[], int]) -> None:
-        self._num_cores = num_cores
-        self._rank = rank
-        self._shown = [b""] * num_cores
-        self._all_are_here = threading.Barrier(num_cores)
+        self._num_cores, self._rank = num_cores, rank
+        self._payloads = [b""] * num_cores
+        self._barrier = threading.Barrier(num_cores)
 
     def rendezvous(self, tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-        """Wait for all cores, and return what each has brought, in the order of their ranks.
-
-        Args:
-            tag: the name of the meeting.
-            payload: what this core brings.
-            replicas: those who come; all if empty, and nothing else.
-        """
+        """Wait for all cores, and return their payloads in the order of their ranks."""
         if replicas and sorted(replicas) != list(range(self._num_cores)):
             raise ValueError(f"`replicas` must be empty or all {self._num_cores} cores, got {list(replicas)} ({tag!r})")
-        self._shown[self._rank()] = payload
-        self._all_are_here.wait()
-        found = list(self._shown)
-        self._all_are_here.wait()  # nobody shows something new before all have seen this
+        self._payloads[self._rank()] = payload
+        self._barrier.wait()
+        found = list(self._payloads)
+        self._barrier.wait()  # no core overwrites its payload before all have read it
         return found
 
 
 _ALMOST_ONE = math.nextafter(1.0, 0.0)
+
+
+NUM_THREADS = 64  # of up to 32 virtual cores: the order in which XLA's CPU sums depends on the size of its thread pool
+
+
+def has_fixed_threads() -> bool:
+    """Whether a sum on this device has the same bits on any number of cores: on a CPU with the threads of a launch."""
+    return _runtime().device_type() != "CPU" or os.environ.get("PJRT_NPROC") == str(NUM_THREADS)
 
 
 def is_installed() -> bool:
@@ -58,7 +58,7 @@ def is_installed() -> bool:
 
 
 def is_running() -> bool:
-    """Whether this process has begun to use torch_xla."""
+    """Whether this process has imported torch_xla."""
     return "torch_xla" in sys.modules
 
 
@@ -74,23 +74,23 @@ def cores() -> tuple[int, int]:
 
 
 def is_spmd() -> bool:
-    """Whether this process drives all its devices as one, each tensor laid out over them: the SPMD mode of XLA."""
+    """Whether this process drives all its devices as one, with sharded tensors: XLA's SPMD mode."""
     return is_running() and bool(_runtime().is_spmd())
 
 
 def use_spmd() -> None:
-    """Begin to; before anything is on a device."""
+    """Enable SPMD mode; before any tensor is on a device."""
     if not is_spmd():
         _runtime().use_spmd()
 
 
 def num_hosts() -> int:
-    """How many processes share the devices."""
+    """Number of processes that share the devices."""
     return int(_runtime().process_count())
 
 
 def num_programs() -> int:
-    """How many programs XLA has compiled in this process."""
+    """Number of graphs compiled in this process."""
     return int(_module("debug.metrics").counter_value("UncachedCompile") or 0)
 
 
@@ -98,17 +98,17 @@ def num_programs() -> int:
 class XlaDevices(Communicator):
     """The cores of torch_xla.
 
-    Tensor work is only noted down until :meth:`flush` compiles and starts it. Doing that after every minibatch keeps
-    the set of compiled programs closed; noting down several would give a program for every number of them.
+    Operations are traced until :meth:`flush` compiles and starts them. Flushing after every minibatch keeps the set of
+    graphs closed; tracing several would give a graph for every number of them.
 
-    Virtual cores are threads of one process, and two things hold there that TPUs do not need. Programs are started one
-    thread at a time: two threads that compile the same program at once get two, whose collectives never meet. And a
-    thread waits for its own previous program *before* it takes its turn: starting the next one blocks until that has
-    ended, and it may be waiting in a collective for those who want the turn.
+    Virtual cores are threads of one process and need two precautions. Graphs are started by one thread at a time: two
+    threads that compile the same graph at once get two, whose collectives deadlock. And a thread waits for its own
+    previous graph *before* it takes the lock: starting the next one blocks until that has ended, which may wait in a
+    collective for a thread that waits for the lock.
 
-    In SPMD mode all devices are one core: the compiler splits what it does over them, as tensors are laid out, and adds
-    the layout of what it returns. So all that lives on from program to program has one from the start; else what was
-    returned would be the input of another program.
+    In SPMD mode all devices are one core. The compiler partitions graphs by the shardings of tensors, and adds some to
+    its results. All tensors that outlive a graph must therefore be sharded from the start: otherwise the results would
+    be inputs of another graph.
     """
 
     is_one_program = True
@@ -125,12 +125,16 @@ class XlaDevices(Communicator):
         if self._is_spmd or self.num_replicas == 1:  # in SPMD mode the compiler has summed
             return
         model = _module("core.xla_model")
-        model.all_reduce(model.REDUCE_SUM, list(tensors))
+        wide = [tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor for tensor in tensors]
+        model.all_reduce(model.REDUCE_SUM, wide)  # XLA's CPU has none for the narrow ones
+        for tensor, total in zip(tensors, wide, strict=True):
+            if total is not tensor:
+                tensor.copy_(total)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         if self.num_replicas == 1 or not tensors:
             return
-        # every core runs the same program: which one it is must be data
+        # every core runs the same graph: its rank must be data
         is_first = torch.tensor([self.rank == 0]).to(tensors[0].device)
         with torch.no_grad():
             copies = [
@@ -161,7 +165,7 @@ class XlaDevices(Communicator):
         return placed_like(other, tensor)
 
     def traced_scalar(self, number: float) -> float:
-        # XLA puts exactly 0, 1 and -1 into the program; one step of double precision beside them is the same float32
+        # XLA compiles exactly 0, 1 and -1 into the graph; the next double is the same float32
         return math.nextafter(number, math.inf) if number in (0.0, 1.0, -1.0) else number
 
     def traced_beta(self, number: float) -> float:
@@ -169,7 +173,7 @@ class XlaDevices(Communicator):
 
 
 def placed_like(other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor from the host on the device of another of its shape; in SPMD mode laid out over the devices as that."""
+    """A tensor from the host on the device of another of its shape; in SPMD mode sharded like it."""
     tensor = tensor.to(other.device)
     if is_spmd() and other.device.type == "xla":
         _lay_out(tensor, _layout_of(other))
@@ -177,7 +181,7 @@ def placed_like(other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _layout_of(tensor: torch.Tensor) -> Any:
-    """How a tensor is laid out over the devices, None if nobody has said it."""
+    """The sharding of a tensor; None if it has none."""
     return _torch_xla()._XLAC._get_xla_op_sharding(tensor)
 
 
@@ -186,22 +190,18 @@ def _lay_out(tensor: torch.Tensor, layout: Any) -> None:
         _torch_xla()._XLAC._xla_mark_sharding(tensor, layout)
 
 
-# ------------------------------------------------------------------------------------------------------ random numbers
-
-
 def random_seed(device: torch.device) -> int:
-    """The state of the device's random generator."""
+    """The state of the device's generator."""
     return int(_module("core.xla_model").get_rng_state(str(device)))
 
 
 def set_random_seed(seed: int, device: torch.device) -> None:
-    """Set that state."""
     _module("core.xla_model").set_rng_state(seed, str(device))
 
 
 @contextmanager
 def preserve_rng(device: torch.device) -> Iterator[None]:
-    """Within, flushing does not change which random numbers come next on the device, as it otherwise does."""
+    """Restore the device's generator, which flushing advances, on exit."""
     seed = random_seed(device)
     try:
         yield
@@ -209,44 +209,39 @@ def preserve_rng(device: torch.device) -> Iterator[None]:
         set_random_seed(seed, device)
 
 
-# ------------------------------------------------------------------------------------------------------------ launching
-
-
 def run_on_devices(local_rank: int, num_processes: int, run: Callable[[int], None]) -> None:
     """Call ``run(rank)`` in a thread for each XLA device of this process.
 
-    It is what ``torch_xla.launch`` does in the processes it starts; starting these ourselves tells us at once when one
-    fails.
+    ``torch_xla.launch`` does the same in the processes it starts, but does not report at once when one of them fails.
     """
     if is_spmd():
-        raise ValueError("XLA_USE_SPMD must not be set where each device is a core: launch with `spmd=True`")
+        raise ValueError("XLA_USE_SPMD must not be set if each device is a core: launch with `spmd=True`")
     pjrt = _module("_internal.pjrt")
     pjrt._run_thread_per_device(local_rank, num_processes, lambda: run(cores()[0]), pjrt.initialize_multiprocess)
 
 
 def patch_rendezvous(num_cores: int) -> None:
-    """Replace ``xm.rendezvous`` in this process, whose threads are the cores, and so what ``xm.mesh_reduce`` calls.
+    """Replace ``xm.rendezvous``, which ``xm.mesh_reduce`` also calls, in a process whose threads are the cores.
 
-    Its collective would be started by all threads at once, of which each may get a program of its own: they never meet,
-    and the process is aborted.
+    All threads would start its collective at once, and each might get its own graph: the process would abort.
     """
     _module("core.xla_model").rendezvous = ThreadRendezvous(num_cores, lambda: cores()[0]).rendezvous
 
 
 def init_hosts_process_group() -> None:
-    """In SPMD mode on several hosts: let torch.distributed reach from each to all others."""
+    """In SPMD mode on several hosts, initialize torch.distributed between them."""
     if num_hosts() > 1:
-        _module("distributed.xla_backend")  # which knows how they find each other
+        _module("distributed.xla_backend")  # registers xla://
         dist.init_process_group("gloo", init_method="xla://")
 
 
 def num_tpu_processes() -> int:
-    """How many processes this host's TPU cores are driven by."""
+    """Number of processes that drive this host's TPU cores."""
     return int(_module("_internal.tpu").num_local_processes())
 
 
 def num_tpu_cores() -> int:
-    """How many TPU cores this host has."""
+    """Number of TPU cores of this host."""
     return int(_module("_internal.tpu").num_available_devices())
 
 

@@ -1,7 +1,9 @@
-"""Cursor: the position of a rank in its steps, and the plan of each step, in integers."""
+"""The position of a rank: a Cursor in its steps, with the plan of each, and a RunCount of a pass over the loader."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from variable_batch_size.checks import check_within
@@ -9,27 +11,41 @@ from variable_batch_size.schedules.schedule import BaseSchedule
 
 
 class StepPlan(NamedTuple):
-    """A minibatch of a rank and the step that it belongs to.
+    """A minibatch of a rank and the step that it belongs to."""
 
-    Args:
-        num_minibatches: n, the minibatches of the step, over all ranks.
-        is_last: whether the minibatch is the rank's last one in the step.
-        is_idle: whether the rank has no minibatch in the step, only padding.
-        is_padding: whether the minibatch is padding; in lockstep it may follow others of the step.
-        epoch: the number of the epoch, from 0.
-        step: the number of the step in the run, from 0.
-        batch_size: samples in the step, over all ranks.
-        num_rounds: minibatches that this rank runs in the step, padding included.
+    num_minibatches: int  # of the step, over all ranks
+    is_last: bool = True  # whether the minibatch is the rank's last one in the step
+    is_idle: bool = False  # whether the rank has no minibatch in the step, only padding
+    is_padding: bool = False  # whether the minibatch is padding; in lockstep it may follow others of the step
+    epoch: int = 0
+    step: int = 0  # its number in the run
+    batch_size: int = 0  # of the step, over all ranks
+    num_rounds: int = 1  # minibatches that this rank runs in the step, padding included
+
+
+@dataclass
+class RunCount:
+    """How many minibatches of a pass an optimizer has run, compared with how many were read.
+
+    A loader that reads ahead keeps its distance: where that has grown from one call of ``step()`` to another,
+    minibatches were left out.
     """
 
-    num_minibatches: int
-    is_last: bool = True
-    is_idle: bool = False
-    is_padding: bool = False
-    epoch: int = 0
-    step: int = 0
-    batch_size: int = 0
-    num_rounds: int = 1
+    is_late: bool  # whether other optimizers had run minibatches of the pass already
+    number: int = 0
+    ahead: int = 0  # minibatches that had been read beyond the latest one, when it was run
+    first_ahead: int = 0  # likewise for the first one
+    least_ahead: int = sys.maxsize
+    number_at_end: int = 0  # `number` when all minibatches had been read
+
+    def add(self, num_read: int) -> None:
+        """Count a minibatch, after so many have been read."""
+        self.number += 1
+        self.ahead = num_read - self.number
+        if self.number == 1:
+            self.first_ahead = self.ahead
+        if self.ahead < self.least_ahead:
+            self.least_ahead = self.ahead
 
 
 class Cursor:
@@ -38,18 +54,12 @@ class Cursor:
     Padding is a rank's last minibatch of a step, so a step has at most two plans: of its last minibatch and of those
     before it.
 
-    Args:
-        schedule: batch sizes, assigned to epochs and ranks.
-        rank: of this process.
-
     Attributes:
-        schedule: may be replaced before :meth:`move`.
         plan: of the latest minibatch; at first, of the epoch's first one.
-        has_begun: whether there was a minibatch since :meth:`move`.
     """
 
     def __init__(self, schedule: BaseSchedule, rank: int) -> None:
-        self.schedule = schedule
+        self.schedule = schedule  # may be replaced before move()
         self._rank = rank
         self.move(0)
 
@@ -60,7 +70,6 @@ class Cursor:
         check_within(len(steps), first_step=first_step)
         self.epoch = int(epoch)
         self.first_step = int(first_step)
-        self.has_begun = False
         self._steps = steps
         step = steps[min(self.first_step, len(steps) - 1)]
         self._offset = self.schedule.samples_before(step) - self.schedule.samples_before(steps.start)
@@ -73,7 +82,6 @@ class Cursor:
         """The plan of the next minibatch, which is then the latest one."""
         if not self._num_left:
             self._begin_next_step()
-        self.has_begun = True
         self._num_left -= 1
         self.plan = self._accumulating if self._num_left else self._last
         return self.plan
@@ -112,8 +120,6 @@ class Cursor:
         self._steps = self.schedule.steps(self.epoch)
         self._next = None
 
-    # ------------------------------------------------------------------------------------------------ what comes next
-
     @property
     def next(self) -> StepPlan | None:
         """The plan of the next minibatch; None if the epoch has no more."""
@@ -132,8 +138,6 @@ class Cursor:
             offset += self._last.batch_size
         within = 0 if plan is None else place % plan.num_minibatches
         return offset // self.schedule.minibatch_size + within
-
-    # ------------------------------------------------------------------------------------------------------ position
 
     @property
     def is_accumulating(self) -> bool:

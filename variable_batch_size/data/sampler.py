@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, Protocol
 
 import numpy as np
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from variable_batch_size.checks import check_integer, check_within
 from variable_batch_size.cores.detect import running_cores
+from variable_batch_size.data.cursor import RunCount
 from variable_batch_size.policies.policy import Policy, Situation, policy_of
 from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.live import PolicySchedule
@@ -20,66 +23,80 @@ from variable_batch_size.schedules.permutation import Permutation
 from variable_batch_size.schedules.schedule import BaseSchedule, Schedule
 from variable_batch_size.traces.trace import Trace, TraceLike
 
+logger = logging.getLogger(__name__)
+
 Description = dict[str, str | int | bool | None]
+
+_SAMPLES_AT_ONCE = 8192
+_NO_TRACE: Any = object()
 
 
 class Follower(Protocol):
-    """What moves with a source of minibatches: an optimizer."""
+    """What moves with a source of minibatches, and runs them: an optimizer."""
 
-    def _follow(self) -> None:
-        """Go to where the source is."""
+    _runs: RunCount
+
+    def _follow(self) -> None: ...
+    def _on_request(self, is_first: bool) -> None: ...
+
+
+def is_decided(trace: Any) -> bool:
+    """Whether what was passed as a trace decides batch sizes during the run."""
+    return isinstance(trace, Policy) or (callable(trace) and not isinstance(trace, type))
 
 
 class MinibatchSource(ABC):
-    """A schedule, this core's rank in it, and the pass over the data that the run is in.
+    """A schedule, this core's rank in it, and the current pass over the data.
 
-    The source owns the position of a run: optimizers attach to it, and its :meth:`set_epoch` moves them, too.
-
-    The arguments are those of :class:`CustomSampler`. Without a `dataset_size` all steps are one epoch.
+    The source owns the position of a run: optimizers attach to it, and its :meth:`set_epoch` moves them, too. It counts
+    the minibatches that are read, and compares them with those that each optimizer runs. The arguments are those of
+    :class:`CustomSampler`. Without a `dataset_size` all steps are one epoch.
 
     Attributes:
-        epoch: the number of the epoch, from 0.
-        first_step: how many of the epoch's steps are skipped.
-        num_passes: how many passes :meth:`set_epoch` has begun.
-        seed: that of the random numbers of minibatches, where they are seeded.
+        must_be_read: whether ``step()`` raises for a minibatch that was not read from here. Set it to False for a loop
+            that calls ``step()`` as often as the schedule says, without iterating over a loader or the sampler.
     """
 
-    seed = 0
+    must_be_read = True
+    _loader: str  # that reads this source, for errors
 
     def __init__(
         self,
         trace: TraceLike | Policy | Callable[[Situation], float],
-        *,
         dataset_size: int | None,
         minibatch_size: int,
         num_replicas: int | None,
         rank: int | None,
         process_group: Any,
+        seed: int,
         on_end: OnEnd,
         lockstep: bool,
     ) -> None:
+        check_integer(seed=seed)
         if num_replicas is None or rank is None:
             running_rank, running_replicas = running_cores(process_group)
             num_replicas = running_replicas if num_replicas is None else num_replicas
             rank = running_rank if rank is None else rank
-        self.schedule = _schedule_of(
-            trace,
-            dataset_size=dataset_size,
-            minibatch_size=minibatch_size,
-            num_replicas=num_replicas,
-            on_end=on_end,
-            lockstep=lockstep,
-        )
+        how: Any = {"dataset_size": dataset_size, "minibatch_size": minibatch_size, "num_replicas": num_replicas}
+        self.schedule: BaseSchedule
+        if is_decided(trace):
+            self.schedule = PolicySchedule(policy_of(trace), lockstep=lockstep, **how)  # type: ignore[arg-type]
+        else:
+            self.schedule = Schedule(Trace.of(trace), on_end=on_end, lockstep=lockstep, **how)  # type: ignore[arg-type]
         check_within(num_replicas - 1, rank=rank)
         self.rank = int(rank)
         self.process_group = process_group
+        self.seed = int(seed)
         self.epoch = 0
-        self.first_step = 0
-        self.num_passes = 0
-        self._has_stepped = False  # whether an optimizer has had a minibatch of this pass
+        self.first_step = 0  # how many of the epoch's steps are skipped
+        self.num_passes = 0  # how many passes set_epoch() has begun
+        self._pass_read = -1  # the latest pass of which a minibatch was requested
+        self.num_read = 0  # minibatches of this pass, in this process
+        self._num_prefetched = 0  # how many of these the workers of the loader may be ahead
+        self._thread: int | None = None  # in which an optimizer has run a minibatch of this pass
         self._followers: list[weakref.ref[Follower]] = []
+        self.is_shared = False  # whether several optimizers are attached
         self._on_first_read: Callable[[], None] | None = None
-        self._on_request: Callable[[bool], None] | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -90,14 +107,19 @@ class MinibatchSource(ABC):
         return self.schedule.minibatch_size
 
     @property
+    def policy(self) -> Policy | None:
+        """The policy that decides the batch sizes, a copy of the one that was passed; None with a trace."""
+        return self.schedule.policy if isinstance(self.schedule, PolicySchedule) else None
+
+    @property
     @abstractmethod
     def description(self) -> Description:
         """What the samples of a step depend on, besides the trace and the minibatch size."""
 
     @property
-    @abstractmethod
     def has_been_read(self) -> bool:
         """Whether a minibatch of this pass was requested."""
+        return self._pass_read == self.num_passes
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Go to an epoch. Call it before each pass over the loader, here or on the optimizer: it moves both.
@@ -108,68 +130,107 @@ class MinibatchSource(ABC):
             epoch: its number, from 0.
             first_step: how many of the epoch's steps to skip, for a run that was stopped after them.
         """
-        has_begun = self.has_been_read or self._has_stepped
-        if has_begun or not self.is_at(epoch, first_step):
+        if self.has_been_read or self._thread is not None or not self.is_at(epoch, first_step):
             self.begin_pass(epoch, first_step)
         else:
-            self._move_followers()
+            for follower in self.followers():
+                follower._follow()
 
     def is_at(self, epoch: int, first_step: int) -> bool:
         """Whether :meth:`set_epoch` has begun the latest pass with these arguments."""
         return self.num_passes > 0 and (self.epoch, self.first_step) == (epoch, first_step)
 
     def begin_pass(self, epoch: int, first_step: int) -> None:
-        """Begin a pass over the loader, and let the optimizers of this source follow."""
+        """Begin a pass over the loader, and move the attached optimizers."""
+        self.end_pass()
         self.schedule.begin_epoch(epoch)
         check_within(len(self.schedule.steps(epoch)), first_step=first_step)
         self.epoch = int(epoch)
         self.first_step = int(first_step)
         self.num_passes += 1
-        self._has_stepped = False
+        self.num_read, self._thread = 0, None
         self._on_first_read = None
-        self._move_followers()
+        for follower in self.followers():
+            follower._follow()
 
     def attach(self, follower: Follower) -> None:
-        """Let an optimizer follow, as long as it exists."""
+        """Move an optimizer with this source, as long as it exists."""
         self._followers = [one for one in self._followers if one() is not None] + [weakref.ref(follower)]
+        self.is_shared = len(self._followers) > 1
 
-    def _move_followers(self) -> None:
-        for reference in self._followers:
-            follower = reference()
-            if follower is not None:
-                follower._follow()
+    def followers(self) -> list[Any]:
+        """The optimizers that move with this source."""
+        return [follower for reference in self._followers if (follower := reference()) is not None]
 
-    def note_step(self) -> None:
-        """An optimizer has had its first minibatch of this pass."""
-        self._has_stepped = True
+    def new_count(self) -> RunCount:
+        """For an optimizer that begins with the first minibatch of this pass."""
+        return RunCount(is_late=self._thread is not None)
+
+    def check_run(self, runs: RunCount) -> None:
+        """Raise if an optimizer must not run a minibatch: before the first one, and if no more were read."""
+        if not self.has_been_read and self.must_be_read:
+            raise RuntimeError(
+                f"step() was called, but no loader reads this {type(self).__name__}: train with {self._loader}, "
+                "iterate over it beside a loader of your own, or set its `must_be_read` to False"
+            )
+        if runs.is_late:
+            raise RuntimeError(
+                f"the optimizer was made, or set to epoch {self.epoch}, when minibatches of this pass had been run "
+                "already: call set_epoch(), with `first_step` to go on within the epoch, and begin another pass"
+            )
+        if self.must_be_read and self.num_read and runs.number >= self.num_read:
+            raise RuntimeError(
+                f"step() was called for minibatch {runs.number + 1} of epoch {self.epoch}, but {self.num_read} were "
+                "read: call it once after each minibatch, and set_epoch() before each pass over the loader"
+            )
+        self._thread = threading.get_ident()
+
+    def _end_reading(self) -> None:
+        """Raise if an optimizer has left out minibatches of a pass of which all were read."""
+        for follower in self.followers():
+            runs = follower._runs
+            runs.number_at_end = runs.number
+            # a thread that reads ahead of the loop may be at any distance
+            if runs.ahead > runs.least_ahead and self._thread == threading.get_ident():
+                self._refuse_left_out(follower, runs.ahead - runs.least_ahead)
+
+    def end_pass(self) -> None:
+        """Raise if an optimizer has left out the first minibatches of a pass, of which all were read."""
+        for follower in self.followers():
+            runs = follower._runs
+            number = runs.first_ahead - self._num_prefetched
+            if runs.number_at_end and 0 < number <= self.num_read - runs.number:
+                runs.number_at_end = 0  # refused once
+                self._refuse_left_out(follower, number)
+
+    def _refuse_left_out(self, follower: Follower, number: int) -> None:
+        raise RuntimeError(
+            f"step() of {type(follower).__name__} was not called for at least {number} of the {self.num_read} "
+            f"minibatches of epoch {self.epoch}: call it once after each minibatch. It accumulates by itself, a "
+            "skipped minibatch needs step() without backward(), and an optimizer that makes fewer steps its own sampler"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # optimizers attach themselves again to a copy that is theirs
         return {**self.__dict__, "_followers": []}
 
     def run_in_lockstep(self) -> None:
-        """Give all cores the same number of minibatches in each step from now on; before the first one is read."""
-        if self.schedule.lockstep:
-            return
-        if self.has_been_read:
+        """Give all cores the same number of minibatches in each step. Call it before the first one is read."""
+        if self.has_been_read and not self.schedule.lockstep:
             raise ValueError(
-                "the model is in fully_shard, which needs the same number of minibatches on all cores in a step, but "
-                "the sampler has been read already: make it with `lockstep=True`"
+                "a model in fully_shard needs the same number of minibatches on all cores in a step, but the sampler "
+                "has been read already: construct it with `lockstep=True`"
             )
         self.schedule.lockstep = True
 
     def on_first_read(self, callback: Callable[[], None]) -> None:
-        """Call something when the first minibatch of this pass is requested: after the loader has set itself up, which
-        draws a random number, and before anything is done with a sample."""
+        """Call a function at the first request of this pass: after the loader has drawn a random number to set up."""
         self._on_first_read = callback
 
-    def on_request(self, callback: Callable[[bool], None]) -> None:
-        """Call something whenever a minibatch is requested, in every pass from now on, also where none is left.
-
-        Its argument is whether the request is the first of a pass. A loader requests one whenever it returns one, even
-        if its workers are ahead.
-        """
-        self._on_request = callback
+    def _on_request(self, is_first: bool) -> None:
+        """A minibatch is requested, in most cases by a loader whenever it returns one; at the end none is left."""
+        for follower in self.followers():
+            follower._on_request(is_first)
 
     def _begin_reading(self) -> None:
         if self._on_first_read is not None:
@@ -183,38 +244,6 @@ class MinibatchSource(ABC):
     def __len__(self) -> int:
         """How many minibatches this core gets in the epoch, padding included."""
         return self.schedule.num_minibatches_for(self.epoch, self.rank, self.first_step)
-
-
-def is_decided(trace: Any) -> bool:
-    """Whether what was passed as a trace decides batch sizes during the run."""
-    return isinstance(trace, Policy) or (callable(trace) and not isinstance(trace, type))
-
-
-def _schedule_of(
-    trace: Any, *, dataset_size: int | None, minibatch_size: int, num_replicas: int, on_end: OnEnd, lockstep: bool
-) -> BaseSchedule:
-    if is_decided(trace):
-        return PolicySchedule(
-            policy_of(trace),
-            dataset_size=dataset_size,
-            minibatch_size=minibatch_size,
-            num_replicas=num_replicas,
-            lockstep=lockstep,
-        )
-    return Schedule(
-        Trace.of(trace),
-        dataset_size=dataset_size,
-        minibatch_size=minibatch_size,
-        num_replicas=num_replicas,
-        on_end=on_end,
-        lockstep=lockstep,
-    )
-
-
-logger = logging.getLogger(__name__)
-
-_SAMPLES_AT_ONCE = 8192
-_NO_TRACE: Any = object()
 
 
 class CustomSampler(MinibatchSource, Sampler[list[int]]):
@@ -248,6 +277,8 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
     [[0, 1], [4, 5]]
     """
 
+    _loader = "DataLoader(dataset, batch_sampler=sampler)"
+
     def __init__(
         self,
         dataset: Sized | int | None = None,
@@ -269,22 +300,12 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if (dataset is None) == (dataset_size is None):
             given = "neither" if dataset is None else "both"
             raise ValueError(f"pass either `dataset` or `dataset_size`, got {given}")
-        check_integer(seed=seed)
         size = dataset_size if dataset is None else dataset
         self.dataset_size: int = len(size) if isinstance(size, Sized) else size  # type: ignore[assignment]
         super().__init__(
-            trace,
-            dataset_size=self.dataset_size,
-            minibatch_size=minibatch_size,
-            num_replicas=num_replicas,
-            rank=rank,
-            process_group=process_group,
-            on_end=on_end,
-            lockstep=lockstep,
+            trace, self.dataset_size, minibatch_size, num_replicas, rank, process_group, seed, on_end, lockstep
         )
-        self.seed = int(seed)
         self.shuffle = shuffle
-        self._has_started = False
         if verbose and self.rank == 0:
             num_epochs = self.schedule.num_epochs
             logger.info("%s: %s epochs", self.schedule.name, "endless" if num_epochs is None else num_epochs)
@@ -294,44 +315,36 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         """What the samples of a step depend on, besides the trace and the minibatch size."""
         return {"dataset_size": int(self.dataset_size), "seed": self.seed, "shuffle": self.shuffle}
 
-    @property
-    def has_been_read(self) -> bool:
-        return self._has_started
-
     def get_epochtrace(self, epoch: int) -> list[int]:
         """The batch sizes of an epoch's steps."""
         return [self.schedule.batch_size(step) for step in self.schedule.steps(epoch)]
 
-    def begin_pass(self, epoch: int, first_step: int) -> None:
-        super().begin_pass(epoch, first_step)
-        self._has_started = False
-
     def _warn_if_truncated(self) -> None:
-        schedule = self.schedule
-        if not isinstance(schedule, Schedule):
-            return
-        steps = schedule.steps(self.epoch)
-        if schedule.on_end == "stop" and steps.stop == len(schedule.trace) and self.rank == 0:
+        schedule, steps = self.schedule, self.schedule.steps(self.epoch)
+        if isinstance(schedule, Schedule) and schedule.on_end == "stop" and steps.stop == len(schedule.trace):
             used = schedule.samples_before(steps.stop) - schedule.samples_before(steps.start)
-            if used < schedule.capacity:
-                logger.warning(
-                    "%s ends in epoch %d, after %d of its %d samples (%.1f %%)",
-                    schedule.trace.name,
-                    self.epoch,
-                    used,
-                    schedule.capacity,
-                    100 * used / schedule.capacity,
-                )
+            if used < schedule.capacity and self.rank == 0:
+                share = (used, schedule.capacity, 100 * used / schedule.capacity)
+                message = "%s ends in epoch %d, after %d of its %d samples (%.1f %%)"
+                logger.warning(message, schedule.trace.name, self.epoch, *share)
 
     def __iter__(self) -> Iterator[list[int]]:
-        minibatches = self._minibatches()
-        return minibatches if self._on_request is None else _Requested(minibatches, self._on_request)
+        frame = sys._getframe(1)
+        # of torch and torchdata only: looking at the variables of a user's function would keep them alive
+        caller = frame.f_locals if frame.f_globals["__name__"].startswith("torch") else {}
+        if isinstance(caller.get("self"), BatchSampler) and caller["self"].sampler is self:
+            raise ValueError(f"the sampler yields full minibatches, not samples: train with {self._loader}")
+        loader: Any = caller.get("loader")  # where an iterator of a DataLoader is set up
+        self._num_prefetched = 0
+        if isinstance(loader, DataLoader):
+            self._num_prefetched = loader.num_workers * (loader.prefetch_factor or 0)
+        return _Requested(self._minibatches(), self._on_request)
 
     def _minibatches(self) -> Iterator[list[int]]:
         # a DataLoader may make several iterators and use one: nothing happens before the first request
-        if self._has_started:
+        if self.has_been_read:
             self._refuse_second_pass()
-        self._has_started, number = True, self.num_passes
+        self._pass_read = number = self.num_passes
         self._begin_reading()
         self._warn_if_truncated()
         within = np.arange(self.minibatch_size)
@@ -344,7 +357,9 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
                     raise RuntimeError(
                         "set_epoch() was called in the middle of a pass: begin another one, as with iter(loader)"
                     )
+                self.num_read += 1
                 yield minibatch
+        self._end_reading()
 
 
 class _Requested(Iterator[list[int]]):

@@ -3,99 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from types import FrameType
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from torch.utils.data import _utils as loading
 
-from variable_batch_size.checks import check_integer
 from variable_batch_size.data.sampler import Description, MinibatchSource, is_decided
 from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.schedule import BaseSchedule, Schedule
 from variable_batch_size.traces.trace import TraceLike
 
-
-class WorkerShare(NamedTuple):
-    """The turns of a worker: a loader asks its workers one after the other, for number i worker ``i % num_workers``.
-
-    Attributes:
-        worker: which worker this is; 0 without workers.
-        num_workers: of the loader; 1 without workers.
-
-    >>> turns = WorkerShare(worker=1, num_workers=3)
-    >>> 4 in turns, 5 in turns, turns.next_from(5)
-    (True, False, 7)
-    """
-
-    worker: int = 0
-    num_workers: int = 1
-
-    def __contains__(self, number: object) -> bool:
-        return isinstance(number, int) and number % self.num_workers == self.worker
-
-    def next_from(self, number: int) -> int:
-        """Its first turn from a number on."""
-        return number + (self.worker - number) % self.num_workers
-
-
-def number_behind(state: Mapping[str, Any], schedule: Schedule, first_step: int, turns: WorkerShare) -> int:
-    """The number of the first minibatch of a step, where the turns of a loader's workers go on.
-
-    Args:
-        state: of this worker's reader when the loader was saved, perhaps by another core and on another number of them.
-        schedule: of this run.
-        first_step: which step it is, of the epoch of the state.
-        turns: of this worker.
-    """
-    saved = Schedule(
-        schedule.trace,
-        dataset_size=schedule.dataset_size,
-        minibatch_size=schedule.minibatch_size,
-        num_replicas=state["num_replicas"],
-        on_end=schedule.on_end,
-        lockstep=state["lockstep"],
-    )
-    epoch = state["epoch"]
-    first, behind = (
-        saved.num_minibatches_for(epoch, state["rank"], step) for step in (state["first_step"], first_step)
-    )
-    number: int = state["first_number"] + first - behind
-    if not state["num_dealt"] <= number <= turns.next_from(state["num_dealt"]):
-        refuse_state(epoch, first_step)
-    return number
-
-
-def refuse_state(epoch: int, first_step: int) -> NoReturn:
-    """Say that a loader was not saved where a pass is to begin."""
-    raise RuntimeError(
-        f"the loader's state is not that of step {first_step} of epoch {epoch}, where this pass begins: save it "
-        "between two steps, with snapshot_every_n_steps=1"
-    )
-
+logger = logging.getLogger(__name__)
 
 Samples: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
-"""What may be read as a stream: an iterable, an iterator, or a function that makes one."""
+"""An iterable, an iterator, or a function that returns one."""
 
 
 class SampleSource:
-    """Reads a stream from its beginning or from a state that it had, and counts.
+    """Reads a stream from its beginning or from a saved state, and counts samples.
 
-    The stream does not see that it is read in a loader worker: one that deals itself out to the workers would give each
-    of them another part, and every worker must see all of it to know which minibatch is which.
-
-    Args:
-        samples: an iterable, an iterator, which can be read once, or a function that makes one.
-
-    Attributes:
-        num_read: samples read in this pass, skipped ones included.
-        has_ended: whether there were fewer samples than were asked for.
+    The stream does not see that a loader worker reads it, as it might then yield only a part of its samples.
 
     >>> source = SampleSource(range(7))
     >>> source.begin(epoch=0)
@@ -109,53 +45,41 @@ class SampleSource:
     def __init__(self, samples: Samples) -> None:
         if not isinstance(samples, Iterable) and not callable(samples):
             raise ValueError(
-                f"`samples` must be an iterable or a function that makes one, got {type(samples).__name__}"
+                f"`samples` must be an iterable or a function that returns one, got {type(samples).__name__}"
             )
-        self._samples = samples
-        self._is_iterator = isinstance(samples, Iterator)
+        self._samples: Any = samples
         self._has_state = hasattr(samples, "state_dict") and hasattr(samples, "load_state_dict")
-        self._first_state: Any = None  # of the stream at its beginning, once it has been in another
+        self._first_state: Any = None  # of the stream at its beginning
         self._has_begun = False
         self._iterator: Iterator[Any] = iter(())
-        self._ahead: list[Any] = []  # samples that were looked at and not yet read
-        self.num_read = 0
-        self.has_ended = False
+        self._ahead: list[Any] = []  # peeked samples
+        self.num_read = 0  # in this pass, including skipped samples
+        self.has_ended = False  # whether fewer samples were left than requested
 
     def begin(self, *, epoch: int, state: dict[str, Any] | None = None) -> None:
-        """Go to the beginning, or to where :meth:`state_dict` was called.
-
-        Args:
-            epoch: told to a stream that has ``set_epoch``.
-            state: of such a stream; None for its beginning.
-        """
-        if self._is_iterator and self._has_begun:
+        """Go to the beginning of the stream, or to a state of :meth:`state_dict`."""
+        samples = self._samples
+        if self._has_begun and isinstance(samples, Iterator):
             raise RuntimeError(
-                "the stream is an iterator, which can be read once: pass an iterable, or a function that makes one"
+                "the stream is an iterator, which can be read once: pass an iterable, or a function that returns one"
             )
-        with _as_outside_of_workers():
-            if hasattr(self._samples, "set_epoch"):
-                self._samples.set_epoch(epoch)
-            if self._has_state:
-                self._load(None if state is None else state["stream"])
-            made = self._samples if isinstance(self._samples, Iterable) else self._samples()
-            self._iterator = iter(made)
+        with _outside_of_worker():
+            if hasattr(samples, "set_epoch"):
+                samples.set_epoch(epoch)
+            if self._has_state and not self._has_begun:
+                self._first_state = samples.state_dict()
+            if self._has_state and (self._has_begun or state is not None):
+                samples.load_state_dict(self._first_state if state is None else state["stream"])
+            self._iterator = iter(samples if isinstance(samples, Iterable) else samples())
         self._has_begun = True
         self._ahead = []
         self.num_read = 0 if state is None else state["num_read"]
         self.has_ended = False
 
-    def _load(self, state: Any) -> None:
-        stream: Any = self._samples
-        if not self._has_begun:
-            self._first_state = stream.state_dict()
-        if state is not None or self._has_begun:
-            stream.load_state_dict(self._first_state if state is None else state)
-
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, for :meth:`begin`."""
-        stream: Any = self._samples
-        with _as_outside_of_workers():
-            state = stream.state_dict() if self._has_state and self._has_begun else None
+        """The position in the stream, for :meth:`begin`."""
+        with _outside_of_worker():
+            state = self._samples.state_dict() if self._has_state and self._has_begun else None
         return {"num_read": self.num_read + len(self._ahead), "stream": state}
 
     def take(self, number: int) -> list[Any]:
@@ -167,27 +91,26 @@ class SampleSource:
 
     def peek(self, number: int) -> list[Any]:
         """The next samples, which stay the next ones."""
-        with _as_outside_of_workers():
+        with _outside_of_worker():
             self._ahead += islice(self._iterator, max(0, number - len(self._ahead)))
         return self._ahead[:number]
 
     def skip(self, number: int) -> None:
-        """Leave out the next samples."""
-        if not number:
-            return
-        from_ahead = min(number, len(self._ahead))
-        self._ahead = self._ahead[from_ahead:]
-        with _as_outside_of_workers():
-            self._count(number, from_ahead + sum(1 for _ in islice(self._iterator, number - from_ahead)))
+        """Skip the next samples."""
+        if number:
+            from_ahead = min(number, len(self._ahead))
+            self._ahead = self._ahead[from_ahead:]
+            with _outside_of_worker():
+                self._count(number, from_ahead + sum(1 for _ in islice(self._iterator, number - from_ahead)))
 
-    def _count(self, asked: int, found: int) -> None:
+    def _count(self, requested: int, found: int) -> None:
         self.num_read += found
-        self.has_ended = self.has_ended or found < asked
+        self.has_ended = self.has_ended or found < requested
 
 
 @contextlib.contextmanager
-def _as_outside_of_workers() -> Iterator[None]:
-    """Let ``get_worker_info()`` say for a while that this is no loader worker."""
+def _outside_of_worker() -> Iterator[None]:
+    """Within, ``get_worker_info()`` returns None."""
     info = loading.worker._worker_info
     loading.worker._worker_info = None
     try:
@@ -196,252 +119,213 @@ def _as_outside_of_workers() -> Iterator[None]:
         loading.worker._worker_info = info
 
 
-logger = logging.getLogger(__name__)
-
-_BEGINNING = {"num_read": 0, "stream": None}
-
-
+@dataclass
 class StreamReader:
-    """Deals from a stream what a core runs in successive steps of an epoch.
+    """Reads a core's minibatches of successive steps of an epoch.
 
-    Without `is_sharded`, every core reads the whole stream and skips what is not its own. A step's last minibatch of a
-    core is handed out once the whole step has been read: so if the stream ends within a step, no core completes it,
-    none waits for another, and no word passes between them. In lockstep, a minibatch is handed out once those that the
-    other cores run at the same time have been read, too.
-
-    Args:
-        source: the stream.
-        schedule: batch sizes, laid out over cores; where it is a policy's, the whole stream is read by one process.
-        rank: of this core.
-        epoch: in which the pass is.
-        first_step: how many of the epoch's steps were left out.
-        is_sharded: whether the stream holds this core's samples only.
-        turns: which of the core's minibatches this process reads.
-        state: of a reader before, from which to go on instead of from the stream's beginning.
+    Unless the stream is sharded, every core reads all of it and skips what is assigned to others. A core's last
+    minibatch of a step is yielded once the full step has been read: if the stream ends within a step, no core completes
+    it, without communication. In lockstep, a minibatch is yielded once those of the other cores in the same round have
+    been read, as a forward pass that one core begins must be begun by all.
     """
 
-    def __init__(
-        self,
-        source: SampleSource,
-        schedule: BaseSchedule,
-        *,
-        rank: int,
-        epoch: int,
-        first_step: int,
-        is_sharded: bool,
-        turns: WorkerShare,
-        state: dict[str, Any] | None = None,
-    ) -> None:
-        self._source = source
-        self._schedule = schedule
-        self._rank = rank
-        self._epoch = epoch
-        self._first_step = first_step
-        self._is_sharded = is_sharded
-        self._turns = turns
+    source: SampleSource
+    schedule: BaseSchedule
+    rank: int
+    epoch: int
+    first_step: int
+    is_sharded: bool  # whether the stream has only this core's samples
+    worker: int  # of the loader; it reads the core's minibatches with number % num_workers == worker
+    num_workers: int  # 1 without workers
+    state: dict[str, Any] | None = None  # of an earlier reader, to start from instead of the stream's beginning
+
+    def __post_init__(self) -> None:
         self._first_number = 0
-        self._is_elsewhere = False
-        self._begins_at: dict[str, Any] | None = None
-        if state is not None:
-            self._take_up(state)
-        self._num_dealt = self._first_number  # the number of the next minibatch, of this process or of another worker
-        self._has_begun = False
+        self._has_begun = self._is_elsewhere = False
+        self._start: dict[str, Any] | None = None
+        if self.state is not None:
+            self._resume(self.state)
+        self._number = self._first_number  # of the next minibatch, whichever worker reads it
 
-    # ----------------------------------------------------------------------------------------------- where it begins
+    def _resume(self, state: dict[str, Any]) -> None:
+        is_here = state["epoch"] == self.epoch
+        # not raised at once: a loader that was at an epoch's end restores its workers before it begins the next epoch
+        self._is_elsewhere = state["in_worker"] and not is_here
+        if state["in_worker"] and is_here:
+            self._first_number = self._number_after(state)
+        # a state of this core's stream, at the first sample of the pass or before
+        is_own = (state["rank"], state["num_replicas"]) == (self.rank, self.schedule.num_replicas)
+        source = state["source"]
+        if is_here and source["num_read"] <= self._num_before() and (is_own or not self.is_sharded):
+            self._start = None if source["stream"] is None else source
 
-    def _take_up(self, state: dict[str, Any]) -> None:
-        # not refused at once: a loader that had come to an epoch's end is set up as it was before it begins the next
-        self._is_elsewhere = state["goes_on"] and state["epoch"] != self._epoch
-        if state["goes_on"] and not self._is_elsewhere:
-            assert isinstance(self._schedule, Schedule)
-            self._first_number = number_behind(state, self._schedule, self._first_step, self._turns)
-        if self._can_use(state):
-            self._begins_at = state["source"]
+    def _number_after(self, state: dict[str, Any]) -> int:
+        """The number of the first minibatch, after those of a loader that was saved, perhaps on other cores."""
+        saved = copy.copy(self.schedule)
+        saved.num_replicas, saved.lockstep = state["num_replicas"], state["lockstep"]
+        from_step = partial(saved.num_minibatches_for, self.epoch, state["rank"])
+        number: int = state["first_number"] + from_step(state["first_step"]) - from_step(self.first_step)
+        read = state["num_dealt"]
+        self._is_elsewhere = not read <= number <= read + (self.worker - read) % self.num_workers
+        self.check_state()
+        return number
 
-    def _num_before(self) -> int:
-        """The samples of the stream before the first step."""
-        steps = self._schedule.steps(self._epoch)
-        if self._is_sharded:
-            assert isinstance(self._schedule, Schedule)
-            before = self._schedule.core_minibatches(steps[: self._first_step])[self._rank]
-            return int(before) * self._schedule.minibatch_size
-        first = steps.start + self._first_step
-        return self._schedule.samples_before(first) - self._schedule.samples_before(steps.start)
-
-    def _can_use(self, state: dict[str, Any]) -> bool:
-        """Whether it is a state that this core's stream had, at this pass's first sample or before."""
-        is_own = (state["rank"], state["num_replicas"]) == (self._rank, self._schedule.num_replicas)
-        is_here = state["epoch"] == self._epoch and state["source"]["num_read"] <= self._num_before()
-        return is_here and state["source"]["stream"] is not None and (is_own or not self._is_sharded)
-
-    def refuse_other_epoch(self) -> None:
-        """Raise if this is to go on from the state of a loader that was left within another epoch."""
+    def check_state(self) -> None:
+        """Raise if this pass begins elsewhere than the state of its loader."""
         if self._is_elsewhere:
-            refuse_state(self._epoch, self._first_step)
-
-    def _begin(self) -> None:
-        num_before = self._num_before()
-        self._source.begin(epoch=self._epoch, state=self._begins_at)
-        self._has_begun = True
-        self._source.skip(num_before - self._source.num_read)
-        if self._source.has_ended:
             raise RuntimeError(
-                f"the stream ended after {self._source.num_read} samples, and step {self._first_step} of epoch "
-                f"{self._epoch}, where this pass begins, has {num_before} before it"
+                f"the loader's state is not that of step {self.first_step} of epoch {self.epoch}, where this pass "
+                "begins: save it between two steps, with snapshot_every_n_steps=1"
             )
 
+    def _num_before(self) -> int:
+        """Samples of the stream before the first step."""
+        schedule, steps = self.schedule, self.schedule.steps(self.epoch)
+        if self.is_sharded:
+            assert isinstance(schedule, Schedule)  # Stream refuses a policy
+            return int(schedule.core_minibatches(steps[: self.first_step])[self.rank]) * schedule.minibatch_size
+        return schedule.samples_before(steps.start + self.first_step) - schedule.samples_before(steps.start)
+
     def state_dict(self) -> dict[str, Any]:
-        """What a reader of any core needs to begin behind a step from here."""
+        """What a reader of any core needs to begin after a step from here on."""
         return {
-            "epoch": self._epoch,
-            "first_step": self._first_step,
-            "rank": self._rank,
-            "num_replicas": self._schedule.num_replicas,
-            "lockstep": self._schedule.lockstep,
+            "epoch": self.epoch,
+            "first_step": self.first_step,
+            "rank": self.rank,
+            "num_replicas": self.schedule.num_replicas,
+            "lockstep": self.schedule.lockstep,
             "first_number": self._first_number,
-            "num_dealt": self._num_dealt,
-            "source": self._source.state_dict() if self._has_begun else self._begins_at or _BEGINNING,
+            "num_dealt": self._number,
+            "source": self.source.state_dict() if self._has_begun else self._start or {"num_read": 0, "stream": None},
         }
 
-    # ----------------------------------------------------------------------------------------------------- minibatches
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether there is anything to deal."""
-        return self._first_step < len(self._schedule.steps(self._epoch))
-
     def minibatches(self) -> Iterator[list[Any]]:
-        """The minibatches of this process, stand-ins included, each as a list of samples."""
-        self._begin()
-        yield from self._from_shard() if self._is_sharded else self._from_whole()
+        """The minibatches of this process, including padding, each a list of samples."""
+        source, num_before = self.source, self._num_before()
+        source.begin(epoch=self.epoch, state=self._start)
+        self._has_begun = True
+        source.skip(num_before - source.num_read)
+        if source.has_ended:
+            raise RuntimeError(
+                f"the stream ended after {source.num_read} samples, but this pass begins at step {self.first_step} of "
+                f"epoch {self.epoch}, after {num_before} samples"
+            )
+        for minibatch in self._from_shard() if self.is_sharded else self._from_full():
+            is_own, self._number = self._is_own(self._number), self._number + 1
+            if is_own:
+                yield minibatch
 
-    def _from_whole(self) -> Iterator[list[Any]]:
-        source, size = self._source, self._schedule.minibatch_size
-        for step in self._schedule.steps_from(self._epoch, self._first_step):
-            number = self._schedule.num_minibatches(step)
-            stand_in = self._rank % number
-            own = self._schedule.minibatches(step, self._rank) or range(stand_in, stand_in + 1)
-            num_rounds, begin = self._schedule.rounds_for(step, self._rank), source.num_read
-            for i, j in enumerate(own):
-                source.skip(begin + j * size - source.num_read)
-                # in lockstep it may be its own stand-in
-                rounds = range(i, num_rounds if j == own[-1] else i + 1)
-                found = self._take_or_skip(size, len(rounds))
-                for round in rounds:
-                    source.skip(max(0, begin + self._num_needed(step, round) * size - source.num_read))
-                    if source.has_ended:
-                        self._say_ended(step, source.num_read - begin)
-                        return
-                    yield from self._deal(found)
-
-    def _num_needed(self, step: int, round: int) -> int:
-        """How many minibatches of a step must be there for a round of it to be handed out.
-
-        In lockstep those of all cores: where a forward pass waits for all, a round that one core begins must be begun
-        by each.
-        """
-        if round + 1 == self._schedule.rounds_for(step, self._rank):
-            return self._schedule.num_minibatches(step)
-        return (round + 1) * self._schedule.num_replicas if self._schedule.lockstep else 0
-
-    def _from_shard(self) -> Iterator[list[Any]]:
-        source, size = self._source, self._schedule.minibatch_size
-        latest: list[Any] | None = None
-        for step in self._schedule.steps_from(self._epoch, self._first_step):
-            own = self._schedule.minibatches(step, self._rank)
-            for _ in own:
-                found = self._take_or_skip(size)
+    def _from_full(self) -> Iterator[Any]:
+        source, schedule, size = self.source, self.schedule, self.schedule.minibatch_size
+        for step in schedule.steps_from(self.epoch, self.first_step):
+            begin, number = source.num_read, schedule.num_minibatches(step)
+            num_rounds = schedule.rounds_for(step, self.rank)
+            for round in range(num_rounds):
+                place = self.rank + round * schedule.num_replicas
+                if place < number or not round:  # otherwise padding repeats the core's last minibatch
+                    source.skip(begin + place % number * size - source.num_read)
+                    is_repeated = round + 1 < num_rounds and place + schedule.num_replicas >= number
+                    minibatch = self._take_or_skip(times=1 + is_repeated)
+                in_round = (round + 1) * schedule.num_replicas if schedule.lockstep else 0
+                num_needed = number if round + 1 == num_rounds else in_round
+                source.skip(max(0, begin + num_needed * size - source.num_read))
                 if source.has_ended:
-                    self._refuse_end(step)
-                latest = found or latest
-                yield from self._deal(found)
-            if len(own) < self._schedule.rounds_for(step, self._rank):
-                yield from self._deal(self._stand_in(latest, step))
+                    self._log_end(step, source.num_read - begin)
+                    return
+                yield minibatch
 
-    def _stand_in(self, latest: list[Any] | None, step: int) -> list[Any] | None:
-        """The core's latest minibatch, or its next one, which stays the next one."""
-        if self._num_dealt not in self._turns:
-            return None
-        stand_in = latest or self._source.peek(self._schedule.minibatch_size)
-        if len(stand_in) < self._schedule.minibatch_size:
-            self._refuse_end(step)
-        return stand_in
+    def _from_shard(self) -> Iterator[Any]:
+        source, schedule = self.source, self.schedule
+        latest: list[Any] | None = None
+        for step in schedule.steps_from(self.epoch, self.first_step):
+            own = schedule.minibatches(step, self.rank)
+            for _ in own:
+                minibatch = self._take_or_skip()
+                if source.has_ended:
+                    self._raise_ended(step)
+                latest = minibatch or latest
+                yield minibatch
+            if len(own) < schedule.rounds_for(step, self.rank):
+                # padding: the latest minibatch, or the next one, which stays the next one
+                padding = latest
+                if padding is None and self._is_own(self._number):
+                    padding = source.peek(schedule.minibatch_size)
+                    if len(padding) < schedule.minibatch_size:
+                        self._raise_ended(step)
+                yield padding
 
-    def _take_or_skip(self, size: int, times: int = 1) -> list[Any] | None:
-        if any(self._num_dealt + time in self._turns for time in range(times)):
-            return self._source.take(size)
-        self._source.skip(size)
+    def _take_or_skip(self, times: int = 1) -> list[Any] | None:
+        """The next minibatch, or None if this process yields it in none of the next `times` rounds."""
+        if any(self._is_own(self._number + time) for time in range(times)):
+            return self.source.take(self.schedule.minibatch_size)
+        self.source.skip(self.schedule.minibatch_size)
         return None
 
-    def _deal(self, minibatch: list[Any] | None) -> Iterator[list[Any]]:
-        is_own, self._num_dealt = self._num_dealt in self._turns, self._num_dealt + 1
-        if is_own and minibatch is not None:
-            yield minibatch
+    def _log_end(self, step: int, num_left_over: int) -> None:
+        left_over = f"; the last {num_left_over} samples do not fill a step and are not used" if num_left_over else ""
+        message = "the stream ended after %d samples, so epoch %d ends after %d steps%s"
+        if not self.rank and not self.worker:
+            level = logging.WARNING if num_left_over or self.schedule.on_end == "stop" else logging.INFO
+            logger.log(level, message, self.source.num_read, self.epoch, self._epoch_step(step), left_over)
 
-    def _say_ended(self, step: int, num_left_over: int) -> None:
-        if self._rank or self._turns.worker:
-            return
-        is_short = num_left_over > 0 or self._schedule.on_end == "stop"
-        level = logging.WARNING if is_short else logging.INFO
-        done = step - self._schedule.steps(self._epoch).start
-        left_over = f"; the last {num_left_over} make no whole step and are not used" if num_left_over else ""
-        message = "the stream ended after %d samples, and epoch %d with it, after %d steps%s"
-        logger.log(level, message, self._source.num_read, self._epoch, done, left_over)
-
-    def _refuse_end(self, step: int) -> None:
-        done = step - self._schedule.steps(self._epoch).start
+    def _raise_ended(self, step: int) -> NoReturn:
         raise RuntimeError(
-            f"core {self._rank}'s part of the stream ended after {self._source.num_read} samples, in step {done} of "
-            f"epoch {self._epoch}, for which the other cores wait: let it repeat, or end the trace before that"
+            f"the shard of core {self.rank} ended after {self.source.num_read} samples, in step "
+            f"{self._epoch_step(step)} of epoch {self.epoch}, which the other cores still run: repeat the shard, or "
+            "shorten the trace"
         )
+
+    def _is_own(self, number: int) -> bool:
+        return number % self.num_workers == self.worker
+
+    def _epoch_step(self, step: int) -> int:
+        return step - self.schedule.steps(self.epoch).start
 
 
 class Stream(MinibatchSource, IterableDataset[Any]):
-    """Deals this core its minibatches of every step from samples that come one after another.
+    """Yields this core's minibatches of every step, from samples that come one after another.
 
         stream = vbs.Stream(samples, trace="trace.csv", minibatch_size=32)
         loader = DataLoader(stream, batch_size=None, num_workers=2)
         optimizer = vbs.LinearRuleOptimizer(inner, stream, ref_batchsize=128)
 
-    It takes the place of the sampler, and yields whole minibatches. Steps take samples in the order of the stream, as a
-    :class:`CustomSampler` with ``shuffle=False`` does: the same on any number of cores, with any number of loader
-    workers. Each of these reads the whole stream and skips what is not its own, so samples must come in the same order
-    wherever they are read, and what is costly belongs into `collate_fn`, which sees a core's own minibatches only.
+    It takes the place of the sampler. Steps take samples in the order of the stream, as a :class:`CustomSampler` with
+    ``shuffle=False`` does: the same on any number of cores, with any number of loader workers. Each of these reads the
+    full stream and skips what is assigned to others. So samples must come in the same order wherever they are read, and
+    costly work belongs in `collate_fn`, which sees only a core's own minibatches. If the stream ends within a step, no
+    core makes that step; the epoch ends there, with a warning.
 
-    All steps are one epoch, unless `dataset_size` is given. If the stream ends within a step, that step is not made, on
-    no core; the epoch ends there, and a warning says so.
-
-    A run goes on after ``set_epoch(epoch, first_step)``, which :class:`Checkpoint` calls, by skipping what was read
-    before. Where `samples` have ``state_dict`` and ``load_state_dict``, a stream has a state to go on from without
-    skipping: pass it to the checkpoint as one of its `schedulers`, or instead the ``StatefulDataLoader`` of torchdata
-    that reads it.
+    A run resumes by skipping what was read before. If `samples` have ``state_dict`` and ``load_state_dict``, it can
+    resume without: pass the stream to the checkpoint as one of its `schedulers`, or instead the ``StatefulDataLoader``
+    of torchdata that reads it.
 
     Args:
         samples: an iterable such as an ``IterableDataset`` or a stream of Hugging Face ``datasets``, an iterator, which
-            can be read once, or a function that makes one. Its ``set_epoch`` is called if it has one.
-        trace: the batch size of every step: a path, a sequence, an array, a pandas column, or an integer for always
-            the same; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides it while
-            the run goes on; then the loader has no workers, as these do not learn of decisions.
+            can be read once, or a function that returns one. Its ``set_epoch`` is called if it has one.
+        trace: the batch size of every step: a path, a sequence, an array, a pandas column, or an integer for a constant
+            one; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides it during the
+            run; the loader then has no workers, as decisions do not reach them.
         minibatch_size: samples that one core runs at once.
         dataset_size: samples in an epoch, each of which reads the stream from its beginning; None for a single epoch.
         num_replicas: cores that share the work; those of the running backend if None.
-        rank: which of them this is; as the running backend knows it if None.
-        process_group: the cores that share the work, where they are not all processes of torch.distributed: a group, or
-            the dimension of a DeviceMesh along which samples differ, as ``mesh["data"]``.
-        seed: what random numbers of minibatches follow from, with ``seed_minibatches=True``; it shuffles nothing.
+        rank: which of them this is; that of the running backend if None.
+        process_group: the cores that share the work, if not all processes of torch.distributed: a group, or the
+            dimension of a DeviceMesh along which samples differ, as ``mesh["data"]``.
+        seed: of the random numbers of minibatches, with ``seed_minibatches=True``; it shuffles nothing.
         on_end: what follows the last row of the trace: ``"stop"``, ``"hold"`` the last size or ``"cycle"``.
-        lockstep: whether all cores get as many minibatches in a step, the last perhaps a stand-in, for models whose
-            forward pass waits for all cores; the optimizer sees to that by itself where the model is in
-            ``fully_shard``.
-        collate_fn: makes a minibatch of a list of samples; as a DataLoader does by default.
-        is_sharded: whether `samples` are this core's part of the data only, as of ``split_dataset_by_node``. Then the
-            samples of a step depend on the number of cores, which must stay the same, and the part of every core must
+        lockstep: whether all cores get the same number of minibatches in a step, the last one perhaps padding, for
+            models whose forward pass waits for all cores; the optimizer turns it on for models in ``fully_shard``.
+        collate_fn: makes a minibatch of a list of samples; the default of DataLoader if not given.
+        is_sharded: whether `samples` are only this core's part of the data, as of ``split_dataset_by_node``. The
+            samples of a step then depend on the number of cores, which must stay the same, and every core's part must
             last until the trace ends.
 
     >>> stream = Stream(range(7), trace=[4, 2], minibatch_size=2, num_replicas=2, rank=0)
     >>> list(stream)
     [tensor([0, 1]), tensor([4, 5])]
     """
+
+    _loader = "DataLoader(stream, batch_size=None)"
 
     def __init__(
         self,
@@ -460,30 +344,16 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         is_sharded: bool = False,
     ) -> None:
         if is_decided(trace) and is_sharded:
-            raise ValueError(
-                "`is_sharded` must be False with a policy, which decides how much of the stream a core reads"
-            )
-        check_integer(seed=seed)
-        super().__init__(
-            trace,
-            dataset_size=dataset_size,
-            minibatch_size=minibatch_size,
-            num_replicas=num_replicas,
-            rank=rank,
-            process_group=process_group,
-            on_end=on_end,
-            lockstep=lockstep,
-        )
-        self.seed = int(seed)
+            raise ValueError("`is_sharded` must be False with a policy, which decides how many samples a core reads")
+        super().__init__(trace, dataset_size, minibatch_size, num_replicas, rank, process_group, seed, on_end, lockstep)
         self.collate_fn = collate_fn
         self.is_sharded = is_sharded
         self._samples = samples
         self._source = SampleSource(samples)
         self._reader: StreamReader | None = None
         self._loaded: dict[str, Any] | None = None
-        # workers that live on from pass to pass know of set_epoch by memory that they share: epoch, first step, number
-        # of the pass, and number of the latest pass that was read
-        self._told = torch.tensor([0, 0, 0, -1]).share_memory_()  # type: ignore[no-untyped-call]
+        # shared with persistent workers: epoch, first step, number of the pass, and of the latest pass that was read
+        self._shared = torch.tensor([0, 0, 0, -1]).share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def description(self) -> Description:
@@ -493,102 +363,71 @@ class Stream(MinibatchSource, IterableDataset[Any]):
 
     @property
     def has_been_read(self) -> bool:
-        return bool(self._told.numpy()[3] == self.num_passes)  # an element of a tensor takes long to compare
+        return bool(self._shared.numpy()[3] == self.num_passes)  # comparing an element of a tensor is slow
 
     def begin_pass(self, epoch: int, first_step: int) -> None:
         super().begin_pass(epoch, first_step)
-        self._told[:3] = torch.tensor([self.epoch, self.first_step, self.num_passes])
+        self._shared[:3] = torch.tensor([self.epoch, self.first_step, self.num_passes])
 
     def on_first_read(self, callback: Callable[[], None]) -> None:
-        """Call something now, and again when the first minibatch of this pass is asked for in this process.
-
-        With loader workers it is asked for in these: then what the loader draws to set itself up comes in between.
-        """
+        """Call a function now and, without loader workers, again when the first minibatch of this pass is requested."""
         super().on_first_read(callback)
         callback()
 
     def __len__(self) -> int:
-        """How many minibatches this core gets in the epoch, stand-ins included, if the stream lasts so long."""
+        """How many minibatches this core gets in the epoch, padding included, if the stream has enough samples."""
         if self.schedule.is_endless:
             raise TypeError(f'a stream with on_end="{self.schedule.on_end}" is endless and has no length')
         return super().__len__()
 
-    # -------------------------------------------------------------------------------------------------------- reading
-
     def __iter__(self) -> Iterator[Any]:
-        self._refuse_to_decide_in_workers()
-        epoch, first_step, number, _ = self._told.tolist()
+        info = get_worker_info()
+        if info is not None and not isinstance(self.schedule, Schedule):
+            raise ValueError(
+                "a stream with a policy must be read in the main process: pass num_workers=0 to its loader, and let "
+                "`samples` prefetch if necessary"
+            )
+        epoch, first_step, number, _ = self._shared.tolist()
+        where = (self.rank, epoch, first_step, self.is_sharded)
+        of_loader = (0, 1) if info is None else (info.id, info.num_workers)
         state, self._loaded = self._loaded, None
-        self._reader = StreamReader(
-            self._source,
-            self.schedule,
-            rank=self.rank,
-            epoch=epoch,
-            first_step=first_step,
-            is_sharded=self.is_sharded,
-            turns=_turns(),
-            state=state,
-        )
+        self._reader = StreamReader(self._source, self.schedule, *where, *of_loader, state)
         return self._minibatches(self._reader, number)
 
-    def _refuse_to_decide_in_workers(self) -> None:
-        if get_worker_info() is not None and not isinstance(self.schedule, Schedule):
-            raise ValueError(
-                "a stream with a policy is read where that decides: pass num_workers=0 to its loader, and let "
-                "`samples` read ahead themselves if need be"
-            )
-
     def _minibatches(self, reader: StreamReader, number: int) -> Iterator[Any]:
-        """What a reader deals in the pass of this number; nothing happens before the first minibatch is asked for."""
-        _refuse_merging(sys._getframe(1))
-        tell = self._on_request if get_worker_info() is None else None
-        if get_worker_info() is None:
+        """The minibatches of a pass, by its number. Nothing happens before the first request."""
+        if getattr(sys._getframe(1).f_locals.get("self"), "auto_collation", False):  # a loader that batches
+            raise ValueError("a stream yields full minibatches: pass batch_size=None to its loader")
+        is_main = get_worker_info() is None
+        if is_main:
             self._begin_reading()
-        if tell is not None:
-            tell(True)
-        if not reader.has_steps:
+            self._on_request(True)
+        if reader.first_step >= len(self.schedule.steps(reader.epoch)):
             return
-        reader.refuse_other_epoch()
-        if _turns().worker == 0:  # which every loader has
-            if self._told[3] == number:
+        reader.check_state()
+        shared = self._shared.numpy()
+        if reader.worker == 0:  # which every loader has
+            if shared[3] == number:
                 self._refuse_second_pass()
-            self._told[3] = number
-        told = self._told.numpy()  # an element of a tensor takes long to compare
+            shared[3] = number
         for minibatch in reader.minibatches():
-            if told[2] != number:
-                raise RuntimeError("set_epoch was called after the loader had been set up: call it before each pass")
+            if shared[2] != number:
+                raise RuntimeError("set_epoch() was called after the loader was set up: call it before each pass")
+            self.num_read += 1
             yield self.collate_fn(minibatch)
-            if tell is not None:
-                tell(False)
+            if is_main:
+                self._on_request(False)
+        self._end_reading()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a loader worker needs that is not forked."""
-        return {
-            **super().__getstate__(),
-            "_source": SampleSource(self._samples),
-            "_reader": None,
-            "_on_first_read": None,
-            "_on_request": None,
-            "process_group": None,
-        }
-
-    # ---------------------------------------------------------------------------------------------------------- state
+        """For a loader worker that is not forked."""
+        dropped = dict.fromkeys(("_reader", "_on_first_read", "process_group"))
+        return {**super().__getstate__(), **dropped, "_source": SampleSource(self._samples)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this process has come in the stream, and the state of `samples` there, if they have one."""
+        """The position of this process in the stream, with the state of `samples`, if they have one."""
         return {} if self._reader is None else self._reader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next pass go on from a state instead of skipping all before; it begins where ``set_epoch`` says."""
-        self._loaded = {**state_dict, "goes_on": get_worker_info() is not None} if state_dict else None
-
-
-def _turns() -> WorkerShare:
-    worker = get_worker_info()
-    return WorkerShare() if worker is None else WorkerShare(worker.id, worker.num_workers)
-
-
-def _refuse_merging(frame: FrameType) -> None:
-    """Raise if it is a loader that asks for a minibatch, to make one of several."""
-    if getattr(frame.f_locals.get("self"), "auto_collation", False):
-        raise ValueError("a stream yields whole minibatches: pass batch_size=None to its loader")
+        """Start the next pass from a state instead of skipping; it begins where ``set_epoch`` says."""
+        self._loaded = {**state_dict, "in_worker": get_worker_info() is not None} if state_dict else None

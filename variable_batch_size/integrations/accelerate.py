@@ -2,82 +2,56 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from variable_batch_size.cores.detect import communicator_for
 from variable_batch_size.data.sampler import MinibatchSource
-from variable_batch_size.integrations.common import load_state, state_of
+from variable_batch_size.integrations import common
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.proxy import optimizers_of
-from variable_batch_size.optim.wrappers import wrapped_by_framework
+from variable_batch_size.optim.proxy import OptimizerProxy, optimizers_of
+
+_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.XLA)
 
 
-class UpdateCountingOptimizer(Optimizer):
-    """Stands where a framework wants its optimizer, after something else has run all minibatches of the step.
+class UpdateCountingOptimizer(OptimizerProxy):
+    """The optimizer as a framework saves it, and calls it after a training step that already includes the update.
 
-    Its ``step()`` changes nothing, and sees that there was an update.
-
-    Args:
-        variable: who makes the updates.
+    Its ``step()`` changes nothing. It checks that exactly one step was made since the last call.
     """
 
-    # Accelerate then takes it as it is, and asks it whether the step was skipped
+    # Accelerate then uses it as it is, and reads `step_was_skipped`
     _is_accelerate_prepared = True
 
     def __init__(self, variable: CustomOptimizer) -> None:
-        self.variable = variable
+        self.inner = self._variable = variable
         self._steps_seen = variable.steps_made
-        # sets up hooks and profiling as Optimizer.__init__ does, without a second set of param_groups and state
-        super().__setstate__({})
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.variable.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.variable.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.variable.defaults
+        super(OptimizerProxy, self).__setstate__({})  # hooks and profiling, as Optimizer.__init__ sets them up
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the latest step was made without an update, as its gradient was not finite."""
-        return not self.variable.updated
+        """Whether the last step made no update because its gradient was not finite."""
+        return not self._variable.updated
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """See that a step was made since the latest call."""
-        if self.variable.steps_made != self._steps_seen + 1:
-            raise RuntimeError(
-                f"{self.variable.steps_made - self._steps_seen} steps were made where the loop counts one: whoever "
-                "replaces `training_step` must call that of its base"
-            )
-        self._steps_seen = self.variable.steps_made
+        made, self._steps_seen = self._variable.steps_made - self._steps_seen, self._variable.steps_made
+        if made != 1:
+            advice = "an overridden `training_step` must call super().training_step()"
+            raise RuntimeError(f"the loop counted one step, but the optimizer made {made}: {advice}")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: there are no gradients after a step."""
 
     def state_dict(self) -> dict[str, Any]:
-        return state_of(self.variable)
+        return common.state_of(self._variable)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        load_state(self.variable, state_dict)
-
-
-logger = logging.getLogger(__name__)
-
-_KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.XLA)
+        common.load_state(self._variable, state_dict)
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
@@ -88,28 +62,26 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
             for data, target in loader:
                 accelerator.backward(loss_fn(model(data), target))
                 optimizer.step()
-                scheduler.step()  # makes a step for each update
+                scheduler.step()  # steps once per update
 
-    The optimizer stays what it is. The loader of its sampler, which deals to the processes already, puts minibatches on
-    the device. ``save_state`` and ``load_state`` of the accelerator have all of it. Anything else, as a loader for
-    validation, goes to ``accelerator.prepare``.
+    The optimizer is returned unchanged. The loader of its sampler, which already assigns minibatches to ranks, moves
+    them to the device. ``save_state`` and ``load_state`` of the accelerator include all of this. Other objects, such as
+    a validation loader, are passed to ``accelerator.prepare``.
 
     Args:
-        accelerator: that of the run.
-        objects: the optimizer, and any of the others. The model may have been prepared before; its parameters must be
-            on the accelerator's device when the optimizer is made.
+        accelerator: the run's accelerator.
+        objects: the optimizer, and any of the others. The model may already be prepared; its parameters must be on the
+            accelerator's device when the optimizer is created.
     """
     optimizers = [thing for thing in objects if isinstance(thing, CustomOptimizer)]
     if len(optimizers) != 1:
-        raise ValueError(f"one of the objects must be an optimizer of this library, got {len(optimizers)}")
+        raise ValueError(f"pass exactly one optimizer of this library to prepare(), got {len(optimizers)}")
     (optimizer,) = optimizers
-    _refuse_settings(accelerator, optimizer)
-    # the model first, as the optimizer must see how it is wrapped
+    _check_accelerator(accelerator, optimizer)
+    # the model first: the optimizer must find its wrappers
     ready = [accelerator.prepare(thing) if isinstance(thing, torch.nn.Module) else thing for thing in objects]
-    parameters = list(optimizer.parameters())
-    wrapped_by_framework(optimizer._wrappers, communicator_for(parameters, optimizer.sampler.process_group))
-    optimizer.register_step_pre_hook(_refuse_other_loaders)
-    accelerator.register_for_checkpointing(SavedOptimizer(optimizer))
+    common.find_wrappers_of_framework(optimizer)
+    accelerator.register_for_checkpointing(UpdateCountingOptimizer(optimizer))
     ready = [_prepared(accelerator, optimizer, thing) for thing in ready]
     return ready[0] if len(ready) == 1 else tuple(ready)
 
@@ -119,7 +91,7 @@ def _prepared(accelerator: Accelerator, optimizer: CustomOptimizer, thing: Any) 
         return thing
     if isinstance(thing, LRScheduler):
         if all(thing.optimizer is not one for one in (optimizer, optimizer.inner, *optimizers_of(optimizer.inner))):
-            raise ValueError(f"{type(thing).__name__} is of another optimizer than the one that is prepared")
+            raise ValueError(f"{type(thing).__name__} schedules another optimizer than the one passed to prepare()")
         accelerator.register_for_checkpointing(thing)
         return SchedulerOfUpdates(thing, optimizer)
     if any(getattr(thing, name, None) is optimizer.sampler for name in ("batch_sampler", "dataset")):
@@ -127,36 +99,13 @@ def _prepared(accelerator: Accelerator, optimizer: CustomOptimizer, thing: Any) 
     return accelerator.prepare(thing)
 
 
-class SavedOptimizer:
-    """An optimizer as the accelerator saves and loads it."""
-
-    def __init__(self, optimizer: CustomOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, and what the run is; it should be asked for between two steps."""
-        if self._optimizer.is_accumulating:
-            logger.warning(
-                "save_state() was called within a step, whose first minibatches are run again when the run goes on: "
-                "what they have drawn from random generators and left in buffers is saved, too; call it where "
-                "`optimizer.updated`"
-            )
-        return state_of(self._optimizer)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state of the same run."""
-        load_state(self._optimizer, state)
-
-
 class LoaderToDevice:
-    """A loader that puts what it yields on a device, and is dealt its minibatches by its sampler alone."""
+    """Moves the minibatches of a loader to a device. Its sampler has already assigned them to ranks."""
 
     def __init__(self, loader: DataLoader[Any], sampler: MinibatchSource, device: torch.device) -> None:
         if loader.generator is None:
-            # else it would draw a number from the generator of the run whenever it is set up, also where a run goes on
-            loader.generator = torch.Generator().manual_seed(sampler.seed)
-        self.loader = loader
-        self.device = device
+            loader.generator = common.loader_generator(sampler)
+        self.loader, self.device = loader, device
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -167,11 +116,10 @@ class LoaderToDevice:
 
 
 class SchedulerOfUpdates:
-    """A scheduler that is told of every minibatch, and makes a step for each update."""
+    """A scheduler whose ``step()`` is called after every minibatch and takes effect after updates."""
 
     def __init__(self, scheduler: LRScheduler, optimizer: CustomOptimizer) -> None:
-        self.scheduler = scheduler
-        self._optimizer = optimizer
+        self.scheduler, self._optimizer = scheduler, optimizer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
@@ -182,37 +130,20 @@ class SchedulerOfUpdates:
             self.scheduler.step(*args)
 
 
-def _refuse_settings(accelerator: Accelerator, optimizer: CustomOptimizer) -> None:
-    """Raise if the accelerator has what the trace decides, or what would not be right with it."""
-    if accelerator.gradient_accumulation_steps != 1:
-        raise ValueError(
-            f"`gradient_accumulation_steps` must be 1, got {accelerator.gradient_accumulation_steps}: the trace says "
-            "how many minibatches make up a step"
-        )
+def _check_accelerator(accelerator: Accelerator, optimizer: CustomOptimizer) -> None:
+    """Reject settings that the trace determines, or that would change the result."""
+    steps = accelerator.gradient_accumulation_steps
+    common.check_setting("`gradient_accumulation_steps`", steps, 1, because=common.TRACE_DECIDES)
     if accelerator.scaler is not None:
-        raise ValueError(
-            f'`mixed_precision` must be "no" or "bf16", got "{accelerator.mixed_precision}": its scaler would leave '
-            "out minibatches"
-        )
-    if accelerator.distributed_type not in _KINDS:
-        raise ValueError(f"{accelerator.distributed_type.value} reduces gradients by itself: prepare none of it")
-    sampler = optimizer.sampler
-    if (sampler.rank, sampler.num_replicas) != (accelerator.process_index, accelerator.num_processes):
-        raise ValueError(
-            f"the accelerator takes this for process {accelerator.process_index} of {accelerator.num_processes}, but "
-            f"the sampler for {sampler.rank} of {sampler.num_replicas}: make the Accelerator first, then the sampler"
-        )
-    device = next(optimizer.parameters()).device
-    if device.type != accelerator.device.type or device.index not in (accelerator.device.index, None, 0):
-        raise ValueError(
-            f"the model must be on {accelerator.device} when the optimizer is made, got {device}: call "
-            "model.to(accelerator.device), or prepare the model, before that"
-        )
-
-
-def _refuse_other_loaders(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if getattr(optimizer.sampler, "has_been_read", True) is False:
-        raise RuntimeError(
-            "step() was called for a minibatch that the optimizer's sampler has not dealt: train with the "
-            "DataLoader(dataset, batch_sampler=sampler) of that sampler"
-        )
+        precision = accelerator.mixed_precision
+        raise ValueError(f'`mixed_precision` must be "no" or "bf16", got "{precision}": its scaler skips minibatches')
+    if accelerator.distributed_type not in _TYPES:
+        kind = accelerator.distributed_type.value
+        raise ValueError(f"{kind} reduces gradients by itself and is not supported with Accelerate")
+    rank, number = accelerator.process_index, accelerator.num_processes
+    advice = "create the Accelerator before the sampler"
+    common.check_process(optimizer.sampler, rank, number, "the accelerator", advice)
+    device, own = next(optimizer.parameters()).device, accelerator.device
+    if device.type != own.type or device.index not in (own.index, None, 0):
+        advice = "call model.to(accelerator.device) or prepare the model first"
+        raise ValueError(f"the model must be on {own} before the optimizer is created, got {device}: {advice}")

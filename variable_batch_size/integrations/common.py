@@ -1,36 +1,40 @@
-"""What the integrations share: steps as a framework counts them, and optimizer state with a run's fingerprint."""
+"""What the integrations share: steps as a framework counts them, checks of its settings, and saved optimizer state."""
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
+
+from variable_batch_size.cores.detect import communicator_for
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.wrappers import wrapped_by_framework
 from variable_batch_size.schedules.schedule import BaseSchedule, Schedule
+
+logger = logging.getLogger(__name__)
+
+TRACE_DECIDES = "the trace determines how many minibatches make up a step"
 
 
 class Steps:
-    """Yields an iterator over this core's minibatches for each step of the epoch, as the sampler's ``set_epoch`` says.
+    """Yields an iterator over this rank's minibatches for each step of the sampler's epoch.
 
-    So a framework that takes what it gets from a loader for a step counts updates. The minibatches are loaded as they
-    are asked for, and all of a step must be read before the next one is.
-
-    Args:
-        loader: what yields the minibatches that the sampler deals.
-        sampler: that of the loader.
+    A framework that takes each item of a loader for a step then counts updates. Minibatches are loaded lazily. All
+    minibatches of a step must be consumed before the next step is requested.
     """
 
     def __init__(self, loader: Iterable[Any], sampler: MinibatchSource) -> None:
-        self.loader = loader
-        self.sampler = sampler
+        self.loader, self.sampler = loader, sampler
 
     def __len__(self) -> int:
-        """The steps that are left of the epoch."""
+        """Number of steps left in the epoch."""
         return len(self.sampler.schedule.steps(self.sampler.epoch)) - self.sampler.first_step
 
     def __iter__(self) -> Iterator[Iterator[Any]]:
@@ -41,73 +45,78 @@ class Steps:
             others = islice(minibatches, schedule.rounds_for(step, rank) - 1)
             yield chain((first,), others)
             if next(others, None) is not None:
-                raise RuntimeError(f"step {step} of the run was left before all its minibatches were run")
+                raise RuntimeError(f"step {step} of the run ended before all of its minibatches were consumed")
             step += 1
 
 
-class Extent(NamedTuple):
-    """How long a run is.
-
-    Attributes:
-        num_epochs: epochs, the last one perhaps in part.
-        num_steps: steps in all of them.
-        most_steps: steps of the epoch that has most.
-    """
-
-    num_epochs: int
-    num_steps: int
-    most_steps: int
+# the number of epochs, including an incomplete last one; of steps; and of steps in the longest epoch
+Extent = tuple[int, int, int]
 
 
 def extent_of_epochs(schedule: BaseSchedule, num_epochs: float) -> Extent:
-    """How long a run of some epochs is, of which the last one may be a fraction.
-
-    >>> from variable_batch_size.traces.trace import Trace
-    >>> schedule = Schedule(Trace.of([4, 4, 2, 2, 2]), dataset_size=8, minibatch_size=2)
-    >>> extent_of_epochs(schedule, 2)
-    Extent(num_epochs=2, num_steps=5, most_steps=3)
-    >>> extent_of_epochs(schedule, 1.5)
-    Extent(num_epochs=2, num_steps=4, most_steps=3)
-    """
+    """The length of a run of some epochs; the last one may be a fraction."""
     if not isinstance(schedule, Schedule):
-        raise ValueError(f"{schedule.name} decides batch sizes as the run goes on: set the number of steps")
+        raise ValueError(f"{schedule.name} decides batch sizes during the run: set the number of steps")
     epochs = [schedule.steps(epoch) for epoch in range(math.ceil(num_epochs))]
     last = math.ceil((1 - math.ceil(num_epochs) + num_epochs) * len(epochs[-1]))
-    return Extent(len(epochs), epochs[-1].start + last, max(map(len, epochs)))
+    return len(epochs), epochs[-1].start + last, max(map(len, epochs))
 
 
 def extent_of_steps(schedule: BaseSchedule, num_steps: int) -> Extent:
-    """How long a run of some steps is; with a policy as many epochs as these take.
-
-    >>> from variable_batch_size.traces.trace import Trace
-    >>> extent_of_steps(Schedule(Trace.of([4, 4, 2, 2, 2]), dataset_size=8, minibatch_size=2), 4)
-    Extent(num_epochs=2, num_steps=4, most_steps=3)
-    """
+    """The length of a run of some steps; with a policy the number of epochs is unknown."""
     if not isinstance(schedule, Schedule):
-        return Extent(sys.maxsize, num_steps, num_steps)
-    schedule.batch_size(num_steps - 1)  # raises if the trace holds fewer
+        return sys.maxsize, num_steps, num_steps
+    schedule.batch_size(num_steps - 1)  # raises if the trace has fewer
     epochs = [schedule.steps(0)]
     while epochs[-1].stop < num_steps:
         epochs.append(schedule.steps(len(epochs)))
-    return Extent(len(epochs), num_steps, max(map(len, epochs)))
+    return len(epochs), num_steps, max(map(len, epochs))
+
+
+def check_setting(name: str, value: object, *allowed: object, because: str) -> None:
+    """Reject a setting of the framework that the trace determines, or that would change the result."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be {allowed[0]!r}, got {value!r}: {because}")
+
+
+def check_process(sampler: MinibatchSource, rank: int, num_processes: int, framework: str, advice: str) -> None:
+    """Raise if the framework and the sampler disagree on the rank of this process."""
+    if (sampler.rank, sampler.num_replicas) != (rank, num_processes):
+        found = f"the sampler has rank {sampler.rank} of {sampler.num_replicas}"
+        raise ValueError(f"{framework} has rank {rank} of {num_processes}, but {found}: {advice}")
+
+
+def find_wrappers_of_framework(optimizer: CustomOptimizer) -> None:
+    """Find the wrappers that a framework has put around the model since the optimizer was created."""
+    communicator = communicator_for(list(optimizer.parameters()), optimizer.sampler.process_group)
+    wrapped_by_framework(optimizer._wrappers, communicator)
+
+
+def loader_generator(sampler: MinibatchSource) -> torch.Generator:
+    """A loader without its own generator draws from the global one whenever it starts, also in a resumed run."""
+    return torch.Generator().manual_seed(sampler.seed)
 
 
 _RUN_KEY = "variable_batch_size_run"
 
 
 def state_of(optimizer: CustomOptimizer) -> dict[str, Any]:
-    """The optimizer's state, and what its run is."""
+    """The optimizer's state dict, with the description of its run."""
+    if optimizer.is_accumulating:
+        logger.warning(
+            "the optimizer was saved within a step. A resumed run repeats the step from its first minibatch, but "
+            "random generators and buffers were saved after some of them: save when `optimizer.updated`"
+        )
     return {**optimizer.state_dict(), _RUN_KEY: dict(optimizer.description)}
 
 
 def load_state(optimizer: CustomOptimizer, state: Mapping[str, Any]) -> None:
-    """Take over such a state, if it is of the same run; one without a description is taken as it is."""
-    refuse_another_run(optimizer, state.get(_RUN_KEY))
+    """Load the result of :func:`state_of`; a state without a description is not compared."""
+    check_same_run(optimizer, state.get(_RUN_KEY))
     optimizer.load_state_dict({name: value for name, value in state.items() if name != _RUN_KEY})
 
 
-def refuse_another_run(optimizer: CustomOptimizer, saved: Mapping[str, object] | None) -> None:
-    """Raise if what was saved is of another run than the optimizer's, whose steps would have other samples."""
-    found = differences(saved, optimizer.description) if saved is not None else []
-    if found:
+def check_same_run(optimizer: CustomOptimizer, saved: Mapping[str, object] | None) -> None:
+    """Raise if a checkpoint is from another run, whose steps have other samples."""
+    if saved is not None and (found := differences(saved, optimizer.description)):
         raise ValueError(f"the checkpoint was saved by another run: {'; '.join(found)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,16 +13,18 @@ import torch
 from torch.utils.data import DataLoader
 
 from variable_batch_size.integrations.common import Steps, load_state, state_of
+from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.lr_scheduler import epochs as epochs_of
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 logger = logging.getLogger(__name__)
 
 _STATE_KEY = "variable_batch_size"
+_SAVERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
 
 
 class VariableBatchModel(keras.Model):  # type: ignore[misc]
-    """A ``keras.Model`` that is compiled with an optimizer of this library, and whose batches are its updates.
+    """A ``keras.Model`` that is compiled with an optimizer of this library. Each of its batches is an update.
 
         model = VariableBatchModel(inputs, outputs)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -30,36 +32,44 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         model.compile(optimizer, loss="sparse_categorical_crossentropy")
         model.fit(DataLoader(dataset, batch_sampler=sampler), epochs=10)
 
-    Epochs are those of the sampler. The progress bar and callbacks count updates, and the history has one entry for
-    each epoch. Weights that Keras saves have the optimizer's state with them, and ``fit`` goes on from there.
+    Epochs are those of the sampler. The progress bar and callbacks count updates, and the history has one entry per
+    epoch. Weights saved by Keras include the state of the optimizer and its schedulers, and ``fit`` resumes from it.
     """
 
     variable_optimizer: CustomOptimizer | None = None
+    variable_schedulers: Sequence[Stateful] = ()
 
-    def compile(self, optimizer: CustomOptimizer, loss: Any = None, **kwargs: Any) -> None:
-        """Say what trains the model, and by which loss; ``metrics=`` and others as for ``keras.Model``."""
-        if keras.backend.backend() != "torch":
+    def compile(
+        self, optimizer: CustomOptimizer, loss: Any = None, *, schedulers: Sequence[Stateful] = (), **kwargs: Any
+    ) -> None:
+        """Set the optimizer and the loss; ``metrics=`` and other arguments as for ``keras.Model``.
+
+        Args:
+            optimizer: of this library, with the model's trainable variables.
+            loss: as for ``keras.Model``.
+            schedulers: of torch, which a callback steps; they are saved and loaded with the weights.
+        """
+        backend = keras.backend.backend()
+        if backend != "torch":
             raise RuntimeError(
-                f"Keras must run on torch, got {keras.backend.backend()}: set KERAS_BACKEND=torch before it is imported"
+                f"Keras must use the torch backend, got {backend}: set KERAS_BACKEND before importing it"
             )
         if not isinstance(optimizer, CustomOptimizer):
             raise ValueError(f"`optimizer` must be an optimizer of this library, got {type(optimizer).__name__}")
         if optimizer.sampler.num_replicas > 1:
-            raise ValueError(f"a Keras model trains in one process, got a sampler for {optimizer.sampler.num_replicas}")
+            raise ValueError(f"Keras trains in one process, got a sampler for {optimizer.sampler.num_replicas} ranks")
         if set(optimizer.parameters()) != {variable.value for variable in self.trainable_variables}:
             raise ValueError(
-                "`optimizer` must have the model's trainable variables, and no others: torch.optim.…(p for p in "
-                "model.parameters() if p.requires_grad)"
+                "`optimizer` must have the model's trainable variables and no others: pass (p for p in "
+                "model.parameters() if p.requires_grad) to the optimizer of torch"
             )
         if "float16" in {layer.compute_dtype for layer in self._flatten_layers()}:
-            raise ValueError(
-                "`dtype` of a layer must not compute in float16, which needs a loss scale; bfloat16 does not"
-            )
+            raise ValueError("layers must not compute in float16, which needs a loss scale: use bfloat16")
         if kwargs.get("jit_compile") not in (None, False, "auto"):
-            raise ValueError("`jit_compile` must be False: a step runs as many minibatches as the trace says")
+            raise ValueError("`jit_compile` must be False: the number of minibatches in a step varies")
         super().compile(optimizer="sgd", loss=loss, **{**kwargs, "jit_compile": False})
-        self.optimizer = None  # callbacks that would set its learning rate then say that they cannot
-        self.variable_optimizer = optimizer
+        self.optimizer = None  # callbacks that set its learning rate then raise
+        self.variable_optimizer, self.variable_schedulers = optimizer, tuple(schedulers)
 
     def fit(
         self,
@@ -71,52 +81,52 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         validation_data: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Train until so many epochs are done, those before a saved state included.
+        """Train until `epochs` epochs are complete, including those before a loaded state.
 
         Args:
             x: the loader of the optimizer's sampler.
-            epochs: of the whole run.
-            verbose: how much is shown, as for ``keras.Model``.
-            callbacks: likewise.
-            validation_data: likewise, and so are `validation_freq`, `validation_steps` and `validation_batch_size`.
+            epochs: number of epochs of the whole run.
+            verbose: as for ``keras.Model``.
+            callbacks: as for ``keras.Model``.
+            validation_data: as for ``keras.Model``, like `validation_freq`, `validation_steps` and
+                `validation_batch_size`.
         """
         optimizer = self._checked(x, kwargs)
         settings: dict[str, Any] = {"verbose": verbose, "epochs": epochs}
         run = _Run(callbacks, add_history=True, add_progbar=verbose != 0, model=self, steps=None, **settings)
+        run.callbacks.sort(key=lambda callback: isinstance(callback, _SAVERS))  # to save what the others change
         run.begin()  # may load a state
+        kwargs |= {"verbose": verbose, "callbacks": run, "validation_data": validation_data, "shuffle": False}
         steps_before = optimizer.steps_made
         for epoch in epochs_of(optimizer, epochs):
             steps = _StepLoader(x, optimizer)
             run.set_params({**settings, "steps": len(steps)})
-            self._initial_epoch = None  # set by a callback that has loaded a state, of which the optimizer knows more
-            # one epoch at a time, as Keras takes all to have as many batches
-            super().fit(
-                steps,
-                initial_epoch=epoch,
-                epochs=epoch + 1,
-                verbose=verbose,
-                callbacks=run,
-                validation_data=validation_data,
-                shuffle=False,
-                **kwargs,
-            )
+            self._initial_epoch = None  # set by a callback that has loaded a state; the optimizer has the position
+            # one epoch at a time, because Keras assumes that all epochs have the same number of batches
+            super().fit(steps, initial_epoch=epoch, epochs=epoch + 1, **kwargs)
             if self.stop_training:
                 break
         if optimizer.steps_made == steps_before:
-            logger.warning("nothing was left to train: `epochs` counts those that were done before, got %d", epochs)
+            logger.warning("nothing left to train: `epochs` includes completed epochs, got %d", epochs)
         run.end()
         return self.history
 
     def _checked(self, loader: Any, kwargs: Mapping[str, Any]) -> CustomOptimizer:
         if self.variable_optimizer is None:
-            raise RuntimeError("the model must be compiled with an optimizer of this library before fit() is called")
+            raise RuntimeError("call compile() with an optimizer of this library before fit()")
         decided = set(kwargs) - {"validation_freq", "validation_steps", "validation_batch_size"}
         if decided:
-            raise ValueError(f"fit() must not be given {sorted(decided)}: the loader and the trace say what it would")
+            raise ValueError(f"fit() does not accept {sorted(decided)}: the loader and the trace determine them")
         if getattr(loader, "batch_sampler", None) is not self.variable_optimizer.sampler:
             raise ValueError(
-                "`x` must be the DataLoader(dataset, batch_sampler=sampler) of the optimizer's sampler, got "
+                "`x` must be a DataLoader(dataset, batch_sampler=sampler) with the optimizer's sampler, got "
                 f"{type(loader).__name__}"
+            )
+        if not self.variable_schedulers and any(
+            "initial_lr" in group for group in self.variable_optimizer.param_groups
+        ):
+            raise ValueError(
+                "a scheduler sets the learning rate, but would not be saved: pass it to compile(…, schedulers=[…])"
             )
         return self.variable_optimizer
 
@@ -135,41 +145,43 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
             self._loss_tracker.update_state(loss.detach())
             with torch.no_grad():
                 self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        if optimizer.updated:
-            self._constrain()
-        else:  # BatchNorm's statistics are no buffers here, which the optimizer would put back
-            for variable, value in zip(kept, before, strict=True):
-                variable.assign(value)
+        with torch.no_grad():
+            if optimizer.updated:
+                for variable in self.trainable_variables:  # as an optimizer of Keras does after each update
+                    if variable.constraint is not None:
+                        variable.assign(variable.constraint(variable))
+            else:  # BatchNorm's statistics are not buffers here, which the optimizer would restore
+                for variable, value in zip(kept, before, strict=True):
+                    variable.assign(value)
         return self.get_metrics_result()
 
-    def _constrain(self) -> None:
-        """Apply the constraints of layers, as an optimizer of Keras does after each update."""
-        with torch.no_grad():
-            for variable in self.trainable_variables:
-                if variable.constraint is not None:
-                    variable.assign(variable.constraint(variable))
-
     def _symbolic_build(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: it would take the first minibatches from the loader, and metrics are built when they are used."""
+        """Do nothing: it would consume the first minibatches of the loader, and metrics are built on first use."""
 
     def save_own_variables(self, store: Any) -> None:
-        """Save the optimizer's state with the weights."""
         super().save_own_variables(store)
         if self.variable_optimizer is not None:
             buffer = io.BytesIO()
-            torch.save(state_of(self.variable_optimizer), buffer)
+            schedulers = state_of_schedulers(self.variable_schedulers)
+            torch.save({"optimizer": state_of(self.variable_optimizer), "schedulers": schedulers}, buffer)
             store[_STATE_KEY] = np.frombuffer(buffer.getvalue(), dtype=np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
-        """Take over the optimizer's state if there is one, and the model is compiled."""
         super().load_own_variables({name: store[name] for name in store.keys() if name != _STATE_KEY})  # noqa: SIM118
         if self.variable_optimizer is not None and _STATE_KEY in store.keys():  # noqa: SIM118
             buffer = io.BytesIO(np.asarray(store[_STATE_KEY]).tobytes())
-            load_state(self.variable_optimizer, torch.load(buffer, weights_only=True))
+            state = torch.load(buffer, weights_only=True)
+            saved, here = len(state["schedulers"]), len(self.variable_schedulers)
+            if saved != here:
+                raise ValueError(
+                    f"`schedulers` of compile() must be {saved}, as when the weights were saved, got {here}"
+                )
+            load_state(self.variable_optimizer, state["optimizer"])
+            load_schedulers(self.variable_schedulers, state["schedulers"])
 
 
 class _StepLoader(DataLoader[Any]):
-    """The steps of an epoch as what Keras takes for a loader of torch."""
+    """The steps of an epoch, as a DataLoader for Keras."""
 
     def __init__(self, loader: DataLoader[Any], optimizer: CustomOptimizer) -> None:
         super().__init__(loader.dataset, batch_size=None)
@@ -183,7 +195,7 @@ class _StepLoader(DataLoader[Any]):
 
 
 class _Run(keras.callbacks.CallbackList):  # type: ignore[misc]
-    """The callbacks of a run whose epochs are fitted one by one: it begins and ends once."""
+    """The callbacks of a run whose epochs are fitted one by one, but which begins and ends once."""
 
     _logs: Mapping[str, Any] | None = None
 
@@ -194,10 +206,10 @@ class _Run(keras.callbacks.CallbackList):  # type: ignore[misc]
         super().on_train_end(self._logs)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Nothing, as this is the begin of an epoch."""
+        """Ignored: called for every epoch."""
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Nothing, as this is the end of an epoch."""
+        """Ignored: called for every epoch."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._logs = logs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -16,20 +16,11 @@ from variable_batch_size.cores.dtensor import any_dtensor, dimensions_of, model_
 from variable_batch_size.cores.process_group import ProcessGroups, SpmdHosts
 from variable_batch_size.data.sampler import Description, MinibatchSource
 from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
-from variable_batch_size.optim.wrappers import (
-    Wrappers,
-    disable_ddp_allreduce,
-    find_wrappers,
-    forget_partition,
-    is_zero,
-    refuse_unsupported,
-)
+from variable_batch_size.optim.wrappers import Wrappers, forget_partition, is_zero
 from variable_batch_size.rules.rule import Rule
 
 _MAX_BYTES = 120
 """Bytes of each rank's value in an error message."""
-
-# ------------------------------------------------------------------------------------------------------ the fingerprint
 
 
 def fingerprint_of(sampler: MinibatchSource, rule: Rule, inner: Optimizer, ref_batchsize: int) -> Description:
@@ -54,13 +45,16 @@ def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[
     >>> differences({"seed": 0, "rule": "LinearRule"}, {"seed": 3, "rule": "LinearRule"})
     ['seed was 0 and is 3']
     """
-    return [
-        f"{name} was {saved[name]} and is {now[name]}" for name in now if name in saved and saved[name] != now[name]
-    ]
+    changed = [name for name in now if name in saved and saved[name] != now[name]]
+    return [f"{name} was {saved[name]} and is {now[name]}" for name in changed]
 
 
 def _numbers(values: Mapping[str, Any], *kinds: type) -> dict[str, Any]:
     return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str, *kinds))}
+
+
+def _shapes(tensors: Iterable[torch.Tensor]) -> str:
+    return ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
 
 
 def _hyperparameters(inner: Optimizer) -> str:
@@ -76,13 +70,6 @@ def _hyperparameters(inner: Optimizer) -> str:
     return "; ".join(groups)
 
 
-def _shapes(tensors: Iterable[torch.Tensor]) -> str:
-    return ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
-
-
-# ------------------------------------------------------------------------------------------------------- the comparison
-
-
 class Comparison:
     """Compares values between the ranks with one all-reduce. Every rank must create one with the same names.
 
@@ -92,37 +79,29 @@ class Comparison:
     """
 
     def __init__(self, facts: Mapping[str, object], communicator: Communicator, device: torch.device) -> None:
-        self._facts = facts
-        self._communicator = communicator
-        self._device = device
-        self._own = torch.tensor([_hash(value) for value in facts.values()], dtype=torch.int64)
+        self._facts, self._communicator, self._device = facts, communicator, device
+        # 32 bits each, so that an int64 holds the sum over all ranks
+        digests = [hashlib.sha256(repr(value).encode()).digest()[:4] for value in facts.values()]
+        self._own = torch.tensor([int.from_bytes(digest, "little") for digest in digests], dtype=torch.int64)
         self._total = self._own.to(device, copy=True)
         communicator.sum([self._total])
 
     def refuse_different(self) -> None:
         """After a flush: raise on every rank if the ranks differ, with the first difference of each rank."""
-        num_replicas, total = self._communicator.num_replicas, self._total.cpu()
-        names = [
-            name for name, own, sum_ in zip(self._facts, self._own, total, strict=True) if own * num_replicas != sum_
-        ]
+        expected, total = self._own * self._communicator.num_replicas, self._total.cpu()
+        names = [name for name, own, found in zip(self._facts, expected, total, strict=True) if own != found]
         if names:
-            texts = _gather_texts(str(self._facts[names[0]]), self._communicator, self._device)
+            texts = self._gather(str(self._facts[names[0]]))
             values = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))
             more = f" (and in {', '.join(names[1:])})" if len(names) > 1 else ""
             raise ValueError(f"ranks must have the same settings, but differ in {names[0]}{more}: {values}")
 
-
-def _hash(value: object) -> int:
-    """32 bits, so that an int64 holds the sum over all ranks."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:4], "little")
-
-
-def _gather_texts(text: str, communicator: Communicator, device: torch.device) -> list[str]:
-    table = torch.zeros(communicator.num_replicas, _MAX_BYTES, dtype=torch.int32)
-    content = text.encode()[:_MAX_BYTES]
-    table[communicator.rank, : len(content)] = torch.tensor(list(content), dtype=torch.int32)
-    rows = communicator.total(table.to(device)).tolist()
-    return [bytes(int(number) for number in row if number).decode(errors="replace") for row in rows]
+    def _gather(self, text: str) -> list[str]:
+        table = torch.zeros(self._communicator.num_replicas, _MAX_BYTES, dtype=torch.int32)
+        content = text.encode()[:_MAX_BYTES]
+        table[self._communicator.rank, : len(content)] = torch.tensor(list(content), dtype=torch.int32)
+        rows = self._communicator.total(table.to(self._device)).tolist()
+        return [bytes(int(number) for number in row if number).decode(errors="replace") for row in rows]
 
 
 def check_same_on_all_ranks(
@@ -134,13 +113,14 @@ def check_same_on_all_ranks(
         a function to call after the next flush. On lazy devices it does the check, so that comparison, broadcast and
         what else is traced until then are one program.
     """
-    is_alone = communicator.num_replicas == 1
-    comparison = None if is_alone else Comparison(facts, communicator, tensors[0].device)
-    if comparison is not None and not communicator.is_one_program:
+    if communicator.num_replicas == 1:
+        broadcast_from_rank0(tensors, communicator)
+        return lambda: None
+    comparison = Comparison(facts, communicator, tensors[0].device)
+    if not communicator.is_one_program:
         comparison.refuse_different()
     broadcast_from_rank0(tensors, communicator)
-    is_open = comparison is not None and communicator.is_one_program
-    return comparison.refuse_different if comparison is not None and is_open else lambda: None
+    return comparison.refuse_different if communicator.is_one_program else lambda: None
 
 
 def broadcast_from_rank0(tensors: Iterable[torch.Tensor], communicator: Communicator) -> None:
@@ -151,48 +131,27 @@ def broadcast_from_rank0(tensors: Iterable[torch.Tensor], communicator: Communic
         communicator.broadcast(tensors)
 
 
-# --------------------------------------------------------------------------------------------------------- an optimizer
-
-
-class Synchronized(Protocol):
-    """The parts of an optimizer that are compared or broadcast before its first step."""
-
-    rule: Rule
-    inner: Optimizer
-    sampler: MinibatchSource
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
-
-    @property
-    def batch_size(self) -> int: ...
-
-    @property
-    def description(self) -> Description: ...
-
-
 def sync_and_check_ranks(
-    optimizer: Synchronized, wrappers: Wrappers, communicator: Communicator, options: Mapping[str, Any]
+    optimizer: Any, wrappers: Wrappers, communicator: Communicator, options: Mapping[str, Any]
 ) -> Callable[[], None]:
     """Check that all ranks have the same settings, broadcast the model from rank 0, and switch other reductions off.
 
     Args:
-        options: further arguments of the optimizer that must be the same on all ranks, by name.
+        optimizer: the CustomOptimizer, before its first step.
+        options: further arguments of it that must be the same on all ranks, by name.
 
     Returns:
         a function to call after the next flush.
     """
     parameters, sampler, model = list(optimizer.parameters()), optimizer.sampler, wrappers.model
-    refuse_unsupported(wrappers, optimizer.rule, optimizer.inner)
-    if (sampler.rank, sampler.num_replicas) != (communicator.rank, communicator.num_replicas):
-        raise ValueError(
-            f"the sampler is for rank {sampler.rank} of {sampler.num_replicas}, "
-            f"but this is rank {communicator.rank} of {communicator.num_replicas}"
-        )
+    wrappers.refuse_unsupported(optimizer.rule, optimizer.inner)
+    expected, found = (f"rank {one.rank} of {one.num_replicas}" for one in (sampler, communicator))
+    if expected != found:
+        raise ValueError(f"the sampler is for {expected}, but this is {found}")
     of_model = [*model.parameters(), *model.buffers()] if model is not None else []
-    description = optimizer.description
     facts = {
-        **description,
-        "threads": description.get("threads"),  # the same names on all ranks, even if only some are exact
+        **optimizer.description,
+        "threads": optimizer.description.get("threads"),  # the same names on all ranks, even if only some are exact
         **options,
         "settings": _hyperparameters(optimizer.inner),
         "model": _shapes(of_model),
@@ -209,7 +168,7 @@ def sync_and_check_ranks(
     if isinstance(everyone, SpmdHosts):
         Comparison(facts, everyone, torch.device("cpu")).refuse_different()
     complete = check_same_on_all_ranks(facts, tensors, communicator)
-    disable_ddp_allreduce(wrappers, communicator)
+    wrappers.disable_ddp_allreduce(communicator)
     return complete
 
 
@@ -234,7 +193,7 @@ def sync_added_params(
     if len({*added, *before}) < len(added) + len(before):
         raise ValueError("some parameters appear in more than one parameter group")
     if any_dtensor(added):
-        is_fully_sharded = bool(find_wrappers(added, wrappers.model).fsdp)
+        is_fully_sharded = bool(Wrappers(added, wrappers.model).fsdp)
         if is_fully_sharded != bool(wrappers.fsdp) or not _ranks_of_meshes(added) <= _ranks_of_meshes(before):
             raise ValueError(
                 "added parameters must be sharded over the same processes and in the same way as the others, or not "
@@ -242,7 +201,7 @@ def sync_added_params(
             )
     _broadcast_over_mesh(added, communicator, model_groups(before, group_of(process_group)))
     wrappers.update([*before, *added])
-    disable_ddp_allreduce(wrappers, communicator)
+    wrappers.disable_ddp_allreduce(communicator)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,46 +11,65 @@ import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator
-from variable_batch_size.optim.proxy import MultiOptimizer
+from variable_batch_size.optim.probe import corrects_bias_as_adam
+from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
+from variable_batch_size.optim.wrappers import is_zero
 from variable_batch_size.rules.adam import corrected_for_bias
 from variable_batch_size.rules.rule import Rule, Step
 
+_TINY = 0.1
+
 
 class Preconditioner:
-    """Holds √v̂ + ε for each parameter that the inner optimizer has updated.
+    """Holds √v̂ + ε for each parameter that the inner optimizer has updated often enough.
+
+    After a few updates v̂ is the mean of a few squares, and its inverse has no finite mean or variance: some elements
+    would make most of the norms. For the same reason elements are left out, by a divisor of infinity, whose √v̂ + ε is
+    below a tenth of the root mean square of their tensor, such as those that had no gradient so far.
 
     Args:
         inner: Adam, or an optimizer of its family.
+        min_updates: from how many updates of a parameter on its second moments are used.
 
     Attributes:
-        divisors: of each parameter that has a second moment.
+        divisors: of each parameter that has second moments.
     """
 
-    def __init__(self, inner: Optimizer) -> None:
-        self._inner = inner
+    def __init__(self, inner: Optimizer, min_updates: int = 1) -> None:
+        self._inner, self._min_updates = inner, min_updates
         self.divisors: dict[torch.Tensor, torch.Tensor] = {}
+        self._counts: dict[torch.Tensor, int] = {}  # where the number of updates is on a device
 
     @torch.no_grad()
     def refresh(self, *, has_updated: bool = True) -> None:
         """After an update, or after another state was loaded: recompute the divisors."""
+        states = self._inner.state
         for group in self._inner.param_groups:
             beta, eps = group["betas"][1], group["eps"]
             for p in group["params"]:
-                state = self._inner.state.get(p, {})
-                if "exp_avg_sq" not in state:
+                state = states.get(p, {})
+                if "exp_avg_sq" not in state or "step" not in state:
                     if has_updated and p.grad is not None:
                         raise RuntimeError(
-                            f"`inner` must keep the second moment of each gradient in its state `exp_avg_sq`, as Adam "
-                            f"does, but {type(self._inner).__name__} has none"
+                            f"`inner` must keep the second moment of each gradient in its state `exp_avg_sq`, and the "
+                            f"number of updates in `step`, as Adam does, but {type(self._inner).__name__} has only "
+                            f"{sorted(state)}"
                         )
                     self.divisors.pop(p, None)  # of the state before the one that was loaded
                     continue
                 num_updates = state["step"]
                 # read from the host if it is there; a step count on the device stays there
                 if not isinstance(num_updates, torch.Tensor) or num_updates.device.type == "cpu":
-                    num_updates = float(num_updates)
+                    count = num_updates = float(num_updates)
+                else:
+                    is_known = has_updated and p in self._counts
+                    count = self._counts[p] = self._counts[p] + (p.grad is not None) if is_known else int(num_updates)
+                if count < self._min_updates:
+                    self.divisors.pop(p, None)
+                    continue
                 second_moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
                 root = (second_moment / (1 - beta**num_updates)).sqrt_().add_(eps)
+                root.masked_fill_(root < _TINY * root.square().mean().sqrt(), math.inf)
                 if p in self.divisors and self.divisors[p].dtype == root.dtype:
                     self.divisors[p].copy_(root)
                 else:
@@ -57,20 +77,18 @@ class Preconditioner:
 
 
 class _History(NamedTuple):
-    """Of a parameter: its number of updates, and the products of their betas."""
-
-    num_updates: int
-    first: float
+    num_updates: int  # of a parameter
+    first: float  # the product of their betas
     second: float
 
 
-def is_decoupled(inner: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether an optimizer decays the weights of a group separately from the gradient, as AdamW does.
+_KEYS = ("num_updates_of_products", "beta1_product", "beta2_product")
+"""Of the history in the inner optimizer's state of a parameter, as numbers, which any way to save a state accepts."""
 
-    Its group has a flag for that. Earlier versions of torch and optimizers outside of it have none: there the name of
-    the class decides.
-    """
-    if "decoupled_weight_decay" in group:
+
+def is_decoupled(inner: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer decays the weights of a group separately from the gradient, as AdamW does."""
+    if "decoupled_weight_decay" in group:  # not in earlier versions of torch and in optimizers of other libraries
         return bool(group["decoupled_weight_decay"])
     return _is_adamw(type(inner.owner(group) if isinstance(inner, MultiOptimizer) else inner).__mro__)
 
@@ -83,123 +101,195 @@ def _is_adamw(bases: tuple[type, ...]) -> bool:
 class BetaHistory:
     """The products of the betas of past updates, for rules that change betas from step to step.
 
+    They are part of the inner optimizer's state of each parameter. Where that is cleared, copied, saved, or replaced by
+    an earlier one, so are they. Updates that are not in the products, such as those of another rule, had the betas of
+    the group.
+
     Args:
         inner: Adam, or an optimizer of its family.
+
+    Attributes:
+        pending: what :meth:`commit` stores: the states of an optimizer, a parameter, and its history.
     """
 
     def __init__(self, inner: Optimizer) -> None:
         self._inner = inner
-        self._histories: dict[torch.Tensor, _History] = {}
+        self.pending: list[tuple[Any, torch.Tensor, _History]] = []
+        self._is_adam: dict[type[Optimizer], bool] = {}
+        self._stored_in: dict[torch.Tensor, Any] = {}
+
+    def is_for(self, group: Mapping[str, Any]) -> bool:
+        """Whether the optimizer of a group corrects its bias as Adam does, as far as that can be tried."""
+        owner = self._owner(group)
+        if type(owner) not in self._is_adam:
+            self._is_adam[type(owner)] = "eps" in group and corrects_bias_as_adam(owner, group) is not False
+        return self._is_adam[type(owner)]
+
+    def _owner(self, group: Mapping[str, Any]) -> Any:
+        return self._inner.owner(group) if isinstance(self._inner, MultiOptimizer) else self._inner
 
     def variants(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> list[tuple[list[Any], dict[str, Any]]]:
         """The parameters of a group by their history, each with settings that correct Adam's bias for it.
 
-        Parameters that have a gradient are counted as updated.
+        Parameters that have a gradient are about to be updated.
         """
         by_history: dict[_History, list[Any]] = {}
-        for p in group["params"]:
+        owner = self._owner(group)
+        zero = owner if is_zero(owner) else None
+        states, parameters = (zero.optim if zero else owner).state, group["params"]
+        if zero:  # which updates some of them on this rank
+            own = {p for part in zero.optim.param_groups for p in part["params"]}
+            parameters = [p for p in parameters if p in own]
+        for p in parameters:
             if p.grad is not None:
-                by_history.setdefault(self._after_update(p, group, settings["betas"]), []).append(p)
-        decay = {"weight_decay": group["weight_decay"]} if "weight_decay" in group else {}
+                by_history.setdefault(self._history(states.get(p), p, group), []).append(p)
+        if zero and len(by_history) > 1:
+            raise RuntimeError(
+                "betas that vary need the same number of updates of all parameters in a ZeroRedundancyOptimizer, but "
+                "some had no gradient in a step: freeze them, or use a rule that keeps the betas, such as RootRule"
+            )
         found = []
-        for history, parameters in by_history.items():
-            self._histories.update(dict.fromkeys(parameters, history))
+        used = {name: group[name] for name in ("lr", "eps", "weight_decay") if name in group} | dict(settings)
+        for (num_updates, first, second), parameters in by_history.items():
+            beta1, beta2 = settings["betas"]
+            history = _History(num_updates + 1, first * beta1, second * beta2)
+            self.pending += [(states, p, history) for p in parameters]
             corrected = corrected_for_bias(
-                {**decay, **settings},
+                used,
                 num_updates=history.num_updates,
                 products=(history.first, history.second),
                 is_decoupled=is_decoupled(self._inner, group),
             )
-            found.append((parameters, corrected))
+            found.append((group["params"] if zero else parameters, corrected))
         return found or [(group["params"], dict(settings))]
 
-    def _after_update(self, p: torch.Tensor, group: Mapping[str, Any], betas: tuple[float, float]) -> _History:
-        past = self._histories.get(p)
-        if past is None:  # updates before this run used the betas of the group
-            num_updates = int(self._inner.state.get(p, {}).get("step", 0))
-            past = _History(num_updates, *(beta**num_updates for beta in group["betas"]))
-        return _History(past.num_updates + 1, past.first * betas[0], past.second * betas[1])
+    def _history(self, state: Any, p: torch.Tensor, group: Mapping[str, Any]) -> _History:
+        """Of a parameter before the update."""
+        if not state:
+            return _History(0, 1.0, 1.0)
+        past = _History(*(state[key] for key in _KEYS)) if _KEYS[0] in state else _History(0, 1.0, 1.0)
+        step = state["step"]
+        if isinstance(step, torch.Tensor) and step.device.type != "cpu" and self._stored_in.get(p) is state:
+            return past  # reading the count would wait for the device
+        num_updates = int(step)
+        if num_updates < past.num_updates:
+            past = _History(0, 1.0, 1.0)
+        number = num_updates - past.num_updates
+        beta1, beta2 = group["betas"]
+        return _History(num_updates, past.first * beta1**number, past.second * beta2**number)
 
-    def state_dict(self) -> dict[int, dict[str, float]]:
-        """The histories, by the index of the parameter."""
-        numbered = enumerate(p for group in self._inner.param_groups for p in group["params"])
-        return {number: self._histories[p]._asdict() for number, p in numbered if p in self._histories}
-
-    def load_state_dict(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        parameters = [p for group in self._inner.param_groups for p in group["params"]]
-        self._histories = {parameters[number]: _History(**history) for number, history in state.items()}
+    def commit(self) -> None:
+        """Store the histories after the update."""
+        for states, p, history in self.pending:
+            if state := states.get(p):
+                state.update(zip(_KEYS, history, strict=True))
+                self._stored_in[p] = state
 
 
 Group = dict[str, Any]
 
 
+_KEY = -1  # of our hooks; those of torch count from 0
+
+
+class _Applied(NamedTuple):
+    group: Group
+    used: Group  # the same, or a part of it with some of its parameters
+    before: Group  # the values of the group that were replaced
+    values: Group  # by these
+
+
 class StepHyperparameters:
-    """Gives the parameter groups the settings that a rule returns for one step, and restores them afterwards.
+    """Applies the settings that a rule returns for one step to the parameter groups, and restores them afterwards.
 
-        with hyperparameters.applied(rule, step, factors) as lrs:
-            inner.step()
-
-    Args:
-        inner: the optimizer that has the groups.
-        communicator: which returns numbers in a form that may change without another compilation.
-
-    Attributes:
-        beta_history: of betas that vary; part of the state of a run.
+    What the optimizer itself changes in its step is kept, as a setting at the reference batch size. Its hooks after
+    the step run with the settings restored, so that a scheduler may step there.
     """
 
     def __init__(self, inner: Optimizer, communicator: Communicator) -> None:
-        self._inner = inner
-        self._communicator = communicator
+        self._inner, self._optimizers, self._communicator = inner, optimizers_of(inner), communicator
         self.beta_history = BetaHistory(inner)
-        self._groups: list[Group] = []  # the inner optimizer's list of groups, and its content before
-        self._found: list[Group] = []
-        self._lrs: list[float] = []
-        self._before: list[tuple[Group, Group]] = []  # groups, and the values that were replaced
-        self._parts: list[tuple[Group, Group, Group]] = []  # groups, a part of each, and the values of that part only
+        # of each optimizer: its list of groups, their order before the step, and what was applied
+        self._applied: dict[Optimizer, tuple[list[Group], list[Group], list[_Applied]]] = {}
 
     def applied(self, rule: Rule, step: Step, factors: Sequence[float]) -> StepHyperparameters:
         """Apply the settings of a step; they are restored at the end of ``with``, whose value is the learning rates."""
-        self._groups = self._inner.param_groups
-        self._found, self._lrs = list(self._groups), []
+        if isinstance(self._inner, MultiOptimizer):
+            self._inner.check_groups()
+        self._lrs, self._depth = list[float](), 0
+        pairs = list(zip(self._inner.param_groups, factors, strict=True))
         try:
-            applied: list[Group] = []
-            for number, (group, factor) in enumerate(zip(self._found, factors, strict=True)):
-                applied += self._apply(group, rule.rule_for_group(number)[0], step, factor)
-            self._groups[:] = applied
-        except BaseException:
-            self._restore()
+            for optimizer in self._optimizers:
+                groups, applied = optimizer.param_groups, list[_Applied]()
+                self._applied[optimizer] = groups, list(groups), applied
+                number = len(self._lrs)
+                for group, factor in pairs[number : number + len(groups)]:
+                    applied += self._apply(optimizer, group, rule.rule_for_group(len(self._lrs))[0], step, factor)
+                groups[:] = [one.used for one in applied]
+                if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper of another library may lack them
+                    optimizer._optimizer_step_pre_hooks[_KEY] = self._before_step
+                    optimizer._optimizer_step_post_hooks[_KEY] = self._after_step
+                    optimizer._optimizer_step_post_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined]
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
         return self
 
     def __enter__(self) -> list[float]:
         return self._lrs
 
-    def __exit__(self, *exception: object) -> None:
-        self._restore()
+    def __exit__(self, kind: type[BaseException] | None = None, *exception: object) -> None:
+        if kind is None and self.beta_history.pending:
+            self.beta_history.commit()
+        self.beta_history.pending = []
+        for optimizer in list(self._applied):  # whose step() has called no hooks
+            self._restore(optimizer)
+        for optimizer in self._optimizers:
+            if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                optimizer._optimizer_step_pre_hooks.pop(_KEY, None)
+                optimizer._optimizer_step_post_hooks.pop(_KEY, None)
 
-    def _apply(self, group: Group, rule: Rule, step: Step, factor: float) -> list[Group]:
+    def _before_step(self, *_: object) -> None:
+        self._depth += 1  # torch calls hooks in each step() of a class that calls that of its base class
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth and optimizer in self._applied:
+            self._restore(optimizer)
+
+    def _restore(self, optimizer: Optimizer) -> None:
+        groups, found, applied = self._applied.pop(optimizer)
+        groups[:] = found
+        for group, used, before, values in applied:
+            kept = {name: value for name, value in used.items() if name not in values}  # such as a step count
+            for name, value in values.items():
+                if name != "params" and used[name] is not value:
+                    kept[name] = _unscaled(used[name], value, before[name])
+                elif used is group:
+                    kept[name] = before[name]
+            group.update(kept)
+
+    def _apply(self, optimizer: Optimizer, group: Group, rule: Rule, step: Step, factor: float) -> list[_Applied]:
         """The group with its settings of the step; in several parts where these are not the same for all parameters."""
         # rules read that weight decay is decoupled from the group, which not every AdamW has
-        is_flagged = not is_decoupled(self._inner, group) or "decoupled_weight_decay" in group
-        settings = rule.settings(group if is_flagged else {**group, "decoupled_weight_decay": True}, step, factor)
-        self._lrs.append(float(settings["lr"] if "lr" in settings else group["lr"]))
-        if "betas" in settings:
+        is_flagged = not is_decoupled(optimizer, group) or "decoupled_weight_decay" in group
+        flagged = group if is_flagged else {**group, "decoupled_weight_decay": True}
+        settings = rule.merged_settings(flagged, step, factor)
+        self._lrs.append(float(settings["lr"]))
+        if "betas" in settings and (rule.corrects_bias or self.beta_history.is_for(group)):
             variants = self.beta_history.variants(group, settings)
             if len(variants) > 1:
                 values_of_parts = [{**self._traced(values), "params": params} for params, values in variants]
-                parts = [(group, group | values, values) for values in values_of_parts]
-                self._parts += parts
-                return [part for _, part, _ in parts]
+                return [_Applied(group, group | values, dict(group), values) for values in values_of_parts]
             settings = variants[0][1]
         values = self._traced(settings)
-        self._before.append((group, {name: group[name] for name in values}))
+        before = {name: group[name] for name in values}
         group.update(values)
-        return [group]
+        return [_Applied(group, group, before, values)]
 
-    def _traced(self, settings: Group) -> Group:
-        """The settings in a form in which they may change without another compilation."""
-        communicator = self._communicator
-        values = dict(settings)
+    def _traced(self, settings: Mapping[str, Any]) -> Group:
+        """The settings in a form in which they may change without a recompilation."""
+        communicator, values = self._communicator, dict(settings)
         for name, value in settings.items():
             if isinstance(value, float):
                 values[name] = communicator.traced_scalar(value)
@@ -207,10 +297,9 @@ class StepHyperparameters:
                 values[name] = tuple(map(communicator.traced_beta, value))
         return values
 
-    def _restore(self) -> None:
-        self._groups[:] = self._found
-        for group, values in self._before:
-            group.update(values)
-        for group, part, values in self._parts:  # keep what the optimizer has written there, such as a step count
-            group.update({name: value for name, value in part.items() if name not in values})
-        self._before, self._parts = [], []
+
+def _unscaled(changed: Any, value: Any, before: Any) -> Any:
+    """A setting that the optimizer has changed in its step, in relation to the value that it had there."""
+    if isinstance(value, torch.Tensor):
+        return torch.where(value == 0, changed, changed * (before / value))
+    return changed * (before / value) if isinstance(value, float) and value else changed

@@ -16,34 +16,30 @@ class LossScale:
     """What ``GradScaler.step(optimizer)`` leaves to the optimizer, minibatch by minibatch.
 
     GradScaler sets ``grad_scale``, None if the user has called ``unscale_``, and ``found_inf`` of the optimizer. The
-    scale may change within a step. Where the scaler has found a value that is not finite, gradients become NaN, which
+    scale may change within a step. If the scaler has found a value that is not finite, gradients become NaN, which
     stays in all sums: so every rank finds it in the reduced gradient and skips the update.
 
     Args:
-        parameters: returns those of the optimizer.
         is_summed: whether ``p.grad`` is the sum over the step's minibatches so far, as with `gradient_as_bucket_view`.
         everyone: all ranks of a model in ``fully_shard``, which reduces gradients before they are unscaled; else None.
         measures: whether the norms of the minibatches' gradients are measured.
     """
 
     def __init__(
-        self,
-        parameters: Callable[[], Iterable[torch.Tensor]],
-        *,
-        is_summed: bool,
-        everyone: Communicator | None,
-        measures: bool,
+        self, parameters: Callable[[], Iterable[Any]], *, is_summed: bool, everyone: Communicator | None, measures: bool
     ) -> None:
-        self._parameters = parameters
-        self._is_summed = is_summed
-        self._everyone = everyone
-        self._measures = measures
+        self._parameters, self._everyone = parameters, everyone
+        self._is_summed, self._measures = is_summed, measures
         self._of_step: list[tuple[torch.Tensor, torch.Tensor]] = []  # scale and found_inf of its minibatches
 
     def unscale_(self, plan: StepPlan, scale: torch.Tensor | None, found_inf: Any) -> torch.Tensor | None:
         """Divide ``p.grad`` by the scale; returns what it was multiplied by, None if the user has done so before."""
-        if not isinstance(found_inf, torch.Tensor):
-            self._check_no_gradients()
+        if not isinstance(found_inf, torch.Tensor):  # there are no gradients
+            if self._everyone is not None:
+                raise RuntimeError(
+                    "GradScaler needs a gradient in every minibatch, but fully_shard has reduced none: pass "
+                    "`reduce_scatter_once=False`"
+                )
             return None
         if scale is None:
             self._check_unscaled(plan)
@@ -60,7 +56,6 @@ class LossScale:
         return inverse
 
     def reset(self) -> None:
-        """Forget the minibatches of a step."""
         self._of_step = []
 
     def _multiply_(self, factor: torch.Tensor) -> None:
@@ -73,17 +68,10 @@ class LossScale:
         for device, gradients in by_device.items():
             torch._foreach_mul_(to_locals(gradients), factor.to(device))
 
-    def _check_no_gradients(self) -> None:
-        if self._everyone is not None:
-            raise RuntimeError(
-                "GradScaler needs a gradient in every minibatch, but fully_shard has reduced none: pass "
-                "`reduce_scatter_once=False`"
-            )
-
     def _check_unscaled(self, plan: StepPlan) -> None:
         if self._is_summed and plan.num_rounds > 1:
             raise RuntimeError(
-                "with `gradient_as_bucket_view`, GradScaler.unscale_() would unscale the minibatches before again: use "
+                "with `gradient_as_bucket_view`, GradScaler.unscale_() would unscale earlier minibatches again: use "
                 "`clip_grad_norm` instead, or `gradient_as_bucket_view=False`"
             )
         if self._everyone is not None and self._measures:
@@ -106,9 +94,10 @@ class LossScale:
                     "the scale of GradScaler must be the same on all ranks of a model in fully_shard, which reduces "
                     f"gradients before they are unscaled, got {[float(scale) for scale, _ in of_step]} on this rank"
                 )
-        elif len({float(scale) for scale, _ in of_step}) > 1 and not any(float(inf) for _, inf in of_step):
+            return
+        scales = [float(scale) for scale, _ in of_step]
+        if len(set(scales)) > 1 and not any(float(inf) for _, inf in of_step):
             raise RuntimeError(
                 "with `gradient_as_bucket_view`, the scale of GradScaler must not change within a step, as autograd "
-                f"sums its gradients, got {[float(scale) for scale, _ in of_step]}: use a large growth_interval, or "
-                "`gradient_as_bucket_view=False`"
+                f"sums its gradients, got {scales}: use a large growth_interval, or `gradient_as_bucket_view=False`"
             )

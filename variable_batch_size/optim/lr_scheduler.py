@@ -1,9 +1,12 @@
-"""Learning-rate schedules over progress, samples or weight, and a loop over epochs."""
+"""Learning-rate schedules over progress, samples or weight, their saved state, and a loop over epochs."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -17,73 +20,62 @@ from torch.optim.lr_scheduler import (
 from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
-_ROUNDING = 1e-9  # by which a sum of fractions may fall short of the whole number that it stands for
+_ROUNDING = 1e-9  # by which a sum of fractions may fall short of the whole number that it represents
 
 
 def follow_samples(scheduler: LRScheduler, optimizer: CustomOptimizer, *, per: int) -> None:
     """Step a scheduler of torch according to the run's samples; call it after each ``optimizer.step()``.
 
-    After s samples the scheduler has made ⌊s / per⌋ of its steps, one by one: at the same number of samples the
-    learning rate is the same, to the last bit, whatever batch sizes led there. Once a schedule has ended, it stays at
-    its end.
+    After s samples the scheduler has made ⌊s / per⌋ steps, one by one: at the same number of samples the learning rate
+    is the same, to the last bit, whatever the batch sizes were. Once a schedule has ended, it stays at its end.
 
     Args:
         scheduler: one that depends on its steps only.
         optimizer: whose samples are counted, those of skipped updates too.
-        per: samples to a step of the scheduler. The minibatch size lets every update move it, by whole steps; the
-            reference batch size takes a schedule as it was written for that batch size.
+        per: samples per step of the scheduler: the minibatch size, so that every update steps it; or the reference
+            batch size, for a schedule that was written for that batch size.
     """
     check_positive(per=per)
-    _step_to(scheduler, to=optimizer.samples_done // per)
+    _step_to(scheduler, optimizer.samples_done // per)
 
 
 def follow_weight(scheduler: LRScheduler, optimizer: CustomOptimizer, *, per: float) -> None:
     """Step a scheduler of torch according to the weight of all minibatches so far, in most cases their tokens.
 
-    As :func:`follow_samples` does, with ⌊w / per⌋ steps at the weight w. The weight is read from the device once in an
+    Like :func:`follow_samples`, with ⌊w / per⌋ steps at the weight w. The weight is read from the device once in an
     update, not while the optimizer accumulates.
 
     Args:
         scheduler: one that depends on its steps only.
-        optimizer: whose ``step(weight=…)`` says what minibatches weigh.
-        per: weight to a step of the scheduler, such as the tokens of a minibatch or of a million.
+        optimizer: whose ``step(weight=…)`` is passed the weights.
+        per: weight per step of the scheduler, such as the tokens of a minibatch, or a million.
     """
     if not 0 < per < math.inf:
         raise ValueError(f"`per` must be positive and finite, got {per!r}")
     if not optimizer.is_accumulating:
-        weight: float = optimizer.weight_done
-        _step_to(scheduler, to=math.floor(weight / per + _ROUNDING))
+        _step_to(scheduler, math.floor(optimizer.weight_done / per + _ROUNDING))
 
 
 def follow_progress(scheduler: LRScheduler, optimizer: CustomOptimizer) -> None:
     """Step a scheduler of torch according to the optimizer's progress; call it after each ``optimizer.step()``.
 
-    At progress τ the scheduler has made ⌊τ⌋ of its steps, so that a run at scale 8 walks its schedule as the run at
-    scale 1 does, in fewer updates. Once a schedule has ended, it stays at its end.
+    At progress τ the scheduler has made ⌊τ⌋ steps: a run at scale 8 follows the schedule of the run at scale 1, in
+    fewer updates. Once a schedule has ended, it stays at its end.
     """
-    _step_to(scheduler, to=math.floor(optimizer.progress + _ROUNDING))
+    _step_to(scheduler, math.floor(optimizer.progress + _ROUNDING))
 
 
-def _step_to(scheduler: LRScheduler, *, to: int) -> None:
-    """Step a scheduler up to a position, or up to its end if that comes first.
-
-    Cosine annealing ends at ``T_max``, after which it would rise again; one cycle one step before ``total_steps``,
-    after which it would raise; a sequence where its last part ends; and each part of a chain at its own end. Schedules
-    that become constant, repeat or never end are stepped without a limit.
-
-    Args:
-        scheduler: one that depends on its steps only.
-        to: how many steps it should have made; never less than before.
-    """
+def _step_to(scheduler: LRScheduler, position: int) -> None:
+    """Step a scheduler up to a position, or up to its end if that comes first."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError("`scheduler` must depend on its steps only, got ReduceLROnPlateau, which depends on a metric")
-    if _position(scheduler) > to:
+    if _position(scheduler) > position:
         raise RuntimeError(
-            f"the scheduler has made {_position(scheduler)} steps, more than the {to} it should have made: call its "
-            "step() nowhere else, and always follow the same measure"
+            f"the scheduler has made {_position(scheduler)} steps, more than the {position} it should have made: call "
+            "its step() nowhere else, and always follow the same measure"
         )
-    # one by one, never in a jump, so that a schedule that multiplies always computes the same products
-    while _position(scheduler) < to and not _has_ended(scheduler):
+    # one by one, so that a schedule that multiplies always computes the same products
+    while _position(scheduler) < position and not _has_ended(scheduler):
         _step(scheduler)
 
 
@@ -100,11 +92,11 @@ def _has_ended(scheduler: LRScheduler) -> bool:
 
 
 def _end(scheduler: LRScheduler) -> float:
-    """The number of steps after which the schedule is complete."""
+    """The number of steps that complete a schedule; infinite if it becomes constant, repeats or never ends."""
     if isinstance(scheduler, CosineAnnealingLR):
-        return scheduler.T_max
+        return scheduler.T_max  # it would rise again
     if isinstance(scheduler, OneCycleLR):
-        return scheduler.total_steps - 1
+        return scheduler.total_steps - 1  # it would raise an error
     if isinstance(scheduler, SequentialLR):
         return sum(scheduler._milestones[-1:]) + _end(scheduler._schedulers[-1])
     return math.inf
@@ -121,15 +113,15 @@ def _step(scheduler: LRScheduler) -> None:
 
 
 def epochs(optimizer: CustomOptimizer, num_epochs: int) -> Iterator[int]:
-    """The epochs of a run that are still to be done, with ``set_epoch`` called for each.
+    """The remaining epochs of a run, with ``set_epoch`` called for each.
 
         for epoch in vbs.epochs(optimizer, 10):
             for data, target in loader:
                 loss_fn(model(data), target).backward()
                 optimizer.step()
 
-    After ``optimizer.load_state_dict`` the run resumes after the steps it had: within an epoch, or with the next one if
-    all of that epoch's steps were done. The loop may leave an epoch early. :class:`Checkpoint` has a loop of its own.
+    After ``optimizer.load_state_dict`` the run resumes after its last step: within an epoch, or with the next one if
+    all steps of that epoch were done. The loop may leave an epoch early. :class:`Checkpoint` has a loop of its own.
 
     Args:
         optimizer: an optimizer of the library.
@@ -147,17 +139,48 @@ def epochs(optimizer: CustomOptimizer, num_epochs: int) -> Iterator[int]:
 
 
 def _epochs(optimizer: CustomOptimizer, num_epochs: int) -> Iterator[int]:
-    epoch, first_step = optimizer.epoch, optimizer.epoch_step
-    if _has_ended_early(optimizer):
+    epoch, first_step, sampler = optimizer.epoch, optimizer.epoch_step, optimizer.sampler
+    # whether the epoch has a minibatch left is looked up in the schedule, as a policy decides where its epochs end
+    offsets = sampler.schedule.offsets(epoch, sampler.rank, at_once=1, first_step=first_step)
+    if next(offsets, None) is None:
         epoch, first_step = epoch + 1, 0
     for number in range(epoch, num_epochs):
-        optimizer.sampler.set_epoch(number, first_step)
+        sampler.set_epoch(number, first_step)
         yield number
+        optimizer.sampler.end_pass()
         first_step = 0
 
 
-def _has_ended_early(optimizer: CustomOptimizer) -> bool:
-    """Whether the epoch has no minibatch left; looked up in the schedule, as a policy decides where its epochs end."""
-    schedule, rank = optimizer.sampler.schedule, optimizer.sampler.rank
-    offsets = schedule.offsets(optimizer.epoch, rank, at_once=1, first_step=optimizer.epoch_step)
-    return next(offsets, None) is None
+class Stateful(Protocol):
+    """An object with a state, such as a scheduler of torch."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def state_of_schedulers(schedulers: Sequence[Stateful]) -> list[dict[str, Any]]:
+    """The state of each scheduler without its functions, which exist again once it is constructed."""
+    return [_without_functions(scheduler.state_dict()) for scheduler in schedulers]
+
+
+def load_schedulers(schedulers: Sequence[Stateful], states: Sequence[dict[str, Any]]) -> None:
+    """Load the result of :func:`state_of_schedulers`."""
+    for scheduler, saved in zip(schedulers, states, strict=True):
+        scheduler.load_state_dict(_with_counters_of(scheduler.state_dict(), saved))
+
+
+def _without_functions(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_functions(part) for key, part in value.items() if not inspect.isroutine(part)}
+    return [_without_functions(part) for part in value] if isinstance(value, list) else value
+
+
+def _with_counters_of(present: Any, saved: Any) -> Any:
+    """The saved state of a scheduler with a Counter, which is saved as a dict, wherever the present state has one."""
+    if isinstance(present, Counter):
+        return Counter(saved)
+    if isinstance(present, dict) and isinstance(saved, dict):
+        return {key: _with_counters_of(present.get(key), part) for key, part in saved.items()}
+    if isinstance(present, list) and isinstance(saved, list) and len(present) == len(saved):
+        return [_with_counters_of(*pair) for pair in zip(present, saved, strict=True)]
+    return saved

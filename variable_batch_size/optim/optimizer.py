@@ -5,46 +5,46 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypedDict, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
 
-from variable_batch_size.checks import check_not_negative, check_positive
+from variable_batch_size.checks import check_not_negative, check_positive, copy_for_run
 from variable_batch_size.cores.detect import communicator_for, everyone_for
 from variable_batch_size.data.cursor import Cursor, StepPlan
-from variable_batch_size.data.sampler import Description, MinibatchSource
+from variable_batch_size.data.sampler import CustomSampler, Description, MinibatchSource
+from variable_batch_size.optim import consistency
 from variable_batch_size.optim.buffers import Buffers
-from variable_batch_size.optim.consistency import (
-    fingerprint_of,
-    rollback_param_groups,
-    sync_added_params,
-    sync_and_check_ranks,
-)
+from variable_batch_size.optim.gradients import make_accumulator
 from variable_batch_size.optim.gradients.accumulator import Measured, StepGradient
-from variable_batch_size.optim.gradients.select import make_accumulator
 from variable_batch_size.optim.hyperparameters import Preconditioner, StepHyperparameters
 from variable_batch_size.optim.loss_scale import LossScale
-from variable_batch_size.optim.policy_driver import Record, driver_for
+from variable_batch_size.optim.policy_driver import PolicyDriver, Record
+from variable_batch_size.optim.probe import check_inner
 from variable_batch_size.optim.proxy import Inner, OptimizerProxy, name_of, optimizers_of
 from variable_batch_size.optim.seeding import MinibatchSeeder
 from variable_batch_size.optim.token_weights import TokenWeights, Weight
-from variable_batch_size.optim.wrappers import check_first_minibatch, find_wrappers
+from variable_batch_size.optim.wrappers import Wrappers
 from variable_batch_size.rules.adascale import NoiseRule
 from variable_batch_size.rules.noise import Noise, NoiseMeter
 from variable_batch_size.rules.per_optimizer import PerOptimizerRule
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.rules.transition import LRScaler
+from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.schedules.schedule import BaseSchedule
 
 logger = logging.getLogger(__name__)
 
 STATE_KEY = "variable_batch_size"
 
-Loss = TypeVar("Loss")
+_updates = threading.local()  # `is_running`: whether an optimizer of this library calls step() of an inner one
 
-_NO_WEIGHT = "all minibatches have the weight 0"
+Loss = TypeVar("Loss")
 
 
 class Options(TypedDict, total=False):
@@ -63,22 +63,19 @@ class Options(TypedDict, total=False):
     reduce_scatter_once: bool
 
 
-_PER_RANK = ("model", "log_steps")
-"""Options that may differ between ranks; shapes of the model are compared by themselves."""
-
-
 class CustomOptimizer(OptimizerProxy):
     """Makes one update for every step of the schedule, with the inner optimizer and the settings that the rule returns.
 
     Call :meth:`step` after the backward pass of each minibatch. It takes ``p.grad`` of all parameters as that
-    minibatch's gradient, whatever computed it, and leaves ``p.grad`` None. It accumulates until this core has run its
-    share of the step; then all cores sum their gradients, and each makes the same update with the mean over the step's
-    samples. Parameters and the model's buffers are broadcast from core 0 at the start.
+    minibatch's gradient and leaves ``p.grad`` None. It accumulates until this core has run its share of the step; then
+    all cores sum their gradients, and each makes the same update with the mean over the step's samples. Parameters and
+    the model's buffers are broadcast from core 0 at the start.
 
     Args:
         inner: any optimizer of torch, with the settings that are right at `ref_batchsize`; or several for one model.
         sampler: the source of the minibatches: a :class:`CustomSampler` or a :class:`Stream`.
-        rule: computes the settings of a step from its batch size; or a rule for each of several optimizers.
+        rule: computes the settings of a step from its batch size; or a rule for each of several optimizers. It is
+            copied, so that it may be used again: what is measured is in the attribute `rule`.
         ref_batchsize: the batch size at which the settings of `inner` are right.
         log_steps: log every N steps on core 0; 0 for never.
         clip_grad_norm: the largest norm of a step's mean gradient over all parameters; None for no limit.
@@ -100,6 +97,7 @@ class CustomOptimizer(OptimizerProxy):
             memory for full gradients on each core; other models always reduce once.
 
     Attributes:
+        rule: the optimizer's own copy, with what it has measured.
         updated: whether the latest call of ``step()`` changed the weights.
         steps_done: steps so far, skipped ones included.
         samples_done: samples in these.
@@ -132,51 +130,52 @@ class CustomOptimizer(OptimizerProxy):
         seed_minibatches: bool | None = None,
         reduce_scatter_once: bool = False,
     ) -> None:
-        options = {name: value for name, value in locals().items() if name in Options.__annotations__}
+        # what must be the same on all ranks; shapes of the model are compared by themselves
+        names = Options.__annotations__.keys() - {"model", "log_steps"}
+        options = {name: value for name, value in locals().items() if name in names}
         super().__init__(inner)
         if not isinstance(sampler, MinibatchSource):
             raise ValueError(f"`sampler` must be a CustomSampler or a Stream, got {type(sampler).__name__}")
-        self.rule = _make_rule(rule, self.inner)
+        self.rule = _make_rule(rule, self.inner, model)
         check_positive(ref_batchsize=ref_batchsize)
         check_not_negative(log_steps=log_steps)
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}")
         self.sampler = sampler
-        self.ref_batchsize = int(ref_batchsize)
-        self.log_steps = int(log_steps)
-        self.clip_grad_norm = clip_grad_norm
-        self.exact = exact
+        self.ref_batchsize, self.log_steps = int(ref_batchsize), int(log_steps)
+        self.clip_grad_norm, self.exact = clip_grad_norm, exact
         self.seeds_minibatches = exact if seed_minibatches is None else seed_minibatches
-        measures = self.rule.measures_noise or measure_noise
+        self._measures = measures = self.rule.measures_noise or measure_noise
         self.skip_nonfinite = measures if skip_nonfinite is None else skip_nonfinite
         self._lr_scaler = LRScaler(self.rule, smooth_steps=smooth_steps, max_factor=max_factor)
         self._own_meter = NoiseMeter() if measure_noise and not isinstance(self.rule, NoiseRule) else None
         self._init_counters()
-        self._wrappers = find_wrappers(self.parameters(), model)
+        self._wrappers = Wrappers(self.parameters(), model)
         if self._wrappers.fsdp:
             sampler.run_in_lockstep()
-        self._fingerprint = fingerprint_of(sampler, self.rule, self.inner, self.ref_batchsize)
-        self._driver = driver_for(self)  # a policy decides the first batch sizes
-        self._cursor = Cursor(sampler.schedule, sampler.rank)
+        self._fingerprint = consistency.fingerprint_of(sampler, self.rule, self.inner, self.ref_batchsize)
+        schedule = sampler.schedule
+        self._driver = PolicyDriver(self, schedule) if isinstance(schedule, PolicySchedule) else None
+        self._cursor = Cursor(schedule, sampler.rank)  # the policy has decided the first batch sizes
         self._cursor.move(sampler.epoch, sampler.first_step)
         self._communicator = communicator_for(self.parameters(), sampler.process_group)
         options |= {"skip_nonfinite": self.skip_nonfinite, "seed_minibatches": self.seeds_minibatches}
-        compared = {name: value for name, value in options.items() if name not in _PER_RANK}
-        finish_checks = sync_and_check_ranks(self, self._wrappers, self._communicator, compared)
-        self._preconditioner = Preconditioner(self.inner) if self.rule.preconditions else None
+        finish_checks = consistency.sync_and_check_ranks(self, self._wrappers, self._communicator, options)
+        self._preconditioner = Preconditioner(self.inner, self.rule.min_updates) if self.rule.preconditions else None
         self._accumulator = make_accumulator(
             self.inner,
             self._communicator,
             sampler=sampler,
             wrappers=self._wrappers,
             measures=measures,
+            is_read=self.skip_nonfinite,
             divisors=None if self._preconditioner is None else self._preconditioner.divisors,
             sums_gradients=self.rule.sums_gradients,
             gradient_as_bucket_view=gradient_as_bucket_view,
             exact=exact,
             reduce_scatter_once=reduce_scatter_once,
         )
-        self._init_minibatches(model, is_summed=gradient_as_bucket_view and not measures, measures=measures)
+        self._init_minibatches(model)
         self._begin_epoch()
         sampler.attach(self)
         finish_checks()
@@ -187,19 +186,25 @@ class CustomOptimizer(OptimizerProxy):
         self.minibatch_weights = TokenWeights(next(self.parameters()).device)
         self.gradient_norm: torch.Tensor | None = None
         self._norm_every: set[int] = set()
-        self._factors: list[float] | None = None  # of the latest step, once it is complete
+        self._factors: list[float] = []  # of the latest step, once it is complete
         self._lrs: list[float] = []  # likewise
         self._is_scaled = False  # whether a GradScaler has called step() in this pass
         self._has_joined = False  # whether set_epoch() was called here in this pass
+        self._precedes = self._has_warned = False  # whether other optimizers of the sampler had no gradient at step()
 
-    def _init_minibatches(self, model: torch.nn.Module | None, *, is_summed: bool, measures: bool) -> None:
+    def _init_minibatches(self, model: torch.nn.Module | None) -> None:
         """What happens before and after each minibatch."""
         sampler, parameters = self.sampler, self.parameters
         everyone = everyone_for(parameters(), sampler.process_group) if self._wrappers.fsdp else None
-        self._loss_scale = LossScale(parameters, is_summed=is_summed, everyone=everyone, measures=measures)
+        is_summed = self._accumulator.is_summed_by_autograd
+        self._loss_scale = LossScale(parameters, is_summed=is_summed, everyone=everyone, measures=self._measures)
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
         self._seeder = MinibatchSeeder(self.seeds_minibatches, sampler, self._cursor, next(parameters()), model)
         self._hyperparameters = StepHyperparameters(self.inner, self._communicator)
+        self._watch(not isinstance(sampler, CustomSampler))  # a stream may be read in another process
+        for one in optimizers_of(self.inner):
+            if hasattr(one, "_optimizer_step_pre_hooks"):  # a wrapper of another library may lack them
+                one.register_step_pre_hook(partial(_refuse_direct_step, weakref.ref(self)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r}, ref_batchsize={self.ref_batchsize})"
@@ -207,8 +212,6 @@ class CustomOptimizer(OptimizerProxy):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.sampler.attach(self)
-
-    # ------------------------------------------------------------------------------------------------------------- step
 
     @overload  # type: ignore[override]
     def step(self, closure: None = None, *, weight: Weight | None = None) -> bool: ...
@@ -228,18 +231,26 @@ class CustomOptimizer(OptimizerProxy):
             True exactly when the weights changed: neither while accumulating nor if the update was skipped. With a
             closure, what that returned; `updated` then is whether the weights changed.
         """
+        if torch.compiler.is_dynamo_compiling():  # a function that contains a whole step
+            return self._step_eagerly(closure, weight=weight)
         self.updated = False
-        if self._optimizer_step_pre_hooks:
-            self._run_hooks(self._optimizer_step_pre_hooks)
+        for hook in self._optimizer_step_pre_hooks.values():
+            hook(self, (), {})
         loss = None if closure is None else self._run(closure)
         if weight is not None or self.minibatch_weights.is_weighted is not False:
             weight = self.minibatch_weights.checked(weight)
-        if not self._cursor.has_begun:
+        runs, sampler = self._runs, self.sampler
+        if not runs.number:
             self._check_first_minibatch(is_closure=closure is not None)
+        if not runs.number or runs.number >= sampler.num_read:
+            sampler.check_run(runs)
+        runs.add(sampler.num_read)
         plan = self._cursor.advance()
-        self._factors = None
+        if plan.num_minibatches > 1 and sampler.is_shared:
+            self._check_order()
+        self._factors = []
         was_enabled = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
+        torch._C._set_grad_enabled(False)  # a function, where the public one is an object
         try:
             if "found_inf" in self.__dict__:
                 self._unscale(plan)
@@ -249,18 +260,15 @@ class CustomOptimizer(OptimizerProxy):
             if plan.is_last:
                 self.updated = self._complete_step(plan)
         finally:
-            torch.set_grad_enabled(was_enabled)
+            torch._C._set_grad_enabled(was_enabled)
         self._prepare_next()
-        if self._optimizer_step_post_hooks:
-            self._run_hooks(self._optimizer_step_post_hooks)
+        for hook in self._optimizer_step_post_hooks.values():
+            hook(self, (), {})
         return self.updated if closure is None else loss
 
     # torch would wrap step() for hooks and profiling, which takes longer than accumulating; the inner step() has both
     step.hooked = True  # type: ignore[attr-defined]
-
-    def _run_hooks(self, hooks: dict[int, Callable[..., Any]]) -> None:
-        for hook in hooks.values():
-            hook(self, (), {})
+    _step_eagerly: Any = torch._disable_dynamo(step)  # type: ignore[attr-defined]
 
     def _run(self, closure: Any) -> Any:
         if not callable(closure):
@@ -276,11 +284,45 @@ class CustomOptimizer(OptimizerProxy):
                 "loop, and with a framework its integration from variable_batch_size.integrations, such as the "
                 "callback for Lightning"
             )
-        check_first_minibatch(self, self._wrappers, self._communicator)
-        self.sampler.note_step()
+        self._wrappers.check_first_minibatch(self, self._communicator)
+        own = set(() if self._runs.is_late else self.parameters())
+        for other in self.sampler.followers():
+            if other is not self and other._runs.number and not own.isdisjoint(other.parameters()):
+                raise RuntimeError(
+                    "two optimizers of one sampler have the same parameters, but step() of the first takes their "
+                    "gradients: let one of them train the shared parameters, or make one optimizer for all, with a "
+                    "list of inner optimizers where they differ"
+                )
+        self._watch(True)
         self._is_scaled = False
         if not self._communicator.is_one_program:
             self._buffers.expect_skips(self.skip_nonfinite or "found_inf" in self.__dict__)
+
+    def _check_order(self) -> None:
+        """Raise or warn if this backward pass ran through a model after ``step()`` of that model's optimizer.
+
+        It then saw an update of the other model in the last minibatch that a core runs in a step, and only there.
+        """
+        others = [other for other in self.sampler.followers() if other is not self]
+        before = [other for other in others if other._runs.number >= self._runs.number]  # in this minibatch
+        self._precedes = not any(other._accumulator.has_gradients() for other in others if other not in before)
+        if self._has_warned or not any(other._precedes and other._has_been_used() for other in before):
+            return
+        message = (
+            "The backward pass of this minibatch ran through a model after step() of that model's optimizer, so the "
+            "result depends on the number of cores. Run all backward passes of a minibatch before the first step(), or "
+            "give each optimizer its own sampler."
+        )
+        if self.exact:
+            raise RuntimeError(message)
+        self._has_warned = True
+        if self.sampler.rank == 0:
+            logger.warning(message)
+
+    def _has_been_used(self) -> bool:
+        """Whether the model seems to have run since the latest call of :meth:`step`."""
+        is_frozen = not any(p.requires_grad for p in self.parameters())
+        return is_frozen or self._seeder.has_run or self._accumulator.has_gradients()
 
     def _unscale(self, plan: StepPlan) -> None:
         """Divide the gradients of the minibatch by the scale of the GradScaler that has called :meth:`step`."""
@@ -292,68 +334,37 @@ class CustomOptimizer(OptimizerProxy):
 
     def _complete_step(self, plan: StepPlan) -> bool:
         """Reduce and update, or skip the update; False if it was skipped."""
-        minibatch_size = plan.batch_size // plan.num_minibatches
-        step = Step(plan.batch_size, minibatch_size, self.ref_batchsize, self.steps_done)
+        step, reason = self._rule_step(), None
         try:
             gradient = self._accumulator.reduce(plan)
             weight = gradient.weight
-            self.gradient_norm = gradient.norm() if self._norm_every and self._records_norm() else None
+            is_recorded = self._norm_every and any((self.steps_done + 1) % every == 0 for every in self._norm_every)
+            self.gradient_norm = gradient.norm() if is_recorded else None
             weighs_nothing = weight is not None and gradient.weighs_nothing
-            measured = gradient.measure() if self._needs_norms and not weighs_nothing else None
-            reason = _NO_WEIGHT if weighs_nothing else self._skip_reason(measured)
+            skips = self.skip_nonfinite or self._is_scaled
+            is_weight_on_device = weight is not None and self._communicator.is_one_program
+            looks = skips or self._measures or is_weight_on_device
+            measured = gradient.measure() if looks and not weighs_nothing else None
+            if measured is not None and not measured.is_finite and skips:
+                reason = "the gradient is not finite"
+            elif weighs_nothing or (measured is not None and measured.weight == 0):
+                reason = "all minibatches have the weight 0"
             if reason is None:
                 self._update(step, gradient, measured)
             else:
-                self._log_skipped(reason)
+                self.steps_skipped += 1
+                if self.sampler.rank == 0:
+                    message = "%s: %s, the update is skipped (%d so far)"
+                    logger.warning(message, str(self._cursor), reason, self.steps_skipped)
         finally:
             self._accumulator.reset()
         if self._buffers.is_on:
             self._buffers.restore(is_undone=plan.is_idle or reason is not None)
             upcoming = self._cursor.next
             self._buffers.snapshot(upcoming is not None and upcoming.is_idle)
-        self._count(plan, weight)
-        if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
-            message = "%s: batch size %d, learning rate %g, %d samples in all"
-            logger.info(message, str(self._cursor), plan.batch_size, self.current_lr(), self.samples_done)
-        return reason is None
-
-    def _update(self, step: Step, gradient: StepGradient, measured: Measured | None) -> None:
-        """Let the inner optimizer make its step, with the settings that the rule returns."""
-        if measured is not None:
-            self._observe(step, measured)
-        if self.clip_grad_norm is not None:
-            gradient.clip_(self.clip_grad_norm)
-        self._factors = self._lr_scaler.move(step, len(self.inner.param_groups))
-        with self._hyperparameters.applied(self.rule, step, self._factors) as self._lrs:
-            self.inner.step()
-        if self._preconditioner is not None:
-            self._preconditioner.refresh()
-
-    @property
-    def _needs_norms(self) -> bool:
-        return self.skip_nonfinite or self._is_scaled or self.rule.measures_noise or self._own_meter is not None
-
-    def _skip_reason(self, measured: Measured | None) -> str | None:
-        if measured is None:
-            return None
-        if not measured.is_finite and (self.skip_nonfinite or self._is_scaled):
-            return "the gradient is not finite"
-        return _NO_WEIGHT if measured.weight == 0 else None
-
-    def _observe(self, step: Step, measured: Measured) -> None:
-        """Let the rule and the noise meter take in the norms of a step."""
-        step = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
-        self.rule.observe(step, measured.norms)
-        if self._own_meter is not None:
-            self._own_meter.observe(step, measured.norms)
-
-    def _records_norm(self) -> bool:
-        return any((self.steps_done + 1) % every == 0 for every in self._norm_every)
-
-    def _count(self, plan: StepPlan, weight: Weight | None) -> None:
         self.steps_done += 1
         self.steps_made += 1
-        self.samples_done += plan.batch_size
+        self.samples_done += step.batch_size
         if weight is not None:
             self.minibatch_weights.add(weight)
         if self._driver is not None:
@@ -361,29 +372,46 @@ class CustomOptimizer(OptimizerProxy):
             self._cursor.refresh()
         else:
             self._cursor.look_ahead()
+        if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
+            message = "%s: batch size %d, learning rate %g, %d samples in all"
+            logger.info(message, str(self._cursor), step.batch_size, self.current_lr(), self.samples_done)
+        return reason is None
 
-    def _log_skipped(self, reason: str) -> None:
-        self.steps_skipped += 1
-        if self.sampler.rank == 0:
-            logger.warning("%s: %s, the update is skipped (%d so far)", str(self._cursor), reason, self.steps_skipped)
+    def _update(self, step: Step, gradient: StepGradient, measured: Measured | None) -> None:
+        """Make a step of the inner optimizer, with the settings that the rule returns."""
+        if measured is not None:
+            observed = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
+            self.rule.observe(observed, measured.norms)
+            if self._own_meter is not None:
+                self._own_meter.observe(observed, measured.norms)
+        if self.clip_grad_norm is not None:
+            gradient.clip_(self.clip_grad_norm)
+        self._factors = self._lr_scaler.move(step, len(self.inner.param_groups))
+        with self._hyperparameters.applied(self.rule, step, self._factors) as self._lrs:
+            _updates.is_running = True
+            try:
+                self.inner.step()
+            finally:
+                _updates.is_running = False
+        if self._preconditioner is not None:
+            self._preconditioner.refresh()
 
     def _prepare_next(self) -> None:
         """Before each minibatch."""
         if self._cursor.schedule.lockstep:
-            upcoming = self._cursor.next
-            is_padding = upcoming is not None and upcoming.is_padding
-            is_last = upcoming is None or upcoming.is_last
-            self._accumulator.begin_minibatch(is_padding=is_padding, is_last=is_last)
-            if upcoming is not None and is_padding and not upcoming.is_idle:
+            plan = self._cursor.next or StepPlan(1)
+            self._accumulator.begin_minibatch(is_padding=plan.is_padding, is_last=plan.is_last)
+            if plan.is_padding and not plan.is_idle:
                 self._buffers.snapshot_before_padding()
         self._communicator.flush()  # on XLA, else several minibatches would be one graph
+        if self._cursor.next is None:
+            self._accumulator.end_epoch()
+            self._watch(False)
         if self.seeds_minibatches:
             self._seeder.set()
 
-    # --------------------------------------------------------------------------------------------------------- position
-
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Go to an epoch, together with the sampler. Call it before each pass over the loader, here or there.
+        """Start an epoch, together with the sampler. Call it before each pass over the loader, here or there.
 
         Gradients that :meth:`step` has not taken are dropped, and so is a step that is not complete. Until the first
         minibatch of the pass, calling it again with the same arguments, here or on the sampler, changes nothing.
@@ -393,7 +421,7 @@ class CustomOptimizer(OptimizerProxy):
             first_step: how many of the epoch's steps to skip, for a run that was stopped after them.
         """
         sampler = self.sampler
-        is_in_use = self._cursor.has_begun or (self._has_joined and sampler.has_been_read)
+        is_in_use = self._runs.number > 0 or ((self._has_joined or self._runs.is_late) and sampler.has_been_read)
         if is_in_use or not sampler.is_at(epoch, first_step):
             sampler.begin_pass(epoch, first_step)
         else:
@@ -401,7 +429,7 @@ class CustomOptimizer(OptimizerProxy):
         self._has_joined = True
 
     def _follow(self) -> None:
-        """Go to where the sampler is."""
+        """Move to the sampler's position."""
         cursor, sampler = self._cursor, self.sampler
         if cursor.is_accumulating:
             message = "core %d left step %d of epoch %d unfinished: its gradients are discarded"
@@ -410,19 +438,23 @@ class CustomOptimizer(OptimizerProxy):
         cursor.move(sampler.epoch, sampler.first_step)
         self._has_joined = False
         self._begin_epoch()
+        self._watch(True)
 
-    def _resume(self, epoch: int, epoch_step: int) -> None:
-        if epoch_step < len(self.sampler.schedule.steps(epoch)):
-            self.set_epoch(epoch, epoch_step)
-        else:  # an empty pass is nothing that a framework should find in the sampler
-            self._cursor.schedule = self.sampler.schedule
-            self._cursor.move(epoch, epoch_step)
-            self._begin_epoch()
+    def _watch(self, is_on: bool) -> None:
+        """Have hooks on the model, which are needed in a pass only, or none."""
+        self._buffers.watch(is_on)
+        self._seeder.watch(is_on)
+
+    def _on_request(self, is_first: bool) -> None:
+        if is_first:
+            self._watch(True)
+        self._seeder.on_request(is_first)
 
     def _begin_epoch(self) -> None:
+        self._runs = self.sampler.new_count()
         self._accumulator.begin_epoch(self._cursor.epoch)
         self._loss_scale.reset()
-        self._factors = None
+        self._factors = []
         if not self._communicator.is_one_program:
             self._buffers.expect_skips(True)  # until the first minibatch shows whether a GradScaler is in use
         self._buffers.snapshot(self._cursor.plan.is_idle)
@@ -458,36 +490,30 @@ class CustomOptimizer(OptimizerProxy):
         """Whether the latest minibatch was padding: this core has none in that step, or in lockstep no more."""
         return self._cursor.plan.is_padding
 
-    # ------------------------------------------------------------------------------------------------------------- rule
-
     def get_lr(self) -> tuple[float, ...]:
         """The learning rates of all parameter groups at `ref_batchsize`; :meth:`current_lr` is the scaled one."""
         return tuple(group["lr"] for group in self.param_groups)
 
     def get_bs(self) -> int:
         """The batch size of the step that the next minibatch belongs to; 0 if all steps of the epoch are done."""
-        upcoming = self._cursor.next
-        return 0 if upcoming is None else upcoming.batch_size
+        return 0 if self._cursor.next is None else self._cursor.next.batch_size
 
     def current_lr(self, group: int = 0) -> float:
         """The learning rate, scaled by the rule, of a parameter group in the step of the latest minibatch."""
-        if self._is_known(group):
+        if group < len(self._factors):
             return self._lrs[group]  # at the update: a scheduler may have stepped since
-        settings = self.rule.rule_for_group(group)[0].settings
+        settings = self.rule.rule_for_group(group)[0].merged_settings
         return float(settings(self.param_groups[group], self._rule_step(), self.factor(group))["lr"])
 
     def factor(self, group: int = 0) -> float:
         """What the learning rate is multiplied by in that step."""
-        if self._factors is not None and self._is_known(group):
+        if group < len(self._factors):  # the step is complete, and the group was not added since
             return self._factors[group]
         return self._lr_scaler.preview(self._rule_step(), group)
 
-    def _is_known(self, group: int) -> bool:
-        """Whether the step of the latest minibatch is complete and had this group, which may have been added since."""
-        return self._factors is not None and group < len(self._factors)
-
     def _rule_step(self) -> Step:
-        return Step(self.batch_size, self.sampler.minibatch_size, self.ref_batchsize, self.steps_done)
+        size, number = self._cursor.plan.batch_size, self._cursor.plan.num_minibatches
+        return Step(size, size // number, self.ref_batchsize, self.steps_done)
 
     @property
     def progress(self) -> float:
@@ -511,10 +537,7 @@ class CustomOptimizer(OptimizerProxy):
 
     @property
     def noise(self) -> Noise | None:
-        """Variance and squared norm of per-sample gradients, averaged over steps; None before the first estimate.
-
-        Where minibatches have weights it is per unit of weight, such as per token.
-        """
+        """Variance and squared norm of gradients per sample, or per unit of weight; None before the first estimate."""
         return self._meter().noise()
 
     @property
@@ -531,19 +554,16 @@ class CustomOptimizer(OptimizerProxy):
     def _meter(self) -> NoiseMeter:
         meter = self._own_meter or (self.rule.meter if isinstance(self.rule, NoiseRule | PerOptimizerRule) else None)
         if meter is None:
-            raise RuntimeError(
-                f"{type(self.rule).__name__} measures no noise: use AdaScaleRule, or pass `measure_noise=True`"
-            )
+            name = type(self.rule).__name__
+            raise RuntimeError(f"{name} measures no noise: use AdaScaleRule, or pass `measure_noise=True`")
         return meter
-
-    # -------------------------------------------------------------------------------------------- logs and policies
 
     @property
     def description(self) -> Description:
         """What must be the same on all cores, and when a run is resumed."""
         own: Description = {"exact": self.exact, "seed_minibatches": self.seeds_minibatches}
         if self.exact and next(self.parameters()).device.type == "cpu":
-            own["threads"] = torch.get_num_threads()  # the bits of a minibatch's gradient depend on it
+            own["threads"] = torch.get_num_threads()  # a minibatch's gradient depends on it
         return {**self._fingerprint, **own}
 
     def report(self) -> dict[str, float]:
@@ -558,7 +578,7 @@ class CustomOptimizer(OptimizerProxy):
         self._norm_every.add(every)
 
     def on_decision(self, listener: Callable[[Record], Any]) -> None:
-        """Call something with the record of every decision of the policy; without a policy, never."""
+        """Call a function with the record of every decision of the policy, if the schedule has one."""
         if self._driver is not None:
             self._driver.on_decision(listener)
 
@@ -567,15 +587,14 @@ class CustomOptimizer(OptimizerProxy):
         if self._driver is not None:
             self._driver.loss = loss
 
-    # ---------------------------------------------------------------------------------------- a torch.optim.Optimizer
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, on all cores; their values are those of core 0, and they have no gradient."""
         before = list(self.parameters())
-        with rollback_param_groups(self.inner):
+        with consistency.rollback_param_groups(self.inner):
             self.inner.add_param_group(param_group)
             added = self.inner.param_groups[-1]["params"]
-            sync_added_params(added, before, self._wrappers, self._communicator, self.sampler.process_group)
+            group = self.sampler.process_group
+            consistency.sync_added_params(added, before, self._wrappers, self._communicator, group)
             for p in added:
                 p.grad = None  # of earlier minibatches
             self._accumulator.rebuild()
@@ -587,6 +606,8 @@ class CustomOptimizer(OptimizerProxy):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state and the position; in the middle of a step, the position before that step."""
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
         own = {
             "epoch": self.epoch,
             "epoch_step": self.epoch_step,
@@ -596,19 +617,26 @@ class CustomOptimizer(OptimizerProxy):
             **({} if self._driver is None else {"deciding": self._driver.state_dict()}),
             "rule": self.rule.state_dict(),
             **self._lr_scaler.state_dict(),
-            "adam_bias": self._hyperparameters.beta_history.state_dict(),
             "weights": self.minibatch_weights.state_dict(),
             "gradients": self._accumulator.state_dict(),
             "noise": self._own_meter.state_dict() if self._own_meter else None,
         }
-        return {**self.inner.state_dict(), STATE_KEY: own}
+        state: dict[str, Any] = {**self.inner.state_dict(), STATE_KEY: own}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, state)
+            state = state if changed is None else changed
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that was saved on any number of cores.
 
-        The sampler goes to its position, too, so that the next pass over the loader resumes the run. If all steps of
-        the epoch were done, ``set_epoch`` must select the next one first, as :func:`epochs` does.
+        It also moves the sampler, so that the next pass over the loader resumes the run. If all steps of the epoch were
+        done, ``set_epoch`` must select the next one first, as :func:`epochs` does.
         """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         if STATE_KEY not in state_dict:
             raise ValueError(f"the state has no {STATE_KEY!r}: it was saved by another kind of optimizer")
         own = state_dict[STATE_KEY]
@@ -617,21 +645,40 @@ class CustomOptimizer(OptimizerProxy):
         self._lr_scaler.load_state_dict(own)
         if self._own_meter is not None and own["noise"]:
             self._own_meter.load_state_dict(own["noise"])
-        self.steps_done = own["steps_done"]
-        self.samples_done = own["samples_done"]
+        self.steps_done, self.samples_done = own["steps_done"], own["samples_done"]
         self.steps_skipped = own["steps_skipped"]
         if self._driver is not None:
             self._driver.load_state_dict(own.get("deciding"))
-        self._resume(own["epoch"], own["epoch_step"])
-        self._hyperparameters.beta_history.load_state_dict(own["adam_bias"])
+        if own["epoch_step"] < len(self.sampler.schedule.steps(own["epoch"])):
+            self.set_epoch(own["epoch"], own["epoch_step"])
+        else:  # a framework must not find an empty pass in the sampler
+            self._cursor.schedule = self.sampler.schedule
+            self._cursor.move(own["epoch"], own["epoch_step"])
+            self._begin_epoch()
         self.minibatch_weights.load_state_dict(own["weights"])
         self._accumulator.load_state_dict(own["gradients"])
         if self._preconditioner is not None:
             self._preconditioner.refresh(has_updated=False)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
 
-def _make_rule(rule: Rule | Sequence[Rule], inner: Optimizer) -> Rule:
-    """The rule of an optimizer, or one that combines the rules of several; raises if a rule does not fit."""
+def _refuse_direct_step(reference: weakref.ref[CustomOptimizer], inner: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise if an inner optimizer makes a step by itself in the middle of a pass."""
+    optimizer = None if getattr(_updates, "is_running", False) else reference()
+    if optimizer is not None and optimizer.sampler.has_been_read and optimizer._cursor.next is not None:
+        kind, name = type(inner).__name__, type(optimizer).__name__
+        raise RuntimeError(
+            f"step() of {kind} was called in the middle of a pass: call step() of the {name} that {kind} belongs to, "
+            "or scaler.step() with that"
+        )
+
+
+def _make_rule(rule: Rule | Sequence[Rule], inner: Optimizer, model: torch.nn.Module | None) -> Rule:
+    """A copy of the rule, or one rule that combines copies of several; raises if a rule does not fit.
+
+    A copy refers to the same model, parameters and inner optimizers, if the rule does.
+    """
     optimizers = optimizers_of(inner)
     rules: list[Any] = list(rule) if isinstance(rule, list | tuple) else [rule] * len(optimizers)
     for one in rules:
@@ -639,6 +686,10 @@ def _make_rule(rule: Rule | Sequence[Rule], inner: Optimizer) -> Rule:
             raise ValueError(f"`rule` must be a Rule, got {one!r}")
     for one, optimizer in zip(rules, optimizers, strict=False):
         one.check(name_of(optimizer), optimizer.param_groups)
+        check_inner(one, optimizer)
+    parameters = [p for group in inner.param_groups for p in group["params"]]
+    shared = [inner, *optimizers, *parameters, *([] if model is None else [model])]
     if isinstance(rule, Rule):
-        return rule
+        return copy_for_run(rule, *shared)
+    rules = [copy_for_run(one, *shared) for one in rules]
     return PerOptimizerRule(rules, num_groups=[len(optimizer.param_groups) for optimizer in optimizers])

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class OptimizerProxy(Optimizer):
-    """Reads everything that an optimizer has from the inner one; a copy would go stale when a state is loaded.
+    """Reads all attributes of an optimizer from the inner one; a copy would go stale when a state is loaded.
 
     Args:
         inner: any optimizer of torch that updates from one gradient, or several for one model.
@@ -21,16 +21,20 @@ class OptimizerProxy(Optimizer):
         if not isinstance(inner, Optimizer) or isinstance(inner, OptimizerProxy):
             raise ValueError(f"`inner` must be an optimizer of torch, got {type(inner).__name__}")
         if any(isinstance(one, torch.optim.LBFGS) for one in optimizers_of(inner)):
-            raise ValueError(
-                "`inner` must update from one gradient, got LBFGS, which evaluates the loss again and again"
-            )
+            raise ValueError("`inner` must update from one gradient, got LBFGS, which evaluates the loss several times")
         if any(isinstance(one, torch.optim.SparseAdam) for one in optimizers_of(inner)):
-            raise ValueError(
-                "`inner` must take dense gradients, as sums over minibatches are, got SparseAdam: use Adam or SGD, "
-                "also for embeddings with sparse gradients"
-            )
+            raise ValueError("`inner` must take dense gradients, got SparseAdam: use Adam or SGD, also for embeddings")
         if any(len(set(group["params"])) < len(group["params"]) for group in inner.param_groups):
             raise ValueError("`inner` must have each parameter once, got one that is in a group several times")
+        if not any(group["params"] for group in inner.param_groups):
+            raise ValueError("`inner` must have parameters, got only empty groups")
+        for group in inner.param_groups:
+            if not isinstance(group.get("lr"), int | float | torch.Tensor):
+                raise ValueError(
+                    "`inner` must have a learning rate in each parameter group, which rules scale, got "
+                    f"{group.get('lr')!r}: pass a number as its `lr`, and switch off a schedule of its own, such as "
+                    "`relative_step`"
+                )
         self.inner: Optimizer = inner
         # sets up hooks and profiling as Optimizer.__init__ does, without a second set of param_groups and state
         super().__setstate__({})
@@ -60,22 +64,30 @@ class OptimizerProxy(Optimizer):
 
 
 def optimizers_of(inner: Optimizer) -> list[Optimizer]:
-    """The optimizer itself, or the several that it is."""
+    """The optimizers that a MultiOptimizer consists of, or the optimizer itself."""
     return inner.optimizers if isinstance(inner, MultiOptimizer) else [inner]
 
 
 def name_of(inner: Optimizer) -> str:
-    """The name of an optimizer's class, or of the one of torch that it is made of."""
+    """The name of the class of torch that an optimizer is or inherits from; of its own class if there is none."""
     names = [kind.__name__ for kind in type(inner).__mro__ if kind.__module__.startswith("torch.optim.")]
     return next((name for name in names if name != "Optimizer"), type(inner).__name__)
 
 
 Inner = Optimizer | Sequence[Optimizer]
-Group = dict[str, Any]
+
+
+class _States(dict[torch.Tensor, Any]):
+    """The states of all parameters; one that is missing is created in its optimizer, as in torch."""
+
+    owners: dict[torch.Tensor, Optimizer]
+
+    def __missing__(self, p: torch.Tensor) -> Any:
+        return self.owners[p].state[p]
 
 
 class MultiOptimizer(Optimizer):
-    """Has the parameter groups of all, in their order, and the state of all.
+    """Several optimizers as one, with the parameter groups and the state that each has at the moment.
 
     Args:
         optimizers: each with parameters of its own.
@@ -86,24 +98,19 @@ class MultiOptimizer(Optimizer):
             kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
             raise ValueError(f"`inner` must be one or several optimizers of torch, got {kinds}")
         self.optimizers = list(optimizers)
-        super().__setstate__({})  # hooks and profiling, as Optimizer.__init__ sets them up
-        self._collect()
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        if len(set(parameters)) < len(parameters):
+        self._num_groups = [len(optimizer.param_groups) for optimizer in optimizers]
+        super().__setstate__({})  # hooks and profiling, as above
+        if len(self._owners()) < sum(len(group["params"]) for group in self.param_groups):
             raise ValueError("`inner` must be optimizers with parameters of their own, got one that several have")
 
-    def __getstate__(self) -> dict[str, Any]:
-        # a scheduler puts a step() there that is bound to this very object
-        return {name: value for name, value in self.__dict__.items() if name != "step"}
+    __getstate__, __setstate__ = OptimizerProxy.__getstate__, OptimizerProxy.__setstate__
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def _collect(self) -> None:
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        self.param_groups = groups
-        self._num_groups = [len(optimizer.param_groups) for optimizer in self.optimizers]
-        self._owners = {p: owner for owner in self.optimizers for group in owner.param_groups for p in group["params"]}
+    def _owners(self) -> dict[torch.Tensor, Optimizer]:
+        return {p: owner for owner in self.optimizers for group in owner.param_groups for p in group["params"]}
 
     @property
     def name(self) -> str:
@@ -112,35 +119,41 @@ class MultiOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizers[0].defaults
+        """The settings that all optimizers have: OneCycleLR cycles one of these in every group."""
+        first, *others = (optimizer.defaults for optimizer in self.optimizers)
+        return {name: value for name, value in first.items() if all(name in other for other in others)}
 
     @property
-    def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
-        return _States(self._owners)
+    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
+        owners = self._owners()
+        states = _States({p: owner.state[p] for p, owner in owners.items() if p in owner.state})
+        states.owners = owners
+        return states
 
     def owner(self, group: Mapping[str, Any]) -> Optimizer:
-        """The optimizer that a parameter group, or a part of one, belongs to."""
-        return next((self._owners[p] for p in group["params"]), self.optimizers[-1])
+        """The optimizer that a parameter group belongs to."""
+        found = (one for one in self.optimizers if any(group is own for own in one.param_groups))
+        return next(found, self.optimizers[-1])
+
+    def check_groups(self) -> None:
+        """Raise if a group was added to one of the optimizers, whose rule would not be found."""
+        for optimizer, num_groups in zip(self.optimizers, self._num_groups, strict=True):
+            if len(optimizer.param_groups) != num_groups:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} had {num_groups} parameter groups and has "
+                    f"{len(optimizer.param_groups)}: add a group to the optimizer of this library, which adds it to "
+                    "the last of several"
+                )
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Let each make its step, on its own of the parameter groups as they are now."""
-        for optimizer, num_groups in zip(self.optimizers, self._num_groups, strict=True):
-            found = optimizer.param_groups
-            if len(found) != num_groups:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} had {num_groups} parameter groups and has {len(found)}: add a group "
-                    "to the optimizer of this library, which gives it to the last of several"
-                )
-            optimizer.param_groups = [group for group in self.param_groups if self.owner(group) is optimizer]
-            try:
-                optimizer.step()
-            finally:
-                optimizer.param_groups = found
+        """Let each optimizer make its step."""
+        for optimizer in self.optimizers:
+            optimizer.step()
 
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group of parameters to the last one."""
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters to the last optimizer."""
         self.optimizers[-1].add_param_group(param_group)
-        self._collect()
+        self._num_groups[-1] += 1
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
@@ -148,23 +161,3 @@ class MultiOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self._collect()
-
-
-class _States(Mapping[torch.Tensor, Any]):
-    """The state of each parameter, at its owner."""
-
-    def __init__(self, owners: Mapping[torch.Tensor, Optimizer]) -> None:
-        self._owners = owners
-
-    def __getitem__(self, p: torch.Tensor) -> Any:
-        return self._owners[p].state[p]
-
-    def get(self, p: torch.Tensor, default: Any = None) -> Any:
-        return self._owners[p].state.get(p, default)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (p for p, owner in self._owners.items() if p in owner.state)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)

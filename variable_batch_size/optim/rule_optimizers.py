@@ -128,6 +128,7 @@ class AdamScaleOptimizer(CustomOptimizer):
 
     Args:
         starts_with_mean: average the noise of the first steps as the paper does, instead of debiased.
+        min_updates: from how many updates of a parameter on its second moment is used.
     """
 
     def __init__(
@@ -137,7 +138,8 @@ class AdamScaleOptimizer(CustomOptimizer):
         *,
         ref_batchsize: int,
         starts_with_mean: bool = False,
+        min_updates: int = 10,
         **options: Unpack[Options],
     ) -> None:
-        rule = AdamScaleRule(starts_with_mean=starts_with_mean)
+        rule = AdamScaleRule(starts_with_mean=starts_with_mean, min_updates=min_updates)
         super().__init__(inner, sampler, rule=rule, ref_batchsize=ref_batchsize, **options)

@@ -9,41 +9,27 @@ import torch
 
 Weight = float | torch.Tensor
 
-_IMPRECISE = (torch.float16, torch.bfloat16)
-"""They represent all integers up to 2,048 and 256 only."""
-
 
 class TokenWeights:
-    """Checks that all minibatches of a run have a weight or none has, and sums the weights of its steps.
+    """Checks that either all minibatches of a run have a weight or none has, and sums the weights of its steps.
 
     Args:
         device: of the sum, so that the host need not wait for it.
-
-    Attributes:
-        is_weighted: whether minibatches have weights; None before the first one.
-        before: the sum over the steps of the run before this object was made.
-        known: the part of the sum since then that is on the host.
-        unread: the rest of it, one element on the device; None if there is none.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Apple's GPUs have no double precision
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.is_weighted: bool | None = None
-        self.before = 0.0
-        self.known = 0.0
-        self.unread: torch.Tensor | None = None
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no double precision
+        self.is_weighted: bool | None = None  # None before the first minibatch
+        self.before = 0.0  # the sum over the steps of the run before this object was made
+        self.known = 0.0  # the part of the sum since then that is on the host
+        self.unread: torch.Tensor | None = None  # the rest of it, one element on the device
 
     def checked(self, weight: Weight | None) -> Weight | None:
-        """The weight of a minibatch as a number, or a scalar on the device; raises if it is invalid.
-
-        The value of a weight on an accelerator is not checked, as that would wait for the device.
-        """
+        """The weight of a minibatch as a number, or a scalar on the device, whose value is not waited for."""
         checked = None if weight is None else self._checked(weight)
         if self.is_weighted not in (None, weight is not None):
-            got = "none" if weight is None else "one"
-            before = "had one" if self.is_weighted else "had none"
+            got, before = ("none", "had one") if weight is None else ("one", "had none")
             raise ValueError(
                 f"`weight` must be passed for all minibatches of a run or for none, got {got} after some {before}"
             )
@@ -55,25 +41,32 @@ class TokenWeights:
         if math.prod(shape) != 1:
             raise ValueError(f"`weight` must be one number, got a value of the shape {shape}")
         if isinstance(weight, torch.Tensor):
-            if weight.dtype in _IMPRECISE or weight.is_complex():
+            # these represent all integers up to 2,048 and 256 only
+            if weight.dtype in (torch.float16, torch.bfloat16) or weight.is_complex():
                 raise ValueError(
                     f"`weight` must have a dtype that represents large integers, as int64 or float32, got "
                     f"{weight.dtype}: sum a mask before converting it"
                 )
             if weight.device.type != "cpu":
                 return weight.detach().reshape(()).to(self._device, self._dtype)
-        number = _number(weight)
+        try:
+            if isinstance(weight, str):
+                raise TypeError
+            number = float(weight.item() if hasattr(weight, "item") else weight)
+        except (TypeError, OverflowError):
+            raise ValueError(f"`weight` must be one number, got {weight!r}") from None
         if not 0 <= number < math.inf:
             raise ValueError(f"`weight` must be finite and at least 0, got {number!r}")
         return number
 
     def add(self, weight: Weight) -> None:
         """Add the sum over a step."""
-        if isinstance(weight, torch.Tensor):
-            # where parameters are offloaded to the host, the sum is on the device
-            self._tensor().add_(weight.detach().view(1).to(self._device))
-        else:
+        if not isinstance(weight, torch.Tensor):
             self.known += weight
+            return
+        if self.unread is None:  # made on the host: on an XLA device it would be a graph of its own
+            self.unread = torch.zeros(1, dtype=self._dtype).to(self._device)
+        self.unread.add_(weight.detach().view(1).to(self._device))  # parameters may be offloaded to the host
 
     @property
     def done(self) -> float:
@@ -85,24 +78,9 @@ class TokenWeights:
         """The sum over the steps made with this object, whatever was loaded in between; waits for the device."""
         return self.known + (0.0 if self.unread is None else float(self.unread))
 
-    def _tensor(self) -> torch.Tensor:
-        if self.unread is None:
-            # made on the host: on an XLA device it would be a graph of its own
-            self.unread = torch.zeros(1, dtype=self._dtype).to(self._device)
-        return self.unread
-
     def state_dict(self) -> dict[str, Any]:
         return {"is_weighted": self.is_weighted, "done": self.done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.is_weighted = state["is_weighted"]
         self.before = state["done"] - self.since
-
-
-def _number(weight: Any) -> float:
-    try:
-        if isinstance(weight, str):
-            raise TypeError
-        return float(weight.item() if hasattr(weight, "item") else weight)
-    except (TypeError, OverflowError):
-        raise ValueError(f"`weight` must be one number, got {weight!r}") from None

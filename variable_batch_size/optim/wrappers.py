@@ -1,7 +1,7 @@
 """Finds what else reduces, shards or counts the gradients of an optimizer: DDP, fully_shard, Accelerate, and others.
 
-A parameter has no reference to the modules around it: they are looked for in the model that the user passed, and on the
-heap only if that is not enough. ``gc.freeze()`` hides objects from a search of the heap: doubtful cases are refused.
+A parameter has no reference to the modules around it. They are searched for in the model that the user passed, and on
+the heap only if that is not enough. ``gc.freeze()`` hides objects from that search, so doubtful cases are refused.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
-from torch.nn import SyncBatchNorm
+from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -28,87 +27,54 @@ from variable_batch_size.cores.dtensor import is_dtensor
 from variable_batch_size.optim.proxy import optimizers_of
 from variable_batch_size.rules.rule import Rule
 
-Pair = tuple[torch.nn.Parameter, torch.nn.Parameter]
-
-
-class Foreign(NamedTuple):
-    """A class that is looked up only if its module was imported: otherwise there are no instances.
-
-    Args:
-        advice: what is wrong with it, and what to do instead.
-        holds: the attribute with what it was made from.
-    """
-
-    module: str
-    name: str
-    advice: str = ""
-    holds: str = ""
-
-    @property
-    def kind(self) -> Any:
-        """The class; None if its module was not imported."""
-        return getattr(sys.modules.get(self.module), self.name, None)
-
-
-_FSDP2 = Foreign("torch.distributed.fsdp", "FSDPModule")
-_ZERO = Foreign("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
+_FSDP2 = "torch.distributed.fsdp.FSDPModule"
 _FSDP1 = (
     "FullyShardedDataParallel (FSDP1) is not supported, because it reduces gradients in every backward pass: use "
     "fully_shard (FSDP2) of torch.distributed.fsdp, available since torch 2.6"
 )
-_UNSUPPORTED = [
-    Foreign(
-        "torch.distributed.pipelining.stage",
-        "_PipelineStageBase",
-        "pipeline parallelism is not supported, because its schedule runs the minibatches itself: use fully_shard or "
-        "tensor parallelism for a model that does not fit on one device",
-    ),
-    Foreign(
-        "torch.distributed._composable.fsdp",
-        "FSDPModule",
-        "fully_shard must be that of torch.distributed.fsdp, available since torch 2.6",
-    ),
-    Foreign(
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine",
-        "a DeepSpeed engine is not supported, because it accumulates, reduces and updates itself: train the plain "
-        "model, with fully_shard if it does not fit on one device",
-    ),
-    Foreign(
-        "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel",
-        "XlaFullyShardedDataParallel",
-        "XlaFullyShardedDataParallel is not supported, because it reduces gradients in every minibatch: use XLA's SPMD "
-        "mode for a model that does not fit on one core",
-    ),
-]
-
+_UNSUPPORTED = {
+    "torch.distributed.pipelining.stage._PipelineStageBase": "pipeline parallelism is not supported, because its "
+    "schedule runs the minibatches itself: use fully_shard or tensor parallelism for a model that does not fit on one "
+    "device",
+    "torch.distributed._composable.fsdp.FSDPModule": "fully_shard must be that of torch.distributed.fsdp, available "
+    "since torch 2.6",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "a DeepSpeed engine is not supported, because it accumulates, reduces "
+    "and updates itself: train the plain model, with fully_shard if it does not fit on one device",
+    "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel.XlaFullyShardedDataParallel": "XlaFullyShardedData"
+    "Parallel is not supported, because it reduces gradients in every minibatch: use XLA's SPMD mode for a model that "
+    "does not fit on one core",
+}
 _USE_INTEGRATION = (
     "use prepare(accelerator, …) of variable_batch_size.integrations.accelerate instead, or in Transformers the "
     "VariableBatchTrainer of variable_batch_size.integrations.transformers"
 )
-_LOADER = f"accelerator.prepare() was given a loader that is already sharded by its sampler: {_USE_INTEGRATION}"
-_STREAM = f"accelerator.prepare() was given a loader that is already sharded by its stream: {_USE_INTEGRATION}"
-_OPTIMIZER = f"accelerator.prepare() was given an optimizer of this library, or its inner one: {_USE_INTEGRATION}"
-_SCHEDULER = f"accelerator.prepare() was given a scheduler, which would count minibatches: {_USE_INTEGRATION}"
+_LOADER = "accelerator.prepare() was given a loader that is already sharded by its sampler or stream: "
 _SKIP = (
     "skip_first_batches() would skip minibatches that the optimizer counts: resume with "
     "`for epoch in vbs.epochs(optimizer, …)`, which starts after the saved step"
 )
-_ACCELERATE = [
-    Foreign("accelerate.optimizer", "AcceleratedOptimizer", _OPTIMIZER, "optimizer"),
-    Foreign("accelerate.scheduler", "AcceleratedScheduler", _SCHEDULER, "scheduler"),
-    Foreign("accelerate.data_loader", "DataLoaderShard", _LOADER, "batch_sampler"),
-    Foreign("accelerate.data_loader", "DataLoaderDispatcher", _LOADER, "batch_sampler"),
-    Foreign("accelerate.data_loader", "DataLoaderShard", _STREAM, "dataset"),
-    Foreign("accelerate.data_loader", "DataLoaderDispatcher", _STREAM, "dataset"),
-    Foreign("accelerate.data_loader", "SkipBatchSampler", _SKIP, "batch_sampler"),
-    Foreign("accelerate.data_loader", "SkipDataLoader", _SKIP, "dataset"),
-]
+_ACCELERATE = {
+    "accelerate.optimizer.AcceleratedOptimizer": "accelerator.prepare() was given an optimizer of this library, or its "
+    f"inner one: {_USE_INTEGRATION}",
+    "accelerate.scheduler.AcceleratedScheduler": "accelerator.prepare() was given a scheduler, which would count "
+    f"minibatches: {_USE_INTEGRATION}",
+    "accelerate.data_loader.DataLoaderShard": _LOADER + _USE_INTEGRATION,
+    "accelerate.data_loader.DataLoaderDispatcher": _LOADER + _USE_INTEGRATION,
+    "accelerate.data_loader.SkipBatchSampler": _SKIP,
+    "accelerate.data_loader.SkipDataLoader": _SKIP,
+}
+
+
+def _imported(path: str) -> Any:
+    """A class of another library; None if its module was not imported, so that there is no instance."""
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules.get(module), name, None)
 
 
 def is_zero(inner: Any) -> bool:
     """Whether an optimizer is a ZeroRedundancyOptimizer, which shards its state."""
-    return isinstance(inner, _ZERO.kind or ())
+    kind = _imported("torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer")
+    return isinstance(inner, kind or ())
 
 
 def forget_partition(zero: Any) -> None:
@@ -116,84 +82,217 @@ def forget_partition(zero: Any) -> None:
     zero._clear_cache()
 
 
-@dataclass(eq=False)
-class Wrappers:
-    """What else reduces or shards the gradients of an optimizer's parameters.
-
-    Args:
-        model: as the user passed it; None if it was not passed.
-        fsdp: the modules of fully_shard, outer before inner, in the same order on all ranks, as they run collectives.
-        unsupported: advice for each wrapper that is not supported.
-        cleared: parameters, also others of the model, that are in no DistributedDataParallel from before the optimizer.
-        is_prepared: whether an integration has prepared the optimizer for its framework.
-        is_checked: whether the first minibatch of a pass has been checked.
-    """
-
-    parameters: list[torch.Tensor]
-    model: torch.nn.Module | None
-    ddp: list[DistributedDataParallel] = field(default_factory=list)
-    fsdp: list[Any] = field(default_factory=list)
-    sync_batch_norms: list[SyncBatchNorm] = field(default_factory=list)
-    unsupported: list[str] = field(default_factory=list)
-    cleared: set[torch.Tensor] = field(default_factory=set)
-    is_prepared: bool = False
-    is_checked: bool = False
-
-    def uncovered(self) -> list[torch.Tensor]:
-        """The parameters that are in none of these DistributedDataParallel and fully_shard modules."""
-        covered = {p for module in [*self.ddp, *self.fsdp] for p in _sharded_parameters(module)}
-        return [p for p in self.parameters if p not in covered]
-
-    def update(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Find again, after parameters were added or the model was wrapped."""
-        found = find_wrappers(parameters, self.model, self.cleared)
-        found.is_prepared, found.is_checked = self.is_prepared, self.is_checked
-        self.__dict__.update(vars(found))
-
-
-_records: weakref.WeakSet[Wrappers] = weakref.WeakSet()
 _ddp_made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # since the first optimizer
-
-
-def find_wrappers(
-    parameters: Iterable[torch.Tensor], model: torch.nn.Module | None = None, cleared: Iterable[torch.Tensor] = ()
-) -> Wrappers:
-    """Find what wraps some parameters: first in the model, then on the heap if something may be missing.
-
-    Args:
-        cleared: parameters that are in none but a DistributedDataParallel that was made since the first optimizer.
-
-    Raises:
-        RuntimeError: if ``gc.freeze()`` may have hidden something from the search of the heap.
-    """
-    if is_running():
-        _watch_for_ddp()
-    found = Wrappers(list(parameters), model, cleared={*cleared})
-    candidates = [*(model.modules() if model is not None else ()), *_ddp_made]
-    _sort(found, candidates)
-    kinds = _kinds_to_search(found)
-    if kinds:
-        _sort(found, [*candidates, *alive(*kinds)])
-        _refuse_hidden(found)
-    if is_running():
-        others = [p for p in (model.parameters() if model is not None else ()) if not _is_costly(p)]
-        found.cleared |= {*found.parameters, *others} - _hooked(others)
-    _records.add(found)
-    return found
 
 
 @cache
 def _watch_for_ddp() -> None:
-    """Note every DistributedDataParallel from now on: a model may be wrapped after the optimizer was made."""
+    """Record every DistributedDataParallel from now on: a model may be wrapped after the optimizer was made."""
 
-    def note(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
+    def record(module: Module, name: str, submodule: Module | None) -> None:
         if isinstance(module, DistributedDataParallel):
             _ddp_made.add(module)
 
-    register_module_module_registration_hook(note)
+    register_module_module_registration_hook(record)
 
 
-def alive(*kinds: type) -> list[Any]:
+class Wrappers:
+    """What else reduces or shards the gradients of an optimizer's parameters.
+
+    Args:
+        parameters: of the optimizer.
+        model: as the user passed it; None if it was not passed.
+        cleared: parameters, also others of the model, that are in no DistributedDataParallel from before the optimizer.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], model: Module | None = None, cleared: Iterable[torch.Tensor] = ()
+    ) -> None:
+        self.parameters, self.model, self.cleared = list(parameters), model, {*cleared}
+        self.is_prepared = False  # whether an integration has prepared the optimizer for its framework
+        self.is_checked = False  # whether the first minibatch of a pass has been checked
+        if is_running():
+            _watch_for_ddp()
+        candidates = [*(model.modules() if model is not None else ()), *_ddp_made]
+        self._sort(candidates)
+        kinds = self._kinds_to_search()
+        if kinds:
+            self._sort([*candidates, *_alive(*kinds)])
+            self._refuse_hidden()
+        if is_running():
+            others = [p for p in (model.parameters() if model is not None else ()) if not _is_costly(p)]
+            self.cleared |= {*self.parameters, *others} - _hooked(others)
+        _records.add(self)
+
+    def update(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Search again, after parameters were added or the model was wrapped."""
+        found = Wrappers(parameters, self.model, self.cleared)
+        found.is_prepared, found.is_checked = self.is_prepared, self.is_checked
+        self.__dict__.update(vars(found))
+
+    def _sort(self, candidates: Iterable[Any]) -> None:
+        own, unsupported, fsdp = {*self.parameters}, _unsupported(), _imported(_FSDP2) or ()
+        known = (DistributedDataParallel, SyncBatchNorm, fsdp, *unsupported)
+        found = {id(one): one for one in candidates if isinstance(one, known) and _has_some(one, own)}
+        things = list(found.values())
+        self.ddp = [one for one in things if isinstance(one, DistributedDataParallel)]
+        # in the same order on all ranks, as they run collectives
+        self.fsdp = _outer_first([one for one in things if isinstance(one, fsdp)], self.parameters)
+        for module in self.fsdp:
+            module.reshard()  # after a forward pass without a backward pass it may still be unsharded
+        norms = [one for one in candidates if isinstance(one, SyncBatchNorm)]
+        around = [*norms, *self.ddp, *self.fsdp, *([] if self.model is None else [self.model])]
+        if self.model is None and any(not _has_some(norm, own) for norm in norms):  # their model may be that of others
+            around += _modules_alive()
+        around = [module for module in around if _has_some(module, own)]
+        self.has_sync_batch_norm = any(isinstance(part, SyncBatchNorm) for one in around for part in one.modules())
+        things.append(self.model)
+        self.unsupported = [text for kind, text in unsupported.items() if any(isinstance(one, kind) for one in things)]
+        if any(getattr(p, "_fsdp_flattened", False) for p in own):
+            self.unsupported.append(_FSDP1)
+
+    def _uncovered(self) -> list[torch.Tensor]:
+        """The parameters that are in none of the modules that were found."""
+        covered = {p for module in [*self.ddp, *self.fsdp] for p in _sharded_parameters(module)}
+        return [p for p in self.parameters if p not in covered]
+
+    def _kinds_to_search(self) -> list[type]:
+        """The classes to search the heap for; none if nothing can be missing."""
+        unsupported = list(_unsupported())
+        if not is_running():
+            return [kind for kind in unsupported if not kind.__module__.startswith("torch.distributed")]
+        uncovered = self._uncovered()
+        is_open = self.model is None or bool(unsupported) or any(map(_is_costly, uncovered))
+        if not uncovered or (not is_open and not _hooked(uncovered) - self.cleared):
+            return []
+        kinds = [DistributedDataParallel, SyncBatchNorm, _imported(_FSDP2), *unsupported]
+        return [kind for kind in kinds if kind is not None]
+
+    def _refuse_hidden(self) -> None:
+        if not _is_frozen() or not is_running() or dist.get_world_size() == 1:
+            return
+        uncovered = self._uncovered()
+        may_have_norms = self.model is None and any(p.device.type not in ("cpu", "xla") for p in uncovered)
+        if may_have_norms or _hooked(uncovered) - self.cleared:  # SyncBatchNorm itself refuses to train on a CPU
+            raise RuntimeError(
+                "gc.freeze() hides the modules around the parameters, such as a DistributedDataParallel: pass the "
+                "wrapped model as `model=`, or call gc.freeze() after the optimizer is made"
+            )
+
+    def disable_ddp_allreduce(self, communicator: Communicator) -> None:
+        """Switch off DDP's all-reduce, which is wrong if ranks have different numbers of minibatches, or hangs."""
+        is_alone = communicator.num_replicas == 1
+        for ddp in self.ddp:
+            if ddp.static_graph and not is_alone:
+                kind = "DistributedDataParallel(static_graph=True)"
+                raise ValueError(f"{kind} reduces in every backward pass: wrap the model without static_graph")
+            if not ddp.static_graph:
+                _disable_before_forward(ddp, None)
+                ddp.register_forward_pre_hook(_disable_before_forward)  # loops that accumulate switch it on again
+        if self.has_sync_batch_norm and not is_alone:
+            raise ValueError(
+                "SyncBatchNorm waits for all ranks in every minibatch, but some may be idle: use BatchNorm"
+            )
+
+    def refuse_unsupported(self, rule: Rule, inner: Optimizer) -> None:
+        """Raise if a wrapper is not supported, or not together with the rule."""
+        if self.unsupported:
+            raise ValueError(self.unsupported[0])
+        if self.fsdp:
+            refuse_left_out([p for p in self.parameters if not is_dtensor(p)])
+        if rule.preconditions and (self.fsdp or any(map(is_zero, optimizers_of(inner)))):
+            sharded = "fully_shard" if self.fsdp else "ZeroRedundancyOptimizer"
+            raise ValueError(
+                f"{type(rule).__name__} needs the full second moments on every rank, but {sharded} shards them: use "
+                "AdaScaleRule or AdamRule"
+            )
+
+    def check_first_minibatch(self, optimizer: Any, communicator: Communicator) -> None:
+        """At the first minibatch of each pass, raise if something was wrapped or prepared since the optimizer was made.
+
+        Another optimizer must not train parameters of the same model either: their gradients are not reduced.
+        """
+        is_several, own = is_running() and communicator.num_replicas > 1, {*self.parameters}
+        if is_several and any(ddp.require_backward_grad_sync and _has_some(ddp, own) for ddp in _ddp_made):
+            raise RuntimeError(
+                "the model was wrapped in DistributedDataParallel after the optimizer was made, so its gradients were "
+                "reduced twice: wrap the model first"
+            )
+        is_initialized = _imported("accelerate.state.is_initialized")
+        accelerate = [*map(_imported, _ACCELERATE)] if is_initialized is not None and is_initialized() else []
+        left_out = self._left_out() if is_several else set()
+        is_untouched = is_running() and all(p.grad is None and not is_dtensor(p) for p in self.parameters)
+        fsdp = _imported(_FSDP2) if is_untouched else None
+        kinds = [kind for kind in (*accelerate, fsdp, Optimizer if left_out else None) if kind is not None]
+        found = _alive(*kinds) if kinds else []
+        is_blind = _is_frozen() and not self.is_checked
+        if accelerate:
+            _refuse_prepared(optimizer, found, is_blind=is_blind and not self.is_prepared)
+        modules = self.model.modules() if self.model is not None else ()
+        if fsdp and ((is_blind and self.model is None) or any(isinstance(one, fsdp) for one in (*found, *modules))):
+            raise RuntimeError(
+                "no parameter of the optimizer has a gradient; fully_shard replaces the parameters of a model: apply "
+                "it first, then make the optimizer from model.parameters(), before the model runs"
+            )
+        self._refuse_other_optimizers([one for one in found if isinstance(one, Optimizer)], left_out)
+        is_unknown = self.model is None and bool(self._uncovered())
+        if is_several and not self.is_checked and (is_unknown or (left_out and is_blind)):
+            self._watch_other_optimizers()
+        self.is_checked = True
+
+    def _left_out(self) -> set[torch.Tensor]:
+        """The parameters of the model that are trained, and not by an optimizer of this library."""
+        states = fsdp_states(part for module in self.fsdp for part in module.modules())
+        modules = [*self.ddp, *([] if self.model is None or self.fsdp else [self.model])]
+        found = {*(state.sharded_param for state in states), *(p for module in modules for p in module.parameters())}
+        return {p for p in found if p.requires_grad} - _reduced()
+
+    def _trained_beside(self, optimizer: Optimizer) -> set[torch.Tensor]:
+        """The parameters of another optimizer that are in a module with those of this one."""
+        others = {p for p in _parameters_of(optimizer) if p.requires_grad} - _reduced()
+        own, modules = {*self.parameters}, _modules_alive() if others else []
+        return {p for module in modules if _has_some(module, own) for p in others.intersection(module.parameters())}
+
+    def _refuse_other_optimizers(self, optimizers: Iterable[Any], left_out: set[torch.Tensor]) -> None:
+        for one in optimizers:
+            if not left_out.isdisjoint(_parameters_of(one)):
+                ddp = "whose DistributedDataParallel no longer reduces" if self.ddp else "on several cores"
+                raise RuntimeError(
+                    f"all trained parameters of {'a fully_shard model' if self.fsdp else f'a model {ddp}'} must belong "
+                    f"to optimizers of this library, but {type(one).__name__} has some: pass both optimizers as a list"
+                )
+
+    def _watch_other_optimizers(self) -> None:
+        """Check every optimizer when it makes its first step: where the model is not known, or may have been hidden."""
+        record, checked = weakref.ref(self), weakref.WeakSet[Optimizer]()
+
+        def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            own = record()
+            if own is not None and optimizer not in checked:
+                own._refuse_other_optimizers([optimizer], own._left_out() | own._trained_beside(optimizer))
+                checked.add(optimizer)
+
+        register_optimizer_step_pre_hook(check)
+
+
+_records: weakref.WeakSet[Wrappers] = weakref.WeakSet()
+
+
+def _reduced() -> set[torch.Tensor]:
+    """The parameters of all optimizers of this library."""
+    return {p for record in [*_records] for p in record.parameters}
+
+
+def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    groups = getattr(optimizer, "param_groups", ())  # an optimizer whose construction failed may have none
+    return [p for group in groups for p in group["params"]]
+
+
+def _modules_alive() -> list[Module]:
+    return [one for one in gc.get_objects() if issubclass(type(one), Module)]
+
+
+def _alive(*kinds: type) -> list[Any]:
     """All objects of some classes, in no order, from one search of the heap: an object refers to its class."""
     classes = [*kinds]
     for one in classes:
@@ -201,26 +300,10 @@ def alive(*kinds: type) -> list[Any]:
     return [thing for thing in gc.get_referrers(*classes) if issubclass(type(thing), kinds)]
 
 
-def _sort(found: Wrappers, candidates: Iterable[Any]) -> None:
-    own, unsupported, fsdp = set(found.parameters), _unsupported(), _FSDP2.kind or ()
-    known = (DistributedDataParallel, SyncBatchNorm, *unsupported, *([fsdp] if fsdp else []))
-    things = _unique([one for one in candidates if isinstance(one, known) and _has_some(one, own)])
-    found.ddp = [one for one in things if isinstance(one, DistributedDataParallel)]
-    found.fsdp = _outer_first([one for one in things if isinstance(one, fsdp)], found.parameters)
-    for module in found.fsdp:
-        module.reshard()  # after a forward pass without a backward pass it may still be unsharded
-    norms = [*things, *(part for module in [*found.ddp, *found.fsdp] for part in module.modules())]
-    found.sync_batch_norms = _unique([one for one in norms if isinstance(one, SyncBatchNorm) and _has_some(one, own)])
-    found.unsupported = [
-        advice for kind, advice in unsupported.items() if any(isinstance(one, kind) for one in [found.model, *things])
-    ]
-    if any(getattr(p, "_fsdp_flattened", False) for p in own):
-        found.unsupported.append(_FSDP1)
-
-
 def _unsupported() -> dict[type, str]:
     """The advice for each of these classes whose module was imported; since torch 2.6 both FSDPModules are the same."""
-    return {row.kind: row.advice for row in _UNSUPPORTED if row.kind not in (None, _FSDP2.kind)}
+    kinds = {_imported(path): advice for path, advice in _UNSUPPORTED.items()}
+    return {kind: advice for kind, advice in kinds.items() if kind not in (None, _imported(_FSDP2))}
 
 
 def _has_some(thing: Any, parameters: set[torch.Tensor]) -> bool:
@@ -228,39 +311,22 @@ def _has_some(thing: Any, parameters: set[torch.Tensor]) -> bool:
     return not parameters.isdisjoint(_sharded_parameters(module))
 
 
-def _kinds_to_search(found: Wrappers) -> list[type]:
-    """The classes to search the heap for; none if nothing can be missing."""
-    unsupported = list(_unsupported())
-    if not is_running():
-        return [kind for kind in unsupported if not kind.__module__.startswith("torch.distributed")]
-    uncovered = found.uncovered()
-    is_open = found.model is None or bool(unsupported) or any(map(_is_costly, uncovered))
-    if not uncovered or (not is_open and not _hooked(uncovered) - found.cleared):
-        return []
-    return [DistributedDataParallel, SyncBatchNorm, *([_FSDP2.kind] if _FSDP2.kind else []), *unsupported]
-
-
 def _is_costly(p: torch.Tensor) -> bool:
     """Whether a view of a parameter, which _hooked() makes, is more than a moment's work."""
     return is_dtensor(p) or p.device.type == "xla"
 
 
+@torch.enable_grad()  # type: ignore[no-untyped-call]
 def _hooked(parameters: Iterable[torch.Tensor]) -> set[torch.Tensor]:
     """The parameters whose AccumulateGrad node something keeps alive, as the reducer of DDP does for its hooks.
 
-    Otherwise the node, and what is noted in it, is gone when nothing refers to it. A graph that is still in use keeps
-    it alive, too, so that only the other parameters are certain.
+    Otherwise the node and its metadata are gone when nothing refers to it. A graph that is still in use keeps it alive,
+    too, so that only the other parameters are certain.
     """
     key, trained = "variable_batch_size", [p for p in parameters if p.requires_grad and p.is_leaf]
     for p in trained:
-        _notes(p)[key] = True
-    return {p for p in trained if _notes(p).pop(key, False)}
-
-
-@torch.enable_grad()  # type: ignore[no-untyped-call]
-def _notes(p: torch.Tensor) -> Any:
-    node: Any = get_gradient_edge(p).node
-    return node.metadata
+        get_gradient_edge(p).node.metadata[key] = True  # type: ignore[index]
+    return {p for p in trained if get_gradient_edge(p).node.metadata.pop(key, False)}  # type: ignore[attr-defined]
 
 
 def _is_frozen() -> bool:
@@ -268,59 +334,25 @@ def _is_frozen() -> bool:
     return gc.get_freeze_count() > 10_000
 
 
-def _refuse_hidden(found: Wrappers) -> None:
-    if not _is_frozen() or not is_running() or dist.get_world_size() == 1:
-        return
-    uncovered = found.uncovered()
-    may_have_norms = found.model is None and any(p.device.type not in ("cpu", "xla") for p in uncovered)
-    if may_have_norms or _hooked(uncovered) - found.cleared:  # SyncBatchNorm itself refuses to train on a CPU
-        raise RuntimeError(
-            "gc.freeze() hides the modules around the parameters, such as a DistributedDataParallel: pass the wrapped "
-            "model as `model=`, or call gc.freeze() after the optimizer is made"
-        )
-
-
-def _unique(things: Iterable[Any]) -> list[Any]:
-    return list({id(thing): thing for thing in things}.values())
-
-
-def disable_ddp_allreduce(wrappers: Wrappers, communicator: Communicator) -> None:
-    """Switch off the all-reduce of every DistributedDataParallel that was found.
-
-    It averages over all processes in every backward pass. That is wrong if they have different numbers of minibatches,
-    and hangs if some have none.
-    """
-    is_alone = communicator.num_replicas == 1
-    for ddp in wrappers.ddp:
-        if ddp.static_graph:
-            if is_alone:
-                continue
-            raise ValueError(
-                "DistributedDataParallel(static_graph=True) reduces in every backward pass: wrap the model without it"
-            )
-        ddp.require_backward_grad_sync = False
-        ddp.register_forward_pre_hook(_disable_before_forward)  # loops that accumulate switch it on again
-    if wrappers.sync_batch_norms and not is_alone:
-        raise ValueError(
-            "SyncBatchNorm waits for all ranks in every minibatch, but they may have different numbers of minibatches: "
-            "use BatchNorm"
-        )
-
-
 def _disable_before_forward(ddp: DistributedDataParallel, args: Any) -> None:
     ddp.require_backward_grad_sync = False
+    if ddp._join_config.enable:
+        raise RuntimeError(
+            "DistributedDataParallel.join() waits for all ranks in every forward pass, but ranks run different numbers "
+            "of minibatches: call the model outside of join(), as the sampler ends an epoch on all ranks together"
+        )
 
 
 def wrapped_by_framework(wrappers: Wrappers, communicator: Communicator) -> None:
-    """Find wrappers again after an integration has let its framework wrap the model, and switch DDP off."""
+    """Search again after an integration has let its framework wrap the model, and switch DDP off."""
     wrappers.update(wrappers.parameters)
     wrappers.is_prepared = True
-    disable_ddp_allreduce(wrappers, communicator)
+    wrappers.disable_ddp_allreduce(communicator)
 
 
-def _sharded_parameters(module: torch.nn.Module) -> set[torch.Tensor]:
+def _sharded_parameters(module: Module) -> set[torch.Tensor]:
     """The parameters of a module; with fully_shard the sharded ones, even while the module shows the full ones."""
-    return {*module.parameters(), *(state.sharded_param for state in _fsdp_states(module.modules()))}
+    return {*module.parameters(), *(state.sharded_param for state in fsdp_states(module.modules()))}
 
 
 def _outer_first(modules: list[Any], parameters: list[torch.Tensor]) -> list[Any]:
@@ -333,155 +365,37 @@ def _outer_first(modules: list[Any], parameters: list[torch.Tensor]) -> list[Any
     return sorted(modules, key=key)
 
 
-def outermost(modules: list[Any]) -> list[Any]:
-    """Those modules that are in no other of them."""
-    inner = {id(part) for module in modules for part in module.modules() if part is not module}
-    return [module for module in modules if id(module) not in inner]
-
-
-def with_whole_parameters(modules: list[Any]) -> Iterator[Pair]:
-    """Each sharded parameter with its unsharded one, which is the same object for the whole run.
-
-    It unshards one module at a time. Every rank must call it.
-    """
-    for module in modules:
-        sharded = dict(module.named_parameters())
-        module.unshard()
-        try:
-            pairs = [(sharded[name], p) for name, p in module.named_parameters() if p is not sharded[name]]
-        finally:
-            module.reshard()
-        yield from pairs
-
-
-def can_keep_unreduced(modules: list[Any]) -> bool:
-    """Whether gradients that FSDP has not reduced yet can be reached in this version of torch, to be dropped."""
-    states = _fsdp_states(modules)
-    return bool(states) and all(hasattr(state, "unsharded_accumulated_grad") for state in states)
-
-
-def forget_unreduced(modules: list[Any]) -> None:
-    """Drop the gradients that FSDP has not reduced yet."""
-    for state in _fsdp_states(modules):
-        state.unsharded_accumulated_grad = None
-        if hasattr(state, "_unsharded_param"):
-            state._unsharded_param.grad = None
-
-
-def has_unreduced(modules: list[Any]) -> bool:
-    """Whether FSDP has gradients that it has not reduced yet."""
-    kept = [(s.unsharded_accumulated_grad, getattr(s, "_unsharded_param", None)) for s in _fsdp_states(modules)]
-    return any(summed is not None or (full is not None and full.grad is not None) for summed, full in kept)
-
-
-def _fsdp_states(modules: Iterable[Any]) -> list[Any]:
+def fsdp_states(modules: Iterable[Any]) -> list[Any]:
     """FSDP's private state of each parameter; there is no public API for unreduced gradients."""
-    states = [module._get_fsdp_state() for module in modules if hasattr(module, "_get_fsdp_state")]
-    groups = [
-        group
-        for state in states
-        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    ]
-    return [state for group in groups if group is not None for state in group.fsdp_params]
+    groups = [group for module in modules if hasattr(module, "_get_fsdp_state") for group in _fsdp_groups(module)]
+    return [state for group in groups for state in group.fsdp_params]
 
 
-def refuse_unsupported(wrappers: Wrappers, rule: Rule, inner: Optimizer) -> None:
-    """Raise if a wrapper is not supported, or not together with the rule."""
-    if wrappers.unsupported:
-        raise ValueError(wrappers.unsupported[0])
-    if wrappers.fsdp:
-        refuse_left_out([p for p in wrappers.parameters if not is_dtensor(p)])
-    if rule.preconditions and (wrappers.fsdp or any(map(is_zero, optimizers_of(inner)))):
-        sharded = "fully_shard" if wrappers.fsdp else "ZeroRedundancyOptimizer"
-        raise ValueError(
-            f"{type(rule).__name__} needs the full second moments on every rank, but {sharded} shards them: use "
-            "AdaScaleRule or AdamRule"
-        )
+def _fsdp_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    # several groups in newer versions of torch
+    found = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in found if group is not None]
+
+
+def refuse_divide_factor(modules: Iterable[Any]) -> None:
+    """Raise if gradients would not be divided by the number of ranks."""
+    factors = [getattr(group, "gradient_divide_factor", None) for module in modules for group in _fsdp_groups(module)]
+    for factor in factors:
+        if factor is not None:
+            raise RuntimeError(
+                f"set_gradient_divide_factor({factor}) was called after the optimizer was made, which needs the mean "
+                "over the ranks: leave it out, and multiply the loss by a factor instead"
+            )
 
 
 def refuse_left_out(others: Collection[torch.Tensor]) -> None:
     """Raise if some parameters are not in fully_shard although others are."""
     if others:
-        shapes = ", ".join(str(tuple(p.shape)) for p in list(others)[:3])
+        shapes = ", ".join(str(tuple(p.shape)) for p in list(others)[:3]) + ("…" if len(others) > 3 else "")
         raise ValueError(
-            f"either all parameters must be in fully_shard or none, but {len(others)} are not (of shape {shapes}"
-            f"{'…' if len(others) > 3 else ''}): apply fully_shard to the outermost module as well, then make the "
-            "inner optimizer, before the model runs"
-        )
-
-
-def check_first_minibatch(optimizer: Any, wrappers: Wrappers, communicator: Communicator) -> None:
-    """At the first minibatch of each pass, raise if something was wrapped or prepared since the optimizer was made.
-
-    It also raises if another optimizer trains parameters of a wrapped model, whose gradients are not reduced.
-    """
-    is_several = is_running() and communicator.num_replicas > 1
-    if is_several and any(
-        ddp.require_backward_grad_sync and _has_some(ddp, {*wrappers.parameters}) for ddp in _ddp_made
-    ):
-        raise RuntimeError(
-            "the model was wrapped in DistributedDataParallel after the optimizer was made, so its gradients were "
-            "reduced twice: wrap the model first"
-        )
-    is_initialized = Foreign("accelerate.state", "is_initialized").kind
-    accelerate = _ACCELERATE if is_initialized is not None and is_initialized() else []
-    left_out = _left_out(wrappers) if is_several else set()
-    is_untouched = is_running() and all(p.grad is None and not is_dtensor(p) for p in wrappers.parameters)
-    kinds = [*(row.kind for row in accelerate), _FSDP2.kind if is_untouched else None, Optimizer if left_out else None]
-    kinds = [kind for kind in kinds if kind is not None]
-    found = alive(*kinds) if kinds else []
-    is_blind = _is_frozen() and not wrappers.is_checked
-    if accelerate:
-        _refuse_prepared(optimizer, found, is_blind=is_blind and not wrappers.is_prepared)
-    if is_untouched:
-        _refuse_replaced(wrappers.model, found, is_blind=is_blind)
-    if left_out:
-        _refuse_other_optimizers(wrappers, [one for one in found if isinstance(one, Optimizer)])
-        if is_blind:
-            _watch_other_optimizers(wrappers)
-    wrappers.is_checked = True
-
-
-def _left_out(wrappers: Wrappers) -> set[torch.Tensor]:
-    """The parameters of the wrapped modules that are trained, and not by an optimizer of this library."""
-    states = _fsdp_states(part for module in wrappers.fsdp for part in module.modules())
-    wrapped = {*(state.sharded_param for state in states), *(p for ddp in wrappers.ddp for p in ddp.parameters())}
-    reduced = {p for record in [wrappers, *_records] for p in record.parameters}
-    return {p for p in wrapped if p.requires_grad} - reduced
-
-
-def _refuse_other_optimizers(wrappers: Wrappers, optimizers: Iterable[Any]) -> None:
-    left_out = _left_out(wrappers)
-    for one in optimizers:
-        groups = getattr(one, "param_groups", ())  # an optimizer whose construction failed may have none
-        if any(not left_out.isdisjoint(group["params"]) for group in groups):
-            model = (
-                "a fully_shard model" if wrappers.fsdp else "a model whose DistributedDataParallel no longer reduces"
-            )
-            raise RuntimeError(
-                f"all trained parameters of {model} must belong to optimizers of this library, but "
-                f"{type(one).__name__} has some: pass both optimizers as a list"
-            )
-
-
-def _watch_other_optimizers(wrappers: Wrappers) -> None:
-    """Check every optimizer when it makes a step, where ``gc.freeze()`` may have hidden some from the search."""
-    record = weakref.ref(wrappers)
-
-    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        own = record()
-        if own is not None:
-            _refuse_other_optimizers(own, [optimizer])
-
-    register_optimizer_step_pre_hook(check)
-
-
-def _refuse_replaced(model: torch.nn.Module | None, found: list[Any], *, is_blind: bool) -> None:
-    seen = [*found, *(model.modules() if model is not None else ())]
-    if _FSDP2.kind and ((is_blind and model is None) or any(isinstance(one, _FSDP2.kind) for one in seen)):
-        raise RuntimeError(
-            "no parameter of the optimizer has a gradient; fully_shard replaces the parameters of a model: apply it "
-            "first, then make the optimizer from model.parameters(), before the model runs"
+            f"either all parameters must be in fully_shard or none, but {len(others)} are not (of shape {shapes}): "
+            "apply fully_shard to the outermost module as well, then make the inner optimizer, before the model runs"
         )
 
 
@@ -492,16 +406,14 @@ def _refuse_prepared(optimizer: Any, found: list[Any], *, is_blind: bool) -> Non
     a prepared scheduler makes a step for each minibatch of each process.
     """
     own = [optimizer, optimizer.sampler, optimizer.inner, *optimizers_of(optimizer.inner)]
-    for row in _ACCELERATE:
-        theirs = [thing for thing in found if isinstance(thing, row.kind or ())]
-        if any(part is one for thing in theirs for part in (thing, _held(thing, row.holds)) for one in own):
-            raise RuntimeError(row.advice)
-    num_steps = Foreign("accelerate.state", "GradientState").kind().num_steps
+    for path, advice in _ACCELERATE.items():
+        theirs = [thing for thing in found if isinstance(thing, _imported(path) or ())]
+        if any(part is one for thing in theirs for part in _parts(thing) for one in own):
+            raise RuntimeError(advice)
+    num_steps = _imported("accelerate.state.GradientState")().num_steps
     if num_steps != 1:
-        raise RuntimeError(
-            f"Accelerate's `gradient_accumulation_steps` must be 1, got {num_steps}: the trace defines how many "
-            "minibatches make up a step"
-        )
+        reason = "the trace defines the minibatches of a step"
+        raise RuntimeError(f"Accelerate's `gradient_accumulation_steps` must be 1, got {num_steps}: {reason}")
     if is_blind:
         raise RuntimeError(
             "gc.freeze() may hide an optimizer or a loader that accelerator.prepare() has made: call gc.freeze() after "
@@ -509,7 +421,10 @@ def _refuse_prepared(optimizer: Any, found: list[Any], *, is_blind: bool) -> Non
         )
 
 
-def _held(prepared: Any, name: str) -> Any:
-    """What an object of Accelerate was made from; of a scheduler its optimizer, of a sharded sampler the sampler."""
-    held = getattr(prepared, name, None)
-    return getattr(held, "optimizer" if name == "scheduler" else name, held)
+def _parts(prepared: Any) -> list[Any]:
+    """An object of Accelerate, and what it was made from: the user's optimizer, sampler or stream."""
+    parts = [prepared]
+    for name in ("optimizer", "scheduler", "batch_sampler", "dataset"):
+        held = getattr(prepared, name, None)
+        parts.append(getattr(held, "optimizer" if name == "scheduler" else name, held))
+    return parts

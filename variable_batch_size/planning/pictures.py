@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size.checks import install
-from variable_batch_size.planning.plan import Plan, PlannedSize
-from variable_batch_size.planning.simulate import Moment, Simulation
+from variable_batch_size.planning.plan import Plan
+from variable_batch_size.planning.simulate import Simulation
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.trace import Trace
 
@@ -44,39 +42,40 @@ def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> N
     With more than 1000 steps, lines show means over neighbouring steps and bands their range.
     """
     check_suffix(path)
-    figure = _figure(12, 9)
+    figure = new_figure(12, 9)
+    from matplotlib.ticker import MaxNLocator  # after new_figure, which asks to install matplotlib if it is missing
+
     edges = np.linspace(0, plan.num_steps, min(plan.num_steps, _MOST_BINS) + 1).round().astype(np.int64).tolist()
     rows = _curves(plan, schedule, edges)
+    borders = [epoch.first_step for epoch in plan.epochs[1:]]
+    borders = borders if len(borders) <= _MOST_EPOCH_LINES else []
     figure.suptitle(_title(plan), fontsize=12)
     panels = figure.subplots(len(rows), 2, sharex="col", sharey="row", squeeze=False)
-    for column, unit in enumerate(("steps", "samples")):
-        positions = edges if unit == "steps" else [schedule.samples_before(edge) for edge in edges]
-        borders = [epoch.first_step for epoch in plan.epochs[1:]]
-        borders = borders if unit == "steps" else [schedule.samples_before(border) for border in borders]
-        for row, (label, curves) in enumerate(rows.items()):
-            panel = panels[row, column]
+    units: dict[str, Callable[[int], int]] = {"steps": int, "samples": schedule.samples_before}
+    for column, (unit, at) in zip(panels.T, units.items(), strict=True):
+        positions = list(map(at, edges))
+        for panel, curves in zip(column, rows.values(), strict=True):
             _draw(panel, positions, curves)
-            if len(borders) <= _MOST_EPOCH_LINES:
-                for border in borders:
-                    panel.axvline(border, color="0.85", linewidth=0.8, zorder=0.5)
-            if column == 0:
-                panel.set_ylabel(label, fontsize=11)
-            else:
-                _add_legend(panel, has_lines=0 < len(borders) <= _MOST_EPOCH_LINES and row == 0)
-        panels[-1, column].set_xlabel(f"{unit} done", fontsize=11)
-        panels[-1, column].set_xlim(0, positions[-1])
-        panels[-1, column].xaxis.set_major_formatter("{x:,.0f}")
-        panels[-1, column].xaxis.set_major_locator(_round_positions())
-    for row, curves in enumerate(rows.values()):
-        _scale(panels[row, 0], np.concatenate([curve[[0, 2]].ravel() for curve in curves.values()]))
+            _add_grid(panel, map(at, borders))
+        column[-1].set_xlabel(f"{unit} done", fontsize=11)
+        column[-1].set_xlim(0, positions[-1])
+        column[-1].xaxis.set_major_formatter("{x:,.0f}")
+        column[-1].xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10], integer=True))
+    if borders:
+        panels[0, 1].plot([], [], color="0.75", linewidth=0.8, label="epochs begin")
+    for (left, right), (label, curves) in zip(panels, rows.items(), strict=True):
+        left.set_ylabel(label, fontsize=11)
+        _add_legend(right, fontsize=10, borderaxespad=0.2)
+        _scale(left, np.concatenate([curve[[0, 2]].ravel() for curve in curves.values()]))
     figure.savefig(path)
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float, *, extra: str = "report") -> Any:
+    """A figure in inches of 100 pixels; `extra` is the extra of this package that installs matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError(f"a plot needs matplotlib: {install('report')}") from None
+        raise ImportError(f"a plot needs matplotlib: {install(extra)}") from None
     return Figure(figsize=(width, height), dpi=100, layout="constrained")
 
 
@@ -99,153 +98,114 @@ def _curves(plan: Plan, schedule: Schedule, edges: list[int]) -> dict[str, dict[
     """The curves of each panel, by label and name."""
     all_sizes = np.array([size.batch_size for size in plan.sizes])
     bins = []
-    for begin, end in itertools.pairwise(edges):
+    for begin, end in pairwise(edges):
         sizes, counts = schedule.size_counts(range(begin, end))
         bins.append((np.searchsorted(all_sizes, sizes), counts / counts.sum()))
 
-    def curve(quantity: Callable[[PlannedSize], float]) -> Curve:
-        of_size = np.array([quantity(size) for size in plan.sizes], dtype=np.float64)
+    def curve(quantities: Iterable[float]) -> Curve:
+        """Of a quantity of each batch size."""
+        of_size = np.array(list(quantities), dtype=np.float64)
         values = [of_size[which] for which, _ in bins]
         means = [value @ share for value, (_, share) in zip(values, bins, strict=True)]
         return np.array([[value.min() for value in values], means, [value.max() for value in values]])
 
-    def factor(rule: str) -> Curve:
-        return curve(lambda size: size.factors[rule])
-
-    rows = {"batch size (samples)": {"batch size": curve(lambda size: size.batch_size)}}
+    rows = {"batch size (samples)": {"batch size": curve(size.batch_size for size in plan.sizes)}}
     if plan.rules:
         label = f"learning-rate factor\n(reference batch size {plan.ref_batchsize:,})"
-        rows[label] = {rule: factor(rule) for rule in plan.rules}
-    load = {"core 0": curve(lambda size: size.depth)}
+        rows[label] = {rule: curve(size.factors[rule] for size in plan.sizes) for rule in plan.rules}
+    load = {"core 0": curve(size.depth for size in plan.sizes)}
     if plan.num_cores > 1:
-        load["mean of cores"] = curve(lambda size: size.num_minibatches / plan.num_cores)
-        load[f"core {plan.num_cores - 1}"] = curve(lambda size: size.num_minibatches // plan.num_cores)
+        load["mean of cores"] = curve(size.num_minibatches / plan.num_cores for size in plan.sizes)
+        load[f"core {plan.num_cores - 1}"] = curve(size.num_minibatches // plan.num_cores for size in plan.sizes)
     rows["minibatches of a core in a step"] = load
     return rows
 
 
 def _draw(panel: Any, positions: list[int], curves: dict[str, Curve]) -> None:
     for number, (name, curve) in enumerate(curves.items()):
-        style = STYLES[number % len(STYLES)]
         least, mean, most = np.append(curve, curve[:, -1:], axis=1)  # extend each step to the start of the next
-        panel.plot(positions, mean, drawstyle="steps-post", label=name, linewidth=1.5, **style)
+        _draw_line(panel, positions, mean, number, label=name)
         if (least < most).any():
-            band = panel.fill_between(
-                positions, least, most, step="post", color=style["color"], alpha=0.15, linewidth=0
-            )
+            fill = {"step": "post", "color": STYLES[number % len(STYLES)]["color"], "alpha": 0.15, "linewidth": 0}
+            band = panel.fill_between(positions, least, most, **fill)
             band.set_label("range of neighbours" if len(curves) == 1 else None)
-    panel.grid(axis="y", color="0.92")
-    panel.set_axisbelow(True)
     panel.tick_params(labelsize=10)
 
 
-def _add_legend(panel: Any, *, has_lines: bool) -> None:
+def _draw_line(panel: Any, positions: Sequence[float], values: Any, number: int, **options: Any) -> None:
+    """Draw a line of steps in the style with this number."""
+    style = {"drawstyle": "steps-post", "linewidth": 1.5, **STYLES[number % len(STYLES)]}
+    panel.plot(positions, values, **style | options)
+
+
+def _add_grid(panel: Any, borders: Iterable[float] = ()) -> None:
+    """Horizontal lines, and vertical ones at some positions."""
+    panel.grid(axis="y", color="0.92")
+    panel.set_axisbelow(True)
+    for border in borders:
+        panel.axvline(border, color="0.85", linewidth=0.8, zorder=0.5)
+
+
+def _add_legend(panel: Any, **options: Any) -> None:
     """Place the legend above the panel."""
-    if has_lines:
-        panel.plot([], [], color="0.75", linewidth=0.8, label="epochs begin")
-    panel.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=6, frameon=False, fontsize=10, borderaxespad=0.2)
+    panel.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=6, frameon=False, **options)
 
 
 def _scale(panel: Any, values: npt.NDArray[np.float64]) -> None:
     """A logarithmic axis for a wide range of values, else a linear axis from 0."""
     if values.min() > 0 and values.max() / values.min() >= 8:
-        panel.set_yscale("log", base=2)
-        panel.yaxis.set_major_formatter("{x:,g}")
+        _set_log(panel)
         panel.set_ylim(values.min() / 1.3, values.max() * 1.3)
     else:
         panel.yaxis.set_major_formatter("{x:,g}")
         panel.set_ylim(-0.03 * values.max(), values.max() * 1.1)  # keep a line at 0 visible
 
 
-def _round_positions() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(nbins=5, steps=[1, 2, 5, 10], integer=True)
-
-
-Record = Mapping[str, Any]
+def _set_log(panel: Any) -> None:
+    panel.set_yscale("log", base=2)
+    panel.yaxis.set_major_formatter("{x:,g}")
 
 
-def plot_decisions(trace: Trace, records: Sequence[Record], path: str | os.PathLike[str]) -> None:
-    """Save a figure of an executed trace and the decisions of its policy as PNG or SVG.
-
-    Args:
-        trace: the batch sizes of all steps.
-        records: the decisions, from decisions.jsonl.
-        path: of the figure.
-    """
+def plot_decisions(trace: Trace, records: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:
+    """Save a figure of an executed trace and the decisions of its policy, from decisions.jsonl, as PNG or SVG."""
     check_suffix(path)
-    num_steps = len(trace)
-    figure = _figure(9, 6)
-    sizes, cores, noise = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 2))
+    figure = new_figure(9, 6)
+    panels = sizes, cores, noise = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 2))
     restarts = [record["step"] for before, record in pairwise(records) if before["cores"] != record["cores"]]
-    _draw_decisions(sizes, range(num_steps + 1), [*trace, trace[num_steps - 1]], STYLES[0])
-    sizes.set_yscale("log", base=2)
-    sizes.yaxis.set_major_formatter("{x:,g}")
-    sizes.set_ylabel("batch size (samples)")
-    steps = [*(record["step"] for record in records), num_steps]
-    _draw_decisions(cores, steps, _held(records, "cores"), STYLES[1])
-    cores.set_ylim(0, max(record["cores"] for record in records) + 1)
-    cores.set_ylabel("cores")
-    _draw_decisions(noise, steps, _held(records, "noise_scale"), STYLES[2])
+    steps = [*(record["step"] for record in records), len(trace)]
+    numbers = [record["cores"] for record in records]
+    scales = [np.nan if record["noise_scale"] is None else record["noise_scale"] for record in records]
+    _draw_line(sizes, range(len(trace) + 1), [*trace, trace[-1]], 0)
+    _set_log(sizes)
+    _draw_line(cores, steps, [*numbers, numbers[-1]], 1, linestyle="-")
+    cores.set_ylim(0, max(numbers) + 1)
+    _draw_line(noise, steps, [*scales, scales[-1]], 2, linestyle="-")
     noise.set_yscale("log")
-    noise.set_ylabel("noise scale (samples)")
     noise.set_xlabel("steps done")
-    noise.set_xlim(0, num_steps)
-    for panel in (sizes, cores, noise):
-        panel.grid(axis="y", color="0.92")
-        panel.set_axisbelow(True)
-        for step in restarts:
-            panel.axvline(step, color="0.85", linewidth=0.8, zorder=0.5)
+    noise.set_xlim(0, len(trace))
+    for panel, label in zip(panels, ("batch size (samples)", "cores", "noise scale (samples)"), strict=True):
+        panel.set_ylabel(label)
+        _add_grid(panel, restarts)
     figure.savefig(path)
 
 
-def _held(records: Sequence[Record], name: str) -> list[float]:
-    """A value of each record, with the last one repeated; NaN for None."""
-    values = [np.nan if record[name] is None else float(record[name]) for record in records]
-    return [*values, values[-1]]
-
-
-def _draw_decisions(panel: Any, positions: Sequence[int], values: Sequence[float], style: Mapping[str, Any]) -> None:
-    panel.plot(positions, values, drawstyle="steps-post", linewidth=1.5, color=style["color"])
-
-
-_PANELS: tuple[tuple[str, Callable[[Moment], float]], ...] = (
-    ("batch size (samples)", lambda moment: moment.batch_size),
-    ("cores", lambda moment: moment.cores),
-    ("progress (steps at the reference)", lambda moment: moment.progress),
-)
-
-
-def plot_simulations(simulations: Mapping[str, Simulation], path: str | os.PathLike[str]) -> None:
-    """Save a figure of simulated runs as PNG or SVG according to the path's suffix."""
-    check_suffix(path)
-    _simulation_figure(simulations).savefig(path)
-
-
-def simulations_as_svg(simulations: Mapping[str, Simulation]) -> str:
-    """The figure of simulated runs as an SVG element for an HTML page."""
-    with io.StringIO() as file:
-        _simulation_figure(simulations).savefig(file, format="svg")
-        text = file.getvalue()
-    return text[text.index("<svg") :]
-
-
-def _simulation_figure(simulations: Mapping[str, Simulation]) -> Any:
-    figure = _figure(10, 8)
-    panels = figure.subplots(len(_PANELS), 1, sharex=True)
-    for panel, (label, value) in zip(panels, _PANELS, strict=True):
-        kind = "default" if "progress" in label else "steps-post"
-        for number, (name, run) in enumerate(simulations.items()):
-            hours, values = zip(*((moment.seconds / 3600, value(moment)) for moment in run.moments), strict=True)
-            panel.plot(hours, values, drawstyle=kind, label=name, linewidth=1.5, **STYLES[number % len(STYLES)])
+def plot_simulations(simulations: Mapping[str, Simulation], file: Any, *, format: str) -> None:
+    """Save a figure of simulated runs to a path or a file object, as PNG or SVG."""
+    figure = new_figure(10, 8)
+    panels = figure.subplots(3, 1, sharex=True)
+    for number, (name, run) in enumerate(simulations.items()):
+        seconds, cores, sizes, progress = zip(*run.moments, strict=True)
+        hours = [value / 3600 for value in seconds]
+        for panel, values in zip(panels[:2], (sizes, cores), strict=True):
+            _draw_line(panel, hours, values, number, label=name)
+        _draw_line(panels[2], hours, progress, number, label=name, drawstyle="default")
+    labels = ("batch size (samples)", "cores", "progress (steps at the reference)")
+    for panel, label in zip(panels, labels, strict=True):
         panel.set_ylabel(label)
-        panel.grid(axis="y", color="0.92")
-        panel.set_axisbelow(True)
-    panels[0].set_yscale("log", base=2)
-    panels[0].yaxis.set_major_formatter("{x:,g}")
-    panels[0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False)
+        _add_grid(panel)
+    _set_log(panels[0])
+    _add_legend(panels[0])
     panels[1].set_ylim(bottom=0)
     panels[-1].set_xlabel("hours")
     panels[-1].set_xlim(left=0)
-    return figure
+    figure.savefig(file, format=format)

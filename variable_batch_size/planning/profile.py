@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from variable_batch_size.checks import install, is_integer, refuse
 from variable_batch_size.files import write_text
 from variable_batch_size.policies.throughput import Throughput
 
-COLUMNS = ("machines", "cores", "minibatch_size", "seconds_accumulating", "seconds_updating")
-
-_FARTHEST = 2
-"""The largest factor of extrapolation in cores and samples without `extrapolates`."""
+_FARTHEST = 2  # the largest factor of extrapolation in cores and samples without `extrapolates`
 
 
 class Measured(NamedTuple):
@@ -31,6 +28,9 @@ class Measured(NamedTuple):
     minibatch_size: int
     seconds_accumulating: float
     seconds_updating: float
+
+
+COLUMNS = Measured._fields
 
 
 class Times(NamedTuple):
@@ -70,9 +70,9 @@ class Profile:
 
     def write(self, path: str | os.PathLike[str], *, comment: str | None = None) -> None:
         """Write a file for :meth:`read`, with the lines of `comment` at the top, after ``#``."""
-        top = "".join(f"# {line}\n" for line in (comment or "").splitlines())
-        lines = [",".join(COLUMNS), *(",".join(map(_cell, row)) for row in self.rows)]
-        write_text(Path(path), top + "\n".join(lines) + "\n")
+        top = [f"# {line}" for line in (comment or "").splitlines()]
+        cells = ([str(cell) if is_integer(cell) else f"{cell:.6g}" for cell in row] for row in self.rows)
+        write_text(Path(path), "\n".join([*top, ",".join(COLUMNS), *map(",".join, cells)]) + "\n")
 
     def times(self, *, cores: int, minibatch_size: int, machines: int = 1) -> Times:
         """The times of minibatches: measured, interpolated between numbers of cores, or from the fitted model.
@@ -80,28 +80,16 @@ class Profile:
         Raises:
             ValueError: beyond twice the measured range or for an unmeasured network, unless `extrapolates`.
         """
-        found = self._measured(machines, minibatch_size)
-        for number, times in found:
-            if number == cores:
-                return times
-        for (low, at_low), (high, at_high) in pairwise(found):
-            if low < cores < high:
-                share = (cores - low) / (high - low)
-                return Times(*(a + share * (b - a) for a, b in zip(at_low, at_high, strict=True)))
+        rows = [row for row in self.rows if (row.machines, row.minibatch_size) == (machines, minibatch_size)]
+        numbers = sorted({row.cores for row in rows})
+        if numbers and numbers[0] <= cores <= numbers[-1]:
+            means = [[fmean(row[i] for row in rows if row.cores == number) for number in numbers] for i in (3, 4)]
+            return Times(*(float(np.interp(cores, numbers, mean)) for mean in means))
         self._refuse_far("cores", cores, [row.cores for row in self.rows])
         self._refuse_far("samples in a minibatch", minibatch_size, [row.minibatch_size for row in self.rows])
         self.refuse_other_network(machines, cores)
-        return Times(
-            self.throughput.accumulating(minibatch_size), self.throughput.updating(machines, cores, minibatch_size)
-        )
-
-    def _measured(self, machines: int, minibatch_size: int) -> list[tuple[int, Times]]:
-        """The mean times on each number of cores, ascending."""
-        of_cores: dict[int, list[tuple[float, ...]]] = {}
-        for row in self.rows:
-            if (row.machines, row.minibatch_size) == (machines, minibatch_size):
-                of_cores.setdefault(row.cores, []).append(row[3:])
-        return [(cores, Times(*map(fmean, zip(*times, strict=True)))) for cores, times in sorted(of_cores.items())]
+        model = self.throughput
+        return Times(model.accumulating(minibatch_size), model.updating(machines, cores, minibatch_size))
 
     @cached_property
     def throughput(self) -> Throughput:
@@ -124,23 +112,19 @@ class Profile:
             )
 
 
-def _cell(value: float) -> str:
-    return str(value) if is_integer(value) else f"{value:.6g}"
-
-
 def _rows(lines: Iterator[str], name: str) -> Iterator[Measured]:
     """Parse and check the rows."""
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
     if not numbered or tuple(cell.strip() for cell in numbered[0][1].split(",")) != COLUMNS:
         refuse(f"{name}:1", f"the columns of a profile must be {','.join(COLUMNS)}", numbered[0][1] if numbered else "")
-    for (number, _), cells in zip(numbered[1:], csv.reader(line for _, line in numbered[1:]), strict=True):
-        place = f"{name}:{number}"
+    for number, line in numbered[1:]:
+        cells, place = line.split(","), f"{name}:{number}"
         try:
             row = Measured(*map(int, cells[:3]), *map(float, cells[3:]))
         except (ValueError, TypeError):
-            refuse(place, "a row of a profile must be three counts and two times in seconds", ",".join(cells))
+            refuse(place, "a row of a profile must be three counts and two times in seconds", line.strip())
         if min(row[:3]) < 1 or not all(0 < seconds < math.inf for seconds in row[3:]):
-            refuse(place, "counts and seconds must be positive", ",".join(cells))
+            refuse(place, "counts and seconds must be positive", line.strip())
         yield row
 
 
@@ -163,20 +147,17 @@ def fit_throughput(rows: Sequence[Measured]) -> Throughput:
     start, is_free = _start(rows)
     free = [index for index, is_it in enumerate(is_free) if is_it]
     spans = [(math.log(_TINY / 100), math.log(1e6))] * 6 + [(0.0, math.log(_LARGEST_GAMMA))]
+    bounds = [spans[index] for index in free]
 
     def unpacked(logarithms: Any) -> Throughput:
-        values = list(start)
-        for index, value in zip(free, logarithms, strict=True):
-            values[index] = math.exp(value)
-        return Throughput(*values)
+        values = dict(enumerate(start)) | {i: math.exp(x) for i, x in zip(free, logarithms, strict=True)}
+        return Throughput(*values.values())
 
     def found(gamma: float) -> Throughput:
         first = [math.log(gamma if index == 6 else start[index]) for index in free]
-        bounds = [spans[index] for index in free]
         # start from least squares, because the error is not smooth at its minimum
         near = least_squares(lambda x: _log_errors(unpacked(x), rows), first, bounds=tuple(zip(*bounds, strict=True)))
-        best = minimize(lambda x: _error(unpacked(x), rows), near.x, method="L-BFGS-B", bounds=bounds)
-        return unpacked(best.x)
+        return unpacked(minimize(lambda x: _error(unpacked(x), rows), near.x, method="L-BFGS-B", bounds=bounds).x)
 
     # several local minima in γ
     return min(map(found, (1.1, 3.0, 8.0) if is_free[6] else (1.0,)), key=lambda model: _error(model, rows))
@@ -187,8 +168,7 @@ def _start(rows: Sequence[Measured]) -> tuple[list[float], list[bool]]:
     seconds = sorted(row.seconds_accumulating for row in rows)[len(rows) // 2]
     size = sorted(row.minibatch_size for row in rows)[len(rows) // 2]
     has_sizes = len({row.minibatch_size for row in rows}) > 1
-    between = [row for row in rows if row.machines > 1]
-    within = [row for row in rows if row.machines == 1 and row.cores > 1]
+    between, within = [row for row in rows if row.machines > 1], [r for r in rows if r.machines == 1 and r.cores > 1]
     networks: list[float] = []
     is_free = [has_sizes, True]
     for used in (between, within):
@@ -201,9 +181,7 @@ def _start(rows: Sequence[Measured]) -> tuple[list[float], list[bool]]:
 def _log_errors(model: Throughput, rows: Sequence[Measured]) -> list[float]:
     """Errors of the accumulating minibatches, then of the updating ones."""
     accumulating = [math.log(model.accumulating(row.minibatch_size) / row.seconds_accumulating) for row in rows]
-    return accumulating + [
-        math.log(model.updating(row.machines, row.cores, row.minibatch_size) / row.seconds_updating) for row in rows
-    ]
+    return accumulating + [math.log(model.updating(*row[:3]) / row.seconds_updating) for row in rows]
 
 
 def _error(model: Throughput, rows: Sequence[Measured]) -> float:

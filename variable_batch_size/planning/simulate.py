@@ -6,14 +6,14 @@ import itertools
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from variable_batch_size.checks import check_positive, refuse
+from variable_batch_size.checks import check_positive, check_positive_number, refuse
 from variable_batch_size.files import read_records
 from variable_batch_size.planning.profile import Profile
 from variable_batch_size.policies.autoscale import gain
@@ -42,8 +42,9 @@ class Availability:
     [Span(cores=2, seconds=60.0), Span(cores=3, seconds=30.0), Span(cores=2, seconds=60.0)]
     """
 
-    def __init__(self, spans: list[Span], *, name: str) -> None:
-        self.spans = _merged(spans)
+    def __init__(self, spans: Iterable[Span], *, name: str) -> None:
+        merged = itertools.groupby(spans, key=lambda span: span.cores)
+        self.spans = [Span(cores, sum(span.seconds for span in group)) for cores, group in merged]
         self.name = name
         if not any(span.cores for span in self.spans):
             raise ValueError(f"{name}: no cores are available at any time")
@@ -57,15 +58,14 @@ class Availability:
     @classmethod
     def of_recording(cls, recording: Recording) -> Availability:
         """As many cores as a recording has devices."""
-        counts, durations = recording.counts.tolist(), recording.durations.tolist()
-        return cls([Span(*pair) for pair in zip(counts, durations, strict=True)], name=recording.places[0])
+        spans = map(Span, recording.counts.tolist(), recording.durations.tolist())
+        return cls(spans, name=recording.places[0])
 
     @classmethod
     def of_market(cls, trace: Trace, *, seconds_per_row: float) -> Availability:
         """As many cores as the rows of a trace, such as :func:`spot_market` with one sample per device."""
-        if not 0 < seconds_per_row < math.inf:
-            raise ValueError(f"`seconds_per_row` must be a positive number, got {seconds_per_row!r}")
-        return cls([Span(count, seconds_per_row) for count in trace.sizes.tolist()], name=trace.name)
+        check_positive_number(seconds_per_row=seconds_per_row)
+        return cls((Span(count, seconds_per_row) for count in trace.sizes.tolist()), name=trace.name)
 
     def __iter__(self) -> Iterator[Span]:
         first, last = self.spans[0], self.spans[-1]
@@ -76,16 +76,6 @@ class Availability:
         else:  # no change between the end and the beginning
             yield first
             yield from itertools.cycle([*self.spans[1:-1], Span(last.cores, last.seconds + first.seconds)])
-
-
-def _merged(spans: list[Span]) -> list[Span]:
-    merged: list[Span] = []
-    for span in spans:
-        if merged and merged[-1].cores == span.cores:
-            merged[-1] = Span(span.cores, merged[-1].seconds + span.seconds)
-        else:
-            merged.append(span)
-    return merged
 
 
 @dataclass(frozen=True)
@@ -111,8 +101,7 @@ class NoiseCurve:
     @classmethod
     def constant(cls, noise_scale: float) -> NoiseCurve:
         """A constant noise scale."""
-        if not 0 < noise_scale < math.inf:
-            raise ValueError(f"`noise_scale` must be a positive number, got {noise_scale!r}")
+        check_positive_number(noise_scale=noise_scale)
         return cls([0.0], [noise_scale])
 
     @classmethod
@@ -129,12 +118,10 @@ class NoiseCurve:
                 found[record["progress"]] = scale * in_samples
         if not found:
             refuse(os.fspath(path), "the log must have records with a noise scale, as of runs with AdaScale", "none")
-        progress = sorted(found)
-        return cls(progress, [found[value] for value in progress])
+        return cls(sorted(found), [found[progress] for progress in sorted(found)])
 
 
 _MOST_EMPTY_SPANS = 10_000
-_HOUR = 3600.0
 
 
 class Moment(NamedTuple):
@@ -146,7 +133,7 @@ class Moment(NamedTuple):
     progress: float
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class Simulation:
     """The result of a simulated run.
 
@@ -157,30 +144,28 @@ class Simulation:
         samples: in these steps.
         progress: of these steps, in steps at the reference batch size.
         restarts: number of restarts on another number of cores.
-        trace: the batch size of every step.
+        made: the batch sizes of consecutive steps, with numbers of steps.
         moments: the changes of cores or batch size, and the end.
     """
 
-    seconds: float
-    device_seconds: float
-    updates: int
-    samples: int
-    progress: float
-    restarts: int
-    trace: Trace
-    moments: tuple[Moment, ...]
+    seconds: float = 0.0
+    device_seconds: float = 0.0
+    updates: int = 0
+    samples: int = 0
+    progress: float = 0.0
+    restarts: int = 0
+    made: list[tuple[int, int]] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
 
     @property
-    def hours(self) -> float:
-        return self.seconds / _HOUR
-
-    @property
-    def device_hours(self) -> float:
-        return self.device_seconds / _HOUR
+    def trace(self) -> Trace:
+        """The batch size of every step."""
+        sizes, numbers = zip(*self.made, strict=True)
+        return Trace.from_sequence(np.repeat(np.array(sizes, dtype=np.int64), numbers))
 
     def cost(self, price: float) -> float:
         """The cost at a price per device-hour."""
-        return self.device_hours * price
+        return self.device_seconds / 3600 * price
 
 
 def simulate(
@@ -211,29 +196,15 @@ def simulate(
         progress: at which the run ends.
         capacity: the most samples in a step, which is the capacity of an epoch; None for no bound.
         restart_seconds: duration of a restart, on the new cores.
-
-    >>> from variable_batch_size.planning.profile import Measured
-    >>> run = simulate(
-    ...     lambda situation: 128,
-    ...     profile=Profile((Measured(1, 4, 32, 1.0, 2.0),)),
-    ...     noise=lambda progress: 1000.0,
-    ...     availability=Availability.constant(4),
-    ...     minibatch_size=32,
-    ...     ref_batchsize=128,
-    ...     progress=100,
-    ... )
-    >>> run.updates, run.seconds, run.device_seconds, run.progress
-    (100, 200.0, 800.0, 100.0)
     """
     check_positive(minibatch_size=minibatch_size, ref_batchsize=ref_batchsize)
-    if not 0 < progress < math.inf:
-        raise ValueError(f"`progress` must be a positive number, got {progress!r}")
+    check_positive_number(progress=progress)
     if not 0 <= restart_seconds < math.inf:
         raise ValueError(f"`restart_seconds` must be a number of seconds, got {restart_seconds!r}")
     policy = policy_of(policy)
     if policy.needs_loss:
         raise ValueError(f"a simulation has no loss, which the policy {type(policy).__name__} needs")
-    run = _Run(policy, profile, noise, minibatch_size, ref_batchsize, progress, capacity)
+    run = _Run(PolicyTiming(policy), profile, noise, minibatch_size, ref_batchsize, capacity, progress)
     num_empty = 0
     for span in availability:
         num_empty = 0 if run.spend(span, restart_seconds) else num_empty + 1
@@ -241,45 +212,37 @@ def simulate(
             break
         if num_empty > _MOST_EMPTY_SPANS:
             raise ValueError(f"{availability.name}: no step fits between two changes of the number of cores")
-    return run.result()
+    run.moments.append(Moment(run.seconds, run.cores, run.made[-1][0], run.progress))
+    return run
 
 
-class _Run:
+@dataclass
+class _Run(Simulation):
     """The state of a simulated run."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        profile: Profile,
-        noise: Callable[[float], float],
-        minibatch_size: int,
-        ref_batchsize: int,
-        goal: float,
-        capacity: int | None,
-    ) -> None:
-        self._timing = PolicyTiming(policy)
-        self._profile, self._noise, self._goal = profile, noise, goal
-        self._m, self._ref, self._capacity = minibatch_size, ref_batchsize, capacity
-        self._rows: deque[tuple[int, int]] = deque()  # decided, not executed: batch sizes and numbers of steps
-        self._made: list[tuple[int, int]] = []  # executed
-        self._moments: list[Moment] = []
-        self._cores = 0
-        self._has_noise = False  # true after a step with several minibatches
-        self.seconds = self.device_seconds = self.progress = 0.0
-        self.updates = self.samples = self.restarts = 0
+    timing: PolicyTiming
+    profile: Profile
+    noise: Callable[[float], float]
+    minibatch_size: int
+    ref_batchsize: int
+    capacity: int | None
+    goal: float
+    cores: int = 0
+    has_noise: bool = False  # true after a step with several minibatches
+    rows: deque[tuple[int, int]] = field(default_factory=deque)  # like `made`, decided and not executed
 
     def spend(self, span: Span, restart_seconds: float) -> bool:
         """Run for one span; False if no step fits into it."""
         begun, left = self.updates, span.seconds
         if span.cores:
-            if self._cores:
+            if self.cores:
                 self.restarts += 1
                 left -= self._wait(min(restart_seconds, left), span.cores)
-                self._timing.restart(self._made[-1][0] if self._made else None)
-                self._rows.clear()
-            self._cores = span.cores
+                self.timing.restart(self.made[-1][0] if self.made else None)
+                self.rows.clear()
+            self.cores = span.cores
             left = self._run_for(left)
-        if self.progress < self._goal:
+        if self.progress < self.goal:
             self._wait(left, span.cores)
         return self.updates > begun
 
@@ -290,71 +253,50 @@ class _Run:
 
     def _run_for(self, left: float) -> float:
         """Make steps while time remains, up to the goal; returns the remaining time."""
-        while self.progress < self._goal:
+        while self.progress < self.goal:
             until_next = self._decide()
-            size, number = self._rows.popleft()
-            worth = gain(size, ref_batchsize=self._ref, noise_scale=self._noise(self.progress))
-            seconds = self._step_seconds(size)
-            wanted = min(number, until_next, max(1, math.ceil((self._goal - self.progress) / worth - 1e-9)))
+            size, number = self.rows.popleft()
+            worth = gain(size, ref_batchsize=self.ref_batchsize, noise_scale=self.noise(self.progress))
+            times = self.profile.times(cores=self.cores, minibatch_size=self.minibatch_size)
+            depth = -(-size // (self.minibatch_size * self.cores))
+            seconds = (depth - 1) * times.accumulating + times.updating
+            wanted = min(number, until_next, max(1, math.ceil((self.goal - self.progress) / worth - 1e-9)))
             made = wanted if wanted * seconds <= left else int(left / seconds)
-            self._note(size, made, seconds, worth)
+            if made:
+                self._execute(size, made, depth, seconds, worth)
             left -= made * seconds
             if made < wanted:
                 break
             if made < number:
-                self._rows.appendleft((size, number - made))
+                self.rows.appendleft((size, number - made))
         return left
 
     def _decide(self) -> int:
         """Let the policy decide rows if due; returns the number of steps until the next decision."""
-        ahead = sum(number for _, number in self._rows)
-        while number := self._timing.num_rows(ahead):
-            self._rows.append((self._timing.answer(self._situation()).batch_size, number))
+        ahead = sum(number for _, number in self.rows)
+        while number := self.timing.num_rows(ahead):
+            situation = Situation(
+                cores=self.cores,
+                minibatch_size=self.minibatch_size,
+                ref_batchsize=self.ref_batchsize,
+                noise_scale=self.noise(self.progress) if self.has_noise else None,
+                steps_done=self.updates,
+                samples_done=self.samples,
+                progress=self.progress,
+                capacity=self.capacity,
+            )
+            self.rows.append((self.timing.answer(situation).batch_size, number))
             ahead += number
-        return ahead - self._timing.policy.lead
+        return ahead - self.timing.policy.lead
 
-    def _situation(self) -> Situation:
-        return Situation(
-            cores=self._cores,
-            minibatch_size=self._m,
-            ref_batchsize=self._ref,
-            noise_scale=self._noise(self.progress) if self._has_noise else None,
-            steps_done=self.updates,
-            samples_done=self.samples,
-            progress=self.progress,
-            capacity=self._capacity,
-        )
-
-    def _step_seconds(self, size: int) -> float:
-        times = self._profile.times(cores=self._cores, minibatch_size=self._m)
-        return (self._depth(size) - 1) * times.accumulating + times.updating
-
-    def _depth(self, size: int) -> int:
-        return -(-size // (self._m * self._cores))
-
-    def _note(self, size: int, number: int, seconds: float, worth: float) -> None:
-        if not number:
-            return
-        if not self._moments or self._moments[-1][1:3] != (self._cores, size):
-            self._moments.append(Moment(self.seconds, self._cores, size, self.progress))
-        self._made.append((size, number))
-        self._timing.note_steps(size, self._depth(size), seconds, number)
-        self._has_noise = self._has_noise or size > self._m
-        self._wait(number * seconds, self._cores)
+    def _execute(self, size: int, number: int, depth: int, seconds: float, worth: float) -> None:
+        """Make some steps of one batch size."""
+        if not self.moments or self.moments[-1][1:3] != (self.cores, size):
+            self.moments.append(Moment(self.seconds, self.cores, size, self.progress))
+        self.made.append((size, number))
+        self.timing.note_steps(size, depth, seconds, number)
+        self.has_noise = self.has_noise or size > self.minibatch_size
+        self._wait(number * seconds, self.cores)
         self.updates += number
         self.samples += number * size
         self.progress += number * worth
-
-    def result(self) -> Simulation:
-        sizes, numbers = zip(*self._made, strict=True)
-        end = Moment(self.seconds, self._cores, sizes[-1], self.progress)
-        return Simulation(
-            seconds=self.seconds,
-            device_seconds=self.device_seconds,
-            updates=self.updates,
-            samples=self.samples,
-            progress=self.progress,
-            restarts=self.restarts,
-            trace=Trace.from_sequence(np.repeat(np.array(sizes, dtype=np.int64), numbers)),
-            moments=(*self._moments, end),
-        )

@@ -1,16 +1,8 @@
 """Autoscale: chooses the batch size with the largest goodput, which is progress per second.
 
-With minibatches of m samples on R cores, a step in which the busiest core runs d of them takes (d − 1)·a + u seconds:
-a for each accumulating minibatch, u for the one with the all-reduce and the update. It is worth
-
-    gain(B) = (φ/B0 + 1) / (φ/B + 1)        φ = V/G², the noise scale in samples
-
-steps at the reference batch size B0, so goodput = gain(B) / ((d − 1)·a + u). All numbers n of minibatches with the same
-depth d take equally long and gain grows with n, so only the largest, n = R·d, matters. Over d goodput has one maximum,
-
-    d* = √(φ·(u − a) / (a·R·m)),  that is B* = √(φ·W),  W = R·m·(u − a)/a
-
-where W is the number of samples that the cores could process during the overhead u − a.
+A step in which the busiest of R cores runs d minibatches of m samples takes (d − 1)·a + u seconds and is worth gain(B)
+steps at the reference batch size. Of all numbers n of minibatches with the same d only the largest, n = R·d, matters.
+Over d goodput has one maximum, d* = √(φ·(u − a) / (a·R·m)), φ = V/G² (docs/policies.md).
 """
 
 from __future__ import annotations
@@ -23,11 +15,7 @@ from variable_batch_size.policies.policy import Policy, Situation
 
 
 def gain(batch_size: float, *, ref_batchsize: float, noise_scale: float) -> float:
-    """The progress of one step, in steps at the reference batch size.
-
-    >>> gain(400, ref_batchsize=100, noise_scale=100.0), gain(400, ref_batchsize=100, noise_scale=math.inf)
-    (1.6, 4.0)
-    """
+    """The progress of one step, in steps at the reference batch size: (φ/B0 + 1) / (φ/B + 1)."""
     if math.isinf(noise_scale):
         return batch_size / ref_batchsize
     return (noise_scale / ref_batchsize + 1) / (noise_scale / batch_size + 1)
@@ -64,11 +52,7 @@ class Goodput:
         """Progress per second, in steps at the reference batch size."""
         size = num_minibatches * self.minibatch_size
         worth = gain(size, ref_batchsize=self.ref_batchsize, noise_scale=self.noise_scale)
-        return worth / self.seconds(num_minibatches)
-
-    def seconds(self, num_minibatches: int) -> float:
-        """Duration of a step."""
-        return (-(-num_minibatches // self.cores) - 1) * self.accumulating + self.updating
+        return worth / ((-(-num_minibatches // self.cores) - 1) * self.accumulating + self.updating)
 
     def best(self, allowed: range) -> int:
         """The number of minibatches in a contiguous range that has the largest goodput."""
@@ -91,9 +75,7 @@ class Autoscale(Policy):
     """Maximizes goodput, gain / time, computed from measured step times and gradient noise (Qiao et al. 2021).
 
     Until both are known it tries two depths of accumulation: the noise needs at least two minibatches, and the
-    difference between two depths is the time of an accumulating minibatch. Noise grows during training, so the batch
-    size is revised every few steps. It grows by at most the factor `max_growth` at a time, and changes only if goodput
-    grows by the factor `threshold`.
+    difference between two depths is the time of an accumulating minibatch.
 
     Args:
         max_batch_size: the largest batch size; beyond it, no measurement shows whether training still converges well.
@@ -185,13 +167,7 @@ def _size(situation: Situation, depth: int, allowed: range) -> int:
 def _goodput(situation: Situation) -> Goodput | None:
     """None while noise or times are unknown."""
     noise_scale, a, u = situation.noise_scale, situation.seconds_accumulating, situation.seconds_updating
-    if noise_scale is None or a is None or u is None or not situation.knows_noise or not situation.knows_times:
+    if noise_scale is None or a is None or not u or not situation.knows_noise:
         return None
-    return Goodput(
-        cores=situation.cores,
-        minibatch_size=situation.minibatch_size,
-        ref_batchsize=situation.ref_batchsize,
-        noise_scale=noise_scale,
-        accumulating=a,
-        updating=u,
-    )
+    sizes = {name: getattr(situation, name) for name in ("cores", "minibatch_size", "ref_batchsize")}
+    return Goodput(noise_scale=noise_scale, accumulating=a, updating=u, **sizes)

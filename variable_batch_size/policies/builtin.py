@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from variable_batch_size.checks import check_one_of, check_positive
 from variable_batch_size.policies.autoscale import Autoscale
-from variable_batch_size.policies.policy import BoundsOptions, FunctionPolicy, Policy, Situation
+from variable_batch_size.policies.policy import FunctionPolicy, Policy, PolicyOptions, Situation
 
 
 @final
@@ -19,18 +19,14 @@ class PerCore(Policy):
 
     Args:
         samples: per core and step; None for one minibatch.
-        every: steps from one decision to the next.
-        lead: how many steps ahead batch sizes are decided.
-        bounds: see :class:`Bounds`.
+        options: see :class:`Policy`.
 
     >>> PerCore(64).answer(Situation(cores=3, minibatch_size=32, ref_batchsize=128)).batch_size
     192
     """
 
-    def __init__(
-        self, samples: int | None = None, *, every: int = 20, lead: int = 16, **bounds: Unpack[BoundsOptions]
-    ) -> None:
-        super().__init__(every=every, lead=lead, **bounds)
+    def __init__(self, samples: int | None = None, **options: Unpack[PolicyOptions]) -> None:
+        super().__init__(**options)
         if samples is not None:
             check_positive(samples=samples)
         self.samples = samples
@@ -49,9 +45,7 @@ class NormTest(Policy):
 
     Args:
         eta: η, between 0 and 1; smaller values give larger batch sizes.
-        every: steps from one decision to the next.
-        lead: how many steps ahead batch sizes are decided.
-        bounds: see :class:`Bounds`.
+        options: see :class:`Policy`.
 
     >>> policy = NormTest(eta=0.5)
     >>> policy.answer(Situation(cores=2, minibatch_size=32, ref_batchsize=64, batch_size=64, noise_scale=100.0))
@@ -60,19 +54,19 @@ class NormTest(Policy):
 
     needs_noise = True
 
-    def __init__(self, *, eta: float, every: int = 20, lead: int = 16, **bounds: Unpack[BoundsOptions]) -> None:
-        super().__init__(every=every, lead=lead, **bounds)
+    def __init__(self, *, eta: float, **options: Unpack[PolicyOptions]) -> None:
+        super().__init__(**options)
         if not 0 < eta < 1:
             raise ValueError(f"`eta` must be between 0 and 1, got {eta!r}")
         self.eta = eta
 
     def decide(self, situation: Situation) -> float:
         now = situation.batch_size or situation.ref_batchsize
-        if situation.noise_scale is None or not situation.knows_noise:
-            if now < 2 * situation.minibatch_size:
-                self.why = "estimating noise needs two minibatches"
-            return max(now, 2 * situation.minibatch_size)
         m = situation.minibatch_size
+        if situation.noise_scale is None or not situation.knows_noise:
+            if now < 2 * m:
+                self.why = "estimating noise needs two minibatches"
+            return max(now, 2 * m)
         passing = situation.noise_scale * (1 - self.eta**2) / self.eta**2
         if passing <= now:
             return now
@@ -89,9 +83,7 @@ class CriticalBatch(Policy):
 
     Args:
         cost: the largest fraction of additional samples for doubling.
-        every: steps from one decision to the next.
-        lead: how many steps ahead batch sizes are decided.
-        bounds: see :class:`Bounds`.
+        options: see :class:`Policy`.
 
     >>> policy = CriticalBatch(cost=0.25)
     >>> policy.answer(Situation(cores=2, minibatch_size=32, ref_batchsize=64, batch_size=64, noise_scale=200.0))
@@ -100,8 +92,8 @@ class CriticalBatch(Policy):
 
     needs_noise = True
 
-    def __init__(self, *, cost: float = 0.2, every: int = 20, lead: int = 16, **bounds: Unpack[BoundsOptions]) -> None:
-        super().__init__(every=every, lead=lead, **bounds)
+    def __init__(self, *, cost: float = 0.2, **options: Unpack[PolicyOptions]) -> None:
+        super().__init__(**options)
         if not 0 < cost < 1:
             raise ValueError(f"`cost` must be between 0 and 1, got {cost!r}")
         self.cost = cost
@@ -120,17 +112,15 @@ class CriticalBatch(Policy):
 class OnPlateau(Policy):
     """Multiplies the batch size when a metric has stopped improving.
 
-    The metric, such as a validation loss, is passed to :meth:`tell`. Until then it is the loss recorded by a
-    :class:`Log`.
+    The metric, such as a validation loss, is passed to ``sampler.policy.tell(value)``. Until then it is the loss
+    recorded by a :class:`Log`.
 
     Args:
         factor: multiplies the batch size on each plateau.
         patience: number of consecutive values without improvement that make a plateau.
         min_delta: minimum improvement, as a fraction of the best value.
         is_higher_better: whether larger values are better, such as an accuracy.
-        every: steps from one decision to the next.
-        lead: how many steps ahead batch sizes are decided.
-        bounds: see :class:`Bounds`.
+        options: see :class:`Policy`.
 
     >>> policy = OnPlateau(patience=2)
     >>> for value in (1.0, 0.9, 0.9, 0.95):
@@ -148,27 +138,26 @@ class OnPlateau(Policy):
         patience: int = 10,
         min_delta: float = 1e-4,
         is_higher_better: bool = False,
-        every: int = 20,
-        lead: int = 16,
-        **bounds: Unpack[BoundsOptions],
+        **options: Unpack[PolicyOptions],
     ) -> None:
-        super().__init__(every=every, lead=lead, **bounds)
+        super().__init__(**options)
         check_positive(patience=patience)
         if not 1 < factor < math.inf:
             raise ValueError(f"`factor` must be above 1, got {factor!r}")
         if not 0 <= min_delta < 1:
             raise ValueError(f"`min_delta` must be at least 0 and below 1, got {min_delta!r}")
-        self.factor = factor
-        self.patience = patience
-        self.min_delta = min_delta
-        self.is_higher_better = is_higher_better
+        self.factor, self.patience = factor, patience
+        self.min_delta, self.is_higher_better = min_delta, is_higher_better
         self._best: float | None = None
-        self._num_worse = 0
-        self._is_told = False
+        self._num_worse, self._is_told = 0, False
         self._latest: float | None = None  # loss, so that each counts once
 
     def tell(self, value: float) -> None:
         """Add a value of the metric, like ``ReduceLROnPlateau.step(metric)``; replaces the loss of the log."""
+        if self._is_recipe:
+            raise RuntimeError(
+                "a sampler decides with its own copy of this policy: pass the value to sampler.policy.tell(value)"
+            )
         if not self._is_told:
             self._best, self._num_worse, self._is_told = None, 0, True
         self._add(float(value))
@@ -214,23 +203,13 @@ POLICIES: Mapping[str, type[Policy]] = {
 
 
 def make_policy(name: str, **settings: Any) -> Policy:
-    """Create a policy by name.
-
-    >>> make_policy("autoscale", max_batch_size=1024).bounds.max_batch_size
-    1024
-    """
+    """Create a policy by name: ``make_policy("autoscale", max_batch_size=1024)``."""
     check_one_of(POLICIES, policy=name)
     return POLICIES[name](**settings)
 
 
 def parse_policy(text: str) -> Policy:
-    """Create a policy from ``name:setting=value,…``, or from a number for a constant batch size.
-
-    >>> parse_policy("norm_test:eta=0.5,max_batch_size=1024").bounds.max_batch_size
-    1024
-    >>> parse_policy("512").answer(Situation(cores=3, minibatch_size=32, ref_batchsize=128)).batch_size
-    512
-    """
+    """Create a policy from ``name:setting=value,…``, or from a number for a constant batch size."""
     name, _, settings = text.partition(":")
     if name.isdecimal() and not settings:
         return FunctionPolicy(_Always(int(name)))
@@ -253,16 +232,12 @@ class _Always:
     """A constant batch size; raises instead of rounding it to the bounds."""
 
     def __init__(self, size: int) -> None:
-        self.__qualname__ = f"always {size}"
-        self._size = size
+        self.__qualname__, self._size = f"always {size}", size
 
     def __call__(self, situation: Situation) -> float:
-        if not self._size or self._size % situation.minibatch_size:
-            raise ValueError(
-                f"`policy` must be a multiple of {situation.minibatch_size} (the minibatch size), got {self._size}"
-            )
-        if situation.capacity is not None and self._size > situation.capacity:
-            raise ValueError(
-                f"`policy` must be at most {situation.capacity} (the capacity of an epoch), got {self._size}"
-            )
-        return self._size
+        size, minibatch_size, capacity = self._size, situation.minibatch_size, situation.capacity
+        if not size or size % minibatch_size:
+            raise ValueError(f"`policy` must be a multiple of {minibatch_size} (the minibatch size), got {size}")
+        if capacity is not None and size > capacity:
+            raise ValueError(f"`policy` must be at most {capacity} (the capacity of an epoch), got {size}")
+        return size

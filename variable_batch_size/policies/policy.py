@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypedDict, final
 
 from typing_extensions import Unpack
 
-from variable_batch_size.checks import check_positive, is_integer
+from variable_batch_size.checks import check_positive, copy_for_run, is_integer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +62,9 @@ class Situation:
         """Whether the noise scale is known; it may be infinite."""
         return self.noise_scale is not None and not math.isnan(self.noise_scale) and self.noise_scale >= 0
 
-    @property
-    def knows_times(self) -> bool:
-        """Whether both times are known and a step has taken any time."""
-        return self.seconds_accumulating is not None and bool(self.seconds_updating)
-
 
 class BoundsOptions(TypedDict, total=False):
-    """Keyword arguments of all policies; see :class:`Bounds`."""
+    """The arguments of :class:`Bounds`, which all policies take."""
 
     min_batch_size: int | None
     max_batch_size: int | None
@@ -78,20 +74,25 @@ class BoundsOptions(TypedDict, total=False):
     threshold: float
 
 
+class PolicyOptions(BoundsOptions, total=False):
+    """The arguments of :class:`Policy`, which all policies take."""
+
+    every: int
+    lead: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
     """The allowed batch sizes: multiples of the minibatch size within limits.
 
-    With n minibatches of m samples on R cores, a core runs ⌊n/R⌋ or ⌈n/R⌉ of them, so
-
-        max(⌈min_batch_size/m⌉, R·⌈min_per_core/m⌉) ≤ n ≤ min(⌊max_batch_size/m⌋, R·⌊max_per_core/m⌋)
 
     Args:
         min_batch_size: the smallest batch size; None for one minibatch.
         max_batch_size: the largest; None for the capacity of an epoch.
         min_per_core: the fewest samples of any core in a step; None if cores may be idle.
         max_per_core: the most samples of any core in a step; None for no bound.
-        max_growth: the largest factor for one decision, unless the other bounds require more.
+        max_growth: the largest factor for one decision, unless the other bounds require more, or all cores could not
+            have a minibatch after the number of cores has changed.
         threshold: the smallest factor by which a change must affect :meth:`Policy.worth`.
 
     >>> bounds = Bounds(max_batch_size=1000, max_growth=2.0)
@@ -108,11 +109,9 @@ class Bounds:
     threshold: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("min_batch_size", "max_batch_size", "min_per_core", "max_per_core"):
-            if getattr(self, name) is not None:
-                check_positive(**{name: getattr(self, name)})
         for low, high in (("min_batch_size", "max_batch_size"), ("min_per_core", "max_per_core")):
             least, most = getattr(self, low), getattr(self, high)
+            check_positive(**{name: size for name, size in ((low, least), (high, most)) if size is not None})
             if least is not None and most is not None and least > most:
                 raise ValueError(f"`{low}` must be at most `{high}`, which is {most}, got {least}")
         if not self.max_growth > 1:
@@ -124,18 +123,11 @@ class Bounds:
         """The allowed numbers of minibatches in a step; ValueError if the bounds allow none."""
         m, cores = situation.minibatch_size, situation.cores
         least = [1, -(-(self.min_batch_size or 1) // m), cores * -(-(self.min_per_core or 0) // m)]
-        most = [
-            limit
-            for limit in (
-                None if self.max_batch_size is None else self.max_batch_size // m,
-                None if self.max_per_core is None else cores * (self.max_per_core // m),
-                None if situation.capacity is None else situation.capacity // m,
-            )
-            if limit is not None
-        ]
-        if most and max(least) > min(most):
+        limits = ((self.max_batch_size, 1), (self.max_per_core, cores), (situation.capacity, 1), (2**62, 1))
+        most = min(times * (limit // m) for limit, times in limits if limit is not None)
+        if max(least) > most:
             raise ValueError(self._contradiction(situation))
-        return range(max(least), (min(most) if most else 2**62 // m) + 1)
+        return range(max(least), most + 1)
 
     def reachable(self, situation: Situation) -> range:
         """The allowed numbers of minibatches in the next step, given the current batch size."""
@@ -144,6 +136,8 @@ class Bounds:
             return allowed
         # a product such as 1.1 · 320 may be just below an integer by a rounding error
         largest = math.floor(self.max_growth * situation.batch_size / situation.minibatch_size + 1e-9)
+        if situation.is_fresh:  # no core must be idle because there were fewer before
+            largest = max(largest, situation.cores)
         return range(allowed.start, max(allowed.start, min(largest, allowed.stop - 1)) + 1)
 
     def nearest(self, size: float, situation: Situation) -> int:
@@ -155,20 +149,19 @@ class Bounds:
         return min(max(wish, reachable.start), reachable.stop - 1) * m
 
     def is_worth_it(self, worth: float, worth_now: float) -> bool:
-        """Whether a change reaches the threshold."""
         return not worth_now / self.threshold < worth < worth_now * self.threshold
 
     def _contradiction(self, situation: Situation) -> str:
-        cores, m = situation.cores, situation.minibatch_size
-        parts = [
-            f"at least {self.min_batch_size} in total" if self.min_batch_size is not None else "",
-            f"at least {self.min_per_core} per core" if self.min_per_core is not None else "",
-            f"at most {self.max_batch_size} in total" if self.max_batch_size is not None else "",
-            f"at most {self.max_per_core} per core" if self.max_per_core is not None else "",
-            f"at most {situation.capacity} in an epoch" if situation.capacity is not None else "",
-        ]
-        named = ", ".join(part for part in parts if part)
-        return f"no batch size satisfies all bounds on {cores} cores with minibatches of {m}: {named}"
+        parts = {
+            "at least {} in total": self.min_batch_size,
+            "at least {} per core": self.min_per_core,
+            "at most {} in total": self.max_batch_size,
+            "at most {} per core": self.max_per_core,
+            "at most {} in an epoch": situation.capacity,
+        }
+        named = ", ".join(text.format(limit) for text, limit in parts.items() if limit is not None)
+        where = f"{situation.cores} cores with minibatches of {situation.minibatch_size}"
+        return f"no batch size satisfies all bounds on {where}: {named}"
 
 
 class Decision(NamedTuple):
@@ -181,7 +174,8 @@ class Decision(NamedTuple):
 class Policy(ABC):
     """Chooses the batch size of the next steps.
 
-    A custom policy needs one method:
+    Every sampler decides with its own copy, which is ``sampler.policy``. The object that was passed is not changed, and
+    may be passed again. A custom policy needs one method:
 
     >>> class HalfTheNoise(Policy):
     ...     def decide(self, situation):
@@ -206,10 +200,10 @@ class Policy(ABC):
 
     def __init__(self, *, every: int = 20, lead: int = 16, **bounds: Unpack[BoundsOptions]) -> None:
         check_positive(every=every, lead=lead)
-        self.every = int(every)
-        self.lead = int(lead)
+        self.every, self.lead = int(every), int(lead)
         self.bounds = Bounds(**bounds)
         self.why = ""
+        self._is_recipe = False  # whether samplers use copies of this object
 
     @abstractmethod
     def decide(self, situation: Situation) -> float:
@@ -225,17 +219,14 @@ class Policy(ABC):
     def answer(self, situation: Situation) -> Decision:
         """The batch size of the next steps, within the bounds, and why."""
         self.why = ""
-        wish = self.decide(situation)
-        size, now = self.bounds.nearest(wish, situation), situation.batch_size
-        if now is None or size == now or self._must_leave(situation, now):
+        size, now = self.bounds.nearest(self.decide(situation), situation), situation.batch_size
+        if now is None or size == now:
             return Decision(size, self.why)
-        if not self.bounds.is_worth_it(self.worth(situation, size), self.worth(situation, now)):
+        minibatches, rest = divmod(now, situation.minibatch_size)
+        may_stay = rest == 0 and minibatches in self.bounds.minibatches(situation)
+        if may_stay and not self.bounds.is_worth_it(self.worth(situation, size), self.worth(situation, now)):
             return Decision(now, f"{size} is not worth a change")
         return Decision(size, self.why)
-
-    def _must_leave(self, situation: Situation, now: int) -> bool:
-        minibatches, rest = divmod(now, situation.minibatch_size)
-        return rest > 0 or minibatches not in self.bounds.minibatches(situation)
 
     def state_dict(self) -> dict[str, Any]:
         """The policy's state between decisions: numbers, lists and dictionaries."""
@@ -247,39 +238,39 @@ class Policy(ABC):
     @property
     def description(self) -> str:
         """Name and settings; must match on all cores and when a run resumes."""
-        settings = {
-            name: value
+        settings = [
+            f"{name}={value}"
             for name, value in {**vars(self), **vars(self.bounds)}.items()
             if not name.startswith("_") and name != "why" and isinstance(value, (bool, int, float, str))
-        }
-        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
+        ]
+        return f"{type(self).__name__}({', '.join(settings)})"
 
 
 @final
 class FunctionPolicy(Policy):
-    """A policy from a function of the situation, with `every`, `lead` and bounds.
+    """A policy from a function of the situation, with the options of :class:`Policy`; the function is not copied.
 
     >>> policy = FunctionPolicy(lambda situation: 64 * situation.cores, every=5, max_batch_size=512)
     >>> policy.answer(Situation(cores=10, minibatch_size=32, ref_batchsize=128)).batch_size
     512
     """
 
-    def __init__(
-        self,
-        function: Callable[[Situation], float],
-        *,
-        every: int = 20,
-        lead: int = 16,
-        **bounds: Unpack[BoundsOptions],
-    ) -> None:
-        super().__init__(every=every, lead=lead, **bounds)
+    def __init__(self, function: Callable[[Situation], float], **options: Unpack[PolicyOptions]) -> None:
+        super().__init__(**options)
         self.name = getattr(function, "__qualname__", type(function).__name__)
         self._function = function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FunctionPolicy:
+        return copy.copy(self)  # of a bound method, the object would be copied too
 
     def decide(self, situation: Situation) -> float:
         return self._function(situation)
 
 
 def policy_of(source: Policy | Callable[[Situation], float]) -> Policy:
-    """The policy itself, or a :class:`FunctionPolicy` for a function."""
-    return source if isinstance(source, Policy) else FunctionPolicy(source)
+    """A copy of a policy, or a :class:`FunctionPolicy` for a function."""
+    if not isinstance(source, Policy):
+        return FunctionPolicy(source)
+    policy = copy_for_run(source)
+    source._is_recipe, policy._is_recipe = True, False
+    return policy

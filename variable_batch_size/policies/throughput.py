@@ -151,33 +151,28 @@ def best_split(
     (64, 2)
     """
     check_positive(ref_batchsize=ref_batchsize, cores=cores, max_batch_size=max_batch_size, machines=machines)
-    check_positive(
-        min_minibatch=min_minibatch, max_minibatch=max_batch_size if max_minibatch is None else max_minibatch
-    )
+    largest = max_batch_size if max_minibatch is None else max_minibatch
+    check_positive(min_minibatch=min_minibatch, max_minibatch=largest)
     if not noise_scale >= 0:
         raise ValueError(f"`noise_scale` must be a non-negative number, got {noise_scale!r}")
+
+    def goodput(size: int, depth: int) -> float:
+        worth = gain(cores * size * depth, ref_batchsize=ref_batchsize, noise_scale=noise_scale)
+        return ref_batchsize * worth / throughput.step(machines, cores, size, depth)
+
     splits = [
-        BestSplit(_goodput(throughput, machines, cores, size, depth, ref_batchsize, noise_scale), size, depth)
+        BestSplit(goodput(size, depth), size, depth)
         for depth in _spread(1, max_batch_size // (min_minibatch * cores) if may_accumulate else 1)
-        for size in _spread(
-            max(min_minibatch, -(-ref_batchsize // (cores * depth))),
-            min(max_minibatch or max_batch_size, max_batch_size // (cores * depth)),
-        )
-        if cores * depth > 1 or size <= ref_batchsize
+        for num in [cores * depth]
+        for size in _spread(max(min_minibatch, -(-ref_batchsize // num)), min(largest, max_batch_size // num))
+        if num > 1 or size <= ref_batchsize
     ]
     if not splits:
         raise ValueError(
             f"no split satisfies all bounds on {cores} cores: {ref_batchsize} to {max_batch_size} samples in total, "
-            f"{min_minibatch} to {max_minibatch or max_batch_size} in a minibatch, equally many on every core"
+            f"{min_minibatch} to {largest} in a minibatch, equally many on every core"
         )
     return max(splits)
-
-
-def _goodput(
-    throughput: Throughput, machines: int, cores: int, size: int, depth: int, ref_batchsize: int, noise_scale: float
-) -> float:
-    worth = gain(cores * size * depth, ref_batchsize=ref_batchsize, noise_scale=noise_scale)
-    return ref_batchsize * worth / throughput.step(machines, cores, size, depth)
 
 
 def _spread(first: int, last: int) -> Iterator[int]:

@@ -17,18 +17,13 @@ class StepTimes:
     """Fits a line to the median step times of each depth.
 
     A step of depth d takes (d − 1)·a + u seconds; a line through two or more depths gives a and u. Only full steps are
-    timed, because asynchronous devices don't expose the time of single minibatches.
-
-    >>> times = StepTimes()
-    >>> for _ in range(5):
-    ...     times.add(1, 4.0)
-    ...     times.add(2, 5.0)
-    >>> times.seconds
-    (1.0, 4.0)
+    timed, because asynchronous devices don't expose the time of single minibatches. On other cores the time of an
+    accumulating minibatch is assumed to stay until two depths were timed again, and u until one was.
     """
 
     def __init__(self) -> None:
         self._of_depth: dict[int, deque[float]] = {}
+        self._before: tuple[float, float] | None = None  # a and u on the cores before
 
     def add(self, depth: int, seconds: float) -> None:
         """Add the duration of a step in which the busiest core ran `depth` minibatches."""
@@ -36,32 +31,34 @@ class StepTimes:
 
     @property
     def seconds(self) -> tuple[float, float] | None:
-        """a and u, the times of an accumulating and an updating minibatch; None before two depths were timed."""
+        """a and u, the times of an accumulating and an updating minibatch; None before two depths were ever timed."""
         points = [(d, statistics.median(found)) for d, found in self._of_depth.items() if len(found) >= _FEWEST]
         if len(points) < 2:
-            return None
+            if self._before is None or not points:
+                return self._before
+            ((depth, seconds),) = points
+            accumulating = min(self._before[0], seconds / depth)
+            return accumulating, seconds - (depth - 1) * accumulating
         line = statistics.linear_regression(*zip(*points, strict=True))
         accumulating = max(line.slope, 0.0)
         mean_depth, mean_seconds = (statistics.fmean(column) for column in zip(*points, strict=True))
         return accumulating, max(mean_seconds - (mean_depth - 1) * accumulating, accumulating)
 
-    def num_of(self, depth: int) -> int:
-        """Number of timed steps of a depth."""
-        return len(self._of_depth.get(depth, ()))
-
     @property
     def is_empty(self) -> bool:
-        """Whether no step was timed."""
         return not self._of_depth
 
-    def clear(self) -> None:
-        self._of_depth = {}
+    def restart(self, *, on_same_minibatches: bool = True) -> None:
+        """Go to other cores; minibatches of another size take other times."""
+        self._before, self._of_depth = self.seconds if on_same_minibatches else None, {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seconds": {depth: list(found) for depth, found in self._of_depth.items()}}
+        of_depth = {depth: list(found) for depth, found in self._of_depth.items()}
+        return {"seconds": of_depth, "before": self._before and list(self._before)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._of_depth = {int(depth): deque(found, maxlen=_MOST) for depth, found in state["seconds"].items()}
+        self._before = tuple(state["before"]) if state["before"] else None
 
 
 class PolicyTiming:
@@ -69,14 +66,10 @@ class PolicyTiming:
 
     A decision is executed some steps later. The policy does not decide again until a few steps of its last decision
     were executed and its measurements reflect the change.
-
-    Attributes:
-        times: step times on the current cores.
     """
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.times = StepTimes()
+        self.policy, self.times = policy, StepTimes()
         self._batch_size: int | None = None  # of the last decision
         self._num_made = 0  # its executed steps
 
@@ -86,13 +79,9 @@ class PolicyTiming:
         return lead + every - ahead if ahead <= lead else 0
 
     def note_steps(self, batch_size: int, depth: int, seconds: float | None, number: int = 1) -> None:
-        """Record executed steps.
+        """Record executed steps, in each of which the busiest core ran `depth` minibatches.
 
-        Args:
-            batch_size: of each step.
-            depth: number of minibatches of the busiest core in each step.
-            seconds: of each step; None if not representative, as when a step waited for a DataLoader to start.
-            number: of steps.
+        `seconds` is None if the time is not representative, as when a step waited for a DataLoader to start.
         """
         if batch_size == self._batch_size:
             self._num_made += number
@@ -103,15 +92,9 @@ class PolicyTiming:
         """The batch size of the next rows, and why; fills in batch size and times of the situation."""
         if self._batch_size is not None and self._num_made < _FEWEST:
             return Decision(self._batch_size, "last decision not executed yet")
-        accumulating, updating = self.times.seconds or (None, None)
-        known = replace(
-            situation,
-            batch_size=self._batch_size,
-            seconds_accumulating=accumulating,
-            seconds_updating=updating,
-            is_fresh=self.times.is_empty,
-        )
-        decision = self.policy.answer(known)
+        a, u = self.times.seconds or (None, None)
+        situation = replace(situation, seconds_accumulating=a, seconds_updating=u, is_fresh=self.times.is_empty)
+        decision = self.policy.answer(replace(situation, batch_size=self._batch_size))
         self.take_over(decision.batch_size)
         return decision
 
@@ -120,18 +103,14 @@ class PolicyTiming:
         if batch_size != self._batch_size:
             self._batch_size, self._num_made = batch_size, 0
 
-    def restart(self, batch_size: int | None) -> None:
-        """Resume on other cores after steps of this batch size: drop the measured times, and decide immediately."""
-        self.times.clear()
+    def restart(self, batch_size: int | None, *, on_same_minibatches: bool = True) -> None:
+        """Resume on other cores after steps of this batch size: time steps again, and decide immediately."""
+        self.times.restart(on_same_minibatches=on_same_minibatches)
         self._batch_size, self._num_made = batch_size, _FEWEST
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "policy": self.policy.state_dict(),
-            "times": self.times.state_dict(),
-            "batch_size": self._batch_size,
-            "num_made": self._num_made,
-        }
+        own = {"batch_size": self._batch_size, "num_made": self._num_made}
+        return {"policy": self.policy.state_dict(), "times": self.times.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.policy.load_state_dict(state["policy"])

@@ -24,17 +24,10 @@ class AdamRule(Rule):
         1 − β = κ · (1 − β0)    with form "sde"
         β = β0^κ                with form "half-life"
 
-    "sde" preserves the stochastic differential equation that Adam discretises (Malladi et al. 2022, "On the SDEs and
-    scaling rules for adaptive gradient algorithms"). β is clamped at 0, which it reaches at κ = 1/(1 − β0): S = 10 for
-    β1 = 0.9. Adam averages nothing there, and the form is no longer valid.
-
-    "half-life" preserves the number of samples after which a gradient's weight in Adam's averages halves (Marek et al.
-    2025, "Small batch size training for language models", for β2; Busbridge et al. 2023, "How to scale your EMA"). It
-    equals "sde" to first order in κ · (1 − β0), and is valid for any κ.
-
-    AdamW subtracts lr · wd of the weights per update, and one update replaces κ reference updates. Multiplying the
-    weight decay by √κ therefore preserves the decay per sample. Adam's L2 penalty is part of the gradient and needs no
-    scaling. Bias correction follows the varying betas (:func:`corrected_for_bias`).
+    "sde" preserves the stochastic differential equation that Adam discretises (Malladi et al. 2022); β is clamped at 0,
+    which it reaches at κ = 1/(1 − β0). "half-life" preserves the number of samples after which a gradient's weight in
+    Adam's averages halves (Marek et al. 2025 for β2; Busbridge et al. 2023), and is valid for any κ. A scaled
+    weight decay, if decoupled, preserves the decay per sample. Bias correction follows the varying betas.
 
     Args:
         form: how the betas scale.
@@ -50,6 +43,7 @@ class AdamRule(Rule):
     """
 
     text_setting = ("form", str)
+    corrects_bias = True
 
     def __init__(self, *, form: Form = "sde", scales_weight_decay: bool = True) -> None:
         check_one_of(get_args(Form), form=form)
@@ -79,9 +73,12 @@ class AdamRule(Rule):
 
 
 def check_adam(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Reject an inner optimizer without betas and eps."""
-    if not all("betas" in group and "eps" in group for group in groups):
-        raise ValueError(f"`inner` must be an Adam-style optimizer with betas and eps, got {optimizer}")
+    """Reject an inner optimizer without two betas and an eps."""
+    for group in groups:
+        betas, eps = group.get("betas"), group.get("eps")
+        if not isinstance(betas, tuple | list) or len(betas) != 2 or eps is None or isinstance(eps, tuple | list):
+            found = f" with betas {betas} and eps {eps}" if betas else ""
+            raise ValueError(f"`inner` must be an Adam-style optimizer with betas and eps, got {optimizer}{found}")
 
 
 def corrected_for_bias(
@@ -89,19 +86,13 @@ def corrected_for_bias(
 ) -> dict[str, Any]:
     """Settings that give Adam the correct bias correction after its betas have varied.
 
-    Adam's averages start at 0, and after t updates their weights sum to 1 − Π β_i over all updates. Adam divides by
-    1 − β^t instead, with the current β. Its step
+    Adam's averages start at 0, and after t updates (`num_updates`, with the coming one) their weights sum to 1 − Π β_i
+    (`products`). Adam divides by 1 − β^t instead, with the current β. Its step
 
         lr · (m / b1) / (√(v / b2) + ε)    with b = 1 − β^t in place of c = 1 − Π β_i
 
     becomes the correct one with the learning rate lr · b1/c1 / r and the epsilon ε/r, where r = √(b2/c2). A decoupled
     weight decay, which subtracts lr · decay of the weights, is divided by the correction of the learning rate.
-
-    Args:
-        settings: the parameter group's settings for this step, including ``lr``, ``betas`` and ``eps``.
-        num_updates: t, including the coming update.
-        products: Π β1_i and Π β2_i, including the coming update.
-        is_decoupled: whether ``weight_decay`` is decoupled, as in AdamW.
 
     >>> settings = {"lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-8}
     >>> corrected_for_bias(settings, num_updates=2, products=(0.25, 0.5625), is_decoupled=False)
@@ -112,8 +103,7 @@ def corrected_for_bias(
     first, second = (
         (1 - beta**num_updates) / (1 - product) for beta, product in zip(settings["betas"], products, strict=True)
     )
-    root = math.sqrt(second)
-    scale = first / root
+    root, scale = math.sqrt(second), first / math.sqrt(second)
     corrected = {**settings, "lr": settings["lr"] * scale, "eps": settings["eps"] / root}
     if is_decoupled and "weight_decay" in settings:
         corrected["weight_decay"] = settings["weight_decay"] / scale

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+from variable_batch_size.checks import check_positive
 from variable_batch_size.rules.adam import check_adam
 from variable_batch_size.rules.noise import Noise, NoiseMeter
 from variable_batch_size.rules.rule import Norms, Rule, Step
@@ -17,9 +18,6 @@ class NoiseRule(Rule):
 
     Args:
         starts_with_mean: average the first steps as in the AdaScale paper; otherwise debias (:class:`NoiseAverage`).
-
-    Attributes:
-        meter: the noise measured in this run.
     """
 
     measures_noise = True
@@ -71,12 +69,22 @@ class AdaScaleRule(NoiseRule):
 class AdamScaleRule(NoiseRule):
     """lr = lr0 · √gain for Adam, with the gain of preconditioned gradients.
 
-    Adam divides gradients by the root of its second moment, so the noise is measured after the same division. The
-    learning rate grows with the root of a step's progress, as in the square root rule. Parameters that Adam has not
-    updated yet have no second moment and are excluded from the norms.
+    Adam divides gradients by the root of its second moment, so the noise is measured after the same division. Excluded
+    from the norms are parameters that Adam has not updated often enough, and elements whose root is below a
+    tenth of the root mean square of their tensor.
+
+    Args:
+        starts_with_mean: see :class:`NoiseRule`.
+        min_updates: from how many updates of a parameter on its second moment is used; the inverse of the mean of a few
+            squares has no finite variance.
     """
 
     preconditions = True
+
+    def __init__(self, *, starts_with_mean: bool = False, min_updates: int = 10) -> None:
+        super().__init__(starts_with_mean=starts_with_mean)
+        check_positive(min_updates=min_updates)
+        self.min_updates = min_updates
 
     def check(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
         check_adam(optimizer, groups)
@@ -90,19 +98,13 @@ class AdamScaleRule(NoiseRule):
 
 @final
 class SurgeRule(NoiseRule):
-    """The optimal learning rate of sign-like optimizers such as Adam, from the measured noise scale.
+    """The optimal learning rate of sign-like optimizers such as Adam, from the measured noise scale Bn = V/G².
 
-        lr ∝ 1 / (√(Bn/B) + √(B/Bn)),   Bn = V/G²
+        lr ∝ 1 / (√(Bn/B) + √(B/Bn)),   relative to B0:   lr = lr0 · √S · (Bn + B0)/(Bn + B) = lr0 · gain/√S
 
-    It rises as √B below the noise scale Bn, peaks there, and falls as 1/√B above it (Li et al. 2024, "Surge phenomenon
-    in optimal learning rate and batch size scaling"). Relative to its value at B0, with AdaScale's gain
-    (:meth:`Noise.gain`), that is
-
-        lr = lr0 · √S · (Bn + B0)/(Bn + B) = lr0 · gain/√S
-
-    per parameter group. A step is worth its gain. Before the first estimate the factor is min(√S, 1/√S), its lower
-    bound. Bn is the simple noise scale of the plain gradients. The paper's also weights coordinates by curvature and
-    was fitted to learning rate sweeps.
+    It rises as √B below Bn, peaks there, and falls as 1/√B above it (Li et al. 2024, "Surge phenomenon in optimal
+    learning rate and batch size scaling"), per parameter group. A step is worth its gain. Before the first estimate the
+    factor is min(√S, 1/√S), its lower bound.
 
     >>> rule, step = SurgeRule(), Step(batch_size=400, minibatch_size=100, ref_batchsize=100)
     >>> rule.scaled(1.6, step)  # the gain at Bn = B0

@@ -1,27 +1,18 @@
 """Gradient noise, estimated from the norms of minibatch gradients and averaged over the steps of a run.
 
 Let a sample's gradient have mean G and covariance Σ, V = tr Σ, and G² = ‖G‖². The gradient g_i of a minibatch of b_i
-samples then has mean G and covariance Σ/b_i, so that
+samples then has E‖g_i‖² = G² + V/b_i. With weights w_i = b_i/B, the mean ḡ = Σ w_i g_i has E‖ḡ‖² = G² + V/B, and the
+measured L = Σ w_i ‖g_i‖² and T = ‖ḡ‖² of n minibatches satisfy
 
-    E‖g_i‖² = G² + V/b_i
+    E L = G² + V · n/B,   E T = G² + V/B,   solved without bias by   V = (L − T) · B/(n − 1),   G² = T − V/B
 
-and for weights w_i with Σw_i = 1 the mean ḡ = Σ w_i g_i has E‖ḡ‖² = G² + V · Σ w_i²/b_i. L = Σ w_i ‖g_i‖² and
-T = ‖ḡ‖² can be measured, which gives two equations,
-
-    E L = G² + V · Σ w_i/b_i        E T = G² + V · Σ w_i²/b_i
-
-whose solution is unbiased:
-
-    V  = (L − T) / (Σ w_i/b_i − Σ w_i²/b_i)        G² = T − V · Σ w_i²/b_i
-
-For n equal minibatches of a batch of B samples: V = (L − T) · B/(n − 1) and G² = T − V/B. Both are *per sample*: they
-do not depend on the batch size, minibatch size or number of cores, and are never rescaled when one of these changes.
-If minibatches are weighted by their numbers b_i of tokens, w_i = b_i/W, the same holds with the W tokens of the step
-instead of B, and V is *per token*.
+Both are *per sample*: they do not depend on the batch size, minibatch size or number of cores, and are never rescaled
+when one of these changes. If b_i are numbers of tokens, B is the number of tokens of the step, and V is *per token*.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,8 +20,9 @@ from typing import Any
 
 from variable_batch_size.rules.rule import Norms, Step
 
-_TINY = 1e-30
-"""Keeps V/B positive: a gradient of exactly 0 then has gain S instead of 0/0."""
+logger = logging.getLogger(__name__)
+
+_TINY = 1e-30  # keeps V/B positive: a gradient of exactly 0 then has gain S instead of 0/0
 
 
 @dataclass(frozen=True)
@@ -44,12 +36,12 @@ class Noise:
     def from_norms(
         cls, mean_of_squares: float, square_of_mean: float, *, batch_size: float, num_minibatches: int
     ) -> Noise:
-        """Estimate from n equal minibatches.
+        """Estimate from the norms of a step.
 
         Args:
-            mean_of_squares: L, the mean of ‖g_i‖².
+            mean_of_squares: L = Σ w_i ‖g_i‖².
             square_of_mean: T = ‖ḡ‖².
-            batch_size: B, samples in all minibatches; or W, their tokens, if they are weighted by tokens.
+            batch_size: B, samples or tokens in all minibatches.
             num_minibatches: n, at least 2.
 
         >>> Noise.from_norms(2.0, 1.0, batch_size=2, num_minibatches=2)
@@ -58,47 +50,14 @@ class Noise:
         variance = (mean_of_squares - square_of_mean) * batch_size / (num_minibatches - 1)
         return cls(variance, square_of_mean - variance / batch_size)
 
-    @classmethod
-    def from_weighted_norms(
-        cls, squares: Sequence[float], square_of_mean: float, *, weights: Sequence[float], sizes: Sequence[int]
-    ) -> Noise:
-        """Estimate from minibatches of sizes b_i, averaged with weights w_i.
-
-        Args:
-            squares: ‖g_i‖² of each minibatch, at least 2 of them.
-            square_of_mean: T = ‖Σ w_i g_i‖².
-            weights: w_i, with sum 1.
-            sizes: b_i, samples in each minibatch.
-
-        >>> Noise.from_weighted_norms([1.0, 3.0], 1.0, weights=[0.5, 0.5], sizes=[1, 1])
-        Noise(variance=2.0, square_norm=0.0)
-        """
-        mean_of_squares = sum(w * square for w, square in zip(weights, squares, strict=True))
-        of_one = sum(w / b for w, b in zip(weights, sizes, strict=True))
-        of_mean = sum(w * w / b for w, b in zip(weights, sizes, strict=True))
-        variance = (mean_of_squares - square_of_mean) / (of_one - of_mean)
-        return cls(variance, square_of_mean - variance * of_mean)
-
     def gain(self, batch_size: float, ref_batchsize: float) -> float:
-        """How many steps at the reference batch size B0 one step at batch size B is worth (AdaScale's r).
-
-            gain(B) = (V/B0 + G²) / (V/B + G²)
-
-        1 at B = B0; near 1 if the signal dominates; near S = B/B0 if the noise dominates.
+        """The worth of a step in steps at the reference batch size: (V/B0 + G²) / (V/B + G²), between 1 and S = B/B0.
 
         >>> Noise(variance=100.0, square_norm=1.0).gain(400, 100)
         1.6
         """
         variance, square_norm = max(self.variance, _TINY), max(self.square_norm, 0.0)
         return (variance / ref_batchsize + square_norm) / (variance / batch_size + square_norm)
-
-    def efficiency(self, batch_size: float, ref_batchsize: float) -> float:
-        """Progress per sample relative to the reference batch size: gain/S.
-
-        >>> Noise(variance=100.0, square_norm=1.0).efficiency(400, 100)
-        0.4
-        """
-        return self.gain(batch_size, ref_batchsize) * ref_batchsize / batch_size
 
     @property
     def scale(self) -> float:
@@ -130,43 +89,39 @@ class NoiseAverage:
 
     def __init__(self, *, starts_with_mean: bool = False) -> None:
         self.starts_with_mean = starts_with_mean
-        self._sum = Noise(0.0, 0.0)
-        self._weight = 0.0
-        self._count = 0
+        self._sum, self._weight, self.count = Noise(0.0, 0.0), 0.0, 0
 
-    def add(self, noise: Noise, scale: float) -> None:
-        """Add the estimate of one step at scale S."""
-        self._count += 1
+    def add(self, noise: Noise, scale: float) -> float:
+        """Add the estimate of one step at scale S; returns the part of the average that it makes."""
+        self.count += 1
         decay = max(0.0, 1.0 - scale / 1000)
         if self.starts_with_mean:
-            decay = min(decay, 1 - 1 / self._count)
+            decay = min(decay, 1 - 1 / self.count)
         self._sum = self._sum * decay + noise * (1 - decay)
         self._weight = decay * self._weight + (1 - decay)
+        return abs(noise.variance * (1 - decay) / self._sum.variance) if self._sum.variance else 0.0
 
     @property
     def noise(self) -> Noise | None:
         """The average, or None before the first estimate."""
-        return self._sum * (1 / self._weight) if self._count else None
+        return self._sum * (1 / self._weight) if self.count else None
 
     def state_dict(self) -> dict[str, float]:
         """The weighted sum, the sum of the weights and the number of estimates."""
-        return {**asdict(self._sum), "weight": self._weight, "count": self._count}
+        return {**asdict(self._sum), "weight": self._weight, "count": self.count}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self._sum = Noise(state["variance"], state["square_norm"])
-        self._weight = state["weight"]
-        self._count = int(state["count"])
+        self._weight, self.count = state["weight"], int(state["count"])
 
 
 class NoiseMeter:
     """Averages the gradient noise of each parameter group over steps, and computes the gain of a batch size.
 
     A step with a single minibatch gives no estimate and leaves the averages unchanged. Before the first estimate the
-    gain is min(1, S), its lower bound. With weighted minibatches the noise is per unit of weight, such as a token.
-    Batch sizes remain in samples and are converted with the mean weight of a sample so far.
-
-    Args:
-        starts_with_mean: average the first steps as in the AdaScale paper; otherwise debias (:class:`NoiseAverage`).
+    gain is min(1, S), its lower bound. A parameter group without a gradient, such as a frozen one, is not measured, and
+    is not part of the noise of all groups until it has one again. With weighted minibatches the noise is per unit of
+    weight, such as a token. Batch sizes remain in samples and are converted with the mean weight of a sample so far.
 
     >>> meter = NoiseMeter()
     >>> step = Step(batch_size=64, minibatch_size=32, ref_batchsize=32)
@@ -180,6 +135,8 @@ class NoiseMeter:
     def __init__(self, *, starts_with_mean: bool = False) -> None:
         self.starts_with_mean = starts_with_mean
         self.averages: list[NoiseAverage] = []
+        self._active: list[bool] = []  # whether each group was measured in the latest step
+        self._has_warned = False
         self._weight = 0.0  # of all weighted steps, which had _samples samples
         self._samples = 0
 
@@ -194,14 +151,30 @@ class NoiseMeter:
             self._samples += step.batch_size
         if num_minibatches < 2:
             return
-        for average, measured in zip(self.averages, norms, strict=True):
-            if measured is not None:
+        active = [measured is not None and measured.mean_of_squares != 0 for measured in norms]
+        if not any(active):
+            return
+        self._active = active
+        for average, measured, is_active in zip(self.averages, norms, active, strict=True):
+            if is_active and measured is not None:
                 noise = Noise.from_norms(*measured, batch_size=size, num_minibatches=num_minibatches)
-                average.add(noise, step.scale)
+                self._warn(step, average.add(noise, step.scale), average.count)
+
+    def _warn(self, step: Step, part: float, count: int) -> None:
+        if part > 0.5 and count >= 10 and not self._has_warned:
+            self._has_warned = True
+            message = (
+                "step %d makes %.0f %% of the gradient noise averaged over %d steps: the noise scale and the gain "
+            )
+            message += "follow this step for long; look for an outlier in its loss or gradients"
+            logger.warning(message, step.steps_done, 100 * part, count)
 
     def noise(self, group: int | None = None) -> Noise | None:
         """The average noise of one parameter group, or of all groups; None before the first estimate."""
-        chosen = self.averages if group is None else self.averages[group : group + 1]
+        if group is None:
+            chosen = [average for average, is_active in zip(self.averages, self._active, strict=False) if is_active]
+        else:
+            chosen = self.averages[group : group + 1]
         known = [noise for average in chosen if (noise := average.noise) is not None]
         return sum(known[1:], start=known[0]) if known else None
 
@@ -223,20 +196,17 @@ class NoiseMeter:
 
     def report(self, step: Step) -> dict[str, float]:
         """The values to log for a step."""
-        noise = self.noise()
-        return {
-            "gain": self.gain(step.batch_size, step.ref_batchsize),
-            "noise_scale": math.nan if noise is None else noise.scale,
-        }
+        noise_scale = math.nan if (noise := self.noise()) is None else noise.scale
+        return {"gain": self.gain(step.batch_size, step.ref_batchsize), "noise_scale": noise_scale}
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages of all groups, and the totals for the mean weight of a sample."""
+        """The averages of all groups, which of them count, and the totals for the mean weight of a sample."""
         averages = [average.state_dict() for average in self.averages]
-        return {"averages": averages, "weight": self._weight, "samples": self._samples}
+        own = {"active": list(self._active), "weight": self._weight, "samples": self._samples}
+        return {"averages": averages, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.averages = [NoiseAverage(starts_with_mean=self.starts_with_mean) for _ in state["averages"]]
         for average, saved in zip(self.averages, state["averages"], strict=True):
             average.load_state_dict(saved)
-        self._weight = state.get("weight", 0.0)
-        self._samples = state.get("samples", 0)
+        self._active, self._weight, self._samples = list(state["active"]), state["weight"], state["samples"]

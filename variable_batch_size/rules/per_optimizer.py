@@ -12,36 +12,19 @@ from variable_batch_size.rules.rule import Norms, Rule, Step
 
 @final
 class PerOptimizerRule(Rule):
-    """Applies to every parameter group the rule of its optimizer; the first rule measures progress.
-
-    Args:
-        rules: one per optimizer.
-        num_groups: number of parameter groups of each optimizer.
-
-    >>> from variable_batch_size.rules.scaling import LinearRule, RootRule
-    >>> rule = PerOptimizerRule([RootRule(), LinearRule()], num_groups=[2, 1])
-    >>> step = Step(batch_size=64, minibatch_size=16, ref_batchsize=16)
-    >>> [rule.group_factor(step, group) for group in range(3)]
-    [2.0, 2.0, 4.0]
-    """
+    """Applies to every parameter group the rule of its optimizer; the first rule measures progress."""
 
     def __init__(self, rules: Sequence[Rule], *, num_groups: Sequence[int]) -> None:
         if len(rules) != len(num_groups):
             raise ValueError(f"`rule` must be one rule, or one per optimizer ({len(num_groups)}), got {len(rules)}")
-        twice = [type(rule).__name__ for rule in rules if rules.count(rule) > 1]
-        if twice:
-            raise ValueError(f"`rule` must contain a separate rule for each optimizer, got the same {twice[0]} twice")
-        for trait, words in (
-            ("sums_gradients", "sum gradients"),
-            ("preconditions", "measure preconditioned gradients"),
-        ):
+        traits = {"sums_gradients": "sum gradients", "preconditions": "measure preconditioned gradients"}
+        for trait, words in traits.items():
             if len({getattr(rule, trait) for rule in rules}) > 1:
                 names = " and ".join(type(rule).__name__ for rule in rules)
                 raise ValueError(f"either all rules in `rule` must {words} or none, got {names}")
-        self.rules = list(rules)
-        self._num_groups = list(num_groups)
-        self.sums_gradients = rules[0].sums_gradients
-        self.preconditions = rules[0].preconditions
+        self.rules, self._num_groups = list(rules), list(num_groups)
+        self.sums_gradients, self.preconditions = rules[0].sums_gradients, rules[0].preconditions
+        self.min_updates = max(rule.min_updates for rule in rules)
         self.measures_noise = any(rule.measures_noise for rule in rules)
 
     @property
@@ -74,10 +57,7 @@ class PerOptimizerRule(Rule):
             rule.observe(step, own)
 
     def report(self, step: Step) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for rule in reversed(self.rules):
-            found |= rule.report(step)
-        return found
+        return {name: value for rule in reversed(self.rules) for name, value in rule.report(step).items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {"rules": [rule.state_dict() for rule in self.rules]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, final
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Norms(NamedTuple):
 class Rule(ABC):
     """Maps a step's batch size to its settings.
 
-    A custom rule needs one method:
+    Every optimizer works with its own copy, which is ``optimizer.rule``. The object that was passed is not changed, and
+    may be passed again. A custom rule needs one method:
 
     >>> class CappedLinearRule(Rule):
     ...     def factor(self, step):
@@ -79,6 +80,21 @@ class Rule(ABC):
 
     preconditions = False
     """Whether these norms are taken after dividing gradients by the root of Adam's second moment."""
+
+    min_updates = 1
+    """From how many updates of a parameter on its second moment is used for that."""
+
+    scales_lr = True
+    """Whether updates must be in proportion to the learning rate of their step; False if the factor is always 1."""
+
+    corrects_bias = False
+    """Whether the rule changes betas, to which Adam's bias correction, and no other, can be adapted."""
+
+    checks_inner = True
+    """Whether these assumptions are verified on a small parameter when an inner optimizer is wrapped.
+
+    Set it to False, also on an instance, for an inner optimizer that is known to fit.
+    """
 
     def check(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027 (most rules fit any)
         """Reject an unsuitable inner optimizer, given its class name and parameter groups."""
@@ -114,5 +130,25 @@ class Rule(ABC):
         """Restore the result of :meth:`state_dict`."""
 
     def settings(self, group: Mapping[str, Any], step: Step, factor: float) -> dict[str, Any]:
-        """The settings of a parameter group that change for this step, with their new values."""
+        """The settings of a parameter group that change for this step, with their new values.
+
+        A rule that overrides it returns settings in addition to the learning rate, which is ``group["lr"] * factor``
+        unless it is among them.
+
+        Args:
+            group: the parameter group with the settings that are right at the reference batch size.
+            step: the inputs of the rule.
+            factor: of the group in this step, smoothed and bounded.
+        """
         return {"lr": group["lr"] * factor}
+
+    @final
+    def merged_settings(self, group: Mapping[str, Any], step: Step, factor: float) -> dict[str, Any]:
+        """The learning rate with the factor, and what :meth:`settings` returns."""
+        changed = self.settings(group, step, factor)
+        if not isinstance(changed, dict) or not changed.keys() <= group.keys():
+            raise ValueError(
+                f"{type(self).__name__}.settings must return a dictionary of settings that the parameter group has "
+                f"({', '.join(name for name in group if name != 'params')}), got {changed!r}"
+            )
+        return {"lr": group["lr"] * factor, **changed}

@@ -8,8 +8,8 @@ from typing import Any, final
 
 from variable_batch_size.rules.rule import Rule, Step
 
+# without betas, but normalizing the size of gradients
 _DIVIDE_BY_THE_SIZE = ("Adadelta", "Adafactor", "Adagrad", "Muon", "RMSprop", "Rprop")
-"""Optimizers without betas that normalize the size of gradients."""
 
 
 @final
@@ -44,6 +44,8 @@ class ConstantRule(Rule):
     1.0
     """
 
+    scales_lr = False
+
     def factor(self, step: Step) -> float:
         return 1.0
 
@@ -52,12 +54,9 @@ class ConstantRule(Rule):
 class LinearMomentumRule(Rule):
     """The linear rule for SGD with momentum, without jumps of the momentum when the batch size changes.
 
-    The gradients of the n minibatches of size b are summed, Σg = n · mean, at the learning rate of one minibatch:
-
-        lr = lr0 · S/n = lr0 · b/B0,   weight decay = wd0 · n   (relative to the sum)
-
-    Without momentum the update is that of the linear rule, lr0 · S · mean. With momentum, which is in units of the
-    gradient, the learning rate applied to the buffer is the same in every step.
+    The gradients of the n minibatches of size b are summed, at lr = lr0 · b/B0 and weight decay = wd0 · n. Without
+    momentum the update is that of the linear rule. With momentum, which is in units of the gradient, the learning rate
+    applied to the buffer is the same in every step.
 
     >>> rule, step = LinearMomentumRule(), Step(batch_size=512, minibatch_size=32, ref_batchsize=128)
     >>> rule.settings({"lr": 0.1, "weight_decay": 1e-4}, step, rule.factor(step))
@@ -89,9 +88,6 @@ class LEGWRule(Rule):
 
         lr = lr0 · √S · min(1, (t + 1) · B0/W)
 
-    The warm-up takes W samples at the reference batch size and S · W at scale S, which is the same number of steps. If
-    the scale changes during the warm-up, each step still advances it by the same amount.
-
     Args:
         warmup_samples: W, the length of the warm-up in samples at the reference batch size.
 
@@ -113,10 +109,9 @@ class LEGWRule(Rule):
 
 
 def ema_decay(rho: float, batch_size: int, ref_batchsize: int) -> float:
-    """The decay of a moving average of the weights for one step: ρ^κ, κ = batch size / reference batch size.
+    """The decay of a moving average of the weights that spans as many samples as with ρ at the reference batch size.
 
-    The average then spans as many samples as with ρ at the reference batch size (Busbridge et al. 2023, "How to scale
-    your EMA").
+    It is ρ^κ, κ = batch size / reference batch size (Busbridge et al. 2023, "How to scale your EMA").
 
     >>> ema_decay(0.99, 256, 128)
     0.9801
@@ -128,11 +123,9 @@ def ema_decay(rho: float, batch_size: int, ref_batchsize: int) -> float:
 class MuonRule(Rule):
     """lr = lr0 · √κ and weight decay = wd0 · √κ, for Muon (``torch.optim.Muon``, Jordan et al. 2024).
 
-    κ is S, or the square of the factor if the factor is smoothed or bounded. Like sign-based optimizers, Muon makes
-    updates of constant size. While noise dominates, the component along the true gradient grows with the root of the
-    batch size. An update √κ times as large therefore progresses as far as κ reference updates, with the noise of κ of
-    them. Muon's weight decay is decoupled, lr · wd per update. Multiplying both by √κ preserves the decay per sample.
-    Momentum is unchanged.
+    κ is S, or the square of the factor if the factor is smoothed or bounded. Muon makes updates of constant size. While
+    noise dominates, one √κ times as large progresses as far as κ reference updates. Multiplying the decoupled weight
+    decay, too, preserves the decay per sample. Momentum is unchanged.
 
     Args:
         scales_weight_decay: multiply the weight decay by √κ; otherwise the decay per sample falls as 1/√κ.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from variable_batch_size.checks import check_not_negative
@@ -13,9 +15,8 @@ from variable_batch_size.rules.rule import Rule, Step
 class Transition:
     """Bounds a factor and spreads its jumps over steps, because momentum outlives a jump of the learning rate.
 
-    When the batch size changes, the factor goes from where it is to where the rule wants it in `smooth_steps` equal
-    parts (Lin et al. 2019, "Dynamic mini-batch SGD for elastic distributed training"); a goal that itself moves is
-    reached in as many.
+    When the batch size changes, the factor moves to the rule's in `smooth_steps` equal parts (Lin et al. 2019, "Dynamic
+    mini-batch SGD for elastic distributed training"), also if the rule's factor moves in the meantime.
 
     Args:
         smooth_steps: steps that a jump is spread over; 0 or 1 for none.
@@ -30,18 +31,16 @@ class Transition:
         check_not_negative(smooth_steps=smooth_steps)
         if max_factor is not None and not max_factor > 0:
             raise ValueError(f"`max_factor` must be positive, got {max_factor!r}")
-        self.smooth_steps = smooth_steps
-        self.max_factor = max_factor
+        self.smooth_steps, self.max_factor = smooth_steps, max_factor
         self._factor: float | None = None
-        self._batch_size = 0
-        self._steps_left = 1
+        self._batch_size, self._steps_left = 0, 1
 
     def preview(self, goal: float, batch_size: int) -> float:
-        """The factor of a step of this batch size, given what the rule wants it to be."""
+        """The factor of a step of this batch size, if the rule returns `goal`."""
         return self._at(goal, batch_size)[0]
 
     def move(self, goal: float, batch_size: int) -> float:
-        """The same, and the step is made."""
+        """The same, for a step that is then made."""
         self._factor, steps_left = self._at(goal, batch_size)
         self._batch_size, self._steps_left = batch_size, max(1, steps_left - 1)
         return self._factor
@@ -55,25 +54,15 @@ class Transition:
         return (goal if steps_left == 1 else self._factor + (goal - self._factor) / steps_left), steps_left
 
     def state_dict(self) -> dict[str, Any]:
-        """Where a jump under way stands."""
+        """The state of a jump that is not complete."""
         return {"factor": self._factor, "batch_size": self._batch_size, "steps_left": self._steps_left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._factor, self._batch_size = state["factor"], state["batch_size"]
-        self._steps_left = state["steps_left"]
+        self._factor, self._batch_size, self._steps_left = state["factor"], state["batch_size"], state["steps_left"]
 
 
 class LRScaler:
-    """The factors that a rule returns, limited and with their jumps spread over steps, one for each parameter group.
-
-    Args:
-        rule: computes the settings of a step from its batch size.
-        smooth_steps: steps that a jump is spread over.
-        max_factor: the largest factor; None for no limit.
-
-    Attributes:
-        progress: the sum of what the factors of all steps are worth to the rule.
-    """
+    """The factors of a rule's parameter groups, each with its :class:`Transition`, and the progress of all steps."""
 
     def __init__(self, rule: Rule, *, smooth_steps: int, max_factor: float | None) -> None:
         self._rule = rule
@@ -85,18 +74,26 @@ class LRScaler:
     def preview(self, step: Step, group: int) -> float:
         """The factor of a parameter group in a step."""
         self._have_groups(group + 1)
-        return self._of_groups[group].preview(self._rule.group_factor(step, group), step.batch_size)
+        return self._of_groups[group].preview(
+            self._checked(self._rule.group_factor(step, group), step), step.batch_size
+        )
 
     def move(self, step: Step, num_groups: int) -> list[float]:
         """The factors of all groups in a step, which counts as done."""
-        if len(self._of_groups) < num_groups:
-            self._have_groups(num_groups)
+        self._have_groups(num_groups)
         rule, size = self._rule, step.batch_size
-        self.progress += rule.worth(step, self._overall.move(rule.factor(step), size))
-        factors = []
-        for group in range(num_groups):
-            factors.append(self._of_groups[group].move(rule.group_factor(step, group), size))
-        return factors
+        goal = self._checked(rule.factor(step), step)
+        goals = [self._checked(rule.group_factor(step, group), step) for group in range(num_groups)]
+        self.progress += rule.worth(step, self._overall.move(goal, size))
+        return [transition.move(goal, size) for transition, goal in zip(self._of_groups, goals, strict=False)]
+
+    def _checked(self, factor: Any, step: Step) -> float:
+        if not isinstance(factor, float | Real) or not 0 <= float(factor) < math.inf:
+            raise ValueError(
+                f"the factor of {type(self._rule).__name__} must be a finite number of at least 0, got {factor!r} for "
+                f"a batch size of {step.batch_size}"
+            )
+        return float(factor)
 
     def _have_groups(self, number: int) -> None:
         while len(self._of_groups) < number:
@@ -104,11 +101,8 @@ class LRScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """The progress, and the state of jumps that are not complete."""
-        return {
-            "progress": self.progress,
-            "transitions": [transition.state_dict() for transition in self._of_groups],
-            "transition_of_all": self._overall.state_dict(),
-        }
+        transitions = [transition.state_dict() for transition in self._of_groups]
+        return {"progress": self.progress, "transitions": transitions, "transition_of_all": self._overall.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.progress = state["progress"]

@@ -5,52 +5,37 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from variable_batch_size.checks import check_not_negative, check_positive
+from variable_batch_size.checks import check_not_negative, check_one_of, check_positive
 from variable_batch_size.cores import devices, signals
 from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.optim.consistency import differences
+from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
-from variable_batch_size.runs import resume, state_file
+from variable_batch_size.runs import state_file
 from variable_batch_size.runs.coordination import RankCoordinator
 from variable_batch_size.runs.executed import ExecutedTrace
 from variable_batch_size.runs.log import Metrics
-from variable_batch_size.runs.sinks import ClosedAfterEach, JsonLines
-from variable_batch_size.runs.state_file import Stateful, load_state, state_of
+from variable_batch_size.runs.sinks import JsonLines
 from variable_batch_size.runs.store import DECISIONS, EXECUTED, CheckpointStore, Format
-
-
-def epoch_step(optimizer: CustomOptimizer, *, epoch: int, first_step: int, steps_before: int) -> int:
-    """The steps of an epoch that are done.
-
-    Args:
-        optimizer: of the run.
-        epoch: that the loop is in, or comes to next.
-        first_step: after how many of its steps the loop has entered it.
-        steps_before: how many steps of the run were done by then.
-
-    Raises:
-        RuntimeError: if the optimizer is elsewhere, as after a ``set_epoch`` that is not the loop's.
-    """
-    made = optimizer.steps_done - steps_before
-    if made and (optimizer.epoch, optimizer.epoch_step) != (epoch, first_step + made):
-        raise RuntimeError(
-            f"the optimizer is behind step {optimizer.epoch_step} of epoch {optimizer.epoch}, and checkpoint.epochs() "
-            f"behind step {first_step + made} of epoch {epoch}: go through epochs with it, and leave set_epoch to it"
-        )
-    return first_step + made
-
+from variable_batch_size.schedules.schedule import BaseSchedule, ScheduleHistory
 
 logger = logging.getLogger(__name__)
 
+_MAY_CHANGE = (
+    *("trace", "on_end", "dataset_size", "minibatch_size", "seed", "shuffle"),
+    *("rule", "ref_batchsize", "exact", "seed_minibatches", "threads"),
+)
+"""What `allow_changes` may name; not the inner optimizer, whose state would mean something else."""
+
 
 class Checkpoint:
-    """Saves a run as it goes and, when it is made, takes up the one that its directory holds.
+    """Saves a run periodically; when constructed, resumes from the newest checkpoint in its directory.
 
         checkpoint = vbs.Checkpoint("runs/a", model=model, optimizer=optimizer, every_seconds=600)
         for epoch in checkpoint.epochs(5):
@@ -59,32 +44,33 @@ class Checkpoint:
                 optimizer.step()
                 checkpoint.step()
 
-    A checkpoint holds the model, the optimizer with its rule, the schedulers, the position and every core's random
-    generators. It is written by core 0 and read by all: machines share the directory. The model's buffers are those of
-    core 0. The same run on the same cores goes on to the last bit, with three exceptions: what loader workers draw
-    themselves starts anew; virtual XLA cores share the host's generators; and on another number or kind of cores only
-    the generators that were there before go on, so that dropout differs unless minibatches are seeded.
+    A checkpoint contains the model, the optimizer with its rule, the schedulers, the position and the random number
+    generators of every core. Core 0 writes it and all cores read it, so machines must share the directory. The model's
+    buffers are those of core 0. A run that resumes on the same cores is bitwise identical to one that was never
+    stopped, with three exceptions: random numbers drawn by loader workers start over; virtual XLA cores share the
+    generators of the host; and on a different number or kind of cores only the generators that existed before are
+    restored, so dropout differs unless minibatches are seeded.
 
     **SIGTERM**, which announces the end of a spot machine, saves at the end of a step, within about a second, and ends
     the process with :data:`EXIT_STOPPED`.
 
     Args:
-        directory: for the checkpoints, made if need be, or an address of objects such as ``"s3://bucket/run"``; None
-            to save nothing, for scripts that leave it to their user.
-        model: what is trained.
-        optimizer: what trains it; its sampler has the schedule.
-        schedulers: of torch, or anything else with ``state_dict`` and ``load_state_dict``, alike on all cores.
-        metrics: sums over all cores, such as of an epoch that was stopped in the middle.
+        directory: for the checkpoints, created if necessary, or a URL such as ``"s3://bucket/run"``; None to save
+            nothing, for scripts that leave the choice to their user.
+        model: the model.
+        optimizer: its optimizer, whose sampler has the schedule.
+        schedulers: of torch, or other objects with ``state_dict`` and ``load_state_dict``, the same on all cores.
+        metrics: sums over all cores to save and restore, such as those of an unfinished epoch.
         every_steps: save every N steps.
-        every_seconds: save when that much time has passed since the latest save, by the clock of core 0.
-        keep: how many of the latest checkpoints stay.
-        accept: in what this run may be another than the one that was saved: ``"trace"``, ``"on_end"``,
+        every_seconds: save when that many seconds have passed since the last save, by the clock of core 0.
+        keep: number of checkpoints to keep.
+        allow_changes: settings that may differ from those of the saved run: ``"trace"``, ``"on_end"``,
             ``"dataset_size"``, ``"minibatch_size"``, ``"seed"``, ``"shuffle"``, ``"rule"``, ``"ref_batchsize"``,
-            ``"exact"``, ``"seed_minibatches"`` or, of exact runs on a CPU, ``"threads"``; what has changed is logged.
-            Steps that were made stay as they were, and row r of another trace is step r.
-        format: ``"file"`` for the whole state in one file, ``"sharded"`` for a directory in which each process writes
-            its part, for what does not fit one host. Either is gone on from in any way.
-        asynchronous: whether training goes on while they are written. A write that failed is an error at the next step.
+            ``"exact"``, ``"seed_minibatches"`` or, for exact runs on a CPU, ``"threads"``; changes are logged.
+            Completed steps stay as they were, and row r of a new trace is step r.
+        format: ``"file"`` for the full state in one file, ``"sharded"`` for a directory to which each process writes
+            its shard, for states that do not fit on one host. A run can resume from either with any value.
+        asynchronous: write while training continues. A failed write raises at the next step.
     """
 
     def __init__(
@@ -98,7 +84,7 @@ class Checkpoint:
         every_steps: int | None = None,
         every_seconds: float | None = None,
         keep: int = 2,
-        accept: Collection[str] = (),
+        allow_changes: Collection[str] = (),
         format: Format = "file",
         asynchronous: bool = False,
     ) -> None:
@@ -107,7 +93,11 @@ class Checkpoint:
         if every_steps is not None:
             check_positive(every_steps=every_steps)
         check_positive(keep=keep)
-        self._accept = resume.check_accept(accept)
+        if isinstance(allow_changes, str):
+            raise ValueError(f"`allow_changes` must be a set of names, got the str {allow_changes!r}")
+        for name in allow_changes:
+            check_one_of(_MAY_CHANGE, allow_changes=name)
+        self._allow_changes = {*allow_changes, *(("settings of the rule",) if "rule" in allow_changes else ())}
         signals.shield_loader_workers()
         self.directory: Path | str | None = None
         self.every_steps = every_steps
@@ -115,39 +105,37 @@ class Checkpoint:
         self._sampler = optimizer.sampler
         self._schedulers = list(schedulers)
         self._metrics = list(metrics)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = list(optimizer.parameters())
         self._device: torch.device = parameters[0].device
         self._communicator = everyone_for(parameters, self._sampler.process_group)
-        self._agreement = RankCoordinator(self._communicator, self._device, every_seconds=every_seconds)
-        self._identity = optimizer.description
+        self._coordinator = RankCoordinator(self._communicator, self._device, every_seconds=every_seconds)
+        self._fingerprint = optimizer.description
 
-        self._epoch = 0  # where the next pass begins, or the present one began
+        self._epoch = 0  # of the next pass, or of the current one
         self._first_step = 0
-        self._steps_of_epochs: list[int] = []  # how many steps of each epoch before this one were made
-        self._random: dict[str, torch.Tensor] | None = None  # to be restored when the run goes on
-        self._changes: list[tuple[int, str]] = []  # after how many steps the run became another, and in what
+        self._steps_of_epochs: list[int] = []  # completed steps of each epoch before this one
+        self._random: dict[str, torch.Tensor] | None = None  # loaded, and restored when the run resumes
+        self._changes: list[tuple[int, str]] = []  # number of completed steps, and what changed then
         if directory is not None:
             how: dict[str, Any] = {"keep": keep, "format": format, "asynchronous": asynchronous}
-            self._saving = CheckpointStore(directory, model, optimizer, self._communicator, **how)
-            self.directory = self._saving.directory
-            with self._saving.found() as paths:
-                self._take_up(paths)
+            self._store = CheckpointStore(directory, model, optimizer, self._schedulers, self._communicator, **how)
+            self.directory = self._store.directory
+            with self._store.found() as paths:
+                self._resume(paths)
             if self._communicator.rank == 0:
-                optimizer.on_decision(ClosedAfterEach(JsonLines(self._saving.folder / DECISIONS)))
-        self._agreement.note_saved()
+                optimizer.on_decision(JsonLines(self._store.folder / DECISIONS, open_per_record=True))
+        self._coordinator.mark_saved()
         self._steps_seen = self._steps_before = optimizer.steps_done  # the latter: before the epoch
 
-    # ----------------------------------------------------------------------------------------------------------- a run
-
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """The epochs of a run that are still to be done, with ``set_epoch`` called on the sampler and the optimizer.
+        """Iterate over the remaining epochs of a run, and call ``set_epoch`` on the sampler and the optimizer.
 
-        An epoch that was stopped goes on after the steps it had; if it had all of them, its loader is empty and what
-        follows the loop is done. When all epochs are done, that is saved too. An epoch may be left early, also in the
-        middle of a step, which then is not made.
+        An epoch that was interrupted continues after its completed steps; if all were completed, its loader is empty
+        and the code after the loop runs. The end of the last epoch is saved. The loop may leave an epoch early, even in
+        the middle of a step, which is then discarded.
 
         Raises:
-            ValueError: at the start, if the trace holds fewer epochs.
+            ValueError: at the start, if the trace has fewer epochs.
         """
         check_not_negative(num_epochs=num_epochs)
         if num_epochs:
@@ -158,30 +146,30 @@ class Checkpoint:
                 self._begin_epoch()
                 yield self._epoch
                 self._end_epoch()
-                decision = self._agreement.ask()
+                signal = self._coordinator.poll()
                 if self._epoch == num_epochs:
                     self.save()
-                    decision = self._agreement.ask()  # again: this is the last time
-                elif decision.is_late or decision.is_told:
+                    signal = self._coordinator.poll()  # again, as there is no later poll
+                elif signal.save_due or signal.stop_requested:
                     self.save()
-                if decision.is_told:
+                if signal.stop_requested:
                     self._stop()
-            self._restore_random()  # if the run had ended before
+            self._restore_random()  # if the run was complete already
 
     def step(self) -> None:
-        """Call it at the end of the loop body, behind schedulers: saves if it is time, and stops if that was told."""
+        """Save if it is time, and stop if that was requested. Call it at the end of the loop body, after schedulers."""
         optimizer = self._optimizer
         if optimizer.steps_done == self._steps_seen:
             return
         self._steps_seen = optimizer.steps_done
         if self.directory is not None:
-            self._saving.check()
+            self._store.check()
         is_due = self.every_steps is not None and optimizer.steps_done % self.every_steps == 0
         minibatches = -(-optimizer.batch_size // (self._sampler.minibatch_size * self._sampler.num_replicas))
-        decision = self._agreement.after_minibatches(minibatches)
-        if is_due or decision.is_late or decision.is_told:
+        signal = self._coordinator.after_minibatches(minibatches)
+        if is_due or signal.save_due or signal.stop_requested:
             self.save()
-        if decision.is_told:
+        if signal.stop_requested:
             self._stop()
 
     def save(self) -> None:
@@ -190,32 +178,47 @@ class Checkpoint:
             return
         if self._optimizer.is_accumulating:
             raise RuntimeError(
-                "save() was called in the middle of a step: call it when optimizer.step() has completed one"
+                "save() was called in the middle of a step: call it after optimizer.step() has completed one"
             )
         epoch_step = self._epoch_step()
-        random = self._agreement.rows_of_all_cores(devices.capture(self._device))
-        sums = [metrics.read() for metrics in self._metrics]
-        rows = [*self._steps_of_epochs, epoch_step]
-        state = {**self._state(epoch_step), "random": random, "metrics": sums}
-        self._saving.save(state, when_done=lambda: self._executed.extend(rows))
-        self._agreement.note_saved()
+        random = self._coordinator.gather_rows(devices.capture(self._device))
+        steps_of_epochs = [*self._steps_of_epochs, epoch_step]
+        state = {
+            "run": self._fingerprint,
+            "epoch": self._epoch,
+            "epoch_step": epoch_step,
+            "steps_of_epochs": list(self._steps_of_epochs),
+            "schedulers": state_of_schedulers(self._schedulers),
+            "past": _history_state(self._sampler.schedule.past(self._epoch, epoch_step)),
+            "sums_gradients": self._optimizer.rule.sums_gradients,
+            "changes": self._changes,
+            "random": random,
+            "metrics": [metrics.read() for metrics in self._metrics],
+        }
+        self._store.save(state, when_done=lambda: self._executed.append(steps_of_epochs))
+        self._coordinator.mark_saved()
 
     def wait(self) -> None:
-        """Until what is being written asynchronously is there; ``epochs`` does so at its end."""
+        """Wait until an asynchronous write is complete. ``epochs`` calls it at its end."""
         if self.directory is not None:
-            self._saving.wait()
-
-    # ------------------------------------------------------------------------------------------------- epochs and cores
+            self._store.wait()
 
     def _epoch_step(self) -> int:
-        where = {"epoch": self._epoch, "first_step": self._first_step, "steps_before": self._steps_before}
-        return epoch_step(self._optimizer, **where)
+        """Completed steps of the current epoch."""
+        completed = self._optimizer.steps_done - self._steps_before
+        step, optimizer = self._first_step + completed, self._optimizer
+        if completed and (optimizer.epoch, optimizer.epoch_step) != (self._epoch, step):
+            raise RuntimeError(
+                f"Optimizer is at epoch {optimizer.epoch}, step {optimizer.epoch_step}, but checkpoint.epochs() "
+                f"expected epoch {self._epoch}, step {step}. Don't call set_epoch() inside checkpoint.epochs()."
+            )
+        return step
 
     def _begin_epoch(self) -> None:
-        if self._optimizer.steps_done > self._steps_before:  # a loop before this one was left within the epoch
+        if self._optimizer.steps_done > self._steps_before:  # an earlier loop ended within the epoch
             self._first_step, self._random = self._epoch_step(), None
             self._steps_before = self._optimizer.steps_done
-        # what was saved between two epochs is restored there; what was saved within one, when its loader is set up
+        # generators saved between two epochs are restored here; those saved within one, when the loader is set up
         if not self._first_step:
             self._restore_random()
         self._sampler.set_epoch(self._epoch, self._first_step)
@@ -223,99 +226,110 @@ class Checkpoint:
             self._sampler.on_first_read(self._restore_random)
 
     def _restore_random(self) -> None:
-        """As a checkpoint has them that was loaded, until the epoch ends."""
         if self._random is not None:
             devices.restore(self._random, self._device)
 
     def _end_epoch(self) -> None:
+        self._sampler.end_pass()
         if self._optimizer.is_accumulating:
-            self._optimizer.set_epoch(self._epoch, self._optimizer.epoch_step)  # discards what there is of a step
+            self._optimizer.set_epoch(self._epoch, self._optimizer.epoch_step)  # discards the partial step
         self._steps_of_epochs.append(self._optimizer.epoch_step)
         self._epoch, self._first_step, self._random = self._epoch + 1, 0, None
         self._steps_before = self._optimizer.steps_done
 
     def _stop(self) -> None:
-        """End this process, once that all cores have come here: what there is to save has been saved."""
+        """End this process once all ranks are here. The run has been saved."""
         self.wait()
-        self._agreement.sums([0])  # a core that ended now would have the others killed, perhaps core 0 as it writes
+        self._coordinator.all_reduce([0])  # a rank that exits early may get the others killed, rank 0 as it writes
         signals.obey()
         if self._communicator.rank == 0:
             saved = "" if self.directory is None else f", saved in {self.directory}"
-            logger.warning("told to stop: ended after %d steps%s", self._optimizer.steps_done, saved)
+            logger.warning("stop requested: ended after %d steps%s", self._optimizer.steps_done, saved)
         raise SystemExit(signals.EXIT_STOPPED)
 
-    # ---------------------------------------------------------------------------------------------- writing and reading
-
-    def _state(self, epoch_step: int) -> dict[str, Any]:
-        """All but the model, the optimizer and the random generators."""
-        return {
-            "run": self._identity,
-            "epoch": self._epoch,
-            "epoch_step": epoch_step,
-            "steps_of_epochs": list(self._steps_of_epochs),
-            "schedulers": [state_of(scheduler) for scheduler in self._schedulers],
-            "past": resume.past_state(self._sampler.schedule.past(self._epoch, epoch_step)),
-            "sums_gradients": self._optimizer.rule.sums_gradients,
-            "changes": self._changes,
-        }
-
-    def _take_up(self, paths: list[Path]) -> None:
-        """Go on from the newest checkpoint, if there is one; it is read and checked before anything is changed."""
+    def _resume(self, paths: list[Path]) -> None:
+        """Resume from the newest checkpoint, if any. It is read and checked before anything is changed."""
         state = self._read(paths) if paths else None
-        found = 0 if state is None else 1 + state["optimizer"]["variable_batch_size"]["steps_done"]
-        (total,) = self._agreement.sums([found])
+        found = 0 if state is None else 1 + state["optimizer"][STATE_KEY]["steps_done"]
+        (total,) = self._coordinator.all_reduce([found])
         if total != found * self._communicator.num_replicas:
             raise RuntimeError(
-                f"the cores do not find the same checkpoint in {self.directory} (on core {self._communicator.rank}: "
-                f"{paths[-1].name if paths else 'none'}): it must be a directory that all machines share"
+                f"ranks found different checkpoints in {self.directory} (rank {self._communicator.rank}: "
+                f"{paths[-1].name if paths else 'none'}): all machines must share this directory"
             )
         if state is not None:
             self._restore(state, paths[-1])
-        origin = ", ".join(f"{name} {value}" for name, value in self._identity.items())
-        path, schedule = self._saving.folder / EXECUTED, self._sampler.schedule
+        origin = ", ".join(f"{name} {value}" for name, value in self._fingerprint.items())
+        path, schedule = self._store.folder / EXECUTED, self._sampler.schedule
         self._executed = ExecutedTrace(path, schedule, origin=origin, changes=self._changes)
         if state is not None and self._communicator.rank == 0:
-            self._executed.cut_back([*self._steps_of_epochs, self._first_step])
+            self._executed.truncate([*self._steps_of_epochs, self._first_step])
             name = f"{self.directory}/{paths[-1].name}"
-            logger.info("going on from %s: epoch %d, step %d of it", name, self._epoch, self._first_step)
-
-    def _restore(self, state: dict[str, Any], path: Path) -> None:
-        """Take over a state that was checked, and say in what the run is another now."""
-        place = resume.place_of(state, self._sampler.schedule, self._identity)
-        own = state["optimizer"][STATE_KEY]
-        if state["run"]["rule"] != self._identity["rule"]:
-            own = {**own, "rule": self._optimizer.rule.state_dict()}
-        self._saving.load(path, state, own=own, schedule=place.schedule)
-        for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
-            load_state(scheduler, saved)
-        for metrics, sums in zip(self._metrics, state.get("metrics", ()), strict=True):
-            metrics.restore(sums)
-        self._epoch, self._first_step, self._steps_of_epochs = place.epoch, place.first_step, place.steps_of_epochs
-        self._changes = [(steps, text) for steps, text in state.get("changes", [])]
-        self._note_changes(state, path)
-        rank = self._communicator.rank
-        if rank < len(state["random"]["torch"]):
-            self._random = {name: rows[rank].clone() for name, rows in state["random"].items()}
-
-    def _note_changes(self, state: dict[str, Any], path: Path) -> None:
-        changed = "; ".join(differences(state["run"], self._identity))
-        if changed:
-            self._changes.append((self._optimizer.steps_done, changed))
-            if self._communicator.rank == 0:
-                logger.warning("going on from %s/%s as another run: %s", self.directory, path.name, changed)
+            logger.info("resuming from %s at epoch %d, step %d", name, self._epoch, self._first_step)
 
     def _read(self, paths: list[Path]) -> dict[str, Any]:
         path = paths[-1]
         try:
             state = state_file.load(path)
         except ValueError as error:
-            before = f"go on from {paths[-2].name}" if len(paths) > 1 else "start from the beginning"
+            before = f"resume from {paths[-2].name}" if len(paths) > 1 else "start from the beginning"
             raise ValueError(f"{error}; move it away to {before}") from error
-        different = resume.refused(state["run"], self._identity, self._accept)
+        fixed = {name: value for name, value in self._fingerprint.items() if name not in self._allow_changes}
+        different = differences(state["run"], fixed)
         for name, here in (("schedulers", len(self._schedulers)), ("metrics", len(self._metrics))):
-            if len(state.get(name, ())) != here:
-                different.append(f"{name} were {len(state.get(name, ()))} and are {here}")
+            if len(state[name]) != here:
+                different.append(f"{name} were {len(state[name])} and are {here}")
         if different:
             raise ValueError(f"{path} was saved by another run: {'; '.join(different)}")
-        resume.refuse_other_sums(state, self._identity, sums_gradients=self._optimizer.rule.sums_gradients)
+        changed = [name for name in ("rule", "minibatch_size") if state["run"].get(name) != self._fingerprint[name]]
+        if changed and (self._optimizer.rule.sums_gradients or state["sums_gradients"]):
+            raise ValueError(
+                f"Cannot change {' and '.join(changed)} when resuming with a rule that sums gradients: the saved "
+                "momentum is scaled by the old number of minibatches."
+            )
         return state
+
+    def _restore(self, state: dict[str, Any], path: Path) -> None:
+        """Load a state that was checked, and log what has changed since it was saved."""
+        schedule, position = _resume_point(state, self._sampler.schedule)
+        own = state["optimizer"][STATE_KEY]
+        if state["run"]["rule"] != self._fingerprint["rule"]:
+            own = {**own, "rule": self._optimizer.rule.state_dict()}
+        self._store.load(path, state, own=own, schedule=schedule)
+        load_schedulers(self._schedulers, state["schedulers"])
+        for metrics, sums in zip(self._metrics, state["metrics"], strict=True):
+            metrics.restore(sums)
+        self._epoch, self._first_step, self._steps_of_epochs = position
+        self._changes = [(steps, text) for steps, text in state["changes"]]
+        rank, changed = self._communicator.rank, "; ".join(differences(state["run"], self._fingerprint))
+        if changed:
+            self._changes.append((self._optimizer.steps_done, changed))
+            if rank == 0:
+                logger.warning("resuming from %s/%s with changed settings: %s", self.directory, path.name, changed)
+        if rank < len(state["random"]["torch"]):
+            self._random = {name: rows[rank].clone() for name, rows in state["random"].items()}
+
+
+Position = tuple[int, int, list[int]]
+"""The current epoch, its completed steps, and those of each epoch before it."""
+
+
+def _history_state(history: ScheduleHistory) -> dict[str, Any]:
+    sizes, counts = (torch.from_numpy(values.copy()) for values in (history.sizes, history.counts))
+    return {"sizes": sizes, "counts": counts, "starts": list(history.starts), "has_ended": history.has_ended}
+
+
+def _resume_point(state: Mapping[str, Any], schedule: BaseSchedule) -> tuple[BaseSchedule, Position]:
+    """The position of a saved run in a schedule that may differ from its own, and that schedule after its steps.
+
+    An epoch that ended because its trace did continues if the new trace is longer.
+    """
+    epoch, first_step, steps_of_epochs = state["epoch"], state["epoch_step"], list(state["steps_of_epochs"])
+    saved = state["past"]
+    past = ScheduleHistory(saved["sizes"].numpy(), saved["counts"].numpy(), tuple(saved["starts"]), saved["has_ended"])
+    if past.has_ended and not first_step and epoch:
+        *before, number = steps_of_epochs
+        longer = schedule.after(past._replace(starts=past.starts[:-1]))
+        if past.starts[-2] + number == past.num_rows and number < len(longer.steps(epoch - 1)):
+            return longer, (epoch - 1, number, before)
+    return schedule.after(past), (epoch, first_step, steps_of_epochs)

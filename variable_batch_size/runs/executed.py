@@ -1,4 +1,4 @@
-"""The trace that a run has really executed, in a file that grows with the run and can be replayed."""
+"""ExecutedTrace: the batch sizes that a run has executed, in a CSV file that grows with it and can be replayed."""
 
 from __future__ import annotations
 
@@ -7,22 +7,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from variable_batch_size.schedules.schedule import BaseSchedule
-from variable_batch_size.traces.csv import COLUMNS
-
-_HEADER = f"{','.join(COLUMNS)}\n"
+from variable_batch_size.traces.trace import COLUMNS
 
 
 class ExecutedTrace:
-    """Appends a row for each step that was made; what is in the file stays as it is.
+    """Appends a row for each completed step, and leaves existing rows as they are.
 
-    A crash may leave a part of a line, or rows of steps that the checkpoint does not have: :meth:`cut_back` drops them.
-    If somebody else has changed or removed the file, it is written anew.
-
-    Args:
-        path: the CSV file.
-        schedule: of the run.
-        origin: what the run is, in one line; it is the comment on top.
-        changes: after how many steps the run became another, and in what; comments, too.
+    A crash may leave a partial line, or rows of steps that the checkpoint does not have: :meth:`truncate` drops them.
+    A file that was changed or removed from outside is rewritten. Comments name the run (`origin`) at the top and, after
+    each number of completed steps in `changes`, what changed then.
     """
 
     def __init__(
@@ -31,31 +24,27 @@ class ExecutedTrace:
         self.path = path
         self._schedule = schedule
         self._changes = changes
-        self._top = f"# executed from {schedule.name}: {origin}\n{_HEADER}"
+        self._header = f"# executed from {schedule.name}: {origin}\n{','.join(COLUMNS)}\n"
         self._num_rows = 0
         self._num_bytes = 0
 
-    def cut_back(self, steps_of_epochs: Sequence[int]) -> None:
-        """Keep the rows of the steps that were made, as far as there are rows.
-
-        Args:
-            steps_of_epochs: how many steps of each epoch were made, from epoch 0 on.
-        """
+    def truncate(self, steps_of_epochs: Sequence[int]) -> None:
+        """Drop the rows beyond the completed steps of each epoch."""
         if self.path.exists():
-            self._num_rows, self._num_bytes = _whole_rows(self.path, most=sum(steps_of_epochs))
+            self._num_rows, self._num_bytes = _complete_rows(self.path, limit=sum(steps_of_epochs))
             os.truncate(self.path, self._num_bytes)
 
-    def extend(self, steps_of_epochs: Sequence[int]) -> None:
-        """Append the rows of the steps that were made and have none."""
+    def append(self, steps_of_epochs: Sequence[int]) -> None:
+        """Append rows for those completed steps of each epoch that have none."""
         if not self.path.exists() or self.path.stat().st_size != self._num_bytes:
             self._num_rows = self._num_bytes = 0
         lines = "".join(self._lines(steps_of_epochs))
         if lines:
-            self._append(lines if self._num_rows else self._top + lines)
+            self._write(lines if self._num_rows else self._header + lines)
             self._num_rows = sum(steps_of_epochs)
 
     def _lines(self, steps_of_epochs: Sequence[int]) -> Iterator[str]:
-        row = 0  # that of the epoch's first step
+        row = 0  # of the epoch's first step
         for epoch, number in enumerate(steps_of_epochs):
             first = max(0, self._num_rows - row)
             if first < number:
@@ -68,15 +57,15 @@ class ExecutedTrace:
             row += number
 
     def _comments_before(self, epoch: int, steps_of_epochs: Sequence[int]) -> Iterator[str]:
-        """Which of the epochs since the row before were left early."""
+        """A comment for each epoch since the last row that ended early."""
         first = next((e for e in reversed(range(epoch)) if steps_of_epochs[e]), 0)
         for before in range(first, epoch):
-            number, whole = steps_of_epochs[before], len(self._schedule.steps(before))
+            number, full = steps_of_epochs[before], len(self._schedule.steps(before))
             if self._schedule.ended_early(before, number):
-                of_its = f" of its {whole}" if number < whole else ""
+                of_its = f" of its {full}" if number < full else ""
                 yield f"# epoch {before} was left after {number}{of_its} steps: replayed, the epochs begin elsewhere\n"
 
-    def _append(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         content = text.encode()
         try:
             with open(self.path, "ab") as file:
@@ -89,17 +78,12 @@ class ExecutedTrace:
         self._num_bytes += len(content)
 
 
-def _whole_rows(path: Path, *, most: int) -> tuple[int, int]:
-    """How many rows there are, up to a number, and in how many bytes from the top; none is 0 in 0 bytes."""
-    content = path.read_bytes()
-    beyond = content.find(b"\n%d," % most)
-    end = 1 + (beyond if beyond >= 0 else content.rfind(b"\n"))
-    last = b""
-    while end:
-        start = 1 + content.rfind(b"\n", 0, end - 1)
-        last = content[start:end]
-        if not last.startswith(b"#"):  # a comment belongs to the row behind it
-            break
-        end = start
-    step = last.partition(b",")[0]
-    return (int(step) + 1, end) if step.isdigit() and int(step) < most else (0, 0)
+def _complete_rows(path: Path, *, limit: int) -> tuple[int, int]:
+    """Number of complete rows, at most `limit`, and of the bytes up to their end; a comment belongs to the next row."""
+    num_rows = num_bytes = position = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        position += len(line)
+        step = line.partition(b",")[0]
+        if step.isdigit() and int(step) < limit and line.endswith(b"\n"):
+            num_rows, num_bytes = int(step) + 1, position
+    return num_rows, num_bytes

@@ -16,7 +16,7 @@ from variable_batch_size.optim.optimizer import CustomOptimizer
 
 
 class Metrics:
-    """Sums of named quantities, kept on each core's device and added up over all cores when they are read.
+    """Named sums that are accumulated on each core's device and all-reduced when they are read.
 
         metrics = vbs.Metrics("correct", "seen", device=device)
         for data, target in test_loader:
@@ -25,35 +25,34 @@ class Metrics:
         accuracy = sums["correct"] / sums["seen"]
 
     Cores may add different numbers of times, or never. Sums are in double precision, so that counts are exact. On XLA
-    :meth:`add` ends the minibatch, as ``optimizer.step()`` does: a loop that evaluates needs nothing else to do so.
-    In a training loop add after ``optimizer.step()``, or let :class:`Log` take the loss.
+    :meth:`add` ends the minibatch, as ``optimizer.step()`` does: an evaluation loop needs nothing else for that. In a
+    training loop, add after ``optimizer.step()``, or use :class:`Log` for the loss.
 
     Args:
-        names: of the quantities, in the same order on all cores.
-        device: on which the values to be added are; also the CPU where the cores are others.
-        process_group: the cores, as :class:`CustomSampler` takes it.
+        names: of the sums, in the same order on all cores.
+        device: of the values to be added; the CPU works on cores of any kind.
+        process_group: the cores, as in :class:`CustomSampler`.
     """
 
     def __init__(self, *names: str, device: torch.device | str, process_group: Any = None) -> None:
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"`names` must be one name or more, each of them once, got {names!r}")
+            raise ValueError(f"`names` must be one or more different names, got {names!r}")
         self._names = names
-        self._device = torch.device(device)
-        # double precision is not to be had on Apple's GPUs
+        self._device = device_for_sums(torch.device(device))
+        # Apple's GPUs have no double precision
         self._dtype = torch.float32 if self._device.type == "mps" else torch.float64
-        self._device_for_sums = device_for_sums(self._device)
-        self._communicator = communicator_for([torch.zeros(1).to(self._device_for_sums)], process_group)
+        self._communicator = communicator_for([torch.zeros(1).to(self._device)], process_group)
         self.reset()
 
     def reset(self) -> None:
         """Start again from 0."""
-        # made on the host: zeros made on an XLA device would be a program of their own
+        # made on the host: on an XLA device it would be a graph of its own
         self._sums = {name: torch.zeros(1, dtype=self._dtype).to(self._device) for name in self._names}
         self._host_sums = dict.fromkeys(self._names, 0.0)
 
     @torch.no_grad()
     def add(self, **values: torch.Tensor | float) -> None:
-        """Add to some of the sums: a tensor of one element, which is not waited for, or a number."""
+        """Add to some of the sums: numbers, or tensors of one element, without waiting for the device."""
         for name, value in values.items():
             if name not in self._sums:
                 raise ValueError(f"{name!r} must be one of {', '.join(map(repr, self._names))}")
@@ -66,14 +65,13 @@ class Metrics:
         self._communicator.flush()
 
     def read(self) -> dict[str, float]:
-        """The sums over all cores since the start, by one reduction. Every core must call it."""
+        """The sums over all cores since the start, with one all-reduce. Every core must call it."""
         host = torch.tensor(list(self._host_sums.values()), dtype=self._dtype).to(self._device)
-        own = torch.cat(list(self._sums.values())) + host
-        total = self._communicator.total(own.to(self._device_for_sums))
+        total = self._communicator.total(torch.cat(list(self._sums.values())) + host)
         return dict(zip(self._names, total.tolist(), strict=True))
 
     def restore(self, sums: Mapping[str, float]) -> None:
-        """Go on from sums that :meth:`read` gave, on any number of cores. Every core must call it."""
+        """Continue from sums that :meth:`read` has returned, on any number of cores. Every core must call it."""
         if set(sums) != set(self._names):
             raise ValueError(f"the sums must be of {', '.join(self._names)}, got {', '.join(sums)}")
         self.reset()
@@ -87,7 +85,7 @@ _LOSSES_AT_ONCE = 32
 
 
 class Log:
-    """Gives a record of the run to every sink on core 0: a dictionary, every N steps.
+    """Passes a record of the run, a dictionary, to every sink on core 0 every N steps.
 
         log = vbs.Log(optimizer, every=50, to=[vbs.JsonLines("runs/a/log.jsonl"), vbs.TensorBoard("runs/a"), print])
         ...
@@ -95,25 +93,19 @@ class Log:
             optimizer.step()
             log.step(loss)
 
-    A sink is whatever can be called with a record; so ``wandb.log`` is one. A record has
+    A sink is any callable that takes a record, such as ``wandb.log``. A record has ``epoch``; ``step``, ``samples`` and
+    ``progress``, completed so far in the run; ``batch_size``, ``lr``, ``factor`` and ``gradient_norm`` of the latest
+    step; and ``loss``, ``samples_per_second`` and ``idle_share`` (of cores × steps) since the previous record. If
+    minibatches have weights, it has their sum in the run as ``weight``; the losses passed to :meth:`step` are then
+    sums, and ``loss`` is their sum divided by that of the weights. The page on long runs describes all keys.
 
-    - ``epoch``; ``step``, ``samples`` and ``progress``, those done so far in the run; ``batch_size``, ``lr`` and
-      ``factor`` of the latest step; ``gradient_norm``, that of its mean gradient before clipping, NaN if there is none;
-    - ``loss``, ``samples_per_second`` and ``idle_share`` over all steps since the record before, or since the start:
-      the mean of the minibatches' losses on all cores without stand-ins, and without those of a step that was left
-      unfinished; by the clock, whatever else was done in that time; and the share of cores × steps without work;
-    - ``weight``, where minibatches have weights: the sum so far in the run, as the tokens seen. The losses given to
-      :meth:`step` are then sums, and ``loss`` is their sum over that of the weights;
-    - ``seconds_accumulating`` and ``seconds_updating`` with a policy;
-    - ``gain`` and ``noise_scale`` where the noise is measured; ``graphs``, the programs compiled so far, on XLA;
-      ``exact``, which is 1, in exact mode.
-
-    The loss stays on the device until a record is due. Then all cores sum it, and it is read: the one wait.
+    The loss stays on the device until a record is due. Then it is all-reduced and read: the only wait for the device.
 
     Args:
         optimizer: of the run.
-        every: steps from one record to the next.
-        to: the sinks. They are made on every core and called on core 0 alone, so they open files when first called.
+        every: steps between two records.
+        to: the sinks. They are constructed on every core and called on core 0 only, so they open files when first
+            called.
     """
 
     def __init__(self, optimizer: CustomOptimizer, *, every: int, to: Iterable[Callable[[Record], Any]]) -> None:
@@ -122,27 +114,27 @@ class Log:
         self._optimizer = optimizer
         self._schedule = optimizer.sampler.schedule
         self._sinks = list(to)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = list(optimizer.parameters())
         self._communicator = communicator_for(parameters, optimizer.sampler.process_group)
         self._is_first = everyone_for(parameters, optimizer.sampler.process_group).rank == 0
         self._device = parameters[0].device
         self._steps_seen = optimizer.steps_made
-        # made on the host, as what is made on an XLA device is a program of its own; and several, as is one used twice
+        # made on the host: on an XLA device they would be a graph, as would one that is used twice
         self._zeros = [torch.zeros(()).to(self._device) for _ in range(_LOSSES_AT_ONCE + 1)]
-        self._losses_of_step: list[torch.Tensor] = []  # of this core's minibatches since the latest complete step
-        # of the complete steps since the latest record
-        self._losses: list[torch.Tensor]  # those of single minibatches
-        self._loss: torch.Tensor  # the sum of those before
-        self._num_samples: int
-        self._num_steps: int
-        self._num_idle: int
-        self._started_at: float
+        self._losses_of_step: list[torch.Tensor] = []  # of this core's minibatches since the last completed step
         self._weight_seen = optimizer.minibatch_weights.since
         self._restart()
         optimizer.record_grad_norm(every=every)
 
+    def _restart(self) -> None:
+        """Reset what is summed over the completed steps since the last record."""
+        self._losses: list[torch.Tensor] = []  # of single minibatches
+        self._loss = self._zeros[-1]  # the sum of those before
+        self._num_samples = self._num_steps = self._num_idle = 0
+        self._started_at = time.monotonic()
+
     def step(self, loss: torch.Tensor | float) -> None:
-        """Take in a minibatch's loss, as ``backward()`` was called on it, but without a loss scale.
+        """Record a minibatch's loss, as ``backward()`` was called on it, but without a loss scale.
 
         Call it after every ``optimizer.step()``.
         """
@@ -161,9 +153,9 @@ class Log:
             self._write_step()
 
     def write(self, **values: Any) -> None:
-        """Give the sinks a record of your own, such as a test accuracy, with the position of the run.
+        """Pass a record with your own values, such as a test accuracy, and the position of the run to the sinks.
 
-        Numbers of torch and numpy become plain ones, which is what most sinks take.
+        Scalars of torch and numpy become plain numbers, as most sinks expect.
         """
         plain = {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in values.items()}
         self._send({**self._position(self._optimizer.weight_done), **plain})
@@ -180,38 +172,30 @@ class Log:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _restart(self) -> None:
-        self._losses = []
-        self._loss = self._zeros[-1]
-        self._num_samples = 0
-        self._num_steps = 0
-        self._num_idle = 0
-        self._started_at = time.monotonic()
-
     def _count_step(self) -> None:
-        num_minibatches = self._optimizer.batch_size // self._schedule.minibatch_size
-        own = len(range(self._communicator.rank, num_minibatches, self._schedule.num_replicas))
+        optimizer, cores = self._optimizer, self._schedule.num_replicas
+        num_minibatches = optimizer.batch_size // self._schedule.minibatch_size
+        own = len(range(self._communicator.rank, num_minibatches, cores))
         given = len(self._losses_of_step)
         if given < own:
             raise RuntimeError(
-                f"log.step() was called for {given} of the {own} minibatches that this core has in a step of batch "
-                f"size {self._optimizer.batch_size}: call it after every optimizer.step(), not only if that is True"
+                f"log.step() was called for {given} of this core's {own} minibatches in a step of batch size "
+                f"{optimizer.batch_size}: call it after every optimizer.step(), not only if that returns True"
             )
-        # what came before these belongs to a step that was left unfinished
-        self._losses += self._losses_of_step[given - own :]
+        self._losses += self._losses_of_step[given - own :]  # those before belong to a step that was not completed
         self._losses_of_step = []
         while len(self._losses) >= _LOSSES_AT_ONCE:
             self._add_losses()
-        self._num_samples += self._optimizer.batch_size
+        self._num_samples += optimizer.batch_size
         self._num_steps += 1
-        self._num_idle += max(0, self._schedule.num_replicas - num_minibatches)
+        self._num_idle += max(0, cores - num_minibatches)
 
     @torch.no_grad()
     def _add_losses(self) -> None:
-        """Add the losses of single minibatches to their sum; always as many, for it to be one program on XLA.
+        """Add the losses of single minibatches to their sum, always the same number, for it to be one graph on XLA.
 
-        And a program of its own, because cores have different numbers of minibatches, while all of them must run the
-        same one where they come together.
+        It is a separate graph because cores have different numbers of minibatches, but must run the same graph where
+        they communicate.
         """
         losses = [*self._losses, *self._zeros[len(self._losses) :]][:_LOSSES_AT_ONCE]
         self._loss = self._loss + torch.stack([loss.float() for loss in losses]).sum()
@@ -220,10 +204,10 @@ class Log:
 
     def _write_step(self) -> None:
         optimizer, cores = self._optimizer, self._schedule.num_replicas
-        norm_there = torch.tensor(math.nan) if optimizer.gradient_norm is None else optimizer.gradient_norm
-        # the norm is the same on all cores: summed beside the loss, it travels with it
+        norm_here = torch.tensor(math.nan) if optimizer.gradient_norm is None else optimizer.gradient_norm
         self._add_losses()
-        loss, norm, weight = self._read(torch.stack([self._loss, norm_there.float().to(self._device)]))
+        # the norm is the same on all cores: summed with the loss, it needs no collective of its own
+        loss, norm, weight = self._total(torch.stack([self._loss, norm_here.float().to(self._device)]))
         seconds = time.monotonic() - self._started_at
         record = {
             **self._position(optimizer.minibatch_weights.before + weight),
@@ -244,8 +228,8 @@ class Log:
         self._send(record)
         self._restart()
 
-    def _read(self, numbers: torch.Tensor) -> list[float]:
-        """The sums of numbers over all cores, and behind them the weight since the start, by one wait."""
+    def _total(self, numbers: torch.Tensor) -> list[float]:
+        """The sums of numbers over all cores, followed by the weight since the start, with one wait."""
         weights = self._optimizer.minibatch_weights
         if weights.unread is None:
             return [*self._communicator.total(numbers).tolist(), weights.known]
@@ -260,15 +244,10 @@ class Log:
 
     def _position(self, weight: float) -> Record:
         optimizer = self._optimizer
-        position = {
-            "epoch": optimizer.epoch,
-            "step": optimizer.steps_done,
-            "samples": optimizer.samples_done,
-            "progress": optimizer.progress,
-        }
-        return {**position, "weight": weight} if optimizer.minibatch_weights.is_weighted else position
+        done = {"step": optimizer.steps_done, "samples": optimizer.samples_done, "progress": optimizer.progress}
+        weighted = {"weight": weight} if optimizer.minibatch_weights.is_weighted else {}
+        return {"epoch": optimizer.epoch, **done, **weighted}
 
     def _send(self, record: Record) -> None:
-        if self._is_first:
-            for sink in self._sinks:
-                sink(record)
+        for sink in self._sinks if self._is_first else ():
+            sink(record)

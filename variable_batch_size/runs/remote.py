@@ -1,4 +1,4 @@
-"""RemoteDirectory: a local directory mirrored to an fsspec URL such as ``s3://bucket/run``."""
+"""RemoteDirectory: a local directory whose files are uploaded to an fsspec URL such as ``s3://bucket/run``."""
 
 from __future__ import annotations
 
@@ -9,262 +9,182 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from variable_batch_size.files import TEMPORARY
 from variable_batch_size.runs.async_writer import call_at_exit
 
-_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
-_BROKEN_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]", re.IGNORECASE)
-_OF_THIS_MACHINE = ("file", "local")
+logger = logging.getLogger(__name__)
 
-_EXTRAS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
-"""The drivers that most people need; fsspec names those of other addresses."""
+_URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
+_BROKEN_URL = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]", re.IGNORECASE)
+
+_SECONDS_BETWEEN_UPLOADS = 30.0
 
 
-def is_address(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is the address of objects, and not of files of this machine.
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is the URL of a remote directory, and not a path on this machine.
 
-    >>> is_address("s3://bucket/run"), is_address("runs/a"), is_address("file:///runs/a")
+    >>> is_url("s3://bucket/run"), is_url("runs/a"), is_url("file:///runs/a")
     (True, False, False)
     """
     text = os.fspath(path)
-    if not isinstance(path, str) and _BROKEN_ADDRESS.match(text):
-        raise ValueError(f"an address must be a text, as a path has lost a slash of it, got {path!r}")
+    if not isinstance(path, str) and _BROKEN_URL.match(text):
+        raise ValueError(f'pass remote URLs as str, because pathlib turns "://" into ":/", got {path!r}')
     if isinstance(path, str) and "::" in text.partition("://")[0] and "://" in text:
-        raise ValueError(f"an address must begin with the protocol of the objects, as s3://bucket/run, got {path!r}")
-    match = _ADDRESS.match(text)
-    return match is not None and match[1].lower() not in _OF_THIS_MACHINE
+        raise ValueError(f"a chained URL is not supported: pass one protocol, as in s3://bucket/run, got {path!r}")
+    match = _URL.match(text)
+    return match is not None and match[1].lower() not in ("file", "local")
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """A path of this machine, which may be written as ``file:///…``."""
+    """A path on this machine, which may be written as ``file:///…``."""
     text = os.fspath(path)
-    match = _ADDRESS.match(text)
+    match = _URL.match(text)
     return Path(text[match.end() :] if match else text)
 
 
-class ObjectStore:
-    """Objects under an address, through fsspec, which knows S3, GCS, Azure and others by their drivers.
+class RemoteDirectory:
+    """A temporary local folder, and the remote directory to which its files are uploaded.
 
-    An object is written by one upload of a file. Object stores show it when all of it is there: so none is renamed, and
-    none is found that is cut short. Listings are asked for each time.
+    Each file is one object, and object stores show an object once it is complete: nothing is renamed, and no truncated
+    file is found. The folder may have an empty placeholder for a large file that is only needed remotely. A file that
+    did not change is not uploaded again, as another run may have appended to it.
 
     Args:
-        address: that the names of the objects are appended to.
+        url: the remote directory, as ``s3://bucket/run``.
+        upload_at_exit: upload changed files when this object is dropped or the process ends.
     """
 
-    def __init__(self, address: str) -> None:
-        self.address = address.rstrip("/")
-        self._files, self._root = _filesystem(self.address)
+    def __init__(self, url: str, *, upload_at_exit: bool = False) -> None:
+        self.url = url.rstrip("/")
+        self._filesystem, self._root = _filesystem_of(self.url)
+        self._put = partial(_put, self._filesystem, self._root, self.url)
+        self.folder = Path(tempfile.mkdtemp(prefix="variable_batch_size-"))
+        self._versions: dict[str, tuple[int, int]] = {}
+        self._uploaded_at = time.monotonic()
+        weakref.finalize(self, _remove, self.folder, process=os.getpid())
+        if upload_at_exit:
+            finish = weakref.finalize(self, _upload_last, self.folder, self._versions, self._put)
+            finish.atexit = False  # that is too late, and would run in forked processes
+            call_at_exit(finish)
+
+    def check_writable(self) -> None:
+        """Raise if files cannot be written to the remote directory."""
+        probe = self.folder / "writable"
+        probe.touch()
+        try:
+            self._put(probe)
+            self.remove(probe.name)
+        except OSError as error:
+            raise ValueError(f"`directory` must be writable, got {self.url}: {error}") from error
+        finally:
+            probe.unlink()
 
     def names(self) -> list[str]:
-        """Of the objects right under the address."""
-        try:
-            found = self._files.ls(self._root, detail=True)
-        except FileNotFoundError:
-            return []
-        except Exception as error:  # of many kinds, depending on the driver
-            raise OSError(f"{self.address} could not be listed: {_in_words(error)}") from error
+        """The names of the remote files, if any."""
+        found = []
+        with _as_os_error(f"{self.url} could not be listed"), suppress(FileNotFoundError):
+            found = self._filesystem.ls(self._root, detail=True)
         return sorted(PurePosixPath(entry["name"]).name for entry in found if entry["type"] == "file")
 
-    def upload(self, path: Path, name: str) -> None:
-        """Let an object be what a file is."""
-        try:
-            self._files.put_file(str(path), f"{self._root}/{name}")
-        except Exception as error:
-            raise OSError(f"{self.address}/{name} could not be written: {_in_words(error)}") from error
-
-    def download(self, name: str, path: Path) -> None:
-        """Let a file be what an object is."""
-        try:
-            self._files.get_file(f"{self._root}/{name}", str(path))
-        except Exception as error:
-            raise OSError(f"{self.address}/{name} could not be read: {_in_words(error)}") from error
-
-    def remove(self, name: str) -> None:
-        try:
-            self._files.rm_file(f"{self._root}/{name}")
-        except FileNotFoundError:
-            return
-        except Exception as error:
-            raise OSError(f"{self.address}/{name} could not be removed: {_in_words(error)}") from error
-
-
-def _filesystem(address: str) -> tuple[Any, str]:
-    """What reads and writes under an address, and how it calls that."""
-    import fsspec
-
-    protocol = address.partition("://")[0].lower()
-    try:
-        files, root = fsspec.core.url_to_fs(address, use_listings_cache=False, skip_instance_cache=True)
-    except ImportError as error:
-        needed = f"needs {_EXTRAS[protocol]}: pip install {_EXTRAS[protocol]}" if protocol in _EXTRAS else str(error)
-        raise ImportError(f"{address} {needed}") from None
-    except ValueError as error:
-        raise ValueError(f"{address} is no address that fsspec knows: {error}") from None
-    return files, root.rstrip("/")
-
-
-def _in_words(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
-
-
-WRITABLE = "writable"
-
-
-class Mirror:
-    """Files are written here as anywhere, and uploaded when they are whole.
-
-    Of large files that need not be here, the name alone is: an empty file.
-
-    Args:
-        address: of the objects, as ``s3://bucket/run``.
-    """
-
-    def __init__(self, address: str) -> None:
-        self.store = ObjectStore(address)
-        self.folder = Path(tempfile.mkdtemp(prefix="variable_batch_size-"))
-        weakref.finalize(self, _remove, self.folder, process=os.getpid())
-
-    @property
-    def address(self) -> str:
-        return self.store.address
-
-    def prepare(self) -> None:
-        """See that objects can be written."""
-        (self.folder / WRITABLE).touch()
-        try:
-            self.store.upload(self.folder / WRITABLE, WRITABLE)
-            self.store.remove(WRITABLE)
-        except OSError as error:
-            raise ValueError(f"`directory` must be one that can be written to, got {self.address}: {error}") from error
-        finally:
-            (self.folder / WRITABLE).unlink()
-
-    def name_all(self) -> None:
-        """Let every object have a file of its name, which is empty."""
-        for name in self.store.names():
-            (self.folder / name).touch()
-
-    def fetch(self, path: Path) -> None:
-        """Let a file be what its object is."""
-        self.store.download(path.name, path)
-
-    def forget(self, path: Path) -> None:
-        """Keep no more than the name of a file."""
+    def truncate_local(self, path: Path) -> None:
+        """Replace a local file by a placeholder, or create one."""
         path.write_bytes(b"")
+        self._versions[path.name] = _version(path)
 
-    def move(self, path: Path) -> None:
-        """Let an object be what a file is, and keep no more than its name; not even that if it cannot be uploaded."""
+    def download(self, path: Path) -> None:
+        """Download the file of this name."""
+        with _as_os_error(f"{self.url}/{path.name} could not be read"):
+            self._filesystem.get_file(f"{self._root}/{path.name}", str(path))
+        self._versions[path.name] = _version(path)
+
+    def upload(self) -> None:
+        """Upload the files that have changed since they were uploaded or downloaded."""
         try:
-            self.store.upload(path, path.name)
+            _upload_changed(self.folder, self._versions, self._put)
+        finally:
+            self._uploaded_at = time.monotonic()
+
+    def maybe_upload(self) -> None:
+        """Upload if it is time. A failure is logged, and made up for by the next upload."""
+        if time.monotonic() - self._uploaded_at >= _SECONDS_BETWEEN_UPLOADS:
+            try:
+                self.upload()
+            except OSError as error:
+                logger.warning("records are not uploaded yet: %s", error)
+
+    def upload_and_truncate(self, path: Path) -> None:
+        """Upload a file and keep a placeholder, or remove the file if the upload fails."""
+        try:
+            self._put(path)
         except BaseException:
             path.unlink()
             raise
-        self.forget(path)
+        self.truncate_local(path)
 
-    def upload(self, paths: Sequence[Path]) -> None:
-        """Let objects be what those files are that are there."""
-        for path in paths:
-            if path.exists():
-                self.store.upload(path, path.name)
+    def remove(self, name: str) -> None:
+        """Remove a remote file, if it exists."""
+        with _as_os_error(f"{self.url}/{name} could not be removed"), suppress(FileNotFoundError):
+            self._filesystem.rm_file(f"{self._root}/{name}")
 
-    def remove_gone(self, names: Sequence[str]) -> None:
-        """Remove those objects whose files are gone."""
-        for name in names:
-            if not (self.folder / name).exists():
-                self.store.remove(name)
 
-    @contextmanager
-    def naming_objects(self) -> Iterator[None]:
-        """Within, an error that is about a file names its object."""
-        try:
-            yield
-        except ValueError as error:
-            raise ValueError(str(error).replace(str(self.folder), self.address)) from error
+def _filesystem_of(url: str) -> tuple[Any, str]:
+    """The filesystem of a URL, and its name for the directory."""
+    import fsspec
+    from fsspec.registry import known_implementations
+
+    try:
+        filesystem, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+    except ImportError as error:
+        known = known_implementations.get(url.partition("://")[0], {})
+        driver = known.get("class", "fsspec").partition(".")[0]
+        needed = f": {error}" if driver == "fsspec" else f" needs {driver}: pip install {driver}"
+        raise ImportError(f"{url}{needed}") from error
+    except ValueError as error:
+        raise ValueError(f"{url} is not a URL that fsspec supports: {error}") from error
+    return filesystem, root.rstrip("/")
+
+
+@contextmanager
+def _as_os_error(message: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of many types, depending on the driver
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise OSError(f"{message}: {reason}") from error
+
+
+def _put(filesystem: Any, root: str, url: str, path: Path) -> None:
+    with _as_os_error(f"{url}/{path.name} could not be written"):
+        filesystem.put_file(str(path), f"{root}/{path.name}")
+
+
+def _version(path: Path) -> tuple[int, int]:
+    """Changes whenever the file is written to."""
+    state = path.stat()
+    return state.st_mtime_ns, state.st_size
+
+
+def _upload_changed(folder: Path, versions: dict[str, tuple[int, int]], put: Callable[[Path], None]) -> None:
+    for path in sorted(folder.iterdir()):
+        if not path.name.endswith(TEMPORARY) and versions.get(path.name) != (version := _version(path)):
+            put(path)
+            versions[path.name] = version
+
+
+def _upload_last(folder: Path, versions: dict[str, tuple[int, int]], put: Callable[[Path], None]) -> None:
+    try:
+        _upload_changed(folder, versions, put)
+    except Exception as error:
+        logger.warning("the last records are lost: %s", error)
 
 
 def _remove(folder: Path, *, process: int) -> None:
     """Remove a folder, but not in a process that was forked from its owner."""
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-Versions = dict[str, tuple[int, int]]
-"""Of the files that were uploaded, by their names."""
-
-logger = logging.getLogger(__name__)
-
-_SECONDS_BETWEEN_UPLOADS = 30.0
-
-
-class Uploads:
-    """A folder whose files are uploaded, each as a whole, twice a minute and at the end.
-
-    A file that has not changed since is not uploaded again: its object may have grown by what another run has added.
-
-    Args:
-        address: of the objects.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._mirror = Mirror(address)
-        self._uploaded_at = time.monotonic()
-        self._versions: Versions = {}
-        upload_the_last = weakref.finalize(self, _upload_the_last, self._mirror, self._versions)
-        upload_the_last.atexit = False  # which would be too late, and in forked processes, too
-        call_at_exit(upload_the_last)
-
-    @property
-    def folder(self) -> Path:
-        return self._mirror.folder
-
-    @property
-    def has_any(self) -> bool:
-        """Whether there are objects already."""
-        return bool(self._mirror.store.names())
-
-    def fetch(self, path: Path) -> None:
-        """Begin with what was uploaded before, if anything was."""
-        if path.name in self._mirror.store.names():
-            self._mirror.fetch(path)
-            self._versions[path.name] = _version(path)
-
-    def soon(self) -> None:
-        """Upload if it is time; what could not be uploaded, which should not end a run, goes with the next time."""
-        if time.monotonic() - self._uploaded_at < _SECONDS_BETWEEN_UPLOADS:
-            return
-        self._uploaded_at = time.monotonic()
-        try:
-            self.now()
-        except OSError as error:
-            logger.warning("records are not uploaded yet: %s", error)
-
-    def now(self) -> None:
-        _upload_changed(self._mirror, self._versions)
-        self._uploaded_at = time.monotonic()
-
-
-def _upload_changed(mirror: Mirror, versions: Versions) -> None:
-    for path in sorted(mirror.folder.iterdir()):
-        version = _version(path)
-        if versions.get(path.name) != version:
-            mirror.upload([path])
-            versions[path.name] = version
-
-
-def _version(path: Path) -> tuple[int, int]:
-    """What tells a file from the same one after it was written to."""
-    state = path.stat()
-    return state.st_mtime_ns, state.st_size
-
-
-def _upload_the_last(mirror: Mirror, versions: Versions) -> None:
-    """What was written since, when the process ends or nobody needs the files any more."""
-    try:
-        _upload_changed(mirror, versions)
-    except Exception as error:
-        logger.warning("the last records are lost: %s", error)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +24,71 @@ from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
 from variable_batch_size.optim.wrappers import is_zero
 from variable_batch_size.runs import state_file
-from variable_batch_size.runs.async_writer import AsyncWriter
-from variable_batch_size.runs.state_file import mapped
+from variable_batch_size.runs.state_file import tree_map
 
-Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 
-_PREFIXES = ("module.", "_orig_mod.")
-"""Of DistributedDataParallel and torch.compile, before the names of a model's own state."""
-
-_WITHIN = "_orig_module."
-"""Of SpmdFullyShardedDataParallel, which may be around any module of a model."""
+_PLACE = "variable_batch_size place"
+"""The key of the placeholder for a sharded tensor, in the file with the rest of the state."""
 
 
-def collect(model: torch.nn.Module, optimizer: CustomOptimizer, *, is_writer: bool) -> dict[str, Any]:
-    """The state of both, with whole tensors, on the process that writes it; nothing on the others.
+def full_state(model: torch.nn.Module, optimizer: CustomOptimizer, *, is_first: bool) -> dict[str, Any]:
+    """The state of both with full tensors, on the rank that writes it; empty on the others.
 
-    Every core must call it: where tensors are split, or the optimizer has a part of its state on each core, all of them
-    send theirs, one tensor at a time.
+    Every rank must call it, as sharded tensors are gathered one at a time.
     """
-    if not is_writer and not any(map(is_spread, [*model.parameters(), *optimizer.parameters()])):
+    if not is_first and not any(map(is_spread, [*model.parameters(), *optimizer.parameters()])):
         _consolidate(optimizer)
         return {}
-    collected: dict[str, Any] = _collected(state_in_parts(model, optimizer), is_writer)
-    return collected if is_writer else {}
+
+    def gathered(part: Any, _: str) -> Any:
+        if not isinstance(part, torch.Tensor) or not is_spread(part):
+            return part
+        full = whole(part.detach())
+        return full.cpu() if is_first else None
+
+    state: dict[str, Any] = tree_map(local_state(model, optimizer), gathered)
+    return state if is_first else {}
 
 
-def state_in_parts(model: torch.nn.Module, optimizer: CustomOptimizer) -> dict[str, Any]:
-    """The state of both as this process has it."""
+def local_state(model: torch.nn.Module, optimizer: CustomOptimizer) -> dict[str, Any]:
+    """The state of both on this rank, with sharded tensors as they are."""
     _consolidate(optimizer)
-    # torch forgets in which order a dimension is split that is split twice; the order is the parameter's
-    state = _changed(optimizer.inner, optimizer.state_dict(), lambda p, value: from_local_like(p, to_local(value)))
-    return {"model": _under_plain_names(unwrapped(model).state_dict()), "optimizer": state}
+    return {"model": _model_state(model), "optimizer": _optimizer_state(optimizer)}
+
+
+def _model_state(model: torch.nn.Module) -> dict[str, Any]:
+    state = unwrapped(model).state_dict()
+    renamed = OrderedDict((_plain_name(name), value) for name, value in state.items())
+    versions = getattr(state, "_metadata", {}).items()
+    renamed._metadata = OrderedDict((_plain_name(f"{name}.")[:-1], one) for name, one in versions)  # type: ignore[attr-defined]
+    return renamed
+
+
+def _optimizer_state(optimizer: CustomOptimizer) -> dict[str, Any]:
+    def ordered(p: torch.Tensor, value: Any, _: str) -> Any:
+        return from_local_like(p, to_local(value)) if _match(p, value) else value
+
+    # torch loses the order of shards in a dimension that is sharded twice; the parameter still has it
+    return _map_params(optimizer.inner, optimizer.state_dict(), ordered)
+
+
+def try_out_optimizer(optimizer: CustomOptimizer) -> None:
+    """Raise if a checkpoint cannot hold the optimizer's state; that of ZeRO would have to be collected for it."""
+    if not any(map(is_zero, optimizers_of(optimizer.inner))):
+        state_file.in_memory({"optimizer": _optimizer_state(optimizer)})
+
+
+def try_out_model(model: torch.nn.Module) -> None:
+    """Raise if a checkpoint cannot hold the model's state, or modules cannot load their extra state from it."""
+    loaded = state_file.in_memory({"model": _model_state(model)})["model"]
+    for name, module in unwrapped(model).named_modules():
+        key = _plain_name(f"{name}.{state_file.EXTRA_STATE}".removeprefix("."))
+        if key in loaded:
+            try:
+                module.set_extra_state(loaded[key])
+            except Exception as error:
+                raise ValueError(f"{key} of the model's state can be saved, but not loaded: {error}") from error
 
 
 def _consolidate(optimizer: CustomOptimizer) -> None:
@@ -63,68 +98,52 @@ def _consolidate(optimizer: CustomOptimizer) -> None:
             inner.consolidate_state_dict(to=ranks_of(group)[0])  # type: ignore[attr-defined]
 
 
-def _collected(value: Any, is_writer: bool) -> Any:
-    """Nested containers with whole tensors, on the host if they were split; those of other processes are dropped."""
-    if isinstance(value, torch.Tensor):
-        if not is_spread(value):
-            return value
-        complete = whole(value.detach())
-        return complete.cpu() if is_writer else None
-    if isinstance(value, list | tuple):
-        return type(value)(_collected(part, is_writer) for part in value)
-    if not isinstance(value, dict):
-        return value
-    parts = [(key, _collected(part, is_writer)) for key, part in value.items()]
-    if not isinstance(value, OrderedDict):
-        return dict(parts)
-    ordered = OrderedDict(parts)
-    if hasattr(value, "_metadata"):  # the versions of a model's modules, which load_state_dict goes by
-        ordered._metadata = value._metadata  # type: ignore[attr-defined]
-    return ordered
-
-
 def load_model(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a state of whole tensors into a model that is wrapped or split in any way; every core must call it."""
+    """Load full tensors into a model that may be wrapped or sharded. Every rank must call it."""
     own = unwrapped(model)
-    names = {_plain_name(name): name for name in own.state_dict()}
-    present = _under_plain_names(own.state_dict())
-    loaded = _without_prefixes(state, present)
-    for name, value in loaded.items():
-        if name in present and present[name].shape == value.shape and not is_dtensor(value):
-            loaded[name] = shard_from_full(present[name], value)
-    if list(names) != list(names.values()):
-        loaded = OrderedDict((names.get(name, name), value) for name, value in loaded.items())
+    present = own.state_dict()
+    names = {_plain_name(name): name for name in present}
+    renamed = ((names.get(key, key), value) for key, value in state.items())
+    loaded = OrderedDict((name, _shard(present.get(name), value)) for name, value in renamed)
+    loaded._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
     own.load_state_dict(loaded)
 
 
-def split_optimizer_state(inner: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of whole tensors, as the optimizer's own ``load_state_dict`` takes it; every core must call it."""
-    return _changed(inner, state, lambda p, value: value if is_dtensor(value) else shard_from_full(p, value))
+def shard_optimizer_state(inner: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with full tensors as the optimizer's ``load_state_dict`` takes it. Every rank must call it."""
+    return _map_params(inner, state, _shard)
 
 
-def _changed(inner: Optimizer, state: Mapping[str, Any], change: Change) -> dict[str, Any]:
-    """The state of an optimizer with those tensors changed that are of the shape of their parameter."""
+def _shard(like: Any, value: Any, _: str = "") -> Any:
+    """A full tensor, sharded as another one; what is no tensor or has another shape as it is."""
+    return value if not _match(like, value) or is_dtensor(value) else shard_from_full(like, value)
+
+
+def _match(one: Any, other: Any) -> bool:
+    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape
+
+
+def _map_params(inner: Optimizer, state: Mapping[str, Any], change: Callable[..., Any]) -> dict[str, Any]:
+    """Apply a function to each parameter and everything in its state, of any type, as :func:`tree_map` does."""
     if isinstance(inner, MultiOptimizer):
         pairs = zip(inner.optimizers, state["optimizers"], strict=True)
-        return {**state, "optimizers": [_changed(*pair, change) for pair in pairs]}
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    parameters = [p for group in inner.param_groups for p in group["params"]]
-    of_number = dict(zip(numbers, parameters, strict=False))
-
-    def changed(number: int, value: Any) -> Any:
-        p = of_number.get(number)
-        is_like = p is not None and isinstance(value, torch.Tensor) and value.shape == p.shape
-        return change(p, value) if p is not None and is_like else value
-
-    values = {
-        number: {name: changed(number, value) for name, value in of_one.items()}
-        for number, of_one in state["state"].items()
+        return {**state, "optimizers": [_map_params(*pair, change) for pair in pairs]}
+    changed = {
+        number: tree_map(state["state"][number], partial(change, p))
+        for number, p in _numbered_params(inner, state)
+        if number in state["state"]
     }
-    return {**state, "state": values}
+    return {**state, "state": {**state["state"], **changed}}
+
+
+def _numbered_params(inner: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
+    """The parameters of an optimizer, with their numbers in a state of it."""
+    numbers = (number for group in state["param_groups"] for number in group["params"])
+    return zip(numbers, (p for group in inner.param_groups for p in group["params"]), strict=False)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model that DistributedDataParallel or torch.compile was given."""
+    """The model inside DistributedDataParallel and torch.compile."""
     while True:
         inside = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
         if not isinstance(inside, torch.nn.Module):
@@ -133,202 +152,105 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _plain_name(name: str) -> str:
-    """The name of a model's parameter, or of a module with a dot behind it, without the wrappers within the model."""
-    return name.replace(_WITHIN, "") if xla.is_spmd() else name
+    """A name in a model's state without SpmdFullyShardedDataParallel, which may wrap any of its modules."""
+    return name.replace("_orig_module.", "") if xla.is_spmd() else name
 
 
-def _under_plain_names(state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    renamed = OrderedDict((_plain_name(name), value) for name, value in state.items())
-    metadata = getattr(state, "_metadata", None)
-    if metadata is not None:
-        plain = {_plain_name(f"{name}.")[:-1]: value for name, value in metadata.items()}
-        renamed._metadata = OrderedDict(plain)  # type: ignore[attr-defined]
-    return renamed
+def split_sharded(state: dict[str, Any], *, copies: bool) -> tuple[dict[str, Any], Tensors]:
+    """A state with placeholders for its sharded tensors, and these, or copies of their shards, by their places."""
+    tensors: Tensors = {}
 
-
-def _without_prefixes(state: Mapping[str, Any], present: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """The state under the names of the model, if it was saved under those of a wrapper."""
-    names = list(state)
-    for prefix in _PREFIXES * 2:
-        if names and all(name.startswith(prefix) for name in names) and not set(names) & set(present):
-            names = [name.removeprefix(prefix) for name in names]
-    renamed = OrderedDict(zip(names, state.values(), strict=True))
-    metadata = getattr(state, "_metadata", None)
-    if metadata is not None and names == list(state):
-        renamed._metadata = metadata  # type: ignore[attr-defined]
-    return renamed
-
-
-Tensors = dict[str, torch.Tensor]
-
-_PLACE = "variable_batch_size place"
-"""The key of what stands in the file of the rest for a tensor that is in parts."""
-
-
-class ShardedFiles:
-    """Writes a directory for each checkpoint, under a temporary name until all of it is there.
-
-    Args:
-        directory: where.
-        communicator: of all processes that have a part.
-        device: on which they can sum.
-        writer: writes while training goes on, for the memory of one more copy of the parts; None to wait meanwhile.
-    """
-
-    def __init__(
-        self, directory: Path, communicator: Communicator, device: torch.device, *, writer: AsyncWriter | None
-    ) -> None:
-        self._directory = directory
-        self._communicator = communicator
-        self._group = _host_group(communicator, device)
-        self._writer = writer
-
-    def save(self, steps_done: int, state: dict[str, Any], *, when_done: Callable[[], None]) -> None:
-        """Save a state, whose split tensors are on all processes and whose rest is that of core 0.
-
-        Args:
-            steps_done: names it.
-            state: every process calls with its own.
-            when_done: called on core 0 when the directory has its name.
-        """
-        tensors: Tensors = {}
-        rest = _without_split(state, tensors)
-        if self._writer is None:
-            self._write(steps_done, tensors, rest, when_done)
-            return
-        self._writer.wait()
-        copies = {place: from_local_like(tensor, to_local(tensor).clone()) for place, tensor in tensors.items()}
-        rest = copy.deepcopy(rest) if self._communicator.rank == 0 else {}
-        self._writer.start(lambda: self._write(steps_done, copies, rest, when_done))
-
-    def _write(self, steps_done: int, tensors: Tensors, rest: dict[str, Any], when_done: Callable[[], None]) -> None:
-        # core 0 says which name is free: others may not see yet what it has just written
-        number = torch.zeros(1, dtype=torch.int64)
-        if self._communicator.rank == 0:
-            number[0] = state_file.free_number(self._directory, steps_done)
-        if self._group is not None:
-            dist.all_reduce(number, group=self._group)
-        path = state_file.directory_of(self._directory, steps_done, int(number))
-        temporary = path.with_name(path.name + TEMPORARY)
-        if self._communicator.rank == 0:
-            temporary.mkdir(exist_ok=True)
-            state_file.save(state_file.rest_of(temporary), rest)
-        if tensors:
-            _save_parts(tensors, temporary, self._group)  # in which core 0 waits for all
-        if self._communicator.rank == 0:
-            for file in temporary.iterdir():
-                sync(file)
-            os.replace(temporary, path)
-            sync(path.parent)
-            when_done()
-
-
-def filled(path: Path, state: dict[str, Any], model: torch.nn.Module, optimizer: CustomOptimizer) -> dict[str, Any]:
-    """The state with the tensors that are in parts, split as they are in this run; every core must call it.
-
-    Args:
-        path: of the checkpoint.
-        state: what was read of it.
-        model: of this run.
-        optimizer: likewise.
-    """
-    places = _places(state)
-    if not places:
-        return state
-    present = {f"['model'][{name!r}]": value for name, value in unwrapped(model).state_dict().items()}
-    for place, dtype in places.items():
-        if place not in present:
-            present[place] = torch.zeros_like(_parameter_at(place, state, optimizer), dtype=dtype)
-    tensors = {place: torch.zeros_like(present[place].detach()) for place in places}
-    _load_parts(tensors, path)
-    completed: dict[str, Any] = _with_tensors(state, tensors)
-    return completed
-
-
-def _parameter_at(place: str, state: dict[str, Any], optimizer: CustomOptimizer) -> torch.Tensor:
-    """The parameter whose state in the optimizer is at a place."""
-    inner = optimizers_of(optimizer.inner)
-    states = state["optimizer"].get("optimizers", [state["optimizer"]])
-    prefixes = [f"['optimizer']['optimizers'][{i}]['state']" for i in range(len(states))] + ["['optimizer']['state']"]
-    for prefix, saved, one in zip(prefixes[-1:] if len(states) == 1 else prefixes, states, inner, strict=False):
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        parameters = [p for group in one.param_groups for p in group["params"]]
-        for number, p in zip(numbers, parameters, strict=True):
-            if place.startswith(f"{prefix}[{number}]["):
-                found: torch.Tensor = p.detach()
-                return found
-    raise ValueError(f"the checkpoint has a tensor in parts at state{place} that this run does not have")
-
-
-# ---------------------------------------------------------------------------------- split tensors and what stands there
-
-
-def _without_split(state: dict[str, Any], found: Tensors) -> Any:
-    """A state with a note in the place of each split tensor, which are put into `found`."""
-
-    def note(part: Any, place: str) -> Any:
+    def replaced(part: Any, place: str) -> Any:
         if not (isinstance(part, torch.Tensor) and is_dtensor(part)):
             return part
-        found[place] = part.detach()
+        tensor = part.detach()
+        tensors[place] = from_local_like(tensor, to_local(tensor).clone()) if copies else tensor
         return {_PLACE: place, "dtype": part.dtype}
 
-    return mapped(state, note)
+    return tree_map(state, replaced), tensors
 
 
-def _places(state: dict[str, Any]) -> dict[str, torch.dtype]:
-    """Where split tensors were, and what they are of."""
-    found = {}
+def write_directory(
+    directory: Path, steps_done: int, rest: dict[str, Any], tensors: Tensors, *, group: Group, is_first: bool
+) -> None:
+    """Write the shards of all ranks and the rest of rank 0, under a temporary name until all are complete."""
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    def see(part: Any, place: str) -> Any:
-        if _is_note(part):
+    # rank 0 chooses the name, as others may not see yet the files it has just written
+    number = torch.tensor([state_file.free_number(directory, steps_done) if is_first else 0])
+    if group is not None:
+        dist.all_reduce(number, group=group)
+    path = state_file.path_of(directory, steps_done, int(number))
+    temporary = path.with_name(path.name + TEMPORARY)
+    if is_first:
+        temporary.mkdir(exist_ok=True)
+        state_file.save(temporary / state_file.REST, rest)
+    if tensors:
+        with _dcp_errors(OSError, f"{temporary} could not be written"):
+            save(tensors, checkpoint_id=temporary, process_group=group)  # rank 0 waits in it for all others
+    if is_first:
+        for file in temporary.iterdir():
+            sync(file)
+        os.replace(temporary, path)
+        sync(path.parent)
+
+
+def load_sharded(
+    path: Path, state: dict[str, Any], model: torch.nn.Module, optimizer: CustomOptimizer
+) -> dict[str, Any]:
+    """A state whose placeholders are replaced by tensors, sharded as in this run. Every rank must call it."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    dtypes = _placeholders(state)
+    if not dtypes:
+        return state
+    like = {f"['model'][{name!r}]": value for name, value in unwrapped(model).state_dict().items()}
+    states = state["optimizer"].get("optimizers", [state["optimizer"]])
+    for inner, saved in zip(optimizers_of(optimizer.inner), states, strict=False):
+        for number, p in _numbered_params(inner, saved):
+            like |= dict.fromkeys(_placeholders(saved["state"].get(number)), p)
+    if missing := dtypes.keys() - like.keys():
+        raise ValueError(f"{path} has a sharded tensor at state{min(missing)} that this run does not have")
+    tensors = {place: torch.zeros_like(like[place].detach(), dtype=dtype) for place, dtype in dtypes.items()}
+    with _dcp_errors(ValueError, f"{path} does not load"):
+        load(tensors, checkpoint_id=path, no_dist=True)  # each rank reads what it needs, without collectives
+    loaded: dict[str, Any] = tree_map(state, lambda part, _: tensors[part[_PLACE]] if _is_placeholder(part) else part)
+    return loaded
+
+
+def _placeholders(state: Any) -> dict[str, torch.dtype]:
+    """The places and dtypes of sharded tensors."""
+    found: dict[str, torch.dtype] = {}
+
+    def collect(part: Any, _: str) -> Any:
+        if _is_placeholder(part):
             found[part[_PLACE]] = part["dtype"]
         return part
 
-    mapped(state, see)
+    tree_map(state, collect)
     return found
 
 
-def _with_tensors(state: dict[str, Any], tensors: Tensors) -> Any:
-    return mapped(state, lambda part, place: tensors[part[_PLACE]] if _is_note(part) else part)
-
-
-def _is_note(part: Any) -> bool:
+def _is_placeholder(part: Any) -> bool:
     return isinstance(part, dict) and _PLACE in part
 
 
-# ----------------------------------------------------------------------------------------- torch.distributed.checkpoint
-
-
-def _save_parts(tensors: Tensors, path: Path, group: Group) -> None:
-    from torch.distributed.checkpoint import api, state_dict_saver
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a process alone, that it is alone
-            state_dict_saver.save(tensors, checkpoint_id=path, process_group=group)
-    except api.CheckpointException as error:  # which is no Exception
-        raise OSError(f"{path} could not be written: {_last_line(error)}") from error
-
-
-def _load_parts(tensors: Tensors, path: Path) -> None:
-    from torch.distributed.checkpoint import api, state_dict_loader
+@contextmanager
+def _dcp_errors(error_type: type[Exception], message: str) -> Iterator[None]:
+    """Raise errors of torch.distributed.checkpoint without the tracebacks of all ranks that precede the reason."""
+    from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # each process reads what it needs, and waits for nobody
-            state_dict_loader.load(tensors, checkpoint_id=path, no_dist=True)
-    except (Exception, api.CheckpointException) as error:
-        raise ValueError(f"{path} does not load: {_last_line(error)}") from error
+            warnings.simplefilter("ignore")  # about a single process
+            yield
+    except (Exception, CheckpointException) as error:  # the latter is not an Exception
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        raise error_type(f"{message}: {reason}") from error
 
 
-def _last_line(error: BaseException) -> str:
-    """What has gone wrong, behind the tracebacks of all processes."""
-    return (str(error).strip() or type(error).__name__).splitlines()[-1]
-
-
-def _host_group(communicator: Communicator, device: torch.device) -> Group:
-    """A group of the same processes for what they have on the host, which no other sum can come into."""
+def host_group(communicator: Communicator, device: torch.device) -> Group:
+    """A gloo group of the same ranks that no other collective uses."""
     if not is_running():
         return None
     members = torch.zeros(dist.get_world_size(), dtype=torch.int64)

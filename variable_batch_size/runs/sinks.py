@@ -1,4 +1,4 @@
-"""Where the records of a run go: JSON lines, TensorBoard, a progress bar."""
+"""Sinks for the records of a run: JSON lines, TensorBoard, a progress bar."""
 
 from __future__ import annotations
 
@@ -10,26 +10,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from variable_batch_size.runs.remote import Uploads, is_address, local_path
+from variable_batch_size.files import write_text
+from variable_batch_size.runs.remote import RemoteDirectory, is_url, local_path
 
-_AXES = ("step", "samples")
-"""What a record is drawn against; with the epoch, its position."""
+_AXES = {"step": "steps", "samples": "samples"}
+"""The x-axes of plots, and the folder of each."""
 
 
 class JsonLines:
-    """Appends each record to a file as one line of JSON; a number that is not finite becomes null.
+    """Appends each record to a file as one line of JSON; non-finite numbers become null.
 
-    A run that goes on from a checkpoint does some steps again: when the first record comes, lines of the same file that
-    it and later ones replace are dropped, and so is what a crash has left of a line.
+    A run that resumes from a checkpoint repeats some steps: the first record drops lines of the same file that it and
+    later records replace, and a line that a crash left incomplete.
 
     Args:
-        path: of the file; its directory is made if need be. An address such as ``"s3://bucket/run/log.jsonl"`` is
+        path: of the file; its directory is created if necessary. A URL such as ``"s3://bucket/run/log.jsonl"`` is
             uploaded to twice a minute and when the sink is closed.
+        open_per_record: close the file after each record, for a sink with few records that is never closed.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._uploads = Uploads(str(path).rpartition("/")[0]) if is_address(path) else None
-        self.path = local_path(path) if self._uploads is None else self._uploads.folder / str(path).rpartition("/")[2]
+    def __init__(self, path: str | os.PathLike[str], *, open_per_record: bool = False) -> None:
+        self._remote: RemoteDirectory | None = None
+        self.path = local_path(path)
+        if is_url(path):
+            directory, _, name = str(path).rpartition("/")
+            self._remote = RemoteDirectory(directory, upload_at_exit=True)
+            self.path = self._remote.folder / name
+        self._open_per_record = open_per_record
         self._has_begun = False
         self._file: IO[str] | None = None
 
@@ -37,45 +44,30 @@ class JsonLines:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if not self._has_begun:
-                if self._uploads is not None:
-                    self._uploads.fetch(self.path)
-                self._drop_what_is_done_again(record)
+                if self._remote is not None and self.path.name in self._remote.names():
+                    self._remote.download(self.path)
+                if self.path.exists():
+                    lines = self.path.read_text(encoding="utf-8").splitlines()
+                    write_text(self.path, "".join(f"{line}\n" for line in lines if _is_before(line, record)))
                 self._has_begun = True
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(json.dumps({name: _finite_or_none(value) for name, value in record.items()}) + "\n")
         self._file.flush()
-        if self._uploads is not None:
-            self._uploads.soon()
+        if self._remote is not None:
+            self._remote.maybe_upload()
+        if self._open_per_record:
+            self.close()
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-            if self._uploads is not None:
-                self._uploads.now()
-
-    def _drop_what_is_done_again(self, first: Mapping[str, Any]) -> None:
-        if not self.path.exists():
-            return
-        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _stays(line, first)]
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, self.path)
+            if self._remote is not None:
+                self._remote.upload()
 
 
-class ClosedAfterEach:
-    """A sink whose file is closed after each record, for the few of a run that nobody ends."""
-
-    def __init__(self, sink: JsonLines) -> None:
-        self._sink = sink
-
-    def __call__(self, record: Mapping[str, Any]) -> None:
-        self._sink(record)
-        self._sink.close()
-
-
-def _stays(line: str, first: Mapping[str, Any]) -> bool:
-    """Whether a line was written before the first record of a run that goes on, or is somebody else's."""
+def _is_before(line: str, first: Mapping[str, Any]) -> bool:
+    """Whether a line precedes the first record of a resumed run, or is not from a log."""
     try:
         old = json.loads(line)
     except ValueError:
@@ -90,64 +82,57 @@ def _finite_or_none(value: Any) -> Any:
 
 
 class TensorBoard:
-    """Writes every number of a record for TensorBoard twice: as ``steps/loss`` and as ``samples/loss``, against each.
+    """Writes each number of a record for TensorBoard twice: ``steps/loss`` over steps, ``samples/loss`` over samples.
 
-    A number that is not finite is left out.
-    Where a run goes on from a checkpoint, TensorBoard is told which points are void, because they are made again.
+    Non-finite numbers are skipped. When a run resumes from a checkpoint, the points that it repeats are purged.
 
     Args:
-        directory: for the event files, made if need be; or an address of objects, uploaded to twice a minute and when
-            the sink is closed.
+        directory: for the event files, created if necessary; or a URL, uploaded to twice a minute and when the sink is
+            closed.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = str(directory) if is_address(directory) else local_path(directory)
-        self._uploads = [Uploads(_under(self.directory, axis)) for axis in _AXES] if is_address(directory) else []
+        self.directory = str(directory) if is_url(directory) else local_path(directory)
+        urls = [f"{str(directory).rstrip('/')}/{folder}" for folder in _AXES.values()] if is_url(directory) else []
+        self._remotes = [RemoteDirectory(url, upload_at_exit=True) for url in urls]
         self._writers: list[Any] = []
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         if not self._writers:
             self._open(record)
-        for axis, writer in zip(_AXES, self._writers, strict=True):
+        for (axis, folder), writer in zip(_AXES.items(), self._writers, strict=True):
             for name, value in record.items():
                 if name not in _AXES and _finite_or_none(value) is not None:
-                    writer.add_scalar(f"{_folder(axis)}/{name}", value, record[axis])
-        for uploads in self._uploads:
-            uploads.soon()
+                    writer.add_scalar(f"{folder}/{name}", value, record[axis])
+        for remote in self._remotes:
+            remote.maybe_upload()
 
     def close(self) -> None:
         for writer in self._writers:
             writer.close()
-        for uploads in self._uploads if self._writers else []:
-            uploads.now()
+        for remote in self._remotes if self._writers else []:
+            remote.upload()
         self._writers = []
 
     def _open(self, first: Mapping[str, Any]) -> None:
         from tensorboardX import SummaryWriter
 
-        for number, axis in enumerate(_AXES):
-            directory = self._uploads[number].folder if self._uploads else Path(self.directory) / _folder(axis)
-            there = self._uploads[number].has_any if self._uploads else directory.exists() and any(directory.iterdir())
-            # each axis has files of its own, for what is void is said by one number
-            purge_step = first[axis] + 1 if there else None
-            # tensorboardX names files by the second, and would not see that of another session
-            suffix = f".{time.time_ns()}" if self._uploads else ""
+        # each axis has its own files, as purge_step is one number
+        for number, (axis, folder) in enumerate(_AXES.items()):
+            remote = self._remotes[number] if self._remotes else None
+            directory = Path(self.directory) / folder if remote is None else remote.folder
+            resumes = (directory.exists() and any(directory.iterdir())) if remote is None else bool(remote.names())
+            # tensorboardX names files by the second, and would not see the remote file of another session
+            suffix = "" if remote is None else f".{time.time_ns()}"
+            purge_step = first[axis] + 1 if resumes else None
             self._writers.append(SummaryWriter(str(directory), purge_step=purge_step, filename_suffix=suffix))
 
 
-def _under(directory: str | Path, axis: str) -> str:
-    return f"{str(directory).rstrip('/')}/{_folder(axis)}"
-
-
-def _folder(axis: str) -> str:
-    return {"step": "steps", "samples": "samples"}[axis]
-
-
 class ProgressBar:
-    """Shows how far a run is, with the numbers of the latest record behind.
+    """Shows the progress of a run, followed by the numbers of the latest record.
 
     Args:
-        num_steps: steps in the whole run, those of earlier sessions included.
+        num_steps: steps of the whole run, including earlier sessions.
     """
 
     def __init__(self, num_steps: int) -> None:

@@ -1,116 +1,74 @@
-"""Checkpoint files: their names, what they hold, and reading them with `weights_only=True`."""
+"""Checkpoint files: their names and contents, read with `weights_only=True`."""
 
 from __future__ import annotations
 
-import inspect
+import io
 import os
 import re
 import shutil
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
+from variable_batch_size.cores.dtensor import is_dtensor
 from variable_batch_size.files import TEMPORARY, write
 
 
-def mapped(value: Any, change: Callable[[Any, str], Any], place: str = "") -> Any:
-    """A value whose parts are changed, wherever they are in lists, tuples and dicts.
+def tree_map(value: Any, change: Callable[[Any, str], Any], place: str = "") -> Any:
+    """Apply a function to a value and, where it returns the same object, to everything nested in it.
 
-    A named tuple becomes a tuple, as it does in a file.
+    Containers are lists, tuples and dicts with their keys and, of a module's state, the ``_metadata`` that
+    ``load_state_dict`` reads. They are copied; a named tuple becomes a tuple, as it does in a file. The function also
+    gets the place of the value, as keys in brackets.
 
-    Args:
-        value: left as it is.
-        change: what becomes of a part at a place; the part itself for no change, but perhaps of what is in it.
-        place: of the value, as keys in brackets.
-
-    >>> mapped({"a": [1, "text"], "b": (2,)}, lambda part, place: f"{part} at {place}" if part == 2 else part)
+    >>> tree_map({"a": [1, "text"], "b": (2,)}, lambda part, place: f"{part} at {place}" if part == 2 else part)
     {'a': [1, 'text'], 'b': ("2 at ['b'][0]",)}
     """
     changed = change(value, place)
     if changed is not value:
         return changed
     if isinstance(value, dict):
-        return _like(value, [(key, mapped(part, change, f"{place}[{key!r}]")) for key, part in value.items()])
+        parts = [
+            (tree_map(key, change, place), tree_map(part, change, f"{place}[{key!r}]")) for key, part in value.items()
+        ]
+        if not isinstance(value, OrderedDict):
+            return dict(parts)
+        ordered = OrderedDict(parts)
+        if hasattr(value, "_metadata"):
+            ordered._metadata = tree_map(value._metadata, change, place)  # type: ignore[attr-defined]
+        return ordered
     if isinstance(value, list | tuple):
-        parts = [mapped(part, change, f"{place}[{number}]") for number, part in enumerate(value)]
+        parts = [tree_map(part, change, f"{place}[{number}]") for number, part in enumerate(value)]
         return parts if isinstance(value, list) else tuple(parts)
     return value
 
 
-def _like(value: dict[Any, Any], items: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    if not isinstance(value, OrderedDict):
-        return dict(items)
-    ordered = OrderedDict(items)
-    if hasattr(value, "_metadata"):  # the versions of a model's modules, which load_state_dict goes by
-        ordered._metadata = value._metadata  # type: ignore[attr-defined]
-    return ordered
-
-
-class Stateful(Protocol):
-    """Something with a state, such as a scheduler of torch."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
-
-
-def state_of(scheduler: Stateful) -> dict[str, Any]:
-    """Its state without functions, which are part of how it was made and are there when it is made again."""
-    state: dict[str, Any] = _without_functions(scheduler.state_dict())
-    return state
-
-
-def load_state(scheduler: Stateful, saved: dict[str, Any]) -> None:
-    """Put a scheduler that was made in the same way into a saved state."""
-    scheduler.load_state_dict(_in_containers_of(scheduler.state_dict(), saved))
-
-
-def _without_functions(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_functions(part) for key, part in value.items() if not inspect.isroutine(part)}
-    return [_without_functions(part) for part in value] if isinstance(value, list) else value
-
-
-def _in_containers_of(present: Any, saved: Any) -> Any:
-    """A saved value with a Counter, which is saved as a dictionary, where there is one at present."""
-    if isinstance(present, Counter):
-        return Counter(saved)
-    if isinstance(present, dict) and isinstance(saved, dict):
-        return {key: _in_containers_of(present.get(key), part) for key, part in saved.items()}
-    if isinstance(present, list) and isinstance(saved, list) and len(present) == len(saved):
-        return [_in_containers_of(*pair) for pair in zip(present, saved, strict=True)]
-    return saved
-
-
 _NAME = re.compile(r"step-([0-9]{9,})(?:\.pt|-([0-9]+))")
-"""Of a file, and of a directory: there may be several after the same step, the latest with the largest number."""
+"""Name of a file, or of a directory; a step may have several directories, the newest with the largest number."""
+
+REST = "run.pt"
+"""The file in a sharded checkpoint with everything but the sharded tensors."""
+
+EXTRA_STATE = "_extra_state"
+"""The end of names in a module's state dict under which torch keeps what ``get_extra_state`` returns."""
 
 _MARK = "variable_batch_size checkpoint"
 _VERSION = 1
 
 
-def path_of(directory: Path, steps_done: int) -> Path:
-    """The file of the checkpoint after `steps_done` steps."""
-    return directory / f"step-{steps_done:09d}.pt"
-
-
-def directory_of(directory: Path, steps_done: int, number: int) -> Path:
-    """The directory of a checkpoint after `steps_done` steps, of which there may be several."""
-    return directory / f"step-{steps_done:09d}-{number}"
+def path_of(directory: Path, steps_done: int, number: int | None = None) -> Path:
+    """The file of the checkpoint after `steps_done` steps or, with a number, the directory of a sharded one."""
+    return directory / f"step-{steps_done:09d}{'.pt' if number is None else f'-{number}'}"
 
 
 def free_number(directory: Path, steps_done: int) -> int:
-    """The number of one more checkpoint after `steps_done` steps."""
+    """The number of the next sharded checkpoint after `steps_done` steps."""
     names = [path.name for path in checkpoints(directory) if path.name.startswith(f"step-{steps_done:09d}-")]
     return 1 + max((int(name.rpartition("-")[2]) for name in names), default=0)
-
-
-def rest_of(directory: Path) -> Path:
-    """The file in the directory of a checkpoint that has all but the tensors which are in parts."""
-    return directory / "run.pt"
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -122,7 +80,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def prepare(directory: Path) -> None:
-    """Make the directory, see that it can be written to, and clean up what a crash has left of an unfinished file."""
+    """Create the directory, check that it is writable, and remove unfinished files of a crash."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.glob(f"*{TEMPORARY}"):
@@ -130,13 +88,12 @@ def prepare(directory: Path) -> None:
         write(directory / "writable", Path.touch)
         (directory / "writable").unlink()
     except OSError as error:
-        raise ValueError(f"`directory` must be one that can be written to, got {directory}: {error}") from error
+        raise ValueError(f"`directory` must be writable, got {directory}: {error}") from error
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a state of tensors and primitives, the tensors from whatever device they are on."""
-    marked = {"format": _MARK, "version": _VERSION, **state}
-    plain = _plain(marked, "")
+    """Write a state of tensors, on any device, and primitives."""
+    plain = tree_map({"format": _MARK, "version": _VERSION, **state}, _plain)
 
     def fill(temporary: Path) -> None:
         with open(temporary, "wb") as file:
@@ -144,21 +101,57 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
     try:
         write(path, fill)
-    except (OSError, RuntimeError) as error:  # the latter is torch's, where a file cannot be written to its end
+    except (OSError, RuntimeError) as error:  # torch raises the latter if it cannot finish writing a file
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise OSError(f"{path} could not be written: {cause}") from error
 
 
+def _plain(part: Any, place: str) -> Any:
+    """Tensors on the CPU and plain numbers; raises for what ``weights_only`` would not load again."""
+    if isinstance(part, torch.Tensor):
+        return part.detach().cpu()
+    if isinstance(part, np.generic):
+        return part.item()
+    primitives = (bool, int, float, str, bytes, complex, type(None))
+    if type(part) in primitives or isinstance(part, dict | list | tuple | torch.dtype | torch.device):
+        return part
+    raise ValueError(f"a checkpoint holds tensors and primitives only, got {type(part).__name__} at state{place}")
+
+
+def in_memory(state: dict[str, Any]) -> dict[str, Any]:
+    """Save and load a state without a file, and without the contents of tensors except those of extra state."""
+
+    def without_contents(part: Any, place: str) -> Any:
+        is_known = type(part) in (torch.Tensor, torch.nn.Parameter) or is_dtensor(part)
+        return None if is_known and EXTRA_STATE not in place else _plain(part, place)
+
+    buffer = io.BytesIO()
+    torch.save(tree_map(state, without_contents), buffer)
+    buffer.seek(0)
+    try:
+        loaded: dict[str, Any] = torch.load(buffer, map_location="cpu", weights_only=True)
+    except Exception as error:
+        advice = "convert it to tensors, or pass its type to torch.serialization.add_safe_globals"
+        raise ValueError(f"the state can be saved, but not loaded: {_reason(error)}; {advice}") from error
+    return loaded
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence about what went wrong in ``torch.load``; others advise not to use `weights_only`."""
+    text = str(error)
+    text = (text.partition("WeightsUnpickler error: ")[2] or text).partition("\n")[0]
+    return text.partition(". ")[0] or type(error).__name__
+
+
 def load(path: Path) -> dict[str, Any]:
-    """Read what :func:`save` wrote; tensors on the CPU. Nothing is unpickled but tensors and primitives."""
-    with open(rest_of(path) if path.is_dir() else path, "rb") as file:
+    """Read a file of :func:`save`, with tensors on the CPU. Only tensors and primitives are unpickled."""
+    with open(path / REST if path.is_dir() else path, "rb") as file:
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # of many kinds, depending on where the file ends
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            raise ValueError(f"{path} does not load, it is cut short or no checkpoint: {reason}") from error
+        except Exception as error:  # of many types, depending on where the file ends
+            raise ValueError(f"{path} is truncated or is not a checkpoint: {_reason(error)}") from error
     if not isinstance(state, dict) or state.get("format") != _MARK:
-        raise ValueError(f"{path} is no checkpoint of variable_batch_size")
+        raise ValueError(f"{path} is not a checkpoint of variable_batch_size")
     if state["version"] != _VERSION:
         raise ValueError(f"{path} has version {state['version']} of the format, expected {_VERSION}")
     return state
@@ -171,34 +164,10 @@ def keep_only(directory: Path, number: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a directory with all that is in it."""
+    """Remove a file, or a directory and its contents."""
     if path.is_dir():
-        temporary = path.with_name(path.name + TEMPORARY)  # else what a crash leaves of it would pass for a checkpoint
+        temporary = path.with_name(path.name + TEMPORARY)  # so that a crash leaves no directory that is half removed
         os.replace(path, temporary)
         shutil.rmtree(temporary)
     else:
         path.unlink()
-
-
-def _plain(value: Any, place: str) -> Any:
-    """A copy of nested containers with all tensors on the CPU; refuses what ``weights_only`` would not load again."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, np.generic):
-        return value.item()
-    if value is None or type(value) in (bool, int, float, str, bytes, complex):
-        return value
-    if isinstance(value, dict):
-        items: Iterable[tuple[Any, Any]] = ((_plain(k, place), _plain(v, f"{place}[{k!r}]")) for k, v in value.items())
-        if not isinstance(value, OrderedDict):
-            return dict(items)
-        ordered = OrderedDict(items)
-        if hasattr(value, "_metadata"):  # the versions of a model's modules, which load_state_dict goes by
-            ordered._metadata = _plain(value._metadata, place)  # type: ignore[attr-defined]
-        return ordered
-    if isinstance(value, (list, tuple)):
-        parts = [_plain(part, f"{place}[{i}]") for i, part in enumerate(value)]
-        return parts if isinstance(value, list) else tuple(parts)
-    if isinstance(value, (torch.dtype, torch.device)):
-        return value
-    raise ValueError(f"a checkpoint holds tensors and primitives only, got {type(value).__name__} at state{place}")

@@ -3,175 +3,162 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from variable_batch_size.checks import check_one_of
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.optim.lr_scheduler import Stateful, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.runs import sharded_state, state_file
-from variable_batch_size.runs.async_writer import AsyncWriter, HostStaging, needs_of
-from variable_batch_size.runs.remote import Mirror, is_address, local_path
+from variable_batch_size.runs.async_writer import AsyncWriter, HostStaging
+from variable_batch_size.runs.remote import RemoteDirectory, is_url, local_path
 from variable_batch_size.schedules.schedule import BaseSchedule
 
 Format = Literal["file", "sharded"]
-FORMATS: tuple[Format, ...] = ("file", "sharded")
-
 
 EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"
-"""What grows beside the checkpoints."""
+"""Files that grow next to the checkpoints."""
 
 
 class CheckpointStore:
-    """What all cores do together when a run is saved.
-
-    Args:
-        directory: for the checkpoints, or an address of objects.
-        model: of the run.
-        optimizer: likewise.
-        communicator: of all processes of the run.
-        keep: how many of the latest checkpoints stay.
-        format: ``"file"`` for the whole state in one file, ``"sharded"`` for a directory with a part of each process.
-        asynchronous: whether training goes on while they are written.
-
-    Attributes:
-        folder: of this machine, where the files are or whence they are uploaded.
-        directory: as a user knows it.
-    """
+    """The directory of a run's checkpoints. The arguments are those of :class:`Checkpoint`."""
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
         model: torch.nn.Module,
         optimizer: CustomOptimizer,
+        schedulers: Sequence[Stateful],
         communicator: Communicator,
         *,
         keep: int,
         format: Format,
         asynchronous: bool,
     ) -> None:
-        check_one_of(FORMATS, format=format)
-        self._mirror = Mirror(str(directory)) if is_address(directory) else None
-        self.folder = local_path(directory) if self._mirror is None else self._mirror.folder
-        self.directory = self.folder if self._mirror is None else self._mirror.address
+        check_one_of(get_args(Format), format=format)
+        self._remote = RemoteDirectory(str(directory)) if is_url(directory) else None
+        # the local directory of the files, perhaps to be uploaded, and the directory as the user knows it
+        self.folder = local_path(directory) if self._remote is None else self._remote.folder
+        self.directory = self.folder if self._remote is None else self._remote.url
         self._keep = keep
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._schedulers = model, optimizer, schedulers
         self._communicator = communicator
         self._writer = AsyncWriter() if asynchronous else None
-        self._host_copy, self._has_reserved = HostStaging(), False
-        self._sharded = None
-        if format == "sharded":
+        self._staging, self._has_stepped = HostStaging(), False
+        self._is_sharded = format == "sharded"
+        if self._is_sharded:
             if xla.is_spmd():
                 raise ValueError('`format` must be "file" in XLA\'s SPMD mode, got "sharded"')
-            if self._mirror is not None:
-                raise ValueError(f'`format` must be "file" with an address, got "sharded" for {self.directory}')
-            device = next(optimizer.parameters()).device
-            self._sharded = sharded_state.ShardedFiles(self.folder, communicator, device, writer=self._writer)
+            if self._remote is not None:
+                raise ValueError(f'`format` must be "file" with a URL, got "sharded" for {self.directory}')
+            self._group = sharded_state.host_group(communicator, next(optimizer.parameters()).device)
         if communicator.rank == 0:
-            state_file.prepare(self.folder) if self._mirror is None else self._mirror.prepare()
+            state_file.prepare(self.folder) if self._remote is None else self._remote.check_writable()
+        sharded_state.try_out_model(model)
+        sharded_state.try_out_optimizer(optimizer)
 
     def save(self, rest: dict[str, Any], *, when_done: Callable[[], None]) -> None:
-        """Save the model and the optimizer with the rest of the state; every core must call it.
-
-        Args:
-            rest: on core 0, what else there is.
-            when_done: called on core 0 when the checkpoint is there.
-        """
-        steps_done, is_writer = self._optimizer.steps_done, self._communicator.rank == 0
-
-        def done() -> None:
-            state_file.keep_only(self.folder, self._keep)
-            when_done()
-
-        if self._sharded is not None:
-            state = sharded_state.state_in_parts(self._model, self._optimizer)
-            self._sharded.save(steps_done, {**state, **rest}, when_done=done)
-            return
-        spread = sharded_state.collect(self._model, self._optimizer, is_writer=is_writer)
-        self._has_reserved = True  # by the first copy, if it comes first
-        if not is_writer:
-            return
-        path, state = state_file.path_of(self.folder, steps_done), {**spread, **rest}
+        """Save the model, the optimizer and the rest of the state, that of rank 0, on which `when_done` is called once
+        the checkpoint is complete. Every rank must call it."""
+        steps_done, is_first = self._optimizer.steps_done, self._communicator.rank == 0
+        if self._is_sharded:
+            self.wait()  # for the memory of the previous copy
+            state = {**sharded_state.local_state(self._model, self._optimizer), **rest}
+            state, tensors = sharded_state.split_sharded(state, copies=self._writer is not None)
+        else:
+            state, tensors = {**sharded_state.full_state(self._model, self._optimizer, is_first=is_first), **rest}, {}
+            if not is_first:
+                return
         if self._writer is None:
-            self._write(path, state, done)
-            return
-        self._writer.wait()
-        copied = self._host_copy.of(state)
-        self._writer.start(lambda: self._write(path, copied, done))
+            self._write(steps_done, state, tensors, when_done)
+        else:
+            self._writer.wait()
+            state = self._staging.copy(state) if is_first else {}
+            self._writer.start(lambda: self._write(steps_done, state, tensors, when_done))
 
-    def _write(self, path: Path, state: dict[str, Any], done: Callable[[], None]) -> None:
-        """Write a checkpoint; where it is uploaded, before anything else is, and before older ones are removed."""
-        state_file.save(path, state)
-        if self._mirror is None:
-            done()
+    def _write(
+        self, steps_done: int, state: dict[str, Any], tensors: dict[str, torch.Tensor], when_done: Callable[[], None]
+    ) -> None:
+        """Write a checkpoint. It is uploaded before other files are, and before older checkpoints are removed."""
+        is_first = self._communicator.rank == 0
+        path = state_file.path_of(self.folder, steps_done)
+        if self._is_sharded:
+            sharded_state.write_directory(self.folder, steps_done, state, tensors, group=self._group, is_first=is_first)
+        else:
+            state_file.save(path, state)
+        if not is_first:
             return
         before = state_file.checkpoints(self.folder)
-        self._mirror.move(path)
-        done()
-        self._mirror.upload([self.folder / name for name in (EXECUTED, DECISIONS)])
-        self._mirror.remove_gone([one.name for one in before])
+        if self._remote is not None:
+            self._remote.upload_and_truncate(path)
+        state_file.keep_only(self.folder, self._keep)
+        when_done()
+        if self._remote is not None:
+            self._remote.upload()
+            for name in [one.name for one in before if not one.exists()]:
+                self._remote.remove(name)
 
     def wait(self) -> None:
-        """Until what is being written is there; raises what has failed."""
+        """Wait until an asynchronous write is complete, and raise if it failed."""
         if self._writer is not None:
             self._writer.wait()
 
     def check(self) -> None:
-        """Raise what has failed in writing, without waiting; every core must call it after its first step, at least."""
+        """Raise if an asynchronous write has failed. Every rank must call it after each step.
+
+        After the first step, the optimizer has all of its state and loaders among the schedulers have begun: what a
+        file cannot hold raises, and the memory of the first asynchronous copy is allocated while training continues.
+        """
         if self._writer is not None:
             self._writer.check()
-            if self._sharded is None and not self._has_reserved:
-                self._reserve(self._writer)
-
-    def _reserve(self, writer: AsyncWriter) -> None:
-        """Get memory for the first copy while training goes on; the optimizer has all of its state after a step."""
-        self._has_reserved = True
-        is_writer = self._communicator.rank == 0
-        needs = needs_of(sharded_state.collect(self._model, self._optimizer, is_writer=is_writer))
-        if is_writer:
-            writer.start(lambda: self._host_copy.reserve(needs))
-
-    # --------------------------------------------------------------------------------------------------------- going on
+        if self._has_stepped:
+            return
+        self._has_stepped = True
+        sharded_state.try_out_optimizer(self._optimizer)
+        state_file.in_memory({"schedulers": state_of_schedulers(self._schedulers)})
+        if self._writer is not None and not self._is_sharded:
+            is_first = self._communicator.rank == 0
+            state = sharded_state.full_state(self._model, self._optimizer, is_first=is_first)
+            if is_first:
+                self._writer.start(lambda: self._staging.reserve(state))
 
     @contextmanager
     def found(self) -> Iterator[list[Path]]:
-        """Within, the checkpoints that there are, the newest last and readable; errors name them as a user does."""
-        if self._mirror is None:
+        """The existing checkpoints, the newest last and readable within the context."""
+        if self._remote is None:
             yield state_file.checkpoints(self.folder)
             return
-        self._mirror.name_all()
+        for name in self._remote.names():
+            self._remote.truncate_local(self.folder / name)
         paths = state_file.checkpoints(self.folder)
         own = [self.folder / name for name in (EXECUTED, DECISIONS)] if self._communicator.rank == 0 else []
         for path in [*paths[-1:], *(path for path in own if path.exists())]:
-            self._mirror.fetch(path)
-        with self._mirror.naming_objects():
+            self._remote.download(path)
+        try:
             yield paths
+        except ValueError as error:  # it should name the remote file
+            raise ValueError(str(error).replace(str(self.folder), self._remote.url)) from error
         for path in paths[-1:]:
-            self._mirror.forget(path)
+            self._remote.truncate_local(path)
 
     def load(self, path: Path, state: dict[str, Any], *, own: dict[str, Any], schedule: BaseSchedule) -> None:
-        """Give what was read of a checkpoint to the model and the optimizer; every core must call it.
-
-        Args:
-            path: of the checkpoint, which may be a directory with more of it.
-            state: what was read.
-            own: the part of the optimizer's state that is not the inner one's.
-            schedule: with which the run goes on.
-        """
-        state = sharded_state.filled(path, state, self._model, self._optimizer)
+        """Load the state of a checkpoint into the model and the optimizer, with the optimizer's `own` state and the
+        `schedule` of the resumed run. Every rank must call it."""
+        state = sharded_state.load_sharded(path, state, self._model, self._optimizer)
         try:
             sharded_state.load_model(self._model, state["model"])
         except RuntimeError as error:
-            raise ValueError(f"{path} does not fit the model: {error}") from error
+            raise ValueError(f"{path} does not match the model: {error}") from error
         optimizer = self._optimizer
         optimizer.set_schedule(schedule)
-        spread = sharded_state.split_optimizer_state(optimizer.inner, state["optimizer"])
-        optimizer.load_state_dict({**spread, STATE_KEY: own})
+        sharded = sharded_state.shard_optimizer_state(optimizer.inner, state["optimizer"])
+        optimizer.load_state_dict({**sharded, STATE_KEY: own})
         for one in (optimizer, optimizer.inner):
-            # else torch would warn of a scheduler that comes before the optimizer, where an epoch has no steps left
+            # otherwise torch warns that a scheduler was called first, if the epoch has no steps left
             one._opt_called = optimizer.steps_done > 0  # type: ignore[attr-defined]

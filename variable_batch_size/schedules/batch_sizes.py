@@ -16,22 +16,14 @@ Integers = npt.NDArray[np.int64]
 OnEnd = Literal["stop", "hold", "cycle"]
 ON_END: tuple[OnEnd, ...] = get_args(OnEnd)
 
-_STEPS_AT_ONCE = 4096
-_ROWS_PER_MARK = 64
+_STEPS_AT_ONCE, _ROWS_PER_MARK = 4096, 64
 
 
 class BatchSizes:
-    """The batch sizes of a run: the rows of a trace, extended according to `on_end`.
+    """The batch sizes of a run: the rows of a trace, then as `on_end` says: stop, hold the last one, or cycle.
 
-    Lookups take the same time at any step, and extended rows are not stored.
-
-    Args:
-        trace: the batch size of every step.
-        on_end: after the last row, ``"stop"``, ``"hold"`` (repeat that row forever) or ``"cycle"`` (start over).
-
-    >>> sizes = BatchSizes(Trace.from_sequence([64, 96, 32]), "cycle")
-    >>> sizes.of_step(10**12), sizes.samples_before(10**12), sizes.step_at(64_000_000_000_000)
-    (96, 64000000000000, 1000000000000)
+    After the trace, all of its rows repeat, or the last one. Lookups take the same time at any step, and repeated rows
+    are not stored.
     """
 
     def __init__(self, trace: Trace, on_end: OnEnd) -> None:
@@ -43,14 +35,13 @@ class BatchSizes:
         of_blocks = np.add.reduceat(self.rows, np.arange(0, len(self.rows), _ROWS_PER_MARK))
         self._marks = np.cumsum(of_blocks) - of_blocks
         self._total = int(of_blocks.sum())
+        self._repeated = range(len(self.rows) - 1 if self.on_end == "hold" else 0, len(self.rows))
+        self._before_repeated = self._samples_before_row(self._repeated.start)
 
-    def check_rows(self, is_wrong: Callable[[Integers], npt.NDArray[np.bool_]], rule: str) -> None:
-        """Raise ValueError with the place and value of the first row that breaks a rule."""
-        for start in range(0, len(self.rows), _STEPS_AT_ONCE):
-            found = is_wrong(self.rows[start : start + _STEPS_AT_ONCE])
-            if found.any():
-                row = start + int(found.argmax())
-                raise ValueError(f"{self.trace.place(row)}: batchsize must be {rule}, got {self.rows[row]}")
+    def row_of(self, step: int) -> int:
+        """The row of the trace that has the batch size of a step."""
+        beyond = step - len(self.rows)
+        return step if beyond < 0 else self._repeated[beyond % len(self._repeated)]
 
     def of_step(self, step: int) -> int:
         """The batch size of a step."""
@@ -59,7 +50,7 @@ class BatchSizes:
             raise ValueError(f"`step` must be a non-negative integer, got {step}")
         if step >= num_rows and self.on_end == "stop":
             raise ValueError(f"{self.trace.name} holds {counted(num_rows, 'step')}, got step {step} (counting from 0)")
-        return int(self.rows[min(step, num_rows - 1) if self.on_end == "hold" else step % num_rows])
+        return int(self.rows[self.row_of(step)])
 
     def of_steps(self, steps: range) -> Integers:
         """The batch sizes of consecutive steps."""
@@ -67,7 +58,8 @@ class BatchSizes:
         if steps.stop <= num_rows:
             return self.rows[steps.start : steps.stop]
         numbers = np.arange(steps.start, steps.stop)
-        return self.rows[np.minimum(numbers, num_rows - 1) if self.on_end == "hold" else numbers % num_rows]
+        repeated = self._repeated.start + (numbers - num_rows) % len(self._repeated)
+        return self.rows[np.where(numbers < num_rows, numbers, repeated)]
 
     def runs(self, num_steps: int) -> tuple[Integers, Integers]:
         """Run-length encoding of the first steps: batch sizes, and number of consecutive steps with each."""
@@ -79,26 +71,23 @@ class BatchSizes:
             counts[-1] += num_held
         return sizes[changes], counts
 
-    # ------------------------------------------------------------------------------------------- samples and steps
-
     def samples_before(self, step: int) -> int:
         """The samples used by all steps before this one."""
-        num_rows = len(self.rows)
-        if step <= num_rows:
+        beyond = step - len(self.rows)
+        if beyond <= 0:
             return self._samples_before_row(step)
-        if self.on_end == "hold":
-            return self._total + (step - num_rows) * int(self.rows[-1])
-        cycles, row = divmod(step, num_rows)
-        return cycles * self._total + self._samples_before_row(row)
+        cycles, rest = divmod(beyond, len(self._repeated))
+        before = self._samples_before_row(self._repeated.start + rest) - self._before_repeated
+        return self._total + cycles * (self._total - self._before_repeated) + before
 
     def step_at(self, samples: int) -> int:
         """The last step that has at most this many samples before it."""
-        if samples < self._total or self.on_end == "stop":
+        beyond = samples - self._total
+        if beyond < 0 or self.on_end == "stop":
             return self._row_at(samples)
-        if self.on_end == "hold":
-            return len(self.rows) + (samples - self._total) // int(self.rows[-1])
-        cycles, rest = divmod(samples, self._total)
-        return cycles * len(self.rows) + self._row_at(rest)
+        cycles, rest = divmod(beyond, self._total - self._before_repeated)
+        row = self._row_at(self._before_repeated + rest) - self._repeated.start
+        return len(self.rows) + cycles * len(self._repeated) + row
 
     def _samples_before_row(self, row: int) -> int:
         mark = min(row // _ROWS_PER_MARK, len(self._marks) - 1)
@@ -110,8 +99,6 @@ class BatchSizes:
         start = mark * _ROWS_PER_MARK
         used = self.rows[start : start + _ROWS_PER_MARK].cumsum()
         return start + int(used.searchsorted(samples - self._marks[mark], side="right"))
-
-    # ------------------------------------------------------------------------------------------------- many steps
 
     def counts(self, steps: range) -> tuple[Integers, Integers]:
         """The distinct batch sizes of consecutive steps, ascending, and the number of steps with each."""
@@ -133,15 +120,11 @@ class BatchSizes:
         )
 
     def _parts(self, steps: range) -> list[tuple[int, range]]:
-        """Ranges within the trace, with multiplicities, that have the same batch sizes as these steps in any order."""
-        num_rows = len(self.rows)
-        if len(steps) > num_rows and self.on_end == "cycle":
-            cycles, rest = divmod(len(steps), num_rows)
-            return [(cycles, range(num_rows)), (1, steps[:rest])]
-        if steps.stop > num_rows and self.on_end == "hold":
-            held = min(len(steps), steps.stop - num_rows)
-            return [(1, steps[: len(steps) - held]), (held, range(num_rows - 1, num_rows))]
-        return [(1, steps)]
+        """Short ranges of steps, with multiplicities, that have the same batch sizes as these steps in any order."""
+        within = range(steps.start, min(steps.stop, len(self.rows)))
+        cycles, rest = divmod(len(steps) - len(within), len(self._repeated))
+        parts = ((1, within), (cycles, self._repeated), (1, range(steps.stop - rest, steps.stop)))
+        return [(times, part) for times, part in parts if times and part]
 
 
 def counted(number: int, noun: str) -> str:

@@ -22,13 +22,6 @@ class PolicySchedule(BaseSchedule):
     The end of the current epoch is unknown until it is reached. Until then :meth:`steps` and
     :meth:`num_minibatches_for` assume that all further steps have the batch size decided last.
 
-    Args:
-        policy: decides the batch sizes.
-        dataset_size, minibatch_size, num_replicas, lockstep: see :class:`BaseSchedule`.
-
-    Attributes:
-        num_done: number of executed rows.
-
     >>> from variable_batch_size.policies.builtin import PerCore
     >>> schedule = PolicySchedule(PerCore(), dataset_size=300, minibatch_size=32, num_replicas=4)
     >>> schedule.append(128, number=3)
@@ -50,15 +43,12 @@ class PolicySchedule(BaseSchedule):
         super().__init__(
             dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas, lockstep=lockstep
         )
-        self.policy = policy
-        self.num_done = 0
+        self.policy, self.name = policy, type(policy).__name__
+        self.num_done = 0  # executed rows
         self._rows: list[int] = []
         self._ends: list[int] = []  # cumulative sum of _rows
-        self._starts = [0]  # first row of each epoch opened so far
-        self._used = 0  # samples in the last of them
+        self._used = 0  # samples in the last epoch opened so far
         self._left: set[int] = set()  # epochs ended early
-
-    # --------------------------------------------------------------------------------------------------------- rows
 
     def append(self, batch_size: int, *, number: int) -> None:
         """Append `number` rows of this batch size."""
@@ -101,16 +91,9 @@ class PolicySchedule(BaseSchedule):
         self._starts = [start for start in starts if start < len(rows)] or [0]
         self._used = sum(rows[self._starts[-1] :])
 
-    # ------------------------------------------------------------------------------------------------------- epochs
-
     @property
     def trace(self) -> Trace:
-        """The rows decided so far."""
         return Trace.from_sequence(self._rows)
-
-    @property
-    def name(self) -> str:
-        return type(self.policy).__name__
 
     @property
     def description(self) -> str:
@@ -118,16 +101,13 @@ class PolicySchedule(BaseSchedule):
 
     @property
     def num_epochs(self) -> int | None:
-        """None (unlimited), or 1 for data without a length."""
         return 1 if self.dataset_size is None else None
 
     def steps(self, epoch: int) -> range:
         """The steps of an epoch; an estimate for the current and future epochs."""
         self._check_epoch(epoch)
-        starts, number = (
-            self._starts,
-            len(self._starts),
-        )  # read once: a checkpoint thread may call this while rows are appended
+        # read once: a checkpoint thread may call this while rows are appended
+        starts, number = self._starts, len(self._starts)
         if epoch + 1 < number:
             return range(starts[epoch], starts[epoch + 1])
         like_last = self._rows[-1] if self._rows else self.minibatch_size
@@ -167,10 +147,7 @@ class PolicySchedule(BaseSchedule):
     def ended_early(self, epoch: int, num_steps: int) -> bool:
         return epoch in self._left or (epoch + 1 < len(self._starts) and super().ended_early(epoch, num_steps))
 
-    # -------------------------------------------------------------------------------------------------------- steps
-
     def samples_before(self, step: int) -> int:
-        """The samples used by all decided steps before this one."""
         return self._ends[min(step, len(self._rows)) - 1] if step and self._rows else 0
 
     def batch_size(self, step: int) -> int:
@@ -188,9 +165,9 @@ class PolicySchedule(BaseSchedule):
         """An estimate for the current epoch, as for :meth:`steps`."""
         steps = self.steps(epoch)[first_step:]
         known = np.array(self._rows[steps.start : steps.stop], dtype=np.int64)
-        to_come = len(steps) - len(known)
         last = np.array(self._rows[-1:] or [self.minibatch_size], dtype=np.int64)
-        return int(self._num_yielded(known, rank).sum()) + to_come * int(self._num_yielded(last, rank)[0])
+        to_come = (len(steps) - len(known)) * int(self._num_yielded(last, rank)[0])
+        return int(self._num_yielded(known, rank).sum()) + to_come
 
     def steps_from(self, epoch: int, first_step: int) -> Iterator[int]:
         """The steps of an epoch from its `first_step` on; the end of the epoch is checked lazily."""
@@ -202,18 +179,11 @@ class PolicySchedule(BaseSchedule):
             yield step
             step += 1
 
-    def offsets(self, epoch: int, rank: int, *, at_once: int, first_step: int = 0) -> Iterator[Integers]:
-        """As in :class:`BaseSchedule`, for the rows decided when the iterator advances."""
-        start = self.steps(epoch).start
-        step = start + first_step
-        begin = sum(self._rows[start:step])
-        while not self._is_end(epoch, step, begin):
-            self.batch_size(step)  # raises if undecided
-            end = self._starts[epoch + 1] if epoch + 1 < len(self._starts) else len(self._rows)
-            sizes = np.array(self._rows[step:end], dtype=np.int64)
-            yield from self._offsets_of(sizes, rank, begin=begin, at_once=at_once)
-            begin += int(sizes.sum())
-            step = end
+    def _next_sizes(self, epoch: int, step: int, used: int) -> Integers:
+        if self._is_end(epoch, step, used):
+            return np.empty(0, dtype=np.int64)
+        self.batch_size(step)  # raises if undecided
+        return np.array(self._rows[step : (*self._starts, len(self._rows))[epoch + 1]], dtype=np.int64)
 
     def _is_end(self, epoch: int, step: int, used: int) -> bool:
         """Whether an epoch ends before a step: the next epoch has begun, or no minibatch fits."""
@@ -221,16 +191,10 @@ class PolicySchedule(BaseSchedule):
             return step >= self._starts[epoch + 1]
         return self.capacity - used < self.minibatch_size
 
-    # -------------------------------------------------------------------------------------------------------- state
-
     def state_dict(self) -> dict[str, Any]:
         """The rows, including those decided ahead, and their epochs."""
-        return {
-            "rows": list(self._rows),
-            "starts": list(self._starts),
-            "left": sorted(self._left),
-            "num_done": self.num_done,
-        }
+        rows, starts, left = list(self._rows), list(self._starts), sorted(self._left)
+        return {"rows": rows, "starts": starts, "left": left, "num_done": self.num_done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._left, self.num_done = set(state["left"]), state["num_done"]

@@ -9,25 +9,20 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-_FEW = 4096
-_ROUNDS, _ROUNDS_OF_FEW = 6, 8
-"""Each round divides the correlation of two positions with a common digit by the base. Over millions of keys,
-correlations are measurable after six rounds for 256 elements and after five for 4096, but not after eight and six."""
+Words = npt.NDArray[np.uint64]
 
-_SMALLEST_BASE = 16
-"""With a smaller base, eight rounds would not be enough."""
-
-
-def _constant(number: int) -> npt.NDArray[np.uint64]:
-    """A 0-dimensional array: numpy would convert a Python integer at every use."""
-    return np.array(number, dtype=np.uint64)
+# Each round divides the correlation of two positions with a common digit by the base. Over millions of keys,
+# correlations are measurable after six rounds for 256 elements and after five for 4096, but not after eight and six.
+_FEW, _ROUNDS, _ROUNDS_OF_FEW = 4096, 6, 8
+_SMALLEST_BASE = 16  # with a smaller base, eight rounds would not be enough
 
 
-_HALF, _ODD, _OTHER_ODD = map(_constant, (32, 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93))
+# numpy would convert integers and scalars at every use, but not 0-dimensional arrays
+_HALF, _ODD, _OTHER_ODD = (np.array(n, dtype=np.uint64) for n in (32, 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93))
 
 
 class Permutation:
-    """A pseudo-random permutation of ``range(size)``, determined by a key and never stored.
+    """A pseudo-random permutation of ``range(size)``, selected by a key such as a seed and an epoch, and never stored.
 
     A position has two digits in the bases a and b, both about √size. Each round shifts each digit by a keyed hash of
     the other one. Every round is invertible, so the whole is a permutation (a Feistel network):
@@ -38,10 +33,6 @@ class Permutation:
     This permutes ``range(a · b)``, which barely exceeds `size` from 256 elements on. Elements at or above `size` are
     permuted again until they are below it (cycle walking), which permutes ``range(size)``.
 
-    Args:
-        size: number of elements; below 2**63.
-        key: numbers that select the permutation, such as a seed and an epoch.
-
     >>> shuffle = Permutation(10, key=(0, 0))
     >>> sorted(shuffle(np.arange(10)).tolist()) == list(range(10))
     True
@@ -49,7 +40,7 @@ class Permutation:
 
     def __init__(self, size: int, key: tuple[int, ...]) -> None:
         self.size = size
-        self._left_base, self._right_base = map(_constant, _bases(size))
+        self._left_base, self._right_base = (np.array(base, dtype=np.uint64) for base in _bases(size))
         digest = hashlib.blake2b(" ".join(map(str, key)).encode()).digest()
         keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
         self._keys = keys[: _ROUNDS_OF_FEW if size < _FEW else _ROUNDS].reshape(-1, 2)
@@ -59,12 +50,11 @@ class Permutation:
         elements = self._pass(positions.astype(np.uint64).ravel())
         beyond = (elements >= self.size).nonzero()[0]
         while len(beyond):
-            walked = self._pass(elements[beyond])
-            elements[beyond] = walked
+            elements[beyond] = walked = self._pass(elements[beyond])
             beyond = beyond[walked >= self.size]
         return elements.view(np.int64).reshape(positions.shape)
 
-    def _pass(self, x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def _pass(self, x: Words) -> Words:
         left = x // self._right_base
         right = x - left * self._right_base
         for left_key, right_key in self._keys:
@@ -86,7 +76,7 @@ def _bases(size: int) -> tuple[int, int]:
     return min(((base, max(_SMALLEST_BASE, -(-size // base))) for base in evens), key=math.prod)
 
 
-def _move(digit: npt.NDArray[np.uint64], base: npt.NDArray[np.uint64], *, by: npt.NDArray[np.uint64]) -> None:
+def _move(digit: Words, base: Words, *, by: Words) -> None:
     """Add the hash of a number to a digit, modulo its base; `by` is overwritten.
 
     The multiplications propagate bits upwards, the shift between them downwards. The top half, as a fraction of 2**32,

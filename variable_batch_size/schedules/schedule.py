@@ -17,19 +17,12 @@ from variable_batch_size.traces.trace import Trace
 
 
 class ScheduleHistory(NamedTuple):
-    """The completed part of a run, which does not change if the run resumes with another trace.
+    """The completed part of a run, which does not change if the run resumes with another trace."""
 
-    Args:
-        sizes: the batch sizes of the completed rows, run-length encoded.
-        counts: number of consecutive rows with each of these sizes.
-        starts: the first row of each epoch begun so far, the current one last.
-        has_ended: whether the trace has no rows after these.
-    """
-
-    sizes: Integers
-    counts: Integers
-    starts: tuple[int, ...]
-    has_ended: bool
+    sizes: Integers  # of the completed rows, run-length encoded
+    counts: Integers  # number of consecutive rows with each of these sizes
+    starts: tuple[int, ...]  # the first row of each epoch begun so far, the current one last
+    has_ended: bool  # whether the trace has no rows after these
 
     @property
     def num_rows(self) -> int:
@@ -37,12 +30,7 @@ class ScheduleHistory(NamedTuple):
         return int(self.counts.sum())
 
     def rows(self) -> Integers:
-        """The batch sizes of all completed rows."""
         return np.repeat(self.sizes, self.counts)
-
-    def without_last_epoch(self) -> ScheduleHistory:
-        """The same rows, with the last epoch merged into the one before."""
-        return self._replace(starts=self.starts[:-1])
 
 
 _ALL = 2**62  # more samples than any run has, and within int64
@@ -55,19 +43,14 @@ class BaseSchedule(ABC):
     `minibatch_size`; the first step that does not fit starts the next epoch. Minibatch j of a step is assigned to core
     ``j % num_replicas``. Steps are numbered from 0 through the whole run.
 
-    Args:
-        dataset_size: samples in the data set; None for data without a length, which form a single unlimited epoch.
-        minibatch_size: samples per forward and backward pass of one core.
-        num_replicas: number of cores.
-        lockstep: whether all cores run as many minibatches in a step as the busiest one, for models whose forward pass
-            communicates; cores with fewer run a padding minibatch in the last round.
-
     Attributes:
         capacity: the maximum number of samples in an epoch.
         on_end: the continuation after the last row of the trace.
+        name: that of the trace or policy, for messages.
     """
 
     on_end: OnEnd
+    name: str
 
     def __init__(
         self, *, dataset_size: int | None, minibatch_size: int, num_replicas: int, lockstep: bool = False
@@ -77,22 +60,14 @@ class BaseSchedule(ABC):
         if room < minibatch_size:
             raise ValueError(f"`dataset_size` must be at least one minibatch of {minibatch_size}, got {room}")
         self.dataset_size = None if dataset_size is None else int(dataset_size)
-        self.minibatch_size = int(minibatch_size)
-        self.num_replicas = int(num_replicas)
-        self.lockstep = lockstep
+        self.minibatch_size, self.num_replicas, self.lockstep = int(minibatch_size), int(num_replicas), lockstep
         self.capacity = int(room) // self.minibatch_size * self.minibatch_size
-
-    # ---------------------------------------------------------------------------------------------- to be implemented
+        self._starts = [0]  # first step of each epoch found so far
 
     @property
     @abstractmethod
     def trace(self) -> Trace:
         """The batch sizes known so far."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Name of the trace or policy, for messages."""
 
     @property
     @abstractmethod
@@ -108,11 +83,6 @@ class BaseSchedule(ABC):
     def steps(self, epoch: int) -> range:
         """The steps of an epoch."""
 
-    @property
-    def is_endless(self) -> bool:
-        """Whether its only epoch is unlimited."""
-        return self.dataset_size is None and self.on_end != "stop"
-
     @abstractmethod
     def samples_before(self, step: int) -> int:
         """The samples used by all steps before this one."""
@@ -123,7 +93,7 @@ class BaseSchedule(ABC):
 
     @abstractmethod
     def after(self, past: ScheduleHistory) -> BaseSchedule:
-        """This schedule for a run that began with another one: completed steps stay, then the next row follows."""
+        """This schedule for a run that began with another one: completed steps stay."""
 
     @abstractmethod
     def batch_size(self, step: int) -> int:
@@ -134,11 +104,13 @@ class BaseSchedule(ABC):
         """Number of minibatches a core runs in an epoch from its `first_step` on, including padding."""
 
     @abstractmethod
-    def offsets(self, epoch: int, rank: int, *, at_once: int, first_step: int = 0) -> Iterator[Integers]:
-        """The start of each minibatch of a core in the epoch's order of samples, in arrays of at most `at_once`.
+    def _next_sizes(self, epoch: int, step: int, used: int) -> Integers:
+        """The batch sizes of an epoch's steps from `step` on, as far as known; none if it ends after `used` samples."""
 
-        A padding minibatch repeats a minibatch of the same step.
-        """
+    @property
+    def is_endless(self) -> bool:
+        """Whether its only epoch is unlimited."""
+        return self.dataset_size is None and self.on_end != "stop"
 
     def steps_from(self, epoch: int, first_step: int) -> Iterator[int]:
         """Iterate over the steps of an epoch from its `first_step` on."""
@@ -156,7 +128,25 @@ class BaseSchedule(ABC):
         if self.dataset_size is None and epoch:
             raise ValueError(f"data without a `dataset_size` have only epoch 0, got epoch {epoch}")
 
-    # ------------------------------------------------------------------------------------------------------ the cores
+    def offsets(self, epoch: int, rank: int, *, at_once: int, first_step: int = 0) -> Iterator[Integers]:
+        """The start of each minibatch of a core in the epoch's order of samples, in arrays of at most `at_once`.
+
+        A padding minibatch repeats a minibatch of the same step.
+        """
+        start = self.steps(epoch).start
+        step = start + first_step
+        begin = self.samples_before(step) - self.samples_before(start)
+        while len(sizes := self._next_sizes(epoch, step, begin)):
+            begins = begin + sizes.cumsum() - sizes
+            in_step = sizes // self.minibatch_size
+            yielded = self._num_yielded(sizes, rank)
+            ends = yielded.cumsum()
+            for first in range(0, int(ends[-1]), at_once):
+                number = np.arange(first, min(first + at_once, int(ends[-1])))
+                row = ends.searchsorted(number, side="right")
+                places = rank + (number - (ends - yielded)[row]) * self.num_replicas
+                yield begins[row] + places % in_step[row] * self.minibatch_size
+            begin, step = begin + int(sizes.sum()), step + len(sizes)
 
     def num_minibatches(self, step: int) -> int:
         """Number of minibatches of a step, summed over cores."""
@@ -175,46 +165,28 @@ class BaseSchedule(ABC):
         first = 0 if self.lockstep else rank  # in lockstep all run as many as core 0, the busiest
         return max(1, -((first - self.num_minibatches(step)) // self.num_replicas))
 
-    def is_padding(self, step: int, rank: int, round: int) -> bool:
-        """Whether a core runs a padding minibatch in a round of a step, counting from 0."""
-        return rank + round * self.num_replicas >= self.num_minibatches(step)
-
-    def _offsets_of(self, sizes: Integers, rank: int, *, begin: int, at_once: int) -> Iterator[Integers]:
-        """The offsets of a core's minibatches in consecutive steps of these sizes, starting at offset `begin`."""
-        begins = begin + sizes.cumsum() - sizes
-        in_step = sizes // self.minibatch_size
-        yielded = self._num_yielded(sizes, rank)
-        ends = yielded.cumsum()
-        for first in range(0, int(ends[-1]), at_once):
-            number = np.arange(first, min(first + at_once, int(ends[-1])))
-            step = ends.searchsorted(number, side="right")
-            places = rank + (number - (ends - yielded)[step]) * self.num_replicas
-            yield begins[step] + places % in_step[step] * self.minibatch_size
-
     def _num_yielded(self, sizes: Integers, rank: int) -> Integers:
+        """Like :meth:`rounds_for`, for many steps of the given batch sizes."""
         first = 0 if self.lockstep else rank
-        rounded_down = (first - sizes // self.minibatch_size) // self.num_replicas
-        return np.maximum(-rounded_down, 1)
+        return np.maximum(-((first - sizes // self.minibatch_size) // self.num_replicas), 1)
 
 
-_STEPS_AT_ONCE = 4096
-_ROWS_PER_SEARCH = 512
+_STEPS_AT_ONCE, _ROWS_PER_SEARCH = 4096, 512
 
 
 @final
 class Schedule(BaseSchedule):
-    """Assigns the steps of a trace to epochs and cores.
-
-    See :class:`BaseSchedule` for how steps are assigned.
+    """Assigns the steps of a trace to epochs and cores, as described at :class:`BaseSchedule`.
 
     Args:
         trace: the batch size of every step; a multiple of `minibatch_size`, at most the capacity of an epoch.
         on_end: after the last row of the trace, ``"stop"`` ends the last epoch, ``"hold"`` repeats the last batch size
             forever, and ``"cycle"`` starts over.
-        dataset_size: samples in an epoch.
-        minibatch_size: samples that one core runs at once.
-        num_replicas: the number of cores.
-        lockstep: whether all cores run the same number of minibatches in a step.
+        dataset_size: samples in the data set; None for data without a length, which form a single unlimited epoch.
+        minibatch_size: samples per forward and backward pass of one core.
+        num_replicas: number of cores.
+        lockstep: whether all cores run as many minibatches in a step as the busiest one, for models whose forward pass
+            communicates; cores with fewer run a padding minibatch in the last round.
 
     >>> schedule = Schedule(Trace.from_sequence([64, 96, 32, 256]), dataset_size=300, minibatch_size=32, num_replicas=4)
     >>> schedule.steps(epoch=0), schedule.steps(epoch=1), schedule.num_epochs
@@ -239,45 +211,34 @@ class Schedule(BaseSchedule):
             dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas, lockstep=lockstep
         )
         self._sizes = BatchSizes(trace, on_end)
-        self._trace = trace
-        self.on_end = self._sizes.on_end
-        self._sizes.check_rows(
-            lambda sizes: sizes % minibatch_size != 0, f"a multiple of {minibatch_size} (the minibatch size)"
-        )
-        self._sizes.check_rows(
-            lambda sizes: sizes > self.capacity,
-            f"at most {self.capacity} (the full minibatches in {dataset_size} samples)",
-        )
-        self._starts = [0]  # first step of each epoch found so far
-        self._epoch_of_row: dict[int, int] = {}  # epoch by the row it starts at, to find the period of a cycle
+        self.name, self.on_end = trace.name, self._sizes.on_end
+        for is_wrong, rule in (
+            (trace.sizes % minibatch_size != 0, f"a multiple of {minibatch_size} (the minibatch size)"),
+            (trace.sizes > self.capacity, f"at most {self.capacity} (the full minibatches in {dataset_size} samples)"),
+        ):
+            if is_wrong.any():
+                row = int(is_wrong.argmax())
+                raise ValueError(f"{trace.place(row)}: batchsize must be {rule}, got {trace.sizes[row]}")
+        self._epoch_of_row: dict[int, int] = {}  # epoch by the row it starts at, to find a period
 
     @property
     def trace(self) -> Trace:
-        return self._trace
-
-    @property
-    def name(self) -> str:
-        return self._trace.name
+        return self._sizes.trace
 
     @property
     def description(self) -> str:
-        sizes = self._trace.sizes
-        if self._trace.is_endless:
+        sizes = self.trace.sizes
+        if self.trace.is_endless:
             return f"always {sizes[0]}"
         return f"{len(sizes)} steps, sha256 {hashlib.sha256(sizes.astype('<i8').tobytes()).hexdigest()[:16]}"
 
-    # ------------------------------------------------------------------------------------------------------- epochs
-
     def steps(self, epoch: int) -> range:
         self._check_epoch(epoch)
-        start = self._start(epoch)
-        stop = self._start(epoch + 1)
+        start, stop = self._start(epoch), self._start(epoch + 1)
         if start == stop:
-            assert self.num_epochs is not None
-            raise ValueError(
-                f"{self.trace.name} holds {counted(self.num_epochs, 'epoch')} of {self.dataset_size} samples, "
-                f'got epoch {epoch} (counting from 0); use on_end="hold" or "cycle" to continue'
-            )
+            found = f"{self.name} holds {counted(self.num_epochs or 0, 'epoch')} of {self.dataset_size} samples"
+            advice = 'use on_end="hold" or "cycle" to continue'
+            raise ValueError(f"{found}, got epoch {epoch} (counting from 0); {advice}")
         return range(start, stop)
 
     @property
@@ -294,14 +255,11 @@ class Schedule(BaseSchedule):
         """The first step of an epoch; cached, and found by bisection."""
         while epoch >= len(self._starts):
             last = self._starts[-1]
-            num_rows = len(self.trace.sizes)
-            if self.on_end == "stop" and last == num_rows:
+            if self.on_end == "stop" and last == len(self.trace.sizes):
                 return last
-            if self.on_end == "hold" and last >= num_rows - 1:  # all further steps have the last row's size
-                return last + (epoch - len(self._starts) + 1) * (self.capacity // int(self.trace.sizes[-1]))
-            if self.on_end == "cycle":
+            if self.on_end != "stop":
                 # once two epochs have started at the same row, everything repeats
-                first = self._epoch_of_row.setdefault(last % num_rows, len(self._starts) - 1)
+                first = self._epoch_of_row.setdefault(self._sizes.row_of(last), len(self._starts) - 1)
                 period = len(self._starts) - 1 - first
                 if period:
                     cycles, rest = divmod(epoch - first, period)
@@ -323,7 +281,14 @@ class Schedule(BaseSchedule):
     def samples_before(self, step: int) -> int:
         return self._sizes.samples_before(step)
 
-    # ------------------------------------------------------------------------------------------------ another trace
+    def batch_size(self, step: int) -> int:
+        return self._sizes.of_step(step)
+
+    def num_minibatches_for(self, epoch: int, rank: int, first_step: int = 0) -> int:
+        return self._sizes.sum(self.steps(epoch)[first_step:], lambda sizes: self._num_yielded(sizes, rank))
+
+    def _next_sizes(self, epoch: int, step: int, used: int) -> Integers:
+        return self._sizes.of_steps(range(step, max(step, min(step + _STEPS_AT_ONCE, self.steps(epoch).stop))))
 
     def past(self, epoch: int, first_step: int) -> ScheduleHistory:
         starts = tuple(self._start(number) for number in range(epoch + 1))
@@ -332,47 +297,27 @@ class Schedule(BaseSchedule):
         return ScheduleHistory(*self._sizes.runs(num_rows), starts, has_ended)
 
     def after(self, past: ScheduleHistory) -> Schedule:
-        """This schedule for a run that began with another one: completed steps stay, then the next row follows.
+        """The schedule whose first steps are those of the history and whose step r is row r of this trace otherwise.
 
-        Row r of this trace becomes step r of the run. The current epoch continues after the samples it has used. If
-        these exceed the capacity of an epoch, the next epoch begins.
+        The current epoch continues after the samples it has used. If these exceed the capacity, the next one begins.
         """
-        num_rows = past.num_rows
+        num_rows, rows = past.num_rows, self.trace.sizes
+        done = counted(num_rows, "step")
+        if self.on_end == "stop" and num_rows > len(rows):
+            found = f"{self.name} has {counted(len(rows), 'row')}"
+            raise ValueError(f"{found}, but the run has already completed {done}")
         schedule = copy.copy(self)
-        if not self._begins_with(past):
-            schedule._trace = self.trace.with_rows(np.concatenate([past.rows(), self._rows_from(num_rows)]))
-            schedule._sizes = BatchSizes(schedule.trace, self.on_end)
-        starts = list(past.starts)
-        if schedule.samples_before(num_rows) - schedule.samples_before(starts[-1]) > self.capacity:
-            starts.append(num_rows)
-        schedule._starts = starts
-        schedule._epoch_of_row = {}
+        sizes, counts = self._sizes.runs(num_rows)
+        if not (np.array_equal(sizes, past.sizes) and np.array_equal(counts, past.counts)):
+            if self.on_end == "cycle":
+                rule = f"{self.name} must begin with the {done} that the run has completed"
+                raise ValueError(f'{rule}, because on_end="cycle" repeats them')
+            first = min(num_rows, len(rows) - (self.on_end == "hold"))
+            schedule._sizes = BatchSizes(self.trace.with_rows(np.concatenate([past.rows(), rows[first:]])), self.on_end)
+        schedule._starts, schedule._epoch_of_row = list(past.starts), {}
+        if schedule.samples_before(num_rows) - schedule.samples_before(past.starts[-1]) > self.capacity:
+            schedule._starts.append(num_rows)
         return schedule
-
-    def _begins_with(self, past: ScheduleHistory) -> bool:
-        if self.on_end == "stop" and past.num_rows > len(self.trace):
-            raise ValueError(
-                f"{self.trace.name} has {counted(len(self.trace), 'row')}, but the run has already completed "
-                f"{counted(past.num_rows, 'step')}"
-            )
-        sizes, counts = self._sizes.runs(past.num_rows)
-        return np.array_equal(sizes, past.sizes) and np.array_equal(counts, past.counts)
-
-    def _rows_from(self, row: int) -> Integers:
-        if self.on_end == "cycle":
-            raise ValueError(
-                f"{self.trace.name} must begin with the {counted(row, 'step')} that the run has completed, because "
-                'on_end="cycle" repeats them'
-            )
-        last = len(self.trace.sizes) - (self.on_end == "hold")
-        return self.trace.sizes[min(row, last) :]
-
-    # -------------------------------------------------------------------------------------------------------- steps
-
-    def batch_size(self, step: int) -> int:
-        return self._sizes.of_step(step)
-
-    # --------------------------------------------------------------------------------- all cores through many steps
 
     def size_counts(self, steps: range) -> tuple[Integers, Integers]:
         """The distinct batch sizes of consecutive steps, ascending, and the number of steps with each."""
@@ -394,20 +339,3 @@ class Schedule(BaseSchedule):
         by_cores = np.zeros(self.num_replicas + 1, dtype=np.int64)
         np.add.at(by_cores, cores, counts)
         return by_cores[::-1].cumsum()[-2::-1]
-
-    # ---------------------------------------------------------------------------------------- a core through an epoch
-
-    def num_minibatches_for(self, epoch: int, rank: int, first_step: int = 0) -> int:
-        return self._sizes.sum(self.steps(epoch)[first_step:], lambda sizes: self._num_yielded(sizes, rank))
-
-    def num_idle_steps(self, epoch: int, rank: int) -> int:
-        """Number of steps of an epoch in which a core is idle."""
-        return self._sizes.sum(self.steps(epoch), lambda sizes: sizes // self.minibatch_size <= rank)
-
-    def offsets(self, epoch: int, rank: int, *, at_once: int, first_step: int = 0) -> Iterator[Integers]:
-        steps = self.steps(epoch)
-        begin = self._sizes.sum(steps[:first_step], lambda sizes: sizes)
-        for start in range(steps.start + first_step, steps.stop, _STEPS_AT_ONCE):
-            sizes = self._sizes.of_steps(range(start, min(start + _STEPS_AT_ONCE, steps.stop)))
-            yield from self._offsets_of(sizes, rank, begin=begin, at_once=at_once)
-            begin += int(sizes.sum())

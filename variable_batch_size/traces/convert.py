@@ -9,14 +9,12 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size.checks import check_one_of, check_positive
-from variable_batch_size.traces.csv import MOST_STEPS
+from variable_batch_size.checks import check_one_of, check_positive, refuse
 from variable_batch_size.traces.recording import Recording
-from variable_batch_size.traces.trace import Trace
+from variable_batch_size.traces.trace import MOST_STEPS, Trace
 
 WhenEmpty = Literal["skip", "hold", "error"]
 WHEN_EMPTY: tuple[WhenEmpty, ...] = get_args(WhenEmpty)
-
 Rounding = Literal["down", "nearest", "up"]
 ROUNDING: tuple[Rounding, ...] = get_args(Rounding)
 
@@ -70,12 +68,9 @@ def convert_recording(
 ) -> Conversion:
     """Make a trace of the steps that the recorded devices would have made.
 
-    A step takes T seconds. Its batch size is the time-weighted mean number of devices in these seconds, times
-    `samples_per_device`, rounded to a multiple of the minibatch size:
-
-        B(k) = minibatch_size · round(samples_per_device / minibatch_size · ∫ devices(t) dt / T),   kT ≤ t < (k + 1)T
-
-    Apart from rounding, the trace has as many samples per second as the recording.
+    A step takes T seconds. Its batch size is the mean number of devices in these seconds, times `samples_per_device`,
+    rounded to a multiple of the minibatch size. Apart from rounding, the trace has as many samples per second as the
+    recording.
 
     Args:
         recording: the number of devices over time.
@@ -103,23 +98,22 @@ def convert_recording(
     times = np.concatenate(([0.0], np.cumsum(durations)))
     num_steps = times[-1] / seconds_per_step + _CLOSE
     if not 1 <= num_steps < MOST_STEPS + 1:
-        raise ValueError(
-            f"{recording.places[-1]}: {times[-1]:g} seconds with devices must make 1 to {MOST_STEPS} steps of "
-            f"{seconds_per_step:g} seconds, got {math.floor(num_steps):g}"
-        )
+        rule = f"{times[-1]:g} seconds with devices must make 1 to {MOST_STEPS} steps of {seconds_per_step:g} seconds"
+        refuse(recording.places[-1], rule, f"{math.floor(num_steps):g}")
     edges = np.arange(math.floor(num_steps) + 1) * seconds_per_step
     device_seconds = np.interp(edges, times, np.concatenate(([0.0], np.cumsum(counts * durations))))
     minibatches = np.diff(device_seconds) / seconds_per_step * samples_per_device / minibatch_size
     # a step is the difference of two sums over the whole recording, with their errors
     close = max(_CLOSE, _ROUNDING_ERRORS * float(minibatches.sum()))
-    rounded = _round(minibatches, rounding, close)
+    # values close to an integer are rounded to it in any direction
+    offset = 0.5 if rounding == "nearest" else 0.0
+    rounded = np.ceil(minibatches - close) if rounding == "up" else np.floor(minibatches + offset + close)
     if rounded.min() < 1 or rounded.max() * minibatch_size > 2**53:
         step = int((rounded < 1).argmax() if rounded.min() < 1 else rounded.argmax())
         row = int(used[np.searchsorted(times, edges[step], side="right") - 1])
-        raise ValueError(
-            f"{recording.places[row]}: a step must have at least one minibatch of {minibatch_size} and at most 2**53 "
-            f"samples, got {minibatches[step] * minibatch_size:g} samples, rounded {rounding} (`rounding`)"
-        )
+        rule = f"a step must have at least one minibatch of {minibatch_size} and at most 2**53 samples"
+        found = f"{minibatches[step] * minibatch_size:g} samples, rounded {rounding} (`rounding`)"
+        refuse(recording.places[row], rule, found)
     return Conversion(
         trace=Trace.from_sequence(rounded.astype(np.int64) * minibatch_size),
         seconds_per_step=seconds_per_step,
@@ -137,18 +131,13 @@ def step_seconds(
 ) -> float:
     """Estimate the duration of a step: the minibatches of a device one after another, then an all-reduce.
 
-    T = ⌈samples_per_device / minibatch_size⌉ · seconds_per_minibatch + seconds_per_allreduce
-
     >>> step_seconds(samples_per_device=128, minibatch_size=32, seconds_per_minibatch=0.25, seconds_per_allreduce=0.5)
     1.5
     """
     check_positive(samples_per_device=samples_per_device, minibatch_size=minibatch_size)
-    for name, value in (
-        ("seconds_per_minibatch", seconds_per_minibatch),
-        ("seconds_per_allreduce", seconds_per_allreduce),
-    ):
+    for name, value in (("minibatch", seconds_per_minibatch), ("allreduce", seconds_per_allreduce)):
         if not 0 <= value < math.inf:
-            raise ValueError(f"`{name}` must be a number of seconds, got {value!r}")
+            raise ValueError(f"`seconds_per_{name}` must be a number of seconds, got {value!r}")
     return -(-samples_per_device // minibatch_size) * seconds_per_minibatch + seconds_per_allreduce
 
 
@@ -166,16 +155,5 @@ def _without_gaps(recording: Recording, when_empty: WhenEmpty) -> tuple[npt.NDAr
             raise ValueError(f"{recording.places[gap]}: the recording has no devices at any time")
         return rows[has_devices], recording.counts[has_devices]
     if gap == 0:
-        raise ValueError(
-            f"{recording.places[gap]}: no devices at the start, so there is no number to hold (`when_empty`)"
-        )
+        raise ValueError(f"{recording.places[gap]}: no devices at the start, so there is no number to hold")
     return rows, recording.counts[np.maximum.accumulate(np.where(has_devices, rows, 0))]
-
-
-def _round(values: npt.NDArray[np.float64], rounding: Rounding, close: float) -> npt.NDArray[np.float64]:
-    """Round to integers; values within `close` of an integer round to it in any direction."""
-    if rounding == "down":
-        return np.floor(values + close)
-    if rounding == "up":
-        return np.ceil(values - close)
-    return np.floor(values + 0.5 + close)

@@ -5,13 +5,32 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from variable_batch_size.checks import check_positive, check_within
-from variable_batch_size.traces.csv import check_multiples, check_num_steps, whole_minibatches
 from variable_batch_size.traces.stages import Stages
-from variable_batch_size.traces.trace import Trace
+from variable_batch_size.traces.trace import MOST_STEPS, Trace
+
+
+def _check_sizes(minibatch_size: int, **sizes: int) -> None:
+    """Reject batch sizes that are not positive multiples of the minibatch size."""
+    check_positive(minibatch_size=minibatch_size, **sizes)
+    for name, size in sizes.items():
+        if size % minibatch_size:
+            raise ValueError(f"`{name}` must be a multiple of {minibatch_size} (the minibatch size), got {size}")
+
+
+def _check_num_steps(num_steps: int) -> None:
+    if num_steps > MOST_STEPS:
+        raise ValueError(f"a trace may have at most {MOST_STEPS} steps, got {num_steps}")
+
+
+def _whole_minibatches(sizes: npt.NDArray[Any], minibatch_size: int) -> npt.NDArray[np.int64]:
+    """Round to the nearest multiple of the minibatch size, halves up, at least one."""
+    return np.maximum(np.floor(sizes / minibatch_size + 0.5).astype(np.int64), 1) * minibatch_size
 
 
 def constant_trace(batch_size: int, *, num_steps: int) -> Trace:
@@ -30,11 +49,11 @@ def linear_ramp(start: int, end: int, *, num_steps: int, minibatch_size: int) ->
     >>> list(linear_ramp(32, 256, num_steps=6, minibatch_size=32))
     [32, 64, 128, 160, 224, 256]
     """
-    check_positive(start=start, end=end, num_steps=num_steps, minibatch_size=minibatch_size)
-    check_multiples(minibatch_size, start=start, end=end)
-    check_num_steps(num_steps)
+    check_positive(num_steps=num_steps)
+    _check_sizes(minibatch_size, start=start, end=end)
+    _check_num_steps(num_steps)
     along = np.arange(num_steps) / max(1, num_steps - 1)
-    return Trace.from_sequence(whole_minibatches(start + along * (end - start), minibatch_size))
+    return Trace.from_sequence(_whole_minibatches(start + along * (end - start), minibatch_size))
 
 
 def doubling_ramp(start: int, end: int, *, every: int, minibatch_size: int, num_steps: int | None = None) -> Trace:
@@ -52,15 +71,15 @@ def doubling_ramp(start: int, end: int, *, every: int, minibatch_size: int, num_
     >>> list(doubling_ramp(256, 32, every=1, minibatch_size=32, num_steps=6))
     [256, 128, 64, 32, 32, 32]
     """
-    check_positive(start=start, end=end, every=every, minibatch_size=minibatch_size)
-    check_multiples(minibatch_size, start=start, end=end)
+    check_positive(every=every)
+    _check_sizes(minibatch_size, start=start, end=end)
     num_changes = math.ceil(abs(math.log2(end / start)) - 1e-12)
     num_steps = (num_changes + 1) * every if num_steps is None else num_steps
     check_positive(num_steps=num_steps)
-    check_num_steps(num_steps)
+    _check_num_steps(num_steps)
     sizes = start * 2.0 ** (np.arange(num_changes) * (1 if end > start else -1))
     changes = np.minimum(np.arange(num_steps) // every, num_changes)
-    return Trace.from_sequence(np.append(whole_minibatches(sizes, minibatch_size), end)[changes])
+    return Trace.from_sequence(np.append(_whole_minibatches(sizes, minibatch_size), end)[changes])
 
 
 def rampup(start: int, increment: int, ramp_samples: int, *, final: int, num_samples: int | None = None) -> Trace:
@@ -87,33 +106,28 @@ def rampup(start: int, increment: int, ramp_samples: int, *, final: int, num_sam
     if final <= start or (final - start) % increment:
         raise ValueError(f"`final` must be {start} plus one or more increments of {increment}, got {final}")
     if num_samples is not None:
-        check_positive(num_samples=num_samples)
-        if num_samples < start:
-            raise ValueError(f"`num_samples` must be at least one step of {start}, got {num_samples}")
-    check_num_steps(ramp_samples // final)
-    sizes = np.array(_rampup_sizes(start, increment, ramp_samples, final))
-    if num_samples is None:
-        return Trace.from_sequence(np.append(sizes, final))
-    num_final = max(0, num_samples - int(sizes.sum())) // final
-    check_num_steps(len(sizes) + num_final)
-    fitting = sizes[np.cumsum(sizes) <= num_samples]
-    return Trace.from_sequence(np.append(fitting, np.full(num_final, final)))
-
-
-def _rampup_sizes(start: int, increment: int, ramp_samples: int, final: int) -> list[int]:
-    """The batch sizes of the steps before the final size."""
+        _check_at_least_one_step(start, num_samples)
+    _check_num_steps(ramp_samples // final)
     # a float, as in Megatron-LM: its rounding decides the size of a step that begins exactly at a change
     samples_per_size = ramp_samples / ((final - start) // increment)
     sizes: list[int] = []
     done = 0
-    while done <= ramp_samples:
-        size = start + increment * int(done / samples_per_size)
-        if size >= final:
-            break
+    while done <= ramp_samples and (size := start + increment * int(done / samples_per_size)) < final:
         sizes.append(size)
         done += size
-        check_num_steps(len(sizes))
-    return sizes
+        _check_num_steps(len(sizes))
+    if num_samples is None:
+        return Trace.from_sequence(np.array([*sizes, final]))
+    num_final = max(0, num_samples - done) // final
+    _check_num_steps(len(sizes) + num_final)
+    fitting = np.array(sizes)[np.cumsum(sizes) <= num_samples]
+    return Trace.from_sequence(np.append(fitting, np.full(num_final, final)))
+
+
+def _check_at_least_one_step(start: int, num_samples: int) -> None:
+    check_positive(num_samples=num_samples)
+    if num_samples < start:
+        raise ValueError(f"`num_samples` must be at least one step of {start}, got {num_samples}")
 
 
 _LEAST_FACTOR = 1.001
@@ -132,13 +146,9 @@ def growth_for_decay(
 ) -> Trace:
     """Multiply the batch size when a schedule would divide the learning rate (Smith et al. 2018).
 
-    From "Don't decay the learning rate, increase the batch size": after each epoch e of `at_epochs`
-
-        B → min(factor · B, cap)   instead of   lr → lr / factor.
-
-    Train with :class:`LinearRuleOptimizer` at ``ref_batchsize=start`` *and* the decay that is replaced. The rule
-    cancels the decay until the batch size reaches the cap, which gives the paper's learning rate. An epoch is
-    `dataset_size` samples.
+    After each epoch of `at_epochs`, B → min(factor · B, cap) instead of lr → lr / factor. Train with
+    :class:`LinearRuleOptimizer` at ``ref_batchsize=start`` *and* the decay that is replaced. The rule cancels the decay
+    until the batch size reaches the cap. An epoch is `dataset_size` samples.
 
     Args:
         start: the batch size of the first epochs.
@@ -154,7 +164,7 @@ def growth_for_decay(
     >>> len(trace), str(Stages.of(trace, unit="steps"))
     (28875, '0:128 23438:640 28125:3200 28750:16K')
     """
-    check_positive(start=start, num_epochs=num_epochs, dataset_size=dataset_size, minibatch_size=minibatch_size)
+    check_positive(num_epochs=num_epochs, dataset_size=dataset_size)
     _check_growth(start, cap, minibatch_size, factor)
     for before, after in itertools.pairwise((0, *at_epochs, num_epochs)):
         if not before < after:
@@ -162,8 +172,8 @@ def growth_for_decay(
     starts = tuple(epoch * dataset_size for epoch in (0, *at_epochs))
     largest = num_epochs * dataset_size if cap is None else cap
     sizes = start * np.minimum(float(factor) ** np.arange(len(starts)), largest / start)
-    rounded = whole_minibatches(sizes, minibatch_size)
-    return Stages(starts, tuple(rounded.tolist()), num_epochs * dataset_size, "samples").trace()
+    rounded = tuple(_whole_minibatches(sizes, minibatch_size).tolist())
+    return Stages(starts, rounded, num_epochs * dataset_size, "samples").trace()
 
 
 def seesaw(
@@ -171,13 +181,9 @@ def seesaw(
 ) -> Trace:
     """Seesaw's batch sizes for a cosine schedule of the learning rate (Meterez et al. 2025).
 
-    The schedule is lr(s) = lr0 · cos(π/2 · s/S) over S samples. Each time it has fallen by `factor`, Seesaw multiplies
-    the batch size by `factor` and divides the learning rate only by √factor. In the limit of small factors
-
-        B(s) = start / cos(π/2 · s/S),   which takes ∫ ds / B(s) = 2/π · S / start updates:
-
-    63.7 % of those at the constant batch size `start`. Train with :class:`RootRuleOptimizer` at ``ref_batchsize=start``
-    *and* the unchanged cosine schedule over samples to get Seesaw's learning rate.
+    Each time lr0 · cos(π/2 · s/S) has fallen by `factor`, the batch size is multiplied by it; in the limit of small
+    factors B(s) = start / cos(π/2 · s/S), which takes 2/π · S / start updates. Train with :class:`RootRuleOptimizer` at
+    ``ref_batchsize=start`` *and* the unchanged cosine schedule over samples to get Seesaw's learning rate.
 
     Args:
         start: the first batch size.
@@ -192,74 +198,49 @@ def seesaw(
     >>> str(Stages.of(seesaw(256, num_samples=10_000_000, minibatch_size=32, factor=2, cap=2048), unit="steps"))
     '0:256 26042:512 29410:1024 30202:2048'
     """
-    check_positive(start=start, num_samples=num_samples, minibatch_size=minibatch_size)
     _check_growth(start, cap, minibatch_size, factor)
-    if factor is not None and factor < _LEAST_FACTOR:
-        raise ValueError(
-            f"`factor` must be at least {_LEAST_FACTOR}, or None for the limit of small factors, got {factor}"
-        )
-    if num_samples < start:
-        raise ValueError(f"`num_samples` must be at least one step of {start}, got {num_samples}")
+    _check_at_least_one_step(start, num_samples)
     whole = num_samples // minibatch_size * minibatch_size
     largest = whole if cap is None else min(cap, whole)
     if factor is None:
         return _seesaw_limit(start, whole, minibatch_size, largest)
-    return _seesaw_stages(start, whole, minibatch_size, largest, factor)
-
-
-def _seesaw_stages(start: int, num_samples: int, minibatch_size: int, cap: int, factor: float) -> Trace:
-    """One stage per change, while a step of its size fits."""
+    if factor < _LEAST_FACTOR:
+        raise ValueError(f"`factor` must be at least {_LEAST_FACTOR} (None: the limit of small factors), got {factor}")
     starts, sizes = [0], [start]
-    for change in range(1, 1 + math.ceil(math.log(cap / start, factor))):
-        begin = max(starts[-1] + 1, round(_QUARTER * math.acos(factor**-change) * num_samples))
-        size = int(whole_minibatches(np.array(min(start * factor**change, cap)), minibatch_size))
-        if num_samples - begin < size:
+    for change in range(1, 1 + math.ceil(math.log(largest / start, factor))):
+        begin = max(starts[-1] + 1, round(_QUARTER * math.acos(factor**-change) * whole))
+        size = int(_whole_minibatches(np.array(min(start * factor**change, largest)), minibatch_size))
+        if whole - begin < size:  # no step of this size fits
             break
         starts.append(begin)
         sizes.append(size)
-    return Stages(tuple(starts), tuple(sizes), num_samples, "samples").trace()
+    return Stages(tuple(starts), tuple(sizes), whole, "samples").trace()
 
 
 def _seesaw_limit(start: int, num_samples: int, minibatch_size: int, cap: int) -> Trace:
-    """Steps of the size B(s) = start / cos(π/2 · s/S), up to the cap.
-
-    Below the cap, s(k) = 2/π · S · arcsin(π/2 · k · start/S) samples precede step k.
-    """
+    """Steps of the size B(s), up to the cap, below which 2/π · S · arcsin(π/2 · k · start/S) samples precede step k."""
     scale = _QUARTER * num_samples
     capped_from = scale / start * math.sqrt(1 - (start / cap) ** 2)
     samples_before_cap = scale * math.acos(start / cap)
     num_steps = math.floor(capped_from + (num_samples - samples_before_cap) / cap + 0.5)
-    check_num_steps(num_steps)
+    _check_num_steps(num_steps)
     steps = np.arange(num_steps)
-    samples = np.where(
-        steps < capped_from,
-        scale * np.arcsin(np.minimum(steps * start / scale, 1)),
-        samples_before_cap + (steps - capped_from) * cap,
-    )
+    growing = scale * np.arcsin(np.minimum(steps * start / scale, 1))
+    samples = np.where(steps < capped_from, growing, samples_before_cap + (steps - capped_from) * cap)
     edges = np.floor(samples / minibatch_size + 0.5).astype(np.int64) * minibatch_size
     return Trace.from_sequence(np.diff(edges, append=min(num_samples, int(edges[-1]) + cap)))
 
 
 def _check_growth(start: int, cap: int | None, minibatch_size: int, factor: float | None) -> None:
-    check_multiples(minibatch_size, start=start)
+    _check_sizes(minibatch_size, start=start, **({} if cap is None else {"cap": cap}))
     if factor is not None and not 1 < factor < math.inf:
         raise ValueError(f"`factor` must be greater than 1, got {factor!r}")
-    if cap is not None:
-        check_positive(cap=cap)
-        check_multiples(minibatch_size, cap=cap)
-        if cap < start:
-            raise ValueError(f"`cap` must be at least the first batch size of {start}, got {cap}")
+    if cap is not None and cap < start:
+        raise ValueError(f"`cap` must be at least the first batch size of {start}, got {cap}")
 
 
 def spot_market(
-    *,
-    num_devices: int,
-    at_least: int,
-    arrive: float,
-    leave: float,
-    samples_per_device: int,
-    num_steps: int,
-    seed: int,
+    *, num_devices: int, at_least: int, arrive: float, leave: float, samples_per_device: int, num_steps: int, seed: int
 ) -> Trace:
     """Simulates a spot market in which devices arrive and leave independently.
 
@@ -278,10 +259,9 @@ def spot_market(
     >>> list(spot_market(num_devices=4, at_least=1, arrive=.3, leave=.2, samples_per_device=32, num_steps=8, seed=0))
     [128, 128, 128, 128, 128, 96, 32, 32]
     """
-    check_positive(
-        num_devices=num_devices, at_least=at_least, samples_per_device=samples_per_device, num_steps=num_steps
-    )
-    check_num_steps(num_steps)
+    check_positive(num_devices=num_devices, at_least=at_least)
+    check_positive(samples_per_device=samples_per_device, num_steps=num_steps)
+    _check_num_steps(num_steps)
     if at_least > num_devices:
         raise ValueError(f"`at_least` must be at most the {num_devices} devices, got {at_least}")
     for name, value in (("arrive", arrive), ("leave", leave)):

@@ -10,12 +10,10 @@ from typing import Literal, get_args
 import numpy as np
 
 from variable_batch_size.checks import check_one_of, check_positive
-from variable_batch_size.traces.csv import MOST_STEPS
-from variable_batch_size.traces.trace import Trace
+from variable_batch_size.traces.trace import MOST_STEPS, Trace
 
 Unit = Literal["steps", "samples", "tokens"]
 UNITS: tuple[Unit, ...] = get_args(Unit)
-
 Change = Literal["nearest", "after"]
 CHANGES: tuple[Change, ...] = get_args(Change)
 
@@ -27,9 +25,9 @@ _COUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMBT]?)", re.IGNORECASE)
 class Stages:
     """A piecewise constant batch size.
 
-    In samples, a stage from s to t with batch size B has (t − s) / B updates. A stage begins at the step nearest to the
-    cumulative number of updates, so rounding errors don't accumulate; a stage of less than half an update may have no
-    step. In tokens, each sample counts as `tokens_per_sample`; sizes remain in samples.
+    In samples, a stage begins at the step nearest to the cumulative number of updates, so rounding errors don't
+    accumulate; a stage of less than half an update may have no step. In tokens, each sample counts as
+    `tokens_per_sample`; sizes remain in samples.
 
     Args:
         starts: the start of each stage, in `unit`; the first is 0.
@@ -39,8 +37,6 @@ class Stages:
         tokens_per_sample: the sequence length if `unit` is ``"tokens"``, else None.
 
     >>> stages = Stages.parse("0:768 250K:1536 500K:3072", until=1_000_000, unit="samples")
-    >>> [250_000 / 768, 250_000 / 1536, 500_000 / 3072]
-    [325.5208333333333, 162.76041666666666, 162.76041666666666]
     >>> stages.trace()
     <Trace of 651 steps: 768, 768, 768, 768, 768, 768, …>
     >>> str(Stages.of(stages.trace(), unit="steps"))
@@ -58,21 +54,17 @@ class Stages:
 
     def __post_init__(self) -> None:
         check_one_of(UNITS, unit=self.unit)
-        if self.unit == "tokens" and self.tokens_per_sample is None:
-            raise ValueError("`tokens_per_sample` must be given if `unit` is 'tokens', got None")
         if self.unit == "tokens":
             check_positive(tokens_per_sample=self.tokens_per_sample)
-        elif self.tokens_per_sample is not None:
+        elif (tokens := self.tokens_per_sample) is not None:
             raise ValueError(
-                f"`tokens_per_sample` must be None unless `unit` is 'tokens', got {self.tokens_per_sample!r} with "
-                f"{self.unit!r}"
+                f"`tokens_per_sample` must be None unless `unit` is 'tokens', got {tokens!r} with {self.unit!r}"
             )
         if not self.starts or self.starts[0] != 0:
             raise ValueError(f"the first stage must begin at 0, got {self.starts[0] if self.starts else 'no stage'}")
-        for number, (start, end) in enumerate(zip(self.starts, self._ends, strict=True), start=1):
+        for number, (start, end, size) in enumerate(zip(self.starts, self._ends, self.sizes, strict=True), start=1):
             if end <= start:
                 raise ValueError(f"stage {number} must end after its start at {start}, got {end}")
-        for number, size in enumerate(self.sizes, start=1):
             if size <= 0:
                 raise ValueError(f"the batch size of stage {number} must be positive, got {size}")
 
@@ -110,30 +102,27 @@ class Stages:
         check_one_of(CHANGES, change=change)
         if self.unit == "steps":
             last_steps = list(self._ends)
+        elif change == "after":
+            last_steps = self._last_steps_after()
         else:
-            last_steps = self._last_steps_after() if change == "after" else self._last_steps_nearest()
+            lengths = np.diff(np.array(self._ends, dtype=np.int64), prepend=0)
+            updates = np.cumsum(lengths / np.array(self.sizes, dtype=np.int64) / (self.tokens_per_sample or 1))
+            last_steps = [int(number) for number in np.floor(updates + 0.5)]
         if not 0 < last_steps[-1] <= MOST_STEPS:
             raise ValueError(f"the stages must make 1 to {MOST_STEPS} steps, got {last_steps[-1]}")
         return Trace.from_sequence(np.repeat(np.array(self.sizes, dtype=np.int64), np.diff(last_steps, prepend=0)))
 
-    def _last_steps_nearest(self) -> list[int]:
-        """The number of steps up to the end of each stage."""
-        ends, sizes = np.array(self._ends, dtype=np.int64), np.array(self.sizes, dtype=np.int64)
-        updates = np.cumsum(np.diff(ends, prepend=0) / sizes / (self.tokens_per_sample or 1))
-        return [int(number) for number in np.floor(updates + 0.5)]
-
     def _last_steps_after(self) -> list[int]:
         steps = samples = 0
-        found: list[int] = []
+        found, fits = list[int](), True
         ends = [end // (self.tokens_per_sample or 1) for end in self._ends]
         for size, end in zip(self.sizes, ends, strict=True):
             wanted = -(-max(0, end - samples) // size)
-            number = min(wanted, (ends[-1] - samples) // size)
+            number = min(wanted, (ends[-1] - samples) // size) if fits else 0
+            fits = fits and number == wanted  # otherwise the next step of this size exceeds the end
             steps, samples = steps + number, samples + number * size
             found.append(steps)
-            if number < wanted:  # the next step of this size does not fit before the end
-                break
-        return found + [steps] * (len(ends) - len(found))
+        return found
 
     @property
     def _ends(self) -> tuple[int, ...]:
@@ -144,11 +133,7 @@ class Stages:
 
 
 def parse_count(text: str) -> int:
-    """Parse an integer that may end in K (thousand), M (million), B (billion) or T (trillion).
-
-    >>> parse_count("250K"), parse_count("1.5M"), parse_count("96")
-    (250000, 1500000, 96)
-    """
+    """Parse an integer that may end in K (thousand), M (million), B (billion) or T (trillion): ``1.5M``."""
     found = _COUNT.fullmatch(text)
     value = Fraction(found[1]) * _SUFFIXES[found[2].upper()] if found else None
     if value is None or value.denominator != 1 or value >= 2**63:
@@ -157,10 +142,6 @@ def parse_count(text: str) -> int:
 
 
 def format_count(value: int) -> str:
-    """The shortest text for :func:`parse_count` without a decimal point.
-
-    >>> format_count(250_000), format_count(1_500_000), format_count(96)
-    ('250K', '1500K', '96')
-    """
+    """The shortest text for :func:`parse_count` without a decimal point: ``250K``, ``1500K``, ``96``."""
     suffix, factor = next((s, f) for s, f in _SUFFIXES.items() if value % f == 0 and (value or not s))
     return f"{value // factor}{suffix}"

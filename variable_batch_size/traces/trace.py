@@ -1,8 +1,17 @@
-"""Trace: the batch size of every step, read from a file or made from numbers."""
+"""Trace: the batch size of every step, made from numbers or read from a CSV file.
+
+The file has a header ``step,batchsize``, then one row per step. pandas reads millions of rows in a fraction of a
+second. Only if the result is unusual is the file read row by row, to name the first invalid row.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
+import itertools
 import os
+import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, overload
@@ -10,8 +19,12 @@ from typing import Any, Protocol, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size.checks import is_integer
-from variable_batch_size.traces.csv import LARGEST, checked_size, find_line, read_comment, read_sizes, write_sizes
+from variable_batch_size.checks import is_integer, refuse
+from variable_batch_size.files import write
+
+COLUMNS = ("step", "batchsize")
+LARGEST = 2**63 - 1
+MOST_STEPS = 20_000_000  # of generated traces: more is probably a typo. A file may have more
 
 Integer: TypeAlias = int | np.integer[Any]
 
@@ -25,6 +38,7 @@ class Column(Protocol):
 
 
 Sizes: TypeAlias = Sequence[Integer] | npt.NDArray[np.integer[Any]] | Column
+Rows: TypeAlias = npt.NDArray[np.int64]
 
 _NO_SEQUENCES = (int, np.integer, bytes, dict, set)
 
@@ -43,17 +57,10 @@ class Trace:
     """
 
     def __init__(
-        self,
-        sizes: npt.NDArray[np.int64],
-        *,
-        is_endless: bool = False,
-        source: str | None = None,
-        content: bytes | None = None,
+        self, sizes: Rows, *, is_endless: bool = False, source: str | None = None, content: bytes | None = None
     ) -> None:
-        self.sizes = sizes
+        self.sizes, self.is_endless, self._source = sizes, is_endless, source
         self.sizes.flags.writeable = False
-        self.is_endless = is_endless
-        self._source = source
         self._kept = content  # of a source that can be read only once
 
     @classmethod
@@ -72,7 +79,7 @@ class Trace:
     @classmethod
     def constant(cls, size: Integer) -> Trace:
         """The same batch size forever."""
-        return cls(np.array([checked_size(size, "trace")], dtype=np.int64), is_endless=True)
+        return cls(np.array([_checked_size(size, "trace")], dtype=np.int64), is_endless=True)
 
     @classmethod
     def from_sequence(cls, sizes: Sizes) -> Trace:
@@ -84,8 +91,7 @@ class Trace:
         if not len(array):
             raise ValueError("`trace` must hold at least one batch size, got an empty sequence")
         if array.dtype.kind not in "iu" or array.min() <= 0 or array.max() > LARGEST:
-            values = list(sizes)
-            array = np.array([checked_size(value, f"trace[{row}]") for row, value in enumerate(values)], dtype=np.int64)
+            array = np.array([_checked_size(value, f"trace[{row}]") for row, value in enumerate(list(sizes))])
         return cls(np.array(array, dtype=np.int64))
 
     @classmethod
@@ -101,9 +107,9 @@ class Trace:
         """
         source = os.fspath(path)
         content = Path(source).read_bytes()
-        return cls(read_sizes(source, content), source=source, content=None if os.path.isfile(source) else content)
+        return cls(_read_sizes(source, content), source=source, content=None if os.path.isfile(source) else content)
 
-    def with_rows(self, sizes: npt.NDArray[np.int64]) -> Trace:
+    def with_rows(self, sizes: Rows) -> Trace:
         """A finite trace of the given batch sizes, with the name of this one."""
         return Trace(sizes, source=self._source, content=self._kept)
 
@@ -111,13 +117,26 @@ class Trace:
         """Write a CSV file for :meth:`read`, with the lines of `comment` at the top, after ``#``."""
         if self.is_endless:
             raise ValueError("a constant trace is endless and cannot be written to a file")
-        write_sizes(path, self.sizes, comment=comment or "")
+
+        def fill(path: Path) -> None:
+            # the comment may be a command line, which need not be Unicode
+            with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+                file.writelines(f"# {line}\n" for line in (comment or "").splitlines())
+                file.write(",".join(COLUMNS) + "\n")
+                file.writelines(f"{step},{size}\n" for step, size in enumerate(self.sizes.tolist()))
+
+        target = Path(path)
+        if target.is_symlink() or (target.exists() and not target.is_file()):  # don't replace it by a file
+            fill(target)
+        else:
+            write(target, fill)  # atomically: a truncated trace would be a valid trace
 
     def place(self, row: int) -> str:
         """The source of a row's batch size: ``spot.csv:17`` or ``trace[3]``."""
         if self._source is None:
             return "trace" if self.is_endless else f"trace[{row}]"
-        return f"{self._source}:{find_line(self._content(self._source), row)}"
+        rows = _rows(_plain(self._content(self._source)))
+        return f"{self._source}:{next(itertools.islice(rows, row + 1, None))[0]}"
 
     @property
     def name(self) -> str:
@@ -127,7 +146,10 @@ class Trace:
     @property
     def comment(self) -> str:
         """The comment at the top of the file, as passed to :meth:`write`."""
-        return "" if self._source is None else read_comment(self._content(self._source))
+        if self._source is None:
+            return ""
+        with io.TextIOWrapper(io.BytesIO(self._content(self._source)), encoding="utf-8-sig", errors="replace") as file:
+            return "\n".join(line[1:].strip() for line in itertools.takewhile(lambda line: line.startswith("#"), file))
 
     def _content(self, source: str) -> bytes:
         """The content of the file; a pipe cannot be opened again and is kept in memory."""
@@ -147,11 +169,9 @@ class Trace:
             if self.is_endless:
                 raise ValueError("a constant trace is endless and has no slices")
             return Trace.from_sequence(self.sizes[row])
-        if self.is_endless and row >= 0:
-            return int(self.sizes[0])
-        if self.is_endless or not -len(self.sizes) <= row < len(self.sizes):
+        if not (row >= 0 if self.is_endless else -len(self.sizes) <= row < len(self.sizes)):
             raise IndexError(f"the trace has no step {row}")
-        return int(self.sizes[row])
+        return int(self.sizes[0 if self.is_endless else row])
 
     def __iter__(self) -> Iterator[int]:
         while True:
@@ -176,3 +196,96 @@ class Trace:
 
 TraceLike: TypeAlias = str | os.PathLike[str] | Sizes | Integer | Trace
 """Accepted as a trace: a path, the batch sizes, or an integer for a constant batch size."""
+
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,99}")
+_LINE = re.compile(rb"[^\n]*\n?")
+_COMMENT = re.compile(rb"#[^\n]*")
+
+
+def _read_sizes(source: str, content: bytes) -> npt.NDArray[np.int64]:
+    """The batch sizes in a file; ValueError with line and value of the first invalid row."""
+    text = _plain(content)
+    line, header = next(_rows(text), (1, ""))
+    if not header:
+        raise ValueError(f"{source}:1: the file is empty, expected the columns {','.join(COLUMNS)}")
+    names = [name.strip().strip('"') for name in header.split(",")]
+    for column in COLUMNS:
+        if names.count(column) != 1:
+            refuse(f"{source}:{line}", f"the header must name the column {column!r} once", repr(names)[:80])
+    # pandas reads files nearly twice as fast as bytes, but a pipe can be read only once
+    file = os.path.abspath(source) if text == content and os.path.isfile(source) else io.BytesIO(text)
+    sizes = _sizes_at_once(file, line, names)
+    return _sizes_by_row(source, text, names) if sizes is None else sizes
+
+
+def _plain(text: bytes) -> bytes:
+    """The text without byte order mark and comments, with line feeds and unchanged line numbers."""
+    text = text.removeprefix(b"\xef\xbb\xbf")
+    if b"\r" in text:
+        text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    return _COMMENT.sub(b"", text) if b"#" in text else text
+
+
+def _rows(text: bytes) -> Iterator[tuple[int, str]]:
+    """Number and content of every non-blank line, the header first; lazy, because often only the header is needed."""
+    for line, found in enumerate(_LINE.finditer(text), start=1):
+        if content := found[0].strip(b" \t\n"):
+            yield line, content.decode(errors="replace")
+
+
+def _sizes_at_once(file: str | io.BytesIO, header_line: int, names: list[str]) -> npt.NDArray[np.int64] | None:
+    """The batch sizes after the header if all rows are valid, else None."""
+    import pandas as pd
+
+    try:
+        with warnings.catch_warnings():
+            # pandas only warns if the first row is too long; mixed types are detected below
+            warnings.simplefilter("error", pd.errors.ParserWarning)
+            warnings.simplefilter("ignore", pd.errors.DtypeWarning)
+            exactly: Any = {"compression": None, "quoting": csv.QUOTE_NONE, "na_filter": False, "index_col": False}
+            exactly |= {"header": None, "names": range(len(names)), "encoding_errors": "replace"}
+            frame = pd.read_csv(file, skiprows=header_line, **exactly)
+    except (pd.errors.EmptyDataError, pd.errors.ParserError, pd.errors.ParserWarning):
+        return None
+    steps, sizes = (np.asarray(frame[names.index(column)]) for column in COLUMNS)
+    if not len(frame) or steps.dtype != np.int64 or sizes.dtype != np.int64:
+        return None
+    follows = (steps[1:] == 0) | (steps[1:] == steps[:-1] + 1)
+    # copy: a column may be a view of the whole table
+    return np.array(sizes) if steps[0] == 0 and follows.all() and sizes.min() > 0 else None
+
+
+def _sizes_by_row(source: str, text: bytes, names: list[str]) -> npt.NDArray[np.int64]:
+    """The batch sizes after the header, row by row; raises at the first invalid row."""
+    (header_line, _), *rows = _rows(text)
+    if not rows:
+        refuse(f"{source}:{header_line + 1}", "expected a row below the header", "nothing")
+    sizes, expected = [], 0
+    for line, content in rows:
+        place = f"{source}:{line}"
+        values = content.rstrip(", \t").split(",")
+        if len(values) > len(names):
+            refuse(place, f"a row must have {len(names)} values", len(values))
+        of_columns = dict(zip(names, map(str.strip, values), strict=False))
+        step, size = (_integer(place, column, of_columns.get(column, "")) for column in COLUMNS)
+        if step not in (0, expected):
+            refuse(place, f"step must be {expected}" + (" (or 0, to start again)" if expected else ""), step)
+        sizes.append(_checked_size(size, place))
+        expected = step + 1
+    return np.array(sizes, dtype=np.int64)
+
+
+def _integer(place: str, name: str, text: str) -> int:
+    if not _INTEGER.fullmatch(text):
+        refuse(place, f"{name} must be an integer", text or "nothing")
+    if int(text) > LARGEST:
+        refuse(place, f"{name} must be below 2**63", text)
+    return int(text)
+
+
+def _checked_size(size: Any, place: str) -> int:
+    """Return a valid batch size as int, or raise ValueError with its place."""
+    if not is_integer(size) or not 0 < size <= LARGEST:
+        refuse(place, "batchsize must be a positive integer", size)
+    return int(size)

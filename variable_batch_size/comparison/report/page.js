@@ -17,7 +17,7 @@ const ROWS = [
   { part: "training", name: "noise_scale", title: "noise scale, in samples", log: true, height: 0.8 },
 ];
 const AXES = { step: "steps", samples: "samples", progress: "progress" };
-// told apart by people of any colour vision, on light and on dark paper
+// distinguishable with any kind of colour vision, on light and dark backgrounds
 const COLOURS = ["#D55E00", "#3A93D0", "#009E73", "#CC79A7", "#E69F00", "#8E7CC3", "#56B4E9"];
 const GAP = 0.045;
 

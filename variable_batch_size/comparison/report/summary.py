@@ -1,27 +1,18 @@
-"""Arms of a comparison, their estimates over seeds, and the verdict in words."""
+"""Arms of a comparison, their estimates over seeds, and the verdict as text."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from variable_batch_size.checks import install
-from variable_batch_size.comparison.experiment import (
-    DIVERGED,
-    DONE,
-    FAILED,
-    REFERENCE,
-    Outcome,
-    Run,
-    Settings,
-)
-from variable_batch_size.comparison.results import Results
+from variable_batch_size.comparison.experiment import DIVERGED, DONE, FAILED, REFERENCE, Outcome, Results, Run, Settings
 
 
 def number(value: float, *, like: float | None = None) -> str:
-    """With two decimals, and more if it is, or is to be compared with what is, below 1; huge ones in short.
+    """A number with two decimals, more if it or what it is compared with is below 1, and fewer if it is huge.
 
     >>> number(97.8125), number(0.97812), number(0.3, like=97.8), number(-3.2e20)
     ('97.81', '0.9781', '0.30', '-3.2e+20')
@@ -33,30 +24,54 @@ def number(value: float, *, like: float | None = None) -> str:
     return f"{value:.{decimals}f}"
 
 
-def with_deviation(spread: Spread, *, unit: str) -> str:
-    """A mean and its deviation.
+class Estimate(NamedTuple):
+    """A mean over seeds, with its standard deviation or half of its 95 % interval, which a single seed does not have.
 
-    >>> with_deviation(Spread(97.8125, 0.318), unit=" %")
+    >>> Estimate(97.8125, 0.318).text(" %")
     '97.81 ± 0.32 %'
     """
-    deviation = "" if spread.deviation is None else f" ± {number(spread.deviation, like=spread.mean)}"
-    return f"{number(spread.mean)}{deviation}{unit}"
+
+    mean: float
+    error: float | None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval excludes 0."""
+        return self.error is not None and abs(self.mean) > self.error
+
+    def text(self, unit: str, *, like: float | None = None) -> str:
+        """The estimate with the digits of `like`, by default of its mean."""
+        like = self.mean if like is None else like
+        error = "" if self.error is None else f" ± {number(self.error, like=like)}"
+        return f"{number(self.mean, like=like)}{error}{unit}"
 
 
-def with_interval(gap: Difference, *, unit: str, like: float) -> str:
-    """A difference and its interval, with the digits of what differs.
+def spread(values: Iterable[float]) -> Estimate | None:
+    """Mean and sample standard deviation; None without values."""
+    numbers = list(values)
+    if not numbers:
+        return None
+    return Estimate(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
 
-    >>> with_interval(Difference(-2.1, 0.3), unit=" %", like=97.8)
-    '2.10 ± 0.30 points lower'
+
+def difference(values: Sequence[float]) -> Estimate | None:
+    """The mean of differences between runs of the same seed, and its 95 % interval; None without differences.
+
+    For n differences with mean d and standard deviation s the interval is d ± t · s / √n, with t from Student's
+    distribution with n − 1 degrees of freedom.
     """
-    width = "" if gap.half_width is None else f" ± {number(gap.half_width, like=like)}"
-    unit = " points" if unit.strip() == "%" else unit
-    return f"{number(abs(gap.mean), like=like)}{width}{unit} {'lower' if gap.mean < 0 else 'higher'}"
+    found = spread(values)
+    if found is None or found.error is None:
+        return found
+    try:
+        from scipy.special import stdtrit  # called by scipy.stats.t.ppf, but scipy.stats takes a second to load
+    except ImportError:
+        raise ImportError(f"an interval needs scipy: {install('compare')}") from None
+    return found._replace(error=float(stdtrit(len(values) - 1, 0.975)) * found.error / math.sqrt(len(values)))
 
 
-@dataclass(frozen=True)
-class Arm:
-    """All seeds of a rule on a trace that have ended."""
+class Arm(NamedTuple):
+    """All runs of a rule on a trace that have ended."""
 
     trace: str
     rule: str
@@ -66,76 +81,58 @@ class Arm:
     def is_reference(self) -> bool:
         return self.trace == REFERENCE
 
-    def num(self, status: str) -> int:
-        """How many of the runs ended so."""
-        return sum(outcome.status == status for _, outcome in self.outcomes)
-
     def seeds(self, *statuses: str) -> set[int]:
-        """The seeds of the runs that ended so."""
+        """The seeds of the runs with one of these statuses."""
         return {run.seed for run, outcome in self.outcomes if outcome.status in statuses}
 
     @property
     def share_diverged(self) -> float:
-        """Of the runs that have ended without failing."""
-        return self.num(DIVERGED) / max(1, self.num(DIVERGED) + self.num(DONE))
+        """The fraction of diverged runs, not counting failed ones."""
+        return len(self.seeds(DIVERGED)) / max(1, len(self.seeds(DIVERGED, DONE)))
 
-    def spread(self, quantity: Callable[[Outcome], float | None]) -> Spread | None:
-        """Of a quantity over the runs that are done."""
-        return Spread.of(quantity(outcome) for _, outcome in self.outcomes if outcome.status == DONE)
+    def values(self, quantity: str) -> dict[int, float]:
+        """A field of the outcomes of the runs that are done, by seed, where it is not None."""
+        found = {run.seed: getattr(outcome, quantity) for run, outcome in self.outcomes if outcome.status == DONE}
+        return {seed: value for seed, value in found.items() if value is not None}
 
     @property
-    def final(self) -> Spread | None:
-        return self.spread(lambda outcome: outcome.final_metric)
+    def final(self) -> Estimate | None:
+        return spread(self.values("final_metric").values())
 
-    def above(self, other: Arm) -> Difference | None:
-        """By how much the final metric is above that of another arm; None if no seed is done in both."""
-        mine, theirs = self._finals(), other._finals()
-        return Difference.of([mine[seed] - theirs[seed] for seed in mine if seed in theirs])
-
-    def _finals(self) -> dict[int, float]:
-        """The final metric by seed."""
-        return {run.seed: o.final_metric for run, o in self.outcomes if o.status == DONE and o.final_metric is not None}
+    def above(self, other: Arm) -> Estimate | None:
+        """The final metric minus that of another arm; None if they have no seed in common."""
+        mine, theirs = self.values("final_metric"), other.values("final_metric")
+        return difference([mine[seed] - theirs[seed] for seed in mine if seed in theirs])
 
     @property
     def failures(self) -> str:
-        """How many did not end well, in words."""
-        counts = [(self.num(status), status) for status in (DIVERGED, FAILED)]
+        """The numbers of diverged and failed runs, as text."""
+        counts = [(len(self.seeds(status)), status) for status in (DIVERGED, FAILED)]
         return ", ".join(f"{number} of {len(self.outcomes)} {status}" for number, status in counts if number)
 
 
-@dataclass(frozen=True)
-class Arms:
-    """All arms of a comparison: the yardstick, and those on each trace, in the order in which traces were asked for."""
-
-    reference: Arm | None
-    on_traces: Mapping[str, list[Arm]]
-
-    @classmethod
-    def of(cls, results: Results) -> Arms:
-        """Of the runs that have ended; a trace on which none has is left out."""
-        outcomes: dict[tuple[str, str], list[tuple[Run, Outcome]]] = {}
-        for run, outcome in results.runs():
-            outcomes.setdefault((run.trace, run.rule), []).append((run, outcome))
-        found = [Arm(trace, rule, tuple(ended)) for (trace, rule), ended in outcomes.items()]
-        on_traces = {name: [arm for arm in found if arm.trace == name] for name in results.read_experiment()["traces"]}
-        reference = next((arm for arm in found if arm.is_reference), None)
-        return cls(reference, {name: arms for name, arms in on_traces.items() if arms})
+def arms_of(results: Results) -> tuple[Arm | None, dict[str, list[Arm]]]:
+    """The yardstick, and the arms of each trace on which a run has ended, in the order of the command."""
+    outcomes: dict[tuple[str, str], list[tuple[Run, Outcome]]] = {}
+    for run, outcome in results.runs():
+        outcomes.setdefault((run.trace, run.rule), []).append((run, outcome))
+    found = [Arm(*names, tuple(ended)) for names, ended in outcomes.items()]
+    on_traces = {name: [arm for arm in found if arm.trace == name] for name in results.read_experiment()["traces"]}
+    reference = next((arm for arm in found if arm.is_reference), None)
+    return reference, {name: arms for name, arms in on_traces.items() if arms}
 
 
 def ranking(arms: Iterable[Arm], *, is_higher_better: bool) -> list[Arm]:
-    """Arms that have a final metric, from the best to the worst; one of which fewer runs have diverged is better."""
-
-    def key(arm: Arm) -> tuple[float, float]:
-        assert arm.final is not None
-        return arm.share_diverged, -arm.final.mean if is_higher_better else arm.final.mean
-
-    return sorted((arm for arm in arms if arm.final is not None), key=key)
+    """Arms with a final metric, from the best to the worst; an arm with fewer diverged runs is better."""
+    sign = -1 if is_higher_better else 1
+    finals = [(arm.share_diverged, sign * arm.final.mean, arm) for arm in arms if arm.final is not None]
+    return [arm for *_, arm in sorted(finals, key=lambda final: final[:2])]
 
 
 def is_ahead(arm: Arm, other: Arm, *, is_higher_better: bool) -> bool:
-    """Whether an arm is told apart from one ranked below it, which diverged from more seeds or is clearly worse.
+    """Whether an arm is significantly better than one ranked below it, or diverged for fewer seeds.
 
-    Both are told by the seeds that have ended in both: one arm may have more of them than the other.
+    Both are decided by the seeds that have ended in both arms.
     """
     gap = arm.above(other)
     is_better = gap is not None and gap.is_clear and (gap.mean > 0) == is_higher_better
@@ -143,84 +140,17 @@ def is_ahead(arm: Arm, other: Arm, *, is_higher_better: bool) -> bool:
     return is_better or len(other.seeds(DIVERGED) & common) > len(arm.seeds(DIVERGED) & common)
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Mean and standard deviation of what several seeds gave; the deviation, of a sample, is None for a single one."""
-
-    mean: float
-    deviation: float | None
-
-    @classmethod
-    def of(cls, values: Iterable[float | None]) -> Spread | None:
-        """Of those that are numbers; None if none is.
-
-        >>> Spread.of([97.0, None, 99.0])
-        Spread(mean=98.0, deviation=1.4142135623730951)
-        """
-        numbers = [value for value in values if value is not None]
-        if not numbers:
-            return None
-        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """By how much one number is above another, from the differences of runs of the same seed.
-
-    Of n differences with mean d and standard deviation s the 95 % interval is d ± t · s / √n, with t of Student's
-    distribution for n − 1 degrees of freedom; a single seed has none.
-    """
-
-    mean: float
-    half_width: float | None
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the interval leaves out 0: else chance may have made the difference."""
-        return self.half_width is not None and abs(self.mean) > self.half_width
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Difference | None:
-        """From the differences of all seeds; None if there are none.
-
-        >>> gap = Difference.of([0.68, 0.74, 0.73])
-        >>> print(f"{gap.mean:.4f} ± {gap.half_width:.4f}")
-        0.7167 ± 0.0799
-        """
-        spread = Spread.of(values)
-        if spread is None or spread.deviation is None:
-            return None if spread is None else cls(spread.mean, None)
-        half_width = _student(len(values) - 1) * spread.deviation / math.sqrt(len(values))
-        return cls(spread.mean, half_width)
-
-
-def _student(degrees: int) -> float:
-    """The quantile of Student's distribution that leaves 2.5 % above it."""
-    try:
-        from scipy.special import stdtrit  # what scipy.stats.t.ppf calls; scipy.stats takes a second to load
-    except ImportError:
-        raise ImportError(f"an interval needs scipy: {install('compare')}") from None
-    return float(stdtrit(degrees, 0.975))
-
-
-def verdicts(results: Results) -> dict[str, str]:
-    """The verdict on every trace of an experiment, by its name."""
-    settings, arms = results.settings(), Arms.of(results)
-    return {name: verdict(settings, on_trace, arms.reference) for name, on_trace in arms.on_traces.items()}
-
-
 def verdict(settings: Settings, arms: Sequence[Arm], reference: Arm | None) -> str:
-    """How the rules did on a trace: which is best, if one is, how far behind the others are, and the yardstick.
+    """The best rule on a trace, if one is ahead of all others (:func:`is_ahead`), and the differences from it.
 
-    A difference is told with its 95 % interval over the seeds. The best is a rule that is told apart from each other
-    one (:func:`is_ahead`); without such a rule, the verdict names none.
+    Differences have their 95 % interval over the seeds.
     """
     ranked = ranking(arms, is_higher_better=settings.is_higher_better)
     sentences = []
     if ranked:
-        sentences = [_about_the_rules(settings, ranked), _about_the_reference(settings, ranked[0], reference)]
+        sentences = [_rules_sentence(settings, ranked), _reference_sentence(settings, ranked[0], reference)]
     sentences += [f"{arm.rule}: {arm.failures}." for arm in arms if arm.failures]
-    if any(arm.final is not None and arm.final.deviation is None for arm in ranked):
+    if any(arm.final is not None and arm.final.error is None for arm in ranked):
         sentences.append("A single seed cannot tell a difference from chance.")
     return " ".join(sentence for sentence in sentences if sentence)
 
@@ -228,7 +158,7 @@ def verdict(settings: Settings, arms: Sequence[Arm], reference: Arm | None) -> s
 def ranking_in_words(settings: Settings, arms: Sequence[Arm]) -> str:
     """Rules from the best to the worst, then those without a result.
 
-    A > says that each rule before it is told apart from each behind it, a ≈ that not all are.
+    With > each rule before it is ahead of each rule after it, with ≈ not all are.
     """
     ranked = ranking(arms, is_higher_better=settings.is_higher_better)
     words = ""
@@ -241,44 +171,37 @@ def ranking_in_words(settings: Settings, arms: Sequence[Arm]) -> str:
 
 
 def _are_ahead(settings: Settings, arms: Sequence[Arm], others: Sequence[Arm]) -> bool:
-    """Whether each of some arms is told apart from each of those ranked below them."""
+    """Whether each of some arms is ahead of each of those ranked below them."""
     is_higher_better = settings.is_higher_better
     return all(is_ahead(arm, other, is_higher_better=is_higher_better) for arm in arms for other in others)
 
 
-def _about_the_rules(settings: Settings, ranked: Sequence[Arm]) -> str:
+def _rules_sentence(settings: Settings, ranked: Sequence[Arm]) -> str:
     first, others = ranked[0], ranked[1:]
     assert first.final is not None
     behind = [arm for arm in others if _are_ahead(settings, [first], [arm])]
     level = [f"{arm.rule} ({_gap(settings, arm, first)})" for arm in others if arm not in behind]
-    result = f"{first.rule} with {with_deviation(first.final, unit=settings.unit)}"
-    start = f"undecided, as {result} is not clearly ahead of {_joined(level)}" if level else f"best is {result}"
+    result = f"{first.rule} with {first.final.text(settings.unit)}"
+    joined = " and ".join(part for part in (", ".join(level[:-1]), *level[-1:]) if part)
+    start = f"undecided, as {result} is not clearly ahead of {joined}" if level else f"best is {result}"
     return "; ".join([start, *(f"{arm.rule} {_gap(settings, arm, first)}" for arm in behind)]) + "."
 
 
-def _gap(settings: Settings, arm: Arm, first: Arm) -> str:
-    """How far an arm is from the first, in words."""
-    gap = arm.above(first)
-    if gap is None or first.final is None:
+def _gap(settings: Settings, arm: Arm, other: Arm) -> str:
+    """The difference from another arm, as text with the digits of that one."""
+    gap = arm.above(other)
+    if gap is None or other.final is None:
         return "without a seed in common"
-    where = " where it did not diverge" if arm.num(DIVERGED) else ""
-    return with_interval(gap, unit=settings.unit, like=first.final.mean) + where
+    unit = " points" if settings.unit.strip() == "%" else settings.unit
+    size = gap._replace(mean=abs(gap.mean)).text(unit, like=other.final.mean)
+    where = " where it did not diverge" if arm.seeds(DIVERGED) and not other.is_reference else ""
+    return f"{size} {'lower' if gap.mean < 0 else 'higher'}{where}"
 
 
-def _joined(names: Sequence[str]) -> str:
-    """Names with commas between them, and an "and" before the last."""
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def _about_the_reference(settings: Settings, first: Arm, reference: Arm | None) -> str:
-    if reference is None or reference.final is None:
+def _reference_sentence(settings: Settings, first: Arm, reference: Arm | None) -> str:
+    gap = first.above(reference) if reference else None
+    if gap is None or reference is None or reference.final is None:
         return ""
-    gap = first.above(reference)
-    if gap is None:
-        return ""
+    always = f"Against always a batch of {settings.ref_batchsize} ({reference.final.text(settings.unit)})"
     doubt = "" if gap.is_clear else ", which may be chance"
-    return (
-        f"Against always a batch of {settings.ref_batchsize} ({with_deviation(reference.final, unit=settings.unit)}), "
-        f"{first.rule} is {with_interval(gap, unit=settings.unit, like=reference.final.mean)}{doubt}."
-    )
+    return f"{always}, {first.rule} is {_gap(settings, first, reference)}{doubt}."

@@ -1,1 +1,71 @@
-"""Gradient accumulators: three ways to accumulate and reduce, in floating or fixed point."""
+"""How gradients become the gradient of a step; and the choice of an accumulator by device, sharding and options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from variable_batch_size.cores import dtensor, xla
+from variable_batch_size.cores.communicator import Communicator, SingleProcess, group_of, ranks_of
+from variable_batch_size.cores.detect import everyone_for
+from variable_batch_size.cores.process_group import ProcessGroups
+from variable_batch_size.data.sampler import MinibatchSource
+from variable_batch_size.optim.gradients.accumulator import GradientAccumulator
+from variable_batch_size.optim.gradients.buckets import BucketAccumulator
+from variable_batch_size.optim.gradients.fsdp import FSDPAccumulator
+from variable_batch_size.optim.gradients.traced import TracedAccumulator
+from variable_batch_size.optim.wrappers import Wrappers
+
+
+def make_accumulator(
+    inner: Optimizer,
+    communicator: Communicator,
+    *,
+    sampler: MinibatchSource,
+    wrappers: Wrappers,
+    gradient_as_bucket_view: bool,
+    exact: bool,
+    reduce_scatter_once: bool,
+    **options: Any,
+) -> GradientAccumulator:
+    """The accumulator of an optimizer; further options are those of every :class:`GradientAccumulator`."""
+    if gradient_as_bucket_view and exact:
+        raise ValueError("`gradient_as_bucket_view` must be False with `exact`, which rounds each minibatch's gradient")
+    if sampler.schedule.lockstep and (gradient_as_bucket_view or communicator.is_one_program):
+        where = "with `gradient_as_bucket_view`" if gradient_as_bucket_view else "on XLA"
+        raise ValueError(
+            f"`lockstep` of the sampler must be False {where}: padding minibatches cannot be dropped there"
+        )
+    if exact and xla.is_spmd():
+        raise ValueError("`exact` must be False in XLA's SPMD mode, where several devices sum within each minibatch")
+    if exact and communicator.is_one_program and xla.is_running() and not xla.has_fixed_threads():
+        raise ValueError(
+            f"`exact` on XLA's CPU needs the thread pools of vbs.launch, on at most {xla.NUM_THREADS // 2} cores: use "
+            'vbs.launch(train, cores=…, backend="xla"), also for one core'
+        )
+    options["model"] = wrappers.model
+    parameters = [p for group in inner.param_groups for p in group["params"]]
+    if not dtensor.any_dtensor(parameters):
+        if not communicator.keeps_flat_gradients:
+            return TracedAccumulator(inner, communicator, exact=exact, **options)
+        views = gradient_as_bucket_view
+        return BucketAccumulator(inner, communicator, exact=exact, gradient_as_bucket_view=views, **options)
+    if gradient_as_bucket_view or exact:
+        name = "gradient_as_bucket_view" if gradient_as_bucket_view else "exact"
+        raise ValueError(f"`{name}` must be False for sharded parameters")
+    group = group_of(sampler.process_group)
+    ranks = ranks_of(group)
+    groups = dtensor.model_groups(parameters, group)
+    model_parallel = ProcessGroups(*groups.values()) if groups else SingleProcess()
+    options |= {"model_parallel": model_parallel, "model_groups": list(groups)}
+    if wrappers.fsdp:
+        options |= {"wrappers": wrappers, "ranks": ranks, "everyone": everyone_for(parameters, sampler.process_group)}
+        return FSDPAccumulator(inner, communicator, reduce_scatter_once=reduce_scatter_once, **options)
+    if any(set(ranks).issuperset(dimension.ranks) for p in parameters for dimension in dtensor.dimensions_of(p)):
+        raise ValueError(
+            "Parameters are sharded over ranks that the sampler assigns different samples to. Pass it the other "
+            'dimension of the mesh, as process_group=mesh["data"]; or pass `model`, if gc.freeze() hides its '
+            "fully_shard."
+        )
+    return BucketAccumulator(inner, communicator, **options)

@@ -6,68 +6,61 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.cores.dtensor import is_dtensor, to_local
 from variable_batch_size.data.cursor import StepPlan
+from variable_batch_size.optim.gradients.fixed_point import FixedPoint32, FixedPoint64
 from variable_batch_size.optim.token_weights import Weight
 from variable_batch_size.rules.rule import Norms
 
 Divisors = dict[torch.Tensor, torch.Tensor]
 
+# what a rank without weights sends as its number of weighted minibatches, so that a mix is detected in the sum
 UNWEIGHTED = -(2.0**20)
-"""What a rank without weights sends as its number of weighted minibatches, so that a mix is detected in the sum."""
 
-_EPS = 1e-6
-"""Added to a norm before it divides, as in ``torch.nn.utils.clip_grad_norm_``."""
+_NUM_SAMPLES = 8  # weights that are compared in the first step of an epoch
+NUM_CHECKSUMS = 3
+NUM_DIGEST = _NUM_SAMPLES + NUM_CHECKSUMS
+_MAX_DRIFT = 1e-4  # of weights between ranks; processors of different kinds may round differently
+
+_EPS = 1e-6  # added to a norm before it divides, as in torch.nn.utils.clip_grad_norm_
 
 
 class Measured(NamedTuple):
-    """What was measured of the gradients of a step.
+    """What was measured of the gradients of a step."""
 
-    Args:
-        norms: of each parameter group; None for a group of which nothing was measured.
-        is_finite: whether all measured values are finite, and therefore the gradients.
-        weight: W, the sum of the minibatches' weights; None without weights.
-        num_weighted: the number of minibatches with a weight above 0; None without weights.
-    """
-
-    norms: list[Norms | None]
-    is_finite: bool
-    weight: float | None
-    num_weighted: int | None
+    norms: list[Norms | None]  # of each parameter group; None for a group of which nothing was measured
+    is_finite: bool  # whether all measured values are finite, and therefore the gradients
+    weight: float | None  # W, the sum of the minibatches' weights; None without weights
+    num_weighted: int | None  # the number of minibatches with a weight above 0; None without weights
 
 
 class StepGradient:
-    """The gradient of a step. It is in ``p.grad`` of all parameters until the accumulator is reset.
-
-    Attributes:
-        weight: W, the sum of all minibatches' weights, a tensor if it is on the device; None without weights.
-    """
-
-    __slots__ = ("_accumulator", "_multiple", "_num_minibatches", "weight")
+    """The gradient of a step. It is in ``p.grad`` of all parameters until the accumulator is reset."""
 
     def __init__(self, accumulator: GradientAccumulator, plan: StepPlan, weight: Weight | None) -> None:
         self._accumulator = accumulator
+        self.weight = weight  # W, the sum of all minibatches' weights, maybe on the device; None without weights
         self._num_minibatches = plan.num_minibatches
         self._multiple = plan.num_minibatches if accumulator.sums_gradients else 1
-        self.weight = weight
 
     @property
     def weighs_nothing(self) -> bool:
         """Whether W is known to be 0. Does not wait for a weight that is on an accelerator."""
-        weight = self.weight
-        if weight is None or (isinstance(weight, torch.Tensor) and weight.device.type != "cpu"):
-            return False
-        return not weight
+        is_on_device = isinstance(self.weight, torch.Tensor) and self.weight.device.type != "cpu"
+        return self.weight is not None and not is_on_device and not self.weight
 
     def measure(self) -> Measured:
         """The norms of the minibatch gradients and of the mean gradient. Waits for the device, once."""
-        own, n = self._accumulator, self._num_minibatches
-        groups = own.inner.param_groups
+        own, n, groups = self._accumulator, self._num_minibatches, self._accumulator.inner.param_groups
         numbers = [own._numbers(), own._squared_norms_by_group(own._gradients_by_group())]
         if own.divisors is not None:  # what has no divisor must be finite, too
             numbers.append(own._squared_norm(own._gradients()).view(1))
@@ -75,16 +68,16 @@ class StepGradient:
         *squares, weight, num_weighted = values[: len(groups) + 2]
         total = n if self.weight is None else weight
         pairs = zip(squares, values[len(groups) + 2 : 2 * len(groups) + 2], strict=True)
+        are_measured = [own.divisors is None or any(p in own.divisors for p in group["params"]) for group in groups]
         norms = [
-            Norms(of_each / total, of_mean / self._multiple**2) if total and own._is_measurable(group) else None
-            for group, (of_each, of_mean) in zip(groups, pairs, strict=True)
+            Norms(of_each / total, of_mean / self._multiple**2) if total and is_measured else None
+            for is_measured, (of_each, of_mean) in zip(are_measured, pairs, strict=True)
         ]
         if n == 1:  # the minibatch need not have been measured by itself
             norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
         is_finite = all(map(math.isfinite, values))
-        if self.weight is None or not is_finite:
-            return Measured(norms, is_finite, None, None)
-        return Measured(norms, is_finite, weight, round(num_weighted))
+        is_weighted = is_finite and self.weight is not None
+        return Measured(norms, is_finite, *((weight, round(num_weighted)) if is_weighted else (None, None)))
 
     def norm(self) -> torch.Tensor:
         """The norm of the mean gradient over all parameters, on the device."""
@@ -100,38 +93,37 @@ class StepGradient:
         return (limit / (self.norm() * self._multiple + _EPS)).clamp(max=1.0)
 
 
-class Common(TypedDict, total=False):
-    """The options of all accumulators."""
-
-    measures: bool
-    divisors: Divisors | None
-    sums_gradients: bool
-
-
 class GradientAccumulator(ABC):
     """Takes the gradient of each minibatch, and gives that of the whole step to the inner optimizer.
 
         gradient = Σ s_i / Σ w_i        over the minibatches of all ranks; w_i = 1 where no weight is passed
 
-    Until :meth:`accumulate`, the gradient is the user's: ``p.grad`` at that time is the minibatch's gradient, whatever
-    produced it. :meth:`accumulate` leaves ``p.grad`` None. After :meth:`reduce`, ``p.grad`` is the step's gradient;
-    None where no minibatch on any rank had one, so that the inner optimizer skips the parameter as usual.
+    Until :meth:`accumulate`, which leaves ``p.grad`` None, the gradient is the user's: ``p.grad`` at that time is the
+    minibatch's gradient. After :meth:`reduce`, ``p.grad`` is the step's gradient; None where no minibatch on any rank
+    had one, so that the inner optimizer skips the parameter as usual.
 
     A few numbers are reduced with the gradients: for each parameter group the sum of the minibatches' squared norms, if
-    they are measured, then the sum of the weights and the number of weights above 0. A gradient that is not finite on
-    one rank is not finite in the sum, so :meth:`StepGradient.measure` reports it on every rank.
+    they are measured, the sum of the weights and the number of weights above 0. A gradient that is not finite on one
+    rank is not finite in the sum, so :meth:`StepGradient.measure` reports it on every rank.
 
     Args:
-        inner: the inner optimizer, which has the parameters.
-        communicator: the collectives of the ranks that have different samples.
+        communicator: of the ranks that have different samples.
         measures: whether to sum the squared norms of the minibatches' gradients, for each parameter group.
-        divisors: what gradients are divided by before they are measured; parameters without a divisor do not count.
-            None to divide none.
+        divisors: of gradients, before they are measured; parameters without one do not count. None to divide none.
         sums_gradients: whether the gradient is n times the mean, for rules that sum gradients.
+        is_read: whether the host measures the gradient of every step before the update.
+        model: whose weights must be the same on all ranks, also those that are not in the optimizer.
     """
 
+    is_summed_by_autograd = False  # whether ``p.grad`` is the sum over the step's minibatches so far
     inverse_scale: torch.Tensor | None = None  # of the latest minibatch, where a GradScaler is in use
-    _layout: int  # checksum of the parameters that have memory, where they are reduced in one piece
+    _fixed_point: FixedPoint64 | FixedPoint32 | None = None  # the number format in exact mode
+    # numbers of the step so far, which are reduced with the gradients
+    _step_squares: torch.Tensor | None
+    _weight: Weight
+    _num_weighted: Weight
+    _layout = 0  # checksum of the parameters that have memory, where they are reduced in one piece
+    _samples_weights = False  # whether all ranks have the same weights, and a place for some of them in a reduction
 
     def __init__(
         self,
@@ -141,20 +133,20 @@ class GradientAccumulator(ABC):
         measures: bool = False,
         divisors: Divisors | None = None,
         sums_gradients: bool = False,
+        is_read: bool = False,
+        model: torch.nn.Module | None = None,
     ) -> None:
-        self.inner = inner
-        self.communicator = communicator
-        self.divisors = divisors
-        self.sums_gradients = sums_gradients
-        self._measures = measures
+        self.inner, self.communicator = inner, communicator
+        self.divisors, self.sums_gradients = divisors, sums_gradients
+        self._measures, self._is_read = measures, is_read or measures
         self._is_weighted = False  # whether the minibatches of this step have weights
         self._has_checked_weights = False
-        self._checked: tuple[int, int] | None = None  # the layout and epoch that ranks last agreed on
+        self._model = model
+        self._checked: int | None = None  # the epoch in whose first step weights were last compared
+        self._sampled: torch.Tensor | None = None  # weights of this rank, until they are compared
+        self._unread: tuple[torch.Tensor, list[int]] | None = None  # reduced checksums on the device, and expected ones
         self._epoch = 0
-        # numbers of the step so far, which are reduced with the gradients
-        self._step_squares: torch.Tensor | None = None
-        self._weight: Weight = 0.0
-        self._num_weighted: Weight = 0.0
+        self._reset_numbers()
 
     @abstractmethod
     def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
@@ -173,10 +165,17 @@ class GradientAccumulator(ABC):
         for p in self._parameters():
             p.grad = None
 
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that were not accumulated yet."""
+        return any(p.grad is not None for p in self._parameters())
+
     def begin_epoch(self, epoch: int) -> None:
         """Drop the gradients of an unfinished step, accumulated or not."""
         self._epoch = epoch
         self.reset()
+
+    def end_epoch(self) -> None:  # noqa: B027 (most detect errors as they occur)
+        """After the last step of a pass: raise for errors that only the device has seen."""
 
     def begin_minibatch(self, *, is_padding: bool, is_last: bool) -> None:  # noqa: B027 (most can drop it later)
         """Before each minibatch of ranks in lockstep: whether it is padding, and whether it is the step's last."""
@@ -185,14 +184,21 @@ class GradientAccumulator(ABC):
         """After a parameter group was added. Every rank must call it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step needs from the steps so far."""
-        return {}
+        """What the next step needs from the steps so far. Raises if ranks have become different."""
+        if self._unread is not None:
+            reduced, expected = self._unread
+            self._refuse_different(reduced.tolist(), expected)
+        return {} if self._fixed_point is None else self._fixed_point.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, on any number of ranks."""
         self._has_checked_weights = False  # a run that is reset to its start may begin to pass weights, or stop
+        self._checked = self._unread = None
+        if self._fixed_point is not None:
+            self._fixed_point.load_state_dict(state)
 
-    # ----------------------------------------------------------------------------------------------- mean and weights
+    def _step_gradient(self, plan: StepPlan) -> StepGradient:
+        return StepGradient(self, plan, self._weight if self._is_weighted else None)
 
     def _factor(self, plan: StepPlan) -> float:
         """What to multiply this rank's sum by before it is reduced: 1/n, as n is known on the host; W is not."""
@@ -247,13 +253,8 @@ class GradientAccumulator(ABC):
         """Numbers on the host."""
         return numbers.tolist()
 
-    # ------------------------------------------------------------------------------------------- parameters and norms
-
     def _parameters(self) -> list[torch.nn.Parameter]:
-        parameters: list[torch.nn.Parameter] = []
-        for group in self.inner.param_groups:
-            parameters += group["params"]
-        return parameters
+        return list(chain.from_iterable(map(itemgetter("params"), self.inner.param_groups)))
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters() if p.grad is not None]
@@ -278,17 +279,11 @@ class GradientAccumulator(ABC):
         return self._squared_norms([[g / divisor for g, divisor in pairs if divisor is not None] for pairs in divided])
 
     def _divisor_of(self, p: torch.Tensor) -> torch.Tensor | None:
-        assert self.divisors is not None
-        return self.divisors.get(p)
-
-    def _is_measurable(self, group: Mapping[str, Any]) -> bool:
-        return self.divisors is None or any(p in self.divisors for p in group["params"])
+        return self.divisors.get(p)  # type: ignore[union-attr]
 
     def _clip_(self, limit: float, gradient: StepGradient) -> None:
         """Scale ``p.grad`` so that its norm over all parameters is at most `limit`."""
         torch.nn.utils.clip_grad_norm_([p for p in self._parameters() if p.grad is not None], limit)
-
-    # -------------------------------------------------------------------------------------------- ranks that disagree
 
     def _check_weights(self, num_weighted: torch.Tensor) -> None:
         """Raise if some ranks pass weights and others do not. In the first step only, as it waits for the device."""
@@ -302,29 +297,90 @@ class GradientAccumulator(ABC):
                 "rank passes the weight of its padding minibatch, which does not count."
             )
 
-    def _check_layout(self, reduced: torch.Tensor) -> None:
-        """Raise if ranks have other parameters frozen, or are in another epoch. Waits, but only after a change."""
-        before, self._checked = self._checked, (self._layout, self._epoch)
-        if self._checked == before or float(reduced) == self._layout_and_epoch() * self.communicator.num_replicas:
+    def _write_digest(self, digest: torch.Tensor) -> None:
+        """What must be the same on all ranks: in an epoch's first step, some weights; and always, checksums."""
+        if self._checked != self._epoch and self._samples_weights:
+            self._sampled = self._sample_weights(digest)
+            digest[:-NUM_CHECKSUMS].copy_(self._sampled)
+            self._checked = self._epoch
+        for place, number in enumerate(self._checksums(), start=-NUM_CHECKSUMS):
+            digest[place].fill_(number)
+
+    def _checksums(self) -> list[int]:
+        """Of learning rates, the epoch and the layout: small enough for an exact sum over ranks."""
+        lrs = str([_on_host(group.get("lr")) for group in self.inner.param_groups])
+        return [zlib.crc32(lrs.encode()) % 2**12, self._epoch % 2**12, self._layout % 2**12]
+
+    def _sample_weights(self, like: torch.Tensor) -> torch.Tensor:
+        """One element of some parameters, of others in each epoch."""
+        others = [] if self._model is None else self._model.parameters()
+        weights = [*self._parameters(), *(p for p in others if not is_dtensor(p) and not is_lazy(p))]
+        found = []
+        for number in range(_NUM_SAMPLES):
+            place = (self._epoch + number * len(weights) // _NUM_SAMPLES) % len(weights)
+            local = to_local(weights[place].detach())
+            local = torch.view_as_real(local) if local.is_complex() else local
+            element = (
+                local[tuple((self._epoch + number) % size for size in local.shape)] if local.numel() else like[0] * 0
+            )
+            found.append(element.to(like))
+        return torch.stack(found).nan_to_num(0.0, 0.0, 0.0)
+
+    def _check_digest(self, reduced: torch.Tensor, ranks: int) -> None:
+        """Raise if ranks differ. Waits for the device, but only in the first step of an epoch."""
+        expected, checksums = [number * ranks for number in self._checksums()], reduced[-NUM_CHECKSUMS:]
+        own, self._sampled, self._unread = self._sampled, None, None
+        if own is None and checksums.device.type != "cpu":
+            self._unread = checksums.clone(), expected
+        elif own is None and checksums.tolist() != expected:
+            self._refuse_different(checksums.tolist(), expected)
+        if own is None:
             return
-        if before is not None and before[0] == self._layout:
+        weights = reduced[:-NUM_CHECKSUMS]
+        distance = torch.linalg.vector_norm(weights - own * ranks) - _MAX_DRIFT * ranks * torch.linalg.vector_norm(own)
+        *values, excess = torch.cat([checksums, distance.view(1)]).tolist()
+        weights.zero_()
+        self._refuse_different(values, expected)
+        if excess > 0:
+            raise RuntimeError(
+                "Ranks have different weights. Load a state on every rank, or before the optimizer is made, which "
+                "broadcasts the weights of rank 0. Update parameters that are not in the optimizer, such as those of a "
+                "momentum encoder, when step() has returned True: not in forward(), which padding minibatches run, too."
+            )
+
+    def _refuse_different(self, reduced: list[float], expected: list[int]) -> None:
+        are_same_lrs, is_same_epoch, is_same_layout = (
+            one == other for one, other in zip(reduced, expected, strict=True)
+        )
+        if not is_same_layout:
+            raise RuntimeError(
+                "Ranks disagree on which parameters require gradients. If you freeze parameters at random, use the "
+                "same seed on every rank."
+            )
+        if not is_same_epoch:
             raise RuntimeError(
                 f"Ranks are in different epochs; this one is in epoch {self._epoch}. Call step() after every minibatch "
                 "on every rank; to leave a minibatch out, call step() without backward()."
             )
-        raise RuntimeError(
-            "Ranks disagree on which parameters require gradients. If you freeze parameters at random, use the same "
-            "seed on every rank."
-        )
-
-    def _layout_and_epoch(self) -> int:
-        """One number for both, small enough for an exact sum over ranks; 1 in 4,096 mismatches goes unnoticed."""
-        return (self._layout + self._epoch) % 2**12
+        if not are_same_lrs:
+            lrs = [_on_host(group.get("lr")) for group in self.inner.param_groups]
+            raise RuntimeError(
+                f"Ranks have different learning rates; those of this rank, before the rule, are {lrs}. Change them in "
+                "the same way on every rank: a scheduler that depends on a metric, such as ReduceLROnPlateau, needs "
+                "that of all ranks (vbs.Metrics)."
+            )
 
     def _layout_of(self, parameters: list[torch.nn.Parameter]) -> int:
         """A checksum of the places of some parameters among all."""
         places = {id(p): place for place, p in enumerate(self._parameters())}
-        return zlib.crc32(str([places[id(p)] for p in parameters]).encode()) % 2**12
+        return zlib.crc32(str([places[id(p)] for p in parameters]).encode())
+
+
+def _on_host(lr: Any) -> Any:
+    """A learning rate as a number; None if it is on a device."""
+    if not isinstance(lr, torch.Tensor):
+        return lr
+    return float(lr) if lr.device.type == "cpu" else None
 
 
 def _per_weight(squares: torch.Tensor, weight: Weight) -> torch.Tensor:

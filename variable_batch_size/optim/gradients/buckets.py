@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
-from typing_extensions import Unpack
 
 from variable_batch_size.cores.communicator import Communicator, Ranks
 from variable_batch_size.cores.dtensor import from_local_like, redistribute_like, to_local
 from variable_batch_size.data.cursor import StepPlan
-from variable_batch_size.optim.gradients.accumulator import (
-    UNWEIGHTED,
-    Common,
-    GradientAccumulator,
-    StepGradient,
-)
+from variable_batch_size.optim.gradients.accumulator import NUM_DIGEST, UNWEIGHTED, GradientAccumulator, StepGradient
 from variable_batch_size.optim.gradients.fixed_point import FixedPoint64
 from variable_batch_size.optim.gradients.gradient_buckets import GradientBuckets
 from variable_batch_size.optim.gradients.norms import sharded_squared_norms, squared_norm
@@ -28,23 +22,26 @@ from variable_batch_size.optim.token_weights import Weight
 class BucketAccumulator(GradientAccumulator):
     """Copies and adds the gradients of minibatches into buckets (:class:`GradientBuckets`).
 
-    Autograd returns the gradients of a minibatch as new tensors, which costs nothing. If a rank has a single minibatch
-    in a step, there is no other rank and no gradient is sparse, they are used as they are, without a copy.
+    Autograd returns the gradients of a minibatch as new tensors, which costs nothing. The only gradients of a step are
+    used as they are, without a copy, unless they are sparse. Gradients of float16 and bfloat16 parameters are summed
+    and reduced in float32, which takes 4 bytes for each element, and rounded once: float16 would overflow, and bfloat16
+    would lose small terms, differently on each number of ranks.
 
     With `gradient_as_bucket_view`, ``p.grad`` is a view of a bucket for the whole run and autograd accumulates there:
     for CUDA graphs, which need static addresses, and to save the memory of one gradient. Then ``p.grad`` is the sum of
     the step's minibatches so far and must not be replaced, and every trainable parameter has a gradient in each update,
-    0 where none arrived. If norms are measured, each minibatch has the buckets to itself, and a second set of tensors
-    holds the sum of the minibatches before.
+    0 where none arrived. If norms are measured, or parameters are float16 or bfloat16, each minibatch has the buckets
+    to itself, and a second set of tensors holds the sum of the minibatches before, in float32 at least.
 
-    With `exact`, gradients are rounded to whole units of fixed point and summed in float64 (:class:`FixedPoint64`), so
-    that the sum does not depend on which rank had which minibatch. With tensor parallelism, the buckets hold local
-    shards, and norms are completed over `model_parallel`.
+    With `exact`, gradients are summed in fixed point (:class:`FixedPoint64`). With tensor parallelism, the buckets hold
+    local shards, and norms are completed over `model_parallel`.
 
     Args:
         model_parallel: the ranks that have this rank's samples and other shards; None if parameters are not sharded.
         model_groups: the process groups that `model_parallel` consists of.
     """
+
+    _samples_weights = True
 
     def __init__(
         self,
@@ -55,13 +52,15 @@ class BucketAccumulator(GradientAccumulator):
         exact: bool = False,
         model_parallel: Communicator | None = None,
         model_groups: Iterable[Ranks] = (),
-        **common: Unpack[Common],
+        **common: Any,
     ) -> None:
         super().__init__(inner, communicator, **common)
         self._is_view = gradient_as_bucket_view
         self._model_parallel, self._model_groups = model_parallel, list(model_groups)
-        self._fixed_point = FixedPoint64() if exact else None
+        self._fixed_point: FixedPoint64 | None = FixedPoint64(inner) if exact else None
+        self._sum_dtype = torch.float64 if exact else torch.float32  # at least
         self._buckets = GradientBuckets([], num_numbers=0)
+        self._wide: GradientBuckets | None = None  # with views of narrow dtypes: the sums, in float32
         self._has_sums = False  # whether the buckets hold minibatches of this step
         self._is_present: list[bool] = []  # which of their parameters had a gradient in this step, on this rank
         self._frozen: set[torch.Tensor] = set()  # parameters that require no gradient and were assigned one anyway
@@ -69,6 +68,9 @@ class BucketAccumulator(GradientAccumulator):
         self._versions: list[int] = []  # with views: of the buckets, when they were last accumulated or zeroed
         if exact and any(p.is_complex() for p in self._parameters()):
             raise ValueError("`exact` must be False for complex parameters")
+        trainable = [p for p in self._parameters() if p.requires_grad]
+        self._layout = self._layout_of(trainable)
+        self._agreed = self._layout, trainable, self._num_numbers()  # the same on all ranks
         self.begin_epoch(0)
 
     def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
@@ -84,12 +86,12 @@ class BucketAccumulator(GradientAccumulator):
         if fixed_point is not None:
             fixed_point.check_num_minibatches(plan.num_minibatches)
             if not self._has_sums:
-                fixed_point.update_scale(parameters, self.communicator)
+                fixed_point.update_scale(self.communicator)
         self._is_weighted = weight is not None
-        measures = self._measures and plan.num_minibatches > 1  # one minibatch says nothing about the noise
+        measures = self._measures and plan.num_minibatches > 1  # one minibatch shows no noise
         squares = self._squared_norms_by_group(self._gradients_by_group()) if measures else None
         if fixed_point is not None:
-            fixed_point.add_numbers(squares, weight, len(self.inner.param_groups), parameters[0].device)
+            fixed_point.add_numbers(squares, weight)
         elif squares is not None or weight is not None:
             self._add_numbers(squares, weight)
         if self._is_view:
@@ -103,6 +105,10 @@ class BucketAccumulator(GradientAccumulator):
         ):
             self._add(parameters, plan)
 
+    def _num_numbers(self) -> int:
+        own = len(self.inner.param_groups) + 2 if self._fixed_point is None else self._fixed_point.num_numbers()
+        return own + NUM_DIGEST
+
     def _add(self, parameters: list[torch.nn.Parameter], plan: StepPlan) -> None:
         """Add the gradients of the minibatch to the buckets, and leave ``p.grad`` None."""
         used = []
@@ -115,10 +121,9 @@ class BucketAccumulator(GradientAccumulator):
         buckets, is_first = self._buckets, not self._has_sums
         gradients, indices = [], []
         for index, p in enumerate(buckets.parameters):
-            gradient = p.grad
-            if gradient is not None:
+            if p.grad is not None:
                 indices.append(index)
-                gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
+                gradients.append(p.grad.to_dense() if p.grad.is_sparse else p.grad)
         if self._model_parallel is not None:
             gradients = [to_local(gradient) for gradient in gradients]
         if self._fixed_point is not None:
@@ -135,8 +140,7 @@ class BucketAccumulator(GradientAccumulator):
 
     def _ensure_buckets(self, parameters: list[torch.nn.Parameter]) -> None:
         """Have buckets for the parameters as they are now, with the sums so far."""
-        old, fixed_point, num_groups = self._buckets, self._fixed_point, len(self.inner.param_groups)
-        num_numbers = (num_groups + 2 if fixed_point is None else fixed_point.num_numbers(num_groups)) + 1
+        old, fixed_point, num_numbers = self._buckets, self._fixed_point, self._num_numbers()
         if old.matches(parameters, num_numbers, checks_shapes=not self._has_sums):
             return
         if self._has_sums:
@@ -145,8 +149,7 @@ class BucketAccumulator(GradientAccumulator):
             parameters = [p for p in self._parameters() if id(p) in kept]
             if old.matches(parameters, num_numbers, checks_shapes=False):
                 return
-        dtype = None if fixed_point is None else torch.float64
-        self._buckets = GradientBuckets(parameters, num_numbers=num_numbers, dtype=dtype)
+        self._buckets = GradientBuckets(parameters, num_numbers=num_numbers, dtype=self._sum_dtype)
         self._layout = self._layout_of(parameters)
         if self._has_sums:
             self._buckets.copy_from(old)
@@ -156,26 +159,33 @@ class BucketAccumulator(GradientAccumulator):
                 fixed_point.resize(self._buckets)
 
     def reduce(self, plan: StepPlan) -> StepGradient:
-        factor, fixed_point = self._factor(plan), self._fixed_point
+        factor, fixed_point, buckets = self._factor(plan), self._fixed_point, self._wide or self._buckets
         if not self._has_sums:
             self._scale_single(factor * self._inverse_weight())
-        else:
-            if plan.is_idle:
-                self._drop_sums()
-            elif factor != 1 and fixed_point is None:
-                self._buckets.mul_(factor)
-            if self.communicator.num_replicas > 1:
-                self._all_reduce()
-            if fixed_point is None:
-                self._finish_buckets()
-            else:
-                self._step_squares, self._weight, self._num_weighted = fixed_point.numbers()
-                factor_and_weight = factor * self._inverse_weight()
-                fixed_point.decode(self._buckets, self._is_present, factor_and_weight, plan.num_minibatches)
-        return StepGradient(self, plan, self._weight if self._is_weighted else None)
+            return self._step_gradient(plan)
+        if plan.is_idle:
+            self._drop_sums()
+        elif factor != 1 and fixed_point is None:
+            buckets.mul_(factor)
+        if self.communicator.num_replicas > 1:
+            self._all_reduce()
+        if fixed_point is not None:
+            self._step_squares, self._weight, self._num_weighted = fixed_point.numbers()
+            fixed_point.decode(buckets, self._is_present, factor * self._inverse_weight(), plan.num_minibatches)
+            return self._step_gradient(plan)
+        inverse, is_sharded = self._inverse_weight(), self._model_parallel is not None
+        if isinstance(inverse, torch.Tensor) or inverse != 1:
+            buckets.mul_(inverse)
+        if not self._is_view:
+            for p, view, is_present in zip(buckets.parameters, buckets.views, self._is_present, strict=True):
+                gradient = view.to(p.dtype)
+                p.grad = None if not is_present else from_local_like(p, gradient) if is_sharded else gradient
+        elif self._wide is not None:
+            torch._foreach_copy_(self._buckets.views, self._wide.views)
+        return self._step_gradient(plan)
 
     def _drop_sums(self) -> None:
-        self._buckets.zero_()
+        (self._wide or self._buckets).zero_()
         self._is_present = [False] * len(self._is_present)
         self._weight = self._num_weighted = 0.0
         if self._step_squares is not None:
@@ -184,8 +194,10 @@ class BucketAccumulator(GradientAccumulator):
             self._fixed_point.drop_sums()
 
     def _all_reduce(self) -> None:
-        buckets, fixed_point = self._buckets, self._fixed_point
-        numbers, layout = buckets.numbers[:-1], buckets.numbers[-1:]
+        buckets, fixed_point = self._wide or self._buckets, self._fixed_point
+        if self._layout != self._agreed[0]:
+            self._agree_on_layout(buckets)
+        numbers, digest = buckets.numbers[:-NUM_DIGEST], buckets.numbers[-NUM_DIGEST:]
         if not self._is_view:
             buckets.mark_present(self._is_present)
         if fixed_point is None:
@@ -195,29 +207,35 @@ class BucketAccumulator(GradientAccumulator):
             num_weighted = fixed_point.write(numbers)
         if not self._is_weighted:
             num_weighted.fill_(UNWEIGHTED)
-        layout.fill_(self._layout_and_epoch())
+        self._write_digest(digest)
         self.communicator.sum(buckets.flats)
         self._check_weights(num_weighted)
-        self._check_layout(layout)
+        self._check_digest(digest, self.communicator.num_replicas)
         if fixed_point is None:
             self._read_numbers(numbers.clone())
         else:
             fixed_point.read(numbers, buckets, self.communicator)
-        # a rank that has all gradients knows that none is missing on all ranks, without waiting for the device
+        # if this rank has all gradients, none is missing on all ranks, and there is no wait for the device
         if not self._is_view and not all(self._is_present):
             self._is_present = buckets.present_on_any_rank()
 
-    def _finish_buckets(self) -> None:
-        """Divide by the weight, and let ``p.grad`` be views of the buckets."""
-        buckets, inverse, is_sharded = self._buckets, self._inverse_weight(), self._model_parallel is not None
-        if isinstance(inverse, torch.Tensor) or inverse != 1:
-            buckets.mul_(inverse)
-        if not self._is_view:
-            for p, view, is_present in zip(buckets.parameters, buckets.views, self._is_present, strict=True):
-                p.grad = None if not is_present else from_local_like(p, view) if is_sharded else view
+    def _agree_on_layout(self, buckets: GradientBuckets) -> None:
+        """Compare a new layout in tensors of the previous one, which have the same sizes on all ranks.
+
+        A rank whose layout is still the previous one reduces its gradients at this time, and finds the difference, too.
+        Tensors of different sizes would abort the process.
+        """
+        _, parameters, num_numbers = self._agreed
+        sent = GradientBuckets(parameters, num_numbers=num_numbers, dtype=self._sum_dtype)
+        own = self._checksums()
+        sent.numbers[-1:].fill_(own[-1])
+        self.communicator.sum(sent.flats)
+        total = float(sent.numbers[-1])
+        self._refuse_different([*own[:-1], total], [*own[:-1], own[-1] * self.communicator.num_replicas])
+        self._agreed = self._layout, buckets.parameters, self._num_numbers()
 
     def _clip_(self, limit: float, gradient: StepGradient) -> None:
-        if self._has_sums and self._model_parallel is None:
+        if self._has_sums and self._model_parallel is None and not self._buckets.is_narrow:  # torch's norm overflows
             super()._clip_(limit, gradient)
         else:
             self._scale_single(gradient.clip_factor(limit))
@@ -232,14 +250,18 @@ class BucketAccumulator(GradientAccumulator):
         if self._model_parallel is not None:  # a plain factor cannot be combined with a DTensor
             scaled = [(local * factor).to(local.dtype) for local in map(to_local, gradients)]
             scaled = [from_local_like(p, local) for p, local in zip(owners, scaled, strict=True)]
-        elif len(kinds) == 1 or not isinstance(factor, torch.Tensor):
+        elif not isinstance(factor, torch.Tensor) or (len(kinds) == 1 and not _is_narrow(gradients[0])):
             factor = factor.to(*kinds.pop()) if isinstance(factor, torch.Tensor) else factor
             scaled = list(torch._foreach_mul(gradients, factor)) if gradients else []
         else:
-            # a factor without a shape would widen a narrow gradient without a shape
-            scaled = [(gradient * factor.to(gradient.device)).to(gradient.dtype) for gradient in gradients]
+            # a narrow gradient would round the factor, and a factor without a shape would widen one without a shape
+            wide = [gradient.float() if _is_narrow(gradient) else gradient for gradient in gradients]
+            scaled = [(one * factor.to(one.device)).to(own.dtype) for one, own in zip(wide, gradients, strict=True)]
         for p, gradient in zip(owners, scaled, strict=True):
-            p.grad = gradient
+            if self._is_view:
+                p.grad.copy_(gradient)  # type: ignore[union-attr]
+            else:
+                p.grad = gradient
 
     def reset(self) -> None:
         had_sums, self._has_sums = self._has_sums, False
@@ -255,14 +277,15 @@ class BucketAccumulator(GradientAccumulator):
         if had_sums and self._buckets.is_held():  # what is referenced elsewhere must not change
             self._buckets = GradientBuckets([], num_numbers=0)
 
-    # ----------------------------------------------------------------------------------------- gradient_as_bucket_view
-
     def _accumulate_views(self, *, is_last: bool) -> None:
         """Autograd has accumulated already, unless each minibatch has the buckets to itself."""
         flats = self._buckets.flats
-        if self._measures and self._has_sums:
+        if self._wide is not None:
+            self._wide.add_(list(range(len(self._buckets.views))), self._buckets.views, is_first=not self._has_sums)
+            self._buckets.zero_()
+        elif self._measures and self._has_sums:
             torch._foreach_add_(flats, self._held)
-        if self._measures and not is_last:
+        if self._wide is None and self._measures and not is_last:
             if len(self._held) != len(flats):
                 self._held = [torch.empty_like(flat) for flat in flats]
             torch._foreach_copy_(self._held, flats)
@@ -279,14 +302,12 @@ class BucketAccumulator(GradientAccumulator):
                     f"{index} (shape {tuple(p.shape)}) was replaced between backward() and step(). Modify it in place."
                 )
         trainable = [p for p in parameters if p.requires_grad]
-        num_numbers = len(self.inner.param_groups) + 3
+        num_numbers = self._num_numbers()
         if self._buckets.matches(trainable, num_numbers) and self._buckets.is_in_place():
             return
         if self._has_sums:
-            raise RuntimeError(
-                "With `gradient_as_bucket_view`, parameters must not be frozen, added, converted or moved within a "
-                "step."
-            )
+            reason = "parameters must not be frozen, added, converted or moved within a step."
+            raise RuntimeError(f"With `gradient_as_bucket_view`, {reason}")
         buckets = GradientBuckets(trainable, num_numbers=num_numbers)
         self._layout = self._layout_of(trainable)
         for p, view in zip(trainable, buckets.views, strict=True):
@@ -295,6 +316,9 @@ class BucketAccumulator(GradientAccumulator):
         for p in self._buckets.parameters:
             p.grad = None  # of those that are frozen now
         self._buckets, self._held = buckets, []
+        is_narrow = buckets.is_narrow
+        self._wide = GradientBuckets(trainable, num_numbers=num_numbers, dtype=self._sum_dtype) if is_narrow else None
+        self.is_summed_by_autograd = not self._measures and not is_narrow
         self._attach_views()
 
     def _attach_views(self) -> None:
@@ -309,16 +333,19 @@ class BucketAccumulator(GradientAccumulator):
             self._ensure_views(self._parameters())
         super().begin_epoch(epoch)
 
+    def has_gradients(self) -> bool:
+        return self._versions != self._buckets.versions() if self._is_view else super().has_gradients()
+
     def zero_grad(self) -> None:
         if not self._is_view:
             super().zero_grad()
             return
-        is_untouched, own = self._versions == self._buckets.versions(), set(self._buckets.parameters)
+        is_untouched, own = not self.has_gradients(), set(self._buckets.parameters)
         if not self._has_sums:  # parameters that were unfrozen since have a gradient outside the buckets
             if not is_untouched or any(p.grad is not None for p in self._parameters() if p not in own):
                 self.begin_epoch(self._epoch)
         elif not is_untouched:
-            if not self._measures:
+            if not self._measures and self._wide is None:
                 raise RuntimeError(
                     "With `gradient_as_bucket_view`, zero_grad() cannot drop the gradient of a backward pass without "
                     "step(): it was added to those of the minibatches before."
@@ -334,8 +361,6 @@ class BucketAccumulator(GradientAccumulator):
                 self._held = []  # the buckets of a module that was converted since are rebuilt
             self._versions = self._buckets.versions()
 
-    # ------------------------------------------------------------------------------------------------ norms and state
-
     def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         if self._model_parallel is None:
             return squared_norm(gradients, like=self._parameters()[0])
@@ -347,15 +372,9 @@ class BucketAccumulator(GradientAccumulator):
         like = to_local(self._parameters()[0])
         return sharded_squared_norms(lists, self._model_parallel, self._model_groups, like=like)
 
-    def state_dict(self) -> dict[str, Any]:
-        if self._fixed_point is None:
-            return {}
-        return self._fixed_point.state_dict(self._parameters(), is_between_steps=not self._has_sums)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self._fixed_point is not None:
-            self._fixed_point.load_state_dict(state, self._parameters())
+def _is_narrow(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 def _any_sparse(parameters: list[torch.nn.Parameter]) -> bool:

@@ -1,31 +1,28 @@
 """FixedPoint64, FixedPoint32: number formats whose sums are the same to the last bit on any number of ranks.
 
 Sums of whole multiples of a unit u do not depend on their order, as long as they are exact: float64 holds them up to
-2⁵³·u. So every gradient is rounded to a unit that is small against it and does not depend on the ranks: it follows from
-the gradient of the previous step, which is the same on all of them.
+2⁵³·u. So every gradient is rounded to a small unit, which follows from the gradient of the previous step and is
+therefore the same on all ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any, final
 
 import torch
+from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.optim.gradients.gradient_buckets import GradientBuckets
 from variable_batch_size.optim.token_weights import Weight
 
-HEADROOM = 12
-"""By how many powers of two a minibatch's gradient may be larger or smaller than the previous step's mean gradient in
-the same unit."""
-
-MAX_RUNGS = 180
-"""In each direction, at 12 powers of two a rung: more than the range of float64."""
-
-_BITS = 51
-"""By how many powers of two the sum may exceed the unit, so that adding 1.5 · 2⁵² units rounds to whole ones."""
+HEADROOM = 12  # powers of two by which a gradient may differ from the previous step's mean in the same unit
+MAX_RUNGS = 180  # in each direction, at 12 powers of two a rung: more than the range of float64
+_BITS = 51  # powers of two by which the sum may exceed the unit, so that adding 1.5 · 2⁵² units rounds to whole ones
+_CHUNK = 2**16  # elements of a large gradient on a CPU, so that intermediate results stay in its cache
 
 
 class FixedPointScale:
@@ -79,26 +76,35 @@ class FixedPointScale:
         self.has_asked = state["has_asked"]
 
 
-def _check_num_minibatches(num_minibatches: int, limit: int) -> None:
-    if num_minibatches > limit:
-        raise ValueError(f"With `exact`, a step can have at most {limit} minibatches, got {num_minibatches}.")
+class _FixedPoint:
+    """What both formats have."""
+
+    _max_minibatches: int  # of a step, so that sums do not overflow
+
+    def __init__(self, inner: Optimizer) -> None:
+        self._inner = inner
+        self._scale = FixedPointScale()
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for group in self._inner.param_groups for p in group["params"]]
+
+    def check_num_minibatches(self, number: int) -> None:
+        if number > self._max_minibatches:
+            limit = self._max_minibatches
+            raise ValueError(f"With `exact`, a step can have at most {limit} minibatches, got {number}.")
 
 
+# of the units of a number's parts: all of float32's range, so that no number is out of range
 _EXPONENTS_OF_PARTS = tuple(range(88, -153, -40))
-"""Exponents of the units of a number's parts: all of float32's range, so that no number is out of range."""
-
 NUM_PARTS = len(_EXPONENTS_OF_PARTS)
-
-_INFINITE = 2.0**128
-"""A number from here on counts as infinite."""
 
 
 def split_into_parts(numbers: torch.Tensor) -> torch.Tensor:
     """Split each number, at least 0, into parts that add up exactly over up to 2¹³ minibatches; a row for each part.
 
-    A number that is not finite stays so.
+    A number that is not finite stays so; from 2¹²⁸ on, a number counts as infinite.
     """
-    rest = torch.where(numbers < _INFINITE, numbers.double(), math.inf)
+    rest = torch.where(numbers < 2.0**128, numbers.double(), math.inf)
     parts = []
     for exponent in _EXPONENTS_OF_PARTS:
         constant = math.ldexp(1.5, 52 + exponent)
@@ -110,39 +116,36 @@ def split_into_parts(numbers: torch.Tensor) -> torch.Tensor:
 
 def join_parts(parts: torch.Tensor) -> torch.Tensor:
     """The numbers, from sums of their parts."""
-    total = parts[-1]
-    for part in reversed(parts[:-1].unbind()):
-        total = total + part
-    return total
+    return reduce(torch.add, reversed(parts.unbind()))
 
 
 @final
-class FixedPoint64:
+class FixedPoint64(_FixedPoint):
     """Sums in float64 of gradients that are rounded to whole units (:class:`FixedPointScale`).
 
     The sums of rung 0 are in the accumulator's buckets, those of other rungs in buckets of their own, which are rarely
     needed. Squared norms and weights are summed exactly, too, in parts of fixed units.
     """
 
-    def __init__(self) -> None:
-        self._scale = FixedPointScale()
+    _max_minibatches = 2**13
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner)
         self._rungs: dict[int, GradientBuckets] = {}
-        self._parts: torch.Tensor | None = None  # of the numbers, summed over this rank's minibatches
+        self._parts: torch.Tensor | None = None  # of the numbers, summed over this rank's minibatches of the step
         self._previous: tuple[list[torch.nn.Parameter], torch.Tensor] | None = None  # largest elements, on the device
 
-    def num_numbers(self, num_groups: int) -> int:
+    def num_numbers(self) -> int:
         """Elements beside the gradients: the parts of the numbers, and a flag for each rung."""
-        return NUM_PARTS * (num_groups + 2) + 2 * MAX_RUNGS + 1
+        return NUM_PARTS * (len(self._inner.param_groups) + 2) + 2 * MAX_RUNGS + 1
 
-    def check_num_minibatches(self, num_minibatches: int) -> None:
-        _check_num_minibatches(num_minibatches, 2**13)
-
-    def update_scale(self, parameters: list[torch.nn.Parameter], communicator: Communicator) -> None:
+    def update_scale(self, communicator: Communicator) -> None:
         """Before the first minibatch of a step: set the units by the previous step, in the same way on all ranks."""
         self._read_previous()
         if self._scale.has_asked:
             return
         # in the first step of a run by rank 0's first minibatch, which is the same on any number of ranks
+        parameters = self._parameters()
         largest = [0.0 if p.grad is None else float(_largest_of(p.grad)) for p in parameters]
         sent = torch.tensor(largest).to(parameters[0].device)
         communicator.broadcast([sent])
@@ -155,30 +158,21 @@ class FixedPoint64:
             self._scale.update(parameters, largest.tolist())
             self._previous = None
 
-    def add_numbers(
-        self, squares: torch.Tensor | None, weight: Weight | None, num_groups: int, device: torch.device
-    ) -> None:
+    def add_numbers(self, squares: torch.Tensor | None, weight: Weight | None) -> None:
         """Add the squared norms of a minibatch, per unit of its weight, and its weight."""
         if squares is None:
-            squares = torch.zeros(num_groups, device=device)
+            squares = torch.zeros(len(self._inner.param_groups), device=self._parameters()[0].device)
+        of_one = squares.new_zeros((), dtype=torch.float64)
         if weight is not None:
             of_one = torch.as_tensor(weight, device=squares.device).double()
             squares = torch.where(of_one > 0, squares / of_one, 0.0)
-        else:
-            of_one = squares.new_zeros((), dtype=torch.float64)
         parts = split_into_parts(torch.cat([squares.double(), torch.stack([of_one, (of_one > 0).double()])]))
         if self._parts is not None and self._parts.shape != parts.shape:
             raise RuntimeError("With `exact`, no parameter group can be added within a step.")
         self._parts = parts if self._parts is None else self._parts + parts
 
     def add_(
-        self,
-        buckets: GradientBuckets,
-        indices: list[int],
-        gradients: list[torch.Tensor],
-        num_minibatches: int,
-        *,
-        is_first: bool,
+        self, buckets: GradientBuckets, indices: list[int], gradients: list[torch.Tensor], n: int, *, is_first: bool
     ) -> None:
         """Add the gradients of some of the buckets' parameters; those of a step's first minibatch are written."""
         largest = _largest_of_each(gradients).tolist() if gradients else []
@@ -189,7 +183,7 @@ class FixedPoint64:
                 value = float(_largest_of(gradient.nan_to_num(0.0, 0.0, 0.0)))
             rung = self._scale.rung(p, value)
             views.append((self._rung(rung, buckets) if rung else buckets).views[index])
-            constants.append(self._scale.rounding_constant(p, rung, num_minibatches))
+            constants.append(self._scale.rounding_constant(p, rung, n))
             are_new.append(is_first and not rung)
             if not rung:
                 written.add(index)
@@ -234,7 +228,7 @@ class FixedPoint64:
         *squares, weight, num_weighted = join_parts(self._parts).unbind()
         return torch.stack(squares), weight, num_weighted
 
-    def decode(self, buckets: GradientBuckets, is_present: list[bool], factor: Weight, num_minibatches: int) -> None:
+    def decode(self, buckets: GradientBuckets, is_present: list[bool], factor: Weight, n: int) -> None:
         """Set ``p.grad`` to the sums times a factor, rounded once to the parameter's dtype; None if not present."""
         totals = []
         for index, p in enumerate(buckets.parameters):
@@ -242,30 +236,29 @@ class FixedPoint64:
             for rung in sorted(self._rungs):
                 total = total + self._rungs[rung].views[index]
             totals.append(total)
-            p.grad = _multiplied(total, factor, p.dtype) if is_present[index] else None
+            p.grad = torch.empty_like(total, dtype=p.dtype) if is_present[index] else None
+            if p.grad is not None:
+                for target, chunk in _in_chunks(p.grad, total):
+                    target.copy_(chunk * factor)
         if totals:
-            self._previous = buckets.parameters, _largest_of_each(totals) / num_minibatches
+            self._previous = buckets.parameters, _largest_of_each(totals) / n
 
     def drop_sums(self) -> None:
         """Let this rank's minibatches not count. Its buckets are zeroed by the accumulator."""
-        self._rungs = {}
-        if self._parts is not None:
-            self._parts = torch.zeros_like(self._parts)
+        self._rungs, self._parts = {}, None if self._parts is None else torch.zeros_like(self._parts)
 
     def reset(self) -> None:
-        self._rungs = {}
-        self._parts = None
+        self._rungs, self._parts = {}, None
 
-    def state_dict(self, parameters: list[torch.nn.Parameter], *, is_between_steps: bool) -> dict[str, Any]:
-        if is_between_steps:
+    def state_dict(self) -> dict[str, Any]:
+        if self._parts is None:  # between steps
             self._read_previous()
-        return self._scale.state_dict(parameters)
+        return self._scale.state_dict(self._parameters())
 
-    def load_state_dict(self, state: Mapping[str, Any], parameters: list[torch.nn.Parameter]) -> None:
-        self._previous = None
-        self._scale = FixedPointScale()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._previous, self._scale = None, FixedPointScale()
         if state:
-            self._scale.load_state_dict(state, parameters)
+            self._scale.load_state_dict(state, self._parameters())
 
 
 def _largest_of_each(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -305,18 +298,6 @@ def _add_rounded(
         torch._foreach_add_([view for view, _ in added], [exact for _, exact in added])
 
 
-def _multiplied(total: torch.Tensor, factor: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """A sum times a factor, rounded once, to another dtype."""
-    result = torch.empty_like(total, dtype=dtype)
-    for target, chunk in _in_chunks(result, total):
-        target.copy_(chunk * factor)
-    return result
-
-
-_CHUNK = 2**16
-"""Elements of a large gradient on a CPU, so that intermediate results stay in its cache."""
-
-
 def _in_chunks(one: torch.Tensor, other: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Two tensors of the same shape in pairs of chunks; in one piece if they are not contiguous or not on a CPU."""
     if one.device.type != "cpu" or not (one.is_contiguous() and other.is_contiguous()):
@@ -325,8 +306,7 @@ def _in_chunks(one: torch.Tensor, other: torch.Tensor) -> list[tuple[torch.Tenso
     return list(zip(*chunks, strict=True))
 
 
-_NUM_LIMBS = 3
-_LIMB_BITS = 16  # of a limb: few enough for the sum over 2¹⁴ minibatches to fit 32 bits
+_LIMB_BITS = 16  # of each of three limbs: few enough for the sum over 2¹⁴ minibatches to fit 32 bits
 _MIN_LIMIT = -78  # below, the unit of the last limb would be no normal number of float32
 _NUMBERS_HEADROOM = 12  # of squares and weights, beyond that of gradients
 
@@ -334,7 +314,7 @@ Gradients = Mapping[torch.Tensor, torch.Tensor]
 
 
 @final
-class FixedPoint32:
+class FixedPoint32(_FixedPoint):
     """Sums of gradients as integers: each is written as three limbs of 16 bits in int32.
 
     A TPU has no float64 and cannot all-reduce its emulation, but it can all-reduce int32. The units follow from the
@@ -343,40 +323,40 @@ class FixedPoint32:
     same graph. A gradient that falls below 2^-24 of the previous one is rounded coarsely in that step.
     """
 
-    def __init__(self) -> None:
-        self._scale = FixedPointScale()
+    _max_minibatches = 2**14
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner)
         self._number_scale = FixedPointScale()
         self.limbs: dict[torch.Tensor, list[torch.Tensor]] = {}
         self._number_limbs: list[torch.Tensor] = []
         # for each parameter and number, how often it was out of range, not finite, and not 0
         self._flags: list[torch.Tensor] = []
 
-    def ensure(self, trainable: list[torch.nn.Parameter], num_numbers: int) -> None:
+    def _num_numbers(self) -> int:
+        return len(self._inner.param_groups) + 2
+
+    def ensure(self, trainable: list[torch.nn.Parameter]) -> None:
         """Have limbs for each parameter that may get a gradient, and for the numbers."""
-        new = [p for p in trainable if p not in self.limbs]
+        new, num_numbers = [p for p in trainable if p not in self.limbs], self._num_numbers()
         is_complete = not new and self._number_limbs and len(self._number_limbs[0]) == num_numbers
         if is_complete or not trainable:
             return
-        self.limbs |= {p: [_zeros(p.shape, p.device) for _ in range(_NUM_LIMBS)] for p in new}
+        self.limbs |= {p: [_zeros(p.shape, p.device) for _ in range(3)] for p in new}
         device = trainable[0].device
-        self._number_limbs = [_zeros((num_numbers,), device) for _ in range(_NUM_LIMBS)]
+        self._number_limbs = [_zeros((num_numbers,), device) for _ in range(3)]
         self._flags = [_zeros((len(self.limbs) + num_numbers,), device) for _ in range(3)]
-
-    def check_num_minibatches(self, num_minibatches: int) -> None:
-        _check_num_minibatches(num_minibatches, 2**14)
 
     @property
     def has_asked(self) -> bool:
         """Whether rank 0 has broadcast the sizes of its first minibatch."""
         return self._scale.has_asked
 
-    def set_first_scale(self, sizes: Sequence[float]) -> None:
-        self._update_scale(sizes)
-        self._scale.has_asked = True
-
-    def _update_scale(self, sizes: Sequence[float]) -> None:
+    def update_scale(self, sizes: Sequence[float]) -> None:
+        """Set the units by the largest elements of gradients, and by numbers."""
         self._scale.update(list(self.limbs), sizes[: len(self.limbs)])
         self._number_scale.update(range(len(sizes) - len(self.limbs)), sizes[len(self.limbs) :])
+        self._scale.has_asked = True
 
     def begin_step(self) -> None:
         """Before the first minibatch of a step: send the units to the device."""
@@ -384,9 +364,9 @@ class FixedPoint32:
         limits = [self._scale.limit(p) for p in self.limbs]
         limits += [self._number_scale.limit(number) + _NUMBERS_HEADROOM for number in range(num_numbers)]
         limits = [min(max(limit, _MIN_LIMIT), 127) for limit in limits]
-        self._limits = torch.tensor([math.ldexp(1.0, limit) for limit in limits]).to(device)
-        self._unit = torch.tensor([math.ldexp(1.0, limit - _LIMB_BITS) for limit in limits]).to(device)
-        self._inverse = torch.tensor([math.ldexp(1.0, _LIMB_BITS - limit) for limit in limits]).to(device)
+        self._limits = torch.tensor([2.0**limit for limit in limits]).to(device)
+        self._unit = torch.tensor([2.0 ** (limit - _LIMB_BITS) for limit in limits]).to(device)
+        self._inverse = torch.tensor([2.0 ** (_LIMB_BITS - limit) for limit in limits]).to(device)
 
     def add_(self, gradients: Gradients, numbers: torch.Tensor) -> None:
         """Add the gradients and numbers of a minibatch."""
@@ -397,10 +377,17 @@ class FixedPoint32:
         self._flags[2].add_((sizes > 0).int())
         for index, (p, limbs) in enumerate(self.limbs.items()):
             if p in gradients:
-                here = slice(index, index + 1)
-                _add_limbs(limbs, gradients[p], self._inverse[here], self._unit[here])
-        of_numbers = slice(len(self.limbs), None)
-        _add_limbs(self._number_limbs, numbers, self._inverse[of_numbers], self._unit[of_numbers])
+                self._add_limbs(limbs, gradients[p], slice(index, index + 1))
+        self._add_limbs(self._number_limbs, numbers, slice(len(self.limbs), None))
+
+    def _add_limbs(self, limbs: list[torch.Tensor], values: torch.Tensor, here: slice) -> None:
+        """Each limb takes the whole multiples of its unit and leaves the rest to the next."""
+        inverse, unit = self._inverse[here], self._unit[here]
+        rest = torch.where(torch.isfinite(values), values, torch.zeros_like(values))
+        for number, limb in enumerate(limbs):
+            whole = torch.round(rest * (inverse * 2.0 ** (_LIMB_BITS * number)))
+            limb.add_(whole.to(torch.int32).view_as(limb))
+            rest = rest - whole * (unit * 2.0 ** (-_LIMB_BITS * number))
 
     def largest_of(self, values: Gradients) -> torch.Tensor:
         """The largest element for each parameter, 0 where there is no gradient."""
@@ -415,12 +402,15 @@ class FixedPoint32:
         """The sums of gradients and numbers; NaN where one was not finite."""
         totals = {}
         for index, (p, limbs) in enumerate(self.limbs.items()):
-            total = _join_limbs(limbs, self._unit[index : index + 1])
-            is_finite = self._flags[1][index : index + 1] == 0
-            totals[p] = torch.where(is_finite, total, torch.full_like(total, math.nan)).view(p.shape)
-        numbers = _join_limbs(self._number_limbs, self._unit[len(self.limbs) :])
-        numbers = torch.where(self._flags[1][len(self.limbs) :] == 0, numbers, torch.full_like(numbers, math.nan))
-        return totals, numbers
+            totals[p] = self._join(limbs, slice(index, index + 1)).view(p.shape)
+        return totals, self._join(self._number_limbs, slice(len(self.limbs), None))
+
+    def _join(self, limbs: list[torch.Tensor], here: slice) -> torch.Tensor:
+        """The numbers, from sums of their limbs, the smallest first."""
+        unit = self._unit[here]
+        parts = [limb.float() * (unit * 2.0 ** (-_LIMB_BITS * number)) for number, limb in enumerate(limbs)]
+        total = (parts[2] + parts[1]) + parts[0]
+        return torch.where(self._flags[1][here] == 0, total, torch.full_like(total, math.nan))
 
     def to_check(self, totals: Gradients, numbers: torch.Tensor) -> torch.Tensor:
         """What :meth:`check` needs on the host."""
@@ -434,41 +424,26 @@ class FixedPoint32:
             raise RuntimeError(
                 "Gradient overflow in exact mode on XLA: the gradient of a minibatch is more than 4096 times as large "
                 "as in the previous step. Resume from the last checkpoint with `exact=False`, and pass "
-                '`accept=["exact"]` to it.'
+                '`allow_changes=["exact"]` to it.'
             )
         num_sizes = len(values) // 2
         means = [value / num_minibatches for value in values[:num_sizes]]
-        self._update_scale(means)
+        self.update_scale(means)
         for index, key in enumerate([*self.limbs, *range(len(self._number_limbs[0]))]):
             if not means[index] and values[num_sizes + index]:  # all of it was rounded to 0
                 (self._scale if index < len(self.limbs) else self._number_scale).decrease(key)
 
-    def state_dict(self, parameters: list[torch.nn.Parameter], num_numbers: int) -> dict[str, Any]:
-        numbers = self._number_scale.state_dict(range(num_numbers))
-        return {**self._scale.state_dict(parameters), "numbers": numbers}
+    def state_dict(self) -> dict[str, Any]:
+        numbers = self._number_scale.state_dict(range(self._num_numbers()))
+        return {**self._scale.state_dict(self._parameters()), "numbers": numbers}
 
-    def load_state_dict(self, state: Mapping[str, Any], parameters: list[torch.nn.Parameter], num_numbers: int) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._scale, self._number_scale = FixedPointScale(), FixedPointScale()
         if "numbers" in state:
-            self._scale.load_state_dict(state, parameters)
-            self._number_scale.load_state_dict(state["numbers"], range(num_numbers))
+            self._scale.load_state_dict(state, self._parameters())
+            self._number_scale.load_state_dict(state["numbers"], range(self._num_numbers()))
 
 
 def _zeros(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """Made on the host: zeros made on the device would be a graph of their own."""
     return torch.zeros(tuple(shape), dtype=torch.int32).to(device)
-
-
-def _add_limbs(limbs: list[torch.Tensor], values: torch.Tensor, inverse: torch.Tensor, unit: torch.Tensor) -> None:
-    """Add numbers to sums of limbs: each limb takes the whole multiples of its unit and leaves the rest to the next."""
-    rest = torch.where(torch.isfinite(values), values, torch.zeros_like(values))
-    for number, limb in enumerate(limbs):
-        whole = torch.round(rest * (inverse * 2.0 ** (_LIMB_BITS * number)))
-        limb.add_(whole.to(torch.int32).view_as(limb))
-        rest = rest - whole * (unit * 2.0 ** (-_LIMB_BITS * number))
-
-
-def _join_limbs(limbs: list[torch.Tensor], unit: torch.Tensor) -> torch.Tensor:
-    """The numbers, from sums of their limbs, the smallest first."""
-    parts = [limb.float() * (unit * 2.0 ** (-_LIMB_BITS * number)) for number, limb in enumerate(limbs)]
-    return (parts[2] + parts[1]) + parts[0]

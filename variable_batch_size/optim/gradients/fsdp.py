@@ -4,142 +4,77 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
-from typing_extensions import Unpack
+from torch.utils.hooks import RemovableHandle
 
 from variable_batch_size.cores.communicator import Communicator, Ranks
-from variable_batch_size.cores.dtensor import dimensions_of, redistribute_like, replication_factor, to_local, to_locals
-from variable_batch_size.data.cursor import StepPlan
-from variable_batch_size.optim.gradients.accumulator import (
-    UNWEIGHTED,
-    Common,
-    GradientAccumulator,
-    StepGradient,
+from variable_batch_size.cores.dtensor import (
+    dimensions_of,
+    is_dtensor,
+    redistribute_like,
+    replication_factor,
+    to_local,
+    to_locals,
 )
+from variable_batch_size.data.cursor import StepPlan
+from variable_batch_size.optim.gradients.accumulator import NUM_CHECKSUMS, UNWEIGHTED, GradientAccumulator, StepGradient
 from variable_batch_size.optim.gradients.norms import norms_of, sharded_squared_norms, squared_norm
 from variable_batch_size.optim.token_weights import Weight
-from variable_batch_size.optim.wrappers import (
-    Wrappers,
-    can_keep_unreduced,
-    forget_unreduced,
-    has_unreduced,
-    outermost,
-    refuse_left_out,
-    with_whole_parameters,
-)
+from variable_batch_size.optim.wrappers import Wrappers, fsdp_states, refuse_divide_factor, refuse_left_out
 
-OnGrad = Callable[[torch.nn.Parameter, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class FSDPGradHooks:
-    """Hooks on the unsharded parameters, which see a rank's gradient before the reduce-scatter and may change it.
-
-    Args:
-        ranks: those that have different samples.
-        on_grad: called with a parameter, its unsharded parameter and the gradient of that; returns what to reduce.
-        wrappers: with the modules of fully_shard.
-
-    Attributes:
-        reduces: whether the backward pass of the next forward pass reduces.
-    """
-
-    def __init__(self, ranks: Ranks, on_grad: OnGrad, wrappers: Wrappers) -> None:
-        self._ranks = set(ranks)
-        self._wrappers = wrappers
-        self._on_grad = weakref.WeakMethod(on_grad)
-        self._modules: list[Any] = []
-        self.reduces = True
-
-    def register(self, parameters: list[torch.nn.Parameter]) -> torch.device | None:
-        """Register hooks in place of those of another optimizer; returns the device of the unsharded parameters.
-
-        Every rank must call it.
-        """
-        self._modules = self._wrappers.fsdp
-        for module in outermost(self._modules):
-            module.register_forward_pre_hook(partial(_set_grad_sync, weakref.ref(self)))
-        for module in self._modules:
-            if hasattr(module, "set_gradient_divide_factor"):
-                module.set_gradient_divide_factor(None)  # the mean; a number may multiply, which gloo cannot
-        own, device = set(parameters), None
-        for p, unsharded in with_whole_parameters(self._modules):
-            device = unsharded.device
-            self._check_mesh(p, unsharded)
-            if p in own:
-                self._hook(p, unsharded)
-                own.remove(p)
-        refuse_left_out(own)
-        return device
-
-    def _hook(self, p: torch.nn.Parameter, unsharded: torch.nn.Parameter) -> None:
-        hooks = unsharded._backward_hooks or {}
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _GradHook)]:
-            del hooks[key]
-        requires_grad = unsharded.requires_grad
-        unsharded.requires_grad_(True)  # a frozen parameter, too, as it may be unfrozen
-        unsharded.register_hook(_GradHook(self._on_grad, p, unsharded))  # type: ignore[no-untyped-call]
-        unsharded.requires_grad_(requires_grad)
-
-    def reshard(self) -> None:
-        """Before an update: modules that have kept unsharded parameters must all-gather new ones."""
-        for module in self._modules:
-            module.reshard()
-
-    def drop_unreduced(self) -> None:
-        """Drop gradients that were not reduced yet."""
-        forget_unreduced(self._modules)
-
-    def check_can_drop_unreduced(self) -> None:
-        if not can_keep_unreduced(self._modules):
-            raise ValueError(f"`reduce_scatter_once` does not support fully_shard of torch {torch.__version__}")
-
-    def check_has_reduced(self) -> None:
-        if has_unreduced(self._modules):
-            raise RuntimeError(
-                "fully_shard has not reduced the gradients. Don't call set_requires_gradient_sync() between forward "
-                "and backward; pass `reduce_scatter_once=True` to reduce once a step."
-            )
-
-    def _check_mesh(self, p: torch.nn.Parameter, unsharded: torch.nn.Parameter) -> None:
-        sizes, sizes_unsharded = (
-            [len(dimension.ranks) for dimension in dimensions_of(tensor) if self._ranks.issuperset(dimension.ranks)]
-            for tensor in (p, unsharded)
-        )
-        if math.prod(sizes) != len(self._ranks) or sizes_unsharded:
-            raise ValueError(
-                f"fully_shard must be over the {len(self._ranks)} ranks that the sampler assigns different samples to. "
-                'Use the same mesh for both: fully_shard(model, mesh=mesh["data"]) and process_group=mesh["data"].'
-            )
+_MAX_HELD = 2**23  # elements of gradients, 32 MB, that may be kept a moment longer to be measured together
 
 
 class _GradHook:
-    """Passes a gradient to the accumulator, as long as that exists."""
+    """Passes the gradient of an unsharded parameter to the accumulator, as long as that exists."""
 
-    def __init__(
-        self, on_grad: weakref.WeakMethod[OnGrad], p: torch.nn.Parameter, unsharded: torch.nn.Parameter
-    ) -> None:
-        self._on_grad, self._p, self._unsharded = on_grad, weakref.ref(p), weakref.ref(unsharded)
+    def __init__(self, accumulator: FSDPAccumulator, p: torch.nn.Parameter, unsharded: torch.nn.Parameter) -> None:
+        self._accumulator, self._p, self._unsharded = weakref.ref(accumulator), weakref.ref(p), weakref.ref(unsharded)
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        on_grad, p, unsharded = self._on_grad(), self._p(), self._unsharded()
-        return gradient if on_grad is None or p is None or unsharded is None else on_grad(p, unsharded, gradient)
+        own, p, unsharded = self._accumulator(), self._p(), self._unsharded()
+        if own is None or p is None or unsharded is None:
+            return gradient
+        return own._on_unsharded_grad(p, unsharded, gradient)
 
 
-def _set_grad_sync(hooks: weakref.ref[FSDPGradHooks], module: Any, args: Any) -> None:
+def _set_grad_sync(accumulator: weakref.ref[FSDPAccumulator], module: Any, args: Any) -> None:
     """Before a forward pass: loops that accumulate by themselves disable the reduction of most minibatches."""
-    own = hooks()
+    own = accumulator()
     if own is not None:
+        refuse_divide_factor(own._wrappers.fsdp)
         module.set_is_last_backward(True)
-        module.set_requires_gradient_sync(own.reduces)
+        module.set_requires_gradient_sync(own._reduces)
 
 
-_MAX_HELD = 2**23
-"""Elements of gradients, 32 MB, that may be kept a moment longer to be measured together."""
+def _keep_graph(accumulator: weakref.ref[FSDPAccumulator], module: Any, args: Any, output: Any) -> None:
+    """After a forward pass: keep its graph, but not its outputs, in case the user leaves the minibatch out."""
+    own = accumulator()
+    if own is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(_note_backward, accumulator))  # type: ignore[no-untyped-call]
+                local = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+                own._graphs.append(local.reshape(-1)[:0].sum())
+
+
+def _note_backward(accumulator: weakref.ref[FSDPAccumulator], gradient: torch.Tensor) -> None:
+    own = accumulator()
+    if own is not None:
+        own._has_run_backward, own._graphs = True, []
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors_in(part)
 
 
 @final
@@ -151,7 +86,8 @@ class FSDPAccumulator(GradientAccumulator):
     So ``p.grad`` between ``backward()`` and ``step()`` is a shard of the mean over the round's minibatches. A hook on
     each unsharded parameter sees a rank's own gradient before that: it zeroes a padding minibatch, which a loss times 0
     would not do for NaN, and measures the others. FSDP reduces gradients before they are unscaled, so a loss scale must
-    be the same on all ranks in a round.
+    be the same on all ranks in a round. All ranks must run each backward pass: where the user leaves a minibatch out,
+    :meth:`accumulate` runs it with a gradient of zeros.
 
     Args:
         ranks: those that have different samples.
@@ -179,36 +115,99 @@ class FSDPAccumulator(GradientAccumulator):
         model_groups: list[Ranks],
         wrappers: Wrappers,
         reduce_scatter_once: bool = False,
-        **common: Unpack[Common],
+        **common: Any,
     ) -> None:
         super().__init__(inner, communicator, **common)
-        self._hooks = FSDPGradHooks(ranks, self._on_unsharded_grad, wrappers)
-        self._everyone, self._model_parallel, self._model_groups = everyone, model_parallel, model_groups
+        self._ranks, self._everyone, self._wrappers = set(ranks), everyone, wrappers
+        self._model_parallel, self._model_groups = model_parallel, model_groups
         self._reduces_once = reduce_scatter_once
+        self._reduces = True  # whether the backward pass of the next forward pass reduces
         self._num_unreduced = 0  # minibatches of the step that FSDP has not reduced yet
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._is_padding = False
+        self._graphs: list[torch.Tensor] = []  # of the minibatch, until its backward pass: a sum of no elements each
+        self._has_run_backward = False
+        self._hooks: list[RemovableHandle] = []
         self._replicas: dict[torch.nn.Parameter, int] = {}  # how many ranks have the same local gradient
         self.rebuild()
         self.begin_epoch(0)
-        if reduce_scatter_once:
-            self._hooks.check_can_drop_unreduced()
+        states = fsdp_states(self._modules)
+        if reduce_scatter_once and not (states and all(hasattr(s, "unsharded_accumulated_grad") for s in states)):
+            raise ValueError(f"`reduce_scatter_once` does not support fully_shard of torch {torch.__version__}")
 
     def rebuild(self) -> None:
         self._groups = {p: number for number, group in enumerate(self.inner.param_groups) for p in group["params"]}
+        self._modules: list[Any] = self._wrappers.fsdp
+        inner = {id(part) for module in self._modules for part in module.modules() if part is not module}
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for module in self._modules:
+            if id(module) not in inner:
+                self._hooks.append(module.register_forward_pre_hook(partial(_set_grad_sync, weakref.ref(self))))
+                self._hooks.append(module.register_forward_hook(partial(_keep_graph, weakref.ref(self))))
+            if hasattr(module, "set_gradient_divide_factor"):
+                module.set_gradient_divide_factor(None)  # the mean; a number may multiply, which gloo cannot
         parameters = self._parameters()
-        device = self._hooks.register(parameters)
-        like = to_local(parameters[0])
+        like, device = to_local(parameters[0]), self._register_hooks(set(parameters))
         self._like = torch.empty(0, dtype=like.dtype, device=device or like.device)
         self._reset_minibatch()
 
+    def _register_hooks(self, own: set[torch.nn.Parameter]) -> torch.device | None:
+        """Replace the hooks of an earlier optimizer; returns the device of the unsharded parameters."""
+        device = None
+        for p, unsharded in self._with_unsharded():
+            device = unsharded.device
+            self._check_mesh(p, unsharded)
+            if p not in own:
+                continue
+            own.remove(p)
+            hooks = unsharded._backward_hooks or {}
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _GradHook)]:
+                del hooks[key]
+            requires_grad = unsharded.requires_grad
+            unsharded.requires_grad_(True)  # a frozen parameter, too, as it may be unfrozen
+            unsharded.register_hook(_GradHook(self, p, unsharded))  # type: ignore[no-untyped-call]
+            unsharded.requires_grad_(requires_grad)
+        refuse_left_out(own)
+        return device
+
+    def _with_unsharded(self) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+        """Each sharded parameter with its unsharded one, the same object for the whole run. Every rank must call it."""
+        for module in self._modules:
+            sharded = dict(module.named_parameters())
+            module.unshard()
+            try:
+                pairs = [(sharded[name], p) for name, p in module.named_parameters() if p is not sharded[name]]
+            finally:
+                module.reshard()
+            yield from pairs
+
+    def _check_mesh(self, p: torch.nn.Parameter, unsharded: torch.nn.Parameter) -> None:
+        sizes, sizes_unsharded = (
+            [len(dimension.ranks) for dimension in dimensions_of(tensor) if self._ranks.issuperset(dimension.ranks)]
+            for tensor in (p, unsharded)
+        )
+        if math.prod(sizes) != len(self._ranks) or sizes_unsharded:
+            raise ValueError(
+                f"fully_shard must be over the {len(self._ranks)} ranks that the sampler assigns different samples to. "
+                'Use the same mesh for both: fully_shard(model, mesh=mesh["data"]) and process_group=mesh["data"].'
+            )
+
+    def _drop_unreduced(self) -> None:
+        for state in fsdp_states(self._modules):
+            state.unsharded_accumulated_grad = None
+            if hasattr(state, "_unsharded_param"):
+                state._unsharded_param.grad = None
+
     def begin_epoch(self, epoch: int) -> None:
-        self._hooks.drop_unreduced()
+        self._drop_unreduced()
+        self._graphs, self._has_run_backward = [], False
         super().begin_epoch(epoch)
 
     def begin_minibatch(self, *, is_padding: bool, is_last: bool) -> None:
         self._is_padding = is_padding
-        self._hooks.reduces = is_last or not self._reduces_once
+        self._reduces = is_last or not self._reduces_once
 
     def _on_unsharded_grad(self, p: torch.nn.Parameter, unsharded: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """What to reduce of this rank's gradient."""
@@ -235,6 +234,8 @@ class FSDPAccumulator(GradientAccumulator):
 
     def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
         self._is_weighted = weight is not None
+        if not (self._num_seen or self._has_run_backward) and self._everyone.num_replicas > 1:
+            self._run_empty_backward()
         gradients = {p: p.grad for p in self._parameters() if p.grad is not None}
         self._check_seen(gradients)
         squares = self._measure() if self._measures else None
@@ -242,9 +243,25 @@ class FSDPAccumulator(GradientAccumulator):
         known = [p for p in gradients if p in self._sums]
         if known:
             torch._foreach_add_(to_locals(self._sums[p] for p in known), to_locals(gradients[p] for p in known))
-        self._sums |= {p: gradient for p, gradient in gradients.items() if p not in self._sums}
-        self._num_unreduced = 0 if self._hooks.reduces else self._num_unreduced + 1
+        new = [p for p in gradients if p not in self._sums]
+        self._sums |= {p: gradients[p].to(torch.promote_types(p.dtype, torch.float32)) for p in new}
+        self._num_unreduced = 0 if self._reduces else self._num_unreduced + 1
+        self._graphs, self._has_run_backward = [], False
         self._reset_minibatch()
+
+    def _run_empty_backward(self) -> None:
+        """Take part in the backward pass of a minibatch that the user leaves out on this rank, with zeros."""
+        parameters = self._parameters()
+        if not any(p.requires_grad for p in parameters) or any(p.grad is not None for p in parameters):
+            return
+        if not self._graphs:
+            raise RuntimeError(
+                "step() was called without a forward pass of the fully_shard model, in which the other ranks wait for "
+                "this one. To leave a minibatch out, run its forward pass, and call step() without backward()."
+            )
+        was_padding, self._is_padding = self._is_padding, True  # zeros times an infinite activation are NaN
+        torch.autograd.backward(self._graphs, [torch.zeros_like(graph) for graph in self._graphs])
+        self._is_padding = was_padding
 
     def _check_seen(self, found: Iterable[torch.nn.Parameter]) -> None:
         for p in found:
@@ -253,8 +270,14 @@ class FSDPAccumulator(GradientAccumulator):
                     f"fully_shard reduced the gradient of a parameter of shape {tuple(p.shape)} without calling its "
                     "hook. Construct the optimizer after fully_shard(model) and after moving the model to its device."
                 )
-        if self._hooks.reduces and any(p.grad is None for p in self._num_seen):
-            self._hooks.check_has_reduced()
+        if self._reduces and any(p.grad is None for p in self._num_seen):
+            for state in fsdp_states(self._modules):
+                full = getattr(state, "_unsharded_param", None)
+                if state.unsharded_accumulated_grad is not None or (full is not None and full.grad is not None):
+                    raise RuntimeError(
+                        "fully_shard has not reduced the gradients. Don't call set_requires_gradient_sync() between "
+                        "forward and backward; pass `reduce_scatter_once=True` to reduce once a step."
+                    )
         if self._measures and any(number > 1 for number in self._num_seen.values()):
             raise RuntimeError(
                 "Cannot measure a gradient that fully_shard reduced in several parts. Run one backward pass per "
@@ -268,10 +291,8 @@ class FSDPAccumulator(GradientAccumulator):
         for by_replicas in self._norms:
             parts = [torch.stack(norms).to(zero).square().sum() / num for num, norms in by_replicas.items()]
             squares.append(torch.stack(parts).sum() if parts else zero)
-        of_groups = torch.stack(squares)
-        if self.inverse_scale is None:
-            return of_groups
-        return of_groups * self.inverse_scale.to(zero.device).square()  # the hooks have measured scaled gradients
+        scale = self.inverse_scale  # the hooks have measured scaled gradients
+        return torch.stack(squares) if scale is None else torch.stack(squares) * scale.to(zero.device).square()
 
     def _reset_minibatch(self) -> None:
         self._num_seen, self._held, self._num_held = {}, [], 0
@@ -280,24 +301,29 @@ class FSDPAccumulator(GradientAccumulator):
         super().zero_grad()
 
     def reduce(self, plan: StepPlan) -> StepGradient:
-        self._hooks.reshard()
+        for module in self._modules:
+            module.reshard()  # a module that has kept unsharded parameters must all-gather the updated ones
         if self._measures or self._is_weighted or not self._has_checked_weights:  # the same on all ranks
             self._all_reduce_numbers()
         factor = self._factor(plan) * self.communicator.num_replicas
         self._scale_(factor * self._inverse_weight())
+        self._sums = {p: gradient.to(p.dtype) for p, gradient in self._sums.items()}
         for p, gradient in self._sums.items():
             p.grad = gradient
-        return StepGradient(self, plan, self._weight if self._is_weighted else None)
+        return self._step_gradient(plan)
 
     def _all_reduce_numbers(self) -> None:
-        """Sum the numbers over all ranks. Ranks that share samples have the same weights."""
         numbers = self._numbers()
         if not self._is_weighted:
             numbers[-1:].fill_(UNWEIGHTED)
-        if self._model_parallel.num_replicas > 1:
+        if self._model_parallel.num_replicas > 1:  # ranks that share samples have the same weights
             numbers[-2:].div_(self._model_parallel.num_replicas)
+        numbers = torch.cat([numbers, numbers.new_empty(NUM_CHECKSUMS)])
+        self._write_digest(numbers[-NUM_CHECKSUMS:])
         self._everyone.sum([numbers])
+        numbers, digest = numbers[:-NUM_CHECKSUMS], numbers[-NUM_CHECKSUMS:]
         self._check_weights(numbers[-1])
+        self._check_digest(digest, self._everyone.num_replicas)
         self._read_numbers(numbers)
 
     def _scale_(self, factor: Weight) -> None:
@@ -309,8 +335,7 @@ class FSDPAccumulator(GradientAccumulator):
         self._scale_(gradient.clip_factor(limit))
 
     def reset(self) -> None:
-        self._sums = {}
-        self._num_unreduced = 0
+        self._sums, self._num_unreduced = {}, 0
         self._reset_numbers()
         self._reset_minibatch()
 
@@ -321,7 +346,7 @@ class FSDPAccumulator(GradientAccumulator):
                     "With `reduce_scatter_once`, zero_grad() cannot drop the gradient of a minibatch that is not the "
                     "first of its step: fully_shard has added it to the others."
                 )
-            self._hooks.drop_unreduced()
+            self._drop_unreduced()
         self._reset_minibatch()
 
     def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:

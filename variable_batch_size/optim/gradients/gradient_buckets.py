@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from operator import attrgetter, is_
 from sys import getrefcount
 from typing import Any
@@ -12,8 +12,6 @@ import torch
 from variable_batch_size.cores.dtensor import to_local
 from variable_batch_size.optim.token_weights import Weight
 
-_DOUBLE = {torch.float64, torch.complex128}
-
 _dtype_of = attrgetter("dtype")
 _shape_and_device_of = attrgetter("shape", "device")
 
@@ -21,21 +19,15 @@ _shape_and_device_of = attrgetter("shape", "device")
 class GradientBuckets:
     """One flat tensor for all gradients of a device and dtype; each gradient is a view with the parameter's strides.
 
-    Of a DTensor it holds the gradient of the local shard.
-
-    After the gradients, a bucket has one element for each of its parameters, which marks that this rank had a gradient;
-    and one bucket of at least float32 has some elements for numbers, such as squared norms. So all of these are reduced
-    together. (If all gradients are narrower, the numbers are in a tensor of their own.)
+    Of a DTensor it holds the gradient of the local shard. After the gradients, a bucket has one element for each of its
+    parameters, which marks that this rank had a gradient. One bucket of at least float32 has some elements for numbers,
+    such as squared norms, so that all are reduced together; if all gradients are narrower, they are a tensor by
+    themselves.
 
     Args:
-        parameters: whose gradients to hold.
+        parameters: whose gradients to hold; `views` are the gradients in the same order.
         num_numbers: how many numbers there are.
-        dtype: of the buckets; None for that of the parameters.
-
-    Attributes:
-        flats: the flat tensors.
-        views: the gradients, in the order of the parameters.
-        numbers: the numbers.
+        dtype: the narrowest of the buckets; None for those of the parameters.
     """
 
     def __init__(
@@ -45,23 +37,29 @@ class GradientBuckets:
         self._num_numbers, self._dtype = num_numbers, dtype
         self._dtypes = list(map(_dtype_of, parameters))
         self._shapes_and_devices = list(map(_shape_and_device_of, parameters))
+        self.is_narrow = any(dtype.itemsize < torch.float32.itemsize for dtype in self._dtypes)
         self.flats: list[torch.Tensor] = []
         self._marks: list[tuple[torch.Tensor, list[int]]] = []  # with the indices of their parameters
         views: dict[int, torch.Tensor] = {}
         by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for index, p in enumerate(parameters):
-            by_kind.setdefault((p.device, dtype or p.dtype), []).append(index)
-        precision = torch.float64 if _DOUBLE & {dtype for _, dtype in by_kind} else torch.float32
+            wide = p.dtype if dtype is None else torch.promote_types(p.dtype, dtype)
+            by_kind.setdefault((p.device, wide), []).append(index)
+        has_double = not {torch.float64, torch.complex128}.isdisjoint(kind[1] for kind in by_kind)
+        precision = torch.float64 if has_double else torch.float32
         carrier = next((kind for kind in by_kind if kind[1] == precision), None)
         for kind, members in by_kind.items():
             locals_ = [to_local(parameters[index]) for index in members]
-            *offsets, end = _aligned_offsets((local.numel() for local in locals_), kind[1])
+            alignment = 64 // kind[1].itemsize  # 64 bytes, for vectorized kernels
+            sizes = [-(-local.numel() // alignment) * alignment for local in locals_]
+            *offsets, end = accumulate(sizes, initial=0)
             num_extras = len(members) + (num_numbers if kind == carrier else 0)
             flat = torch.zeros(end + num_extras, dtype=kind[1], device=kind[0])
             self.flats.append(flat)
             self._marks.append((flat[end : end + len(members)], members))
             for index, local, offset in zip(members, locals_, offsets, strict=True):
-                views[index] = _view(flat, local, offset)
+                strides = torch.empty_like(local, device="meta").stride()  # channels-last stays channels-last
+                views[index] = flat.as_strided(local.size(), strides, offset)
             if kind == carrier:
                 self.numbers = flat[end + len(members) :]
         self.views = [views.pop(index) for index in range(len(parameters))]  # the only references, see is_held()
@@ -101,9 +99,9 @@ class GradientBuckets:
             if id(p) in values:
                 view.copy_(values[id(p)])
 
-    def new_like(self, *, num_numbers: int = 0) -> GradientBuckets:
-        """Buckets of zeros for the same parameters."""
-        return GradientBuckets(self.parameters, num_numbers=num_numbers, dtype=self._dtype)
+    def new_like(self) -> GradientBuckets:
+        """Buckets of zeros for the same parameters, without numbers."""
+        return GradientBuckets(self.parameters, num_numbers=0, dtype=self._dtype)
 
     def __reduce__(self) -> Any:
         # copies of the views would not be views of a copy
@@ -120,7 +118,7 @@ class GradientBuckets:
             flat.mul_(factor.to(flat.device) if isinstance(factor, torch.Tensor) else factor)
 
     def versions(self) -> list[int]:
-        """A number for each bucket that changes with every write to it."""
+        """A number for each bucket, which changes with every write to it."""
         return [flat._version for flat in self.flats]
 
     def add_(self, indices: list[int], gradients: list[torch.Tensor], *, is_first: bool) -> None:
@@ -144,10 +142,8 @@ class GradientBuckets:
 
     def present_on_any_rank(self) -> list[bool]:
         """Which parameters had a gradient on any rank, after the all-reduce. Waits for the device."""
-        found: dict[int, bool] = {}
-        for marks, members in self._marks:
-            found.update(zip(members, marks.ne(0).tolist(), strict=True))
-        return [found[index] for index in range(len(self.parameters))]
+        found = {i: mark for marks, members in self._marks for i, mark in zip(members, marks.tolist(), strict=True)}
+        return [found[index] != 0 for index in range(len(self.parameters))]
 
 
 def _restored(
@@ -157,18 +153,3 @@ def _restored(
     for tensor, value in zip((*buckets.views, buckets.numbers), values, strict=True):
         tensor.copy_(value)
     return buckets
-
-
-def _aligned_offsets(sizes: Iterable[int], dtype: torch.dtype) -> Iterator[int]:
-    """Where each gradient starts in a bucket, and the end; aligned to 64 bytes for vectorized kernels."""
-    alignment = 64 // dtype.itemsize
-    offset = 0
-    for size in sizes:
-        yield offset
-        offset += -(-size // alignment) * alignment
-    yield offset
-
-
-def _view(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
-    """A part of a flat tensor with the shape and strides of another tensor: channels-last stays channels-last."""
-    return flat.as_strided(like.size(), torch.empty_like(like, device="meta").stride(), offset)

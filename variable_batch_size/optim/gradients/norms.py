@@ -9,22 +9,16 @@ import torch
 from variable_batch_size.cores.communicator import Communicator, Ranks
 from variable_batch_size.cores.dtensor import replication_factor, to_locals
 
-_EXACT = (torch.float32, torch.float64)
-"""Dtypes in which squared norms are summed."""
-
-# in older versions of torch, _foreach_norm computes in the dtype of the tensors only
-_FOREACH = (
-    {*_EXACT, torch.bfloat16, torch.float16}
-    if "dtype" in str(torch.ops.aten._foreach_norm.Scalar._schema)
-    else {*_EXACT}
-)
+_EXACT = (torch.float32, torch.float64)  # dtypes in which squared norms are summed
+_FOREACH = {*_EXACT}
+if "dtype" in str(torch.ops.aten._foreach_norm.Scalar._schema):  # older versions compute in the tensors' dtype only
+    _FOREACH |= {torch.bfloat16, torch.float16}
 
 
 def squared_norm(tensors: list[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
     """The squared norm of several tensors together, on the device of `like` and in float32 at least; 0 of none."""
     if not tensors:
-        dtype = like.dtype if like.dtype in _EXACT else torch.float32
-        return torch.zeros((), dtype=dtype, device=like.device)
+        return torch.zeros((), dtype=like.dtype if like.dtype in _EXACT else torch.float32, device=like.device)
     return torch.stack(norms_of(tensors, like=like)).square_().sum()
 
 
@@ -47,34 +41,25 @@ def _norm_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_squared_norms(
-    lists: Sequence[Sequence[torch.Tensor]],
-    communicator: Communicator,
-    model_groups: Collection[Ranks],
-    *,
-    like: torch.Tensor,
+    lists: Sequence[Sequence[torch.Tensor]], everyone: Communicator, groups: Collection[Ranks], *, like: torch.Tensor
 ) -> torch.Tensor:
     """The squared norm of each of several lists of DTensors: local squares ÷ number of replicas, summed over ranks.
 
     Every rank must call it. There is no collective if all lists are empty.
 
     Args:
-        communicator: all ranks that have a shard.
-        model_groups: those groups of them that share the samples: a tensor that is not sharded over such a group is
-            replicated there.
+        everyone: all ranks that have a shard.
+        groups: those groups of them that share the samples: a tensor that is not sharded over one is replicated there.
         like: a tensor on the device, and of the precision, in which to sum.
     """
-    squares = torch.stack([_local_squared_norm(tensors, model_groups, like) for tensors in lists])
+    of_lists = []
+    for tensors in lists:
+        by_replicas: dict[int, list[torch.Tensor]] = {}
+        for tensor, local in zip(tensors, to_locals(tensors), strict=True):
+            by_replicas.setdefault(replication_factor(tensor, groups), []).append(local)
+        squares = [squared_norm(locals_, like=like) / replicas for replicas, locals_ in by_replicas.items()]
+        of_lists.append(torch.stack(squares).sum() if squares else squared_norm([], like=like))
+    of_all = torch.stack(of_lists)
     if any(map(len, lists)):
-        communicator.sum([squares])
-    return squares
-
-
-def _local_squared_norm(
-    tensors: Sequence[torch.Tensor], model_groups: Collection[Ranks], like: torch.Tensor
-) -> torch.Tensor:
-    """This rank's share of the squared norm of several tensors together."""
-    by_replicas: dict[int, list[torch.Tensor]] = {}
-    for tensor, local in zip(tensors, to_locals(tensors), strict=True):
-        by_replicas.setdefault(replication_factor(tensor, model_groups), []).append(local)
-    squares = [squared_norm(locals_, like=like) / replicas for replicas, locals_ in by_replicas.items()]
-    return torch.stack(squares).sum() if squares else squared_norm([], like=like)
+        everyone.sum([of_all])
+    return of_all

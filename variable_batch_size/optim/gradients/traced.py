@@ -8,11 +8,10 @@ from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
-from typing_extensions import Unpack
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.data.cursor import StepPlan
-from variable_batch_size.optim.gradients.accumulator import Common, GradientAccumulator, StepGradient
+from variable_batch_size.optim.gradients.accumulator import GradientAccumulator, StepGradient
 from variable_batch_size.optim.gradients.fixed_point import FixedPoint32
 from variable_batch_size.optim.token_weights import Weight
 
@@ -22,32 +21,40 @@ class TracedAccumulator(GradientAccumulator):
     """For devices that trace operations into a graph and compile it.
 
     Every minibatch adds its gradients to sums that keep their memory, also if it is the only one of the core: all cores
-    run the same graph, so whether a core is idle is data in a tensor and not a branch. As the graphs are the same, the
-    same parameters have a gradient on all cores. The reduction is a graph of its own, as the user's loop has a share in
-    that of a minibatch.
+    run the same graph, so whether a core is idle is data in a tensor and not a branch. The reduction is a graph of its
+    own, as the user's loop has a share in that of a minibatch.
+
+    Which parameters have a gradient is data, too: a core may leave out a minibatch or a layer. The inner optimizer, on
+    the host, must skip parameters without a gradient on any core, and the same ones on every core. Where the host reads
+    numbers of each step before the update, their presence comes along. Otherwise the cores agree on it in the first
+    step of an epoch, and a later step that deviates is detected on the device and raises when the host reads next.
 
     With `exact`, gradients are summed as integers (:class:`FixedPoint32`). A compiler may round differently in another
     graph. So the graph is cut after a minibatch was run and after it was added: what rounds is in the same two graphs
     for every minibatch, on every core.
     """
 
-    def __init__(
-        self, inner: Optimizer, communicator: Communicator, *, exact: bool = False, **common: Unpack[Common]
-    ) -> None:
+    def __init__(self, inner: Optimizer, communicator: Communicator, *, exact: bool = False, **common: Any) -> None:
         super().__init__(inner, communicator, **common)
-        self._fixed_point = FixedPoint32() if exact else None
+        self._fixed_point: FixedPoint32 | None = FixedPoint32(inner) if exact else None
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._infinities: dict[torch.Tensor, torch.Tensor] = {}  # in place of divisors that do not exist yet
         self._squares: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []  # their sum, and the number above 0
-        self._present: set[torch.Tensor] = set()
+        self._present: set[torch.Tensor] = set()  # in a minibatch of this core
         self._has_sums = False
+        self._agreed: list[bool] | None = None  # whether each parameter with a sum has a gradient on some core
+        self._trainable: list[bool] = []  # when they agreed
+        self._presence: torch.Tensor | None = None  # of the step, summed over the cores, until it is read
+        self._deviations: torch.Tensor | None = None  # of each parameter from what was agreed, in steps not read
         if exact and any(p.dtype == torch.float64 or p.is_complex() for p in self._parameters()):
             raise ValueError("`exact` must be False for float64 or complex parameters on an XLA device")
         self.begin_epoch(0)
 
     def begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
+        self.check_presence()
+        self._agreed = self._deviations = None
         if self._has_sums:
             self.reset()
         else:
@@ -55,37 +62,38 @@ class TracedAccumulator(GradientAccumulator):
         self._ensure_sums()
 
     def _ensure_sums(self) -> bool:
-        """Have a sum for each parameter that may get a gradient, and the numbers; True if some are new.
-
-        They must be on the device before they are used: a scalar of exactly 0 would become a constant of the graph, and
-        a core that has accumulated would have another graph.
-        """
+        """Have a sum for each parameter that may get a gradient, and the numbers; True if some are new."""
+        # on the device before they are used: a scalar of exactly 0 would become a constant, and so make another graph
         known = self._sums if self._fixed_point is None else self._fixed_point.limbs
         trainable = [p for p in self._parameters() if p.requires_grad or p.grad is not None or p in known]
         if self._fixed_point is not None:
             self._ensure_infinities(trainable)
-            self._fixed_point.ensure(trainable, len(self.inner.param_groups) + 2)
+            self._fixed_point.ensure(trainable)
             return False
-        converted = [p for p, tensor in self._sums.items() if tensor.dtype != p.dtype]
-        self._sums |= {p: self._sums[p].to(p.dtype) for p in converted}
+        converted = [p for p, tensor in self._sums.items() if tensor.dtype != _sum_dtype(p)]
+        self._sums |= {p: self._sums[p].to(_sum_dtype(p)) for p in converted}
         new = [p for p in trainable if p not in self._sums]
         # made on the host: zeros made on the device would be a graph of their own
         place = self.communicator.placed_like
-        self._sums |= {p: place(p, torch.zeros(p.shape, dtype=p.dtype)) for p in new}
+        self._sums |= {p: place(p, torch.zeros(p.shape, dtype=_sum_dtype(p))) for p in new}
+        if new:
+            self.check_presence()
+            self._agreed = self._deviations = None
         has_new_infinities = self._ensure_infinities(trainable)
         num_squares = len(self.inner.param_groups) - len(self._squares)
         num_weights = 2 - len(self._weights)  # always, as they must not be added later on some cores
-        device = self._parameters()[0].device
-        self._squares += [torch.zeros(1).to(device) for _ in range(num_squares)]
-        self._weights += [torch.zeros(1).to(device) for _ in range(num_weights)]
+        self._squares += [torch.zeros(1).to(self._device()) for _ in range(num_squares)]
+        self._weights += [torch.zeros(1).to(self._device()) for _ in range(num_weights)]
         self.communicator.shard_like([*self._squares, *self._weights])
         return bool(converted or new or has_new_infinities or num_squares or num_weights)
 
+    def _device(self) -> torch.device:
+        return self._parameters()[0].device
+
     def _ensure_infinities(self, parameters: list[torch.nn.Parameter]) -> bool:
         """Of parameters without a divisor: new ones, and all when a run starts over. True if some are new."""
-        known = self.divisors
+        known, place = self.divisors, self.communicator.placed_like
         new = [] if known is None else [p for p in parameters if p not in known and p not in self._infinities]
-        place = self.communicator.placed_like
         self._infinities |= {p: place(p, torch.full(p.shape, torch.inf)) for p in new}
         return bool(new)
 
@@ -96,7 +104,7 @@ class TracedAccumulator(GradientAccumulator):
             return
         if self._ensure_sums():
             self.communicator.flush()
-        of_one = None if weight is None else _on_device(weight, self._parameters()[0].device)
+        of_one = None if weight is None else _on_device(weight, self._device())
         for index, group in enumerate(self.inner.param_groups):
             fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
             if self._measures:
@@ -118,8 +126,9 @@ class TracedAccumulator(GradientAccumulator):
             if not fixed_point.has_asked:  # rank 0 has the first minibatch, on any number of ranks
                 fresh = self._fresh(fixed_point)
                 sizes = torch.cat([fixed_point.largest_of(fresh), self._numbers_of(fresh, weight)])
+                self.communicator.flush()  # it may differ between cores
                 self.communicator.broadcast([sizes])
-                fixed_point.set_first_scale(self._read(sizes))
+                fixed_point.update_scale(self._read(sizes))
             fixed_point.begin_step()
         fresh = self._fresh(fixed_point)
         fixed_point.add_(fresh, self._numbers_of(fresh, weight))
@@ -133,9 +142,8 @@ class TracedAccumulator(GradientAccumulator):
     def _numbers_of(self, fresh: Mapping[torch.Tensor, torch.Tensor], weight: Weight | None) -> torch.Tensor:
         """The squared norms and the weight of a minibatch."""
         groups = [[(p, fresh[p]) for p in group["params"] if p in fresh] for group in self.inner.param_groups]
-        device = self._parameters()[0].device
-        of_one = _on_device(0.0 if weight is None else weight, device)
-        squares = self._squared_norms_by_group(groups) if self._measures else torch.zeros(len(groups)).to(device)
+        of_one = _on_device(0.0 if weight is None else weight, self._device())
+        squares = self._squared_norms_by_group(groups) if self._measures else torch.zeros(len(groups)).to(of_one.device)
         squares = _per_weight(squares, None if weight is None else of_one)
         return torch.cat([squares.float(), of_one, (of_one > 0).float()])
 
@@ -144,12 +152,13 @@ class TracedAccumulator(GradientAccumulator):
             self._reduce(plan)
         elif self._fixed_point.limbs:
             self._reduce_fixed_point(self._fixed_point, plan)
-        weight = self._weights[0] * 1 if self._is_weighted and self._weights else None
-        return StepGradient(self, plan, weight)
+        return StepGradient(self, plan, self._weights[0] * 1 if self._is_weighted and self._weights else None)
 
     def _reduce(self, plan: StepPlan) -> None:
         self.communicator.flush()  # what the loop has traced may differ between cores, as a sum of losses does
         sums, numbers = list(self._sums.values()), [*self._squares, *self._weights]
+        presence = self._own_presence(plan, torch.float32)
+        self._agree(presence)
         values = [0.0, 0.0] if plan.is_idle else [self._factor(plan), 1.0]
         factors = torch.tensor([*values, 0.0]).to(self._weights[0].device)
         zero = factors[-1:]
@@ -159,23 +168,23 @@ class TracedAccumulator(GradientAccumulator):
             for tensor in tensors:
                 weighted = torch.where(counts, tensor * factor, zero)
                 tensor.copy_(weighted.view_as(tensor))
-        self.communicator.sum([*sums, *numbers])
+        self.communicator.sum([*sums, *numbers, presence])
+        self._presence = presence
         if self._is_weighted:
             weight = self._weights[0]
-            # if W is 0, the sums are divided by infinity
-            divisor = torch.where(weight == 0, torch.full_like(weight, math.inf), weight)
+            divisor = torch.where(weight == 0, torch.full_like(weight, math.inf), weight)  # so that nothing is left
             for tensor in sums:
                 tensor.copy_((tensor / divisor).view_as(tensor))
-        for p in self._present:
-            p.grad = self._sums[p]
+        self._set_gradients(self._agreed or [])
 
     def _reduce_fixed_point(self, fixed_point: FixedPoint32, plan: StepPlan) -> None:
         self.communicator.flush()
+        presence = self._own_presence(plan, torch.int32)
         sums = fixed_point.tensors()
         counts = torch.tensor([0 if plan.is_idle else 1], dtype=torch.int32).to(sums[0].device)
         for tensor in sums:
             tensor.copy_((tensor * counts).view_as(tensor))
-        self.communicator.sum(sums)
+        self.communicator.sum([*sums, presence])
         totals, numbers = fixed_point.decode()
         self._squares = list(torch.split(numbers[:-2], 1))
         self._weights = list(torch.split(numbers[-2:], 1))
@@ -183,14 +192,76 @@ class TracedAccumulator(GradientAccumulator):
         if self._is_weighted:
             weight = self._weights[0]
             factor = torch.where(weight == 0, torch.zeros_like(weight), factor / weight)  # NaN stays NaN
-        for p in [p for p in fixed_point.limbs if p in self._present]:  # in the same order on all cores, unlike the set
-            p.grad = (totals[p] * factor).view(p.shape).to(p.dtype)
+        self._sums = {p: (total * factor).view(p.shape).to(p.dtype) for p, total in totals.items()}
+        self._presence = presence
         fixed_point.check(self._read(fixed_point.to_check(totals, numbers)), plan.num_minibatches)
+
+    # -------------------------------------------------------------------------------- which parameters have a gradient
+
+    def _known(self) -> list[torch.Tensor]:
+        return list(self._sums if self._fixed_point is None else self._fixed_point.limbs)
+
+    def _own_presence(self, plan: StepPlan, dtype: torch.dtype) -> torch.Tensor:
+        """Whether each parameter has a gradient on this core, as data; an idle core has none."""
+        known = self._known()
+        present = [0 if plan.is_idle else int(p in self._present) for p in known] or [0]
+        return torch.tensor(present, dtype=dtype).to(self._parameters()[0].device)
+
+    def _agree(self, presence: torch.Tensor) -> None:
+        """In the first step of an epoch, and after parameters were frozen or added: wait for the union of all cores."""
+        trainable = [p.requires_grad for p in self._known()]
+        if self.communicator.num_replicas == 1:
+            self._agreed = [p in self._present for p in self._known()]
+        elif self._is_read or self._is_weighted:
+            self._agreed = [True] * len(trainable)  # until the numbers of the step are read, before the update
+        elif self._agreed is None or trainable != self._trainable:
+            self.check_presence()
+            total = presence.clone()
+            self.communicator.sum([total])
+            self._agreed, self._trainable = [count > 0 for count in self._read(total)[: len(trainable)]], trainable
+            device = presence.device
+            self._expected = torch.tensor(self._agreed or [False]).to(device)
+            self._deviations = torch.zeros(len(self._agreed) or 1).to(device)
+
+    def _set_gradients(self, present: list[bool]) -> None:
+        for (p, tensor), is_present in zip(self._sums.items(), present, strict=True):
+            p.grad = tensor.to(p.dtype) if is_present else None
+
+    def end_epoch(self) -> None:
+        self.check_presence()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.check_presence()
+        return super().state_dict()
+
+    def check_presence(self) -> None:
+        """Raise, on every core, if a parameter had a gradient in some steps and not in others while none was read."""
+        if self._deviations is None:
+            return
+        self.communicator.flush()  # not by cpu(), which would start graphs of several threads at once
+        counts = super()._read(self._deviations.cpu())
+        if not any(counts):
+            return
+        self._deviations = None
+        known = self._known()
+        place = next(index for index, count in enumerate(counts) if count)
+        number = next(index for index, p in enumerate(self._parameters()) if p is known[place])
+        raise RuntimeError(
+            f"Parameter {number} of the optimizer, of shape {tuple(known[place].shape)}, had a gradient in some steps "
+            f"of the epoch and in others on no core ({int(counts[place])} steps differ from the first). On several XLA "
+            "cores this needs a look at each step: pass `skip_nonfinite=True` to the optimizer, which waits for the "
+            "device once a step."
+        )
 
     def reset(self) -> None:
         sums = [*self._sums.values(), *self._squares, *self._weights]
         for tensor in sums if self._fixed_point is None else self._fixed_point.tensors():
             tensor.zero_()
+        if self._presence is not None and self._deviations is not None:
+            self._deviations.add_(((self._presence > 0) != self._expected).float())
+        self._presence = None
+        if self._fixed_point is not None:
+            self._sums = {}  # of the step
         self._has_sums = False
         self._present.clear()
         self.zero_grad()
@@ -200,9 +271,25 @@ class TracedAccumulator(GradientAccumulator):
             return torch.zeros(len(self.inner.param_groups) + 2)
         return torch.cat([*self._squares, *self._weights])
 
+    def _gradients_by_group(self) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+        # not of p.grad, which is set by what was agreed: the sum of a parameter without a gradient is 0
+        return [[(p, self._sums[p]) for p in group["params"] if p in self._sums] for group in self.inner.param_groups]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return list(self._sums.values())
+
     def _read(self, numbers: torch.Tensor) -> list[float]:
+        """Numbers on the host; with them, after a reduction, which parameters have a gradient on some core."""
+        presence, self._presence = self._presence, None
+        if presence is not None:
+            numbers = torch.cat([numbers, presence.to(numbers.dtype)])
         self.communicator.flush()
-        return super()._read(numbers.cpu())
+        values = super()._read(numbers.cpu())
+        if presence is None:
+            return values
+        counts = values[-len(presence) :]
+        self._set_gradients([count > 0 for count in counts[: len(self._sums)]])
+        return values[: -len(presence)]
 
     def _divisor_of(self, p: torch.Tensor) -> torch.Tensor | None:
         divisor = super()._divisor_of(p)
@@ -213,20 +300,15 @@ class TracedAccumulator(GradientAccumulator):
 
     def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         if not gradients:
-            return torch.zeros(()).to(self._parameters()[0].device)  # made on the host, as above
+            return torch.zeros(()).to(self._device())  # made on the host, as above
         sizes = [gradient.abs() if gradient.is_complex() else gradient for gradient in gradients]
         squares = [size.float().pow(2).sum() for size in sizes]
         return torch.stack(squares).sum() if len(squares) > 1 else squares[0]
 
-    def state_dict(self) -> dict[str, Any]:
-        if self._fixed_point is None:
-            return {}
-        return self._fixed_point.state_dict(self._parameters(), len(self.inner.param_groups) + 2)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self._fixed_point is not None:
-            self._fixed_point.load_state_dict(state, self._parameters(), len(self.inner.param_groups) + 2)
+def _sum_dtype(p: torch.Tensor) -> torch.dtype:
+    """Of the sum of a parameter's gradients: float32 at least, as float16 overflows and bfloat16 loses small terms."""
+    return torch.promote_types(p.dtype, torch.float32)
 
 
 def _on_device(weight: Weight, device: torch.device) -> torch.Tensor:

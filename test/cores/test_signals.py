@@ -1,0 +1,235 @@
+"""SIGTERM: recorded while a handler is installed, and left to the parent in loader workers."""
+
+import signal
+import subprocess
+import sys
+
+TERMINATED = -signal.SIGTERM
+MOST_SECONDS = 600  # exceeded only by a hang, even on a busy machine
+
+
+def run(code):
+    """Run a separate process; returns its exit code and output."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=MOST_SECONDS
+    )
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout.split()
+
+
+NOTED = """
+import os, signal, time
+from variable_batch_size.cores import signals
+signals._SECONDS_OF_ONE_REQUEST = float("inf")
+signals.note_sigterm()
+with signals.listening():
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.was_told()
+    {obey}
+print("after")
+os.kill(os.getpid(), signal.SIGTERM)
+print("again", flush=True)
+signals._SECONDS_OF_ONE_REQUEST = 0.0
+os.kill(os.getpid(), signal.SIGTERM)
+print("never")
+"""
+
+
+def test_unacknowledged_signal_takes_effect_when_the_handler_is_removed():
+    assert run(NOTED.format(obey="pass")) == (TERMINATED, [])
+
+
+INTERRUPTED = """
+import signal, sys
+from variable_batch_size.cores import signals
+interrupted = set()
+def interrupt(frame, event, arg):
+    # the signal once more at every line of what the first one leads to, here and in the standard library
+    if event == "line" and (frame.f_code, frame.f_lineno) not in interrupted:
+        interrupted.add((frame.f_code, frame.f_lineno))
+        signal.raise_signal(signal.SIGTERM)
+    return interrupt
+with signals.listening():
+    sys.settrace(interrupt)
+    signal.raise_signal(signal.SIGTERM)
+    sys.settrace(None)
+    assert len(interrupted) > 1, interrupted
+    signals.obey()
+print("ended")
+"""
+
+
+def test_signal_may_interrupt_the_recording_of_another():
+    """As when a signal is sent to a process group, and again by the launching process."""
+    code = INTERRUPTED
+    assert run(code) == (0, ["ended"])
+
+
+def test_launch_forwards_the_signal_after_a_run_in_this_process_acknowledged_one():
+    code = """
+import signal
+from variable_batch_size.cores import launch, signals
+with signals.listening():
+    signal.raise_signal(signal.SIGTERM)
+    signals.obey()
+
+def receive(running, results, forwards):
+    assert forwards and signals.was_told()
+    signals.obey()
+    print("forwarded")
+
+launch._start = lambda processes, work, started: signal.raise_signal(signal.SIGTERM)
+launch._receive = receive
+launch.run_processes([], b"")
+print("ended")
+"""
+    assert run(code) == (0, ["forwarded", "ended"])
+
+
+ENDED_BY_ITS_CORES = """
+import signal, sys
+from variable_batch_size.cores import launch, signals
+signals._SECONDS_OF_ONE_REQUEST = float("inf")
+launch._start = lambda processes, work, started: signal.raise_signal(signal.SIGTERM)
+launch._receive = lambda running, results, forwards: sys.exit({code})
+try:
+    launch.run_processes([], b"")
+finally:
+    print("ended", flush=True)
+    signal.raise_signal(signal.SIGTERM)
+    print("again", flush=True)
+"""
+
+
+def test_second_signal_while_a_launch_exits_is_ignored():
+    assert run(ENDED_BY_ITS_CORES.format(code=75)) == (75, ["ended", "again"])
+    assert run(ENDED_BY_ITS_CORES.format(code=3)) == (TERMINATED, ["ended"])
+
+
+def test_acknowledged_signal_may_repeat_for_a_while():
+    assert run(NOTED.format(obey="signals.obey()")) == (TERMINATED, ["after", "again"])
+
+
+ON_REQUEST = """
+import logging, sys, threading
+import torch
+import variable_batch_size as vbs
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+
+def run(directory):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    sampler = vbs.CustomSampler(100, 1, minibatch_size=1)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD([weight], lr=1.0), sampler, ref_batchsize=1)
+    model = torch.nn.ParameterList([weight])
+    checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer)
+    for epoch in checkpoint.epochs(1):
+        for _ in sampler:
+            weight.grad = torch.ones(1)
+            optimizer.step()
+            if optimizer.steps_done == 7:
+                vbs.request_stop()
+            checkpoint.step()
+"""
+
+
+def test_run_stops_on_request_and_warns_outside_of_the_main_thread(tmp_path):
+    code = """
+thread = threading.Thread(target=run, args=(sys.argv[1] + "/thread",))
+thread.start()
+thread.join()
+run(sys.argv[1] + "/main")
+"""
+    command = [sys.executable, "-c", ON_REQUEST + code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MOST_SECONDS)
+    assert (done.returncode, done.stderr) == (75, "")
+    assert done.stdout.splitlines() == [
+        "SIGTERM can only be handled in the main thread, and will end this process without a checkpoint: call "
+        "vbs.request_stop() when the machine is about to stop",
+        f"stop requested: ended after 7 steps, saved in {tmp_path}/thread",
+        f"stop requested: ended after 7 steps, saved in {tmp_path}/main",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------- loader workers
+
+SHIELDED = """
+import multiprocessing, os, signal, subprocess, time
+import torch
+from torch.utils.data import DataLoader
+from variable_batch_size.cores import signals
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        if index:
+            time.sleep(3600)
+        return index
+
+def terminate(pid):
+    subprocess.run(["kill", "-TERM", str(pid)], check=True)
+
+signals.shield_loader_workers()
+signals.note_sigterm()
+"""
+
+
+def test_loader_worker_ignores_sigterm_except_from_its_parent():
+    code = """
+with signals.listening():
+    iterator = iter(DataLoader(Slow(), num_workers=1))
+    (worker,) = multiprocessing.active_children()
+    terminate(worker.pid)  # perhaps before torch has set it up
+    print(int(next(iterator)))
+    terminate(worker.pid)
+    worker.join(1.5)
+    print(worker.exitcode)
+    worker.terminate()
+    worker.join()
+    print(worker.exitcode)
+"""
+    assert run(SHIELDED + code) == (0, ["0", "None", "0"])
+
+
+def test_busy_workers_do_not_delay_the_exit_of_their_parent():
+    code = """
+iterator = iter(DataLoader(Slow(), num_workers=2, persistent_workers=True))
+print(int(next(iterator)))
+"""
+    assert run(SHIELDED + code) == (0, ["0"])
+
+
+def test_busy_worker_that_received_sigterm_exits_with_its_parent():
+    code = """
+iterator = iter(DataLoader(Slow(), num_workers=1))
+print(int(next(iterator)))
+(worker,) = multiprocessing.active_children()
+terminate(worker.pid)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    # which returns only when the worker has also closed its output
+    assert run(SHIELDED + code)[0] == -signal.SIGKILL
+
+
+def test_other_forked_processes_can_be_terminated_as_usual():
+    code = """
+def sleep(has_begun):
+    has_begun.set()
+    while True:
+        time.sleep(0.01)  # Python runs the handler of a signal that comes just before a sleep after it
+
+with signals.listening():
+    program = subprocess.Popen(["sleep", "3600"], preexec_fn=os.setsid)
+    program.terminate()
+    print(program.wait())
+    forking = multiprocessing.get_context("fork")
+    has_begun = forking.Event()
+    process = forking.Process(target=sleep, args=(has_begun,))
+    process.start()
+    has_begun.wait()  # a signal that comes while Python forks is lost
+    process.terminate()
+    process.join()
+    print(process.exitcode)
+"""
+    assert run(SHIELDED + code) == (0, [str(TERMINATED), str(TERMINATED)])

@@ -1,0 +1,52 @@
+"""Accelerate and Transformers' Trainer on two processes, started once: the weights are those of one process."""
+
+import os
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def all_runs(folder):
+    """The results of each process."""
+    rank = str(torch.distributed.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost")  # as torchrun sets them
+    import accelerate_runs
+    import trainer_runs
+
+    return {
+        "accelerate": accelerate_runs.all_runs(folder / "accelerate"),
+        "trainer": trainer_runs.all_runs(folder / "trainer"),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(on_new_cores, tmp_path_factory):
+    import accelerate_runs  # noqa: F401  here, for both processes
+    import trainer_runs  # noqa: F401
+
+    return on_new_cores(2, all_runs, tmp_path_factory.mktemp("two"))
+
+
+def test_accelerate_loop_on_two_processes_equals_one_process(found):
+    import accelerate_runs
+
+    expected = {rule: accelerate_runs.by_own_loop(rule) for rule in accelerate_runs.RULES}
+    for rule, run in (pair for process in found for pair in process["accelerate"]):
+        assert_close(run["weights"], expected[rule]["weights"], **TOLERANCE)
+        assert run["steps"] == run["scheduler"] == len(accelerate_runs.TRACE)
+
+
+def test_trainer_on_two_processes_equals_one_process(found):
+    import trainer_runs
+
+    expected = {rule: trainer_runs.by_own_loop(rule) for rule in trainer_runs.RULES}
+    for runs, resumed in (process["trainer"] for process in found):
+        for rule, run in runs.items():
+            assert_close(run["weights"], expected[rule]["weights"], **TOLERANCE)
+            assert run["steps"] == len(trainer_runs.TRACE)
+        assert_close(resumed["weights"], expected["adascale"]["weights"], **TOLERANCE)
+    for rule, run in found[0]["trainer"][0].items():
+        trainer_runs.check_history(run["history"], expected[rule]["records"])

@@ -1,0 +1,177 @@
+"""Promise: after kill -9 at any time, the run ends with the weights of the uninterrupted one; SIGTERM saves first."""
+
+import contextlib
+import dataclasses
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import forked
+import pytest
+import stoppable_run
+from session_process import Place, SessionProcess
+from stoppable_run import NUM_STEPS, Settings
+
+import variable_batch_size as vbs
+from variable_batch_size.runs import state_file
+
+UNUSED = 2_000_000  # 8 MB, so that writing takes a while
+SLOW = Settings(seconds_per_minibatch=0.02, num_unused=UNUSED)
+# cores check for a stop request about once a second: a run must be much longer than that
+SAVES_ONLY_AT_THE_END = Settings(seconds_per_minibatch=0.02, every_steps=10_000, repeats=40)
+
+
+def check_every_file_loads(directory):
+    for path in state_file.checkpoints(directory):
+        with contextlib.suppress(FileNotFoundError):  # already removed by a core that is still running
+            state_file.load(path)
+
+
+def steps_saved(directory):
+    (path,) = state_file.checkpoints(directory)
+    return state_file.load(path)["optimizer"]["variable_batch_size"]["steps_done"]
+
+
+# --------------------------------------------------------------------------------------------------------------- killed
+
+
+def test_repeatedly_killed_workers_end_with_the_same_weights(on_cores, tmp_path):
+    """Under torchrun, repeatedly: every other time while core 0 writes a checkpoint."""
+    kills, killed = 2, Place(tmp_path / "killed")
+    preserve_rng = on_cores(2, stoppable_run.run, tmp_path / "whole", Settings(repeats=2, num_unused=UNUSED))
+    settings = Settings(seconds_per_minibatch=0.02, num_unused=UNUSED, repeats=2)
+    session = SessionProcess(killed, settings, launcher="torchrun", cores=2, restarts=kills)
+    rng = random.Random(0)
+    for attempt in range(kills):
+        session.wait_for_steps(name=attempt)
+        if attempt % 2:
+            session.wait_until(lambda: any(killed.checkpoints.glob("*.tmp")), pause=0.0005)
+            victim = 0
+        else:
+            time.sleep(rng.uniform(0, 0.2))
+            victim = rng.randrange(2)
+        os.kill(session.pid_of_core(victim, name=attempt), signal.SIGKILL)
+        check_every_file_loads(killed.checkpoints)
+    assert session.finish() == 0, session.output
+    check_every_file_loads(killed.checkpoints)
+    assert not list(killed.checkpoints.glob("*.tmp"))
+    assert stoppable_run.same(killed.read_weights(), preserve_rng[0]["model"])
+
+
+# ----------------------------------------------------------------------------------------------------------- terminated
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("xla", marks=pytest.mark.xla)])
+def test_sigterm_saves_exits_with_its_code_and_the_run_resumes(tmp_path, backend):
+    place = Place(tmp_path)
+    slow = Settings(seconds_per_minibatch=0.2, every_steps=1000)  # 12 s on two cores
+    session = SessionProcess(place, slow, cores=2, backend=backend)
+    session.wait_for_steps()
+    session.signal(signal.SIGTERM)
+    assert session.finish() == vbs.EXIT_STOPPED, session.output
+    assert 0 < steps_saved(place.checkpoints) < NUM_STEPS
+    weights = stoppable_run.run(place.checkpoints)["model"]  # in one process, after two cores
+    expected = stoppable_run.run(tmp_path / "whole")["model"]
+    assert stoppable_run.largest_difference(weights, expected) < 1e-5
+
+
+def with_workers(number, **more):
+    return dataclasses.replace(SAVES_ONLY_AT_THE_END, num_workers=number, **more)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "cores", "settings"),
+    [
+        ("forked", 1, with_workers(0)),
+        ("alone", 1, with_workers(1)),
+        ("forked", 1, with_workers(3, keeps_workers=True)),
+        ("forked", 1, with_workers(1, start_method="spawn")),
+        ("launch", 2, with_workers(0)),
+        ("launch", 2, with_workers(2)),
+        ("launch", 2, with_workers(1, keeps_workers=True)),
+    ],
+    ids=lambda value: f"{value.num_workers} workers" if isinstance(value, Settings) else None,
+)
+def test_sigterm_to_the_process_group_saves_and_leaves_no_process(tmp_path, launcher, cores, settings):
+    session = SessionProcess(Place(tmp_path), settings, launcher=launcher, cores=cores)
+    session.wait_for_steps(3)
+    session.signal_group(signal.SIGTERM)
+    assert session.finish() == vbs.EXIT_STOPPED, session.output
+    assert 0 < steps_saved(session.place.checkpoints) < NUM_STEPS * settings.repeats
+    assert not session.left_behind()
+
+
+@pytest.mark.parametrize(("to_group", "num_workers"), [(False, 0), (True, 2)])
+def test_sigterm_to_torchrun_saves(tmp_path, to_group, num_workers):
+    session = SessionProcess(Place(tmp_path), with_workers(num_workers), launcher="torchrun", cores=2)
+    session.wait_for_steps(3)
+    (session.signal_group if to_group else session.signal)(signal.SIGTERM)
+    session.finish()  # with torchrun's own exit code
+    assert steps_saved(session.place.checkpoints) > 0
+    assert not session.left_behind()
+
+
+def test_sigterm_in_the_last_epoch_saves_its_end_and_is_not_lost(tmp_path):
+    script = """
+import os, signal, sys
+import torch
+import variable_batch_size as vbs
+model = torch.nn.Linear(2, 1)
+sampler = vbs.CustomSampler(dataset_size=4, trace=[2, 4], minibatch_size=2)
+optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler)
+for epoch in vbs.Checkpoint(sys.argv[1], model=model, optimizer=optimizer).epochs(2):
+    for _ in sampler:
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+    if epoch == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+print("went on")
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == vbs.EXIT_STOPPED, done.stderr
+    assert done.stdout == ""
+    assert steps_saved(tmp_path) == 2
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert again.stdout == "went on\n"
+
+
+def test_killed_run_leaves_no_loader_worker(tmp_path):
+    session = SessionProcess(Place(tmp_path), with_workers(2), launcher="forked")
+    session.wait_for_steps()
+    session.signal(signal.SIGKILL)
+    session.finish()
+    assert not session.left_behind()
+
+
+def test_sigterm_without_a_checkpoint_terminates_a_launch_as_usual(tmp_path):
+    script = tmp_path / "sleep.py"
+    script.write_text(
+        "import sys, time\n"
+        "import variable_batch_size as vbs\n"
+        "def sleep(path):\n"
+        "    open(path, 'w').close()\n"
+        "    time.sleep(600)\n"
+        "if __name__ == '__main__':\n"
+        "    vbs.launch(sleep, (sys.argv[1],), cores=1, backend='gloo')\n"
+    )
+    started = tmp_path / "started"
+    process = subprocess.Popen([sys.executable, str(script), str(started)], stderr=subprocess.DEVNULL)
+    while not started.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait() == -signal.SIGTERM
+
+
+def exit_with(code):
+    sys.exit(code)
+
+
+def test_a_core_that_exits_ends_the_launch_with_its_code():
+    with pytest.raises(SystemExit) as caught, forked.launches():
+        vbs.launch(exit_with, (21,), cores=1, backend="gloo")
+    assert caught.value.code == 21

@@ -1,0 +1,98 @@
+"""Runs with Accelerate, and the same with a hand-written loop; on any number of processes."""
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import variable_batch_size as vbs
+from variable_batch_size.integrations.accelerate import prepare
+
+MINIBATCH = 4
+REF_BATCHSIZE = 16
+# two epochs of 64 samples, of six and four steps; with two processes also idle and uneven ones
+TRACE = [8, 16, 4, 20, 12, 4, 24, 8, 4, 20]
+RULES = {"linear": vbs.LinearRuleOptimizer, "adascale": vbs.AdaScaleOptimizer}
+
+
+def dataset():
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(64, 6, generator=generator), torch.randint(0, 3, (64,), generator=generator))
+
+
+class Session:
+    """A model, an optimizer, a loader and a scheduler."""
+
+    def __init__(self, rule, *, device="cpu", dropout=0.0):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).to(device)
+        data = dataset()
+        self.sampler = vbs.CustomSampler(data, trace=TRACE, minibatch_size=MINIBATCH)
+        self.loader = DataLoader(data, batch_sampler=self.sampler)
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer = RULES[rule](
+            inner, self.sampler, ref_batchsize=REF_BATCHSIZE, model=self.model, clip_grad_norm=0.5
+        )
+        self.scheduler = torch.optim.lr_scheduler.StepLR(inner, 3, gamma=0.5)
+
+    def train(self, backward, stop_at=None):
+        """Train to the end, or for some steps; scheduler.step() is unconditional, as with Accelerate."""
+        for _ in vbs.epochs(self.optimizer, 2):
+            for data, target in self.loader:
+                backward(nn.functional.cross_entropy(self.model(data), target))
+                self.optimizer.step()
+                self.scheduler.step()
+                if self.optimizer.updated and self.optimizer.steps_done == stop_at:
+                    return self
+        return self
+
+    def found(self):
+        model = getattr(self.model, "module", self.model)
+        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        steps = self.optimizer.steps_done
+        return {"weights": weights, "steps": steps, "scheduler": self.scheduler.last_epoch}
+
+
+def by_own_loop(rule):
+    session = Session(rule)
+    for _ in vbs.epochs(session.optimizer, 2):
+        for data, target in session.loader:
+            nn.functional.cross_entropy(session.model(data), target).backward()
+            if session.optimizer.step():
+                session.scheduler.step()
+    return session.found()
+
+
+def prepared(rule, *, model_first=False, **options):
+    """A fully prepared session; or with the model prepared by the accelerator, without the loader."""
+    accelerator = Accelerator(cpu=True, **options.pop("accelerator", {}))
+    session = Session(rule, device=accelerator.device, **options)
+    if model_first:
+        session.model = accelerator.prepare(session.model)
+        things = prepare(accelerator, session.optimizer, session.scheduler)
+        session.optimizer, session.scheduler = things
+    else:
+        things = prepare(accelerator, session.model, session.optimizer, session.loader, session.scheduler)
+        session.model, session.optimizer, session.loader, session.scheduler = things
+    return accelerator, session
+
+
+def by_accelerate(rule, **options):
+    accelerator, session = prepared(rule, **options)
+    return session.train(accelerator.backward).found()
+
+
+def stopped_and_resumed(folder, rule, num_steps, **options):
+    """A run that the accelerator saved after some steps, and that resumes in another accelerator."""
+    accelerator, session = prepared(rule, **options)
+    session.train(accelerator.backward, stop_at=num_steps)
+    accelerator.save_state(str(folder))
+    accelerator, session = prepared(rule, **options)
+    accelerator.load_state(str(folder))
+    return session.train(accelerator.backward).found()
+
+
+def all_runs(folder):
+    """The results of one of several processes."""
+    runs = [(rule, by_accelerate(rule, model_first=model_first)) for rule in RULES for model_first in (False, True)]
+    return [*runs, ("adascale", stopped_and_resumed(folder, "adascale", 4))]

@@ -1,0 +1,141 @@
+"""Programs in a process forked from this one, which has imported torch and the frameworks; importing takes seconds."""
+
+import dataclasses
+import multiprocessing
+import os
+import random
+import runpy
+import signal
+import sys
+import tempfile
+import warnings
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from subprocess import CompletedProcess
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+launching = import_module("variable_batch_size.cores.launch")
+
+
+def run(function, *args, folder, environment=None):
+    """Call a function in another process like the main function of a program; returns its exit code and output.
+
+    Args:
+        function: what to call; it may end with ``sys.exit``.
+        args: its arguments.
+        folder: the working directory.
+        environment: variables in addition to those of this process.
+    """
+    return Program(function, *args, folder=folder, environment=environment).finish()
+
+
+class Program:
+    """A function called in this way while this process continues; `finish` waits for its end.
+
+    Args:
+        function, args, folder, environment: as for `run`.
+        ignores_sigint: whether it is started like a background program of a shell.
+    """
+
+    def __init__(self, function, *args, folder, environment=None, ignores_sigint=False):
+        self._function = function
+        self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115 (`finish` closes them)
+        on_sigint = signal.SIG_IGN if ignores_sigint else signal.default_int_handler
+        numbers = [file.fileno() for file in self._files]
+        self._process = multiprocessing.get_context("fork").Process(
+            target=_run, args=(function, args, folder, environment or {}, numbers, on_sigint)
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads is intended
+            self._process.start()
+
+    def poll(self):
+        """The exit code, or None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self._process.pid, number)
+
+    def finish(self):
+        self._process.join()
+        texts = []
+        for file in self._files:
+            with file:
+                file.seek(0)
+                texts.append(file.read())
+        return CompletedProcess(self._function, self._process.exitcode, *texts)
+
+
+def run_script(path, *arguments, folder, environment=None):
+    """Run a file as a script with these arguments."""
+    return start_script(path, *arguments, folder=folder, environment=environment).finish()
+
+
+def start_script(path, *arguments, folder, environment=None):
+    """Start a file as a script with these arguments; returns a `Program`."""
+    texts = [str(argument) for argument in arguments]
+    return Program(_run_script, str(path), texts, folder=folder, environment=environment)
+
+
+def _run(function, args, folder, environment, files, on_sigint):
+    for own, standard in zip(files, (1, 2), strict=True):
+        os.dup2(own, standard)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+    os.environ.update(environment)
+    os.chdir(folder)
+    warnings.resetwarnings()  # warnings are errors in tests
+    for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, on_sigint)):
+        signal.signal(number, handler)
+    with launches():
+        function(*args)
+
+
+def _run_script(path, arguments):
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
+
+
+@contextmanager
+def launches():
+    """In this context, `vbs.launch` forks torch.distributed processes, which need not import torch, and spawns XLA's.
+
+    They start like spawned ones, and import the script that calls ``launch`` again, if there is one.
+    """
+    start, main = launching._start, launching._distributed_main
+
+    def begin(*args):
+        as_in_a_new_process()
+        script = sys.modules["__main__"]
+        if script.__spec__ is None and hasattr(script, "__file__"):
+            with patch.object(launching, "run_processes", _refuse):
+                vars(script).update(runpy.run_path(script.__file__, run_name="__mp_main__"))
+        main(*args)
+
+    def fork(processes, work, started):
+        if any(process.main is not main for process in processes):
+            start(processes, work, started)
+            return
+        with patch.object(launching, "_START_METHOD", "fork"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads is intended
+            start([dataclasses.replace(process, main=begin) for process in processes], work, started)
+
+    with patch.object(launching, "_start", fork):
+        yield
+
+
+def _refuse(processes, work):
+    raise RuntimeError("a script must call launch under `if __name__ == '__main__':`")
+
+
+def as_in_a_new_process():
+    """Reset inherited state that a new process would not have."""
+    warnings.resetwarnings()  # warnings are errors in tests
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    random.seed()
+    np.random.seed()
+    torch.seed()

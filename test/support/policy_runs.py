@@ -1,0 +1,77 @@
+"""Runs with policies on any number of cores, and their replays."""
+
+import scenarios
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import variable_batch_size as vbs
+
+MINIBATCH, REF_BATCHSIZE, NUM_SAMPLES, NUM_EPOCHS = 8, 16, 600, 3
+
+POLICIES = {
+    "autoscale": lambda: vbs.Autoscale(max_batch_size=160, every=6, lead=4),
+    "per core": lambda: vbs.policies.PerCore(16, every=6, lead=4),
+    "norm test": lambda: vbs.policies.NormTest(eta=0.3, max_batch_size=200, max_growth=1.6, every=6, lead=4),
+    "critical batch": lambda: vbs.policies.CriticalBatch(cost=0.4, max_batch_size=96, every=6, lead=4),
+    "on plateau": lambda: vbs.policies.OnPlateau(patience=1, factor=1.5, every=6, lead=4),
+    "function": lambda: vbs.policies.FunctionPolicy(_sawtooth, every=6, lead=4),
+}
+
+
+def _sawtooth(situation):
+    return MINIBATCH * (1 + situation.steps_done % 7)
+
+
+def dataset():
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(NUM_SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(0, 3, (NUM_SAMPLES,), generator=generator))
+
+
+def network():
+    """Weights from a separate generator: virtual XLA cores are threads, which share the others."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / 3)
+    return model
+
+
+def train(trace, *, backend="gloo", directory=None, workers=0, stop_after=None, exact=False):
+    """Train to the end, stop, or resume; returns the weights and the batch sizes of all steps."""
+    device = scenarios.device_of(backend)
+    model, data = network().to(device), dataset()
+    sampler = vbs.CustomSampler(data, trace=trace, minibatch_size=MINIBATCH)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=REF_BATCHSIZE, model=model, exact=exact)
+    checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=1 if stop_after else None)
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=workers)
+    with vbs.Log(optimizer, every=2, to=[]) as log:
+        for _ in checkpoint.epochs(NUM_EPOCHS):
+            for x, y in loader:
+                loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
+                loss.backward()
+                optimizer.step()
+                log.step(loss)
+                checkpoint.step()
+                if stop_after and optimizer.steps_done >= stop_after and not optimizer.is_accumulating:
+                    return None
+    weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+    return weights, list(sampler.schedule.trace)[: optimizer.steps_done]
+
+
+def run_all(backend, stopped, stop_after):
+    """Every policy with its replay on these cores; and a run stopped on other cores, resumed and stopped again."""
+    torch.set_num_threads(1)
+    results = {}
+    for name, make in POLICIES.items():
+        workers = 2 if name == "autoscale" and backend == "gloo" else 0
+        weights, rows = train(make(), backend=backend, workers=workers)
+        results[name] = {"weights": weights, "rows": rows, "replayed": train(rows, backend=backend)[0]}
+    if backend == "gloo":
+        results["exact"] = train(POLICIES["norm test"](), exact=True)
+    if stopped is not None:
+        train(POLICIES["autoscale"](), directory=stopped, stop_after=stop_after)
+    return results

@@ -1,0 +1,53 @@
+"""Cores as threads of one process: fast, and their state can be inspected."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from variable_batch_size.cores.communicator import Communicator
+
+MOST_SECONDS = 600  # exceeded only by a hang
+
+
+class Threads(Communicator):
+    """One of several threads that synchronize at every sum."""
+
+    def __init__(self, rank, num_replicas, barrier, shown, *, is_one_program=False):
+        self.rank = rank
+        self.num_replicas = num_replicas
+        self.is_one_program = is_one_program
+        self._barrier = barrier
+        self._shown = shown
+
+    def sum(self, tensors):
+        for tensor, *others in zip(tensors, *self._of_all(tensors), strict=True):
+            tensor.copy_(torch.stack(others).sum(0))
+
+    def broadcast(self, tensors):
+        for tensor, first in zip(tensors, self._of_all(tensors)[0], strict=True):
+            tensor.copy_(first)
+
+    def _of_all(self, tensors):
+        self._shown[self.rank] = [tensor.detach().clone() for tensor in tensors]
+        self._barrier.wait(timeout=MOST_SECONDS)
+        found = list(self._shown)
+        self._barrier.wait(timeout=MOST_SECONDS)
+        return found
+
+
+def run_on(num_replicas, function, **options):
+    """Run ``function(communicator)`` on each core; returns the results."""
+    barrier, shown = threading.Barrier(num_replicas), [None] * num_replicas
+    cores = [Threads(rank, num_replicas, barrier, shown, **options) for rank in range(num_replicas)]
+
+    def run(core):
+        try:
+            with torch.no_grad():
+                return function(core)
+        except BaseException:
+            barrier.abort()  # otherwise the others would wait for this core
+            raise
+
+    with ThreadPoolExecutor(num_replicas) as pool:
+        return list(pool.map(run, cores))

@@ -1,0 +1,30 @@
+"""docs/traces.md: the output of its Python block, and the command for its figure."""
+
+import re
+import shutil
+
+import pytest
+from documents import ROOT, blocks, output_of
+
+DOCUMENT = ROOT / "docs" / "traces.md"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the traces of the repository."""
+    shutil.copytree(ROOT / "traces", tmp_path / "traces")
+    return tmp_path
+
+
+def test_the_python_block_prints_four_numbers(folder):
+    (block,) = blocks(DOCUMENT, "python")
+    (folder / "block.py").write_text(block)
+    assert re.fullmatch(r"\d+ \d+ [\d.]+ [\d.]+\n", output_of("python -W error block.py", folder))
+
+
+def test_plot_is_made_by_the_command_below_it(folder):
+    (command,) = [line for block in blocks(DOCUMENT, "sh") for line in block.splitlines()]
+    (folder / "docs").mkdir()
+    output_of(command, folder)
+    assert (folder / "docs" / "plan.png").exists()
+    assert (ROOT / "docs" / "plan.png").exists()

@@ -1,0 +1,226 @@
+"""``vbs make``, ``vbs convert`` and ``vbs show``: make, convert and draw traces."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from variable_batch_size.command.options import (
+    add_minibatch,
+    add_recording,
+    count,
+    encoding,
+    print_text,
+    recording,
+    selected,
+)
+from variable_batch_size.files import read_records
+from variable_batch_size.planning.pictures import plot_decisions
+from variable_batch_size.planning.reports import conversion_report, decisions_report, trace_report
+from variable_batch_size.traces import generators
+from variable_batch_size.traces.convert import ROUNDING, WHEN_EMPTY, convert_recording, step_seconds
+from variable_batch_size.traces.recording import Recording
+from variable_batch_size.traces.stages import CHANGES, UNITS, Change, Stages, Unit
+from variable_batch_size.traces.trace import Trace
+
+EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"
+_NARROWEST = 24
+
+
+def _stages(
+    stages: str, *, unit: Unit, until: int, tokens_per_sample: int | None = None, change: Change = "nearest"
+) -> Trace:
+    return Stages.parse(stages, until=until, unit=unit, tokens_per_sample=tokens_per_sample).trace(change=change)
+
+
+_KINDS: dict[str, tuple[Callable[..., Trace], str]] = {
+    "constant": (generators.constant_trace, "the same batch size in every step"),
+    "linear": (generators.linear_ramp, "from one batch size to another on a straight line, up or down"),
+    "doubling": (generators.doubling_ramp, "from one batch size to another by doubling or halving"),
+    "rampup": (generators.rampup, "by equal increments over samples, as Megatron-LM's --rampup-batch-size"),
+    "decay": (generators.growth_for_decay, "grow where a schedule would divide the learning rate (Smith et al. 2018)"),
+    "seesaw": (generators.seesaw, "grow as a cosine schedule of the learning rate falls (Meterez et al. 2025)"),
+    "spot": (generators.spot_market, "a spot market, where devices come and go"),
+    "stages": (_stages, "batch sizes that start at given steps, samples or tokens"),
+}
+_ARGUMENTS = {  # option, placeholder and help of the arguments of the functions above
+    "batch_size": ("", "SIZE", "the batch size"),
+    "start": ("", "START", "the first batch size"),
+    "end": ("", "END", "the last batch size"),
+    "increment": ("", "INCREMENT", "by which the batch size grows"),
+    "ramp_samples": ("", "SAMPLES", "samples over which it grows"),
+    "num_steps": ("--steps", "N", "steps of the trace"),
+    "num_samples": ("--samples", "N", "samples of the whole training"),
+    "num_epochs": ("--epochs", "E", "epochs to train"),
+    "dataset_size": ("--dataset-size", "N", "samples in the data set"),
+    "minibatch_size": ("--minibatch-size", "M", "samples per forward and backward pass of one core"),
+    "every": ("--every", "K", "steps between two changes"),
+    "final": ("--final", "B", "the last batch size"),
+    "factor": ("--factor", "F", "by which each change multiplies"),
+    "at_epochs": ("--at", "EPOCH", "numbers of epochs after which the batch size changes"),
+    "cap": ("--cap", "B", "the largest batch size"),
+    "num_devices": ("--devices", "D", "the largest number of devices"),
+    "at_least": ("--at-least", "D", "the number of devices that never leave"),
+    "arrive": ("--arrive", "P", "probability per step that a missing device comes back"),
+    "leave": ("--leave", "P", "probability per step that a device leaves"),
+    "samples_per_device": ("--samples-per-device", "N", "what each device adds to the batch size"),
+    "seed": ("--seed", "S", "of the random generator"),
+    "stages": ("", "STAGES", "start:size pairs, such as '0:768 250K:1536 500K:3072'"),
+    "unit": ("--unit", None, "of the starts and the end"),
+    "until": ("--until", "END", "the end of the last stage"),
+    "tokens_per_sample": ("--tokens-per-sample", "T", "with --unit tokens: the tokens of a sample"),
+    "change": ("--change", None, "begin a stage at the nearest step, or at the first one after, as Megatron-LM does"),
+}
+_CHOICES = {"unit": UNITS, "change": CHANGES}
+
+_DEFAULTS = {  # what it means to omit an option
+    "num_steps": "K for each batch size",
+    "num_samples": "up to the first step of the last batch size",
+    "cap": "no bound",
+    "factor": "the limit of small ones",
+    "tokens_per_sample": "tokens are not counted",
+    "change": "nearest",
+}
+
+
+def add_make(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(title="kinds of traces", metavar="KIND", required=True)
+    for name, (make, help) in _KINDS.items():
+        kind = kinds.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+        kind.set_defaults(make=make)
+        _add_out(kind)
+        for argument, parameter in inspect.signature(make).parameters.items():
+            _add_argument(kind, argument, parameter)
+
+
+def _add_argument(parser: argparse.ArgumentParser, name: str, parameter: inspect.Parameter) -> None:
+    """Add an argument of a function: as an option if it is keyword-only, which is required without a default."""
+    option, metavar, help = _ARGUMENTS[name]
+    is_required, kind = parameter.default is parameter.empty, parameter.annotation
+    settings: dict[str, Any] = {"type": float if "float" in kind else count, "metavar": metavar}
+    if name in _CHOICES:
+        settings = {"choices": _CHOICES[name]}
+    if kind == "str":
+        settings["type"] = str
+    if option:
+        settings |= {"dest": name, "required": is_required, "default": None if is_required else parameter.default}
+    if "Sequence" in kind:
+        settings["nargs"] = "+"
+    parser.add_argument(
+        option or name, help=help + ("" if is_required else f" (default: {_DEFAULTS[name]})"), **settings
+    )
+
+
+def run_make(options: argparse.Namespace) -> None:
+    _show_made(options.make(**selected(options, *inspect.signature(options.make).parameters)), options)
+
+
+def _add_out(parser: Any) -> None:
+    parser.add_argument("--out", metavar="FILE", help="the trace file to write (default: only show the trace)")
+    _add_width(parser)
+
+
+def _add_width(parser: Any) -> None:
+    parser.add_argument("--width", type=count, metavar="W", help="characters per line (default: the terminal's)")
+
+
+def _show_made(trace: Trace, options: argparse.Namespace, report: str = "") -> None:
+    """Write a trace to the file in the options, if any, and print it after a report."""
+    if options.out is not None:
+        trace.write(options.out, comment=f"made by: {options.command}")
+    if report:
+        print_text(report)
+    _print_trace(trace, options.width)
+
+
+def _print_trace(trace: Trace, width: int | None) -> None:
+    """Print a trace as sparklines, in ASCII if the terminal has no block characters."""
+    width = max(width or shutil.get_terminal_size().columns, _NARROWEST)
+    try:
+        "█".encode(encoding())
+        is_ascii = False
+    except UnicodeEncodeError:
+        is_ascii = True
+    print_text(trace_report(trace, width=width, is_ascii=is_ascii))
+
+
+def add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a recording; with --to stages a trace")
+    parser.add_argument("--to", choices=("trace", "stages"), default="trace", help="what to make (default: trace)")
+    text = "A CSV file of times and counts, rows milliseconds,add|remove,node, or JSON counts with a gap."
+    add_recording(parser.add_argument_group("the recording", text))
+    trace = parser.add_argument_group("the trace")
+    add = trace.add_argument
+    add("--samples-per-device", type=count, metavar="N", help="what each device adds to the batch size")
+    add_minibatch(trace, required=False)
+    add("--when-empty", choices=WHEN_EMPTY, help="what to do while there is no device")
+    add("--round", choices=ROUNDING, help="how to round to whole minibatches")
+    add("--seconds-per-step", type=float, metavar="T", help="how long a step takes; or instead:")
+    add("--seconds-per-minibatch", type=float, metavar="T", help="how long a minibatch takes, and")
+    add("--seconds-per-allreduce", type=float, metavar="T", help="how long an all-reduce takes")
+    _add_out(trace)
+    add = parser.add_argument_group("the stages").add_argument
+    add("--unit", choices=UNITS, default="steps", help="of the starts (default: steps)")
+    add("--tokens-per-sample", type=count, metavar="T", help="with --unit tokens: the tokens of a sample")
+    parser.set_defaults(refuse=parser.error)
+
+
+def run_convert(options: argparse.Namespace) -> None:
+    if options.to == "stages":
+        stages = Stages.of(Trace.read(options.file), unit=options.unit, tokens_per_sample=options.tokens_per_sample)
+        print_text(str(stages))
+        tokens = f" --tokens-per-sample {stages.tokens_per_sample}" if stages.tokens_per_sample else ""
+        sys.stderr.write(f"to make it again: vbs make stages … --unit {stages.unit}{tokens} --until {stages.until}\n")
+        return
+    _require(options, "samples_per_device", "minibatch_size", "when_empty", "round")
+    parts = ("seconds_per_minibatch", "seconds_per_allreduce")
+    if options.seconds_per_step is None:
+        _require(options, *parts, instead="--seconds-per-step")
+        seconds = step_seconds(**selected(options, "samples_per_device", "minibatch_size", *parts))
+    elif any(getattr(options, name) is not None for name in parts):
+        options.refuse("--seconds-per-step is instead of --seconds-per-minibatch and --seconds-per-allreduce")
+    else:
+        seconds = options.seconds_per_step
+    conversion = convert_recording(
+        Recording.read(options.file, **recording(options)),
+        seconds_per_step=seconds,
+        rounding=options.round,
+        **selected(options, "samples_per_device", "minibatch_size", "when_empty"),
+    )
+    _show_made(conversion.trace, options, conversion_report(conversion))
+
+
+def _require(options: argparse.Namespace, *names: str, instead: str | None = None) -> None:
+    missing = ["--" + name.replace("_", "-") for name in names if getattr(options, name) is None]
+    if missing:
+        without = f" (or {instead})" if instead else ""
+        options.refuse(f"the following arguments are required: {', '.join(missing)}{without}")
+
+
+def add_show(parser: argparse.ArgumentParser) -> None:
+    help = f"a trace file; next to an {EXECUTED} of a policy, {DECISIONS} is also shown"
+    parser.add_argument("trace", metavar="TRACE", help=help)
+    parser.add_argument("--plot", metavar="FILE", help="also draw both, as a .png or .svg file (needs matplotlib)")
+    _add_width(parser)
+
+
+def run_show(options: argparse.Namespace) -> None:
+    trace = Trace.read(options.trace)
+    if trace.comment:
+        print_text(trace.comment)
+    _print_trace(trace, options.width)
+    is_executed, decisions = Path(options.trace).name == EXECUTED, Path(options.trace).with_name(DECISIONS)
+    if options.plot is not None and not is_executed:
+        raise ValueError(f"--plot draws an {EXECUTED} of a policy, got {options.trace}; vbs plan draws a trace")
+    if options.plot is not None and not decisions.exists():
+        raise ValueError(f"--plot draws the decisions of a policy, and there is no {decisions}; vbs plan draws a trace")
+    if is_executed and decisions.exists():  # next to another trace, they belong to a different one
+        records = read_records(decisions)
+        print_text(decisions_report(records))
+        if options.plot is not None:
+            plot_decisions(trace, records, options.plot)

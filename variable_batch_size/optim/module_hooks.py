@@ -1,0 +1,76 @@
+"""ModuleHook: a forward pre-hook that has no effect on copies of its module, nor after its owner is gone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+Method = Callable[[torch.nn.Module], None]
+
+
+class ModuleHook:
+    """Calls a method with the module that is about to run. It keeps neither of the two alive.
+
+    A copy that was made with ``copy.deepcopy``, as ``AveragedModel`` does, removes itself. One in a pickled module is a
+    function of Python, so that the module can be loaded without this package.
+
+    Args:
+        module: that it is for.
+        method: is called with the module; None for a hook that removes itself.
+        is_compiled: whether ``torch.compile`` may leave the call out; otherwise it breaks the graph.
+    """
+
+    def __init__(self, module: torch.nn.Module | None, method: Method | None, *, is_compiled: bool = True) -> None:
+        self._module = None if module is None else weakref.ref(module)
+        self.method = None if method is None else weakref.WeakMethod(method)
+        self._is_compiled = is_compiled
+        self._run_eagerly: Method = self._run
+        if not is_compiled:
+            self._run_eagerly = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        if not (self._is_compiled and torch.compiler.is_compiling()):
+            self._run_eagerly(module)
+
+    def _run(self, module: torch.nn.Module) -> None:
+        method = None if self.method is None else self.method()
+        if method is None:
+            _remove(module, lambda hook: hook is self)
+        elif self._module is not None and self._module() is module:  # not of a shallow copy, which shares its hooks
+            method(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+        return ModuleHook(None, None)
+
+    def __reduce__(self) -> Any:
+        return getattr, ({}, "get")  # called with the module and its arguments, it returns the arguments
+
+    @property
+    def __name__(self) -> str:  # torch.jit.script reads it first
+        raise RuntimeError(
+            "a model cannot be scripted in the middle of a pass, when its optimizer has hooks on it: call "
+            "torch.jit.script before or after a pass, or model._forward_pre_hooks.clear() when the training has ended"
+        )
+
+
+def add_hook(
+    module: torch.nn.Module, method: Method, *, is_compiled: bool = True, replaces: bool = False
+) -> RemovableHandle:
+    """Call a method of an object before each run of a module; it may replace that of another object of the class."""
+    if replaces:
+        _remove(module, lambda hook: hook.method is not None and _function(hook.method()) is _function(method))
+    return module.register_forward_pre_hook(ModuleHook(module, method, is_compiled=is_compiled))
+
+
+def _function(method: Any) -> Any:
+    return getattr(method, "__func__", None)
+
+
+def _remove(module: torch.nn.Module, is_removed: Callable[[ModuleHook], bool]) -> None:
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, ModuleHook) and is_removed(hook):
+            del module._forward_pre_hooks[key]

@@ -1,0 +1,191 @@
+"""Tries an inner optimizer on a small parameter, to find out whether its updates have the form that a rule assumes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from variable_batch_size.optim.proxy import name_of
+from variable_batch_size.optim.wrappers import is_zero
+from variable_batch_size.rules.rule import Rule
+
+_IMPLEMENTATIONS = ("capturable", "differentiable", "foreach", "fused")
+_BETAS, _TOLERANCE = (0.5, 0.75), 1e-3
+
+
+class _Trial:
+    """A new optimizer of the same class and settings, for one small parameter with a constant gradient, on the host."""
+
+    def __init__(self, inner: Optimizer, group: Mapping[str, Any], **other: Any) -> None:
+        shape = (2,) * group["params"][0].dim()
+        self._p = torch.nn.Parameter(torch.full(shape, 3.0, dtype=torch.float64, device="cpu"))
+        self._gradient = 1 + torch.arange(self._p.numel(), dtype=torch.float64, device="cpu").view(shape)
+        settings = {name: _plain(value) for name, value in group.items() if name != "params"}
+        settings |= {name: value for name, value in (_simple(settings) | other).items() if name in settings}
+        arguments = inspect.signature(type(inner)).parameters
+        given = {name: settings.get(name, _plain(value)) for name, value in inner.defaults.items() if name in arguments}
+        self._optimizer = type(inner)([self._p], **given)
+        for name, value in vars(inner).items():
+            if isinstance(value, bool | int | float | str):
+                setattr(self._optimizer, name, value)
+        (self.group,) = self._optimizer.param_groups
+        self.group.update(settings)
+        if callable(getattr(self._optimizer, "train", None)):  # schedule-free optimizers
+            self._optimizer.train()  # type: ignore[attr-defined]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._optimizer.state[self._p]
+        return found
+
+    def updates(self, number: int, *, factor: float = 1.0) -> torch.Tensor:
+        """The change by the last of some updates, with the gradient times a factor."""
+        step: Any = type(self._optimizer).step
+        before = self._p.detach()
+        for _ in range(number):
+            before = self._p.detach().clone()
+            self._p.grad = factor * self._gradient
+            # without the hooks that torch calls for all optimizers
+            (step.__wrapped__ if getattr(step, "hooked", False) else step)(self._optimizer)
+        return before - self._p.detach()
+
+
+def _simple(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings under which only the form of an update matters."""
+    simple: dict[str, Any] = dict.fromkeys(_IMPLEMENTATIONS, False)
+    simple["lr"] = settings.get("lr") or 1e-3  # 0 at the beginning of a warm-up
+    if isinstance(settings.get("eps"), float):
+        simple["eps"] = 1e-16
+    if has_two_betas(settings):
+        simple["betas"] = _BETAS
+    return simple
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else copy.deepcopy(value)
+
+
+def has_two_betas(settings: Mapping[str, Any]) -> bool:
+    """Whether a parameter group has the two betas of Adam."""
+    betas = settings.get("betas")
+    return isinstance(betas, tuple | list) and len(betas) == 2
+
+
+def follows_lr(inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
+    """Whether an update grows in proportion with its own learning rate; None if that cannot be tried."""
+    return _tried(_follows_lr, inner, group)
+
+
+def grows_with_gradient(inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
+    """Whether twice the gradient and weight decay make twice the update; None if that cannot be tried."""
+
+    def found(inner: Optimizer, group: Mapping[str, Any]) -> bool:
+        trial = _Trial(inner, group, weight_decay=2 * group.get("weight_decay", 0.0))
+        return _is_close(trial.updates(1, factor=2.0), 2 * _Trial(inner, group).updates(1))
+
+    return _tried(found, inner, group)
+
+
+def corrects_bias_as_adam(inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
+    """Whether an update depends on the number of updates as Adam's does; None if that cannot be tried."""
+    return _tried(_corrects_bias_as_adam, inner, group)
+
+
+def has_second_moment(inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
+    """Whether the state has ``exp_avg_sq`` after an update; None if that cannot be tried."""
+
+    def found(inner: Optimizer, group: Mapping[str, Any]) -> bool:
+        trial = _Trial(inner, group)
+        trial.updates(1)
+        return "exp_avg_sq" in trial.state
+
+    return _tried(found, inner, group)
+
+
+def _follows_lr(inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
+    def last_update(factor: float) -> torch.Tensor:
+        trial = _Trial(inner, group)
+        trial.updates(3)  # the first may set what the later ones use
+        trial.group["lr"] *= factor
+        return trial.updates(1)
+
+    once, more, twice = (last_update(factor) for factor in (1.0, 1.5, 2.0))
+    if not once.any():
+        return None
+    # momentum of an earlier learning rate may be part of the update
+    has_effect = bool((twice - once).norm() > 0.01 * once.norm())
+    return has_effect and _is_close(2 * (more - once), twice - once)
+
+
+def _corrects_bias_as_adam(inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
+    if not has_two_betas(group):
+        return False
+    trial, later = (_Trial(inner, group, weight_decay=0.0) for _ in range(2))
+    for one in (trial, later):
+        one.updates(2)
+    if "step" not in later.state:
+        return False
+    later.state["step"] = later.state["step"] + 5
+    first, second = ((1 - beta**3) / (1 - beta**8) for beta in _BETAS)
+    return _is_close(later.updates(1), trial.updates(1) * first / second**0.5)
+
+
+def _is_close(some: torch.Tensor, others: torch.Tensor) -> bool:
+    return bool((some - others).norm() <= _TOLERANCE * others.norm())
+
+
+def _tried(question: Any, inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
+    """The answer; None if the optimizer cannot be made, makes no update of a gradient alone, or a random one."""
+    before = torch.get_rng_state()
+    try:
+        some, others = (_Trial(inner, group).updates(1) for _ in range(2))
+        return question(inner, group) if some.any() and torch.equal(some, others) else None
+    except Exception:
+        return None
+    finally:
+        # of threads, another one may have drawn in the meantime
+        if threading.current_thread() is threading.main_thread() and not torch.equal(before, torch.get_rng_state()):
+            torch.set_rng_state(before)
+
+
+def check_inner(rule: Rule, inner: Optimizer) -> None:
+    """Raise if updates of an inner optimizer do not have the form that a rule assumes."""
+    if not rule.checks_inner:
+        return
+    inner = inner.optim if is_zero(inner) else inner  # type: ignore[attr-defined]
+    name, advice = name_of(inner), "or set `checks_inner = False` on the rule if that is intended"
+    for group in _distinct(inner):
+        if rule.corrects_bias and corrects_bias_as_adam(inner, group) is False:
+            raise ValueError(
+                f"`inner` must use the bias correction of Adam and AdamW, got {name}, whose updates do not depend on "
+                f"the `step` of its state as theirs do: use RootRule, {advice}"
+            )
+        if rule.preconditions and has_second_moment(inner, group) is False:
+            raise ValueError(f"`inner` must keep second moments in its state as `exp_avg_sq`, as Adam does, got {name}")
+        if rule.sums_gradients and grows_with_gradient(inner, group) is False:
+            raise ValueError(
+                f"`inner` must be an SGD-style optimizer, got {name}: the rule sums gradients, but updates of {name} "
+                f"do not grow with them. Use LinearRule, RootRule or AdamRule, {advice}"
+            )
+        if rule.scales_lr and follows_lr(inner, group) is False:
+            raise ValueError(
+                f"`inner` must make updates in proportion to the learning rate of their step, which "
+                f"{type(rule).__name__} scales, but those of {name} are not: use ConstantRule, {advice}"
+            )
+
+
+def _distinct(inner: Optimizer) -> list[Mapping[str, Any]]:
+    """A parameter group of each kind; their learning rates make no difference."""
+    kinds: dict[str, Mapping[str, Any]] = {}
+    for group in inner.param_groups:
+        if group["params"]:
+            settings = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+            settings["weight_decay"] = bool(settings.get("weight_decay"))
+            kinds.setdefault(f"{group['params'][0].dim()} {settings}", group)
+    return list(kinds.values())
