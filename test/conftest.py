@@ -103,14 +103,28 @@ def on_new_cores(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def run_on(on_cores):
-    """Runs a function on every core of a backend, like a launch; for gloo, on the processes of the session."""
-    import variable_batch_size as vbs
+def on_xla():
+    """Runs a function on virtual XLA cores, like a launch, but without importing torch_xla each time."""
+    from xla_launcher import XlaLauncher
+
+    launchers = []
+
+    def run(cores, function, *args, spmd=False):
+        if not launchers:
+            launchers.append(XlaLauncher())
+        return launchers[0].run(function, args, cores=cores, spmd=spmd)
+
+    yield run
+    for launcher in launchers:
+        launcher.close()
+
+
+@pytest.fixture(scope="session")
+def run_on(on_cores, on_xla):
+    """Runs a function on every core of a backend, like a launch, on the processes of the session."""
 
     def run(backend, cores, function, *args):
-        if backend == "gloo":
-            return on_cores(cores, function, *args)
-        return vbs.launch(function, args, cores=cores, backend=backend)
+        return {"gloo": on_cores, "xla": on_xla}[backend](cores, function, *args)
 
     return run
 

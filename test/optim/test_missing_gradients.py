@@ -22,7 +22,7 @@ RUNS = {
     "refused": ("sgd", "some", {}),
 }
 BACKENDS = [("gloo", 1), ("gloo", 2), ("gloo", 3), ("threads", 1), ("threads", 3)]
-XLA = [pytest.param("xla", cores, marks=pytest.mark.xla) for cores in (1, 2, 4)]
+XLA = [pytest.param("xla", cores, marks=pytest.mark.xla) for cores in (1, 2, 4, 8)]
 
 
 @pytest.fixture(scope="module")

@@ -30,13 +30,13 @@ def test_same_on_several_processes(on_cores, cores):
 
 
 @pytest.mark.xla
-def test_same_on_virtual_xla_cores():
+def test_same_on_virtual_xla_cores(on_xla):
     drawn = [
         programs.draw(seed, deeds=[deed], events=["evaluate", "zero", "leave"])
         for seed, deed in enumerate(DEEDS_ON_XLA)
     ]
     expected = [programs.run_plainly(program) for program in drawn]
-    for results in vbs.launch(programs.run_many, (drawn, "xla"), cores=2, backend="xla"):
+    for results in on_xla(2, programs.run_many, drawn, "xla"):
         for program, (weights, _), plain in zip(drawn, results, expected, strict=True):
             assert programs.largest_difference(weights, plain) < 1e-4, program
 

@@ -6,21 +6,19 @@ import exact_on_xla
 import pytest
 from exact_on_xla import FIRST, LATER, RUNS
 
-import variable_batch_size as vbs
-
 pytestmark = pytest.mark.xla
 
 each_run = pytest.mark.parametrize("name", RUNS)
 
 
-@functools.cache
-def results_on(cores):
-    return vbs.launch(exact_on_xla.run_all, cores=cores, backend="xla")
+@pytest.fixture(scope="module")
+def results_on(on_xla):
+    return functools.cache(lambda cores: on_xla(cores, exact_on_xla.run_all))
 
 
 @each_run
 @pytest.mark.parametrize("cores", [2, 4, 8])
-def test_after_every_step_the_weights_are_those_of_one_core(cores, name):
+def test_after_every_step_the_weights_are_those_of_one_core(results_on, cores, name):
     expected = results_on(1)[0][name]
     assert len(results_on(cores)) == cores
     for result in results_on(cores):
@@ -31,15 +29,15 @@ def test_after_every_step_the_weights_are_those_of_one_core(cores, name):
     assert len(set(expected["digests"])) >= num_steps - 1  # all minibatches of one step may have weight 0
 
 
-def test_wide_contractions_convolutions_and_attention_have_the_same_bits():
-    expected, *others = (vbs.launch(exact_on_xla.train_wide, cores=cores, backend="xla") for cores in (1, 2, 4))
+def test_wide_contractions_convolutions_and_attention_have_the_same_bits(on_xla):
+    expected, *others = (on_xla(cores, exact_on_xla.train_wide) for cores in (1, 2, 4))
     assert len(set(expected[0])) == 4
     assert others == [expected * 2, expected * 4]
 
 
 @each_run
 @pytest.mark.parametrize("cores", [1, 2])
-def test_later_steps_do_not_compile(cores, name):
+def test_later_steps_do_not_compile(results_on, cores, name):
     # a core may already be in the next run: the first one to read the counter has read it before that
     counts = [result[name]["programs"] for result in results_on(cores)]
     assert min(count[-1] for count in counts) <= max(count[len(FIRST) - 1] for count in counts)

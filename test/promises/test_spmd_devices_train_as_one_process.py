@@ -9,8 +9,6 @@ import torch
 from sharded_models import Normed, largest_difference
 from spmd_runs import SIZES, Small
 
-import variable_batch_size as vbs
-
 pytestmark = pytest.mark.xla
 
 # number of virtual devices, sharding, model, runs
@@ -23,12 +21,16 @@ CASES = [
 each_case = pytest.mark.parametrize(("devices", "way", "kind", "name"), CASES)
 
 
-@functools.cache
-def found(devices):
+@pytest.fixture(scope="module")
+def found(on_xla):
     """All runs on a number of devices, in one launch."""
-    cases = [case[1:] for case in CASES if case[0] == devices]
-    (results,) = vbs.launch(spmd_runs.all_of, (cases,), cores=devices, backend="xla", spmd=True)
-    return results
+
+    @functools.cache
+    def run(devices):
+        (results,) = on_xla(devices, spmd_runs.all_of, [case[1:] for case in CASES if case[0] == devices], spmd=True)
+        return results
+
+    return run
 
 
 @functools.cache
@@ -37,7 +39,7 @@ def expected(kind, name):
 
 
 @each_case
-def test_weights_and_noise_are_those_of_one_plain_process(devices, way, kind, name):
+def test_weights_and_noise_are_those_of_one_plain_process(found, devices, way, kind, name):
     result, plain = found(devices)[way, kind.__name__, name], expected(kind, name)
     assert largest_difference(result["state"], plain["state"]) < 1e-5
     assert result["updates"] == plain["updates"]
@@ -46,7 +48,7 @@ def test_weights_and_noise_are_those_of_one_plain_process(devices, way, kind, na
 
 
 @each_case
-def test_at_most_five_graphs_are_compiled_and_none_after_the_first_steps(devices, way, kind, name):
+def test_at_most_five_graphs_are_compiled_and_none_after_the_first_steps(found, devices, way, kind, name):
     programs = found(devices)[way, kind.__name__, name]["programs"]
     assert len(programs) == spmd_runs.NUM_EPOCHS * len(SIZES)
     assert programs[-1] <= 5 + (name == "nan")  # one more if a step is skipped
@@ -54,7 +56,7 @@ def test_at_most_five_graphs_are_compiled_and_none_after_the_first_steps(devices
 
 
 @each_case
-def test_sums_and_momentum_are_sharded_like_their_parameters(devices, way, kind, name):
+def test_sums_and_momentum_are_sharded_like_their_parameters(found, devices, way, kind, name):
     result = found(devices)[way, kind.__name__, name]
     assert all(result["layouts"])
     assert any(layout.startswith("{devices=") for layout in result["layouts"]) == (way != "copied")
@@ -62,11 +64,9 @@ def test_sums_and_momentum_are_sharded_like_their_parameters(devices, way, kind,
 
 
 @pytest.mark.parametrize("devices", [3, 5])
-def test_weights_are_those_of_one_plain_process_for_any_trace(devices):
+def test_weights_are_those_of_one_plain_process_for_any_trace(on_xla, devices):
     names = ("linear", "adascale", "root", "adascale", "linear", "adascale")
-    (results,) = vbs.launch(
-        spmd_runs.all_with_any_sizes, ("laid_out", Normed, names), cores=devices, backend="xla", spmd=True
-    )
+    (results,) = on_xla(devices, spmd_runs.all_with_any_sizes, "laid_out", Normed, names, spmd=True)
     for result, plain in zip(results, spmd_runs.all_with_any_sizes("plain", Normed, names), strict=True):
         assert largest_difference(result["state"], plain["state"]) < 1e-5
         assert result["updates"] == plain["updates"]
@@ -74,14 +74,13 @@ def test_weights_are_those_of_one_plain_process_for_any_trace(devices):
         assert result["programs"][-1] <= 5
 
 
-def test_run_resumes_in_one_plain_process_and_back(tmp_path):
+def test_run_resumes_in_one_plain_process_and_back(on_xla, tmp_path):
     uninterrupted, _, _ = spmd_runs.go(tmp_path / "whole", "plain", Small, "adascale")
     stopped = tmp_path / "stopped"
     spmd_runs.go(stopped, "plain", Small, "adascale", until=3)
     meanwhile = {"asynchronous": True}
     turns = [("laid_out", 7, {}), ("wrapped", 10, meanwhile), ("laid_out", 13, meanwhile)]
-    arguments = (stopped, Small, "adascale", turns)
-    (layouts,) = vbs.launch(spmd_runs.in_turns, arguments, cores=4, backend="xla", spmd=True)
+    (layouts,) = on_xla(4, spmd_runs.in_turns, stopped, Small, "adascale", turns, spmd=True)
     for of_momentum, of_parameters in layouts:
         assert of_momentum == of_parameters
         assert any(layout.startswith("{devices=") for layout in of_momentum)
@@ -91,8 +90,8 @@ def test_run_resumes_in_one_plain_process_and_back(tmp_path):
     assert [record["step"] for record in records] == [3, 6, 9, 12, 15, 18]
 
 
-def test_unsupported_options_raise():
-    (said,) = vbs.launch(spmd_runs.refusals, cores=2, backend="xla", spmd=True)
+def test_unsupported_options_raise(on_xla):
+    (said,) = on_xla(2, spmd_runs.refusals, spmd=True)
     assert said["exact"].startswith("`exact` must be False in XLA's SPMD mode")
     assert said["format"] == '`format` must be "file" in XLA\'s SPMD mode, got "sharded"'
     assert said["group"].startswith("`process_group` must be None on XLA")

@@ -88,7 +88,8 @@ def train_wide():
     x = torch.randn(sum(trace), 20000, generator=generator)
     model.to(device)
     sampler = vbs.CustomSampler(dataset_size=len(x), trace=trace, minibatch_size=2)
-    optimizer = vbs.LinearRuleOptimizer(sgd(model), sampler, ref_batchsize=64, model=model, exact=True)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)  # small, as so many features add up
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=64, model=model, exact=True)
     digests = []
     for indices in sampler:
         model(x[indices].to(device)).square().mean().backward()

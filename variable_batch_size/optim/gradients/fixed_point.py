@@ -378,6 +378,9 @@ class FixedPoint32(_FixedPoint):
         for index, (p, limbs) in enumerate(self.limbs.items()):
             if p in gradients:
                 self._add_limbs(limbs, gradients[p], slice(index, index + 1))
+            else:
+                for limb in limbs:
+                    limb.add_(0)  # keeps the order of results
         self._add_limbs(self._number_limbs, numbers, slice(len(self.limbs), None))
 
     def _add_limbs(self, limbs: list[torch.Tensor], values: torch.Tensor, here: slice) -> None:

@@ -28,6 +28,9 @@ class TracedAccumulator(GradientAccumulator):
     the host, must skip parameters without a gradient on any core, and the same ones on every core. Where the host reads
     numbers of each step before the update, their presence comes along. Otherwise the cores agree on it in the first
     step of an epoch, and a later step that deviates is detected on the device and raises when the host reads next.
+    Every minibatch changes all sums, in the same order, also those to which it adds nothing: torch_xla orders the
+    results of a graph by when tensors were last changed. Another order is another graph on some cores, or worse, has
+    the same hash, if parameters have the same shape, and then the results of one are those of another.
 
     With `exact`, gradients are summed as integers (:class:`FixedPoint32`). A compiler may round differently in another
     graph. So the graph is cut after a minibatch was run and after it was added: what rounds is in the same two graphs
@@ -109,10 +112,13 @@ class TracedAccumulator(GradientAccumulator):
             fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
             if self._measures:
                 self._squares[index].add_(_per_weight(self._squared_norms_by_group([fresh]), of_one))
-            for p, gradient in fresh:
-                self._sums[p].add_(gradient)
-                self._present.add(p)
-                p.grad = None
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._sums[p].add_(p.grad.detach())
+                    self._present.add(p)
+                    p.grad = None
+                elif p in self._sums:
+                    self._sums[p].add_(0)  # keeps the order of results
         if of_one is not None:
             self._weights[0].add_(of_one)
             self._weights[1].add_((of_one > 0).float())
