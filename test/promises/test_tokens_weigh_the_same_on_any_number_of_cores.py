@@ -56,11 +56,6 @@ def difference(state, other):
     return max((state[name] - other[name]).abs().max().item() for name in state)
 
 
-def is_told(backend, name):
-    """Whether the host detects a step with zero weight; on XLA only if it synchronizes for another reason."""
-    return backend != "xla" or name != "careless"
-
-
 def test_scenario_covers_idle_cores_long_short_and_zero_weight_samples():
     steps = scenarios.steps_of_samples()
     counts = [[scenarios.num_targets(samples) for samples in minibatches] for minibatches in steps]
@@ -75,7 +70,7 @@ def test_scenario_covers_idle_cores_long_short_and_zero_weight_samples():
 @on_all_cores
 def test_weights_are_those_of_the_mean_over_all_tokens(results_on, backend, cores):
     for name, dtype, _, result in runs_of(results_on, backend, cores, PLAIN):
-        expected, _ = scenarios.train_plainly(**PLAIN[name], skips=is_told(backend, name))
+        expected, _ = scenarios.train_plainly(**PLAIN[name])
         assert difference(result["state"], expected) < tolerance(name, dtype), (name, dtype)
 
 
@@ -100,7 +95,7 @@ def test_rules_that_measure_follow_the_formulas_per_token(results_on, backend, c
 @on_all_cores
 def test_step_with_known_zero_weight_is_skipped_on_all_cores(results_on, backend, cores):
     for name, dtype, rank, result in runs_of(results_on, backend, cores, ALL_RUNS):
-        expected = [step != 6 or not is_told(backend, name) for step in range(len(TRACE))]
+        expected = [step != 6 for step in range(len(TRACE))]
         assert result["updates"] == expected, (name, dtype, rank)
 
 
@@ -120,7 +115,7 @@ def test_log_shows_the_mean_loss_per_token_and_the_tokens_seen(results_on, backe
         if rank:
             assert records == []
             continue
-        _, losses = scenarios.train_plainly("linear", skips=is_told(backend, name))
+        _, losses = scenarios.train_plainly("linear")
         assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-5), (name, dtype)
         assert [record["weight"] for record in records] == [sum(LENGTHS[:end]) - end for end in ends]
         assert [record["samples"] for record in records] == ends

@@ -131,8 +131,6 @@ IN_SINGLE_TOO = ("linear", "linear_momentum", "adam", "adascale", "adamscale", "
 def train(backend, rule, inner, options, *, dtype=torch.float64, weight=int):
     """One run, with the minibatch weights passed as `weight` converts them."""
     device = device_of(backend)
-    if backend == "xla":  # where a zero-weight step is only detected if the device is read
-        options = {"skip_nonfinite": True, **options}
     options = dict(options)
     scaler = torch.amp.GradScaler("cpu", init_scale=options.get("scale", 1.0), enabled="scale" in options)
     options.pop("scale", None)
@@ -197,12 +195,8 @@ def all_of(minibatches: list[list[int]]) -> list[int]:
 
 
 @functools.cache
-def train_plainly(rule, *, clip=None, skips=True):
-    """Every step as one padded batch with the mean loss over all tokens; also returns the expected losses of a log.
-
-    Args:
-        skips: whether a step without tokens is skipped; otherwise it is made, with a gradient of 0.
-    """
+def train_plainly(rule, *, clip=None):
+    """Every step as one padded batch with the mean loss over all tokens; also returns the expected losses of a log."""
     model = reader()
     optimizer = sgd(model)
     group, lr, weight_decay = optimizer.param_groups[0], 0.05, 1e-3
@@ -210,13 +204,13 @@ def train_plainly(rule, *, clip=None, skips=True):
     for minibatches in steps_of_samples():
         samples = all_of(minibatches)
         num_tokens, scale = num_targets(samples), len(samples) / REF_BATCHSIZE
-        if not num_tokens and skips:
+        if not num_tokens:
             losses.append((0.0, 0))
             continue
         optimizer.zero_grad()
         total = loss_of(model, padded(samples), "sum")
         losses.append((total.item(), num_tokens))
-        (total / max(num_tokens, 1)).backward()
+        (total / num_tokens).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         group["lr"] = lr * (math.sqrt(scale) if rule == "root" else scale)
@@ -239,11 +233,13 @@ def train_by_means(rule, inner):
         dataset_size=len(LENGTHS), trace=trace, minibatch_size=MINIBATCH, num_replicas=1, rank=0
     )
     optimizer = vbs.CustomOptimizer(inner(model), sampler, rule=vbs.make_rule(rule), ref_batchsize=REF_BATCHSIZE)
+    read = iter(sampler)  # as a loop must
     for step, minibatches in enumerate(steps_of_samples()):
         if step == 6:
             continue
         share = len(minibatches) / num_targets(all_of(minibatches))
         for samples in minibatches:
+            next(read)
             (loss_of(model, padded(samples), "sum") * share).backward()
             optimizer.step()
     return {name: value.double() for name, value in model.state_dict().items()}

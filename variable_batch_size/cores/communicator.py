@@ -27,8 +27,11 @@ class Communicator(ABC):
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace each tensor, in place, by that of rank 0."""
 
-    def flush(self) -> None:  # noqa: B027 (eager devices have nothing to do)
-        """Compile and start the operations traced so far, on lazy devices."""
+    def flush(self, *, is_extra: bool = False) -> None:  # noqa: B027 (eager devices have nothing to do)
+        """Compile and start the operations traced so far, on lazy devices.
+
+        Where `is_extra`, a run that is resumed may flush at other points: random numbers are not affected.
+        """
 
     def traced_scalar(self, number: float) -> float:
         """A number that changes from step to step, in a form that does not cause a recompilation."""

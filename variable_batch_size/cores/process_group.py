@@ -103,7 +103,7 @@ class SpmdHosts(Communicator):
             with torch.no_grad():
                 tensor.copy_(sent)
 
-    def flush(self) -> None:
+    def flush(self, *, is_extra: bool = False) -> None:
         self._devices.flush()
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -146,14 +146,17 @@ class XlaDevices(Communicator):
             for tensor, copy in zip(tensors, copies, strict=True):
                 tensor.copy_(copy)
 
-    def flush(self) -> None:
+    def flush(self, *, is_extra: bool = False) -> None:
+        seed = random_seed(device()) if is_extra else None  # each graph has the next one
         if not self._is_virtual:
             _torch_xla().sync()
-            return
-        model = _module("core.xla_model")
-        model.wait_device_ops(model.xla_real_devices([_torch_xla().device()]))
-        with self._turn:
-            _torch_xla().sync()
+        else:
+            model = _module("core.xla_model")
+            model.wait_device_ops(model.xla_real_devices([_torch_xla().device()]))
+            with self._turn:
+                _torch_xla().sync()
+        if seed is not None:
+            set_random_seed(seed, device())
 
     def shard_like(self, tensors: Iterable[torch.Tensor]) -> None:
         if self._is_spmd:

@@ -224,7 +224,8 @@ class TracedAccumulator(GradientAccumulator):
             self.check_presence()
             total = presence.clone()
             self.communicator.sum([total])
-            self._agreed, self._trainable = [count > 0 for count in self._read(total)[: len(trainable)]], trainable
+            counts = self._read(total, is_extra=True)
+            self._agreed, self._trainable = [count > 0 for count in counts[: len(trainable)]], trainable
             device = presence.device
             self._expected = torch.tensor(self._agreed or [False]).to(device)
             self._deviations = torch.zeros(len(self._agreed) or 1).to(device)
@@ -244,7 +245,8 @@ class TracedAccumulator(GradientAccumulator):
         """Raise, on every core, if a parameter had a gradient in some steps and not in others while none was read."""
         if self._deviations is None:
             return
-        self.communicator.flush()  # not by cpu(), which would start graphs of several threads at once
+        # not by cpu(), which would start graphs of several threads at once
+        self.communicator.flush(is_extra=True)
         counts = super()._read(self._deviations.cpu())
         if not any(counts):
             return
@@ -284,12 +286,12 @@ class TracedAccumulator(GradientAccumulator):
     def _gradients(self) -> list[torch.Tensor]:
         return list(self._sums.values())
 
-    def _read(self, numbers: torch.Tensor) -> list[float]:
+    def _read(self, numbers: torch.Tensor, *, is_extra: bool = False) -> list[float]:
         """Numbers on the host; with them, after a reduction, which parameters have a gradient on some core."""
         presence, self._presence = self._presence, None
         if presence is not None:
             numbers = torch.cat([numbers, presence.to(numbers.dtype)])
-        self.communicator.flush()
+        self.communicator.flush(is_extra=is_extra)
         values = super()._read(numbers.cpu())
         if presence is None:
             return values
