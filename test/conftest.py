@@ -109,10 +109,10 @@ def on_xla():
 
     launchers = []
 
-    def run(cores, function, *args, spmd=False):
+    def run(cores, function, *args, **options):
         if not launchers:
             launchers.append(XlaLauncher())
-        return launchers[0].run(function, args, cores=cores, spmd=spmd)
+        return launchers[0].run(function, args, cores=cores, **options)
 
     yield run
     for launcher in launchers:

@@ -13,7 +13,7 @@ each_run = pytest.mark.parametrize("name", RUNS)
 
 @pytest.fixture(scope="module")
 def results_on(on_xla):
-    return functools.cache(lambda cores: on_xla(cores, exact_on_xla.run_all))
+    return functools.cache(lambda cores: on_xla(cores, exact_on_xla.run_all, is_optimized=True))
 
 
 @each_run
@@ -30,7 +30,7 @@ def test_after_every_step_the_weights_are_those_of_one_core(results_on, cores, n
 
 
 def test_wide_contractions_convolutions_and_attention_have_the_same_bits(on_xla):
-    expected, *others = (on_xla(cores, exact_on_xla.train_wide) for cores in (1, 2, 4))
+    expected, *others = (on_xla(cores, exact_on_xla.train_wide, is_optimized=True) for cores in (1, 2, 4))
     assert len(set(expected[0])) == 4
     assert others == [expected * 2, expected * 4]
 

@@ -23,9 +23,10 @@ class XlaLauncher:
             # not a child of multiprocessing, whose children are counted elsewhere
             self._process = subprocess.Popen([sys.executable, __file__, str(other.fileno())], pass_fds=[other.fileno()])
 
-    def run(self, function, args, **options):
-        """The results of all cores; raises if one of them fails."""
-        self._pipe.send_bytes(pickle.dumps((sys.path, pickle.dumps((function, args)), options)))
+    def run(self, function, args, *, is_optimized=False, **options):
+        """The results of all cores; raises if one of them fails. Optimizing the programs takes longer than most run."""
+        flags = {"XLA_FLAGS": f"--xla_backend_optimization_level={3 if is_optimized else 0}"}
+        self._pipe.send_bytes(pickle.dumps((sys.path, pickle.dumps((function, args)), flags, options)))
         is_good, result = pickle.loads(self._pipe.recv_bytes())
         if not is_good:
             raise RuntimeError(result)
@@ -47,12 +48,13 @@ def serve(pipe):
     launch._START_METHOD = "fork"
     while True:
         try:
-            sys.path[:], work, options = pickle.loads(pipe.recv_bytes())
+            sys.path[:], work, flags, options = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
             function, args = pickle.loads(work)
-            outcome = True, launch.launch(function, args, backend="xla", **options)
+            with launch.environment(flags):
+                outcome = True, launch.launch(function, args, backend="xla", **options)
         except BaseException:
             outcome = False, traceback.format_exc()
         pipe.send_bytes(pickle.dumps(outcome))

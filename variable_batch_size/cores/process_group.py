@@ -104,7 +104,7 @@ class SpmdHosts(Communicator):
                 tensor.copy_(sent)
 
     def flush(self, *, is_extra: bool = False) -> None:
-        self._devices.flush()
+        self._devices.flush(is_extra=is_extra)
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         total = tensor.detach().to("cpu", copy=True)
