@@ -448,7 +448,10 @@ class CustomOptimizer(OptimizerProxy):
     def _on_request(self, is_first: bool) -> None:
         if is_first:
             self._watch(True)
-        self._seeder.on_request(is_first)
+        is_run_next = self._runs.number < self.sampler.num_read and not self.sampler.is_read_ahead
+        if is_run_next and not self._cursor.is_accumulating and not self._communicator.is_one_program:
+            self._buffers.expect_changes()
+        self._seeder.on_request(is_first, is_run_next=is_run_next)
 
     def _begin_epoch(self) -> None:
         self._runs = self.sampler.new_count()
