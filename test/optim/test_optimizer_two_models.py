@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import softplus
+from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 
@@ -223,18 +224,23 @@ def test_steps_of_one_minibatch_may_follow_one_another(exact, no_reports):
     assert torch.allclose(weights(critic, generator), weights(*plain), rtol=0, atol=1e-11)
 
 
-def train_with_own_samplers():
+def train_with_own_samplers(num_workers=None, evaluates=False, **options):
     """The critic makes two steps for each of the generator, each with all of its minibatches."""
     critic, generator = make_models()
+    if options:
+        critic, generator = nn.Sequential(critic, nn.Dropout(0.3)), nn.Sequential(generator, nn.Dropout(0.3))
     optimizers = [
-        make_optimizer(critic, make_sampler(trace=[16, 16, 32, 32])),
-        make_optimizer(generator, make_sampler(trace=[16, 32])),
+        make_optimizer(critic, make_sampler(trace=[16, 16, 32, 32]), **options),
+        make_optimizer(generator, make_sampler(trace=[16, 32]), **options),
     ]
-    minibatches = [iter(optimizer.sampler) for optimizer in optimizers]
+    loaders = [optimizer.sampler for optimizer in optimizers]
+    if num_workers is not None:
+        loaders = [DataLoader(range(len(REAL)), batch_sampler=one, num_workers=num_workers) for one in loaders]
+    minibatches = [iter(loader) for loader in loaders]
 
     def run_step(which):
         for indices in minibatches[which]:
-            fake = generator(NOISE[indices])
+            fake = generator(NOISE[indices] + (torch.rand(()) if options else 0))
             loss = generator_loss(critic, fake) if which else critic_loss(critic, REAL[indices], fake)
             loss.backward(inputs=list(optimizers[which].parameters()))
             optimizers[which].step()
@@ -243,6 +249,9 @@ def train_with_own_samplers():
 
     for which in (0, 0, 1, 0, 0, 1):
         run_step(which)
+        if evaluates:
+            critic.eval()(REAL[torch.randperm(8)])
+            critic.train()
     assert [optimizer.steps_done for optimizer in optimizers] == [4, 2]
     return weights(critic, generator)
 
@@ -251,3 +260,18 @@ def test_optimizers_with_their_own_samplers_are_the_same_on_any_number_of_cores(
     expected = train_with_own_samplers()
     for found in on_cores(2, train_with_own_samplers):
         assert torch.allclose(found, expected, rtol=0, atol=1e-15)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize(("num_workers", "evaluates"), [(None, False), (None, True), (0, True), (1, False)])
+def test_random_numbers_do_not_depend_on_the_position_in_another_sampler(on_cores, num_workers, evaluates):
+    """The critic's dropout in a minibatch of the generator, and what the loop draws for it."""
+    expected = train_with_own_samplers(num_workers, evaluates, exact=True)
+    for found in on_cores(2, in_exact_mode, num_workers, evaluates):
+        assert torch.equal(found, expected)
+    if evaluates:
+        assert torch.equal(train_with_own_samplers(num_workers, exact=True), expected)
+
+
+def in_exact_mode(num_workers, evaluates):
+    return train_with_own_samplers(num_workers, evaluates, exact=True)
