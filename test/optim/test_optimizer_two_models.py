@@ -275,3 +275,44 @@ def test_random_numbers_do_not_depend_on_the_position_in_another_sampler(on_core
 
 def in_exact_mode(num_workers, evaluates):
     return train_with_own_samplers(num_workers, evaluates, exact=True)
+
+
+class Drawing(nn.Module):
+    """Records the random number that it draws in each minibatch."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+
+    def forward(self, x):
+        drawn = torch.rand((), dtype=x.dtype)
+        self.drawn.append(drawn.item())
+        return x * drawn
+
+
+def draws_of_halves(order):
+    """What is drawn in the minibatches of two samplers, whose optimizers train a half of one model each."""
+    model = nn.Sequential(nn.Linear(4, 4), Drawing(), nn.Linear(4, 1)).double()
+    optimizers = []
+    for half, seed in ((model[0], 0), (model[2], 1)):
+        inner = torch.optim.SGD(half.parameters(), lr=0.1)
+        sampler = make_sampler(trace=[8, 16, 24], seed=seed)
+        optimizers.append(vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8, model=model, seed_minibatches=True))
+    minibatches = [iter(optimizer.sampler) for optimizer in optimizers]
+    found = [[], []]
+    for which in order:
+        model[1].drawn.clear()
+        for indices in minibatches[which]:
+            model(REAL[indices]).square().mean().backward(inputs=list(optimizers[which].parameters()))
+            optimizers[which].step()
+            if not optimizers[which].is_accumulating:
+                break
+        found[which] += model[1].drawn
+    return found
+
+
+def test_two_optimizers_of_one_model_may_have_their_own_samplers():
+    expected = draws_of_halves((0, 1, 0, 1, 0, 1))
+    assert len({*expected[0], *expected[1]}) == 12
+    assert draws_of_halves((0, 0, 0, 1, 1, 1)) == expected
+    assert draws_of_halves((1, 1, 0, 1, 0, 0)) == expected

@@ -209,7 +209,7 @@ def _draw_side(rng: random.Random, in_place: bool) -> Side:
     )
 
 
-# ------------------------------------------------------------------------------------------------ models, data and rules
+# ----------------------------------------------------------------------------------------------- models, data and rules
 
 
 class Net(nn.Module):
@@ -301,7 +301,9 @@ def sample_losses(program: Program, call: Any, teacher: Any, which: Any, batch: 
     if is_taught:
         taught = teach() if taught is None else taught
         extra = 0.3 * (outputs - taught).square().mean(1)
-        found = {side: loss + extra if side == 0 or program.losses == "halves" else loss for side, loss in found.items()}
+        found = {
+            side: loss + extra if side == 0 or program.losses == "halves" else loss for side, loss in found.items()
+        }
     return found
 
 
@@ -619,7 +621,9 @@ class Run:
         return {
             "weights": torch.cat([*tensors, *averages]).clone(),
             "buffers": torch.cat(buffers).clone() if buffers else torch.zeros(0),
-            "lrs": [one.current_lr(group) for one in map(self.optimizers.__getitem__, self.updated) for group in (0, 1)],
+            "lrs": [
+                one.current_lr(group) for one in map(self.optimizers.__getitem__, self.updated) for group in (0, 1)
+            ],
             "counts": [(one.steps_done, one.samples_done, one.steps_skipped) for one in self.optimizers],
         }
 

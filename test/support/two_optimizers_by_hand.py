@@ -140,7 +140,7 @@ class NoiseAverages:
         Args:
             size: samples.
             weights: of the minibatches.
-            squares: of each group, the squared norm of each minibatch's gradient, of the sum over it if it has a weight.
+            squares: of each group, the squared norm of each minibatch's gradient, which is a sum if it has a weight.
             means: of each group, that of the mean gradient.
         """
         if weights is None:
@@ -388,7 +388,9 @@ class HandRun:
             self._average(n * MINIBATCH)
 
     def _use_buffers(self, core: int) -> None:
-        for buffer, values in zip((b for model in self.models for b in model.buffers()), self.buffers[core], strict=True):
+        for buffer, values in zip(
+            (b for model in self.models for b in model.buffers()), self.buffers[core], strict=True
+        ):
             buffer.copy_(values)
 
     def _keep_buffers(self, core: int) -> None:
@@ -470,7 +472,9 @@ class HandRun:
         averages = [] if self.teacher is None else [p.detach().flatten() for p in self.teacher.parameters()]
         return {
             "weights": torch.cat([*tensors, *averages]),
-            "buffers": [torch.cat([b.double().flatten() for b in [*buffers, torch.zeros(0)]]) for buffers in self.buffers],
+            "buffers": [
+                torch.cat([b.double().flatten() for b in [*buffers, torch.zeros(0)]]) for buffers in self.buffers
+            ],
             "lrs": [lr for side in self.updated for lr in self.optimizers[side].lrs],
             "counts": [(one.steps_done, one.samples_done, one.steps_skipped) for one in self.optimizers],
         }

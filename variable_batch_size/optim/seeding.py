@@ -6,6 +6,7 @@ import random
 import struct
 import weakref
 from hashlib import blake2b
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ class _Generators:
     """
 
     source: weakref.ref[MinibatchSource] | None = None
-    requested = weakref.WeakSet[MinibatchSource]()
+    requested: ClassVar = weakref.WeakSet[MinibatchSource]()
 
 
 class MinibatchSeeder:
