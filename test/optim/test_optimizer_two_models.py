@@ -103,9 +103,9 @@ RIGHT = [both_then_both, both_then_both_with_zero_grad, both_then_both_with_a_fr
 WRONG = [one_after_the_other, one_after_the_other_with_a_frozen_critic]
 
 
-def train(rank, cores, run_minibatch, **options):
+def train(rank, cores, run_minibatch, trace=TRACE, **options):
     critic, generator = make_models()
-    sampler = make_sampler(num_replicas=cores, rank=rank)
+    sampler = make_sampler(num_replicas=cores, rank=rank, trace=trace)
     optimizers = [make_optimizer(model, sampler, **options) for model in (critic, generator)]
     for _ in vbs.epochs(optimizers[0], 1):
         for indices in sampler:
@@ -163,6 +163,12 @@ def test_both_backward_passes_before_both_steps_are_right_on_several_cores(cores
 def test_both_backward_passes_before_both_steps_give_the_same_bits_on_several_cores(on_cores):
     for found in on_cores(2, train_on_cores, both_then_both, {"exact": True}):
         assert torch.equal(found, train(0, 1, both_then_both, exact=True))
+
+
+def test_exact_mode_waits_for_no_core_with_fewer_minibatches_in_the_first_step(on_cores):
+    options = {"exact": True, "trace": [24, 40, 8]}
+    for found in on_cores(2, train_on_cores, both_then_both, options):
+        assert torch.equal(found, train(0, 1, both_then_both, **options))
 
 
 @pytest.mark.parametrize("run_minibatch", WRONG)

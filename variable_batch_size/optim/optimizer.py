@@ -294,6 +294,7 @@ class CustomOptimizer(OptimizerProxy):
                     "list of inner optimizers where they differ"
                 )
         self._watch(True)
+        self._accumulator.is_one_of_several = self.sampler.is_shared
         self._is_scaled = False
         if not self._communicator.is_one_program:
             self._buffers.expect_skips(self.skip_nonfinite or "found_inf" in self.__dict__)
