@@ -72,6 +72,30 @@ def test_skipped_step_undoes_only_its_own_changes():
     assert not torch.equal(model.mean, before["mean"])
 
 
+def test_skipped_step_keeps_the_changes_of_minibatches_of_another_sampler():
+    model, optimizer = make([4] * 4, skip_nonfinite=True)
+    other = vbs.CustomSampler(dataset_size=64, trace=[8] * 2, minibatch_size=4)
+    last = nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([last], lr=0.1)
+    beside = vbs.LinearRuleOptimizer(inner, other, ref_batchsize=4, model=model, skip_nonfinite=True)
+    minibatches, others = iter(optimizer.sampler), iter(other)
+    for poison in (1.0, float("nan")):
+        next(minibatches)
+        before = buffers_of(model)
+        train(model, optimizer, poison=poison)
+        assert (model.count == before["count"] + 1) == (poison == 1.0)
+        for _ in range(2):
+            next(others)
+            (model(torch.randn(4, 2)) * last).square().mean().backward(inputs=[last])
+            beside.step()
+    assert model.count == 5
+    before = buffers_of(model)
+    next(minibatches)
+    assert not train(model, optimizer, poison=float("nan"))
+    for name, buffer in before.items():
+        assert torch.equal(buffers_of(model)[name], buffer), name
+
+
 def test_buffers_are_restored_to_the_values_set_by_the_user():
     model, optimizer = make([4] * 4, skip_nonfinite=True)
     train(model, optimizer)

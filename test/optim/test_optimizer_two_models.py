@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import softplus
+from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 
@@ -102,9 +103,9 @@ RIGHT = [both_then_both, both_then_both_with_zero_grad, both_then_both_with_a_fr
 WRONG = [one_after_the_other, one_after_the_other_with_a_frozen_critic]
 
 
-def train(rank, cores, run_minibatch, **options):
+def train(rank, cores, run_minibatch, trace=TRACE, **options):
     critic, generator = make_models()
-    sampler = make_sampler(num_replicas=cores, rank=rank)
+    sampler = make_sampler(num_replicas=cores, rank=rank, trace=trace)
     optimizers = [make_optimizer(model, sampler, **options) for model in (critic, generator)]
     for _ in vbs.epochs(optimizers[0], 1):
         for indices in sampler:
@@ -162,6 +163,12 @@ def test_both_backward_passes_before_both_steps_are_right_on_several_cores(cores
 def test_both_backward_passes_before_both_steps_give_the_same_bits_on_several_cores(on_cores):
     for found in on_cores(2, train_on_cores, both_then_both, {"exact": True}):
         assert torch.equal(found, train(0, 1, both_then_both, exact=True))
+
+
+def test_exact_mode_waits_for_no_core_with_fewer_minibatches_in_the_first_step(on_cores):
+    options = {"exact": True, "trace": [24, 40, 8]}
+    for found in on_cores(2, train_on_cores, both_then_both, options):
+        assert torch.equal(found, train(0, 1, both_then_both, **options))
 
 
 @pytest.mark.parametrize("run_minibatch", WRONG)
@@ -223,18 +230,23 @@ def test_steps_of_one_minibatch_may_follow_one_another(exact, no_reports):
     assert torch.allclose(weights(critic, generator), weights(*plain), rtol=0, atol=1e-11)
 
 
-def train_with_own_samplers():
+def train_with_own_samplers(num_workers=None, evaluates=False, **options):
     """The critic makes two steps for each of the generator, each with all of its minibatches."""
     critic, generator = make_models()
+    if options:
+        critic, generator = nn.Sequential(critic, nn.Dropout(0.3)), nn.Sequential(generator, nn.Dropout(0.3))
     optimizers = [
-        make_optimizer(critic, make_sampler(trace=[16, 16, 32, 32])),
-        make_optimizer(generator, make_sampler(trace=[16, 32])),
+        make_optimizer(critic, make_sampler(trace=[16, 16, 32, 32]), **options),
+        make_optimizer(generator, make_sampler(trace=[16, 32]), **options),
     ]
-    minibatches = [iter(optimizer.sampler) for optimizer in optimizers]
+    loaders = [optimizer.sampler for optimizer in optimizers]
+    if num_workers is not None:
+        loaders = [DataLoader(range(len(REAL)), batch_sampler=one, num_workers=num_workers) for one in loaders]
+    minibatches = [iter(loader) for loader in loaders]
 
     def run_step(which):
         for indices in minibatches[which]:
-            fake = generator(NOISE[indices])
+            fake = generator(NOISE[indices] + (torch.rand(()) if options else 0))
             loss = generator_loss(critic, fake) if which else critic_loss(critic, REAL[indices], fake)
             loss.backward(inputs=list(optimizers[which].parameters()))
             optimizers[which].step()
@@ -243,6 +255,9 @@ def train_with_own_samplers():
 
     for which in (0, 0, 1, 0, 0, 1):
         run_step(which)
+        if evaluates:
+            critic.eval()(REAL[torch.randperm(8)])
+            critic.train()
     assert [optimizer.steps_done for optimizer in optimizers] == [4, 2]
     return weights(critic, generator)
 
@@ -251,3 +266,59 @@ def test_optimizers_with_their_own_samplers_are_the_same_on_any_number_of_cores(
     expected = train_with_own_samplers()
     for found in on_cores(2, train_with_own_samplers):
         assert torch.allclose(found, expected, rtol=0, atol=1e-15)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize(("num_workers", "evaluates"), [(None, False), (None, True), (0, True), (1, False)])
+def test_random_numbers_do_not_depend_on_the_position_in_another_sampler(on_cores, num_workers, evaluates):
+    """The critic's dropout in a minibatch of the generator, and what the loop draws for it."""
+    expected = train_with_own_samplers(num_workers, evaluates, exact=True)
+    for found in on_cores(2, in_exact_mode, num_workers, evaluates):
+        assert torch.equal(found, expected)
+    if evaluates:
+        assert torch.equal(train_with_own_samplers(num_workers, exact=True), expected)
+
+
+def in_exact_mode(num_workers, evaluates):
+    return train_with_own_samplers(num_workers, evaluates, exact=True)
+
+
+class Drawing(nn.Module):
+    """Records the random number that it draws in each minibatch."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+
+    def forward(self, x):
+        drawn = torch.rand((), dtype=x.dtype)
+        self.drawn.append(drawn.item())
+        return x * drawn
+
+
+def draws_of_halves(order):
+    """What is drawn in the minibatches of two samplers, whose optimizers train a half of one model each."""
+    model = nn.Sequential(nn.Linear(4, 4), Drawing(), nn.Linear(4, 1)).double()
+    optimizers = []
+    for half, seed in ((model[0], 0), (model[2], 1)):
+        inner = torch.optim.SGD(half.parameters(), lr=0.1)
+        sampler = make_sampler(trace=[8, 16, 24], seed=seed)
+        optimizers.append(vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8, model=model, seed_minibatches=True))
+    minibatches = [iter(optimizer.sampler) for optimizer in optimizers]
+    found = [[], []]
+    for which in order:
+        model[1].drawn.clear()
+        for indices in minibatches[which]:
+            model(REAL[indices]).square().mean().backward(inputs=list(optimizers[which].parameters()))
+            optimizers[which].step()
+            if not optimizers[which].is_accumulating:
+                break
+        found[which] += model[1].drawn
+    return found
+
+
+def test_two_optimizers_of_one_model_may_have_their_own_samplers():
+    expected = draws_of_halves((0, 1, 0, 1, 0, 1))
+    assert len({*expected[0], *expected[1]}) == 12
+    assert draws_of_halves((0, 0, 0, 1, 1, 1)) == expected
+    assert draws_of_halves((1, 1, 0, 1, 0, 0)) == expected

@@ -27,6 +27,7 @@ LONGEST = [
     "test_train_mnist.py",
     "promises/test_what_was_decided_can_be_replayed.py",
     "promises/test_gradients_are_the_users_until_step.py",
+    "promises/test_two_optimizers_train_as_by_hand.py",
     "cores/test_launch.py",
     "runs/test_remote.py",
     "test_first_minutes.py",

@@ -121,6 +121,11 @@ class MinibatchSource(ABC):
         """Whether a minibatch of this pass was requested."""
         return self._pass_read == self.num_passes
 
+    @property
+    def is_read_ahead(self) -> bool:
+        """Whether the latest minibatch was requested by a loader that starts its workers, or in another thread."""
+        return self.num_read <= self._num_prefetched or self._thread not in (None, threading.get_ident())
+
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Go to an epoch. Call it before each pass over the loader, here or on the optimizer: it moves both.
 

@@ -20,7 +20,8 @@ class Buffers:
     """Takes a snapshot of a model's buffers before a step, and restores it if the rank's minibatches do not count.
 
     The snapshot is taken at the end of the previous step. If the user changes buffers after that, for example by
-    loading weights, the next forward pass of the model, or of a part of it, takes it again. In lockstep a padding
+    loading weights, or minibatches of another optimizer do, the next forward pass of the model, or of a part of it,
+    takes it again. In lockstep a padding
     minibatch may follow others of its step: a second snapshot then holds the buffers before it.
 
     Args:
@@ -63,6 +64,10 @@ class Buffers:
         elif not (self._is_one_program and self._before_step and self._is_unchanged()):  # there, it saves a graph
             self._before_step = self._copies()
         self._before_padding = []
+        self._is_fresh = bool(self._before_step)
+
+    def expect_changes(self) -> None:
+        """Before the first minibatch of a step: other optimizers may have run the model since the snapshot."""
         self._is_fresh = bool(self._before_step)
 
     def snapshot_before_padding(self) -> None:

@@ -294,6 +294,7 @@ class CustomOptimizer(OptimizerProxy):
                     "list of inner optimizers where they differ"
                 )
         self._watch(True)
+        self._accumulator.is_one_of_several = self.sampler.is_shared
         self._is_scaled = False
         if not self._communicator.is_one_program:
             self._buffers.expect_skips(self.skip_nonfinite or "found_inf" in self.__dict__)
@@ -448,7 +449,10 @@ class CustomOptimizer(OptimizerProxy):
     def _on_request(self, is_first: bool) -> None:
         if is_first:
             self._watch(True)
-        self._seeder.on_request(is_first)
+        is_run_next = self._runs.number < self.sampler.num_read and not self.sampler.is_read_ahead
+        if is_run_next and not self._cursor.is_accumulating and not self._communicator.is_one_program:
+            self._buffers.expect_changes()
+        self._seeder.on_request(is_first, is_run_next=is_run_next)
 
     def _begin_epoch(self) -> None:
         self._runs = self.sampler.new_count()

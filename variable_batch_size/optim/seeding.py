@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import struct
+import weakref
 from hashlib import blake2b
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,14 +18,27 @@ from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.module_hooks import add_hook
 
 
+class _Generators:
+    """What the generators of this process are seeded for. On XLA, where ranks share a process, it is not used.
+
+    Attributes:
+        source: whose next minibatch they are seeded for; None after an evaluation.
+        requested: the sources that a minibatch was requested from since the latest ``step()``.
+    """
+
+    source: weakref.ref[MinibatchSource] | None = None
+    requested: ClassVar = weakref.WeakSet[MinibatchSource]()
+
+
 class MinibatchSeeder:
     """Seeds the random generators of a rank before each minibatch, from the seed, the epoch and the minibatch's number.
 
     So the random numbers of a minibatch are the same on any number of ranks, after a resume, and in a replay, and
     padding changes nothing. Generators are seeded after each minibatch, and again when the next one is requested after
-    an evaluation, for the data set and the loop. Those of torch are seeded once more when the model runs, so that a
-    loader that starts in between does not count. Loader workers have their own generators, which are not changed. On
-    XLA, ranks are threads of one process and share the host's generators: there only the device's is seeded.
+    an evaluation or after one of another source, for the data set and the loop. Those of torch are seeded once more
+    when the model runs, so that a loader that starts in between does not count; not in minibatches of another source
+    whose loss runs through the model, too. Loader workers have their own generators, which are not changed. On XLA,
+    ranks are threads of one process and share the host's generators: there only the device's is seeded.
 
     Args:
         is_on: whether to seed at all.
@@ -34,7 +49,7 @@ class MinibatchSeeder:
     def __init__(
         self, is_on: bool, sampler: MinibatchSource, cursor: Cursor, like: torch.Tensor, model: torch.nn.Module | None
     ) -> None:
-        self._is_on, self._seed, self._cursor = is_on, sampler.seed, cursor
+        self._is_on, self._source, self._cursor = is_on, sampler, cursor
         self._device, self._is_xla = like.device, like.device.type == "xla"
         self._of_loop = self._of_model = 0  # the seeds of the next minibatch
         self.has_run = self._was_evaluated = False  # whether the model has run since the latest minibatch
@@ -50,26 +65,47 @@ class MinibatchSeeder:
             # compiled or not, the model must draw from the seed of its minibatch
             self._hooks = [add_hook(self._model, self._before_forward, is_compiled=False, replaces=True)]
 
+    def _watch_again(self) -> None:
+        """Have the hook that a seeder of another source has replaced since, if the model has optimizers for both."""
+        for hook in self._hooks:
+            if hook.id not in (hook.hooks_dict_ref() or ()):
+                self.watch(True)
+                return
+
     def set(self) -> None:
-        """Set the generators for the next minibatch."""
-        if not self._is_on:
-            return
+        """After a minibatch, and before a pass: set the generators for the next minibatch."""
+        if self._is_on:
+            _Generators.requested.clear()
+            self._set()
+
+    def _set(self) -> None:
         self._of_loop, self._of_model = self._seeds()
         if not self._is_xla:
+            _Generators.source = weakref.ref(self._source)
             random.seed(self._of_loop)
             np.random.seed(self._of_loop % 2**32)
         self._set_torch(self._of_loop)
         self.has_run = self._was_evaluated = False
 
-    def on_request(self, is_first: bool) -> None:
-        """When the next minibatch is requested, the first of a pass or a later one."""
-        if is_first or self._was_evaluated:
-            self.set()
+    def on_request(self, is_first: bool, *, is_run_next: bool = True) -> None:
+        """When a minibatch is requested, the first of a pass or a later one, and whether it is run before others."""
+        if not self._is_on:
+            return
+        is_run_next = is_run_next and not self._is_xla
+        is_seeded = _Generators.source is not None and _Generators.source() is self._source
+        if is_run_next and not is_seeded:
+            self._watch_again()
+        if is_first or self._was_evaluated or (is_run_next and not is_seeded):
+            self._set()
+        if is_run_next:
+            _Generators.requested.add(self._source)
 
     def _before_forward(self, model: torch.nn.Module) -> None:
         if not model.training:
-            self._was_evaluated = True
+            self._was_evaluated, _Generators.source = True, None
             return
+        if not self._is_xla and _Generators.requested and self._source not in _Generators.requested:
+            return  # the minibatch is one of another source
         # the first run of the minibatch, or activation checkpointing recomputes it: that restores the generators to
         # before the first run, which their seed shows
         if not self.has_run if self._is_xla else torch.default_generator.initial_seed() != self._of_model:
@@ -86,6 +122,6 @@ class MinibatchSeeder:
 
     def _seeds(self) -> tuple[int, int]:
         """Two seeds of 63 bits, hashed from all of the numbers."""
-        numbers = b"%d,%d,%d" % (self._seed, self._cursor.epoch, self._cursor.next_minibatch)
+        numbers = b"%d,%d,%d" % (self._source.seed, self._cursor.epoch, self._cursor.next_minibatch)
         of_loop, of_model = struct.unpack("<QQ", blake2b(numbers, digest_size=16).digest())
         return of_loop >> 1, of_model >> 1

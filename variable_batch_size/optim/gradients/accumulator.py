@@ -115,6 +115,7 @@ class GradientAccumulator(ABC):
         model: whose weights must be the same on all ranks, also those that are not in the optimizer.
     """
 
+    is_one_of_several = False  # whether other optimizers run the same minibatches
     is_summed_by_autograd = False  # whether ``p.grad`` is the sum over the step's minibatches so far
     inverse_scale: torch.Tensor | None = None  # of the latest minibatch, where a GradScaler is in use
     _fixed_point: FixedPoint64 | FixedPoint32 | None = None  # the number format in exact mode

@@ -58,6 +58,7 @@ class BucketAccumulator(GradientAccumulator):
         self._is_view = gradient_as_bucket_view
         self._model_parallel, self._model_groups = model_parallel, list(model_groups)
         self._fixed_point: FixedPoint64 | None = FixedPoint64(inner) if exact else None
+        self._held_minibatches: list[tuple[Any, ...]] = []  # of the first step, in exact mode with several optimizers
         self._sum_dtype = torch.float64 if exact else torch.float32  # at least
         self._buckets = GradientBuckets([], num_numbers=0)
         self._wide: GradientBuckets | None = None  # with views of narrow dtypes: the sums, in float32
@@ -74,6 +75,25 @@ class BucketAccumulator(GradientAccumulator):
         self.begin_epoch(0)
 
     def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
+        fixed_point, is_several = self._fixed_point, self.communicator.num_replicas > 1
+        if fixed_point is None or not fixed_point.is_unscaled or not (self.is_one_of_several and is_several):
+            self._accumulate(plan, weight)
+            return
+        # the first units are broadcast right before the reduction: otherwise another optimizer would reduce in between
+        # on a rank with one minibatch, and broadcast first on a rank with several
+        self._held_minibatches.append((plan, weight, self._take_gradients()))
+        while plan.is_last and self._held_minibatches:
+            *minibatch, gradients = self._held_minibatches.pop(0)
+            for p, gradient in gradients.items():
+                p.grad = gradient
+            self._accumulate(*minibatch)
+
+    def _take_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        found = {p: p.grad.clone() for p in self._parameters() if p.grad is not None}
+        self.zero_grad()
+        return found
+
+    def _accumulate(self, plan: StepPlan, weight: Weight | None) -> None:
         if plan.is_padding and not plan.is_idle:  # in lockstep; an idle rank drops all of the step in reduce()
             self.zero_grad()
             weight = None if weight is None else 0.0
@@ -265,6 +285,7 @@ class BucketAccumulator(GradientAccumulator):
 
     def reset(self) -> None:
         had_sums, self._has_sums = self._has_sums, False
+        self._held_minibatches = []
         self._reset_numbers()
         if self._is_view:
             self._buckets.zero_()
