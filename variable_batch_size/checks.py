@@ -1,7 +1,5 @@
 """Checks of arguments, with errors that contain name, rule and value."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping

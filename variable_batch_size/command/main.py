@@ -1,7 +1,5 @@
 """The command ``vbs``: finds a subcommand and runs it. Its module is imported only when it is used."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Options and output shared by several commands of ``vbs``."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from typing import Any

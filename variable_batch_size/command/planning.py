@@ -1,7 +1,5 @@
 """``vbs plan``, ``simulate``, ``profile``, ``fit`` and ``cbs``: predict runs, and measure what predictions need."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

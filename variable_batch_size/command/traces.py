@@ -1,7 +1,5 @@
 """``vbs make``, ``vbs convert`` and ``vbs show``: make, convert and draw traces."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import shutil
@@ -101,11 +99,11 @@ def add_make(parser: argparse.ArgumentParser) -> None:
 def _add_argument(parser: argparse.ArgumentParser, name: str, parameter: inspect.Parameter) -> None:
     """Add an argument of a function: as an option if it is keyword-only, which is required without a default."""
     option, metavar, help = _ARGUMENTS[name]
-    is_required, kind = parameter.default is parameter.empty, parameter.annotation
+    is_required, kind = parameter.default is parameter.empty, str(parameter.annotation)
     settings: dict[str, Any] = {"type": float if "float" in kind else count, "metavar": metavar}
     if name in _CHOICES:
         settings = {"choices": _CHOICES[name]}
-    if kind == "str":
+    if parameter.annotation is str:
         settings["type"] = str
     if option:
         settings |= {"dest": name, "required": is_required, "default": None if is_required else parameter.default}

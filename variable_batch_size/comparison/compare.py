@@ -1,7 +1,5 @@
 """compare: makes the missing runs of an experiment, in local processes or with an executor of a cluster."""
 
-from __future__ import annotations
-
 import fcntl
 import inspect
 import io
@@ -337,7 +335,7 @@ class OnExecutor:
             self._suspects = set(lost)
         return None
 
-    def __enter__(self) -> OnExecutor:
+    def __enter__(self) -> "OnExecutor":
         self._executor = self._new_executor()
         return self
 

@@ -1,7 +1,5 @@
 """An experiment: its settings, its runs, their outcomes, and the directory of its results."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -39,6 +37,18 @@ MEASURING_RULES = tuple(name for name in RULES if rules_by_name[name].measures_n
 """Rules whose progress can determine the end of a run."""
 
 
+@dataclass(frozen=True, order=True)
+class Run:
+    """One run of an experiment: a rule on a trace, with a seed for the order of the data and the initial weights."""
+
+    trace: str
+    rule: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.trace}, {self.rule}, seed {self.seed}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings of all runs of an experiment."""
@@ -74,18 +84,6 @@ class Settings:
         if self.until != "progress" or run.trace == REFERENCE or run.rule in MEASURING_RULES:
             return None
         return Run(run.trace, next(rule for rule in MEASURING_RULES if rule in rules), run.seed)
-
-
-@dataclass(frozen=True, order=True)
-class Run:
-    """One run of an experiment: a rule on a trace, with a seed for the order of the data and the initial weights."""
-
-    trace: str
-    rule: str
-    seed: int
-
-    def __str__(self) -> str:
-        return f"{self.trace}, {self.rule}, seed {self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,5 @@
 """Measures a workload: the times of its minibatches on several numbers of cores, and its critical batch size."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Trains one run of an experiment: a rule on a trace with a seed."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

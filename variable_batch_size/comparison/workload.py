@@ -1,7 +1,5 @@
 """Workload: what a comparison trains; the built-in ones, and those of users as ``module:function``."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """prepare: replaces ``accelerator.prepare`` for a variable batch size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """VariableBatchModel: a Keras model on the torch backend whose ``fit`` has a variable batch size."""
 
-from __future__ import annotations
-
 import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence

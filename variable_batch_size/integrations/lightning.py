@@ -1,7 +1,5 @@
 """VariableBatchSize: a Lightning callback whose Trainer counts updates, not minibatches, as steps."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any, final
 

@@ -1,7 +1,5 @@
 """VariableBatchTrainer: Transformers' Trainer with a variable batch size, whose steps are updates."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

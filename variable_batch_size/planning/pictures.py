@@ -1,7 +1,5 @@
 """Figures of plans, decisions and simulations."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Plan: the steps, epochs, load and learning-rate factors of a run before it starts."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -235,7 +233,7 @@ class Plan:
         return self.epochs[bisect_right(self.epochs, step, key=lambda epoch: epoch.first_step) - 1]
 
     @classmethod
-    def of(cls, schedule: Schedule, **options: Any) -> Plan:
+    def of(cls, schedule: Schedule, **options: Any) -> "Plan":
         """The plan of a schedule, with the options above."""
         return cls(schedule, **options)
 

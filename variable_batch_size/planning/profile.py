@@ -1,7 +1,5 @@
 """Profile: measured times of minibatches on several numbers of cores, and a throughput model fitted to them."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -59,7 +57,7 @@ class Profile:
     extrapolates: bool = False
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str], *, extrapolates: bool = False) -> Profile:
+    def read(cls, path: str | os.PathLike[str], *, extrapolates: bool = False) -> "Profile":
         """Read a CSV file with the columns machines, cores, minibatch_size and the two times."""
         name = os.fspath(path)
         with open(path, encoding="utf-8-sig", newline="") as file:

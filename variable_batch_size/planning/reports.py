@@ -1,7 +1,5 @@
 """Text, tables and HTML pages of traces, conversions, plans and simulations."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence

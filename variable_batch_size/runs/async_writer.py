@@ -1,7 +1,5 @@
 """AsyncWriter: writes in a background thread; HostStaging: copies of a state on the host for it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """Checkpoint: saves a run so that it can stop at any time and resume on any number of cores."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

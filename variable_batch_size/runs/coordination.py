@@ -1,7 +1,5 @@
 """RankCoordinator: all ranks save and stop after the same step."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """ExecutedTrace: the batch sizes that a run has executed, in a CSV file that grows with it and can be replayed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Log and Metrics: a record of the run every N steps, and named sums over all cores."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -166,7 +164,7 @@ class Log:
             if hasattr(sink, "close"):
                 sink.close()
 
-    def __enter__(self) -> Log:
+    def __enter__(self) -> "Log":
         return self
 
     def __exit__(self, *error: object) -> None:

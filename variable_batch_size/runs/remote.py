@@ -1,7 +1,5 @@
 """RemoteDirectory: a local directory whose files are uploaded to an fsspec URL such as ``s3://bucket/run``."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

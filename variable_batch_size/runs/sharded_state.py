@@ -1,7 +1,5 @@
 """Full and sharded state of a model and its optimizer, and checkpoint directories with one file per rank."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections import OrderedDict

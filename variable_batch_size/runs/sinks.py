@@ -1,7 +1,5 @@
 """Sinks for the records of a run: JSON lines, TensorBoard, a progress bar."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Checkpoint files: their names and contents, read with `weights_only=True`."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

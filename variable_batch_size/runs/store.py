@@ -1,7 +1,5 @@
 """CheckpointStore: writes and loads the checkpoints of a run, as single files or sharded directories."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

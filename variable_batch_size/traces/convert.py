@@ -1,7 +1,5 @@
 """Converts a recording of available devices to a trace."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args

@@ -1,7 +1,5 @@
 """Stages: a piecewise constant batch size, written as ``0:768 250K:1536 500K:3072``."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -69,7 +67,7 @@ class Stages:
                 raise ValueError(f"the batch size of stage {number} must be positive, got {size}")
 
     @classmethod
-    def parse(cls, text: str, *, until: int, unit: Unit, tokens_per_sample: int | None = None) -> Stages:
+    def parse(cls, text: str, *, until: int, unit: Unit, tokens_per_sample: int | None = None) -> "Stages":
         """Parse ``start:size`` pairs, separated by whitespace or commas; numbers may end in K, M, B or T."""
         pairs = []
         for number, stage in enumerate(re.split(r"[\s,]+", text.strip()), start=1):
@@ -81,7 +79,7 @@ class Stages:
         return cls(starts, sizes, until, unit, tokens_per_sample)
 
     @classmethod
-    def of(cls, trace: Trace, *, unit: Unit, tokens_per_sample: int | None = None) -> Stages:
+    def of(cls, trace: Trace, *, unit: Unit, tokens_per_sample: int | None = None) -> "Stages":
         """The stages of a trace; :meth:`trace` converts them back to the same trace, in any unit."""
         if trace.is_endless:
             raise ValueError("a constant trace is endless and has no stages")

@@ -1,7 +1,5 @@
 """The report of a comparison: its tables, its page report.html, and its curves as a figure."""
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Arms of a comparison, their estimates over seeds, and the verdict as text."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -99,7 +97,7 @@ class Arm(NamedTuple):
     def final(self) -> Estimate | None:
         return spread(self.values("final_metric").values())
 
-    def above(self, other: Arm) -> Estimate | None:
+    def above(self, other: "Arm") -> Estimate | None:
         """The final metric minus that of another arm; None if they have no seed in common."""
         mine, theirs = self.values("final_metric"), other.values("final_metric")
         return difference([mine[seed] - theirs[seed] for seed in mine if seed in theirs])
