@@ -15,8 +15,6 @@ from variable_batch_size.comparison.workload import Workload, load_workload
 from variable_batch_size.planning.profile import Measured
 from variable_batch_size.policies.timing import StepTimes
 
-Clock = Callable[[], float]  # in seconds
-
 _DEPTHS = (1, 3)
 _WARM_UP = 5
 
@@ -31,14 +29,12 @@ def measure(
     rule: str,
     steps: int,
     datadir: str | None = None,
-    clock: Clock = time.perf_counter,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Measured]:
     """Train for a few steps on each number of cores with each minibatch size, and yield the measured times.
 
     Steps of one and of three minibatches per core alternate; the medians of their durations determine the times of an
-    accumulating and of an updating minibatch.
-
-    ``time.process_time`` is a better clock for one core of a busy machine.
+    accumulating and of an updating minibatch. ``time.process_time`` is a better clock for one core of a busy machine.
     """
     if steps < 5:
         raise ValueError(f"`steps` must be at least 5, for a meaningful median, got {steps}")
@@ -84,26 +80,17 @@ class Branch(NamedTuple):
 
 
 def branches(
-    workload: Workload,
-    *,
-    batch_size: int,
-    factors: Sequence[int],
-    samples_before: int,
-    samples: int,
-    rule: str,
-    seeds: int,
+    workload: Workload, sizes: Sequence[int], *, samples_before: int, samples: int, rule: str, seeds: int
 ) -> list[Branch]:
-    """Train, branch off at multiples of the batch size, and compare the losses after the same number of samples.
+    """Train at the first of some batch sizes, branch off at each, and compare the losses after as many samples.
 
     This number is rounded up to a multiple of all batch sizes: otherwise, branches with larger steps would train on
     more samples. The losses are averaged over runs with several seeds.
     """
-    check_positive(batch_size=batch_size, samples_before=samples_before, samples=samples, seeds=seeds)
-    sizes = [batch_size * factor for factor in factors]
+    check_positive(samples_before=samples_before, samples=samples, seeds=seeds)
     multiple = math.lcm(*sizes)
     if samples < multiple:  # rounding up would multiply the work
-        rounded = f"at least {multiple}, a multiple of all batch sizes {sizes}"
-        raise ValueError(f"`samples` must be {rounded}, got {samples}")
+        raise ValueError(f"`samples` must be at least {multiple}, a multiple of all batch sizes {sizes}, got {samples}")
     rounded_up = -(-samples // multiple) * multiple
     losses = [_branch_losses(workload, sizes, samples_before, rounded_up, rule, seed) for seed in range(seeds)]
     of_sizes = zip(sizes, zip(*losses, strict=True), strict=True)
@@ -131,9 +118,7 @@ def _branch_losses(
 
 
 def _train_on(training: Training, samples: int) -> None:
-    for _ in training.losses():
-        if training.optimizer.samples_done >= samples:
-            return
+    next(loss for loss in training.losses() if training.optimizer.samples_done >= samples)
 
 
 def critical_batch_size(found: Sequence[Branch], *, tolerance: float) -> int:
@@ -142,8 +127,8 @@ def critical_batch_size(found: Sequence[Branch], *, tolerance: float) -> int:
     >>> critical_batch_size([Branch(32, 8, 1.0), Branch(64, 4, 1.005), Branch(128, 2, 1.2)], tolerance=0.01)
     64
     """
-    first = found[0]
-    if not math.isfinite(first.loss):
-        raise ValueError(f"the loss of the first branch, with batch size {first.batch_size}, is {first.loss}")
-    bound = first.loss + tolerance * abs(first.loss)
+    size, _, loss = found[0]
+    if not math.isfinite(loss):
+        raise ValueError(f"the loss of the first branch, with batch size {size}, is {loss}")
+    bound = loss + tolerance * abs(loss)
     return list(itertools.takewhile(lambda branch: branch.loss <= bound, found))[-1].batch_size

@@ -26,8 +26,7 @@ STYLES: list[dict[str, Any]] = [
     {"color": "#E69F00", "linestyle": (0, (10, 3))},
     {"color": "#56B4E9", "linestyle": (0, (4, 1, 1, 1, 1, 1))},
 ]
-_MOST_BINS = 1000
-_MOST_EPOCH_LINES = 40
+_MOST_EPOCHS = 41  # whose borders are drawn
 _LONGEST_NAME = 120
 
 Curve = npt.NDArray[np.float64]
@@ -43,10 +42,9 @@ def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> N
     figure = new_figure(12, 9)
     from matplotlib.ticker import MaxNLocator  # after new_figure, which asks to install matplotlib if it is missing
 
-    edges = np.linspace(0, plan.num_steps, min(plan.num_steps, _MOST_BINS) + 1).round().astype(np.int64).tolist()
+    edges = np.linspace(0, plan.num_steps, min(plan.num_steps, 1000) + 1).round().astype(np.int64).tolist()
     rows = _curves(plan, schedule, edges)
-    borders = [epoch.first_step for epoch in plan.epochs[1:]]
-    borders = borders if len(borders) <= _MOST_EPOCH_LINES else []
+    borders = [epoch.first_step for epoch in plan.epochs[1:]] if plan.num_epochs <= _MOST_EPOCHS else []
     figure.suptitle(_title(plan), fontsize=12)
     panels = figure.subplots(len(rows), 2, sharex="col", sharey="row", squeeze=False)
     units: dict[str, Callable[[int], int]] = {"steps": int, "samples": schedule.samples_before}
@@ -152,15 +150,10 @@ def _add_legend(panel: Any, **options: Any) -> None:
 def _scale(panel: Any, values: npt.NDArray[np.float64]) -> None:
     """A logarithmic axis for a wide range of values, else a linear axis from 0."""
     if values.min() > 0 and values.max() / values.min() >= 8:
-        _set_log(panel)
+        panel.set_yscale("log", base=2)
         panel.set_ylim(values.min() / 1.3, values.max() * 1.3)
     else:
-        panel.yaxis.set_major_formatter("{x:,g}")
         panel.set_ylim(-0.03 * values.max(), values.max() * 1.1)  # keep a line at 0 visible
-
-
-def _set_log(panel: Any) -> None:
-    panel.set_yscale("log", base=2)
     panel.yaxis.set_major_formatter("{x:,g}")
 
 
@@ -174,7 +167,8 @@ def plot_decisions(trace: Trace, records: Sequence[Mapping[str, Any]], path: str
     numbers = [record["cores"] for record in records]
     scales = [np.nan if record["noise_scale"] is None else record["noise_scale"] for record in records]
     _draw_line(sizes, range(len(trace) + 1), [*trace, trace[-1]], 0)
-    _set_log(sizes)
+    sizes.set_yscale("log", base=2)
+    sizes.yaxis.set_major_formatter("{x:,g}")
     _draw_line(cores, steps, [*numbers, numbers[-1]], 1, linestyle="-")
     cores.set_ylim(0, max(numbers) + 1)
     _draw_line(noise, steps, [*scales, scales[-1]], 2, linestyle="-")
@@ -194,14 +188,15 @@ def plot_simulations(simulations: Mapping[str, Simulation], file: Any, *, format
     for number, (name, run) in enumerate(simulations.items()):
         seconds, cores, sizes, progress = zip(*run.moments, strict=True)
         hours = [value / 3600 for value in seconds]
-        for panel, values in zip(panels[:2], (sizes, cores), strict=True):
-            _draw_line(panel, hours, values, number, label=name)
+        _draw_line(panels[0], hours, sizes, number, label=name)
+        _draw_line(panels[1], hours, cores, number, label=name)
         _draw_line(panels[2], hours, progress, number, label=name, drawstyle="default")
     labels = ("batch size (samples)", "cores", "progress (steps at the reference)")
     for panel, label in zip(panels, labels, strict=True):
         panel.set_ylabel(label)
         _add_grid(panel)
-    _set_log(panels[0])
+    panels[0].set_yscale("log", base=2)
+    panels[0].yaxis.set_major_formatter("{x:,g}")
     _add_legend(panels[0])
     panels[1].set_ylim(bottom=0)
     panels[-1].set_xlabel("hours")

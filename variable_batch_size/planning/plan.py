@@ -7,12 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from variable_batch_size.checks import check_positive, check_positive_number
-from variable_batch_size.rules.registry import RULES as rules_by_name
 from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.schedules.schedule import Schedule
-
-NAMES = tuple(rules_by_name)
 
 RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}
 """The rules in a plan by default."""
@@ -44,9 +41,6 @@ def planned_rules(names: Sequence[str], *, noise_scale: float | None = None) -> 
             rule.load_state_dict({"averages": [measured]})
         planned[f"{name}@{noise_scale:g}" if rule.measures_noise else name] = rule
     return planned
-
-
-_NUM_MOMENTS = 11
 
 
 class PlannedSize(NamedTuple):
@@ -215,7 +209,7 @@ class Plan:
         self.mean_depth = self.num_rounds / self.num_steps
         self.idle_share = num_idle / (self.num_cores * self.num_steps)
         self.busy_share = self.num_minibatches / num_core_rounds
-        shown = np.linspace(0, self.num_steps - 1, min(self.num_steps, _NUM_MOMENTS)).round().astype(np.int64).tolist()
+        shown = np.linspace(0, self.num_steps - 1, min(self.num_steps, 11)).round().astype(np.int64).tolist()
         self.moments = tuple(self._moment(schedule, step, factors) for step in shown)
         ends = [*range(checkpoint_every, self.num_steps, checkpoint_every), self.num_steps] if checkpoint_every else []
         self.checkpoints = tuple(self._position(schedule, steps_done) for steps_done in ends)
