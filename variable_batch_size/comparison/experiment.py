@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from variable_batch_size.files import write, write_text
+from variable_batch_size.files import write_text
 from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Policy
 from variable_batch_size.rules.registry import RULES as rules_by_name
@@ -18,23 +18,14 @@ from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.traces.generators import spot_market
 from variable_batch_size.traces.trace import Trace
 
-REFERENCE = "reference"
-"""The name of the yardstick's trace: always the reference batch size."""
-
-POLICY = "policy:"
-"""Prefix of the names of traces that are decided by a policy."""
-
+REFERENCE = "reference"  # the name of the yardstick's trace: always the reference batch size
+POLICY = "policy:"  # prefix of the names of traces that are decided by a policy
 UNTIL = ("samples", "progress")
-
 DONE, DIVERGED, FAILED = "done", "diverged", "failed"
 ENDED = (DONE, DIVERGED)
-
 DEVICES = ("cpu", "cuda", "xla")
-
 RULES = tuple(rules_by_name)
-
-MEASURING_RULES = tuple(name for name in RULES if rules_by_name[name].measures_noise)
-"""Rules whose progress can determine the end of a run."""
+MEASURING_RULES = tuple(name for name in RULES if rules_by_name[name].measures_noise)  # may determine the end of a run
 
 
 @dataclass(frozen=True, order=True)
@@ -175,13 +166,17 @@ class Results:
                 if there != getattr(settings, name):
                     different = f"another {name}, {there} instead of {getattr(settings, name)}"
                     raise ValueError(f"{self.directory} has results with {different}: choose another --out")
-        hashes = {}
+        hashes = {name: trace if isinstance(trace, str) else trace_hash(trace) for name, trace in traces.items()}
         for name, trace in traces.items():
-            hashes[name] = trace if isinstance(trace, str) else trace_hash(trace)
-            if not isinstance(trace, str):
-                self._write_trace(name, trace)
-            elif old["traces"].get(name, trace) != trace:
-                raise ValueError(f"{name} is {old['traces'][name]} in {self.directory}: choose another --out")
+            path = self.trace_file(name)
+            if isinstance(trace, str):
+                if old["traces"].get(name, trace) != trace:
+                    raise ValueError(f"{name} is {old['traces'][name]} in {self.directory}: choose another --out")
+            elif not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                trace.write(path, comment=trace.comment)
+            elif Trace.read(path) != trace:
+                raise ValueError(f"{path} is a different trace from {trace.name}: choose another --out")
         # the yardstick first
         planned = sorted({*(Run(*run) for run in old["runs"]), *runs}, key=lambda run: (run.trace != REFERENCE, run))
         experiment = {
@@ -193,14 +188,6 @@ class Results:
         self.directory.mkdir(parents=True, exist_ok=True)
         write_text(self.experiment_file, json.dumps(experiment, indent=2) + "\n")
 
-    def _write_trace(self, name: str, trace: Trace) -> None:
-        path = self.trace_file(name)
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, lambda temporary: trace.write(temporary, comment=trace.comment or None))
-        elif Trace.read(path) != trace:
-            raise ValueError(f"{path} is a different trace from {trace.name}: choose another --out")
-
     def read(self, run: Run) -> Outcome | None:
         """The outcome of a run; None if it has not ended, or if its file is damaged."""
         try:
@@ -209,7 +196,6 @@ class Results:
             return None
 
     def write(self, run: Run, outcome: Outcome) -> None:
-        """Write the outcome of a run."""
         self.run_directory(run).mkdir(parents=True, exist_ok=True)
         write_text(self.run_directory(run) / "run.json", json.dumps(asdict(outcome)) + "\n")
 

@@ -3,7 +3,7 @@
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
@@ -25,10 +25,8 @@ TESTS = ("test_loss", "metric")
 LOGARITHMIC = ("loss", "test_loss", "noise_scale")  # quantities with a logarithmic axis
 
 _MOST_POINTS = 500
-_WINDOWS = 50
 _TINY = 1e-30
 _COLOURS = (*(style["color"] for style in STYLES[1:]), "#8E7CC3")
-_GREY = "0.45"
 
 Values = npt.NDArray[np.float64]
 Curves = dict[str, Any]
@@ -52,7 +50,7 @@ def curves(results: Results, arm: Arm) -> dict[str, Curves]:
 
 def _smooth(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Records with the moving average of their losses."""
-    window = max(1, len(records) // _WINDOWS)
+    window = max(1, len(records) // 50)
     losses = np.array([record["loss"] for record in records], dtype=np.float64)
     means = [losses[max(0, end - window) : end].mean() for end in range(1, len(losses) + 1)]
     return [{**record, "loss": mean} for record, mean in zip(records, means, strict=True)]
@@ -134,6 +132,11 @@ def write_page(results: Results) -> None:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     environment.filters["count"] = "{:,.0f}".format
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    # together with the commands, these reproduce the experiment
+    latest = experiment["origins"][-1]
+    traces = experiment["traces"].items()
+    hashes = {name if name.startswith(POLICY) else f"SHA-256 of {name}": value for name, value in traces}
+    facts = {**latest["versions"], "commit": latest["commit"], **hashes, **experiment["settings"]}
     columns = [name for name in (*_RUN, *_ENDED) if name != "final_loss"]
     rows = [{**asdict(run), **asdict(outcome)} for run, outcome in results.runs()]
     page = environment.from_string(_resource("page.html")).render(
@@ -144,7 +147,7 @@ def write_page(results: Results) -> None:
         runs=[(row["status"], [_or_dash(row[name], _FORMATS.get(name, str)) for name in columns]) for row in rows],
         run_columns=[name.replace("final_metric", "final").replace("best_metric", "best") for name in columns],
         commands=list(dict.fromkeys(origin["command"] for origin in experiment["origins"])),
-        facts=[(name, value) for name, value in _facts(experiment) if value is not None],
+        facts=[(name, value) for name, value in facts.items() if value is not None],
         charts={
             "metric": settings.metric_name + settings.unit,
             "reference": curves_of(reference) if reference is not None else None,
@@ -196,16 +199,6 @@ def _or_dash(value: Any, text: Callable[[Any], str]) -> str:
     return "–" if value is None else text(value)
 
 
-def _facts(experiment: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names and values that, together with the commands, reproduce an experiment."""
-    latest = experiment["origins"][-1]
-    yield from latest["versions"].items()
-    yield "commit", latest["commit"]
-    for name, value in experiment["traces"].items():
-        yield (name if name.startswith(POLICY) else f"SHA-256 of {name}"), value
-    yield from experiment["settings"].items()
-
-
 def draw_picture(results: Results, path: str | os.PathLike[str]) -> None:
     """Save batch size, training loss and test metric over samples, as PNG or SVG according to the path's suffix."""
     check_suffix(path)
@@ -218,9 +211,8 @@ def draw_picture(results: Results, path: str | os.PathLike[str]) -> None:
     latest: list[float] = []
     for column, (trace, arms) in zip(panels.T, on_traces.items(), strict=True):
         for arm in [*([reference] if reference else []), *arms]:
-            if arm.is_reference:
-                style = {"color": _GREY, "linestyle": ":", "label": f"always {settings.ref_batchsize}"}
-            else:
+            style = {"color": "0.45", "linestyle": ":", "label": f"always {settings.ref_batchsize}"}
+            if not arm.is_reference:
                 colour = _COLOURS[rules.index(arm.rule) % len(_COLOURS)]
                 style = {"color": colour, "linestyle": "-", "label": arm.rule}
             latest += _draw(column, curves(results, arm), style)
