@@ -304,7 +304,7 @@ def one_step_left_out(model):
     sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=trace, minibatch_size=MINIBATCH)
     optimizer = vbs.AdaScaleOptimizer(sgd(model), sampler, ref_batchsize=REF_BATCHSIZE)
     x, y = data()
-    for indices in minibatches:
+    for indices, _ in zip(minibatches, sampler, strict=False):
         nn.functional.cross_entropy(model(x[indices]), y[indices]).backward()
         optimizer.step()
     return state_of(model), optimizer.progress

@@ -38,7 +38,7 @@ def planned_rules(names: Sequence[str], *, noise_scale: float | None = None) -> 
             raise ValueError(f"the rule {name} depends on the gradient noise: pass --noise-scale to plan it")
         if rule.measures_noise:
             measured = {"variance": noise_scale, "square_norm": 1.0, "weight": 1.0, "count": 1}
-            rule.load_state_dict({"averages": [measured]})
+            rule.load_state_dict({"averages": [measured], "active": [True], "weight": 0.0, "samples": 0})
         planned[f"{name}@{noise_scale:g}" if rule.measures_noise else name] = rule
     return planned
 

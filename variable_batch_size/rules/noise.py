@@ -82,7 +82,8 @@ class NoiseAverage:
     >>> average = NoiseAverage()
     >>> average.noise is None
     True
-    >>> average.add(Noise(2.0, 1.0), scale=2.0)
+    >>> average.add(Noise(2.0, 1.0), scale=2.0)  # the first estimate is all of the average
+    1.0
     >>> average.noise
     Noise(variance=2.0, square_norm=1.0)
     """
