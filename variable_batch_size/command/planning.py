@@ -193,8 +193,7 @@ def run_fit(options: argparse.Namespace) -> None:
     print_text(f"accumulating a minibatch of {size}: {1000 * model.accumulating(size):.4g} ms")
     for cores in options.cores or sorted({row.cores for row in profile.rows if row.machines == options.machines}):
         profile.refuse_other_network(options.machines, cores)
-        seconds = model.updating(options.machines, cores, size)
-        print_text(f"updating with it on {cores} cores: {1000 * seconds:.4g} ms")
+        print_text(f"updating with it on {cores} cores: {1000 * model.updating(options.machines, cores, size):.4g} ms")
 
 
 def add_cbs(parser: argparse.ArgumentParser) -> None:

@@ -42,8 +42,6 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of all runs of an experiment."""
-
     workload: str
     source: str | None  # the SHA-256 of the file of a user's workload
     optimizer: str  # description of the workload's optimizer
@@ -79,8 +77,6 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome of a run."""
-
     status: str
     reason: str = ""  # why it diverged or failed
     updates: int | None = None
@@ -141,7 +137,6 @@ class Results:
         return self.directory / "runs" / run.trace / run.rule / f"seed-{run.seed}"
 
     def read_experiment(self) -> dict[str, Any]:
-        """The content of experiment.json."""
         if not self.experiment_file.exists():
             raise ValueError(f"{self.directory} has no results of vbs compare: there is no {self.experiment_file}")
         return dict(json.loads(self.experiment_file.read_text(encoding="utf-8")))

@@ -104,7 +104,6 @@ def inner_optimizer(workload: Workload, model: torch.nn.Module, lr: float | None
 
 
 def device_of(name: str) -> torch.device:
-    """The device of this core."""
     return xla.device() if name == "xla" else torch.device(name)
 
 

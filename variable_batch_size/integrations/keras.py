@@ -167,8 +167,7 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
     def load_own_variables(self, store: Any) -> None:
         super().load_own_variables({name: store[name] for name in store.keys() if name != _STATE_KEY})  # noqa: SIM118
         if self.variable_optimizer is not None and _STATE_KEY in store.keys():  # noqa: SIM118
-            buffer = io.BytesIO(np.asarray(store[_STATE_KEY]).tobytes())
-            state = torch.load(buffer, weights_only=True)
+            state = torch.load(io.BytesIO(np.asarray(store[_STATE_KEY]).tobytes()), weights_only=True)
             saved, here = len(state["schedulers"]), len(self.variable_schedulers)
             if saved != here:
                 raise ValueError(

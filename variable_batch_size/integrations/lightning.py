@@ -115,7 +115,6 @@ class UpdateLoop(_TrainingEpochLoop):
     _num_calls = 0  # of the optimizer's step() in the last minibatch
 
     def follow(self, optimizer: CustomOptimizer) -> None:
-        """Count the updates of this optimizer."""
         before = getattr(self, "optimizer", None)
         if optimizer is before:
             return
@@ -132,7 +131,6 @@ class UpdateLoop(_TrainingEpochLoop):
 
     @property
     def global_step(self) -> int:
-        """Number of updates."""
         return self.optimizer.steps_done - self.optimizer.steps_skipped if hasattr(self, "optimizer") else 0
 
     def _should_accumulate(self) -> bool:

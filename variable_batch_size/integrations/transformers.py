@@ -118,8 +118,7 @@ class VariableBatchMixin:
                 raise ValueError(f"{error} ({unset})") from error
         is_known = num_epochs <= num_steps
         num_samples = schedule.samples_before(num_steps) if is_known else num_steps * self._ref_batchsize
-        size = len(self.train_dataset)
-        return num_epochs, most_steps, size, num_samples, self._ref_batchsize, most_steps, num_steps
+        return num_epochs, most_steps, len(self.train_dataset), num_samples, self._ref_batchsize, most_steps, num_steps
 
     def create_optimizer(self, *args: Any) -> Optimizer:
         """The trainer's own optimizer, wrapped so that it follows the trace."""

@@ -76,7 +76,6 @@ def new_figure(width: float, height: float, *, extra: str = "report") -> Any:
 
 
 def check_suffix(path: str | os.PathLike[str]) -> None:
-    """Reject paths other than PNG and SVG files."""
     if os.path.splitext(os.fspath(path))[1].lower() not in SUFFIXES:
         raise ValueError(f"the file name of a plot must end in {' or '.join(SUFFIXES)}, got {os.fspath(path)!r}")
 
@@ -143,7 +142,6 @@ def _add_grid(panel: Any, borders: Iterable[float] = ()) -> None:
 
 
 def _add_legend(panel: Any, **options: Any) -> None:
-    """Place the legend above the panel."""
     panel.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=6, frameon=False, **options)
 
 

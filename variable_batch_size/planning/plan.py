@@ -44,8 +44,6 @@ def planned_rules(names: Sequence[str], *, noise_scale: float | None = None) -> 
 
 
 class PlannedSize(NamedTuple):
-    """A batch size of the run."""
-
     batch_size: int  # samples in a step, summed over cores
     num_steps: int  # with this batch size
     num_minibatches: int  # per step, summed over cores
@@ -55,8 +53,6 @@ class PlannedSize(NamedTuple):
 
 
 class PlannedEpoch(NamedTuple):
-    """An epoch of the run."""
-
     epoch: int
     first_step: int  # in the run, counting from 0
     num_steps: int

@@ -19,8 +19,6 @@ _FARTHEST = 2  # the largest factor of extrapolation in cores and samples withou
 
 
 class Measured(NamedTuple):
-    """A row of a profile."""
-
     machines: int
     cores: int
     minibatch_size: int
@@ -104,14 +102,11 @@ class Profile:
     def _refuse_far(self, what: str, number: int, measured: Sequence[int]) -> None:
         low, high = min(measured), max(measured)
         if not self.extrapolates and not low / _FARTHEST <= number <= high * _FARTHEST:
-            raise ValueError(
-                f"{self.name} was measured with {low} to {high} {what}, got {number}: set `extrapolates` to allow more "
-                f"than a factor of {_FARTHEST} beyond that range"
-            )
+            advice = f"set `extrapolates` to allow more than a factor of {_FARTHEST} beyond that range"
+            raise ValueError(f"{self.name} was measured with {low} to {high} {what}, got {number}: {advice}")
 
 
 def _rows(lines: Iterator[str], name: str) -> Iterator[Measured]:
-    """Parse and check the rows."""
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
     if not numbered or tuple(cell.strip() for cell in numbered[0][1].split(",")) != COLUMNS:
         refuse(f"{name}:1", f"the columns of a profile must be {','.join(COLUMNS)}", numbered[0][1] if numbered else "")

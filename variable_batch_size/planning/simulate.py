@@ -58,8 +58,7 @@ class Availability:
     @classmethod
     def of_recording(cls, recording: Recording) -> Availability:
         """As many cores as a recording has devices."""
-        spans = map(Span, recording.counts.tolist(), recording.durations.tolist())
-        return cls(spans, name=recording.places[0])
+        return cls(map(Span, recording.counts.tolist(), recording.durations.tolist()), name=recording.places[0])
 
     @classmethod
     def of_market(cls, trace: Trace, *, seconds_per_row: float) -> Availability:
@@ -114,8 +113,9 @@ class NoiseCurve:
         for record in read_records(Path(path)):
             scale = record.get("noise_scale")
             if scale is not None and 0 < scale < math.inf:
-                in_samples = record["samples"] / record["weight"] if "weight" in record else 1.0
-                found[record["progress"]] = scale * in_samples
+                found[record["progress"]] = scale * (
+                    record["samples"] / record["weight"] if "weight" in record else 1.0
+                )
         if not found:
             refuse(os.fspath(path), "the log must have records with a noise scale, as of runs with AdaScale", "none")
         return cls(sorted(found), [found[progress] for progress in sorted(found)])
@@ -218,8 +218,6 @@ def simulate(
 
 @dataclass
 class _Run(Simulation):
-    """The state of a simulated run."""
-
     timing: PolicyTiming
     profile: Profile
     noise: Callable[[float], float]
@@ -290,7 +288,6 @@ class _Run(Simulation):
         return ahead - self.timing.policy.lead
 
     def _execute(self, size: int, number: int, depth: int, seconds: float, worth: float) -> None:
-        """Make some steps of one batch size."""
         if not self.moments or self.moments[-1][1:3] != (self.cores, size):
             self.moments.append(Moment(self.seconds, self.cores, size, self.progress))
         self.made.append((size, number))

@@ -56,8 +56,7 @@ class ExecutedTrace:
 
     def _comments_before(self, epoch: int, steps_of_epochs: Sequence[int]) -> Iterator[str]:
         """A comment for each epoch since the last row that ended early."""
-        first = next((e for e in reversed(range(epoch)) if steps_of_epochs[e]), 0)
-        for before in range(first, epoch):
+        for before in range(next((e for e in reversed(range(epoch)) if steps_of_epochs[e]), 0), epoch):
             number, full = steps_of_epochs[before], len(self._schedule.steps(before))
             if self._schedule.ended_early(before, number):
                 of_its = f" of its {full}" if number < full else ""

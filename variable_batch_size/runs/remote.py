@@ -72,7 +72,6 @@ class RemoteDirectory:
             call_at_exit(finish)
 
     def check_writable(self) -> None:
-        """Raise if files cannot be written to the remote directory."""
         probe = self.folder / "writable"
         probe.touch()
         try:
@@ -84,7 +83,6 @@ class RemoteDirectory:
             probe.unlink()
 
     def names(self) -> list[str]:
-        """The names of the remote files, if any."""
         found = []
         with _as_os_error(f"{self.url} could not be listed"), suppress(FileNotFoundError):
             found = self._filesystem.ls(self._root, detail=True)
@@ -96,7 +94,6 @@ class RemoteDirectory:
         self._versions[path.name] = _version(path)
 
     def download(self, path: Path) -> None:
-        """Download the file of this name."""
         with _as_os_error(f"{self.url}/{path.name} could not be read"):
             self._filesystem.get_file(f"{self._root}/{path.name}", str(path))
         self._versions[path.name] = _version(path)
@@ -139,8 +136,7 @@ def _filesystem_of(url: str) -> tuple[Any, str]:
     try:
         filesystem, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:
-        known = known_implementations.get(url.partition("://")[0], {})
-        driver = known.get("class", "fsspec").partition(".")[0]
+        driver = known_implementations.get(url.partition("://")[0], {}).get("class", "fsspec").partition(".")[0]
         needed = f": {error}" if driver == "fsspec" else f" needs {driver}: pip install {driver}"
         raise ImportError(f"{url}{needed}") from error
     except ValueError as error:

@@ -180,7 +180,6 @@ def _count_rows(
 
 
 def _columns(place: str, header: list[str], time_column: str | None, count_column: str | None) -> list[int]:
-    """The indices of the time and count columns."""
     named = [name for name in header if name]
     if not header:
         refuse(place, "the file must have a header with column names", "an empty file")

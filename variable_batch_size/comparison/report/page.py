@@ -116,7 +116,6 @@ _FORMATS: dict[str, Callable[[Any], str]] = {  # of the table of runs; other cel
 
 
 def write_page(results: Results) -> None:
-    """Write ``report.html`` from the results in a directory."""
     from jinja2 import Environment, StrictUndefined
 
     try:
@@ -213,8 +212,7 @@ def draw_picture(results: Results, path: str | os.PathLike[str]) -> None:
         for arm in [*([reference] if reference else []), *arms]:
             style = {"color": "0.45", "linestyle": ":", "label": f"always {settings.ref_batchsize}"}
             if not arm.is_reference:
-                colour = _COLOURS[rules.index(arm.rule) % len(_COLOURS)]
-                style = {"color": colour, "linestyle": "-", "label": arm.rule}
+                style = {"color": _COLOURS[rules.index(arm.rule) % len(_COLOURS)], "linestyle": "-", "label": arm.rule}
             latest += _draw(column, curves(results, arm), style)
         column[0].set_title(trace)
         column[2].set_xlabel("samples")

@@ -170,8 +170,7 @@ def ranking_in_words(settings: Settings, arms: Sequence[Arm]) -> str:
 
 def _are_ahead(settings: Settings, arms: Sequence[Arm], others: Sequence[Arm]) -> bool:
     """Whether each of some arms is ahead of each of those ranked below them."""
-    is_higher_better = settings.is_higher_better
-    return all(is_ahead(arm, other, is_higher_better=is_higher_better) for arm in arms for other in others)
+    return all(is_ahead(arm, other, is_higher_better=settings.is_higher_better) for arm in arms for other in others)
 
 
 def _rules_sentence(settings: Settings, ranked: Sequence[Arm]) -> str:
