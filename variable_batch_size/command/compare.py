@@ -125,7 +125,8 @@ def _settings(options: argparse.Namespace, workload: Workload) -> tuple[Settings
     group, names = inner.param_groups[0], ("lr", "momentum", "betas", "weight_decay", "nesterov")
     important = ", ".join(f"{name}={group[name]}" for name in names if group.get(name))
     values["optimizer"] = f"{type(inner).__name__}({important})"
-    return Settings(**{field.name: values.get(field.name) for field in fields(Settings)}), traces
+    given: dict[str, Any] = {field.name: values.get(field.name) for field in fields(Settings)}
+    return Settings(**given), traces
 
 
 def _rules(text: str, until: str, on_end: str | None) -> list[str]:
@@ -133,9 +134,8 @@ def _rules(text: str, until: str, on_end: str | None) -> list[str]:
     if len(set(rules)) < len(rules) or not all(rule.partition(":")[0] in experiment.RULES for rule in rules):
         raise ValueError(f"`rules` must be some of {', '.join(experiment.RULES)}, each once, got {text!r}")
     if until == "progress" and on_end == "stop":
-        raise ValueError(
-            "--until progress needs --on-end hold or cycle: AdaScale may take more samples than a trace has"
-        )
+        reason = "AdaScale may take more samples than a trace has"
+        raise ValueError(f"--until progress needs --on-end hold or cycle: {reason}")
     if until == "progress" and not set(rules) & set(experiment.MEASURING_RULES):
         needs = " or ".join(experiment.MEASURING_RULES)
         raise ValueError(f"--until progress needs {needs} among the rules, got {text!r}")

@@ -117,10 +117,7 @@ def _in_words(settings: Settings, outcome: Outcome) -> str:
 
 
 def environments(jobs: int, cores: int) -> list[dict[str, str]]:
-    """The environment of each of `jobs` processes with `cores` cores each, which train on GPUs 0, 1, 2 …
-
-    Every process sees all GPUs, rotated so that its core i trains on the i-th of them.
-    """
+    """The environment of each of `jobs` processes: all GPUs, rotated so that its core i trains on the i-th of them."""
     visible = os.environ.get(_VARIABLE)
     gpus = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
     starts = [job * cores % len(gpus) for job in range(jobs)] if gpus else []

@@ -40,10 +40,7 @@ _one_at_a_time = threading.Lock()
 
 
 class Training:
-    """A model of a workload in training, with the sampler of a trace and the optimizer of a rule.
-
-    `options` are those of the optimizer; a minibatch size and a learning rate of None are those of the workload.
-    """
+    """A model in training, with the sampler of a trace and the optimizer of a rule, to which `options` are passed."""
 
     def __init__(
         self,
@@ -127,10 +124,7 @@ def checked_workload(name: str, datadir: str | None, device: str | None, rules: 
 def train(
     settings: Settings, run: Run, directory: Path, *, datadir: str | None = None, updates: int | None = None
 ) -> Outcome:
-    """Make a run into the directory of its experiment, and return its outcome.
-
-    It ends after this number of updates, or according to the settings if None.
-    """
+    """Make a run, which ends after `updates` or else by the settings, into the directory of its experiment."""
     shutil.rmtree(Results(directory).run_directory(run), ignore_errors=True)
     args = (settings, run, directory, datadir, updates)
     outcome: Outcome = on_cores(_train_on_this_core, args, cores=settings.cores, device=settings.device)

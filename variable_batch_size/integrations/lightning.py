@@ -16,10 +16,7 @@ from variable_batch_size.integrations.common import TRACE_DECIDES, check_same_ru
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.schedules.live import PolicySchedule
 
-_STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
-
 NO_SHARDED_CHECKPOINTS = "those of ModelParallelStrategy lack the optimizer's position. Use vbs.Checkpoint in a loop"
-
 _CALLBACKS = {
     callbacks.GradientAccumulationScheduler: TRACE_DECIDES,
     callbacks.StochasticWeightAveraging: "it runs an extra epoch. Use WeightAveraging or EMAWeightAveraging",
@@ -43,7 +40,7 @@ def check_trainer(trainer: Any, module: LightningModule) -> None:
         ("enable_checkpointing", saves_shards, False, NO_SHARDED_CHECKPOINTS),
     ):
         check_setting(f"`{name}` of the Trainer", value, allowed, because=reason)
-    if not isinstance(trainer.strategy, _STRATEGIES):
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
         strategy = type(trainer.strategy).__name__
         raise ValueError(f"`strategy` must be a single device, DDP or ModelParallelStrategy, got {strategy}")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:

@@ -18,9 +18,8 @@ from variable_batch_size.runs.async_writer import call_at_exit
 
 logger = logging.getLogger(__name__)
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
+_URL = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _BROKEN_URL = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]", re.IGNORECASE)
-
 _SECONDS_BETWEEN_UPLOADS = 30.0
 
 
@@ -41,9 +40,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 def local_path(path: str | os.PathLike[str]) -> Path:
     """A path on this machine, which may be written as ``file:///…``."""
-    text = os.fspath(path)
-    match = _URL.match(text)
-    return Path(text[match.end() :] if match else text)
+    return Path(_URL.sub("", os.fspath(path)))
 
 
 class RemoteDirectory:

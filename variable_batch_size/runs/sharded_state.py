@@ -26,15 +26,11 @@ from variable_batch_size.runs.state_file import tree_map
 
 Tensors = dict[str, torch.Tensor]
 
-_PLACE = "variable_batch_size place"
-"""The key of the placeholder for a sharded tensor, in the file with the rest of the state."""
+_PLACE = "variable_batch_size place"  # the key of the placeholder for a sharded tensor, in the file with the rest
 
 
 def full_state(model: torch.nn.Module, optimizer: CustomOptimizer, *, is_first: bool) -> dict[str, Any]:
-    """The state of both with full tensors, on the rank that writes it; empty on the others.
-
-    Every rank must call it, as sharded tensors are gathered one at a time.
-    """
+    """The state of both with full tensors on the first rank, empty on the others. Every rank must call it to gather."""
     if not is_first and not any(map(is_spread, [*model.parameters(), *optimizer.parameters()])):
         _consolidate(optimizer)
         return {}
@@ -45,7 +41,7 @@ def full_state(model: torch.nn.Module, optimizer: CustomOptimizer, *, is_first: 
         full = whole(part.detach())
         return full.cpu() if is_first else None
 
-    state: dict[str, Any] = tree_map(local_state(model, optimizer), gathered)
+    state = tree_map(local_state(model, optimizer), gathered)
     return state if is_first else {}
 
 
@@ -68,7 +64,7 @@ def _optimizer_state(optimizer: CustomOptimizer) -> dict[str, Any]:
         return from_local_like(p, to_local(value)) if _match(p, value) else value
 
     # torch loses the order of shards in a dimension that is sharded twice; the parameter still has it
-    return _map_params(optimizer.inner, optimizer.state_dict(), ordered)
+    return map_params(optimizer.inner, optimizer.state_dict(), ordered)
 
 
 def try_out_optimizer(optimizer: CustomOptimizer) -> None:
@@ -102,17 +98,12 @@ def load_model(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     present = own.state_dict()
     names = {_plain_name(name): name for name in present}
     renamed = ((names.get(key, key), value) for key, value in state.items())
-    loaded = OrderedDict((name, _shard(present.get(name), value)) for name, value in renamed)
+    loaded = OrderedDict((name, shard(present.get(name), value)) for name, value in renamed)
     loaded._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
     own.load_state_dict(loaded)
 
 
-def shard_optimizer_state(inner: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with full tensors as the optimizer's ``load_state_dict`` takes it. Every rank must call it."""
-    return _map_params(inner, state, _shard)
-
-
-def _shard(like: Any, value: Any, _: str = "") -> Any:
+def shard(like: Any, value: Any, _: str = "") -> Any:
     """A full tensor, sharded as another one; what is no tensor or has another shape as it is."""
     return value if not _match(like, value) or is_dtensor(value) else shard_from_full(like, value)
 
@@ -121,17 +112,16 @@ def _match(one: Any, other: Any) -> bool:
     return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape
 
 
-def _map_params(inner: Optimizer, state: Mapping[str, Any], change: Callable[..., Any]) -> dict[str, Any]:
+def map_params(inner: Optimizer, state: Mapping[str, Any], change: Callable[..., Any]) -> dict[str, Any]:
     """Apply a function to each parameter and everything in its state, of any type, as :func:`tree_map` does."""
     if isinstance(inner, MultiOptimizer):
         pairs = zip(inner.optimizers, state["optimizers"], strict=True)
-        return {**state, "optimizers": [_map_params(*pair, change) for pair in pairs]}
-    changed = {
-        number: tree_map(state["state"][number], partial(change, p))
-        for number, p in _numbered_params(inner, state)
-        if number in state["state"]
-    }
-    return {**state, "state": {**state["state"], **changed}}
+        return {**state, "optimizers": [map_params(*pair, change) for pair in pairs]}
+    changed = dict(state["state"])
+    for number, p in _numbered_params(inner, state):
+        if number in changed:
+            changed[number] = tree_map(changed[number], partial(change, p))
+    return {**state, "state": changed}
 
 
 def _numbered_params(inner: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -169,7 +159,7 @@ def split_sharded(state: dict[str, Any], *, copies: bool) -> tuple[dict[str, Any
 
 
 def write_directory(
-    directory: Path, steps_done: int, rest: dict[str, Any], tensors: Tensors, *, group: Group, is_first: bool
+    directory: Path, steps_done: int, rest: dict[str, Any], tensors: Tensors, group: Group, *, is_first: bool
 ) -> None:
     """Write the shards of all ranks and the rest of rank 0, under a temporary name until all are complete."""
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -193,9 +183,7 @@ def write_directory(
         sync(path.parent)
 
 
-def load_sharded(
-    path: Path, state: dict[str, Any], model: torch.nn.Module, optimizer: CustomOptimizer
-) -> dict[str, Any]:
+def load_sharded(path: Path, state: dict[str, Any], model: torch.nn.Module, optimizer: CustomOptimizer) -> Any:
     """A state whose placeholders are replaced by tensors, sharded as in this run. Every rank must call it."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -212,8 +200,7 @@ def load_sharded(
     tensors = {place: torch.zeros_like(like[place].detach(), dtype=dtype) for place, dtype in dtypes.items()}
     with _dcp_errors(ValueError, f"{path} does not load"):
         load(tensors, checkpoint_id=path, no_dist=True)  # each rank reads what it needs, without collectives
-    loaded: dict[str, Any] = tree_map(state, lambda part, _: tensors[part[_PLACE]] if _is_placeholder(part) else part)
-    return loaded
+    return tree_map(state, lambda part, _: tensors[part[_PLACE]] if _is_placeholder(part) else part)
 
 
 def _placeholders(state: Any) -> dict[str, torch.dtype]:

@@ -30,32 +30,23 @@ def tree_map(value: Any, change: Callable[[Any, str], Any], place: str = "") -> 
     if changed is not value:
         return changed
     if isinstance(value, dict):
-        parts = [
-            (tree_map(key, change, place), tree_map(part, change, f"{place}[{key!r}]")) for key, part in value.items()
-        ]
-        if not isinstance(value, OrderedDict):
-            return dict(parts)
-        ordered = OrderedDict(parts)
-        if hasattr(value, "_metadata"):
-            ordered._metadata = tree_map(value._metadata, change, place)  # type: ignore[attr-defined]
-        return ordered
+        copied: Any = OrderedDict() if isinstance(value, OrderedDict) else {}
+        for key, part in value.items():
+            copied[tree_map(key, change, place)] = tree_map(part, change, f"{place}[{key!r}]")
+        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+            copied._metadata = tree_map(value._metadata, change, place)
+        return copied
     if isinstance(value, list | tuple):
         parts = [tree_map(part, change, f"{place}[{number}]") for number, part in enumerate(value)]
         return parts if isinstance(value, list) else tuple(parts)
     return value
 
 
+# name of a file, or of a directory; a step may have several directories, the newest with the largest number
 _NAME = re.compile(r"step-([0-9]{9,})(?:\.pt|-([0-9]+))")
-"""Name of a file, or of a directory; a step may have several directories, the newest with the largest number."""
-
-REST = "run.pt"
-"""The file in a sharded checkpoint with everything but the sharded tensors."""
-
-EXTRA_STATE = "_extra_state"
-"""The end of names in a module's state dict under which torch keeps what ``get_extra_state`` returns."""
-
-_MARK = "variable_batch_size checkpoint"
-_VERSION = 1
+REST = "run.pt"  # the file in a sharded checkpoint with everything but the sharded tensors
+EXTRA_STATE = "_extra_state"  # the end of names in a module's state dict for what ``get_extra_state`` returns
+_MARK, _VERSION = "variable_batch_size checkpoint", 1
 
 
 def path_of(directory: Path, steps_done: int, number: int | None = None) -> Path:

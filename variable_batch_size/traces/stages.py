@@ -55,9 +55,8 @@ class Stages:
         if self.unit == "tokens":
             check_positive(tokens_per_sample=self.tokens_per_sample)
         elif (tokens := self.tokens_per_sample) is not None:
-            raise ValueError(
-                f"`tokens_per_sample` must be None unless `unit` is 'tokens', got {tokens!r} with {self.unit!r}"
-            )
+            found = f"{tokens!r} with {self.unit!r}"
+            raise ValueError(f"`tokens_per_sample` must be None unless `unit` is 'tokens', got {found}")
         if not self.starts or self.starts[0] != 0:
             raise ValueError(f"the first stage must begin at 0, got {self.starts[0] if self.starts else 'no stage'}")
         for number, (start, end, size) in enumerate(zip(self.starts, self._ends, self.sizes, strict=True), start=1):

@@ -128,10 +128,7 @@ def ranking(arms: Iterable[Arm], *, is_higher_better: bool) -> list[Arm]:
 
 
 def is_ahead(arm: Arm, other: Arm, *, is_higher_better: bool) -> bool:
-    """Whether an arm is significantly better than one ranked below it, or diverged for fewer seeds.
-
-    Both are decided by the seeds that have ended in both arms.
-    """
+    """Whether an arm is significantly better than one ranked below it, or diverged for fewer of their common seeds."""
     gap = arm.above(other)
     is_better = gap is not None and gap.is_clear and (gap.mean > 0) == is_higher_better
     common = arm.seeds(DONE, DIVERGED) & other.seeds(DONE, DIVERGED)
@@ -139,10 +136,7 @@ def is_ahead(arm: Arm, other: Arm, *, is_higher_better: bool) -> bool:
 
 
 def verdict(settings: Settings, arms: Sequence[Arm], reference: Arm | None) -> str:
-    """The best rule on a trace, if one is ahead of all others (:func:`is_ahead`), and the differences from it.
-
-    Differences have their 95 % interval over the seeds.
-    """
+    """The best rule on a trace, if one is ahead of all others, and the differences from it with 95 % intervals."""
     ranked = ranking(arms, is_higher_better=settings.is_higher_better)
     sentences = []
     if ranked:
@@ -154,10 +148,7 @@ def verdict(settings: Settings, arms: Sequence[Arm], reference: Arm | None) -> s
 
 
 def ranking_in_words(settings: Settings, arms: Sequence[Arm]) -> str:
-    """Rules from the best to the worst, then those without a result.
-
-    With > each rule before it is ahead of each rule after it, with ≈ not all are.
-    """
+    """Rules from the best to the worst, with > where all before it are ahead of all after it; then any others."""
     ranked = ranking(arms, is_higher_better=settings.is_higher_better)
     words = ""
     for number, arm in enumerate(ranked):
