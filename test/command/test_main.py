@@ -361,7 +361,7 @@ def test_output_can_be_captured_in_a_string():
 def test_every_command_has_help(run, command):
     code, out, _ = run(f"vbs {command} --help")
     assert code == 0
-    assert COMMANDS[command][1:20] in out
+    assert COMMANDS[command][1][1:20] in out
 
 
 def test_terminal_without_unicode_gets_ascii_output():

@@ -32,10 +32,7 @@ from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.traces.trace import Trace
 
-_NUM_RECORDS = 500
-_SAMPLES_PER_TEST = 256
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xla": "xla"}
-
 _one_at_a_time = threading.Lock()
 
 
@@ -83,7 +80,7 @@ class Training:
         own = range(self.sampler.rank, len(data), self.sampler.num_replicas)  # type: ignore[arg-type]
         share_buffers(self.model)
         self.model.eval()
-        for inputs, targets in DataLoader(Subset(data, own), batch_size=_SAMPLES_PER_TEST):
+        for inputs, targets in DataLoader(Subset(data, own), batch_size=256):
             outputs, targets = self.model(inputs.to(self.device)), targets.to(self.device)
             loss, metric = self.workload.loss(outputs, targets), self.workload.metric(outputs, targets)
             sums.add(loss=loss * len(inputs), metric=metric * len(inputs), samples=len(inputs))
@@ -169,7 +166,22 @@ def _train_on_this_core(
     if status == DONE and isinstance(schedule, PolicySchedule) and training.sampler.rank == 0:
         executed = schedule.trace[: optimizer.steps_done]
         executed.write(results.run_directory(run) / "executed.csv", comment=schedule.description)
-    return _outcome(settings, optimizer, status, tests, time.monotonic() - began)
+    (losses, metrics), done = zip(*tests, strict=True), optimizer.steps_done
+    reason = f"no gradient was finite before update {done}"
+    for name, value in (("metric", metrics[-1]), ("test loss", losses[-1])):
+        reason = reason if math.isfinite(value) else f"the {name} is {value} after {done} updates"
+    best = max if settings.is_higher_better else min
+    return Outcome(
+        status=status,
+        reason="" if status == DONE else reason,
+        updates=done,
+        samples=optimizer.samples_done,
+        progress=optimizer.progress,
+        final_loss=losses[-1] if math.isfinite(losses[-1]) else None,
+        final_metric=metrics[-1] if math.isfinite(metrics[-1]) else None,
+        best_metric=best(filter(math.isfinite, metrics), default=None),
+        seconds=time.monotonic() - began,
+    )
 
 
 def _seed(seed: int) -> None:
@@ -187,7 +199,7 @@ def _fit(
     scheduler = LambdaLR(optimizer, lambda _: 1.0 if schedule is None else schedule(fraction()))
     samples_per_test = settings.num_samples / settings.num_tests
     num_steps = settings.num_samples / float(training.sampler.schedule.trace.sizes.mean())
-    log_steps = settings.log_steps or max(1, round(num_steps / _NUM_RECORDS))
+    log_steps = settings.log_steps or max(1, round(num_steps / 500))  # about 500 records
     steps, decisions = JsonLines(directory / "steps.jsonl"), JsonLines(directory / "decisions.jsonl")
     if training.sampler.rank == 0:
         optimizer.on_decision(decisions)
@@ -211,24 +223,3 @@ def _fit(
                 return DONE, tests
             progress_at_test = optimizer.progress
     raise AssertionError("minibatches never end")
-
-
-def _outcome(
-    settings: Settings, optimizer: CustomOptimizer, status: str, tests: list[tuple[float, float]], seconds: float
-) -> Outcome:
-    (losses, metrics), updates = zip(*tests, strict=True), optimizer.steps_done
-    reason = f"no gradient was finite before update {updates}"
-    for name, value in (("metric", metrics[-1]), ("test loss", losses[-1])):
-        reason = reason if math.isfinite(value) else f"the {name} is {value} after {updates} updates"
-    best = max if settings.is_higher_better else min
-    return Outcome(
-        status=status,
-        reason="" if status == DONE else reason,
-        updates=updates,
-        samples=optimizer.samples_done,
-        progress=optimizer.progress,
-        final_loss=losses[-1] if math.isfinite(losses[-1]) else None,
-        final_metric=metrics[-1] if math.isfinite(metrics[-1]) else None,
-        best_metric=best(filter(math.isfinite, metrics), default=None),
-        seconds=seconds,
-    )

@@ -45,7 +45,12 @@ def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> N
     edges = np.linspace(0, plan.num_steps, min(plan.num_steps, 1000) + 1).round().astype(np.int64).tolist()
     rows = _curves(plan, schedule, edges)
     borders = [epoch.first_step for epoch in plan.epochs[1:]] if plan.num_epochs <= _MOST_EPOCHS else []
-    figure.suptitle(_title(plan), fontsize=12)
+    name = plan.trace if len(plan.trace) <= _LONGEST_NAME else "…" + plan.trace[-_LONGEST_NAME:]
+    done = (
+        f"{plan.num_steps:,} steps, {plan.num_samples:,} samples, {plan.num_epochs:,} epochs of {plan.dataset_size:,}"
+    )
+    cores = f"{plan.num_cores:,} core{'s' if plan.num_cores > 1 else ''}, minibatches of {plan.minibatch_size:,}"
+    figure.suptitle(f"{name}\n{done}; {cores}", fontsize=12)
     panels = figure.subplots(len(rows), 2, sharex="col", sharey="row", squeeze=False)
     units: dict[str, Callable[[int], int]] = {"steps": int, "samples": schedule.samples_before}
     for column, (unit, at) in zip(panels.T, units.items(), strict=True):
@@ -78,15 +83,6 @@ def new_figure(width: float, height: float, *, extra: str = "report") -> Any:
 def check_suffix(path: str | os.PathLike[str]) -> None:
     if os.path.splitext(os.fspath(path))[1].lower() not in SUFFIXES:
         raise ValueError(f"the file name of a plot must end in {' or '.join(SUFFIXES)}, got {os.fspath(path)!r}")
-
-
-def _title(plan: Plan) -> str:
-    name = plan.trace if len(plan.trace) <= _LONGEST_NAME else "…" + plan.trace[-_LONGEST_NAME:]
-    cores = f"{plan.num_cores:,} core" + ("s" if plan.num_cores > 1 else "")
-    return (
-        f"{name}\n{plan.num_steps:,} steps, {plan.num_samples:,} samples, {plan.num_epochs:,} epochs of "
-        f"{plan.dataset_size:,}; {cores}, minibatches of {plan.minibatch_size:,}"
-    )
 
 
 def _curves(plan: Plan, schedule: Schedule, edges: list[int]) -> dict[str, dict[str, Curve]]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size.planning.pictures import plot_simulations
-from variable_batch_size.planning.plan import Plan, PlannedEpoch
+from variable_batch_size.planning.plan import Plan
 from variable_batch_size.planning.simulate import Simulation
 from variable_batch_size.traces.convert import Conversion
 from variable_batch_size.traces.trace import Trace
@@ -112,16 +112,14 @@ def plan_report(plan: Plan) -> str:
     def tokens(count: int) -> list[int]:
         return [] if each is None else [each * count]
 
-    def left_over(epoch: PlannedEpoch) -> str:
-        return f"{epoch.num_left_over:,}{'*' if epoch.ends_with_trace else ' '}"
-
     blocks, load, with_tokens = [_summary(plan)], ["deep", "idle cores", *plan.rules], each is not None
     head = ["batch size", *["tokens"] * with_tokens, "steps", "minibatches", *load]
     rows = [[size[0], *tokens(size[0]), *size[1:5], *size.factors.values()] for size in plan.sizes]
     blocks.append(f"batch sizes{title}\n{_shortened(head, rows)}")
     head = ["epoch", "first step", "steps", "samples", "left over "]
+    rows = [[*at[:4], f"{at.num_left_over:,}{'*' if at.ends_with_trace else ' '}"] for at in plan.epochs]
     note = "\n* ends with the trace" if plan.epochs[-1].ends_with_trace else ""
-    blocks.append(f"epochs\n{_shortened(head, [[*epoch[:4], left_over(epoch)] for epoch in plan.epochs])}{note}")
+    blocks.append(f"epochs\n{_shortened(head, rows)}{note}")
     head = ["step", "samples before", *["tokens before"] * with_tokens, "epoch", "batch size", *load]
     rows = [[at[0], at[2], *tokens(at[2]), at.epoch, *at[3:6], *at.factors.values()] for at in plan.moments]
     blocks.append(f"over time{title}\n{_shortened(head, rows)}")

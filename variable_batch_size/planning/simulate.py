@@ -121,9 +121,6 @@ class NoiseCurve:
         return cls(sorted(found), [found[progress] for progress in sorted(found)])
 
 
-_MOST_EMPTY_SPANS = 10_000
-
-
 class Moment(NamedTuple):
     """The time and progress at which a simulated run changes its cores or batch size."""
 
@@ -205,12 +202,10 @@ def simulate(
     if policy.needs_loss:
         raise ValueError(f"a simulation has no loss, which the policy {type(policy).__name__} needs")
     run = _Run(PolicyTiming(policy), profile, noise, minibatch_size, ref_batchsize, capacity, progress)
-    num_empty = 0
-    for span in availability:
-        num_empty = 0 if run.spend(span, restart_seconds) else num_empty + 1
-        if run.progress >= progress:
-            break
-        if num_empty > _MOST_EMPTY_SPANS:
+    num_empty, spans = 0, iter(availability)
+    while run.progress < progress:
+        num_empty = 0 if run.spend(next(spans), restart_seconds) else num_empty + 1
+        if num_empty > 10_000:
             raise ValueError(f"{availability.name}: no step fits between two changes of the number of cores")
     run.moments.append(Moment(run.seconds, run.cores, run.made[-1][0], run.progress))
     return run

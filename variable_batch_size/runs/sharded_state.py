@@ -60,11 +60,9 @@ def _model_state(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _optimizer_state(optimizer: CustomOptimizer) -> dict[str, Any]:
-    def ordered(p: torch.Tensor, value: Any, _: str) -> Any:
-        return from_local_like(p, to_local(value)) if _match(p, value) else value
-
     # torch loses the order of shards in a dimension that is sharded twice; the parameter still has it
-    return map_params(optimizer.inner, optimizer.state_dict(), ordered)
+    state = optimizer.state_dict()
+    return map_params(optimizer.inner, state, lambda p, v, _: from_local_like(p, to_local(v)) if _match(p, v) else v)
 
 
 def try_out_optimizer(optimizer: CustomOptimizer) -> None:
@@ -86,10 +84,9 @@ def try_out_model(model: torch.nn.Module) -> None:
 
 
 def _consolidate(optimizer: CustomOptimizer) -> None:
-    for inner in optimizers_of(optimizer.inner):
-        if is_zero(inner):
-            group = group_of(optimizer.sampler.process_group)
-            inner.consolidate_state_dict(to=ranks_of(group)[0])  # type: ignore[attr-defined]
+    for inner in filter(is_zero, optimizers_of(optimizer.inner)):
+        first = ranks_of(group_of(optimizer.sampler.process_group))[0]
+        inner.consolidate_state_dict(to=first)  # type: ignore[attr-defined]
 
 
 def load_model(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
@@ -132,11 +129,8 @@ def _numbered_params(inner: Optimizer, state: Mapping[str, Any]) -> Iterator[tup
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside DistributedDataParallel and torch.compile."""
-    while True:
-        inside = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-        if not isinstance(inside, torch.nn.Module):
-            return model
-        model = inside
+    inside = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return unwrapped(inside) if isinstance(inside, torch.nn.Module) else model
 
 
 def _plain_name(name: str) -> str:

@@ -91,7 +91,7 @@ class Recording:
         elif any(cell.lower() in _EVENTS for _, cells in islice(_table(source, text), 2) for cell in cells[1:2]):
             format, rows = "events", _event_rows(source, text)
         else:
-            return cls._of(_count_rows(source, text, time_column, count_column, TIME_UNITS[time_unit or "s"]))
+            return cls._of(_count_rows(source, text, (time_column, count_column), TIME_UNITS[time_unit or "s"]))
         for name, value in {"time_column": time_column, "count_column": count_column, "time_unit": time_unit}.items():
             if value is not None:
                 raise ValueError(f"{source}: `{name}` must be None for a file of {format}, got {value!r}")
@@ -157,13 +157,11 @@ def _table(source: str, text: str) -> Iterator[tuple[int, list[str]]]:
             yield line, cells
 
 
-def _count_rows(
-    source: str, text: str, time_column: str | None, count_column: str | None, unit: float
-) -> Iterator[_Row]:
+def _count_rows(source: str, text: str, names: tuple[str | None, str | None], unit: float) -> Iterator[_Row]:
     """The rows of a table of times and counts, with a header."""
     table = _table(source, text)
     line, header = next(table, (1, []))
-    columns = _columns(f"{source}:{line}", header, time_column, count_column)
+    columns = _columns(f"{source}:{line}", header, *names)
     has_dates: bool | None = None
     for line, cells in table:
         place = f"{source}:{line}"

@@ -174,10 +174,7 @@ class Trace:
         return int(self.sizes[0 if self.is_endless else row])
 
     def __iter__(self) -> Iterator[int]:
-        while True:
-            yield from self.sizes.tolist()
-            if not self.is_endless:
-                return
+        return itertools.repeat(self[0]) if self.is_endless else iter(self.sizes.tolist())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Trace):
@@ -263,8 +260,7 @@ def _sizes_by_row(source: str, text: bytes, names: list[str]) -> npt.NDArray[np.
         refuse(f"{source}:{header_line + 1}", "expected a row below the header", "nothing")
     sizes, expected = [], 0
     for line, content in rows:
-        place = f"{source}:{line}"
-        values = content.rstrip(", \t").split(",")
+        place, values = f"{source}:{line}", content.rstrip(", \t").split(",")
         if len(values) > len(names):
             refuse(place, f"a row must have {len(names)} values", len(values))
         of_columns = dict(zip(names, map(str.strip, values), strict=False))
