@@ -66,7 +66,6 @@ _ARGUMENTS = {  # option, placeholder and help of the arguments of the functions
     "change": ("--change", None, "begin a stage at the nearest step, or at the first one after, as Megatron-LM does"),
 }
 _CHOICES = {"unit": UNITS, "change": CHANGES}
-
 _DEFAULTS = {  # what it means to omit an option
     "num_steps": "K for each batch size",
     "num_samples": "up to the first step of the last batch size",
@@ -105,16 +104,11 @@ def _add_argument(parser: argparse.ArgumentParser, name: str, parameter: inspect
 def run_make(options: argparse.Namespace) -> None:
     trace = options.make(**selected(options, *inspect.signature(options.make).parameters))
     _write_trace(trace, options)
-    _print_trace(trace, options.width)
+    _print_trace(trace)
 
 
 def _add_out(parser: Any) -> None:
     parser.add_argument("--out", metavar="FILE", help="the trace file to write (default: only show the trace)")
-    _add_width(parser)
-
-
-def _add_width(parser: Any) -> None:
-    parser.add_argument("--width", type=count, metavar="W", help="characters per line (default: the terminal's)")
 
 
 def _write_trace(trace: Trace, options: argparse.Namespace) -> None:
@@ -122,10 +116,10 @@ def _write_trace(trace: Trace, options: argparse.Namespace) -> None:
         trace.write(options.out, comment=f"made by: {options.command}")
 
 
-def _print_trace(trace: Trace, width: int | None) -> None:
+def _print_trace(trace: Trace) -> None:
     """Print a trace as sparklines, in ASCII if the terminal has no block characters."""
     is_ascii = "█".encode(sys.stdout.encoding or "utf-8", errors="replace") == b"?"
-    print_text(trace_report(trace, width=max(width or shutil.get_terminal_size().columns, 24), is_ascii=is_ascii))
+    print_text(trace_report(trace, width=max(shutil.get_terminal_size().columns, 24), is_ascii=is_ascii))
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
@@ -173,7 +167,7 @@ def run_convert(options: argparse.Namespace) -> None:
     )
     _write_trace(conversion.trace, options)
     print_text(conversion_report(conversion))
-    _print_trace(conversion.trace, options.width)
+    _print_trace(conversion.trace)
 
 
 def _require(options: argparse.Namespace, *names: str, instead: str | None = None) -> None:
@@ -187,14 +181,13 @@ def add_show(parser: argparse.ArgumentParser) -> None:
     help = f"a trace file; next to an {EXECUTED} of a policy, {DECISIONS} is also shown"
     parser.add_argument("trace", metavar="TRACE", help=help)
     parser.add_argument("--plot", metavar="FILE", help="also draw both, as a .png or .svg file (needs matplotlib)")
-    _add_width(parser)
 
 
 def run_show(options: argparse.Namespace) -> None:
     trace = Trace.read(options.trace)
     if trace.comment:
         print_text(trace.comment)
-    _print_trace(trace, options.width)
+    _print_trace(trace)
     is_executed, decisions = Path(options.trace).name == EXECUTED, Path(options.trace).with_name(DECISIONS)
     if options.plot is not None and not is_executed:
         raise ValueError(f"--plot draws an {EXECUTED} of a policy, got {options.trace}; vbs plan draws a trace")

@@ -32,9 +32,7 @@ from variable_batch_size.comparison.workload import load_function, source_of
 from variable_batch_size.cores.launch import end_with_parent
 from variable_batch_size.traces.trace import Trace
 
-Work = tuple[Callable[..., Outcome], tuple[Any, ...], dict[str, Any]]
-"""A picklable function and its arguments."""
-
+Work = tuple[Callable[..., Outcome], tuple[Any, ...], dict[str, Any]]  # a picklable function and its arguments
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _START_METHOD: Final = "spawn"  # a forked process would inherit locks held by threads of this one
 

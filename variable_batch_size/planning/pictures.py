@@ -28,9 +28,7 @@ STYLES: list[dict[str, Any]] = [
 ]
 _MOST_EPOCHS = 41  # whose borders are drawn
 _LONGEST_NAME = 120
-
-Curve = npt.NDArray[np.float64]
-"""Three rows: minimum, mean and maximum of each bin of steps."""
+Curve = npt.NDArray[np.float64]  # three rows: minimum, mean and maximum of each bin of steps
 
 
 def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> None:

@@ -11,8 +11,7 @@ from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.schedules.schedule import Schedule
 
-RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}
-"""The rules in a plan by default."""
+RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}  # by default
 
 
 def planned_rules(names: Sequence[str], *, noise_scale: float | None = None) -> dict[str, Rule]:

@@ -114,7 +114,7 @@ def plan_report(plan: Plan) -> str:
 
     blocks, load, with_tokens = [_summary(plan)], ["deep", "idle cores", *plan.rules], each is not None
     head = ["batch size", *["tokens"] * with_tokens, "steps", "minibatches", *load]
-    rows = [[size[0], *tokens(size[0]), *size[1:5], *size.factors.values()] for size in plan.sizes]
+    rows: list[list[Any]] = [[size[0], *tokens(size[0]), *size[1:5], *size.factors.values()] for size in plan.sizes]
     blocks.append(f"batch sizes{title}\n{_shortened(head, rows)}")
     head = ["epoch", "first step", "steps", "samples", "left over "]
     rows = [[*at[:4], f"{at.num_left_over:,}{'*' if at.ends_with_trace else ' '}"] for at in plan.epochs]
@@ -197,8 +197,7 @@ def _seconds(value: float) -> str:
     return f"{value:.3g}" if 1e-6 <= value < 0.1 else _number(value)
 
 
-Table = list[list[str]]
-"""Rows of cells, of which the first is the head."""
+Table = list[list[str]]  # rows of cells, of which the first is the head
 
 
 def simulation_table(simulations: Mapping[str, Simulation], *, price: float | None) -> Table:

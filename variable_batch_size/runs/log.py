@@ -78,7 +78,6 @@ class Metrics:
 
 
 Record = dict[str, Any]
-
 _LOSSES_AT_ONCE = 32
 
 

@@ -25,7 +25,6 @@ from variable_batch_size.runs import state_file
 from variable_batch_size.runs.state_file import tree_map
 
 Tensors = dict[str, torch.Tensor]
-
 _PLACE = "variable_batch_size place"  # the key of the placeholder for a sharded tensor, in the file with the rest
 
 

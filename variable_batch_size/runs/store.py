@@ -19,7 +19,6 @@ from variable_batch_size.runs.remote import RemoteDirectory, is_url, local_path
 from variable_batch_size.schedules.schedule import BaseSchedule
 
 Format = Literal["file", "sharded"]
-
 EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"  # files that grow next to the checkpoints
 
 

@@ -24,7 +24,6 @@ TimeUnit = Literal["ms", "s", "min", "h"]
 TIME_UNITS: Mapping[TimeUnit, float] = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 _Row = tuple[str, float, int]  # a place in a file, the time in seconds, and the number of devices from then on
-
 _LATEST = 1e15  # seconds
 _MOST_DEVICES = 10**9
 

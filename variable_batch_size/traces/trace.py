@@ -40,8 +40,6 @@ class Column(Protocol):
 Sizes: TypeAlias = Sequence[Integer] | npt.NDArray[np.integer[Any]] | Column
 Rows: TypeAlias = npt.NDArray[np.int64]
 
-_NO_SEQUENCES = (int, np.integer, bytes, dict, set)
-
 
 class Trace:
     """The global batch size of every optimizer step, in order.
@@ -72,7 +70,7 @@ class Trace:
             return cls.read(source)
         if is_integer(source):
             return cls.constant(source)
-        if hasattr(source, "__len__") and not isinstance(source, _NO_SEQUENCES):
+        if hasattr(source, "__len__") and not isinstance(source, (int, np.integer, bytes, dict, set)):
             return cls.from_sequence(source)
         raise ValueError(f"`trace` must be a path, a sequence of batch sizes or an integer, got {source!r}")
 

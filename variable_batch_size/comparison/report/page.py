@@ -23,7 +23,6 @@ AXES = ("step", "samples", "progress")
 TRAINING = ("batch_size", "lr", "loss", "gain", "noise_scale")
 TESTS = ("test_loss", "metric")
 LOGARITHMIC = ("loss", "test_loss", "noise_scale")  # quantities with a logarithmic axis
-
 _MOST_POINTS = 500
 _TINY = 1e-30
 _COLOURS = (*(style["color"] for style in STYLES[1:]), "#8E7CC3")
