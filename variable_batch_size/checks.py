@@ -1,6 +1,7 @@
 """Checks of arguments, with errors that contain name, rule and value."""
 
 import copy
+import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
@@ -79,6 +80,14 @@ def copy_for_run(recipe: T, *shared: Any) -> T:
 def install(extra: str) -> str:
     """How to install the packages of an extra, from an index or from a clone."""
     return f"pip install 'variable_batch_size[{extra}]', or in a clone pip install '.[{extra}]'"
+
+
+def import_extra(module: str, needs: str, extra: str) -> Any:
+    """Import a module of an extra; an ImportError says what needs it, and how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ImportError(f"{needs}: {install(extra)}") from None
 
 
 def refuse(place: str, rule: str, value: Any) -> NoReturn:

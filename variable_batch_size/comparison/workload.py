@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from variable_batch_size.checks import check_positive, install
+from variable_batch_size.checks import check_positive, import_extra
 
 
 def load_function(name: str) -> Callable[[], Any]:
@@ -104,12 +104,8 @@ def source_of(name: str) -> str | None:
 
 def _digits(datadir: Path | None) -> Workload:
     """scikit-learn's 1,797 digits of 8 × 8 pixels, and a network with one hidden layer."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise ImportError(f"the digits need scikit-learn: {install('compare')}") from None
-
-    pixels, labels = load_digits(return_X_y=True)
+    datasets = import_extra("sklearn.datasets", "the digits need scikit-learn", "compare")
+    pixels, labels = datasets.load_digits(return_X_y=True)
     order = np.random.RandomState(0).permutation(len(labels))
     images, targets = torch.tensor(pixels[order] / 16, dtype=torch.float32), torch.tensor(labels[order])
     return Workload(
@@ -135,12 +131,9 @@ def _mnist(datadir: Path | None) -> Workload:
     """MNIST from the files of torchvision, and a small convolutional network."""
     if datadir is None:
         raise ValueError("mnist needs --datadir, the directory of its files")
+    datasets = import_extra("torchvision.datasets", "mnist needs torchvision", "mnist")
     try:
-        from torchvision.datasets import MNIST
-    except ImportError:
-        raise ImportError(f"mnist needs torchvision: {install('mnist')}") from None
-    try:
-        parts = [MNIST(datadir, train=is_train) for is_train in (True, False)]
+        parts = [datasets.MNIST(datadir, train=is_train) for is_train in (True, False)]
     except RuntimeError:
         raise ValueError(f"{datadir} does not contain torchvision's files of mnist") from None
     return Workload(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size.checks import install
+from variable_batch_size.checks import import_extra
 from variable_batch_size.planning.plan import Plan
 from variable_batch_size.planning.simulate import Simulation
 from variable_batch_size.schedules.schedule import Schedule
@@ -71,11 +71,8 @@ def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> N
 
 def new_figure(width: float, height: float, *, extra: str = "report") -> Any:
     """A figure in inches of 100 pixels; `extra` is the extra of this package that installs matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(f"a plot needs matplotlib: {install(extra)}") from None
-    return Figure(figsize=(width, height), dpi=100, layout="constrained")
+    matplotlib = import_extra("matplotlib.figure", "a plot needs matplotlib", extra)
+    return matplotlib.Figure(figsize=(width, height), dpi=100, layout="constrained")
 
 
 def check_suffix(path: str | os.PathLike[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from variable_batch_size.checks import install, is_integer, refuse
+from variable_batch_size.checks import import_extra, is_integer, refuse
 from variable_batch_size.files import write_text
 from variable_batch_size.policies.throughput import Throughput
 
@@ -132,11 +132,8 @@ def fit_throughput(rows: Sequence[Measured]) -> Throughput:
     Parameters that the rows don't determine are fixed: with one minibatch size, the constant part is half of its time;
     an unused network takes no time; and with two cores at most, the all-reduce does not slow down with their number.
     """
-    try:
-        from scipy.optimize import least_squares, minimize
-    except ImportError:
-        raise ImportError(f"fitting needs scipy: {install('compare')}") from None
-
+    optimize = import_extra("scipy.optimize", "fitting needs scipy", "compare")
+    least_squares, minimize = optimize.least_squares, optimize.minimize
     start, is_free = _start(rows)
     free = [index for index, is_it in enumerate(is_free) if is_it]
     spans = [(math.log(_TINY / 100), math.log(1e6))] * 6 + [(0.0, math.log(_LARGEST_GAMMA))]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size.checks import install
+from variable_batch_size.checks import import_extra
 from variable_batch_size.comparison.experiment import DIVERGED, ENDED, POLICY, REFERENCE, Results, Settings
 from variable_batch_size.comparison.report import summary
 from variable_batch_size.comparison.report.summary import Arm, arms_of, number
@@ -117,10 +117,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {  # of the table of runs; other cel
 def write_page(results: Results) -> None:
     from jinja2 import Environment, StrictUndefined
 
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise ImportError(f"the page needs plotly: {install('compare')}") from None
+    plotly = import_extra("plotly.offline", "the page needs plotly", "compare")
     experiment, settings, (reference, on_traces) = results.read_experiment(), results.settings(), arms_of(results)
 
     def curves_of(arm: Arm) -> dict[str, Any]:
@@ -153,7 +150,7 @@ def write_page(results: Results) -> None:
         },
         style=_resource("page.css"),
         script=_resource("page.js"),
-        library=get_plotlyjs(),
+        library=plotly.get_plotlyjs(),
     )
     write_text(results.page_file, page)
 

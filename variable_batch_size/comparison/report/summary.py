@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from variable_batch_size.checks import install
+from variable_batch_size.checks import import_extra
 from variable_batch_size.comparison.experiment import DIVERGED, DONE, FAILED, REFERENCE, Outcome, Results, Run, Settings
 
 
@@ -61,11 +61,9 @@ def difference(values: Sequence[float]) -> Estimate | None:
     found = spread(values)
     if found is None or found.error is None:
         return found
-    try:
-        from scipy.special import stdtrit  # called by scipy.stats.t.ppf, but scipy.stats takes a second to load
-    except ImportError:
-        raise ImportError(f"an interval needs scipy: {install('compare')}") from None
-    return found._replace(error=float(stdtrit(len(values) - 1, 0.975)) * found.error / math.sqrt(len(values)))
+    # scipy.stats.t.ppf calls its stdtrit, but scipy.stats takes a second to load
+    special, num = import_extra("scipy.special", "an interval needs scipy", "compare"), len(values)
+    return found._replace(error=float(special.stdtrit(num - 1, 0.975)) * found.error / math.sqrt(num))
 
 
 class Arm(NamedTuple):
