@@ -72,9 +72,8 @@ def copy_for_run(recipe: T, *shared: Any) -> T:
         return copy.deepcopy(recipe, {id(one): one for one in shared})
     except TypeError as error:
         name = type(recipe).__name__
-        raise ValueError(
-            f"every run has its own copy of {name}, which cannot be copied ({error}): implement {name}.__deepcopy__"
-        ) from error
+        found = f"every run has its own copy of {name}, which cannot be copied ({error})"
+        raise ValueError(f"{found}: implement {name}.__deepcopy__") from error
 
 
 def install(extra: str) -> str:

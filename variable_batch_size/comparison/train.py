@@ -118,13 +118,11 @@ def checked_workload(name: str, datadir: str | None, device: str | None, rules: 
     return workload
 
 
-def train(
-    settings: Settings, run: Run, directory: Path, *, datadir: str | None = None, updates: int | None = None
-) -> Outcome:
+def train(settings: Settings, run: Run, directory: Path, *, datadir: str | None, updates: int | None) -> Outcome:
     """Make a run, which ends after `updates` or else by the settings, into the directory of its experiment."""
     shutil.rmtree(Results(directory).run_directory(run), ignore_errors=True)
     args = (settings, run, directory, datadir, updates)
-    outcome: Outcome = on_cores(_train_on_this_core, args, cores=settings.cores, device=settings.device)
+    outcome: Outcome = on_cores(_train_on_core, args, cores=settings.cores, device=settings.device)
     return outcome
 
 
@@ -135,9 +133,7 @@ def on_cores(function: Callable[..., Any], args: tuple[Any, ...], *, cores: int,
     return launch(function, args, cores=cores, backend=_BACKENDS[device])[0]
 
 
-def _train_on_this_core(
-    settings: Settings, run: Run, directory: Path, datadir: str | None, updates: int | None
-) -> Outcome:
+def _train_on_core(settings: Settings, run: Run, directory: Path, datadir: str | None, updates: int | None) -> Outcome:
     torch.set_num_threads(settings.threads)
     with _one_at_a_time:  # virtual XLA cores are threads and share the random generators
         _seed(run.seed)  # a workload may draw its data

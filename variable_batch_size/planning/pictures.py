@@ -44,11 +44,9 @@ def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> N
     rows = _curves(plan, schedule, edges)
     borders = [epoch.first_step for epoch in plan.epochs[1:]] if plan.num_epochs <= _MOST_EPOCHS else []
     name = plan.trace if len(plan.trace) <= _LONGEST_NAME else "…" + plan.trace[-_LONGEST_NAME:]
-    done = (
-        f"{plan.num_steps:,} steps, {plan.num_samples:,} samples, {plan.num_epochs:,} epochs of {plan.dataset_size:,}"
-    )
+    samples = f"{plan.num_samples:,} samples, {plan.num_epochs:,} epochs of {plan.dataset_size:,}"
     cores = f"{plan.num_cores:,} core{'s' if plan.num_cores > 1 else ''}, minibatches of {plan.minibatch_size:,}"
-    figure.suptitle(f"{name}\n{done}; {cores}", fontsize=12)
+    figure.suptitle(f"{name}\n{plan.num_steps:,} steps, {samples}; {cores}", fontsize=12)
     panels = figure.subplots(len(rows), 2, sharex="col", sharey="row", squeeze=False)
     units: dict[str, Callable[[int], int]] = {"steps": int, "samples": schedule.samples_before}
     for column, (unit, at) in zip(panels.T, units.items(), strict=True):

@@ -235,13 +235,11 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
     return text.getvalue()
 
 
-def simulation_page(
-    simulations: Mapping[str, Simulation], table: Table, *, facts: Mapping[str, str], command: str
-) -> str:
+def simulation_page(runs: Mapping[str, Simulation], table: Table, *, facts: Mapping[str, str], command: str) -> str:
     """An HTML page of simulated runs, their table, their common settings, and the command that generated it."""
     template = (files("variable_batch_size.planning") / "simulation.html").read_text(encoding="utf-8")
     figure = io.StringIO()
-    plot_simulations(simulations, figure, format="svg")
+    plot_simulations(runs, figure, format="svg")
     return Template(template).substitute(
         head="".join(f"<th>{escape(cell)}</th>" for cell in table[0]),
         rows=_html_rows(table[1:]),

@@ -113,9 +113,8 @@ class NoiseCurve:
         for record in read_records(Path(path)):
             scale = record.get("noise_scale")
             if scale is not None and 0 < scale < math.inf:
-                found[record["progress"]] = scale * (
-                    record["samples"] / record["weight"] if "weight" in record else 1.0
-                )
+                in_samples = record["samples"] / record["weight"] if "weight" in record else 1.0
+                found[record["progress"]] = scale * in_samples
         if not found:
             refuse(os.fspath(path), "the log must have records with a noise scale, as of runs with AdaScale", "none")
         return cls(sorted(found), [found[progress] for progress in sorted(found)])

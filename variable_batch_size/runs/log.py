@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ Record = dict[str, Any]
 _LOSSES_AT_ONCE = 32
 
 
-class Log:
+class Log(AbstractContextManager["Log"]):
     """Passes a record of the run, a dictionary, to every sink on core 0 every N steps.
 
         log = vbs.Log(optimizer, every=50, to=[vbs.JsonLines("runs/a/log.jsonl"), vbs.TensorBoard("runs/a"), print])
@@ -160,9 +161,6 @@ class Log:
         for sink in self._sinks:
             if hasattr(sink, "close"):
                 sink.close()
-
-    def __enter__(self) -> "Log":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -118,11 +118,10 @@ def in_memory(state: dict[str, Any]) -> dict[str, Any]:
     torch.save(tree_map(state, without_contents), buffer)
     buffer.seek(0)
     try:
-        loaded: dict[str, Any] = torch.load(buffer, map_location="cpu", weights_only=True)
+        return torch.load(buffer, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
     except Exception as error:
         advice = "convert it to tensors, or pass its type to torch.serialization.add_safe_globals"
         raise ValueError(f"the state can be saved, but not loaded: {_reason(error)}; {advice}") from error
-    return loaded
 
 
 def _reason(error: Exception) -> str:

@@ -109,11 +109,8 @@ def convert_recording(
         step = int((rounded < 1).argmax() if rounded.min() < 1 else rounded.argmax())
         row = int(used[np.searchsorted(times, edges[step], side="right") - 1])
         rule = f"a step must have at least one minibatch of {minibatch_size} and at most 2**53 samples"
-        refuse(
-            recording.places[row],
-            rule,
-            f"{minibatches[step] * minibatch_size:g} samples, rounded {rounding} (`rounding`)",
-        )
+        found = f"{minibatches[step] * minibatch_size:g} samples, rounded {rounding} (`rounding`)"
+        refuse(recording.places[row], rule, found)
     return Conversion(
         trace=Trace.from_sequence(rounded.astype(np.int64) * minibatch_size),
         seconds_per_step=seconds_per_step,

@@ -106,7 +106,6 @@ def write_tables(results: Results) -> None:
         write_text(results.directory / name, csv_text([columns, *cells]))
 
 
-RESULT_COLUMNS = ("rule", "final", "against the yardstick", "best", "updates", "samples", "seconds", "runs")
 _FORMATS: dict[str, Callable[[Any], str]] = {  # of the table of runs; other cells are shown as they are
     **dict.fromkeys(("updates", "samples"), "{:,.0f}".format),
     "progress": "{:,.1f}".format,
@@ -138,7 +137,7 @@ def write_page(results: Results) -> None:
         settings=settings,
         num_planned=len(results.planned()),
         traces=[_trace(settings, name, arms, reference) for name, arms in on_traces.items()],
-        result_columns=RESULT_COLUMNS,
+        result_columns=("rule", "final", "against the yardstick", "best", "updates", "samples", "seconds", "runs"),
         runs=[(row["status"], [_or_dash(row[name], _FORMATS.get(name, str)) for name in columns]) for row in rows],
         run_columns=[name.replace("final_metric", "final").replace("best_metric", "best") for name in columns],
         commands=list(dict.fromkeys(origin["command"] for origin in experiment["origins"])),
