@@ -66,14 +66,7 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         self.variable_optimizer, self.variable_schedulers = optimizer, tuple(schedulers)
 
     def fit(
-        self,
-        x: Any = None,
-        *,
-        epochs: int = 1,
-        verbose: Any = "auto",
-        callbacks: Any = None,
-        validation_data: Any = None,
-        **kwargs: Any,
+        self, x: Any = None, *, epochs: int = 1, verbose: Any = "auto", callbacks: Any = None, **kwargs: Any
     ) -> Any:
         """Train until `epochs` epochs are complete, including those before a loaded state.
 
@@ -82,15 +75,15 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
             epochs: number of epochs of the whole run.
             verbose: as for ``keras.Model``.
             callbacks: as for ``keras.Model``.
-            validation_data: as for ``keras.Model``, like `validation_freq`, `validation_steps` and
-                `validation_batch_size`.
+            kwargs: `validation_data`, `validation_freq`, `validation_steps` and `validation_batch_size`, as for
+                ``keras.Model``.
         """
         optimizer = self._checked(x, kwargs)
         settings: dict[str, Any] = {"verbose": verbose, "epochs": epochs}
         run = _Run(callbacks, add_history=True, add_progbar=verbose != 0, model=self, steps=None, **settings)
         run.callbacks.sort(key=lambda callback: isinstance(callback, _SAVERS))  # to save what the others change
         run.begin()  # may load a state
-        kwargs |= {"verbose": verbose, "callbacks": run, "validation_data": validation_data, "shuffle": False}
+        kwargs |= {"verbose": verbose, "callbacks": run, "shuffle": False}
         steps_before = optimizer.steps_made
         for epoch in epochs_of(optimizer, epochs):
             steps = _StepLoader(x, optimizer)
@@ -108,7 +101,7 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
     def _checked(self, loader: Any, kwargs: Mapping[str, Any]) -> CustomOptimizer:
         if self.variable_optimizer is None:
             raise RuntimeError("call compile() with an optimizer of this library before fit()")
-        decided = set(kwargs) - {"validation_freq", "validation_steps", "validation_batch_size"}
+        decided = set(kwargs) - {"validation_data", "validation_freq", "validation_steps", "validation_batch_size"}
         if decided:
             raise ValueError(f"fit() does not accept {sorted(decided)}: the loader and the trace determine them")
         if getattr(loader, "batch_sampler", None) is not self.variable_optimizer.sampler:
