@@ -32,7 +32,8 @@ def tree_map(value: Any, change: Callable[[Any, str], Any], place: str = "") -> 
     if isinstance(value, dict):
         copied: Any = OrderedDict() if isinstance(value, OrderedDict) else {}
         for key, part in value.items():
-            copied[tree_map(key, change, place)] = tree_map(part, change, f"{place}[{key!r}]")
+            name = tree_map(key, change, place)
+            copied[name] = tree_map(part, change, f"{place}[{key!r}]")
         if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
             copied._metadata = tree_map(value._metadata, change, place)
         return copied
