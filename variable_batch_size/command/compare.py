@@ -19,7 +19,7 @@ from variable_batch_size.checks import check_positive_number
 from variable_batch_size.command.options import add_minibatch, positive, print_text
 from variable_batch_size.comparison import experiment
 from variable_batch_size.comparison.experiment import POLICY, REFERENCE, Results, Settings
-from variable_batch_size.comparison.report.page import draw_picture, write_page, write_tables
+from variable_batch_size.comparison.report.page import draw_picture, write_report
 from variable_batch_size.comparison.report.summary import arms_of, verdict
 from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Situation
@@ -191,8 +191,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 def run_report(options: argparse.Namespace) -> None:
     results = Results(Path(options.results))
-    write_tables(results)
-    write_page(results)
+    write_report(results)
     if options.plot is not None:
         draw_picture(results, options.plot)
     _print_verdicts(results)

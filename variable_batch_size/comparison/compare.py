@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from variable_batch_size.comparison.experiment import DONE, ENDED, FAILED, Outcome, Results, Run, Settings, runs_of
-from variable_batch_size.comparison.report.page import write_page, write_tables
+from variable_batch_size.comparison.report.page import write_report
 from variable_batch_size.comparison.report.summary import number
 from variable_batch_size.comparison.train import train
 from variable_batch_size.comparison.workload import load_function, source_of
@@ -91,8 +91,7 @@ def compare(
                         bar.update()
                         bar.write(f"{run}: {_in_words(settings, outcome)}", file=sys.stderr)
             finally:
-                write_tables(results)
-                write_page(results)
+                write_report(results)
 
 
 @contextmanager

@@ -63,7 +63,13 @@ def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> N
     for (left, right), (label, curves) in zip(panels, rows.items(), strict=True):
         left.set_ylabel(label, fontsize=11)
         _add_legend(right, fontsize=10, borderaxespad=0.2)
-        _scale(left, np.concatenate([curve[[0, 2]].ravel() for curve in curves.values()]))
+        values = np.concatenate([curve[[0, 2]].ravel() for curve in curves.values()])
+        if values.min() > 0 and values.max() / values.min() >= 8:
+            left.set_yscale("log", base=2)
+            left.set_ylim(values.min() / 1.3, values.max() * 1.3)
+        else:
+            left.set_ylim(-0.03 * values.max(), values.max() * 1.1)  # keep a line at 0 visible
+        left.yaxis.set_major_formatter("{x:,g}")
     figure.savefig(path)
 
 
@@ -132,16 +138,6 @@ def _add_grid(panel: Any, borders: Iterable[float] = ()) -> None:
 
 def _add_legend(panel: Any, **options: Any) -> None:
     panel.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=6, frameon=False, **options)
-
-
-def _scale(panel: Any, values: npt.NDArray[np.float64]) -> None:
-    """A logarithmic axis for a wide range of values, else a linear axis from 0."""
-    if values.min() > 0 and values.max() / values.min() >= 8:
-        panel.set_yscale("log", base=2)
-        panel.set_ylim(values.min() / 1.3, values.max() * 1.3)
-    else:
-        panel.set_ylim(-0.03 * values.max(), values.max() * 1.1)  # keep a line at 0 visible
-    panel.yaxis.set_major_formatter("{x:,g}")
 
 
 def plot_decisions(trace: Trace, records: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:

@@ -98,14 +98,6 @@ _RUN = ("trace", "rule", "seed")
 _ENDED = ("status", "updates", "samples", "progress", "final_loss", "final_metric", "best_metric", "reason")
 
 
-def write_tables(results: Results) -> None:
-    """Write results.csv, and timings.csv with the seconds of each run, so that results.csv is reproducible."""
-    rows = [{**asdict(run), **asdict(outcome)} for run, outcome in results.runs()]
-    for name, columns in (("results.csv", (*_RUN, *_ENDED)), ("timings.csv", (*_RUN, "seconds"))):
-        cells = [[row[column] for column in columns] for row in rows]
-        write_text(results.directory / name, csv_text([columns, *cells]))
-
-
 _FORMATS: dict[str, Callable[[Any], str]] = {  # of the table of runs; other cells are shown as they are
     **dict.fromkeys(("updates", "samples"), "{:,.0f}".format),
     "progress": "{:,.1f}".format,
@@ -113,7 +105,11 @@ _FORMATS: dict[str, Callable[[Any], str]] = {  # of the table of runs; other cel
 }
 
 
-def write_page(results: Results) -> None:
+def write_report(results: Results) -> None:
+    """Write results.csv, timings.csv with the seconds, so that the former is reproducible, and ``report.html``."""
+    rows = [{**asdict(run), **asdict(outcome)} for run, outcome in results.runs()]
+    for file, names in (("results.csv", (*_RUN, *_ENDED)), ("timings.csv", (*_RUN, "seconds"))):
+        write_text(results.directory / file, csv_text([names, *([row[name] for name in names] for row in rows)]))
     from jinja2 import Environment, StrictUndefined
 
     plotly = import_extra("plotly.offline", "the page needs plotly", "compare")
@@ -132,7 +128,6 @@ def write_page(results: Results) -> None:
     hashes = {name if name.startswith(POLICY) else f"SHA-256 of {name}": value for name, value in traces}
     facts = {**latest["versions"], "commit": latest["commit"], **hashes, **experiment["settings"]}
     columns = [name for name in (*_RUN, *_ENDED) if name != "final_loss"]
-    rows = [{**asdict(run), **asdict(outcome)} for run, outcome in results.runs()]
     page = environment.from_string(_resource("page.html")).render(
         settings=settings,
         num_planned=len(results.planned()),
