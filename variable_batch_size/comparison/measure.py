@@ -54,9 +54,9 @@ def _measure_on_this_core(
     torch.set_num_threads(threads)
     workload, trace = load_workload(name, datadir), [size * cores * depth for depth in _DEPTHS]
     # skip_nonfinite waits for the device in every step; otherwise the end of a step could not be timed
-    options: dict[str, Any] = {"on_end": "cycle", "ref_batchsize": trace[0], "skip_nonfinite": True}
-    model = workload.model().to(device_of(device))
-    training = Training(workload, model, rule, trace=trace, minibatch_size=size, **options)
+    options = {"ref_batchsize": trace[0], "skip_nonfinite": True}
+    sampler = {"trace": trace, "minibatch_size": size, "on_end": "cycle"}
+    training = Training(workload, workload.model().to(device_of(device)), rule, sampler, **options)
     optimizer, times, steps_done, began = training.optimizer, StepTimes(), 0, clock()
     for _ in training.losses():
         if optimizer.steps_done == steps_done:
@@ -103,13 +103,13 @@ def _branch_losses(
     """The test loss at the end of each branch."""
     torch.manual_seed(seed)
     model = workload.model()
-    run = Training(workload, model, rule, trace=sizes[0], seed=seed)
+    run = Training(workload, model, rule, {"trace": sizes[0], "seed": seed})
     _train_on(run, samples_before)
     states = [copy.deepcopy(part.state_dict()) for part in run.parts]
     found = []
     for size in sizes:
         # the same order of samples for all branches, different from that of the run before
-        branch = Training(workload, model, rule, trace=size, seed=seed + 1_000_000)
+        branch = Training(workload, model, rule, {"trace": size, "seed": seed + 1_000_000})
         for part, state in zip(branch.parts, states, strict=True):
             part.load_state_dict(copy.deepcopy(state))
         _train_on(branch, samples)

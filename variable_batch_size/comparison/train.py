@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -28,7 +29,6 @@ from variable_batch_size.policies.policy import Policy
 from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.runs.log import Log, Metrics
 from variable_batch_size.runs.sinks import JsonLines, TensorBoard
-from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.traces.trace import Trace
 
@@ -37,26 +37,14 @@ _one_at_a_time = threading.Lock()
 
 
 class Training:
-    """A model in training, with the sampler of a trace and the optimizer of a rule, to which `options` are passed."""
+    """A model in training, with arguments of its sampler, such as the trace, and options of its optimizer."""
 
     def __init__(
-        self,
-        workload: Workload,
-        model: torch.nn.Module,
-        rule: str,
-        *,
-        trace: Any,
-        minibatch_size: int | None = None,
-        seed: int = 0,
-        on_end: OnEnd = "stop",
-        lr: float | None = None,
-        **options: Any,
+        self, workload: Workload, model: nn.Module, rule: str, sampler: Any, lr: float | None = None, **options: Any
     ) -> None:
-        data: Any = workload.train
-        size = minibatch_size or workload.minibatch_size
         options = {"ref_batchsize": workload.ref_batchsize, "rule": make_rule(rule), "model": model, **options}
         self.workload, self.model, self.device = workload, model, next(model.parameters()).device
-        self.sampler = CustomSampler(data, trace=trace, minibatch_size=size, seed=seed, on_end=on_end)
+        self.sampler = CustomSampler(workload.train, **{"minibatch_size": workload.minibatch_size, **sampler})  # type: ignore[arg-type]
         self.optimizer = CustomOptimizer(inner_optimizer(workload, model, lr), self.sampler, **options)
         self.parts: list[Any] = [model, self.optimizer.inner, self.optimizer.rule]  # which have a state
 
@@ -89,7 +77,7 @@ class Training:
         return found["loss"] / found["samples"], found["metric"] / found["samples"]
 
 
-def inner_optimizer(workload: Workload, model: torch.nn.Module, lr: float | None) -> torch.optim.Optimizer:
+def inner_optimizer(workload: Workload, model: nn.Module, lr: float | None) -> torch.optim.Optimizer:
     """The optimizer of a workload, with another learning rate unless `lr` is None."""
     inner = workload.optimizer(model.parameters())
     for group in inner.param_groups:
@@ -142,10 +130,10 @@ def _train_on_core(settings: Settings, run: Run, directory: Path, datadir: str |
         model = workload.model().to(device_of(settings.device))
     results = Results(directory)
     trace = Trace.constant(settings.ref_batchsize) if run.trace == REFERENCE else results.trace(run.trace)
-    names = ("minibatch_size", "ref_batchsize", "on_end", "lr", "exact")
-    options: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    sampler = {"trace": trace, "seed": run.seed, "minibatch_size": settings.minibatch_size, "on_end": settings.on_end}
+    options: dict[str, Any] = {"ref_batchsize": settings.ref_batchsize, "exact": settings.exact}
     options["measure_noise"] = isinstance(trace, Policy) and trace.needs_noise
-    training = Training(workload, model, run.rule, trace=trace, seed=run.seed, **options)
+    training = Training(workload, model, run.rule, sampler, settings.lr, **options)
     optimizer = training.optimizer
 
     def fraction() -> float:
