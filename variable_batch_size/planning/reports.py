@@ -121,7 +121,7 @@ def plan_report(plan: Plan) -> str:
     note = "\n* ends with the trace" if plan.epochs[-1].ends_with_trace else ""
     blocks.append(f"epochs\n{_shortened(head, rows)}{note}")
     head = ["step", "samples before", *["tokens before"] * with_tokens, "epoch", "batch size", *load]
-    rows = [[at[0], at[2], *tokens(at[2]), at.epoch, *at[3:6], *at.factors.values()] for at in plan.moments]
+    rows = [[at.step, at[2], *tokens(at[2]), at.epoch, *at[3:6], *at.factors.values()] for at in plan.moments]
     blocks.append(f"over time{title}\n{_shortened(head, rows)}")
     if plan.checkpoints:
         head = ["steps done", "samples done", "epoch", "steps done in it"]
