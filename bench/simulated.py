@@ -26,7 +26,7 @@ def real(text, workload_name, clock):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     workload = load_workload(workload_name, None)
-    training = Training(workload, workload.model(), "adascale", trace=parse_policy(text))
+    training = Training(workload, workload.model(), "adascale", {"trace": parse_policy(text)})
     optimizer = training.optimizer
     noise, began = {}, clock()
     for _ in training.losses():

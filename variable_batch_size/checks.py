@@ -1,8 +1,7 @@
 """Checks of arguments, with errors that contain name, rule and value."""
 
-from __future__ import annotations
-
 import copy
+import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
@@ -73,14 +72,21 @@ def copy_for_run(recipe: T, *shared: Any) -> T:
         return copy.deepcopy(recipe, {id(one): one for one in shared})
     except TypeError as error:
         name = type(recipe).__name__
-        raise ValueError(
-            f"every run has its own copy of {name}, which cannot be copied ({error}): implement {name}.__deepcopy__"
-        ) from error
+        found = f"every run has its own copy of {name}, which cannot be copied ({error})"
+        raise ValueError(f"{found}: implement {name}.__deepcopy__") from error
 
 
 def install(extra: str) -> str:
     """How to install the packages of an extra, from an index or from a clone."""
     return f"pip install 'variable_batch_size[{extra}]', or in a clone pip install '.[{extra}]'"
+
+
+def import_extra(module: str, needs: str, extra: str) -> Any:
+    """Import a module of an extra; an ImportError says what needs it, and how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ImportError(f"{needs}: {install(extra)}") from None
 
 
 def refuse(place: str, rule: str, value: Any) -> NoReturn:

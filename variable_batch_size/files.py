@@ -1,7 +1,5 @@
 """Atomic local file writes, and JSON lines."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

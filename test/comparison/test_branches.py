@@ -10,15 +10,7 @@ from variable_batch_size.comparison.workload import load_workload
 
 
 def branching(**options):
-    defaults = {
-        "batch_size": 16,
-        "factors": [1, 4],
-        "samples_before": 320,
-        "samples": 640,
-        "rule": "linear",
-        "seeds": 1,
-    }
-    return {**defaults, **options}
+    return {"sizes": [16, 64], "samples_before": 320, "samples": 640, "rule": "linear", "seeds": 1, **options}
 
 
 def test_branches_train_on_the_same_number_of_samples_from_the_same_state():
@@ -28,18 +20,18 @@ def test_branches_train_on_the_same_number_of_samples_from_the_same_state():
     assert found[0].loss != found[1].loss
     assert all(0 < branch.loss < 2.3 for branch in found)
     # the same branch twice is the same to the last bit: neither has left a mark on the other
-    twice = branches(workload, **branching(factors=[1, 1]))
+    twice = branches(workload, **branching(sizes=[16, 16]))
     assert twice[0] == twice[1] == found[0]
 
 
 def test_branches_of_larger_steps_train_on_no_more_samples():
-    found = branches(load_workload("digits", None), **branching(samples=100, factors=[1, 2, 3]))
+    found = branches(load_workload("digits", None), **branching(samples=100, sizes=[16, 32, 48]))
     assert [branch.batch_size * branch.updates for branch in found] == [192, 192, 192]
 
 
 def test_later_start_has_a_lower_initial_loss():
     workload = load_workload("digits", None)
-    early, late = (branches(workload, **branching(samples_before=n, samples=16, factors=[1]))[0] for n in (16, 3200))
+    early, late = (branches(workload, **branching(samples_before=n, samples=16, sizes=[16]))[0] for n in (16, 3200))
     assert late.loss < early.loss
 
 
@@ -67,4 +59,4 @@ def test_invalid_numbers_raise(capsys):
     with pytest.raises(ValueError, match="`samples` must be a positive integer, got 0"):
         branches(load_workload("digits", None), **branching(samples=0))
     with pytest.raises(ValueError, match=r"^`samples` must be at least 1680, .* sizes \[16, 48, 80, 112\], got 1000$"):
-        branches(load_workload("digits", None), **branching(samples=1000, factors=[1, 3, 5, 7]))
+        branches(load_workload("digits", None), **branching(samples=1000, sizes=[16, 48, 80, 112]))

@@ -19,7 +19,7 @@ from variable_batch_size.checks import check_positive_number
 from variable_batch_size.command.options import add_minibatch, positive, print_text
 from variable_batch_size.comparison import experiment
 from variable_batch_size.comparison.experiment import POLICY, REFERENCE, Results, Settings
-from variable_batch_size.comparison.report.page import draw_picture, write_page, write_tables
+from variable_batch_size.comparison.report.page import draw_picture, write_report
 from variable_batch_size.comparison.report.summary import arms_of, verdict
 from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Situation
@@ -49,11 +49,6 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     help = "samples to train on (default: the workload's, or as many as the traces have)"
     add("--samples", type=positive, metavar="N", dest="num_samples", help=help)
     add("--on-end", choices=ON_END, help="after the last row of a trace (default: stop; cycle with --until progress)")
-    _add_training(parser)
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     help = "digits, mnist, or module:function, which returns a variable_batch_size.Workload (default: digits)"
     add("--workload", default="digits", metavar="NAME", help=help)
     add("--datadir", metavar="DIR", help="the directory of mnist, with torchvision's files")
@@ -81,8 +76,7 @@ def run_compare(options: argparse.Namespace) -> None:
     from variable_batch_size.comparison.train import checked_workload
 
     device = None if options.executor else options.device
-    workload = checked_workload(options.workload, options.datadir, device, rules)
-    settings, traces = _settings(options, workload)
+    settings, traces = _settings(options, checked_workload(options.workload, options.datadir, device, rules))
     default_jobs = (os.cpu_count() or 1) // (options.cores * options.threads) if options.device == "cpu" else 1
     # handled like an interruption, to stop the worker processes
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -109,15 +103,13 @@ def run_compare(options: argparse.Namespace) -> None:
 
 
 def _settings(options: argparse.Namespace, workload: Workload) -> tuple[Settings, dict[str, Trace | str]]:
-    """The settings and the traces, with defaults from the workload."""
     from variable_batch_size.comparison.train import inner_optimizer
     from variable_batch_size.comparison.workload import source_of
 
     values = {**vars(workload), **{name: value for name, value in vars(options).items() if value is not None}}
     train_size, size, ref_batchsize = len(values["train"]), values["minibatch_size"], values["ref_batchsize"]
-    traces = _traces(options.traces or (), 16 * ref_batchsize) or {
-        **experiment.default_traces(ref_batchsize, values["num_samples"], train_size)
-    }
+    traces = _traces(options.traces or (), 16 * ref_batchsize)
+    traces |= {} if traces else experiment.default_traces(ref_batchsize, values["num_samples"], train_size)
     files = [trace for trace in traces.values() if isinstance(trace, Trace)]
     for trace in [Trace.constant(ref_batchsize), *files]:
         Schedule(trace, dataset_size=train_size, minibatch_size=size)  # raises if it does not fit
@@ -142,8 +134,8 @@ def _rules(text: str, until: str, on_end: str | None) -> list[str]:
     if len(set(rules)) < len(rules) or not all(rule.partition(":")[0] in experiment.RULES for rule in rules):
         raise ValueError(f"`rules` must be some of {', '.join(experiment.RULES)}, each once, got {text!r}")
     if until == "progress" and on_end == "stop":
-        needs = "--on-end hold or cycle: AdaScale may take more samples than a trace has"
-        raise ValueError(f"--until progress needs {needs}")
+        reason = "AdaScale may take more samples than a trace has"
+        raise ValueError(f"--until progress needs --on-end hold or cycle: {reason}")
     if until == "progress" and not set(rules) & set(experiment.MEASURING_RULES):
         needs = " or ".join(experiment.MEASURING_RULES)
         raise ValueError(f"--until progress needs {needs} among the rules, got {text!r}")
@@ -199,17 +191,14 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 def run_report(options: argparse.Namespace) -> None:
     results = Results(Path(options.results))
-    results.settings()  # raises if the directory has no results
-    write_tables(results)
-    write_page(results)
+    write_report(results)
     if options.plot is not None:
         draw_picture(results, options.plot)
     _print_verdicts(results)
 
 
 def _print_verdicts(results: Results) -> None:
-    """Print the verdict on each trace, and the path of the page."""
     reference, on_traces = arms_of(results)
     for name, arms in on_traces.items():
         print_text(f"{name}: {verdict(results.settings(), arms, reference)}")
-    print_text(f"{results.page_file}")
+    print_text(str(results.page_file))

@@ -1,7 +1,5 @@
 """The command ``vbs``: finds a subcommand and runs it. Its module is imported only when it is used."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex
@@ -12,26 +10,24 @@ from typing import Any
 
 from variable_batch_size.version import __version__
 
-COMMANDS = {
-    "plan": "check a trace and predict what a run with it will do",
-    "show": "draw a trace in the terminal",
-    "make": "make a trace: constant, a ramp, stages, growth in place of a learning-rate decay, a spot market",
-    "convert": "convert recorded devices to a trace, or a trace to stages",
-    "compare": "train with several learning-rate rules on several traces, and write a page with the results",
-    "report": "write that page again from existing results",
-    "profile": "measure how long minibatches take on several numbers of cores",
-    "fit": "fit a throughput model to such a profile, to predict other numbers of cores",
-    "cbs": "search for the critical batch size with short branches of a run",
-    "simulate": "predict the decisions of policies when cores come and go, before renting them",
+COMMANDS = {  # the module of each, with the functions add_COMMAND(parser) and run_COMMAND(options), and what it does
+    "plan": ("planning", "check a trace and predict what a run with it will do"),
+    "show": ("traces", "draw a trace in the terminal"),
+    "make": (
+        "traces",
+        "make a trace: constant, a ramp, stages, growth in place of a learning-rate decay, a spot market",
+    ),
+    "convert": ("traces", "convert recorded devices to a trace, or a trace to stages"),
+    "compare": (
+        "compare",
+        "train with several learning-rate rules on several traces, and write a page with the results",
+    ),
+    "report": ("compare", "write that page again from existing results"),
+    "profile": ("planning", "measure how long minibatches take on several numbers of cores"),
+    "fit": ("planning", "fit a throughput model to such a profile, to predict other numbers of cores"),
+    "cbs": ("planning", "search for the critical batch size with short branches of a run"),
+    "simulate": ("planning", "predict the decisions of policies when cores come and go, before renting them"),
 }
-"""What each command does. Its module has the functions ``add_COMMAND(parser)`` and ``run_COMMAND(options)``."""
-
-MODULES = {
-    **dict.fromkeys(("show", "make", "convert"), "traces"),
-    **dict.fromkeys(("plan", "simulate", "profile", "fit", "cbs"), "planning"),
-    **dict.fromkeys(("compare", "report"), "compare"),
-}
-
 NOTES = """\
 Counts may end in K, M, B or T (thousand, million, billion, trillion).
 Exit codes: 0 success; 1 a file or value was rejected or a run failed, with the reason on standard error;
@@ -63,10 +59,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vbs", description=description, **format)
     parser.add_argument("--version", action="version", version=f"variable_batch_size {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, help in COMMANDS.items():
+    for name, (module_name, help) in COMMANDS.items():
         command = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", **format)
         if name in arguments[:1]:
-            module = import_module(f"variable_batch_size.command.{MODULES[name]}")
+            module = import_module(f"variable_batch_size.command.{module_name}")
             getattr(module, f"add_{name}")(command)
             command.set_defaults(run=getattr(module, f"run_{name}"))
     return parser

@@ -1,7 +1,5 @@
 """Options and output shared by several commands of ``vbs``."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from typing import Any
@@ -49,9 +47,5 @@ def selected(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 def print_text(text: str) -> None:
     """Print text, with question marks for characters that the terminal cannot show."""
-    sys.stdout.write(text.encode(encoding(), errors="replace").decode(encoding()) + "\n")
-
-
-def encoding() -> str:
-    """The encoding of the terminal."""
-    return sys.stdout.encoding or "utf-8"  # None for a StringIO
+    encoding = sys.stdout.encoding or "utf-8"  # None for a StringIO
+    sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")

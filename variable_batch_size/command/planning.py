@@ -1,17 +1,15 @@
 """``vbs plan``, ``simulate``, ``profile``, ``fit`` and ``cbs``: predict runs, and measure what predictions need."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 from pathlib import Path
 
 from variable_batch_size.command.options import add_minibatch, add_recording, positive, print_text, recording, selected
-from variable_batch_size.comparison.experiment import DEVICES
+from variable_batch_size.comparison import experiment
 from variable_batch_size.files import write_text
 from variable_batch_size.planning.pictures import check_suffix, plot_plan, plot_simulations
-from variable_batch_size.planning.plan import NAMES, RULES, Plan, planned_rules
+from variable_batch_size.planning.plan import RULES, Plan, planned_rules
 from variable_batch_size.planning.profile import Profile
 from variable_batch_size.planning.reports import as_csv, as_text, plan_report, simulation_page, simulation_table
 from variable_batch_size.planning.simulate import Availability, NoiseCurve, simulate
@@ -32,7 +30,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--on-end", choices=ON_END, default="stop", help="what follows the last row of the trace (default: stop)")
     add("--lockstep", action="store_true", help="all cores run equally many minibatches in a step, as with fully_shard")
     add("--tokens-per-sample", type=positive, metavar="T", help="also count tokens: the tokens of a sample")
-    help = f"a rule to show, one of {', '.join(NAMES)}, some with a setting as in legw:5000; may be repeated"
+    help = f"a rule to show, one of {', '.join(experiment.RULES)}, some with a setting as in legw:5000; may be repeated"
     add("--rule", action="append", metavar="RULE", help=f"{help} (default: {', '.join(RULES)})")
     help = "the gradient noise scale to assume; adds adascale if no rule measures the noise"
     add("--noise-scale", type=float, metavar="V", help=help)
@@ -48,15 +46,11 @@ def run_plan(options: argparse.Namespace) -> None:
         check_suffix(options.plot)
     is_number = options.trace.isdecimal() and not Path(options.trace).exists()
     trace = Trace.constant(int(options.trace)) if is_number else Trace.read(options.trace)
-    schedule = Schedule(
-        trace, num_replicas=options.cores, **selected(options, "dataset_size", "minibatch_size", "on_end", "lockstep")
-    )
-    plan = Plan.of(
-        schedule,
-        num_epochs=options.epochs,
-        rules=planned_rules(options.rule or list(RULES), noise_scale=options.noise_scale),
-        **selected(options, "ref_batchsize", "checkpoint_every", "tokens_per_sample"),
-    )
+    given = selected(options, "dataset_size", "minibatch_size", "on_end", "lockstep")
+    schedule = Schedule(trace, num_replicas=options.cores, **given)
+    rules = planned_rules(options.rule or list(RULES), noise_scale=options.noise_scale)
+    given = selected(options, "ref_batchsize", "checkpoint_every", "tokens_per_sample")
+    plan = Plan.of(schedule, num_epochs=options.epochs, rules=rules, **given)
     if options.plot is not None:
         plot_plan(plan, schedule, options.plot)
     if options.json:
@@ -90,21 +84,12 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_simulate(options: argparse.Namespace) -> None:
-    profile = Profile.read(options.profile, extrapolates=options.extrapolate)
-    noise, availability = _noise(options.noise), _availability(options)
-    capacity = options.dataset_size and options.dataset_size // options.minibatch_size * options.minibatch_size
-    runs = {
-        text: simulate(
-            parse_policy(text),
-            profile=profile,
-            noise=noise,
-            availability=availability,
-            progress=options.samples / options.ref_batchsize,
-            capacity=capacity,
-            **selected(options, "minibatch_size", "ref_batchsize", "restart_seconds"),
-        )
-        for text in dict.fromkeys(options.policies)
-    }
+    given = selected(options, "minibatch_size", "ref_batchsize", "restart_seconds")
+    given["profile"] = Profile.read(options.profile, extrapolates=options.extrapolate)
+    given["noise"], given["availability"] = _noise(options.noise), _availability(options)
+    given["progress"] = options.samples / options.ref_batchsize
+    given["capacity"] = options.dataset_size and options.dataset_size // options.minibatch_size * options.minibatch_size
+    runs = {text: simulate(parse_policy(text), **given) for text in dict.fromkeys(options.policies)}
     table = simulation_table(runs, price=options.price)
     print_text(as_text(table))
     if options.out is None:
@@ -117,7 +102,7 @@ def run_simulate(options: argparse.Namespace) -> None:
     write_text(directory / "table.csv", as_csv(table))
     plot_simulations(runs, directory / "simulation.png", format="png")
     facts = {
-        "cores": availability.name,
+        "cores": given["availability"].name,
         "profile": options.profile,
         "noise": options.noise,
         "minibatch": f"{options.minibatch_size} samples",
@@ -154,7 +139,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     _add_workload(parser, "what to train, as for vbs compare")
     add("--cores", type=positive, nargs="+", metavar="C", help="(default: 1, 2, 4 … up to the CPUs of this machine)")
     add("--minibatch-sizes", type=positive, nargs="+", metavar="M", help="(default: the workload's)")
-    add("--device", choices=DEVICES, default="cpu", help="(default: cpu)")
+    add("--device", choices=experiment.DEVICES, default="cpu", help="(default: cpu)")
     add("--threads", type=positive, default=1, metavar="N", help="CPU threads of each core (default: 1)")
     add("--steps", type=positive, default=20, metavar="N", help="of each kind (default: 20)")
     add("--out", default="profile.csv", metavar="FILE", help="(default: profile.csv)")
@@ -162,7 +147,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
 
 def _add_workload(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument("workload", metavar="WORKLOAD", help=help)
-    parser.add_argument("--rule", choices=NAMES, default="adascale", help="the rule (default: adascale)")
+    parser.add_argument("--rule", choices=experiment.RULES, default="adascale", help="the rule (default: adascale)")
     parser.add_argument("--datadir", metavar="DIR", help="the directory of mnist")
 
 
@@ -208,8 +193,7 @@ def run_fit(options: argparse.Namespace) -> None:
     print_text(f"accumulating a minibatch of {size}: {1000 * model.accumulating(size):.4g} ms")
     for cores in options.cores or sorted({row.cores for row in profile.rows if row.machines == options.machines}):
         profile.refuse_other_network(options.machines, cores)
-        seconds = model.updating(options.machines, cores, size)
-        print_text(f"updating with it on {cores} cores: {1000 * seconds:.4g} ms")
+        print_text(f"updating with it on {cores} cores: {1000 * model.updating(options.machines, cores, size):.4g} ms")
 
 
 def add_cbs(parser: argparse.ArgumentParser) -> None:
@@ -231,16 +215,11 @@ def run_cbs(options: argparse.Namespace) -> None:
     if not options.tolerance >= 0:
         raise ValueError(f"--tolerance must not be negative, got {options.tolerance!r}")
     workload = checked_workload(options.workload, options.datadir, "cpu", [options.rule])
-    found = branches(
-        workload,
-        batch_size=options.batch_size or workload.ref_batchsize,
-        factors=sorted({1, *options.factors}),
-        samples_before=options.after,
-        **selected(options, "samples", "rule", "seeds"),
-    )
+    sizes = [(options.batch_size or workload.ref_batchsize) * factor for factor in sorted({1, *options.factors})]
+    found = branches(workload, sizes, samples_before=options.after, **selected(options, "samples", "rule", "seeds"))
     print_text("batch size  updates  test loss")
     for branch in found:
         print_text(f"{branch.batch_size:10,}  {branch.updates:7,}  {branch.loss:9.4f}")
     size = critical_batch_size(found, tolerance=options.tolerance)
-    cost = f"costs nothing (within {options.tolerance:g})"
-    print_text(f"after {options.after:,} samples, a batch size of {size:,} {cost}")
+    found_after = f"after {options.after:,} samples, a batch size of {size:,}"
+    print_text(f"{found_after} costs nothing (within {options.tolerance:g})")

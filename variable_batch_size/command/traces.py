@@ -1,7 +1,5 @@
 """``vbs make``, ``vbs convert`` and ``vbs show``: make, convert and draw traces."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import shutil
@@ -10,15 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from variable_batch_size.command.options import (
-    add_minibatch,
-    add_recording,
-    count,
-    encoding,
-    print_text,
-    recording,
-    selected,
-)
+from variable_batch_size.command.options import add_minibatch, add_recording, count, print_text, recording, selected
 from variable_batch_size.files import read_records
 from variable_batch_size.planning.pictures import plot_decisions
 from variable_batch_size.planning.reports import conversion_report, decisions_report, trace_report
@@ -29,7 +19,6 @@ from variable_batch_size.traces.stages import CHANGES, UNITS, Change, Stages, Un
 from variable_batch_size.traces.trace import Trace
 
 EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"
-_NARROWEST = 24
 
 
 def _stages(
@@ -77,7 +66,6 @@ _ARGUMENTS = {  # option, placeholder and help of the arguments of the functions
     "change": ("--change", None, "begin a stage at the nearest step, or at the first one after, as Megatron-LM does"),
 }
 _CHOICES = {"unit": UNITS, "change": CHANGES}
-
 _DEFAULTS = {  # what it means to omit an option
     "num_steps": "K for each batch size",
     "num_samples": "up to the first step of the last batch size",
@@ -101,52 +89,37 @@ def add_make(parser: argparse.ArgumentParser) -> None:
 def _add_argument(parser: argparse.ArgumentParser, name: str, parameter: inspect.Parameter) -> None:
     """Add an argument of a function: as an option if it is keyword-only, which is required without a default."""
     option, metavar, help = _ARGUMENTS[name]
-    is_required, kind = parameter.default is parameter.empty, parameter.annotation
-    settings: dict[str, Any] = {"type": float if "float" in kind else count, "metavar": metavar}
-    if name in _CHOICES:
-        settings = {"choices": _CHOICES[name]}
-    if kind == "str":
-        settings["type"] = str
+    is_required, kind = parameter.default is parameter.empty, str(parameter.annotation)
+    is_text = name in _CHOICES or parameter.annotation is str
+    settings: dict[str, Any] = {"type": str if is_text else float if "float" in kind else count, "metavar": metavar}
+    settings["choices"] = _CHOICES.get(name)
     if option:
         settings |= {"dest": name, "required": is_required, "default": None if is_required else parameter.default}
     if "Sequence" in kind:
         settings["nargs"] = "+"
-    parser.add_argument(
-        option or name, help=help + ("" if is_required else f" (default: {_DEFAULTS[name]})"), **settings
-    )
+    help += "" if is_required else f" (default: {_DEFAULTS[name]})"
+    parser.add_argument(option or name, help=help, **settings)
 
 
 def run_make(options: argparse.Namespace) -> None:
-    _show_made(options.make(**selected(options, *inspect.signature(options.make).parameters)), options)
+    trace = options.make(**selected(options, *inspect.signature(options.make).parameters))
+    _write_trace(trace, options)
+    _print_trace(trace)
 
 
 def _add_out(parser: Any) -> None:
     parser.add_argument("--out", metavar="FILE", help="the trace file to write (default: only show the trace)")
-    _add_width(parser)
 
 
-def _add_width(parser: Any) -> None:
-    parser.add_argument("--width", type=count, metavar="W", help="characters per line (default: the terminal's)")
-
-
-def _show_made(trace: Trace, options: argparse.Namespace, report: str = "") -> None:
-    """Write a trace to the file in the options, if any, and print it after a report."""
+def _write_trace(trace: Trace, options: argparse.Namespace) -> None:
     if options.out is not None:
         trace.write(options.out, comment=f"made by: {options.command}")
-    if report:
-        print_text(report)
-    _print_trace(trace, options.width)
 
 
-def _print_trace(trace: Trace, width: int | None) -> None:
+def _print_trace(trace: Trace) -> None:
     """Print a trace as sparklines, in ASCII if the terminal has no block characters."""
-    width = max(width or shutil.get_terminal_size().columns, _NARROWEST)
-    try:
-        "█".encode(encoding())
-        is_ascii = False
-    except UnicodeEncodeError:
-        is_ascii = True
-    print_text(trace_report(trace, width=width, is_ascii=is_ascii))
+    is_ascii = "█".encode(sys.stdout.encoding or "utf-8", errors="replace") == b"?"
+    print_text(trace_report(trace, width=max(shutil.get_terminal_size().columns, 24), is_ascii=is_ascii))
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
@@ -192,7 +165,9 @@ def run_convert(options: argparse.Namespace) -> None:
         rounding=options.round,
         **selected(options, "samples_per_device", "minibatch_size", "when_empty"),
     )
-    _show_made(conversion.trace, options, conversion_report(conversion))
+    _write_trace(conversion.trace, options)
+    print_text(conversion_report(conversion))
+    _print_trace(conversion.trace)
 
 
 def _require(options: argparse.Namespace, *names: str, instead: str | None = None) -> None:
@@ -206,14 +181,13 @@ def add_show(parser: argparse.ArgumentParser) -> None:
     help = f"a trace file; next to an {EXECUTED} of a policy, {DECISIONS} is also shown"
     parser.add_argument("trace", metavar="TRACE", help=help)
     parser.add_argument("--plot", metavar="FILE", help="also draw both, as a .png or .svg file (needs matplotlib)")
-    _add_width(parser)
 
 
 def run_show(options: argparse.Namespace) -> None:
     trace = Trace.read(options.trace)
     if trace.comment:
         print_text(trace.comment)
-    _print_trace(trace, options.width)
+    _print_trace(trace)
     is_executed, decisions = Path(options.trace).name == EXECUTED, Path(options.trace).with_name(DECISIONS)
     if options.plot is not None and not is_executed:
         raise ValueError(f"--plot draws an {EXECUTED} of a policy, got {options.trace}; vbs plan draws a trace")

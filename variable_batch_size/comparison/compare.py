@@ -1,7 +1,5 @@
 """compare: makes the missing runs of an experiment, in local processes or with an executor of a cluster."""
 
-from __future__ import annotations
-
 import fcntl
 import inspect
 import io
@@ -27,19 +25,16 @@ import torch
 from tqdm import tqdm
 
 from variable_batch_size.comparison.experiment import DONE, ENDED, FAILED, Outcome, Results, Run, Settings, runs_of
-from variable_batch_size.comparison.report.page import write_page, write_tables
+from variable_batch_size.comparison.report.page import write_report
 from variable_batch_size.comparison.report.summary import number
 from variable_batch_size.comparison.train import train
 from variable_batch_size.comparison.workload import load_function, source_of
 from variable_batch_size.cores.launch import end_with_parent
 from variable_batch_size.traces.trace import Trace
 
-Work = tuple[Callable[..., Outcome], tuple[Any, ...], dict[str, Any]]
-"""A picklable function and its arguments."""
-
+Work = tuple[Callable[..., Outcome], tuple[Any, ...], dict[str, Any]]  # a picklable function and its arguments
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _START_METHOD: Final = "spawn"  # a forked process would inherit locks held by threads of this one
-_ACCEPTED_BREAKS = 1
 
 
 def compare(
@@ -96,8 +91,7 @@ def compare(
                         bar.update()
                         bar.write(f"{run}: {_in_words(settings, outcome)}", file=sys.stderr)
             finally:
-                write_tables(results)
-                write_page(results)
+                write_report(results)
 
 
 @contextmanager
@@ -120,13 +114,9 @@ def _in_words(settings: Settings, outcome: Outcome) -> str:
 
 
 def environments(jobs: int, cores: int) -> list[dict[str, str]]:
-    """The environment of each of `jobs` processes with `cores` cores each, which train on GPUs 0, 1, 2 …
-
-    Every process sees all GPUs, rotated so that its core i trains on the i-th of them.
-    """
-    gpus = os.environ.get(_VARIABLE, "").split(",")
-    if gpus == [""]:
-        gpus = [str(number) for number in range(torch.cuda.device_count())]
+    """The environment of each of `jobs` processes: all GPUs, rotated so that its core i trains on the i-th of them."""
+    visible = os.environ.get(_VARIABLE)
+    gpus = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
     starts = [job * cores % len(gpus) for job in range(jobs)] if gpus else []
     return [{_VARIABLE: ",".join([*gpus[start:], *gpus[:start]])} for start in starts]
 
@@ -265,7 +255,7 @@ class OnExecutor:
         self._work: dict[Run, tuple[Any, ...]] = {}  # of the runs that have not ended
         self._waiting: list[Run] = []  # to be submitted
         self._submitted: dict[Future[tuple[Outcome, bytes]], Run] = {}
-        self._num_breaks = 0
+        self._has_broken = False
         self._suspects: set[Run] = set()  # one of these may break executors
 
     def _new_executor(self) -> Executor:
@@ -278,13 +268,11 @@ class OnExecutor:
         """Queue a run, with the same work as for a local process."""
         _, (settings, *_), options = work
         paths = (self._results.experiment_file, self._results.trace_file(run.trace))
-        directory = self._results.directory
-        files = {str(path.relative_to(directory)): path.read_bytes() for path in paths if path.exists()}
+        files = {str(path.relative_to(self._results.directory)): path.read_bytes() for path in paths if path.exists()}
         self._work[run] = (settings, run, files, options)
         self._waiting.append(run)
 
     def next_outcome(self) -> tuple[Run, Outcome]:
-        """Wait for the next run to end."""
         outcome = None
         while outcome is None:
             self._submit()
@@ -328,24 +316,20 @@ class OnExecutor:
         self._submitted = kept
         _abandon(self._executor)
         self._executor = self._new_executor()
-        self._num_breaks += 1
         if self._suspects:
-            self._suspects, self._num_breaks = set(), 0
+            self._suspects, self._has_broken = set(), False
             return Outcome(status=FAILED, reason=_summary(error))
         self._waiting = [*lost, *self._waiting]
-        if self._num_breaks > _ACCEPTED_BREAKS:
-            self._suspects = set(lost)
+        self._suspects = set(lost) if self._has_broken else set()
+        self._has_broken = True
         return None
 
-    def __enter__(self) -> OnExecutor:
+    def __enter__(self) -> "OnExecutor":
         self._executor = self._new_executor()
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
-        if kind is None:
-            self._executor.shutdown()
-        else:
-            _abandon(self._executor)
+        self._executor.shutdown() if kind is None else _abandon(self._executor)
 
 
 def _abandon(executor: Executor) -> None:

@@ -1,7 +1,5 @@
 """An experiment: its settings, its runs, their outcomes, and the directory of its results."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -12,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from variable_batch_size.files import write, write_text
+from variable_batch_size.files import write_text
 from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Policy
 from variable_batch_size.rules.registry import RULES as rules_by_name
@@ -20,29 +18,30 @@ from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.traces.generators import spot_market
 from variable_batch_size.traces.trace import Trace
 
-REFERENCE = "reference"
-"""The name of the yardstick's trace: always the reference batch size."""
-
-POLICY = "policy:"
-"""Prefix of the names of traces that are decided by a policy."""
-
+REFERENCE = "reference"  # the name of the yardstick's trace: always the reference batch size
+POLICY = "policy:"  # prefix of the names of traces that are decided by a policy
 UNTIL = ("samples", "progress")
-
 DONE, DIVERGED, FAILED = "done", "diverged", "failed"
 ENDED = (DONE, DIVERGED)
-
 DEVICES = ("cpu", "cuda", "xla")
-
 RULES = tuple(rules_by_name)
+MEASURING_RULES = tuple(name for name in RULES if rules_by_name[name].measures_noise)  # may determine the end of a run
 
-MEASURING_RULES = tuple(name for name in RULES if rules_by_name[name].measures_noise)
-"""Rules whose progress can determine the end of a run."""
+
+@dataclass(frozen=True, order=True)
+class Run:
+    """One run of an experiment: a rule on a trace, with a seed for the order of the data and the initial weights."""
+
+    trace: str
+    rule: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.trace}, {self.rule}, seed {self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of all runs of an experiment."""
-
     workload: str
     source: str | None  # the SHA-256 of the file of a user's workload
     optimizer: str  # description of the workload's optimizer
@@ -76,22 +75,8 @@ class Settings:
         return Run(run.trace, next(rule for rule in MEASURING_RULES if rule in rules), run.seed)
 
 
-@dataclass(frozen=True, order=True)
-class Run:
-    """One run of an experiment: a rule on a trace, with a seed for the order of the data and the initial weights."""
-
-    trace: str
-    rule: str
-    seed: int
-
-    def __str__(self) -> str:
-        return f"{self.trace}, {self.rule}, seed {self.seed}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome of a run."""
-
     status: str
     reason: str = ""  # why it diverged or failed
     updates: int | None = None
@@ -152,7 +137,6 @@ class Results:
         return self.directory / "runs" / run.trace / run.rule / f"seed-{run.seed}"
 
     def read_experiment(self) -> dict[str, Any]:
-        """The content of experiment.json."""
         if not self.experiment_file.exists():
             raise ValueError(f"{self.directory} has no results of vbs compare: there is no {self.experiment_file}")
         return dict(json.loads(self.experiment_file.read_text(encoding="utf-8")))
@@ -177,13 +161,17 @@ class Results:
                 if there != getattr(settings, name):
                     different = f"another {name}, {there} instead of {getattr(settings, name)}"
                     raise ValueError(f"{self.directory} has results with {different}: choose another --out")
-        hashes = {}
+        hashes = {name: trace if isinstance(trace, str) else trace_hash(trace) for name, trace in traces.items()}
         for name, trace in traces.items():
-            hashes[name] = trace if isinstance(trace, str) else trace_hash(trace)
-            if not isinstance(trace, str):
-                self._write_trace(name, trace)
-            elif old["traces"].get(name, trace) != trace:
-                raise ValueError(f"{name} is {old['traces'][name]} in {self.directory}: choose another --out")
+            path = self.trace_file(name)
+            if isinstance(trace, str):
+                if old["traces"].get(name, trace) != trace:
+                    raise ValueError(f"{name} is {old['traces'][name]} in {self.directory}: choose another --out")
+            elif not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                trace.write(path, comment=trace.comment)
+            elif Trace.read(path) != trace:
+                raise ValueError(f"{path} is a different trace from {trace.name}: choose another --out")
         # the yardstick first
         planned = sorted({*(Run(*run) for run in old["runs"]), *runs}, key=lambda run: (run.trace != REFERENCE, run))
         experiment = {
@@ -195,14 +183,6 @@ class Results:
         self.directory.mkdir(parents=True, exist_ok=True)
         write_text(self.experiment_file, json.dumps(experiment, indent=2) + "\n")
 
-    def _write_trace(self, name: str, trace: Trace) -> None:
-        path = self.trace_file(name)
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, lambda temporary: trace.write(temporary, comment=trace.comment or None))
-        elif Trace.read(path) != trace:
-            raise ValueError(f"{path} is a different trace from {trace.name}: choose another --out")
-
     def read(self, run: Run) -> Outcome | None:
         """The outcome of a run; None if it has not ended, or if its file is damaged."""
         try:
@@ -211,7 +191,6 @@ class Results:
             return None
 
     def write(self, run: Run, outcome: Outcome) -> None:
-        """Write the outcome of a run."""
         self.run_directory(run).mkdir(parents=True, exist_ok=True)
         write_text(self.run_directory(run) / "run.json", json.dumps(asdict(outcome)) + "\n")
 

@@ -1,7 +1,5 @@
 """Measures a workload: the times of its minibatches on several numbers of cores, and its critical batch size."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
@@ -17,8 +15,6 @@ from variable_batch_size.comparison.workload import Workload, load_workload
 from variable_batch_size.planning.profile import Measured
 from variable_batch_size.policies.timing import StepTimes
 
-Clock = Callable[[], float]  # in seconds
-
 _DEPTHS = (1, 3)
 _WARM_UP = 5
 
@@ -33,14 +29,12 @@ def measure(
     rule: str,
     steps: int,
     datadir: str | None = None,
-    clock: Clock = time.perf_counter,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Measured]:
     """Train for a few steps on each number of cores with each minibatch size, and yield the measured times.
 
     Steps of one and of three minibatches per core alternate; the medians of their durations determine the times of an
-    accumulating and of an updating minibatch.
-
-    ``time.process_time`` is a better clock for one core of a busy machine.
+    accumulating and of an updating minibatch. ``time.process_time`` is a better clock for one core of a busy machine.
     """
     if steps < 5:
         raise ValueError(f"`steps` must be at least 5, for a meaningful median, got {steps}")
@@ -60,9 +54,9 @@ def _measure_on_this_core(
     torch.set_num_threads(threads)
     workload, trace = load_workload(name, datadir), [size * cores * depth for depth in _DEPTHS]
     # skip_nonfinite waits for the device in every step; otherwise the end of a step could not be timed
-    options: dict[str, Any] = {"on_end": "cycle", "ref_batchsize": trace[0], "skip_nonfinite": True}
-    model = workload.model().to(device_of(device))
-    training = Training(workload, model, rule, trace=trace, minibatch_size=size, **options)
+    options = {"ref_batchsize": trace[0], "skip_nonfinite": True}
+    sampler = {"trace": trace, "minibatch_size": size, "on_end": "cycle"}
+    training = Training(workload, workload.model().to(device_of(device)), rule, sampler, **options)
     optimizer, times, steps_done, began = training.optimizer, StepTimes(), 0, clock()
     for _ in training.losses():
         if optimizer.steps_done == steps_done:
@@ -86,26 +80,17 @@ class Branch(NamedTuple):
 
 
 def branches(
-    workload: Workload,
-    *,
-    batch_size: int,
-    factors: Sequence[int],
-    samples_before: int,
-    samples: int,
-    rule: str,
-    seeds: int,
+    workload: Workload, sizes: Sequence[int], *, samples_before: int, samples: int, rule: str, seeds: int
 ) -> list[Branch]:
-    """Train, branch off at multiples of the batch size, and compare the losses after the same number of samples.
+    """Train at the first of some batch sizes, branch off at each, and compare the losses after as many samples.
 
     This number is rounded up to a multiple of all batch sizes: otherwise, branches with larger steps would train on
     more samples. The losses are averaged over runs with several seeds.
     """
-    check_positive(batch_size=batch_size, samples_before=samples_before, samples=samples, seeds=seeds)
-    sizes = [batch_size * factor for factor in factors]
+    check_positive(samples_before=samples_before, samples=samples, seeds=seeds)
     multiple = math.lcm(*sizes)
     if samples < multiple:  # rounding up would multiply the work
-        rounded = f"at least {multiple}, a multiple of all batch sizes {sizes}"
-        raise ValueError(f"`samples` must be {rounded}, got {samples}")
+        raise ValueError(f"`samples` must be at least {multiple}, a multiple of all batch sizes {sizes}, got {samples}")
     rounded_up = -(-samples // multiple) * multiple
     losses = [_branch_losses(workload, sizes, samples_before, rounded_up, rule, seed) for seed in range(seeds)]
     of_sizes = zip(sizes, zip(*losses, strict=True), strict=True)
@@ -118,13 +103,13 @@ def _branch_losses(
     """The test loss at the end of each branch."""
     torch.manual_seed(seed)
     model = workload.model()
-    run = Training(workload, model, rule, trace=sizes[0], seed=seed)
+    run = Training(workload, model, rule, {"trace": sizes[0], "seed": seed})
     _train_on(run, samples_before)
     states = [copy.deepcopy(part.state_dict()) for part in run.parts]
     found = []
     for size in sizes:
         # the same order of samples for all branches, different from that of the run before
-        branch = Training(workload, model, rule, trace=size, seed=seed + 1_000_000)
+        branch = Training(workload, model, rule, {"trace": size, "seed": seed + 1_000_000})
         for part, state in zip(branch.parts, states, strict=True):
             part.load_state_dict(copy.deepcopy(state))
         _train_on(branch, samples)
@@ -133,9 +118,7 @@ def _branch_losses(
 
 
 def _train_on(training: Training, samples: int) -> None:
-    for _ in training.losses():
-        if training.optimizer.samples_done >= samples:
-            return
+    next(loss for loss in training.losses() if training.optimizer.samples_done >= samples)
 
 
 def critical_batch_size(found: Sequence[Branch], *, tolerance: float) -> int:
@@ -144,8 +127,8 @@ def critical_batch_size(found: Sequence[Branch], *, tolerance: float) -> int:
     >>> critical_batch_size([Branch(32, 8, 1.0), Branch(64, 4, 1.005), Branch(128, 2, 1.2)], tolerance=0.01)
     64
     """
-    first = found[0]
-    if not math.isfinite(first.loss):
-        raise ValueError(f"the loss of the first branch, with batch size {first.batch_size}, is {first.loss}")
-    bound = first.loss + tolerance * abs(first.loss)
+    size, _, loss = found[0]
+    if not math.isfinite(loss):
+        raise ValueError(f"the loss of the first branch, with batch size {size}, is {loss}")
+    bound = loss + tolerance * abs(loss)
     return list(itertools.takewhile(lambda branch: branch.loss <= bound, found))[-1].batch_size

@@ -1,7 +1,5 @@
 """Trains one run of an experiment: a rule on a trace with a seed."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -15,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -30,41 +29,22 @@ from variable_batch_size.policies.policy import Policy
 from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.runs.log import Log, Metrics
 from variable_batch_size.runs.sinks import JsonLines, TensorBoard
-from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.traces.trace import Trace
 
-_NUM_RECORDS = 500
-_SAMPLES_PER_TEST = 256
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xla": "xla"}
-
 _one_at_a_time = threading.Lock()
 
 
 class Training:
-    """A model of a workload in training, with the sampler of a trace and the optimizer of a rule.
-
-    `options` are those of the optimizer; a minibatch size and a learning rate of None are those of the workload.
-    """
+    """A model in training, with arguments of its sampler, such as the trace, and options of its optimizer."""
 
     def __init__(
-        self,
-        workload: Workload,
-        model: torch.nn.Module,
-        rule: str,
-        *,
-        trace: Any,
-        minibatch_size: int | None = None,
-        seed: int = 0,
-        on_end: OnEnd = "stop",
-        lr: float | None = None,
-        **options: Any,
+        self, workload: Workload, model: nn.Module, rule: str, sampler: Any, lr: float | None = None, **options: Any
     ) -> None:
-        data: Any = workload.train
-        size = minibatch_size or workload.minibatch_size
         options = {"ref_batchsize": workload.ref_batchsize, "rule": make_rule(rule), "model": model, **options}
         self.workload, self.model, self.device = workload, model, next(model.parameters()).device
-        self.sampler = CustomSampler(data, trace=trace, minibatch_size=size, seed=seed, on_end=on_end)
+        self.sampler = CustomSampler(workload.train, **{"minibatch_size": workload.minibatch_size, **sampler})  # type: ignore[arg-type]
         self.optimizer = CustomOptimizer(inner_optimizer(workload, model, lr), self.sampler, **options)
         self.parts: list[Any] = [model, self.optimizer.inner, self.optimizer.rule]  # which have a state
 
@@ -88,7 +68,7 @@ class Training:
         own = range(self.sampler.rank, len(data), self.sampler.num_replicas)  # type: ignore[arg-type]
         share_buffers(self.model)
         self.model.eval()
-        for inputs, targets in DataLoader(Subset(data, own), batch_size=_SAMPLES_PER_TEST):
+        for inputs, targets in DataLoader(Subset(data, own), batch_size=256):
             outputs, targets = self.model(inputs.to(self.device)), targets.to(self.device)
             loss, metric = self.workload.loss(outputs, targets), self.workload.metric(outputs, targets)
             sums.add(loss=loss * len(inputs), metric=metric * len(inputs), samples=len(inputs))
@@ -97,7 +77,7 @@ class Training:
         return found["loss"] / found["samples"], found["metric"] / found["samples"]
 
 
-def inner_optimizer(workload: Workload, model: torch.nn.Module, lr: float | None) -> torch.optim.Optimizer:
+def inner_optimizer(workload: Workload, model: nn.Module, lr: float | None) -> torch.optim.Optimizer:
     """The optimizer of a workload, with another learning rate unless `lr` is None."""
     inner = workload.optimizer(model.parameters())
     for group in inner.param_groups:
@@ -106,7 +86,6 @@ def inner_optimizer(workload: Workload, model: torch.nn.Module, lr: float | None
 
 
 def device_of(name: str) -> torch.device:
-    """The device of this core."""
     return xla.device() if name == "xla" else torch.device(name)
 
 
@@ -127,16 +106,11 @@ def checked_workload(name: str, datadir: str | None, device: str | None, rules: 
     return workload
 
 
-def train(
-    settings: Settings, run: Run, directory: Path, *, datadir: str | None = None, updates: int | None = None
-) -> Outcome:
-    """Make a run into the directory of its experiment, and return its outcome.
-
-    It ends after this number of updates, or according to the settings if None.
-    """
+def train(settings: Settings, run: Run, directory: Path, *, datadir: str | None, updates: int | None) -> Outcome:
+    """Make a run, which ends after `updates` or else by the settings, into the directory of its experiment."""
     shutil.rmtree(Results(directory).run_directory(run), ignore_errors=True)
     args = (settings, run, directory, datadir, updates)
-    outcome: Outcome = on_cores(_train_on_this_core, args, cores=settings.cores, device=settings.device)
+    outcome: Outcome = on_cores(_train_on_core, args, cores=settings.cores, device=settings.device)
     return outcome
 
 
@@ -147,9 +121,7 @@ def on_cores(function: Callable[..., Any], args: tuple[Any, ...], *, cores: int,
     return launch(function, args, cores=cores, backend=_BACKENDS[device])[0]
 
 
-def _train_on_this_core(
-    settings: Settings, run: Run, directory: Path, datadir: str | None, updates: int | None
-) -> Outcome:
+def _train_on_core(settings: Settings, run: Run, directory: Path, datadir: str | None, updates: int | None) -> Outcome:
     torch.set_num_threads(settings.threads)
     with _one_at_a_time:  # virtual XLA cores are threads and share the random generators
         _seed(run.seed)  # a workload may draw its data
@@ -158,10 +130,10 @@ def _train_on_this_core(
         model = workload.model().to(device_of(settings.device))
     results = Results(directory)
     trace = Trace.constant(settings.ref_batchsize) if run.trace == REFERENCE else results.trace(run.trace)
-    names = ("minibatch_size", "ref_batchsize", "on_end", "lr", "exact")
-    options: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    sampler = {"trace": trace, "seed": run.seed, "minibatch_size": settings.minibatch_size, "on_end": settings.on_end}
+    options: dict[str, Any] = {"ref_batchsize": settings.ref_batchsize, "exact": settings.exact}
     options["measure_noise"] = isinstance(trace, Policy) and trace.needs_noise
-    training = Training(workload, model, run.rule, trace=trace, seed=run.seed, **options)
+    training = Training(workload, model, run.rule, sampler, settings.lr, **options)
     optimizer = training.optimizer
 
     def fraction() -> float:
@@ -178,7 +150,22 @@ def _train_on_this_core(
     if status == DONE and isinstance(schedule, PolicySchedule) and training.sampler.rank == 0:
         executed = schedule.trace[: optimizer.steps_done]
         executed.write(results.run_directory(run) / "executed.csv", comment=schedule.description)
-    return _outcome(settings, optimizer, status, tests, time.monotonic() - began)
+    (losses, metrics), done = zip(*tests, strict=True), optimizer.steps_done
+    reason = f"no gradient was finite before update {done}"
+    for name, value in (("metric", metrics[-1]), ("test loss", losses[-1])):
+        reason = reason if math.isfinite(value) else f"the {name} is {value} after {done} updates"
+    best = max if settings.is_higher_better else min
+    return Outcome(
+        status=status,
+        reason="" if status == DONE else reason,
+        updates=done,
+        samples=optimizer.samples_done,
+        progress=optimizer.progress,
+        final_loss=losses[-1] if math.isfinite(losses[-1]) else None,
+        final_metric=metrics[-1] if math.isfinite(metrics[-1]) else None,
+        best_metric=best(filter(math.isfinite, metrics), default=None),
+        seconds=time.monotonic() - began,
+    )
 
 
 def _seed(seed: int) -> None:
@@ -196,7 +183,7 @@ def _fit(
     scheduler = LambdaLR(optimizer, lambda _: 1.0 if schedule is None else schedule(fraction()))
     samples_per_test = settings.num_samples / settings.num_tests
     num_steps = settings.num_samples / float(training.sampler.schedule.trace.sizes.mean())
-    log_steps = settings.log_steps or max(1, round(num_steps / _NUM_RECORDS))
+    log_steps = settings.log_steps or max(1, round(num_steps / 500))  # about 500 records
     steps, decisions = JsonLines(directory / "steps.jsonl"), JsonLines(directory / "decisions.jsonl")
     if training.sampler.rank == 0:
         optimizer.on_decision(decisions)
@@ -220,24 +207,3 @@ def _fit(
                 return DONE, tests
             progress_at_test = optimizer.progress
     raise AssertionError("minibatches never end")
-
-
-def _outcome(
-    settings: Settings, optimizer: CustomOptimizer, status: str, tests: list[tuple[float, float]], seconds: float
-) -> Outcome:
-    (losses, metrics), updates = zip(*tests, strict=True), optimizer.steps_done
-    reason = f"no gradient was finite before update {updates}"
-    for name, value in (("metric", metrics[-1]), ("test loss", losses[-1])):
-        reason = reason if math.isfinite(value) else f"the {name} is {value} after {updates} updates"
-    best = max if settings.is_higher_better else min
-    return Outcome(
-        status=status,
-        reason="" if status == DONE else reason,
-        updates=updates,
-        samples=optimizer.samples_done,
-        progress=optimizer.progress,
-        final_loss=losses[-1] if math.isfinite(losses[-1]) else None,
-        final_metric=metrics[-1] if math.isfinite(metrics[-1]) else None,
-        best_metric=best(filter(math.isfinite, metrics), default=None),
-        seconds=seconds,
-    )

@@ -1,7 +1,5 @@
 """Workload: what a comparison trains; the built-in ones, and those of users as ``module:function``."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util
@@ -15,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, TensorDataset
 
-from variable_batch_size.checks import check_positive, install
+from variable_batch_size.checks import check_positive, import_extra
 
 
 def load_function(name: str) -> Callable[[], Any]:
@@ -31,7 +28,6 @@ def load_function(name: str) -> Callable[[], Any]:
 
 
 def load_module(name: str) -> Any:
-    """A module by its name or file."""
     if not name.endswith(".py"):
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # unlike for a script, Python does not add it for a command
@@ -39,8 +35,7 @@ def load_module(name: str) -> Any:
     if not Path(name).exists():
         raise ValueError(f"there is no file {name}")
     spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-    assert spec is not None
-    assert spec.loader is not None
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # classes of the module are looked up there
     spec.loader.exec_module(module)
@@ -104,18 +99,13 @@ def source_of(name: str) -> str | None:
     """The SHA-256 of the file with a user's workload; None for a built-in one."""
     if name in BUILT_IN:
         return None
-    path = load_module(name.rpartition(":")[0]).__file__
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return hashlib.sha256(Path(load_module(name.rpartition(":")[0]).__file__).read_bytes()).hexdigest()
 
 
 def _digits(datadir: Path | None) -> Workload:
     """scikit-learn's 1,797 digits of 8 × 8 pixels, and a network with one hidden layer."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise ImportError(f"the digits need scikit-learn: {install('compare')}") from None
-
-    pixels, labels = load_digits(return_X_y=True)
+    datasets = import_extra("sklearn.datasets", "the digits need scikit-learn", "compare")
+    pixels, labels = datasets.load_digits(return_X_y=True)
     order = np.random.RandomState(0).permutation(len(labels))
     images, targets = torch.tensor(pixels[order] / 16, dtype=torch.float32), torch.tensor(labels[order])
     return Workload(
@@ -129,7 +119,7 @@ def _digits(datadir: Path | None) -> Workload:
 
 
 def _classification(data: Sequence[TensorDataset]) -> dict[str, Any]:
-    return {"train": data[0], "test": data[1], "loss": cross_entropy, "metric": accuracy}
+    return {"train": data[0], "test": data[1], "loss": nn.functional.cross_entropy, "metric": accuracy}
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -141,12 +131,9 @@ def _mnist(datadir: Path | None) -> Workload:
     """MNIST from the files of torchvision, and a small convolutional network."""
     if datadir is None:
         raise ValueError("mnist needs --datadir, the directory of its files")
+    datasets = import_extra("torchvision.datasets", "mnist needs torchvision", "mnist")
     try:
-        from torchvision.datasets import MNIST
-    except ImportError:
-        raise ImportError(f"mnist needs torchvision: {install('mnist')}") from None
-    try:
-        parts = [MNIST(datadir, train=is_train) for is_train in (True, False)]
+        parts = [datasets.MNIST(datadir, train=is_train) for is_train in (True, False)]
     except RuntimeError:
         raise ValueError(f"{datadir} does not contain torchvision's files of mnist") from None
     return Workload(
@@ -162,15 +149,13 @@ def _mnist(datadir: Path | None) -> Workload:
 class _MnistNetwork(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.convolution1 = nn.Sequential(nn.Conv2d(1, 10, kernel_size=5), nn.MaxPool2d(2), nn.BatchNorm2d(10))
-        self.convolution2 = nn.Sequential(nn.Conv2d(10, 20, kernel_size=5), nn.MaxPool2d(2), nn.BatchNorm2d(20))
-        self.linear1 = nn.Linear(320, 50)
-        self.linear2 = nn.Linear(50, 10)
+        convolution1 = (nn.Conv2d(1, 10, kernel_size=5), nn.MaxPool2d(2), nn.BatchNorm2d(10), nn.ReLU())
+        convolution2 = (nn.Conv2d(10, 20, kernel_size=5), nn.MaxPool2d(2), nn.BatchNorm2d(20), nn.ReLU())
+        linear = (nn.Flatten(), nn.Linear(320, 50), nn.ReLU(), nn.Linear(50, 10))
+        self.layers = nn.Sequential(*convolution1, *convolution2, *linear)
 
     def forward(self, images: torch.Tensor) -> Any:
-        x = torch.relu(self.convolution1((images.float() / 255 - 0.1307) / 0.3081))
-        x = torch.relu(self.convolution2(x))
-        return self.linear2(torch.relu(self.linear1(x.flatten(1))))
+        return self.layers((images.float() / 255 - 0.1307) / 0.3081)
 
 
 BUILT_IN = {"digits": _digits, "mnist": _mnist}

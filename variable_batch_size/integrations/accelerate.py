@@ -1,7 +1,5 @@
 """prepare: replaces ``accelerator.prepare`` for a variable batch size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,10 +18,7 @@ _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_G
 
 
 class UpdateCountingOptimizer(OptimizerProxy):
-    """The optimizer as a framework saves it, and calls it after a training step that already includes the update.
-
-    Its ``step()`` changes nothing. It checks that exactly one step was made since the last call.
-    """
+    """The optimizer as a framework saves it, whose ``step()`` only checks that exactly one update has been made."""
 
     # Accelerate then uses it as it is, and reads `step_was_skipped`
     _is_accelerate_prepared = True

@@ -1,7 +1,5 @@
 """What the integrations share: steps as a framework counts them, checks of its settings, and saved optimizer state."""
 
-from __future__ import annotations
-
 import logging
 import math
 import sys

@@ -1,7 +1,5 @@
 """VariableBatchModel: a Keras model on the torch backend whose ``fit`` has a variable batch size."""
 
-from __future__ import annotations
-
 import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,20 +47,16 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
             loss: as for ``keras.Model``.
             schedulers: of torch, which a callback steps; they are saved and loaded with the weights.
         """
-        backend = keras.backend.backend()
-        if backend != "torch":
-            raise RuntimeError(
-                f"Keras must use the torch backend, got {backend}: set KERAS_BACKEND before importing it"
-            )
+        if (backend := keras.backend.backend()) != "torch":
+            advice = "set KERAS_BACKEND before importing it"
+            raise RuntimeError(f"Keras must use the torch backend, got {backend}: {advice}")
         if not isinstance(optimizer, CustomOptimizer):
             raise ValueError(f"`optimizer` must be an optimizer of this library, got {type(optimizer).__name__}")
         if optimizer.sampler.num_replicas > 1:
             raise ValueError(f"Keras trains in one process, got a sampler for {optimizer.sampler.num_replicas} ranks")
         if set(optimizer.parameters()) != {variable.value for variable in self.trainable_variables}:
-            raise ValueError(
-                "`optimizer` must have the model's trainable variables and no others: pass (p for p in "
-                "model.parameters() if p.requires_grad) to the optimizer of torch"
-            )
+            advice = "pass (p for p in model.parameters() if p.requires_grad) to the optimizer of torch"
+            raise ValueError(f"`optimizer` must have the model's trainable variables and no others: {advice}")
         if "float16" in {layer.compute_dtype for layer in self._flatten_layers()}:
             raise ValueError("layers must not compute in float16, which needs a loss scale: use bfloat16")
         if kwargs.get("jit_compile") not in (None, False, "auto"):
@@ -72,14 +66,7 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         self.variable_optimizer, self.variable_schedulers = optimizer, tuple(schedulers)
 
     def fit(
-        self,
-        x: Any = None,
-        *,
-        epochs: int = 1,
-        verbose: Any = "auto",
-        callbacks: Any = None,
-        validation_data: Any = None,
-        **kwargs: Any,
+        self, x: Any = None, *, epochs: int = 1, verbose: Any = "auto", callbacks: Any = None, **kwargs: Any
     ) -> Any:
         """Train until `epochs` epochs are complete, including those before a loaded state.
 
@@ -88,15 +75,15 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
             epochs: number of epochs of the whole run.
             verbose: as for ``keras.Model``.
             callbacks: as for ``keras.Model``.
-            validation_data: as for ``keras.Model``, like `validation_freq`, `validation_steps` and
-                `validation_batch_size`.
+            kwargs: `validation_data`, `validation_freq`, `validation_steps` and `validation_batch_size`, as for
+                ``keras.Model``.
         """
         optimizer = self._checked(x, kwargs)
         settings: dict[str, Any] = {"verbose": verbose, "epochs": epochs}
         run = _Run(callbacks, add_history=True, add_progbar=verbose != 0, model=self, steps=None, **settings)
         run.callbacks.sort(key=lambda callback: isinstance(callback, _SAVERS))  # to save what the others change
         run.begin()  # may load a state
-        kwargs |= {"verbose": verbose, "callbacks": run, "validation_data": validation_data, "shuffle": False}
+        kwargs |= {"verbose": verbose, "callbacks": run, "shuffle": False}
         steps_before = optimizer.steps_made
         for epoch in epochs_of(optimizer, epochs):
             steps = _StepLoader(x, optimizer)
@@ -114,20 +101,16 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
     def _checked(self, loader: Any, kwargs: Mapping[str, Any]) -> CustomOptimizer:
         if self.variable_optimizer is None:
             raise RuntimeError("call compile() with an optimizer of this library before fit()")
-        decided = set(kwargs) - {"validation_freq", "validation_steps", "validation_batch_size"}
+        decided = set(kwargs) - {"validation_data", "validation_freq", "validation_steps", "validation_batch_size"}
         if decided:
             raise ValueError(f"fit() does not accept {sorted(decided)}: the loader and the trace determine them")
         if getattr(loader, "batch_sampler", None) is not self.variable_optimizer.sampler:
-            raise ValueError(
-                "`x` must be a DataLoader(dataset, batch_sampler=sampler) with the optimizer's sampler, got "
-                f"{type(loader).__name__}"
-            )
-        if not self.variable_schedulers and any(
-            "initial_lr" in group for group in self.variable_optimizer.param_groups
-        ):
-            raise ValueError(
-                "a scheduler sets the learning rate, but would not be saved: pass it to compile(…, schedulers=[…])"
-            )
+            rule = "`x` must be a DataLoader(dataset, batch_sampler=sampler) with the optimizer's sampler"
+            raise ValueError(f"{rule}, got {type(loader).__name__}")
+        is_scheduled = any("initial_lr" in group for group in self.variable_optimizer.param_groups)
+        if is_scheduled and not self.variable_schedulers:
+            advice = "pass it to compile(…, schedulers=[…])"
+            raise ValueError(f"a scheduler sets the learning rate, but would not be saved: {advice}")
         return self.variable_optimizer
 
     def train_step(self, data: Iterator[Any]) -> Any:
@@ -169,13 +152,11 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
     def load_own_variables(self, store: Any) -> None:
         super().load_own_variables({name: store[name] for name in store.keys() if name != _STATE_KEY})  # noqa: SIM118
         if self.variable_optimizer is not None and _STATE_KEY in store.keys():  # noqa: SIM118
-            buffer = io.BytesIO(np.asarray(store[_STATE_KEY]).tobytes())
-            state = torch.load(buffer, weights_only=True)
+            state = torch.load(io.BytesIO(np.asarray(store[_STATE_KEY]).tobytes()), weights_only=True)
             saved, here = len(state["schedulers"]), len(self.variable_schedulers)
             if saved != here:
-                raise ValueError(
-                    f"`schedulers` of compile() must be {saved}, as when the weights were saved, got {here}"
-                )
+                rule = f"`schedulers` of compile() must be {saved}, as when the weights were saved"
+                raise ValueError(f"{rule}, got {here}")
             load_state(self.variable_optimizer, state["optimizer"])
             load_schedulers(self.variable_schedulers, state["schedulers"])
 

@@ -1,7 +1,5 @@
 """VariableBatchSize: a Lightning callback whose Trainer counts updates, not minibatches, as steps."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any, final
 
@@ -18,10 +16,7 @@ from variable_batch_size.integrations.common import TRACE_DECIDES, check_same_ru
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.schedules.live import PolicySchedule
 
-_STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
-
 NO_SHARDED_CHECKPOINTS = "those of ModelParallelStrategy lack the optimizer's position. Use vbs.Checkpoint in a loop"
-
 _CALLBACKS = {
     callbacks.GradientAccumulationScheduler: TRACE_DECIDES,
     callbacks.StochasticWeightAveraging: "it runs an extra epoch. Use WeightAveraging or EMAWeightAveraging",
@@ -45,7 +40,7 @@ def check_trainer(trainer: Any, module: LightningModule) -> None:
         ("enable_checkpointing", saves_shards, False, NO_SHARDED_CHECKPOINTS),
     ):
         check_setting(f"`{name}` of the Trainer", value, allowed, because=reason)
-    if not isinstance(trainer.strategy, _STRATEGIES):
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
         strategy = type(trainer.strategy).__name__
         raise ValueError(f"`strategy` must be a single device, DDP or ModelParallelStrategy, got {strategy}")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
@@ -117,7 +112,6 @@ class UpdateLoop(_TrainingEpochLoop):
     _num_calls = 0  # of the optimizer's step() in the last minibatch
 
     def follow(self, optimizer: CustomOptimizer) -> None:
-        """Count the updates of this optimizer."""
         before = getattr(self, "optimizer", None)
         if optimizer is before:
             return
@@ -134,7 +128,6 @@ class UpdateLoop(_TrainingEpochLoop):
 
     @property
     def global_step(self) -> int:
-        """Number of updates."""
         return self.optimizer.steps_done - self.optimizer.steps_skipped if hasattr(self, "optimizer") else 0
 
     def _should_accumulate(self) -> bool:

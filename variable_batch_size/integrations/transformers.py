@@ -1,7 +1,5 @@
 """VariableBatchTrainer: Transformers' Trainer with a variable batch size, whose steps are updates."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -102,9 +100,8 @@ class VariableBatchMixin:
         ):
             if before != now:
                 raise ValueError(f"`{name}` changed from {before} to {now} since training began: create a new trainer")
-        settings: Any = {name: getattr(own, name) for name in _OF_LOADER} | {
-            "generator": common.loader_generator(sampler)
-        }
+        settings: Any = {name: getattr(own, name) for name in _OF_LOADER}
+        settings["generator"] = common.loader_generator(sampler)
         return common.Steps(DataLoader(dataset, batch_sampler=sampler, **settings), sampler)
 
     def set_initial_training_values(self, args: Any, dataloader: common.Steps) -> tuple[int, ...]:
@@ -120,8 +117,7 @@ class VariableBatchMixin:
                 raise ValueError(f"{error} ({unset})") from error
         is_known = num_epochs <= num_steps
         num_samples = schedule.samples_before(num_steps) if is_known else num_steps * self._ref_batchsize
-        size = len(self.train_dataset)
-        return num_epochs, most_steps, size, num_samples, self._ref_batchsize, most_steps, num_steps
+        return num_epochs, most_steps, len(self.train_dataset), num_samples, self._ref_batchsize, most_steps, num_steps
 
     def create_optimizer(self, *args: Any) -> Optimizer:
         """The trainer's own optimizer, wrapped so that it follows the trace."""
@@ -145,11 +141,7 @@ class VariableBatchMixin:
         return [step for step in [next(epoch_iterator, None)] if step is not None], None
 
     def training_step(self, model: Any, inputs: Iterator[Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run all minibatches of this rank in a step, and update.
-
-        Returns:
-            A tensor whose mean over all ranks is the step's mean loss.
-        """
+        """Run this rank's minibatches of a step, and update; the mean over all ranks of what it returns is the loss."""
         optimizer = self.variable_optimizer
         assert optimizer is not None
         weight_before, losses = optimizer.weight_done, torch.zeros((), device=self.args.device)
@@ -224,21 +216,19 @@ class VariableBatchTrainer(VariableBatchMixin, Trainer):  # type: ignore[misc]
 class _Position(TrainerCallback):  # type: ignore[misc]
     """Sets the sampler's epochs as the trainer advances, and the trainer's position within them."""
 
+    _optimizer: CustomOptimizer
+    _epochs: Iterator[int]
+
     def __init__(self, trainer: VariableBatchMixin) -> None:
         self._trainer = trainer
-        self._epochs: Iterator[int] = iter(())
-
-    @property
-    def _optimizer(self) -> CustomOptimizer:
-        assert self._trainer.variable_optimizer is not None
-        return self._trainer.variable_optimizer
 
     @property
     def _steps(self) -> range:
         return self._optimizer.sampler.schedule.steps(self._optimizer.epoch)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        optimizer = self._optimizer
+        assert self._trainer.variable_optimizer is not None
+        optimizer = self._optimizer = self._trainer.variable_optimizer
         common.find_wrappers_of_framework(optimizer)
         if not state.global_step:
             optimizer.set_epoch(0)

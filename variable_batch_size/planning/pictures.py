@@ -1,7 +1,5 @@
 """Figures of plans, decisions and simulations."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -10,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size.checks import install
+from variable_batch_size.checks import import_extra
 from variable_batch_size.planning.plan import Plan
 from variable_batch_size.planning.simulate import Simulation
 from variable_batch_size.schedules.schedule import Schedule
@@ -28,12 +26,9 @@ STYLES: list[dict[str, Any]] = [
     {"color": "#E69F00", "linestyle": (0, (10, 3))},
     {"color": "#56B4E9", "linestyle": (0, (4, 1, 1, 1, 1, 1))},
 ]
-_MOST_BINS = 1000
-_MOST_EPOCH_LINES = 40
+_MOST_EPOCHS = 41  # whose borders are drawn
 _LONGEST_NAME = 120
-
-Curve = npt.NDArray[np.float64]
-"""Three rows: minimum, mean and maximum of each bin of steps."""
+Curve = npt.NDArray[np.float64]  # three rows: minimum, mean and maximum of each bin of steps
 
 
 def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> None:
@@ -45,11 +40,13 @@ def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> N
     figure = new_figure(12, 9)
     from matplotlib.ticker import MaxNLocator  # after new_figure, which asks to install matplotlib if it is missing
 
-    edges = np.linspace(0, plan.num_steps, min(plan.num_steps, _MOST_BINS) + 1).round().astype(np.int64).tolist()
+    edges = np.linspace(0, plan.num_steps, min(plan.num_steps, 1000) + 1).round().astype(np.int64).tolist()
     rows = _curves(plan, schedule, edges)
-    borders = [epoch.first_step for epoch in plan.epochs[1:]]
-    borders = borders if len(borders) <= _MOST_EPOCH_LINES else []
-    figure.suptitle(_title(plan), fontsize=12)
+    borders = [epoch.first_step for epoch in plan.epochs[1:]] if plan.num_epochs <= _MOST_EPOCHS else []
+    name = plan.trace if len(plan.trace) <= _LONGEST_NAME else "…" + plan.trace[-_LONGEST_NAME:]
+    samples = f"{plan.num_samples:,} samples, {plan.num_epochs:,} epochs of {plan.dataset_size:,}"
+    cores = f"{plan.num_cores:,} core{'s' if plan.num_cores > 1 else ''}, minibatches of {plan.minibatch_size:,}"
+    figure.suptitle(f"{name}\n{plan.num_steps:,} steps, {samples}; {cores}", fontsize=12)
     panels = figure.subplots(len(rows), 2, sharex="col", sharey="row", squeeze=False)
     units: dict[str, Callable[[int], int]] = {"steps": int, "samples": schedule.samples_before}
     for column, (unit, at) in zip(panels.T, units.items(), strict=True):
@@ -66,32 +63,25 @@ def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> N
     for (left, right), (label, curves) in zip(panels, rows.items(), strict=True):
         left.set_ylabel(label, fontsize=11)
         _add_legend(right, fontsize=10, borderaxespad=0.2)
-        _scale(left, np.concatenate([curve[[0, 2]].ravel() for curve in curves.values()]))
+        values = np.concatenate([curve[[0, 2]].ravel() for curve in curves.values()])
+        if values.min() > 0 and values.max() / values.min() >= 8:
+            left.set_yscale("log", base=2)
+            left.set_ylim(values.min() / 1.3, values.max() * 1.3)
+        else:
+            left.set_ylim(-0.03 * values.max(), values.max() * 1.1)  # keep a line at 0 visible
+        left.yaxis.set_major_formatter("{x:,g}")
     figure.savefig(path)
 
 
 def new_figure(width: float, height: float, *, extra: str = "report") -> Any:
     """A figure in inches of 100 pixels; `extra` is the extra of this package that installs matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(f"a plot needs matplotlib: {install(extra)}") from None
-    return Figure(figsize=(width, height), dpi=100, layout="constrained")
+    matplotlib = import_extra("matplotlib.figure", "a plot needs matplotlib", extra)
+    return matplotlib.Figure(figsize=(width, height), dpi=100, layout="constrained")
 
 
 def check_suffix(path: str | os.PathLike[str]) -> None:
-    """Reject paths other than PNG and SVG files."""
     if os.path.splitext(os.fspath(path))[1].lower() not in SUFFIXES:
         raise ValueError(f"the file name of a plot must end in {' or '.join(SUFFIXES)}, got {os.fspath(path)!r}")
-
-
-def _title(plan: Plan) -> str:
-    name = plan.trace if len(plan.trace) <= _LONGEST_NAME else "…" + plan.trace[-_LONGEST_NAME:]
-    cores = f"{plan.num_cores:,} core" + ("s" if plan.num_cores > 1 else "")
-    return (
-        f"{name}\n{plan.num_steps:,} steps, {plan.num_samples:,} samples, {plan.num_epochs:,} epochs of "
-        f"{plan.dataset_size:,}; {cores}, minibatches of {plan.minibatch_size:,}"
-    )
 
 
 def _curves(plan: Plan, schedule: Schedule, edges: list[int]) -> dict[str, dict[str, Curve]]:
@@ -147,23 +137,7 @@ def _add_grid(panel: Any, borders: Iterable[float] = ()) -> None:
 
 
 def _add_legend(panel: Any, **options: Any) -> None:
-    """Place the legend above the panel."""
     panel.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=6, frameon=False, **options)
-
-
-def _scale(panel: Any, values: npt.NDArray[np.float64]) -> None:
-    """A logarithmic axis for a wide range of values, else a linear axis from 0."""
-    if values.min() > 0 and values.max() / values.min() >= 8:
-        _set_log(panel)
-        panel.set_ylim(values.min() / 1.3, values.max() * 1.3)
-    else:
-        panel.yaxis.set_major_formatter("{x:,g}")
-        panel.set_ylim(-0.03 * values.max(), values.max() * 1.1)  # keep a line at 0 visible
-
-
-def _set_log(panel: Any) -> None:
-    panel.set_yscale("log", base=2)
-    panel.yaxis.set_major_formatter("{x:,g}")
 
 
 def plot_decisions(trace: Trace, records: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:
@@ -176,7 +150,8 @@ def plot_decisions(trace: Trace, records: Sequence[Mapping[str, Any]], path: str
     numbers = [record["cores"] for record in records]
     scales = [np.nan if record["noise_scale"] is None else record["noise_scale"] for record in records]
     _draw_line(sizes, range(len(trace) + 1), [*trace, trace[-1]], 0)
-    _set_log(sizes)
+    sizes.set_yscale("log", base=2)
+    sizes.yaxis.set_major_formatter("{x:,g}")
     _draw_line(cores, steps, [*numbers, numbers[-1]], 1, linestyle="-")
     cores.set_ylim(0, max(numbers) + 1)
     _draw_line(noise, steps, [*scales, scales[-1]], 2, linestyle="-")
@@ -196,14 +171,15 @@ def plot_simulations(simulations: Mapping[str, Simulation], file: Any, *, format
     for number, (name, run) in enumerate(simulations.items()):
         seconds, cores, sizes, progress = zip(*run.moments, strict=True)
         hours = [value / 3600 for value in seconds]
-        for panel, values in zip(panels[:2], (sizes, cores), strict=True):
-            _draw_line(panel, hours, values, number, label=name)
+        _draw_line(panels[0], hours, sizes, number, label=name)
+        _draw_line(panels[1], hours, cores, number, label=name)
         _draw_line(panels[2], hours, progress, number, label=name, drawstyle="default")
     labels = ("batch size (samples)", "cores", "progress (steps at the reference)")
     for panel, label in zip(panels, labels, strict=True):
         panel.set_ylabel(label)
         _add_grid(panel)
-    _set_log(panels[0])
+    panels[0].set_yscale("log", base=2)
+    panels[0].yaxis.set_major_formatter("{x:,g}")
     _add_legend(panels[0])
     panels[1].set_ylim(bottom=0)
     panels[-1].set_xlabel("hours")

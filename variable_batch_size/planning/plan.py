@@ -1,7 +1,5 @@
 """Plan: the steps, epochs, load and learning-rate factors of a run before it starts."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,15 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from variable_batch_size.checks import check_positive, check_positive_number
-from variable_batch_size.rules.registry import RULES as rules_by_name
 from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.schedules.schedule import Schedule
 
-NAMES = tuple(rules_by_name)
-
-RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}
-"""The rules in a plan by default."""
+RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}  # by default
 
 
 def planned_rules(names: Sequence[str], *, noise_scale: float | None = None) -> dict[str, Rule]:
@@ -48,12 +42,7 @@ def planned_rules(names: Sequence[str], *, noise_scale: float | None = None) -> 
     return planned
 
 
-_NUM_MOMENTS = 11
-
-
 class PlannedSize(NamedTuple):
-    """A batch size of the run."""
-
     batch_size: int  # samples in a step, summed over cores
     num_steps: int  # with this batch size
     num_minibatches: int  # per step, summed over cores
@@ -63,8 +52,6 @@ class PlannedSize(NamedTuple):
 
 
 class PlannedEpoch(NamedTuple):
-    """An epoch of the run."""
-
     epoch: int
     first_step: int  # in the run, counting from 0
     num_steps: int
@@ -217,7 +204,7 @@ class Plan:
         self.mean_depth = self.num_rounds / self.num_steps
         self.idle_share = num_idle / (self.num_cores * self.num_steps)
         self.busy_share = self.num_minibatches / num_core_rounds
-        shown = np.linspace(0, self.num_steps - 1, min(self.num_steps, _NUM_MOMENTS)).round().astype(np.int64).tolist()
+        shown = np.linspace(0, self.num_steps - 1, min(self.num_steps, 11)).round().astype(np.int64).tolist()
         self.moments = tuple(self._moment(schedule, step, factors) for step in shown)
         ends = [*range(checkpoint_every, self.num_steps, checkpoint_every), self.num_steps] if checkpoint_every else []
         self.checkpoints = tuple(self._position(schedule, steps_done) for steps_done in ends)
@@ -235,7 +222,7 @@ class Plan:
         return self.epochs[bisect_right(self.epochs, step, key=lambda epoch: epoch.first_step) - 1]
 
     @classmethod
-    def of(cls, schedule: Schedule, **options: Any) -> Plan:
+    def of(cls, schedule: Schedule, **options: Any) -> "Plan":
         """The plan of a schedule, with the options above."""
         return cls(schedule, **options)
 

@@ -1,7 +1,5 @@
 """Profile: measured times of minibatches on several numbers of cores, and a throughput model fitted to them."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -13,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from variable_batch_size.checks import install, is_integer, refuse
+from variable_batch_size.checks import import_extra, is_integer, refuse
 from variable_batch_size.files import write_text
 from variable_batch_size.policies.throughput import Throughput
 
@@ -21,8 +19,6 @@ _FARTHEST = 2  # the largest factor of extrapolation in cores and samples withou
 
 
 class Measured(NamedTuple):
-    """A row of a profile."""
-
     machines: int
     cores: int
     minibatch_size: int
@@ -59,7 +55,7 @@ class Profile:
     extrapolates: bool = False
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str], *, extrapolates: bool = False) -> Profile:
+    def read(cls, path: str | os.PathLike[str], *, extrapolates: bool = False) -> "Profile":
         """Read a CSV file with the columns machines, cores, minibatch_size and the two times."""
         name = os.fspath(path)
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -106,14 +102,11 @@ class Profile:
     def _refuse_far(self, what: str, number: int, measured: Sequence[int]) -> None:
         low, high = min(measured), max(measured)
         if not self.extrapolates and not low / _FARTHEST <= number <= high * _FARTHEST:
-            raise ValueError(
-                f"{self.name} was measured with {low} to {high} {what}, got {number}: set `extrapolates` to allow more "
-                f"than a factor of {_FARTHEST} beyond that range"
-            )
+            advice = f"set `extrapolates` to allow more than a factor of {_FARTHEST} beyond that range"
+            raise ValueError(f"{self.name} was measured with {low} to {high} {what}, got {number}: {advice}")
 
 
 def _rows(lines: Iterator[str], name: str) -> Iterator[Measured]:
-    """Parse and check the rows."""
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
     if not numbered or tuple(cell.strip() for cell in numbered[0][1].split(",")) != COLUMNS:
         refuse(f"{name}:1", f"the columns of a profile must be {','.join(COLUMNS)}", numbered[0][1] if numbered else "")
@@ -139,11 +132,8 @@ def fit_throughput(rows: Sequence[Measured]) -> Throughput:
     Parameters that the rows don't determine are fixed: with one minibatch size, the constant part is half of its time;
     an unused network takes no time; and with two cores at most, the all-reduce does not slow down with their number.
     """
-    try:
-        from scipy.optimize import least_squares, minimize
-    except ImportError:
-        raise ImportError(f"fitting needs scipy: {install('compare')}") from None
-
+    optimize = import_extra("scipy.optimize", "fitting needs scipy", "compare")
+    least_squares, minimize = optimize.least_squares, optimize.minimize
     start, is_free = _start(rows)
     free = [index for index, is_it in enumerate(is_free) if is_it]
     spans = [(math.log(_TINY / 100), math.log(1e6))] * 6 + [(0.0, math.log(_LARGEST_GAMMA))]

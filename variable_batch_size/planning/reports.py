@@ -1,7 +1,5 @@
 """Text, tables and HTML pages of traces, conversions, plans and simulations."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size.planning.pictures import plot_simulations
-from variable_batch_size.planning.plan import Plan, PlannedEpoch
+from variable_batch_size.planning.plan import Plan
 from variable_batch_size.planning.simulate import Simulation
 from variable_batch_size.traces.convert import Conversion
 from variable_batch_size.traces.trace import Trace
@@ -44,9 +42,6 @@ def sparkline(
     # a floating-point error may put a mean of integers just above its level
     levels = np.ceil(means / values.max() * len(blocks) - 1e-6).astype(np.int64)
     return "".join(blocks[level - 1] for level in np.clip(levels, 1, len(blocks)))
-
-
-_MOST_ROWS = 14
 
 
 def trace_report(trace: Trace, *, width: int, is_ascii: bool = False) -> str:
@@ -111,36 +106,27 @@ def decisions_report(records: Sequence[Mapping[str, Any]]) -> str:
 
 def plan_report(plan: Plan) -> str:
     """A plan as text."""
-    title = f"; learning-rate factor of {', '.join(plan.rules)} at the reference batch size {plan.ref_batchsize:,}"
-    title, each = title if plan.rules else "", plan.tokens_per_sample
+    factors = f"; learning-rate factor of {', '.join(plan.rules)} at the reference batch size {plan.ref_batchsize:,}"
+    title, each = factors if plan.rules else "", plan.tokens_per_sample
 
     def tokens(count: int) -> list[int]:
         return [] if each is None else [each * count]
 
-    def left_over(epoch: PlannedEpoch) -> str:
-        return f"{epoch.num_left_over:,}{'*' if epoch.ends_with_trace else ' '}"
-
-    load, with_tokens = ["deep", "idle cores", *plan.rules], each is not None
-    sizes = [[size[0], *tokens(size[0]), *size[1:5], *size.factors.values()] for size in plan.sizes]
-    sizes_head = ["batch size", *["tokens"] * with_tokens, "steps", "minibatches", *load]
-    epochs = [[*epoch[:4], left_over(epoch)] for epoch in plan.epochs]
-    epochs_head = ["epoch", "first step", "steps", "samples", "left over "]
+    blocks, load, with_tokens = [_summary(plan)], ["deep", "idle cores", *plan.rules], each is not None
+    head = ["batch size", *["tokens"] * with_tokens, "steps", "minibatches", *load]
+    rows: list[list[Any]] = [[size[0], *tokens(size[0]), *size[1:5], *size.factors.values()] for size in plan.sizes]
+    blocks.append(f"batch sizes{title}\n{_shortened(head, rows)}")
+    head = ["epoch", "first step", "steps", "samples", "left over "]
+    rows = [[*at[:4], f"{at.num_left_over:,}{'*' if at.ends_with_trace else ' '}"] for at in plan.epochs]
     note = "\n* ends with the trace" if plan.epochs[-1].ends_with_trace else ""
-    moments = [
-        [at.step, at.samples_before, *tokens(at.samples_before), at.epoch, *at[3:6], *at.factors.values()]
-        for at in plan.moments
-    ]
-    moments_head = ["step", "samples before", *["tokens before"] * with_tokens, "epoch", "batch size", *load]
-    blocks = [
-        _summary(plan),
-        f"batch sizes{title}\n{_shortened(sizes_head, sizes)}",
-        f"epochs\n{_shortened(epochs_head, epochs)}{note}",
-        f"over time{title}\n{_shortened(moments_head, moments)}",
-    ]
+    blocks.append(f"epochs\n{_shortened(head, rows)}{note}")
+    head = ["step", "samples before", *["tokens before"] * with_tokens, "epoch", "batch size", *load]
+    rows = [[at.step, at[2], *tokens(at[2]), at.epoch, *at[3:6], *at.factors.values()] for at in plan.moments]
+    blocks.append(f"over time{title}\n{_shortened(head, rows)}")
     if plan.checkpoints:
-        positions = [[at.steps_done, at.samples_done, at.epoch, at.epoch_step] for at in plan.checkpoints]
         head = ["steps done", "samples done", "epoch", "steps done in it"]
-        blocks.append(f"checkpoints\n{_shortened(head, positions)}")
+        rows = [[at.steps_done, at.samples_done, at.epoch, at.epoch_step] for at in plan.checkpoints]
+        blocks.append(f"checkpoints\n{_shortened(head, rows)}")
     return "\n\n".join(blocks)
 
 
@@ -181,10 +167,10 @@ def _summary(plan: Plan) -> str:
 
 def _shortened(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table that shows only the first and the last of many rows."""
-    half, note = _MOST_ROWS // 2, ""
-    if len(rows) > _MOST_ROWS:
-        note = f"\n({len(rows) - 2 * half:,} more rows: use --json to see all)"
-        rows = [*rows[:half], ["…"] * len(head), *rows[-half:]]
+    note = ""
+    if len(rows) > 14:
+        note = f"\n({len(rows) - 14:,} more rows: use --json to see all)"
+        rows = [*rows[:7], ["…"] * len(head), *rows[-7:]]
     cells = [[f"{cell:.4g}" if isinstance(cell, float) else _count(cell) for cell in row] for row in rows]
     return as_text([[*head], *cells], is_left=False) + note
 
@@ -211,16 +197,13 @@ def _seconds(value: float) -> str:
     return f"{value:.3g}" if 1e-6 <= value < 0.1 else _number(value)
 
 
-COLUMNS = ("policy", "hours", "device-hours", "cost", "updates", "samples", "progress", "restarts", "batch sizes")
-
-
-Table = list[list[str]]
-"""Rows of cells, of which the first is the head."""
+Table = list[list[str]]  # rows of cells, of which the first is the head
 
 
 def simulation_table(simulations: Mapping[str, Simulation], *, price: float | None) -> Table:
     """One row per policy, the fastest first; with a cost if there is a price per device-hour."""
-    table = [[column for column in COLUMNS if column != "cost" or price is not None]]
+    head = ["updates", "samples", "progress", "restarts", "batch sizes"]
+    table = [["policy", "hours", "device-hours", *(["cost"] if price is not None else []), *head]]
     for name, run in sorted(simulations.items(), key=lambda item: item[1].seconds):
         times = [f"{seconds / 3600:,.4g}" for seconds in (run.seconds, run.device_seconds)]
         cost = [] if price is None else [f"{run.cost(price):,.2f}"]
@@ -241,7 +224,6 @@ def as_text(table: Table, *, is_left: bool = True) -> str:
 
 
 def as_csv(table: Table) -> str:
-    """The table as CSV."""
     # keep the commas in names, drop the thousands separators of numbers
     return csv_text([name, *(cell.replace(",", "") for cell in cells)] for name, *cells in table)
 
@@ -253,13 +235,11 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
     return text.getvalue()
 
 
-def simulation_page(
-    simulations: Mapping[str, Simulation], table: Table, *, facts: Mapping[str, str], command: str
-) -> str:
+def simulation_page(runs: Mapping[str, Simulation], table: Table, *, facts: Mapping[str, str], command: str) -> str:
     """An HTML page of simulated runs, their table, their common settings, and the command that generated it."""
     template = (files("variable_batch_size.planning") / "simulation.html").read_text(encoding="utf-8")
     figure = io.StringIO()
-    plot_simulations(simulations, figure, format="svg")
+    plot_simulations(runs, figure, format="svg")
     return Template(template).substitute(
         head="".join(f"<th>{escape(cell)}</th>" for cell in table[0]),
         rows=_html_rows(table[1:]),

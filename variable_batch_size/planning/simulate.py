@@ -58,8 +58,7 @@ class Availability:
     @classmethod
     def of_recording(cls, recording: Recording) -> Availability:
         """As many cores as a recording has devices."""
-        spans = map(Span, recording.counts.tolist(), recording.durations.tolist())
-        return cls(spans, name=recording.places[0])
+        return cls(map(Span, recording.counts.tolist(), recording.durations.tolist()), name=recording.places[0])
 
     @classmethod
     def of_market(cls, trace: Trace, *, seconds_per_row: float) -> Availability:
@@ -119,9 +118,6 @@ class NoiseCurve:
         if not found:
             refuse(os.fspath(path), "the log must have records with a noise scale, as of runs with AdaScale", "none")
         return cls(sorted(found), [found[progress] for progress in sorted(found)])
-
-
-_MOST_EMPTY_SPANS = 10_000
 
 
 class Moment(NamedTuple):
@@ -205,12 +201,10 @@ def simulate(
     if policy.needs_loss:
         raise ValueError(f"a simulation has no loss, which the policy {type(policy).__name__} needs")
     run = _Run(PolicyTiming(policy), profile, noise, minibatch_size, ref_batchsize, capacity, progress)
-    num_empty = 0
-    for span in availability:
-        num_empty = 0 if run.spend(span, restart_seconds) else num_empty + 1
-        if run.progress >= progress:
-            break
-        if num_empty > _MOST_EMPTY_SPANS:
+    num_empty, spans = 0, iter(availability)
+    while run.progress < progress:
+        num_empty = 0 if run.spend(next(spans), restart_seconds) else num_empty + 1
+        if num_empty > 10_000:
             raise ValueError(f"{availability.name}: no step fits between two changes of the number of cores")
     run.moments.append(Moment(run.seconds, run.cores, run.made[-1][0], run.progress))
     return run
@@ -218,8 +212,6 @@ def simulate(
 
 @dataclass
 class _Run(Simulation):
-    """The state of a simulated run."""
-
     timing: PolicyTiming
     profile: Profile
     noise: Callable[[float], float]
@@ -290,7 +282,6 @@ class _Run(Simulation):
         return ahead - self.timing.policy.lead
 
     def _execute(self, size: int, number: int, depth: int, seconds: float, worth: float) -> None:
-        """Make some steps of one batch size."""
         if not self.moments or self.moments[-1][1:3] != (self.cores, size):
             self.moments.append(Moment(self.seconds, self.cores, size, self.progress))
         self.made.append((size, number))

@@ -1,7 +1,5 @@
 """AsyncWriter: writes in a background thread; HostStaging: copies of a state on the host for it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
@@ -18,11 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 def call_at_exit(finish: Callable[[], Any]) -> None:
-    """Call a function, which must not raise, when this process ends, but not in processes forked from it.
-
-    ``atexit`` would be too late, as asyncio cannot look up host names by then.
-    """
-    process = os.getpid()
+    """Call a function, which must not raise, when this process ends, but not in processes forked from it."""
+    process = os.getpid()  # atexit would be too late, as asyncio cannot look up host names by then
     threading._register_atexit(lambda: finish() if os.getpid() == process else None)  # type: ignore[attr-defined]
 
 
@@ -68,8 +63,7 @@ class HostStaging:
                 seen[memory] = copy
             return copy
 
-        copied: dict[str, Any] = tree_map(state, copy_of)
-        return copied
+        return tree_map(state, copy_of)  # type: ignore[no-any-return]
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -81,10 +75,9 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class AsyncWriter:
-    """A thread that writes while training continues.
+    """A thread that writes while training continues; the process waits for it before it ends.
 
-    The process waits for it before it ends. An error is raised once, by :meth:`check` or :meth:`wait`, or logged if the
-    process ends first.
+    An error is raised once, by :meth:`check` or :meth:`wait`, or logged if the process ends first.
     """
 
     def __init__(self) -> None:

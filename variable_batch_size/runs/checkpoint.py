@@ -1,7 +1,5 @@
 """Checkpoint: saves a run so that it can stop at any time and resume on any number of cores."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -27,11 +25,10 @@ from variable_batch_size.schedules.schedule import BaseSchedule, ScheduleHistory
 
 logger = logging.getLogger(__name__)
 
-_MAY_CHANGE = (
+_MAY_CHANGE = (  # not the inner optimizer, whose state would mean something else
     *("trace", "on_end", "dataset_size", "minibatch_size", "seed", "shuffle"),
     *("rule", "ref_batchsize", "exact", "seed_minibatches", "threads"),
 )
-"""What `allow_changes` may name; not the inner optimizer, whose state would mean something else."""
 
 
 class Checkpoint:
@@ -90,9 +87,7 @@ class Checkpoint:
     ) -> None:
         if not isinstance(optimizer, CustomOptimizer):
             raise ValueError(f"`optimizer` must be a CustomOptimizer, got {type(optimizer).__name__}")
-        if every_steps is not None:
-            check_positive(every_steps=every_steps)
-        check_positive(keep=keep)
+        check_positive(keep=keep, **({} if every_steps is None else {"every_steps": every_steps}))
         if isinstance(allow_changes, str):
             raise ValueError(f"`allow_changes` must be a set of names, got the str {allow_changes!r}")
         for name in allow_changes:
@@ -101,10 +96,8 @@ class Checkpoint:
         signals.shield_loader_workers()
         self.directory: Path | str | None = None
         self.every_steps = every_steps
-        self._optimizer = optimizer
-        self._sampler = optimizer.sampler
-        self._schedulers = list(schedulers)
-        self._metrics = list(metrics)
+        self._optimizer, self._sampler = optimizer, optimizer.sampler
+        self._schedulers, self._metrics = list(schedulers), list(metrics)
         parameters = list(optimizer.parameters())
         self._device: torch.device = parameters[0].device
         self._communicator = everyone_for(parameters, self._sampler.process_group)
@@ -177,11 +170,12 @@ class Checkpoint:
         if self.directory is None:
             return
         if self._optimizer.is_accumulating:
-            raise RuntimeError(
-                "save() was called in the middle of a step: call it after optimizer.step() has completed one"
-            )
+            advice = "call it after optimizer.step() has completed one"
+            raise RuntimeError(f"save() was called in the middle of a step: {advice}")
         epoch_step = self._epoch_step()
         random = self._coordinator.gather_rows(devices.capture(self._device))
+        past = self._sampler.schedule.past(self._epoch, epoch_step)
+        arrays = {"sizes": torch.from_numpy(past.sizes.copy()), "counts": torch.from_numpy(past.counts.copy())}
         steps_of_epochs = [*self._steps_of_epochs, epoch_step]
         state = {
             "run": self._fingerprint,
@@ -189,7 +183,7 @@ class Checkpoint:
             "epoch_step": epoch_step,
             "steps_of_epochs": list(self._steps_of_epochs),
             "schedulers": state_of_schedulers(self._schedulers),
-            "past": _history_state(self._sampler.schedule.past(self._epoch, epoch_step)),
+            "past": {**past._asdict(), **arrays, "starts": list(past.starts)},
             "sums_gradients": self._optimizer.rule.sums_gradients,
             "changes": self._changes,
             "random": random,
@@ -253,10 +247,9 @@ class Checkpoint:
         found = 0 if state is None else 1 + state["optimizer"][STATE_KEY]["steps_done"]
         (total,) = self._coordinator.all_reduce([found])
         if total != found * self._communicator.num_replicas:
-            raise RuntimeError(
-                f"ranks found different checkpoints in {self.directory} (rank {self._communicator.rank}: "
-                f"{paths[-1].name if paths else 'none'}): all machines must share this directory"
-            )
+            here = f"rank {self._communicator.rank}: {paths[-1].name if paths else 'none'}"
+            different = f"ranks found different checkpoints in {self.directory} ({here})"
+            raise RuntimeError(f"{different}: all machines must share this directory")
         if state is not None:
             self._restore(state, paths[-1])
         origin = ", ".join(f"{name} {value}" for name, value in self._fingerprint.items())
@@ -283,10 +276,8 @@ class Checkpoint:
             raise ValueError(f"{path} was saved by another run: {'; '.join(different)}")
         changed = [name for name in ("rule", "minibatch_size") if state["run"].get(name) != self._fingerprint[name]]
         if changed and (self._optimizer.rule.sums_gradients or state["sums_gradients"]):
-            raise ValueError(
-                f"Cannot change {' and '.join(changed)} when resuming with a rule that sums gradients: the saved "
-                "momentum is scaled by the old number of minibatches."
-            )
+            cannot = f"Cannot change {' and '.join(changed)} when resuming with a rule that sums gradients"
+            raise ValueError(f"{cannot}: the saved momentum is scaled by the old number of minibatches.")
         return state
 
     def _restore(self, state: dict[str, Any], path: Path) -> None:
@@ -310,17 +301,8 @@ class Checkpoint:
             self._random = {name: rows[rank].clone() for name, rows in state["random"].items()}
 
 
-Position = tuple[int, int, list[int]]
-"""The current epoch, its completed steps, and those of each epoch before it."""
-
-
-def _history_state(history: ScheduleHistory) -> dict[str, Any]:
-    sizes, counts = (torch.from_numpy(values.copy()) for values in (history.sizes, history.counts))
-    return {"sizes": sizes, "counts": counts, "starts": list(history.starts), "has_ended": history.has_ended}
-
-
-def _resume_point(state: Mapping[str, Any], schedule: BaseSchedule) -> tuple[BaseSchedule, Position]:
-    """The position of a saved run in a schedule that may differ from its own, and that schedule after its steps.
+def _resume_point(state: Mapping[str, Any], schedule: BaseSchedule) -> tuple[BaseSchedule, tuple[int, int, list[int]]]:
+    """The schedule after the steps of a saved run; the run's epoch, its completed steps in it, and in those before.
 
     An epoch that ended because its trace did continues if the new trace is longer.
     """

@@ -1,7 +1,5 @@
 """RankCoordinator: all ranks save and stop after the same step."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from typing import NamedTuple
@@ -32,9 +30,7 @@ class RankCoordinator:
     def __init__(self, communicator: Communicator, device: torch.device, *, every_seconds: float | None) -> None:
         if every_seconds is not None and not every_seconds > 0:
             raise ValueError(f"`every_seconds` must be positive, got {every_seconds!r}")
-        self.every_seconds = every_seconds
-        self._communicator = communicator
-        self._device = device
+        self.every_seconds, self._communicator, self._device = every_seconds, communicator, device
         self._minibatches = 0  # run by rank 0 since the last poll
         self._poll_after = 1
         self._saved_at = self._polled_at = time.monotonic()
@@ -55,8 +51,7 @@ class RankCoordinator:
         poll_after = round(min(max(per_poll, 1), _MAX_MINIBATCHES_BETWEEN_POLLS))
         numbers = [is_first * save_due, signals.was_told(), is_first * poll_after]
         num_due, num_stops, self._poll_after = self.all_reduce(numbers)
-        self._minibatches = 0
-        self._polled_at = time.monotonic()
+        self._minibatches, self._polled_at = 0, time.monotonic()
         return CheckpointSignal(num_due > 0, num_stops > 0)
 
     def mark_saved(self) -> None:

@@ -1,7 +1,5 @@
 """ExecutedTrace: the batch sizes that a run has executed, in a CSV file that grows with it and can be replayed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,12 +19,9 @@ class ExecutedTrace:
     def __init__(
         self, path: Path, schedule: BaseSchedule, *, origin: str, changes: Sequence[tuple[int, str]] = ()
     ) -> None:
-        self.path = path
-        self._schedule = schedule
-        self._changes = changes
+        self.path, self._schedule, self._changes = path, schedule, changes
         self._header = f"# executed from {schedule.name}: {origin}\n{','.join(COLUMNS)}\n"
-        self._num_rows = 0
-        self._num_bytes = 0
+        self._num_rows = self._num_bytes = 0
 
     def truncate(self, steps_of_epochs: Sequence[int]) -> None:
         """Drop the rows beyond the completed steps of each epoch."""
@@ -58,24 +53,22 @@ class ExecutedTrace:
 
     def _comments_before(self, epoch: int, steps_of_epochs: Sequence[int]) -> Iterator[str]:
         """A comment for each epoch since the last row that ended early."""
-        first = next((e for e in reversed(range(epoch)) if steps_of_epochs[e]), 0)
-        for before in range(first, epoch):
+        for before in range(next((e for e in reversed(range(epoch)) if steps_of_epochs[e]), 0), epoch):
             number, full = steps_of_epochs[before], len(self._schedule.steps(before))
             if self._schedule.ended_early(before, number):
                 of_its = f" of its {full}" if number < full else ""
                 yield f"# epoch {before} was left after {number}{of_its} steps: replayed, the epochs begin elsewhere\n"
 
     def _write(self, text: str) -> None:
-        content = text.encode()
         try:
             with open(self.path, "ab") as file:
                 file.truncate(self._num_bytes)
-                file.write(content)
+                num_written = file.write(text.encode())
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise OSError(f"{self.path} could not be written: {error}") from error
-        self._num_bytes += len(content)
+        self._num_bytes += num_written
 
 
 def _complete_rows(path: Path, *, limit: int) -> tuple[int, int]:

@@ -1,10 +1,9 @@
 """Log and Metrics: a record of the run every N steps, and named sums over all cores."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -80,11 +79,10 @@ class Metrics:
 
 
 Record = dict[str, Any]
-
 _LOSSES_AT_ONCE = 32
 
 
-class Log:
+class Log(AbstractContextManager["Log"]):
     """Passes a record of the run, a dictionary, to every sink on core 0 every N steps.
 
         log = vbs.Log(optimizer, every=50, to=[vbs.JsonLines("runs/a/log.jsonl"), vbs.TensorBoard("runs/a"), print])
@@ -111,9 +109,7 @@ class Log:
     def __init__(self, optimizer: CustomOptimizer, *, every: int, to: Iterable[Callable[[Record], Any]]) -> None:
         check_positive(every=every)
         self.every = every
-        self._optimizer = optimizer
-        self._schedule = optimizer.sampler.schedule
-        self._sinks = list(to)
+        self._optimizer, self._schedule, self._sinks = optimizer, optimizer.sampler.schedule, list(to)
         parameters = list(optimizer.parameters())
         self._communicator = communicator_for(parameters, optimizer.sampler.process_group)
         self._is_first = everyone_for(parameters, optimizer.sampler.process_group).rank == 0
@@ -166,17 +162,13 @@ class Log:
             if hasattr(sink, "close"):
                 sink.close()
 
-    def __enter__(self) -> Log:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def _count_step(self) -> None:
         optimizer, cores = self._optimizer, self._schedule.num_replicas
         num_minibatches = optimizer.batch_size // self._schedule.minibatch_size
-        own = len(range(self._communicator.rank, num_minibatches, cores))
-        given = len(self._losses_of_step)
+        own, given = len(range(self._communicator.rank, num_minibatches, cores)), len(self._losses_of_step)
         if given < own:
             raise RuntimeError(
                 f"log.step() was called for {given} of this core's {own} minibatches in a step of batch size "
@@ -221,10 +213,8 @@ class Log:
         }
         record |= optimizer.report()
         optimizer.note_loss(record["loss"])
-        if self._device.type == "xla":
-            record["graphs"] = xla.num_programs()
-        if optimizer.exact:
-            record["exact"] = 1
+        record |= {"graphs": xla.num_programs()} if self._device.type == "xla" else {}
+        record |= {"exact": 1} if optimizer.exact else {}
         self._send(record)
         self._restart()
 

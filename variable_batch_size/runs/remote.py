@@ -1,7 +1,5 @@
 """RemoteDirectory: a local directory whose files are uploaded to an fsspec URL such as ``s3://bucket/run``."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -20,9 +18,8 @@ from variable_batch_size.runs.async_writer import call_at_exit
 
 logger = logging.getLogger(__name__)
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
+_URL = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _BROKEN_URL = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]", re.IGNORECASE)
-
 _SECONDS_BETWEEN_UPLOADS = 30.0
 
 
@@ -43,9 +40,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 def local_path(path: str | os.PathLike[str]) -> Path:
     """A path on this machine, which may be written as ``file:///…``."""
-    text = os.fspath(path)
-    match = _URL.match(text)
-    return Path(text[match.end() :] if match else text)
+    return Path(_URL.sub("", os.fspath(path)))
 
 
 class RemoteDirectory:
@@ -74,7 +69,6 @@ class RemoteDirectory:
             call_at_exit(finish)
 
     def check_writable(self) -> None:
-        """Raise if files cannot be written to the remote directory."""
         probe = self.folder / "writable"
         probe.touch()
         try:
@@ -86,7 +80,6 @@ class RemoteDirectory:
             probe.unlink()
 
     def names(self) -> list[str]:
-        """The names of the remote files, if any."""
         found = []
         with _as_os_error(f"{self.url} could not be listed"), suppress(FileNotFoundError):
             found = self._filesystem.ls(self._root, detail=True)
@@ -98,7 +91,6 @@ class RemoteDirectory:
         self._versions[path.name] = _version(path)
 
     def download(self, path: Path) -> None:
-        """Download the file of this name."""
         with _as_os_error(f"{self.url}/{path.name} could not be read"):
             self._filesystem.get_file(f"{self._root}/{path.name}", str(path))
         self._versions[path.name] = _version(path)
@@ -141,8 +133,7 @@ def _filesystem_of(url: str) -> tuple[Any, str]:
     try:
         filesystem, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:
-        known = known_implementations.get(url.partition("://")[0], {})
-        driver = known.get("class", "fsspec").partition(".")[0]
+        driver = known_implementations.get(url.partition("://")[0], {}).get("class", "fsspec").partition(".")[0]
         needed = f": {error}" if driver == "fsspec" else f" needs {driver}: pip install {driver}"
         raise ImportError(f"{url}{needed}") from error
     except ValueError as error:

@@ -1,7 +1,5 @@
 """Full and sharded state of a model and its optimizer, and checkpoint directories with one file per rank."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections import OrderedDict
@@ -27,16 +25,11 @@ from variable_batch_size.runs import state_file
 from variable_batch_size.runs.state_file import tree_map
 
 Tensors = dict[str, torch.Tensor]
-
-_PLACE = "variable_batch_size place"
-"""The key of the placeholder for a sharded tensor, in the file with the rest of the state."""
+_PLACE = "variable_batch_size place"  # the key of the placeholder for a sharded tensor, in the file with the rest
 
 
 def full_state(model: torch.nn.Module, optimizer: CustomOptimizer, *, is_first: bool) -> dict[str, Any]:
-    """The state of both with full tensors, on the rank that writes it; empty on the others.
-
-    Every rank must call it, as sharded tensors are gathered one at a time.
-    """
+    """The state of both with full tensors on the first rank, empty on the others. Every rank must call it to gather."""
     if not is_first and not any(map(is_spread, [*model.parameters(), *optimizer.parameters()])):
         _consolidate(optimizer)
         return {}
@@ -47,7 +40,7 @@ def full_state(model: torch.nn.Module, optimizer: CustomOptimizer, *, is_first: 
         full = whole(part.detach())
         return full.cpu() if is_first else None
 
-    state: dict[str, Any] = tree_map(local_state(model, optimizer), gathered)
+    state = tree_map(local_state(model, optimizer), gathered)
     return state if is_first else {}
 
 
@@ -66,11 +59,9 @@ def _model_state(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _optimizer_state(optimizer: CustomOptimizer) -> dict[str, Any]:
-    def ordered(p: torch.Tensor, value: Any, _: str) -> Any:
-        return from_local_like(p, to_local(value)) if _match(p, value) else value
-
     # torch loses the order of shards in a dimension that is sharded twice; the parameter still has it
-    return _map_params(optimizer.inner, optimizer.state_dict(), ordered)
+    state = optimizer.state_dict()
+    return map_params(optimizer.inner, state, lambda p, v, _: from_local_like(p, to_local(v)) if _match(p, v) else v)
 
 
 def try_out_optimizer(optimizer: CustomOptimizer) -> None:
@@ -92,10 +83,9 @@ def try_out_model(model: torch.nn.Module) -> None:
 
 
 def _consolidate(optimizer: CustomOptimizer) -> None:
-    for inner in optimizers_of(optimizer.inner):
-        if is_zero(inner):
-            group = group_of(optimizer.sampler.process_group)
-            inner.consolidate_state_dict(to=ranks_of(group)[0])  # type: ignore[attr-defined]
+    for inner in filter(is_zero, optimizers_of(optimizer.inner)):
+        first = ranks_of(group_of(optimizer.sampler.process_group))[0]
+        inner.consolidate_state_dict(to=first)  # type: ignore[attr-defined]
 
 
 def load_model(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
@@ -104,17 +94,12 @@ def load_model(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     present = own.state_dict()
     names = {_plain_name(name): name for name in present}
     renamed = ((names.get(key, key), value) for key, value in state.items())
-    loaded = OrderedDict((name, _shard(present.get(name), value)) for name, value in renamed)
+    loaded = OrderedDict((name, shard(present.get(name), value)) for name, value in renamed)
     loaded._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
     own.load_state_dict(loaded)
 
 
-def shard_optimizer_state(inner: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with full tensors as the optimizer's ``load_state_dict`` takes it. Every rank must call it."""
-    return _map_params(inner, state, _shard)
-
-
-def _shard(like: Any, value: Any, _: str = "") -> Any:
+def shard(like: Any, value: Any, _: str = "") -> Any:
     """A full tensor, sharded as another one; what is no tensor or has another shape as it is."""
     return value if not _match(like, value) or is_dtensor(value) else shard_from_full(like, value)
 
@@ -123,17 +108,16 @@ def _match(one: Any, other: Any) -> bool:
     return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape
 
 
-def _map_params(inner: Optimizer, state: Mapping[str, Any], change: Callable[..., Any]) -> dict[str, Any]:
+def map_params(inner: Optimizer, state: Mapping[str, Any], change: Callable[..., Any]) -> dict[str, Any]:
     """Apply a function to each parameter and everything in its state, of any type, as :func:`tree_map` does."""
     if isinstance(inner, MultiOptimizer):
         pairs = zip(inner.optimizers, state["optimizers"], strict=True)
-        return {**state, "optimizers": [_map_params(*pair, change) for pair in pairs]}
-    changed = {
-        number: tree_map(state["state"][number], partial(change, p))
-        for number, p in _numbered_params(inner, state)
-        if number in state["state"]
-    }
-    return {**state, "state": {**state["state"], **changed}}
+        return {**state, "optimizers": [map_params(*pair, change) for pair in pairs]}
+    changed = dict(state["state"])
+    for number, p in _numbered_params(inner, state):
+        if number in changed:
+            changed[number] = tree_map(changed[number], partial(change, p))
+    return {**state, "state": changed}
 
 
 def _numbered_params(inner: Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -144,11 +128,8 @@ def _numbered_params(inner: Optimizer, state: Mapping[str, Any]) -> Iterator[tup
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside DistributedDataParallel and torch.compile."""
-    while True:
-        inside = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-        if not isinstance(inside, torch.nn.Module):
-            return model
-        model = inside
+    inside = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return unwrapped(inside) if isinstance(inside, torch.nn.Module) else model
 
 
 def _plain_name(name: str) -> str:
@@ -171,7 +152,7 @@ def split_sharded(state: dict[str, Any], *, copies: bool) -> tuple[dict[str, Any
 
 
 def write_directory(
-    directory: Path, steps_done: int, rest: dict[str, Any], tensors: Tensors, *, group: Group, is_first: bool
+    directory: Path, steps_done: int, rest: dict[str, Any], tensors: Tensors, group: Group, *, is_first: bool
 ) -> None:
     """Write the shards of all ranks and the rest of rank 0, under a temporary name until all are complete."""
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -195,9 +176,7 @@ def write_directory(
         sync(path.parent)
 
 
-def load_sharded(
-    path: Path, state: dict[str, Any], model: torch.nn.Module, optimizer: CustomOptimizer
-) -> dict[str, Any]:
+def load_sharded(path: Path, state: dict[str, Any], model: torch.nn.Module, optimizer: CustomOptimizer) -> Any:
     """A state whose placeholders are replaced by tensors, sharded as in this run. Every rank must call it."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -214,8 +193,7 @@ def load_sharded(
     tensors = {place: torch.zeros_like(like[place].detach(), dtype=dtype) for place, dtype in dtypes.items()}
     with _dcp_errors(ValueError, f"{path} does not load"):
         load(tensors, checkpoint_id=path, no_dist=True)  # each rank reads what it needs, without collectives
-    loaded: dict[str, Any] = tree_map(state, lambda part, _: tensors[part[_PLACE]] if _is_placeholder(part) else part)
-    return loaded
+    return tree_map(state, lambda part, _: tensors[part[_PLACE]] if _is_placeholder(part) else part)
 
 
 def _placeholders(state: Any) -> dict[str, torch.dtype]:

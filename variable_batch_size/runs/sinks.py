@@ -1,7 +1,5 @@
 """Sinks for the records of a run: JSON lines, TensorBoard, a progress bar."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -13,8 +11,7 @@ from typing import IO, Any
 from variable_batch_size.files import write_text
 from variable_batch_size.runs.remote import RemoteDirectory, is_url, local_path
 
-_AXES = {"step": "steps", "samples": "samples"}
-"""The x-axes of plots, and the folder of each."""
+_AXES = {"step": "steps", "samples": "samples"}  # the x-axes of plots, and the folder of each
 
 
 class JsonLines:
@@ -36,8 +33,7 @@ class JsonLines:
             directory, _, name = str(path).rpartition("/")
             self._remote = RemoteDirectory(directory, upload_at_exit=True)
             self.path = self._remote.folder / name
-        self._open_per_record = open_per_record
-        self._has_begun = False
+        self._open_per_record, self._has_begun = open_per_record, False
         self._file: IO[str] | None = None
 
     def __call__(self, record: Mapping[str, Any]) -> None:

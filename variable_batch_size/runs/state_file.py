@@ -1,7 +1,5 @@
 """Checkpoint files: their names and contents, read with `weights_only=True`."""
 
-from __future__ import annotations
-
 import io
 import os
 import re
@@ -32,32 +30,24 @@ def tree_map(value: Any, change: Callable[[Any, str], Any], place: str = "") -> 
     if changed is not value:
         return changed
     if isinstance(value, dict):
-        parts = [
-            (tree_map(key, change, place), tree_map(part, change, f"{place}[{key!r}]")) for key, part in value.items()
-        ]
-        if not isinstance(value, OrderedDict):
-            return dict(parts)
-        ordered = OrderedDict(parts)
-        if hasattr(value, "_metadata"):
-            ordered._metadata = tree_map(value._metadata, change, place)  # type: ignore[attr-defined]
-        return ordered
+        copied: Any = OrderedDict() if isinstance(value, OrderedDict) else {}
+        for key, part in value.items():
+            name = tree_map(key, change, place)
+            copied[name] = tree_map(part, change, f"{place}[{key!r}]")
+        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+            copied._metadata = tree_map(value._metadata, change, place)
+        return copied
     if isinstance(value, list | tuple):
         parts = [tree_map(part, change, f"{place}[{number}]") for number, part in enumerate(value)]
         return parts if isinstance(value, list) else tuple(parts)
     return value
 
 
+# name of a file, or of a directory; a step may have several directories, the newest with the largest number
 _NAME = re.compile(r"step-([0-9]{9,})(?:\.pt|-([0-9]+))")
-"""Name of a file, or of a directory; a step may have several directories, the newest with the largest number."""
-
-REST = "run.pt"
-"""The file in a sharded checkpoint with everything but the sharded tensors."""
-
-EXTRA_STATE = "_extra_state"
-"""The end of names in a module's state dict under which torch keeps what ``get_extra_state`` returns."""
-
-_MARK = "variable_batch_size checkpoint"
-_VERSION = 1
+REST = "run.pt"  # the file in a sharded checkpoint with everything but the sharded tensors
+EXTRA_STATE = "_extra_state"  # the end of names in a module's state dict for what ``get_extra_state`` returns
+_MARK, _VERSION = "variable_batch_size checkpoint", 1
 
 
 def path_of(directory: Path, steps_done: int, number: int | None = None) -> Path:
@@ -129,11 +119,10 @@ def in_memory(state: dict[str, Any]) -> dict[str, Any]:
     torch.save(tree_map(state, without_contents), buffer)
     buffer.seek(0)
     try:
-        loaded: dict[str, Any] = torch.load(buffer, map_location="cpu", weights_only=True)
+        return torch.load(buffer, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
     except Exception as error:
         advice = "convert it to tensors, or pass its type to torch.serialization.add_safe_globals"
         raise ValueError(f"the state can be saved, but not loaded: {_reason(error)}; {advice}") from error
-    return loaded
 
 
 def _reason(error: Exception) -> str:

@@ -1,7 +1,5 @@
 """CheckpointStore: writes and loads the checkpoints of a run, as single files or sharded directories."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +19,7 @@ from variable_batch_size.runs.remote import RemoteDirectory, is_url, local_path
 from variable_batch_size.schedules.schedule import BaseSchedule
 
 Format = Literal["file", "sharded"]
-
-EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"
-"""Files that grow next to the checkpoints."""
+EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"  # files that grow next to the checkpoints
 
 
 class CheckpointStore:
@@ -46,19 +42,17 @@ class CheckpointStore:
         # the local directory of the files, perhaps to be uploaded, and the directory as the user knows it
         self.folder = local_path(directory) if self._remote is None else self._remote.folder
         self.directory = self.folder if self._remote is None else self._remote.url
-        self._keep = keep
         self._model, self._optimizer, self._schedulers = model, optimizer, schedulers
-        self._communicator = communicator
+        self._keep, self._is_sharded, self._is_first = keep, format == "sharded", communicator.rank == 0
         self._writer = AsyncWriter() if asynchronous else None
         self._staging, self._has_stepped = HostStaging(), False
-        self._is_sharded = format == "sharded"
         if self._is_sharded:
             if xla.is_spmd():
                 raise ValueError('`format` must be "file" in XLA\'s SPMD mode, got "sharded"')
             if self._remote is not None:
                 raise ValueError(f'`format` must be "file" with a URL, got "sharded" for {self.directory}')
             self._group = sharded_state.host_group(communicator, next(optimizer.parameters()).device)
-        if communicator.rank == 0:
+        if self._is_first:
             state_file.prepare(self.folder) if self._remote is None else self._remote.check_writable()
         sharded_state.try_out_model(model)
         sharded_state.try_out_optimizer(optimizer)
@@ -66,33 +60,32 @@ class CheckpointStore:
     def save(self, rest: dict[str, Any], *, when_done: Callable[[], None]) -> None:
         """Save the model, the optimizer and the rest of the state, that of rank 0, on which `when_done` is called once
         the checkpoint is complete. Every rank must call it."""
-        steps_done, is_first = self._optimizer.steps_done, self._communicator.rank == 0
+        steps_done, tensors = self._optimizer.steps_done, dict[str, torch.Tensor]()
         if self._is_sharded:
             self.wait()  # for the memory of the previous copy
             state = {**sharded_state.local_state(self._model, self._optimizer), **rest}
             state, tensors = sharded_state.split_sharded(state, copies=self._writer is not None)
         else:
-            state, tensors = {**sharded_state.full_state(self._model, self._optimizer, is_first=is_first), **rest}, {}
-            if not is_first:
+            state = {**sharded_state.full_state(self._model, self._optimizer, is_first=self._is_first), **rest}
+            if not self._is_first:
                 return
         if self._writer is None:
             self._write(steps_done, state, tensors, when_done)
         else:
             self._writer.wait()
-            state = self._staging.copy(state) if is_first else {}
+            state = self._staging.copy(state) if self._is_first else {}
             self._writer.start(lambda: self._write(steps_done, state, tensors, when_done))
 
     def _write(
         self, steps_done: int, state: dict[str, Any], tensors: dict[str, torch.Tensor], when_done: Callable[[], None]
     ) -> None:
         """Write a checkpoint. It is uploaded before other files are, and before older checkpoints are removed."""
-        is_first = self._communicator.rank == 0
         path = state_file.path_of(self.folder, steps_done)
         if self._is_sharded:
-            sharded_state.write_directory(self.folder, steps_done, state, tensors, group=self._group, is_first=is_first)
+            sharded_state.write_directory(self.folder, steps_done, state, tensors, self._group, is_first=self._is_first)
         else:
             state_file.save(path, state)
-        if not is_first:
+        if not self._is_first:
             return
         before = state_file.checkpoints(self.folder)
         if self._remote is not None:
@@ -123,9 +116,8 @@ class CheckpointStore:
         sharded_state.try_out_optimizer(self._optimizer)
         state_file.in_memory({"schedulers": state_of_schedulers(self._schedulers)})
         if self._writer is not None and not self._is_sharded:
-            is_first = self._communicator.rank == 0
-            state = sharded_state.full_state(self._model, self._optimizer, is_first=is_first)
-            if is_first:
+            state = sharded_state.full_state(self._model, self._optimizer, is_first=self._is_first)
+            if self._is_first:
                 self._writer.start(lambda: self._staging.reserve(state))
 
     @contextmanager
@@ -137,7 +129,7 @@ class CheckpointStore:
         for name in self._remote.names():
             self._remote.truncate_local(self.folder / name)
         paths = state_file.checkpoints(self.folder)
-        own = [self.folder / name for name in (EXECUTED, DECISIONS)] if self._communicator.rank == 0 else []
+        own = [self.folder / name for name in (EXECUTED, DECISIONS)] if self._is_first else []
         for path in [*paths[-1:], *(path for path in own if path.exists())]:
             self._remote.download(path)
         try:
@@ -157,7 +149,7 @@ class CheckpointStore:
             raise ValueError(f"{path} does not match the model: {error}") from error
         optimizer = self._optimizer
         optimizer.set_schedule(schedule)
-        sharded = sharded_state.shard_optimizer_state(optimizer.inner, state["optimizer"])
+        sharded = sharded_state.map_params(optimizer.inner, state["optimizer"], sharded_state.shard)
         optimizer.load_state_dict({**sharded, STATE_KEY: own})
         for one in (optimizer, optimizer.inner):
             # otherwise torch warns that a scheduler was called first, if the epoch has no steps left

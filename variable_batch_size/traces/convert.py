@@ -1,7 +1,5 @@
 """Converts a recording of available devices to a trace."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -9,7 +7,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size.checks import check_one_of, check_positive, refuse
+from variable_batch_size.checks import check_one_of, check_positive, check_positive_number, refuse
 from variable_batch_size.traces.recording import Recording
 from variable_batch_size.traces.trace import MOST_STEPS, Trace
 
@@ -89,8 +87,7 @@ def convert_recording(
     [64, 64, 64, 64, 96, 96]
     """
     check_positive(samples_per_device=samples_per_device, minibatch_size=minibatch_size)
-    if not 0 < seconds_per_step < math.inf:
-        raise ValueError(f"`seconds_per_step` must be a positive number, got {seconds_per_step!r}")
+    check_positive_number(seconds_per_step=seconds_per_step)
     check_one_of(WHEN_EMPTY, when_empty=when_empty)
     check_one_of(ROUNDING, rounding=rounding)
     used, counts = _without_gaps(recording, when_empty)

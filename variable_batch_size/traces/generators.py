@@ -1,7 +1,5 @@
 """Generated traces: constant sizes, ramps, growth in place of learning-rate decay, and a spot market."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import math
 import os
@@ -12,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +24,6 @@ TimeUnit = Literal["ms", "s", "min", "h"]
 TIME_UNITS: Mapping[TimeUnit, float] = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 _Row = tuple[str, float, int]  # a place in a file, the time in seconds, and the number of devices from then on
-
 _LATEST = 1e15  # seconds
 _MOST_DEVICES = 10**9
 
@@ -88,14 +87,11 @@ class Recording:
         text = Path(source).read_text(encoding="utf-8-sig", errors="replace")
         if text.lstrip()[:1] in ("{", "["):
             format, rows = "JSON", _json_rows(source, text)
-        elif any(
-            len(cells) > 1 and cells[1].lower() in _EVENTS for _, cells in itertools.islice(_table(source, text), 2)
-        ):
+        elif any(cell.lower() in _EVENTS for _, cells in islice(_table(source, text), 2) for cell in cells[1:2]):
             format, rows = "events", _event_rows(source, text)
         else:
-            return cls._of(_count_rows(source, text, time_column, count_column, TIME_UNITS[time_unit or "s"]))
-        options = {"time_column": time_column, "count_column": count_column, "time_unit": time_unit}
-        for name, value in options.items():
+            return cls._of(_count_rows(source, text, (time_column, count_column), TIME_UNITS[time_unit or "s"]))
+        for name, value in {"time_column": time_column, "count_column": count_column, "time_unit": time_unit}.items():
             if value is not None:
                 raise ValueError(f"{source}: `{name}` must be None for a file of {format}, got {value!r}")
         return cls._of(rows)
@@ -103,19 +99,16 @@ class Recording:
     @classmethod
     def _of(cls, rows: Iterable[_Row]) -> Recording:
         """The recording of these rows, in seconds since the first; the last row only gives its end."""
-        places: list[str] = []
-        times: list[float] = []
-        counts: list[int] = []
+        checked: list[_Row] = []
         for place, time, count in rows:
             if not abs(time) <= _LATEST:
                 refuse(place, f"a time must be a number within {_LATEST:g} seconds", time)
-            if times and time - times[0] <= times[-1] - times[0]:
-                refuse(place, "a time must be later than the previous one", f"{time:.15g} s after {times[-1]:.15g} s")
+            if checked and time - checked[0][1] <= (before := checked[-1][1]) - checked[0][1]:
+                refuse(place, "a time must be later than the previous one", f"{time:.15g} s after {before:.15g} s")
             if not 0 <= count <= _MOST_DEVICES:
                 refuse(place, f"the number of devices must be from 0 to {_MOST_DEVICES}", count)
-            places.append(place)
-            times.append(time)
-            counts.append(count)
+            checked.append((place, time, count))
+        places, times, counts = zip(*checked, strict=True)
         if len(times) < 2:
             refuse(places[0], "a recording needs two different times", "one")
         return cls(np.array(times) - times[0], np.array(counts[:-1], dtype=np.int64), places[:-1])
@@ -163,13 +156,11 @@ def _table(source: str, text: str) -> Iterator[tuple[int, list[str]]]:
             yield line, cells
 
 
-def _count_rows(
-    source: str, text: str, time_column: str | None, count_column: str | None, unit: float
-) -> Iterator[_Row]:
+def _count_rows(source: str, text: str, names: tuple[str | None, str | None], unit: float) -> Iterator[_Row]:
     """The rows of a table of times and counts, with a header."""
     table = _table(source, text)
     line, header = next(table, (1, []))
-    columns = _columns(f"{source}:{line}", header, time_column, count_column)
+    columns = _columns(f"{source}:{line}", header, *names)
     has_dates: bool | None = None
     for line, cells in table:
         place = f"{source}:{line}"
@@ -186,7 +177,6 @@ def _count_rows(
 
 
 def _columns(place: str, header: list[str], time_column: str | None, count_column: str | None) -> list[int]:
-    """The indices of the time and count columns."""
     named = [name for name in header if name]
     if not header:
         refuse(place, "the file must have a header with column names", "an empty file")
@@ -195,8 +185,7 @@ def _columns(place: str, header: list[str], time_column: str | None, count_colum
     if (time_column is None) != (count_column is None):
         raise ValueError("pass both `time_column` and `count_column` or neither")
     if time_column is None and len(named) != 2:
-        rule = "pass `time_column` and `count_column` unless exactly two columns are named"
-        refuse(place, rule, repr(named)[:80])
+        refuse(place, "pass `time_column` and `count_column` unless exactly two columns are named", repr(named)[:80])
     columns = named if time_column is None or count_column is None else [time_column, count_column]
     for name in columns:
         if header.count(name) != 1:
@@ -270,7 +259,7 @@ def _json_rows(source: str, text: str) -> Iterator[_Row]:
         refuse(line_of(after("gap_seconds")), "gap_seconds must be a positive number", repr(gap)[:80])
     position = after("data")
     # a comma precedes each count: all counts before an invalid one are plain numbers
-    positions = itertools.chain((position,), (found.end() for found in re.compile(r",\s*").finditer(text, position)))
+    positions = chain((position,), (found.end() for found in re.compile(r",\s*").finditer(text, position)))
     for index, count in enumerate(counts):
         position = next(positions, position)
         place = f"{line_of(position)}: data[{index}]"

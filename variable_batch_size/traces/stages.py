@@ -1,7 +1,5 @@
 """Stages: a piecewise constant batch size, written as ``0:768 250K:1536 500K:3072``."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -57,9 +55,8 @@ class Stages:
         if self.unit == "tokens":
             check_positive(tokens_per_sample=self.tokens_per_sample)
         elif (tokens := self.tokens_per_sample) is not None:
-            raise ValueError(
-                f"`tokens_per_sample` must be None unless `unit` is 'tokens', got {tokens!r} with {self.unit!r}"
-            )
+            found = f"{tokens!r} with {self.unit!r}"
+            raise ValueError(f"`tokens_per_sample` must be None unless `unit` is 'tokens', got {found}")
         if not self.starts or self.starts[0] != 0:
             raise ValueError(f"the first stage must begin at 0, got {self.starts[0] if self.starts else 'no stage'}")
         for number, (start, end, size) in enumerate(zip(self.starts, self._ends, self.sizes, strict=True), start=1):
@@ -69,7 +66,7 @@ class Stages:
                 raise ValueError(f"the batch size of stage {number} must be positive, got {size}")
 
     @classmethod
-    def parse(cls, text: str, *, until: int, unit: Unit, tokens_per_sample: int | None = None) -> Stages:
+    def parse(cls, text: str, *, until: int, unit: Unit, tokens_per_sample: int | None = None) -> "Stages":
         """Parse ``start:size`` pairs, separated by whitespace or commas; numbers may end in K, M, B or T."""
         pairs = []
         for number, stage in enumerate(re.split(r"[\s,]+", text.strip()), start=1):
@@ -81,7 +78,7 @@ class Stages:
         return cls(starts, sizes, until, unit, tokens_per_sample)
 
     @classmethod
-    def of(cls, trace: Trace, *, unit: Unit, tokens_per_sample: int | None = None) -> Stages:
+    def of(cls, trace: Trace, *, unit: Unit, tokens_per_sample: int | None = None) -> "Stages":
         """The stages of a trace; :meth:`trace` converts them back to the same trace, in any unit."""
         if trace.is_endless:
             raise ValueError("a constant trace is endless and has no stages")

@@ -40,8 +40,6 @@ class Column(Protocol):
 Sizes: TypeAlias = Sequence[Integer] | npt.NDArray[np.integer[Any]] | Column
 Rows: TypeAlias = npt.NDArray[np.int64]
 
-_NO_SEQUENCES = (int, np.integer, bytes, dict, set)
-
 
 class Trace:
     """The global batch size of every optimizer step, in order.
@@ -72,7 +70,7 @@ class Trace:
             return cls.read(source)
         if is_integer(source):
             return cls.constant(source)
-        if hasattr(source, "__len__") and not isinstance(source, _NO_SEQUENCES):
+        if hasattr(source, "__len__") and not isinstance(source, (int, np.integer, bytes, dict, set)):
             return cls.from_sequence(source)
         raise ValueError(f"`trace` must be a path, a sequence of batch sizes or an integer, got {source!r}")
 
@@ -174,10 +172,7 @@ class Trace:
         return int(self.sizes[0 if self.is_endless else row])
 
     def __iter__(self) -> Iterator[int]:
-        while True:
-            yield from self.sizes.tolist()
-            if not self.is_endless:
-                return
+        return itertools.repeat(self[0]) if self.is_endless else iter(self.sizes.tolist())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Trace):
@@ -263,8 +258,7 @@ def _sizes_by_row(source: str, text: bytes, names: list[str]) -> npt.NDArray[np.
         refuse(f"{source}:{header_line + 1}", "expected a row below the header", "nothing")
     sizes, expected = [], 0
     for line, content in rows:
-        place = f"{source}:{line}"
-        values = content.rstrip(", \t").split(",")
+        place, values = f"{source}:{line}", content.rstrip(", \t").split(",")
         if len(values) > len(names):
             refuse(place, f"a row must have {len(names)} values", len(values))
         of_columns = dict(zip(names, map(str.strip, values), strict=False))

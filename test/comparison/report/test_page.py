@@ -11,7 +11,7 @@ from outcomes import HOSTILE, HOSTILE_FOLDER, SETTINGS, ended, write_hostile_res
 
 from variable_batch_size.command.main import main
 from variable_batch_size.comparison.experiment import Run
-from variable_batch_size.comparison.report.page import write_page
+from variable_batch_size.comparison.report.page import write_report
 
 
 class Elements(HTMLParser):
@@ -41,7 +41,7 @@ class Elements(HTMLParser):
 
 
 def page_of(results):
-    write_page(results)
+    write_report(results)
     return Elements(results.page_file.read_text(encoding="utf-8"))
 
 
@@ -98,7 +98,7 @@ def test_report_shows_when_runs_end(tmp_path, until, words):
 
 def test_report_command_rewrites_the_page_and_the_tables(tmp_path, capsys):
     results = write_results(tmp_path, {Run("ramp", "linear", 0): ended(98.0)})
-    write_page(results)
+    write_report(results)
     page = results.page_file.read_bytes()
     results.page_file.unlink()
     assert main(["report", str(tmp_path)]) == 0

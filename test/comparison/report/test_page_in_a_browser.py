@@ -9,7 +9,7 @@ from outcomes import HOSTILE, HOSTILE_FOLDER, write_hostile_results
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from variable_batch_size.comparison.report.page import write_page
+from variable_batch_size.comparison.report.page import write_report
 
 pytestmark = pytest.mark.browser
 
@@ -76,7 +76,7 @@ def test_a_click_changes_the_axis(results):
 
 
 def test_names_cannot_inject_scripts_and_are_shown_unchanged(tmp_path):
-    write_page(write_hostile_results(tmp_path))
+    write_report(write_hostile_results(tmp_path))
     with browser(DESKTOP) as driver:
         show(driver, tmp_path)
         assert driver.execute_script("return window.isAttacked") is None

@@ -1,11 +1,9 @@
 """The report of a comparison: its tables, its page report.html, and its curves as a figure."""
 
-from __future__ import annotations
-
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size.checks import install
+from variable_batch_size.checks import import_extra
 from variable_batch_size.comparison.experiment import DIVERGED, ENDED, POLICY, REFERENCE, Results, Settings
 from variable_batch_size.comparison.report import summary
 from variable_batch_size.comparison.report.summary import Arm, arms_of, number
@@ -25,12 +23,9 @@ AXES = ("step", "samples", "progress")
 TRAINING = ("batch_size", "lr", "loss", "gain", "noise_scale")
 TESTS = ("test_loss", "metric")
 LOGARITHMIC = ("loss", "test_loss", "noise_scale")  # quantities with a logarithmic axis
-
 _MOST_POINTS = 500
-_WINDOWS = 50
 _TINY = 1e-30
 _COLOURS = (*(style["color"] for style in STYLES[1:]), "#8E7CC3")
-_GREY = "0.45"
 
 Values = npt.NDArray[np.float64]
 Curves = dict[str, Any]
@@ -54,7 +49,7 @@ def curves(results: Results, arm: Arm) -> dict[str, Curves]:
 
 def _smooth(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Records with the moving average of their losses."""
-    window = max(1, len(records) // _WINDOWS)
+    window = max(1, len(records) // 50)
     losses = np.array([record["loss"] for record in records], dtype=np.float64)
     means = [losses[max(0, end - window) : end].mean() for end in range(1, len(losses) + 1)]
     return [{**record, "loss": mean} for record, mean in zip(records, means, strict=True)]
@@ -103,15 +98,6 @@ _RUN = ("trace", "rule", "seed")
 _ENDED = ("status", "updates", "samples", "progress", "final_loss", "final_metric", "best_metric", "reason")
 
 
-def write_tables(results: Results) -> None:
-    """Write results.csv, and timings.csv with the seconds of each run, so that results.csv is reproducible."""
-    rows = [{**asdict(run), **asdict(outcome)} for run, outcome in results.runs()]
-    for name, columns in (("results.csv", (*_RUN, *_ENDED)), ("timings.csv", (*_RUN, "seconds"))):
-        cells = [[row[column] for column in columns] for row in rows]
-        write_text(results.directory / name, csv_text([columns, *cells]))
-
-
-RESULT_COLUMNS = ("rule", "final", "against the yardstick", "best", "updates", "samples", "seconds", "runs")
 _FORMATS: dict[str, Callable[[Any], str]] = {  # of the table of runs; other cells are shown as they are
     **dict.fromkeys(("updates", "samples"), "{:,.0f}".format),
     "progress": "{:,.1f}".format,
@@ -119,14 +105,14 @@ _FORMATS: dict[str, Callable[[Any], str]] = {  # of the table of runs; other cel
 }
 
 
-def write_page(results: Results) -> None:
-    """Write ``report.html`` from the results in a directory."""
+def write_report(results: Results) -> None:
+    """Write results.csv, timings.csv with the seconds, so that the former is reproducible, and ``report.html``."""
+    rows = [{**asdict(run), **asdict(outcome)} for run, outcome in results.runs()]
+    for file, names in (("results.csv", (*_RUN, *_ENDED)), ("timings.csv", (*_RUN, "seconds"))):
+        write_text(results.directory / file, csv_text([names, *([row[name] for name in names] for row in rows)]))
     from jinja2 import Environment, StrictUndefined
 
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise ImportError(f"the page needs plotly: {install('compare')}") from None
+    plotly = import_extra("plotly.offline", "the page needs plotly", "compare")
     experiment, settings, (reference, on_traces) = results.read_experiment(), results.settings(), arms_of(results)
 
     def curves_of(arm: Arm) -> dict[str, Any]:
@@ -136,17 +122,21 @@ def write_page(results: Results) -> None:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     environment.filters["count"] = "{:,.0f}".format
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    # together with the commands, these reproduce the experiment
+    latest = experiment["origins"][-1]
+    traces = experiment["traces"].items()
+    hashes = {name if name.startswith(POLICY) else f"SHA-256 of {name}": value for name, value in traces}
+    facts = {**latest["versions"], "commit": latest["commit"], **hashes, **experiment["settings"]}
     columns = [name for name in (*_RUN, *_ENDED) if name != "final_loss"]
-    rows = [{**asdict(run), **asdict(outcome)} for run, outcome in results.runs()]
     page = environment.from_string(_resource("page.html")).render(
         settings=settings,
         num_planned=len(results.planned()),
         traces=[_trace(settings, name, arms, reference) for name, arms in on_traces.items()],
-        result_columns=RESULT_COLUMNS,
+        result_columns=("rule", "final", "against the yardstick", "best", "updates", "samples", "seconds", "runs"),
         runs=[(row["status"], [_or_dash(row[name], _FORMATS.get(name, str)) for name in columns]) for row in rows],
         run_columns=[name.replace("final_metric", "final").replace("best_metric", "best") for name in columns],
         commands=list(dict.fromkeys(origin["command"] for origin in experiment["origins"])),
-        facts=[(name, value) for name, value in _facts(experiment) if value is not None],
+        facts=[(name, value) for name, value in facts.items() if value is not None],
         charts={
             "metric": settings.metric_name + settings.unit,
             "reference": curves_of(reference) if reference is not None else None,
@@ -154,7 +144,7 @@ def write_page(results: Results) -> None:
         },
         style=_resource("page.css"),
         script=_resource("page.js"),
-        library=get_plotlyjs(),
+        library=plotly.get_plotlyjs(),
     )
     write_text(results.page_file, page)
 
@@ -198,16 +188,6 @@ def _or_dash(value: Any, text: Callable[[Any], str]) -> str:
     return "–" if value is None else text(value)
 
 
-def _facts(experiment: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names and values that, together with the commands, reproduce an experiment."""
-    latest = experiment["origins"][-1]
-    yield from latest["versions"].items()
-    yield "commit", latest["commit"]
-    for name, value in experiment["traces"].items():
-        yield (name if name.startswith(POLICY) else f"SHA-256 of {name}"), value
-    yield from experiment["settings"].items()
-
-
 def draw_picture(results: Results, path: str | os.PathLike[str]) -> None:
     """Save batch size, training loss and test metric over samples, as PNG or SVG according to the path's suffix."""
     check_suffix(path)
@@ -220,11 +200,9 @@ def draw_picture(results: Results, path: str | os.PathLike[str]) -> None:
     latest: list[float] = []
     for column, (trace, arms) in zip(panels.T, on_traces.items(), strict=True):
         for arm in [*([reference] if reference else []), *arms]:
-            if arm.is_reference:
-                style = {"color": _GREY, "linestyle": ":", "label": f"always {settings.ref_batchsize}"}
-            else:
-                colour = _COLOURS[rules.index(arm.rule) % len(_COLOURS)]
-                style = {"color": colour, "linestyle": "-", "label": arm.rule}
+            style = {"color": "0.45", "linestyle": ":", "label": f"always {settings.ref_batchsize}"}
+            if not arm.is_reference:
+                style = {"color": _COLOURS[rules.index(arm.rule) % len(_COLOURS)], "linestyle": "-", "label": arm.rule}
             latest += _draw(column, curves(results, arm), style)
         column[0].set_title(trace)
         column[2].set_xlabel("samples")

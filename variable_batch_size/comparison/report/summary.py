@@ -1,13 +1,11 @@
 """Arms of a comparison, their estimates over seeds, and the verdict as text."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from variable_batch_size.checks import install
+from variable_batch_size.checks import import_extra
 from variable_batch_size.comparison.experiment import DIVERGED, DONE, FAILED, REFERENCE, Outcome, Results, Run, Settings
 
 
@@ -63,11 +61,9 @@ def difference(values: Sequence[float]) -> Estimate | None:
     found = spread(values)
     if found is None or found.error is None:
         return found
-    try:
-        from scipy.special import stdtrit  # called by scipy.stats.t.ppf, but scipy.stats takes a second to load
-    except ImportError:
-        raise ImportError(f"an interval needs scipy: {install('compare')}") from None
-    return found._replace(error=float(stdtrit(len(values) - 1, 0.975)) * found.error / math.sqrt(len(values)))
+    # scipy.stats.t.ppf calls its stdtrit, but scipy.stats takes a second to load
+    special, num = import_extra("scipy.special", "an interval needs scipy", "compare"), len(values)
+    return found._replace(error=float(special.stdtrit(num - 1, 0.975)) * found.error / math.sqrt(num))
 
 
 class Arm(NamedTuple):
@@ -99,7 +95,7 @@ class Arm(NamedTuple):
     def final(self) -> Estimate | None:
         return spread(self.values("final_metric").values())
 
-    def above(self, other: Arm) -> Estimate | None:
+    def above(self, other: "Arm") -> Estimate | None:
         """The final metric minus that of another arm; None if they have no seed in common."""
         mine, theirs = self.values("final_metric"), other.values("final_metric")
         return difference([mine[seed] - theirs[seed] for seed in mine if seed in theirs])
@@ -130,10 +126,7 @@ def ranking(arms: Iterable[Arm], *, is_higher_better: bool) -> list[Arm]:
 
 
 def is_ahead(arm: Arm, other: Arm, *, is_higher_better: bool) -> bool:
-    """Whether an arm is significantly better than one ranked below it, or diverged for fewer seeds.
-
-    Both are decided by the seeds that have ended in both arms.
-    """
+    """Whether an arm is significantly better than one ranked below it, or diverged for fewer of their common seeds."""
     gap = arm.above(other)
     is_better = gap is not None and gap.is_clear and (gap.mean > 0) == is_higher_better
     common = arm.seeds(DONE, DIVERGED) & other.seeds(DONE, DIVERGED)
@@ -141,10 +134,7 @@ def is_ahead(arm: Arm, other: Arm, *, is_higher_better: bool) -> bool:
 
 
 def verdict(settings: Settings, arms: Sequence[Arm], reference: Arm | None) -> str:
-    """The best rule on a trace, if one is ahead of all others (:func:`is_ahead`), and the differences from it.
-
-    Differences have their 95 % interval over the seeds.
-    """
+    """The best rule on a trace, if one is ahead of all others, and the differences from it with 95 % intervals."""
     ranked = ranking(arms, is_higher_better=settings.is_higher_better)
     sentences = []
     if ranked:
@@ -156,10 +146,7 @@ def verdict(settings: Settings, arms: Sequence[Arm], reference: Arm | None) -> s
 
 
 def ranking_in_words(settings: Settings, arms: Sequence[Arm]) -> str:
-    """Rules from the best to the worst, then those without a result.
-
-    With > each rule before it is ahead of each rule after it, with ≈ not all are.
-    """
+    """Rules from the best to the worst, with > where all before it are ahead of all after it; then any others."""
     ranked = ranking(arms, is_higher_better=settings.is_higher_better)
     words = ""
     for number, arm in enumerate(ranked):
@@ -172,8 +159,7 @@ def ranking_in_words(settings: Settings, arms: Sequence[Arm]) -> str:
 
 def _are_ahead(settings: Settings, arms: Sequence[Arm], others: Sequence[Arm]) -> bool:
     """Whether each of some arms is ahead of each of those ranked below them."""
-    is_higher_better = settings.is_higher_better
-    return all(is_ahead(arm, other, is_higher_better=is_higher_better) for arm in arms for other in others)
+    return all(is_ahead(arm, other, is_higher_better=settings.is_higher_better) for arm in arms for other in others)
 
 
 def _rules_sentence(settings: Settings, ranked: Sequence[Arm]) -> str:
