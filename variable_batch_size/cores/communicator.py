@@ -1,7 +1,5 @@
 """Communicator: the collectives of a run's cores, and how work on their device is executed."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, final

@@ -1,7 +1,5 @@
 """Accelerators by capability, and the state of the random number generators of host and devices."""
 
-from __future__ import annotations
-
 import random
 import struct
 from collections.abc import Mapping

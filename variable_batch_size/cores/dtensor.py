@@ -1,7 +1,5 @@
 """DTensors: their local shards, their full tensors, and how often each element is replicated."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """launch: runs a function on every core: TPU cores, virtual XLA cores, or torch.distributed processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.connection
 import os

@@ -1,7 +1,5 @@
 """The communicators of torch.distributed: a process group, or the hosts of XLA's SPMD mode."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import final

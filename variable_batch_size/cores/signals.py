@@ -8,8 +8,6 @@ their first instruction on, despite the handler that torch installs there. A thr
 worker if the parent has sent it or has ended.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

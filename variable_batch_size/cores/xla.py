@@ -1,7 +1,5 @@
 """Everything that uses torch_xla, imported on first use: TPU cores, or virtual cores on a CPU."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

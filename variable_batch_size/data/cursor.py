@@ -1,7 +1,5 @@
 """The position of a rank: a Cursor in its steps, with the plan of each, and a RunCount of a pass over the loader."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """CustomSampler: a schedule as the `batch_sampler` of a DataLoader."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

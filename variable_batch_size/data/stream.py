@@ -1,7 +1,5 @@
 """Stream: iterable data without a length, assigned to the cores."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging

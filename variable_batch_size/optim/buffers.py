@@ -1,7 +1,5 @@
 """Buffers: restores a model's buffers, such as BatchNorm's statistics, after minibatches that do not count."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rank consistency: the same settings and initial weights on all ranks, and the fingerprint of a run."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

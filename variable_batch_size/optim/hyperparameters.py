@@ -1,7 +1,5 @@
 """The inner optimizer's hyperparameters of one step: set by the rule, then restored."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -212,7 +210,7 @@ class StepHyperparameters:
         # of each optimizer: its list of groups, their order before the step, and what was applied
         self._applied: dict[Optimizer, tuple[list[Group], list[Group], list[_Applied]]] = {}
 
-    def applied(self, rule: Rule, step: Step, factors: Sequence[float]) -> StepHyperparameters:
+    def applied(self, rule: Rule, step: Step, factors: Sequence[float]) -> "StepHyperparameters":
         """Apply the settings of a step; they are restored at the end of ``with``, whose value is the learning rates."""
         if isinstance(self._inner, MultiOptimizer):
             self._inner.check_groups()

@@ -1,7 +1,5 @@
 """LossScale: divides the gradients of each minibatch by the scale that a torch.amp.GradScaler had for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Learning-rate schedules over progress, samples or weight, their saved state, and a loop over epochs."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """ModuleHook: a forward pre-hook that has no effect on copies of its module, nor after its owner is gone."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +41,7 @@ class ModuleHook:
         elif self._module is not None and self._module() is module:  # not of a shallow copy, which shares its hooks
             method(module)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleHook":
         return ModuleHook(None, None)
 
     def __reduce__(self) -> Any:

@@ -1,7 +1,5 @@
 """CustomOptimizer: accumulates, or all-reduces and updates, following the schedule."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

@@ -1,7 +1,5 @@
 """PolicyDriver: lets a policy decide batch sizes during a run, with the same decision on all ranks."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Tries an inner optimizer on a small parameter, to find out whether its updates have the form that a rule assumes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,12 +1,12 @@
 """OptimizerProxy: a torch.optim.Optimizer around one or several inner optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+Inner = Optimizer | Sequence[Optimizer]
 
 
 class OptimizerProxy(Optimizer):
@@ -72,9 +72,6 @@ def name_of(inner: Optimizer) -> str:
     """The name of the class of torch that an optimizer is or inherits from; of its own class if there is none."""
     names = [kind.__name__ for kind in type(inner).__mro__ if kind.__module__.startswith("torch.optim.")]
     return next((name for name in names if name != "Optimizer"), type(inner).__name__)
-
-
-Inner = Optimizer | Sequence[Optimizer]
 
 
 class _States(dict[torch.Tensor, Any]):

@@ -1,7 +1,5 @@
 """MinibatchSeeder: random numbers that depend on the minibatch, not on the core that runs it."""
 
-from __future__ import annotations
-
 import random
 import struct
 from hashlib import blake2b

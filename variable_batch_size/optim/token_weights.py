@@ -1,7 +1,5 @@
 """TokenWeights: the weights of minibatches, such as their tokens, and their total in a run."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ A parameter has no reference to the modules around it. They are searched for in 
 the heap only if that is not enough. ``gc.freeze()`` hides objects from that search, so doubtful cases are refused.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import weakref

@@ -5,8 +5,6 @@ steps at the reference batch size. Of all numbers n of minibatches with the same
 Over d goodput has one maximum, d* = √(φ·(u − a) / (a·R·m)), φ = V/G² (docs/policies.md).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import final

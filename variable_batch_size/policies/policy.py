@@ -1,7 +1,5 @@
 """Policy: chooses the batch size of the next steps, within bounds, from a snapshot of the run."""
 
-from __future__ import annotations
-
 import copy
 import math
 from abc import ABC, abstractmethod
@@ -260,7 +258,7 @@ class FunctionPolicy(Policy):
         self.name = getattr(function, "__qualname__", type(function).__name__)
         self._function = function
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FunctionPolicy:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FunctionPolicy":
         return copy.copy(self)  # of a bound method, the object would be copied too
 
     def decide(self, situation: Situation) -> float:

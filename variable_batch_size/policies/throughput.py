@@ -9,8 +9,6 @@ The model of Pollux (Qiao et al. 2021), for minibatches of b samples on R cores 
 γ ranges from 1, without overlap of computation and communication, to 10, with nearly full overlap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

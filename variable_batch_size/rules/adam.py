@@ -1,7 +1,5 @@
 """The square root rule for Adam, and Adam's bias correction for betas that vary between steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, final, get_args

@@ -1,7 +1,5 @@
 """Transition and LRScaler: factors that are limited and whose jumps are spread over steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import partial

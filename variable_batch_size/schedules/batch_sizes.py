@@ -1,7 +1,5 @@
 """BatchSizes: the batch size of every step, including those after the last row of a trace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 

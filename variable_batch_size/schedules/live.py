@@ -1,7 +1,5 @@
 """PolicySchedule: batch sizes chosen by a policy during the run, assigned to epochs and cores."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, final
@@ -138,7 +136,7 @@ class PolicySchedule(BaseSchedule):
         changes = np.flatnonzero(np.diff(rows, prepend=0))
         return ScheduleHistory(rows[changes], np.diff(changes, append=len(rows)), starts, has_ended=False)
 
-    def after(self, past: ScheduleHistory) -> PolicySchedule:
+    def after(self, past: ScheduleHistory) -> "PolicySchedule":
         """This schedule, with its rows replaced by those of the history; later rows are decided by the policy."""
         self.num_done = past.num_rows
         self._restore(past.rows().tolist(), list(past.starts))

@@ -1,7 +1,5 @@
 """Permutation: a shuffle of any size, computed for blocks of positions on demand."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from functools import lru_cache

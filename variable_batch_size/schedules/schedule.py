@@ -1,7 +1,5 @@
 """Schedule: assigns the steps of a trace to epochs and cores; ScheduleHistory: the part a run has completed."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from abc import ABC, abstractmethod
@@ -92,7 +90,7 @@ class BaseSchedule(ABC):
         """The history of a run whose next step is number `first_step` of an epoch."""
 
     @abstractmethod
-    def after(self, past: ScheduleHistory) -> BaseSchedule:
+    def after(self, past: ScheduleHistory) -> "BaseSchedule":
         """This schedule for a run that began with another one: completed steps stay."""
 
     @abstractmethod
@@ -296,7 +294,7 @@ class Schedule(BaseSchedule):
         has_ended = self.on_end == "stop" and num_rows == len(self.trace)
         return ScheduleHistory(*self._sizes.runs(num_rows), starts, has_ended)
 
-    def after(self, past: ScheduleHistory) -> Schedule:
+    def after(self, past: ScheduleHistory) -> "Schedule":
         """The schedule whose first steps are those of the history and whose step r is row r of this trace otherwise.
 
         The current epoch continues after the samples it has used. If these exceed the capacity, the next one begins.

@@ -1,7 +1,5 @@
 """How gradients become the gradient of a step; and the choice of an accumulator by device, sharding and options."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.optim import Optimizer

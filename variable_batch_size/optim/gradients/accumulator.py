@@ -1,7 +1,5 @@
 """GradientAccumulator, which sums the gradients of a step over minibatches and ranks, and StepGradient, the result."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from abc import ABC, abstractmethod
@@ -46,7 +44,7 @@ class Measured(NamedTuple):
 class StepGradient:
     """The gradient of a step. It is in ``p.grad`` of all parameters until the accumulator is reset."""
 
-    def __init__(self, accumulator: GradientAccumulator, plan: StepPlan, weight: Weight | None) -> None:
+    def __init__(self, accumulator: "GradientAccumulator", plan: StepPlan, weight: Weight | None) -> None:
         self._accumulator = accumulator
         self.weight = weight  # W, the sum of all minibatches' weights, maybe on the device; None without weights
         self._num_minibatches = plan.num_minibatches

@@ -1,7 +1,5 @@
 """BucketAccumulator: gradients on eager devices, accumulated in flat buckets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, final
 

@@ -5,8 +5,6 @@ Sums of whole multiples of a unit u do not depend on their order, as long as the
 therefore the same on all ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import reduce

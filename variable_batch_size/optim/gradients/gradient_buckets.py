@@ -1,7 +1,5 @@
 """GradientBuckets: flat tensors that hold the gradients of a model, so that one all-reduce sums them."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from operator import attrgetter, is_
 from sys import getrefcount
@@ -92,14 +90,14 @@ class GradientBuckets:
         of_storages = [torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self.flats]
         return [*of_storages, sum(map(getrefcount, self.views))]
 
-    def copy_from(self, old: GradientBuckets) -> None:
+    def copy_from(self, old: "GradientBuckets") -> None:
         """Copy the gradients of the parameters that other buckets have, too."""
         values = {id(p): view for p, view in zip(old.parameters, old.views, strict=True)}
         for p, view in zip(self.parameters, self.views, strict=True):
             if id(p) in values:
                 view.copy_(values[id(p)])
 
-    def new_like(self) -> GradientBuckets:
+    def new_like(self) -> "GradientBuckets":
         """Buckets of zeros for the same parameters, without numbers."""
         return GradientBuckets(self.parameters, num_numbers=0, dtype=self._dtype)
 

@@ -1,7 +1,5 @@
 """Squared norms of tensors, local and sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """TracedAccumulator: gradients on XLA, one tensor for each parameter, and the same graph on every core."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, final
