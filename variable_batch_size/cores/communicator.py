@@ -7,6 +7,9 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+Group = Any  # a process group of torch.distributed, whose class some builds of torch lack; None for the default one
+Ranks = tuple[int, ...]
+
 
 class Communicator(ABC):
     """The collectives of the ranks of a run, and how their device executes operations."""
@@ -42,10 +45,6 @@ class Communicator(ABC):
     def shard_like(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 (most have one device for each tensor)
         """Before the first graph: shard tensors whose layout the compiler would otherwise choose."""
 
-    def placed_like(self, other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor from the host, placed like another one of its shape: on its device, or sharded over several."""
-        return tensor.to(other.device)
-
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over all ranks, on the host. Waits for the device. Every rank must call it."""
         total = tensor.detach().clone()
@@ -71,10 +70,6 @@ class SingleProcess(Communicator):
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         pass
-
-
-Group = Any  # a process group of torch.distributed, whose class some builds of torch lack; None for the default one
-Ranks = tuple[int, ...]
 
 
 def is_running() -> bool:

@@ -18,6 +18,10 @@ COMPILING = frozenset({"tpu"})
 
 _ON_THE_HOST = ("gloo", "mpi", "ucc")
 
+_GAUSS = struct.Struct("<?d")  # whether there is a normal number left from the pair drawn last, and which
+_NUMPY = struct.Struct("<H?d")  # the position in the state, and the same
+_SEED = struct.Struct("<Q")
+
 
 def module_of(device: torch.device) -> Any:
     """The module of a device type, such as ``torch.cuda``; None for the host, or if torch has none."""
@@ -60,11 +64,6 @@ def default_backend() -> str:
     if hasattr(dist, "get_default_backend_for_device"):  # from torch 2.6 on
         return str(dist.get_default_backend_for_device(device))
     return "nccl" if device.type == "cuda" else "gloo"
-
-
-_GAUSS = struct.Struct("<?d")  # whether there is a normal number left from the pair drawn last, and which
-_NUMPY = struct.Struct("<H?d")  # the position in the state, and the same
-_SEED = struct.Struct("<Q")
 
 
 def capture(device: torch.device) -> dict[str, torch.Tensor]:

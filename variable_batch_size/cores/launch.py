@@ -10,16 +10,20 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from variable_batch_size.checks import check_positive, install
 from variable_batch_size.cores import signals, xla
 
+_START_METHOD: Final = "spawn"  # a forked process would inherit locks held by other threads
+_SECONDS_BETWEEN_LOOKS = 0.2
+_GOOGLE_PCI_VENDOR = "0x1ae0"
+_RESULT, _FAILURE, _EXIT = "result", "failure", "exit"
+_send_one_at_a_time = threading.Lock()
 
-@dataclass(frozen=True)
-class Process:
+
+class Process(NamedTuple):
     main: Callable[..., None]
     args: tuple[Any, ...]
     environment: Mapping[str, str]
@@ -52,9 +56,6 @@ def run_processes(processes: list[Process], work: bytes) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
-_START_METHOD: Final = "spawn"  # a forked process would inherit locks held by other threads
-
-
 def _start(processes: list[Process], work: bytes, started: list[tuple[Any, Any]]) -> None:
     """Start the processes, and append each with its pipe as soon as it runs."""
     context = multiprocessing.get_context(_START_METHOD)
@@ -65,9 +66,6 @@ def _start(processes: list[Process], work: bytes, started: list[tuple[Any, Any]]
             child.start()
         sender.close()  # only the child holds it: EOF now means that the child has ended
         started.append((receiver, child))
-
-
-_SECONDS_BETWEEN_LOOKS = 0.2
 
 
 def _receive(running: dict[Any, Any], results: dict[int, Any], forwards: bool) -> None:
@@ -106,10 +104,6 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-_send_one_at_a_time = threading.Lock()
-_RESULT, _FAILURE, _EXIT = "result", "failure", "exit"
-
-
 def run_and_send(work: bytes, pipe: Any, rank: int) -> None:
     """Run the function as a core, and send its result, traceback or exit code to the launching process."""
     try:
@@ -125,11 +119,9 @@ def run_and_send(work: bytes, pipe: Any, rank: int) -> None:
 
 def end_with_parent() -> None:
     """Exit immediately when the parent process ends."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
 
     def wait() -> None:
-        parent.join()
+        multiprocessing.parent_process().join()  # type: ignore[union-attr]
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
@@ -181,9 +173,6 @@ def launch(
         group = (backend, f"file://{directory}/store", num_cores, multiprocessing.get_start_method(allow_none=True))
         processes = [Process(_distributed_main, (rank, *group), threads) for rank in range(num_cores)]
         return run_processes(processes, work)
-
-
-_GOOGLE_PCI_VENDOR = "0x1ae0"
 
 
 def _xla_processes(cores: int | None, spmd: bool) -> list[Process]:

@@ -81,8 +81,7 @@ class SpmdHosts(Communicator):
                 "XLA's SPMD mode on several hosts needs a process group: use vbs.launch(…, spmd=True), or "
                 'torch.distributed.init_process_group("gloo", init_method="xla://")'
             )
-        self._devices = devices
-        self._processes = ProcessGroups()
+        self._devices, self._processes = devices, ProcessGroups()
         self.rank, self.num_replicas = self._processes.rank, self._processes.num_replicas
         if self.num_replicas != number:
             raise ValueError(

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, final
@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from variable_batch_size.cores.communicator import Communicator
 
+NUM_THREADS = 64  # of up to 32 virtual cores: the order in which XLA's CPU sums depends on the size of its thread pool
+_ALMOST_ONE = math.nextafter(1.0, 0.0)
+
 
 @final
 class ThreadRendezvous:
-    """``xm.rendezvous`` for `num_cores` threads, without a collective of the device.
-
-    `rank` returns the rank of the calling thread.
-    """
+    """``xm.rendezvous`` for threads, without a collective; `rank` returns the rank of the calling thread."""
 
     def __init__(self, num_cores: int, rank: Callable[[], int]) -> None:
         self._num_cores, self._rank = num_cores, rank
@@ -39,15 +39,9 @@ class ThreadRendezvous:
         return found
 
 
-_ALMOST_ONE = math.nextafter(1.0, 0.0)
-
-
-NUM_THREADS = 64  # of up to 32 virtual cores: the order in which XLA's CPU sums depends on the size of its thread pool
-
-
 def has_fixed_threads() -> bool:
     """Whether a sum on this device has the same bits on any number of cores: on a CPU with the threads of a launch."""
-    return _runtime().device_type() != "CPU" or os.environ.get("PJRT_NPROC") == str(NUM_THREADS)
+    return _module("runtime").device_type() != "CPU" or os.environ.get("PJRT_NPROC") == str(NUM_THREADS)
 
 
 def is_installed() -> bool:
@@ -67,24 +61,23 @@ def device() -> torch.device:
 
 def cores() -> tuple[int, int]:
     """The rank of this core and the number of cores."""
-    runtime = _runtime()
-    return runtime.global_ordinal(), runtime.world_size()
+    return _module("runtime").global_ordinal(), _module("runtime").world_size()
 
 
 def is_spmd() -> bool:
     """Whether this process drives all its devices as one, with sharded tensors: XLA's SPMD mode."""
-    return is_running() and bool(_runtime().is_spmd())
+    return is_running() and bool(_module("runtime").is_spmd())
 
 
 def use_spmd() -> None:
     """Enable SPMD mode; before any tensor is on a device."""
     if not is_spmd():
-        _runtime().use_spmd()
+        _module("runtime").use_spmd()
 
 
 def num_hosts() -> int:
     """Number of processes that share the devices."""
-    return int(_runtime().process_count())
+    return int(_module("runtime").process_count())
 
 
 def num_programs() -> int:
@@ -117,7 +110,7 @@ class XlaDevices(Communicator):
     def __init__(self) -> None:
         self.rank, self.num_replicas = cores()
         self._is_spmd = is_spmd()
-        self._is_virtual = _runtime().device_type() == "CPU" and self.num_replicas > 1
+        self._is_virtual = _module("runtime").device_type() == "CPU" and self.num_replicas > 1
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._is_spmd or self.num_replicas == 1:  # in SPMD mode the compiler has summed
@@ -146,13 +139,11 @@ class XlaDevices(Communicator):
 
     def flush(self, *, is_extra: bool = False) -> None:
         seed = random_seed(device()) if is_extra else None  # each graph has the next one
-        if not self._is_virtual:
-            _torch_xla().sync()
-        else:
+        if self._is_virtual:
             model = _module("core.xla_model")
             model.wait_device_ops(model.xla_real_devices([_torch_xla().device()]))
-            with self._turn:
-                _torch_xla().sync()
+        with self._turn if self._is_virtual else nullcontext():
+            _torch_xla().sync()
         if seed is not None:
             set_random_seed(seed, device())
 
@@ -161,9 +152,6 @@ class XlaDevices(Communicator):
             on_all_devices = _torch_xla()._XLAC.OpSharding([], [], [], 0)
             for tensor in tensors:
                 _lay_out(tensor, _layout_of(tensor) or on_all_devices)
-
-    def placed_like(self, other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        return placed_like(other, tensor)
 
     def traced_scalar(self, number: float) -> float:
         # XLA compiles exactly 0, 1 and -1 into the graph; the next double is the same float32
@@ -248,10 +236,6 @@ def num_tpu_cores() -> int:
 
 def _torch_xla() -> Any:
     return import_module("torch_xla")
-
-
-def _runtime() -> Any:
-    return _module("runtime")
 
 
 def _module(name: str) -> Any:

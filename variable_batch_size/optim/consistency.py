@@ -67,9 +67,7 @@ def _hyperparameters(inner: Optimizer) -> str:
     return "; ".join(groups)
 
 
-def compare_ranks(
-    facts: Mapping[str, object], communicator: Communicator, device: torch.device
-) -> Callable[[], None]:
+def compare_ranks(facts: Mapping[str, object], communicator: Communicator, device: torch.device) -> Callable[[], None]:
     """Compare values between the ranks with one all-reduce. Every rank must call it with the same names.
 
     Each value is hashed to 32 bits, and each rank compares its own hash times the number of ranks with the sum. Two

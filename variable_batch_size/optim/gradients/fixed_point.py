@@ -22,6 +22,13 @@ MAX_RUNGS = 180  # in each direction, at 12 powers of two a rung: more than the 
 _BITS = 51  # powers of two by which the sum may exceed the unit, so that adding 1.5 · 2⁵² units rounds to whole ones
 _CHUNK = 2**16  # elements of a large gradient on a CPU, so that intermediate results stay in its cache
 
+# of FixedPoint32
+_LIMB_BITS = 16  # of each of three limbs: few enough for the sum over 2¹⁴ minibatches to fit 32 bits
+_MIN_LIMIT = -78  # below, the unit of the last limb would be no normal number of float32
+_NUMBERS_HEADROOM = 12  # of squares and weights, beyond that of gradients
+
+Gradients = Mapping[torch.Tensor, torch.Tensor]
+
 
 class FixedPointScale:
     """The unit of each parameter's gradient in each step.
@@ -80,15 +87,13 @@ class _FixedPoint:
     _max_minibatches: int  # of a step, so that sums do not overflow
 
     def __init__(self, inner: Optimizer) -> None:
-        self._inner = inner
-        self._scale = FixedPointScale()
+        self._inner, self.scale = inner, FixedPointScale()
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [p for group in self._inner.param_groups for p in group["params"]]
 
     def check_num_minibatches(self, number: int) -> None:
-        if number > self._max_minibatches:
-            limit = self._max_minibatches
+        if number > (limit := self._max_minibatches):
             raise ValueError(f"With `exact`, a step can have at most {limit} minibatches, got {number}.")
 
 
@@ -102,13 +107,11 @@ def split_into_parts(numbers: torch.Tensor) -> torch.Tensor:
 
     A number that is not finite stays so; from 2¹²⁸ on, a number counts as infinite.
     """
-    rest = torch.where(numbers < 2.0**128, numbers.double(), math.inf)
-    parts = []
+    rest, parts = torch.where(numbers < 2.0**128, numbers.double(), math.inf), []
     for exponent in _EXPONENTS_OF_PARTS:
         constant = math.ldexp(1.5, 52 + exponent)
-        part = (rest + constant) - constant
-        parts.append(part)
-        rest = rest - part
+        parts.append((rest + constant) - constant)
+        rest = rest - parts[-1]
     return torch.stack(parts)
 
 
@@ -129,8 +132,7 @@ class FixedPoint64(_FixedPoint):
 
     def __init__(self, inner: Optimizer) -> None:
         super().__init__(inner)
-        self._rungs: dict[int, GradientBuckets] = {}
-        self._parts: torch.Tensor | None = None  # of the numbers, summed over this rank's minibatches of the step
+        self.reset()
         self._previous: tuple[list[torch.nn.Parameter], torch.Tensor] | None = None  # largest elements, on the device
 
     def num_numbers(self) -> int:
@@ -140,21 +142,20 @@ class FixedPoint64(_FixedPoint):
     def update_scale(self, communicator: Communicator) -> None:
         """Before the first minibatch of a step: set the units by the previous step, in the same way on all ranks."""
         self._read_previous()
-        if self._scale.has_asked:
+        if self.scale.has_asked:
             return
         # in the first step of a run by rank 0's first minibatch, which is the same on any number of ranks
         parameters = self._parameters()
         largest = [0.0 if p.grad is None else float(_largest_of(p.grad)) for p in parameters]
         sent = torch.tensor(largest).to(parameters[0].device)
         communicator.broadcast([sent])
-        self._scale.update(parameters, sent.tolist())
-        self._scale.has_asked = True
+        self.scale.update(parameters, sent.tolist())
+        self.scale.has_asked = True
 
     def _read_previous(self) -> None:
         if self._previous is not None:
-            parameters, largest = self._previous
-            self._scale.update(parameters, largest.tolist())
-            self._previous = None
+            (parameters, largest), self._previous = self._previous, None
+            self.scale.update(parameters, largest.tolist())
 
     def add_numbers(self, squares: torch.Tensor | None, weight: Weight | None) -> None:
         """Add the squared norms of a minibatch, per unit of its weight, and its weight."""
@@ -179,9 +180,9 @@ class FixedPoint64(_FixedPoint):
             p = buckets.parameters[index]
             if not math.isfinite(value):  # the elements that are finite must still add up exactly
                 value = float(_largest_of(gradient.nan_to_num(0.0, 0.0, 0.0)))
-            rung = self._scale.rung(p, value)
+            rung = self.scale.rung(p, value)
             views.append((self._rung(rung, buckets) if rung else buckets).views[index])
-            constants.append(self._scale.rounding_constant(p, rung, n))
+            constants.append(self.scale.rounding_constant(p, rung, n))
             are_new.append(is_first and not rung)
             if not rung:
                 written.add(index)
@@ -246,17 +247,18 @@ class FixedPoint64(_FixedPoint):
         self._rungs, self._parts = {}, None if self._parts is None else torch.zeros_like(self._parts)
 
     def reset(self) -> None:
-        self._rungs, self._parts = {}, None
+        self._rungs: dict[int, GradientBuckets] = {}
+        self._parts: torch.Tensor | None = None  # of the numbers, summed over this rank's minibatches of the step
 
     def state_dict(self) -> dict[str, Any]:
         if self._parts is None:  # between steps
             self._read_previous()
-        return self._scale.state_dict(self._parameters())
+        return self.scale.state_dict(self._parameters())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._previous, self._scale = None, FixedPointScale()
+        self._previous, self.scale = None, FixedPointScale()
         if state:
-            self._scale.load_state_dict(state, self._parameters())
+            self.scale.load_state_dict(state, self._parameters())
 
 
 def _largest_of_each(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -304,13 +306,6 @@ def _in_chunks(one: torch.Tensor, other: torch.Tensor) -> list[tuple[torch.Tenso
     return list(zip(*chunks, strict=True))
 
 
-_LIMB_BITS = 16  # of each of three limbs: few enough for the sum over 2¹⁴ minibatches to fit 32 bits
-_MIN_LIMIT = -78  # below, the unit of the last limb would be no normal number of float32
-_NUMBERS_HEADROOM = 12  # of squares and weights, beyond that of gradients
-
-Gradients = Mapping[torch.Tensor, torch.Tensor]
-
-
 @final
 class FixedPoint32(_FixedPoint):
     """Sums of gradients as integers: each is written as three limbs of 16 bits in int32.
@@ -345,21 +340,16 @@ class FixedPoint32(_FixedPoint):
         self._number_limbs = [_zeros((num_numbers,), device) for _ in range(3)]
         self._flags = [_zeros((len(self.limbs) + num_numbers,), device) for _ in range(3)]
 
-    @property
-    def has_asked(self) -> bool:
-        """Whether rank 0 has broadcast the sizes of its first minibatch."""
-        return self._scale.has_asked
-
     def update_scale(self, sizes: Sequence[float]) -> None:
         """Set the units by the largest elements of gradients, and by numbers."""
-        self._scale.update(list(self.limbs), sizes[: len(self.limbs)])
+        self.scale.update(list(self.limbs), sizes[: len(self.limbs)])
         self._number_scale.update(range(len(sizes) - len(self.limbs)), sizes[len(self.limbs) :])
-        self._scale.has_asked = True
+        self.scale.has_asked = True
 
     def begin_step(self) -> None:
         """Before the first minibatch of a step: send the units to the device."""
         num_numbers, device = len(self._number_limbs[0]), self._flags[0].device
-        limits = [self._scale.limit(p) for p in self.limbs]
+        limits = [self.scale.limit(p) for p in self.limbs]
         limits += [self._number_scale.limit(number) + _NUMBERS_HEADROOM for number in range(num_numbers)]
         limits = [min(max(limit, _MIN_LIMIT), 127) for limit in limits]
         self._limits = torch.tensor([2.0**limit for limit in limits]).to(device)
@@ -432,16 +422,16 @@ class FixedPoint32(_FixedPoint):
         self.update_scale(means)
         for index, key in enumerate([*self.limbs, *range(len(self._number_limbs[0]))]):
             if not means[index] and values[num_sizes + index]:  # all of it was rounded to 0
-                (self._scale if index < len(self.limbs) else self._number_scale).decrease(key)
+                (self.scale if index < len(self.limbs) else self._number_scale).decrease(key)
 
     def state_dict(self) -> dict[str, Any]:
         numbers = self._number_scale.state_dict(range(self._num_numbers()))
-        return {**self._scale.state_dict(self._parameters()), "numbers": numbers}
+        return {**self.scale.state_dict(self._parameters()), "numbers": numbers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._scale, self._number_scale = FixedPointScale(), FixedPointScale()
+        self.scale, self._number_scale = FixedPointScale(), FixedPointScale()
         if "numbers" in state:
-            self._scale.load_state_dict(state, self._parameters())
+            self.scale.load_state_dict(state, self._parameters())
             self._number_scale.load_state_dict(state["numbers"], range(self._num_numbers()))
 
 
