@@ -108,12 +108,11 @@ def check_same_on_all_ranks(
         a function to call after the next flush. On lazy devices it does the check, so that comparison, broadcast and
         what else is traced until then are one program.
     """
-    is_alone = communicator.num_replicas == 1
-    refuse_different = (lambda: None) if is_alone else compare_ranks(facts, communicator, tensors[0].device)
-    if not communicator.is_one_program:
-        refuse_different()
+    check = None if communicator.num_replicas == 1 else compare_ranks(facts, communicator, tensors[0].device)
+    if check is not None and not communicator.is_one_program:
+        check()
     broadcast_from_rank0(tensors, communicator)
-    return refuse_different if communicator.is_one_program else lambda: None
+    return check if check is not None and communicator.is_one_program else lambda: None
 
 
 def broadcast_from_rank0(tensors: Iterable[torch.Tensor], communicator: Communicator) -> None:

@@ -80,7 +80,7 @@ def check_adam(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def corrected_for_bias(
-    settings: Mapping[str, Any], *, num_updates: int, products: tuple[float, float], is_decoupled: bool
+    settings: Mapping[str, Any], *, num_updates: int, products: Sequence[float], is_decoupled: bool
 ) -> dict[str, Any]:
     """Settings that give Adam the correct bias correction after its betas have varied.
 

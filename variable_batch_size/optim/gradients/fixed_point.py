@@ -132,7 +132,8 @@ class FixedPoint64(_FixedPoint):
 
     def __init__(self, inner: Optimizer) -> None:
         super().__init__(inner)
-        self.reset()
+        self._rungs: dict[int, GradientBuckets] = {}
+        self._parts: torch.Tensor | None = None  # of the numbers, summed over this rank's minibatches of the step
         self._previous: tuple[list[torch.nn.Parameter], torch.Tensor] | None = None  # largest elements, on the device
 
     def num_numbers(self) -> int:
@@ -247,8 +248,7 @@ class FixedPoint64(_FixedPoint):
         self._rungs, self._parts = {}, None if self._parts is None else torch.zeros_like(self._parts)
 
     def reset(self) -> None:
-        self._rungs: dict[int, GradientBuckets] = {}
-        self._parts: torch.Tensor | None = None  # of the numbers, summed over this rank's minibatches of the step
+        self._rungs, self._parts = {}, None
 
     def state_dict(self) -> dict[str, Any]:
         if self._parts is None:  # between steps

@@ -43,6 +43,12 @@ class FSDPAccumulator(GradientAccumulator):
         reduce_scatter_once: whether FSDP sums unsharded gradients until the last round of a step and then reduces them.
     """
 
+    # of the latest minibatch:
+    _num_seen: dict[torch.nn.Parameter, int]  # how many gradients its hook has seen
+    _held: list[tuple[torch.nn.Parameter, torch.Tensor]]  # local gradients that are not measured yet
+    _num_held: int  # elements of these
+    _norms: list[dict[int, list[torch.Tensor]]]  # of local gradients, by group and by how many ranks have the same
+
     def __init__(
         self,
         inner: Optimizer,
@@ -233,11 +239,8 @@ class FSDPAccumulator(GradientAccumulator):
         return torch.stack(squares) if scale is None else torch.stack(squares) * scale.to(zero.device).square()
 
     def _reset_minibatch(self) -> None:
-        self._num_seen: dict[torch.nn.Parameter, int] = {}  # how many gradients its hook has seen
-        self._held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # local gradients that are not measured yet
-        self._num_held = 0  # elements of these
-        # norms of local gradients, by group and by how many ranks have the same
-        self._norms: list[dict[int, list[torch.Tensor]]] = [{} for _ in self.inner.param_groups]
+        self._num_seen, self._held, self._num_held = {}, [], 0
+        self._norms = [{} for _ in self.inner.param_groups]
         self.inverse_scale = None
         super().zero_grad()
 
