@@ -42,8 +42,7 @@ class RunCount:
         self.ahead = num_read - self.number
         if self.number == 1:
             self.first_ahead = self.ahead
-        if self.ahead < self.least_ahead:
-            self.least_ahead = self.ahead
+        self.least_ahead = min(self.least_ahead, self.ahead)
 
 
 class Cursor:
@@ -66,10 +65,8 @@ class Cursor:
         self.schedule.begin_epoch(epoch)
         steps = self.schedule.steps(epoch)
         check_within(len(steps), first_step=first_step)
-        self.epoch = int(epoch)
-        self.first_step = int(first_step)
-        self._steps = steps
-        step = steps[min(self.first_step, len(steps) - 1)]
+        self.epoch, self._steps = int(epoch), steps
+        step = steps[min(int(first_step), len(steps) - 1)]
         self._offset = self.schedule.samples_before(step) - self.schedule.samples_before(steps.start)
         self._next: tuple[StepPlan, StepPlan] | None = None
         self._accumulating, self._last = self._plans(step)
@@ -104,11 +101,8 @@ class Cursor:
     def _plans(self, step: int) -> tuple[StepPlan, StepPlan]:
         """Of a step's minibatches before the last one, and of the last one."""
         schedule, rank = self.schedule, self._rank
-        batch_size = schedule.batch_size(step)
-        number = batch_size // schedule.minibatch_size
-        first = 0 if schedule.lockstep else rank  # in lockstep all run as many as rank 0, which has most
-        rounds = max(1, -((first - number) // schedule.num_replicas))
-        of_step = (self.epoch, step, batch_size, rounds)
+        batch_size, rounds = schedule.batch_size(step), schedule.rounds_for(step, rank)
+        number, of_step = batch_size // schedule.minibatch_size, (self.epoch, step, batch_size, rounds)
         is_padding = rank + (rounds - 1) * schedule.num_replicas >= number
         last = StepPlan(number, True, rank >= number, is_padding, *of_step)
         return (last if rounds == 1 else StepPlan(number, False, False, False, *of_step)), last

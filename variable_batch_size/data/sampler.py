@@ -143,11 +143,9 @@ class MinibatchSource(ABC):
         self.end_pass()
         self.schedule.begin_epoch(epoch)
         check_within(len(self.schedule.steps(epoch)), first_step=first_step)
-        self.epoch = int(epoch)
-        self.first_step = int(first_step)
+        self.epoch, self.first_step = int(epoch), int(first_step)
         self.num_passes += 1
-        self.num_read, self._thread = 0, None
-        self._on_first_read = None
+        self.num_read, self._thread, self._on_first_read = 0, None, None
         for follower in self.followers():
             follower._follow()
 

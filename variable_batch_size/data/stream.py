@@ -22,8 +22,7 @@ from variable_batch_size.traces.trace import TraceLike
 
 logger = logging.getLogger(__name__)
 
-Samples: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
-"""An iterable, an iterator, or a function that returns one."""
+Samples: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]  # or an iterator, or a function that returns one
 
 
 class SampleSource:
@@ -69,10 +68,8 @@ class SampleSource:
             if self._has_state and (self._has_begun or state is not None):
                 samples.load_state_dict(self._first_state if state is None else state["stream"])
             self._iterator = iter(samples if isinstance(samples, Iterable) else samples())
-        self._has_begun = True
-        self._ahead = []
+        self._has_begun, self._ahead, self.has_ended = True, [], False
         self.num_read = 0 if state is None else state["num_read"]
-        self.has_ended = False
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the stream, for :meth:`begin`."""

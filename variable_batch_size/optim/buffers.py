@@ -19,12 +19,8 @@ class Buffers:
 
     The snapshot is taken at the end of the previous step. If the user changes buffers after that, for example by
     loading weights, the next forward pass of the model, or of a part of it, takes it again. In lockstep a padding
-    minibatch may follow others of its step: a second snapshot then holds the buffers before it.
-
-    Args:
-        model: whose buffers; None for none.
-        communicator: of the ranks; it determines whether idleness may be a branch or must be data.
-        may_skip: whether the update of a rank that is not idle may be skipped.
+    minibatch may follow others of its step: a second snapshot then holds the buffers before it. Where all ranks run one
+    program, whether a rank is idle is data and not a branch.
     """
 
     def __init__(self, model: torch.nn.Module | None, communicator: Communicator, *, may_skip: bool = False) -> None:

@@ -105,16 +105,11 @@ class BetaHistory:
     They are part of the inner optimizer's state of each parameter. Where that is cleared, copied, saved, or replaced by
     an earlier one, so are they. Updates that are not in the products, such as those of another rule, had the betas of
     the group.
-
-    Args:
-        inner: Adam, or an optimizer of its family.
-
-    Attributes:
-        pending: what :meth:`commit` stores: the states of an optimizer, a parameter, and its history.
     """
 
     def __init__(self, inner: Optimizer) -> None:
         self._inner = inner
+        # what commit() stores: the states of an optimizer, a parameter, and its history
         self.pending: list[tuple[Any, torch.Tensor, _History]] = []
         self._is_adam: dict[type[Optimizer], bool] = {}
         self._stored_in: dict[torch.Tensor, Any] = {}

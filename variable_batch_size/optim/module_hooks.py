@@ -14,12 +14,8 @@ class ModuleHook:
     """Calls a method with the module that is about to run. It keeps neither of the two alive.
 
     A copy that was made with ``copy.deepcopy``, as ``AveragedModel`` does, removes itself. One in a pickled module is a
-    function of Python, so that the module can be loaded without this package.
-
-    Args:
-        module: that it is for.
-        method: is called with the module; None for a hook that removes itself.
-        is_compiled: whether ``torch.compile`` may leave the call out; otherwise it breaks the graph.
+    function of Python, so that the module can be loaded without this package. Unless `is_compiled`, where
+    ``torch.compile`` leaves the call out, it breaks the graph.
     """
 
     def __init__(self, module: torch.nn.Module | None, method: Method | None, *, is_compiled: bool = True) -> None:

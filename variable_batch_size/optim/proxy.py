@@ -10,11 +10,7 @@ Inner = Optimizer | Sequence[Optimizer]
 
 
 class OptimizerProxy(Optimizer):
-    """Reads all attributes of an optimizer from the inner one; a copy would go stale when a state is loaded.
-
-    Args:
-        inner: any optimizer of torch that updates from one gradient, or several for one model.
-    """
+    """Reads all attributes of an optimizer from the inner one; a copy would go stale when a state is loaded."""
 
     def __init__(self, inner: Inner) -> None:
         inner = inner if isinstance(inner, Optimizer) or not isinstance(inner, Sequence) else MultiOptimizer(inner)
@@ -90,11 +86,7 @@ class _States(dict[torch.Tensor, Any]):
 
 
 class MultiOptimizer(Optimizer):
-    """Several optimizers as one, with the parameter groups and the state that each has at the moment.
-
-    Args:
-        optimizers: each with parameters of its own.
-    """
+    """Several optimizers as one, with the parameter groups and the state that each has at the moment."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):

@@ -21,12 +21,8 @@ class MinibatchSeeder:
     padding changes nothing. Generators are seeded after each minibatch, and again when the next one is requested after
     an evaluation, for the data set and the loop. Those of torch are seeded once more when the model runs, so that a
     loader that starts in between does not count. Loader workers have their own generators, which are not changed. On
-    XLA, ranks are threads of one process and share the host's generators: there only the device's is seeded.
-
-    Args:
-        is_on: whether to seed at all.
-        like: a tensor on the device whose generator the model uses.
-        model: that draws random numbers; None to seed for the loop only, where evaluations cannot be recognized.
+    XLA, ranks are threads of one process and share the host's generators: there only the device's is seeded. Without a
+    model, only the loop is seeded for, and evaluations cannot be recognized.
     """
 
     def __init__(

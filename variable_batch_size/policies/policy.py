@@ -83,7 +83,6 @@ class PolicyOptions(BoundsOptions, total=False):
 class Bounds:
     """The allowed batch sizes: multiples of the minibatch size within limits.
 
-
     Args:
         min_batch_size: the smallest batch size; None for one minibatch.
         max_batch_size: the largest; None for the capacity of an epoch.

@@ -17,6 +17,8 @@ import numpy as np
 from variable_batch_size.checks import check_positive
 from variable_batch_size.policies.autoscale import gain
 
+_MOST_CHOICES = 64
+
 
 class Throughput(NamedTuple):
     """The seven parameters, in seconds and seconds per sample or core.
@@ -93,9 +95,6 @@ def split(batch_size: int, *, max_minibatch: int, cores: int) -> Split:
     size = min(divisors, key=lambda size: (-(-batch_size // size // cores), size))
     num = batch_size // size
     return Split(size, num, tuple(len(range(rank, num, cores)) for rank in range(cores)))
-
-
-_MOST_CHOICES = 64
 
 
 class BestSplit(NamedTuple):

@@ -166,8 +166,8 @@ class NoiseMeter:
             self._has_warned = True
             message = (
                 "step %d makes %.0f %% of the gradient noise averaged over %d steps: the noise scale and the gain "
+                "follow this step for long; look for an outlier in its loss or gradients"
             )
-            message += "follow this step for long; look for an outlier in its loss or gradients"
             logger.warning(message, step.steps_done, 100 * part, count)
 
     def noise(self, group: int | None = None) -> Noise | None:

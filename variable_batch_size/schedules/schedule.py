@@ -13,6 +13,9 @@ from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.schedules.batch_sizes import BatchSizes, Integers, OnEnd, counted
 from variable_batch_size.traces.trace import Trace
 
+_ALL = 2**62  # more samples than any run has, and within int64
+_STEPS_AT_ONCE, _ROWS_PER_SEARCH = 4096, 512
+
 
 class ScheduleHistory(NamedTuple):
     """The completed part of a run, which does not change if the run resumes with another trace."""
@@ -29,9 +32,6 @@ class ScheduleHistory(NamedTuple):
 
     def rows(self) -> Integers:
         return np.repeat(self.sizes, self.counts)
-
-
-_ALL = 2**62  # more samples than any run has, and within int64
 
 
 class BaseSchedule(ABC):
@@ -167,9 +167,6 @@ class BaseSchedule(ABC):
         """Like :meth:`rounds_for`, for many steps of the given batch sizes."""
         first = 0 if self.lockstep else rank
         return np.maximum(-((first - sizes // self.minibatch_size) // self.num_replicas), 1)
-
-
-_STEPS_AT_ONCE, _ROWS_PER_SEARCH = 4096, 512
 
 
 @final

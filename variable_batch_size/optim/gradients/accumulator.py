@@ -103,14 +103,6 @@ class GradientAccumulator(ABC):
     A few numbers are reduced with the gradients: for each parameter group the sum of the minibatches' squared norms, if
     they are measured, the sum of the weights and the number of weights above 0. A gradient that is not finite on one
     rank is not finite in the sum, so :meth:`StepGradient.measure` reports it on every rank.
-
-    Args:
-        communicator: of the ranks that have different samples.
-        measures: whether to sum the squared norms of the minibatches' gradients, for each parameter group.
-        divisors: of gradients, before they are measured; parameters without one do not count. None to divide none.
-        sums_gradients: whether the gradient is n times the mean, for rules that sum gradients.
-        is_read: whether the host measures the gradient of every step before the update.
-        model: whose weights must be the same on all ranks, also those that are not in the optimizer.
     """
 
     is_summed_by_autograd = False  # whether ``p.grad`` is the sum over the step's minibatches so far
@@ -126,13 +118,13 @@ class GradientAccumulator(ABC):
     def __init__(
         self,
         inner: Optimizer,
-        communicator: Communicator,
+        communicator: Communicator,  # of the ranks that have different samples
         *,
-        measures: bool = False,
-        divisors: Divisors | None = None,
-        sums_gradients: bool = False,
-        is_read: bool = False,
-        model: torch.nn.Module | None = None,
+        measures: bool = False,  # whether to sum the squared norms of the minibatches' gradients, for each group
+        divisors: Divisors | None = None,  # of gradients, before they are measured; None to divide none
+        sums_gradients: bool = False,  # whether the gradient is n times the mean, for rules that sum gradients
+        is_read: bool = False,  # whether the host measures the gradient of every step before the update
+        model: torch.nn.Module | None = None,  # whose weights must be the same on all ranks
     ) -> None:
         self.inner, self.communicator = inner, communicator
         self.divisors, self.sums_gradients = divisors, sums_gradients

@@ -33,14 +33,6 @@ class FSDPAccumulator(GradientAccumulator):
     would not do for NaN, and measures the others. FSDP reduces gradients before they are unscaled, so a loss scale must
     be the same on all ranks in a round. All ranks must run each backward pass: where the user leaves a minibatch out,
     :meth:`accumulate` runs it with a gradient of zeros.
-
-    Args:
-        ranks: those that have different samples.
-        everyone: all ranks that have a shard.
-        model_parallel: the ranks that have this rank's samples, as parameters are sharded over them, too.
-        model_groups: the process groups that `model_parallel` consists of.
-        wrappers: with the modules of fully_shard.
-        reduce_scatter_once: whether FSDP sums unsharded gradients until the last round of a step and then reduces them.
     """
 
     # of the latest minibatch:
@@ -54,12 +46,12 @@ class FSDPAccumulator(GradientAccumulator):
         inner: Optimizer,
         communicator: Communicator,
         *,
-        ranks: Ranks,
-        everyone: Communicator,
-        model_parallel: Communicator,
-        model_groups: list[Ranks],
+        ranks: Ranks,  # those that have different samples
+        everyone: Communicator,  # all that have a shard
+        model_parallel: Communicator,  # those that have this rank's samples, as parameters are sharded over them, too
+        model_groups: list[Ranks],  # that model_parallel consists of
         wrappers: Wrappers,
-        reduce_scatter_once: bool = False,
+        reduce_scatter_once: bool = False,  # whether FSDP sums unsharded gradients until the last round of a step
         **common: Any,
     ) -> None:
         super().__init__(inner, communicator, **common)

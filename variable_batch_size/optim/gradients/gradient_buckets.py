@@ -20,12 +20,7 @@ class GradientBuckets:
     Of a DTensor it holds the gradient of the local shard. After the gradients, a bucket has one element for each of its
     parameters, which marks that this rank had a gradient. One bucket of at least float32 has some elements for numbers,
     such as squared norms, so that all are reduced together; if all gradients are narrower, they are a tensor by
-    themselves.
-
-    Args:
-        parameters: whose gradients to hold; `views` are the gradients in the same order.
-        num_numbers: how many numbers there are.
-        dtype: the narrowest of the buckets; None for those of the parameters.
+    themselves. `views` are the gradients in the order of the parameters, and `dtype` is the narrowest of the buckets.
     """
 
     def __init__(
