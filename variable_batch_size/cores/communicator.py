@@ -86,8 +86,7 @@ def group_of(process_group: Any) -> Group:
     if isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER:
         return process_group
     if not hasattr(process_group, "mesh_dim_names"):
-        kind = type(process_group).__name__
-        raise ValueError(f"`process_group` must be a ProcessGroup or a DeviceMesh, got {kind}")
+        raise ValueError(f"`process_group` must be a ProcessGroup or a DeviceMesh, got {type(process_group).__name__}")
     if process_group.ndim != 1:
         found = f"a mesh with dimensions {process_group.mesh_dim_names or process_group.ndim}"
         rule = "`process_group` must be the mesh dimension along which ranks have different samples"

@@ -98,8 +98,7 @@ class XlaDevices(Communicator):
     collective for a thread that waits for the lock.
 
     In SPMD mode all devices are one core. The compiler partitions graphs by the shardings of tensors, and adds some to
-    its results. All tensors that outlive a graph must therefore be sharded from the start: otherwise the results would
-    be inputs of another graph.
+    its results. So all tensors that outlive a graph must be sharded from the start: another sharding is another graph.
     """
 
     is_one_program = True

@@ -25,8 +25,7 @@ class StepPlan(NamedTuple):
 class RunCount:
     """How many minibatches of a pass an optimizer has run, compared with how many were read.
 
-    A loader that reads ahead keeps its distance: where that has grown from one call of ``step()`` to another,
-    minibatches were left out.
+    A loader that reads ahead keeps its distance: where that has grown between two steps, minibatches were left out.
     """
 
     is_late: bool  # whether other optimizers had run minibatches of the pass already
@@ -48,8 +47,7 @@ class RunCount:
 class Cursor:
     """Moves through the minibatches that a rank runs in an epoch. Every plan is computed once.
 
-    Padding is a rank's last minibatch of a step, so a step has at most two plans: of its last minibatch and of those
-    before it.
+    Padding is a rank's last minibatch of a step, so a step has at most two plans: of the last one and those before it.
 
     Attributes:
         plan: of the latest minibatch; at first, of the epoch's first one.
@@ -141,11 +139,6 @@ class Cursor:
         """How many steps of the epoch are done."""
         return self._last.step - self._steps.start + (not self._num_left)
 
-    @property
-    def num_epoch_steps(self) -> int | None:
-        """How many steps the epoch has; None if it is endless."""
-        return None if self.schedule.is_endless else len(self._steps)
-
     def __str__(self) -> str:
-        of_all = "" if self.num_epoch_steps is None else f"/{self.num_epoch_steps}"
+        of_all = "" if self.schedule.is_endless else f"/{len(self._steps)}"
         return f"epoch {self.epoch}, step {self.epoch_step}{of_all}"

@@ -6,7 +6,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sized
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, Sampler
@@ -27,15 +27,6 @@ Description = dict[str, str | int | bool | None]
 
 _SAMPLES_AT_ONCE = 8192
 _NO_TRACE: Any = object()
-
-
-class Follower(Protocol):
-    """What moves with a source of minibatches, and runs them: an optimizer."""
-
-    _runs: RunCount
-
-    def _follow(self) -> None: ...
-    def _on_request(self, is_first: bool) -> None: ...
 
 
 def is_decided(trace: Any) -> bool:
@@ -92,7 +83,7 @@ class MinibatchSource(ABC):
         self.num_read = 0  # minibatches of this pass, in this process
         self._num_prefetched = 0  # how many of these the workers of the loader may be ahead
         self._thread: int | None = None  # in which an optimizer has run a minibatch of this pass
-        self._followers: list[weakref.ref[Follower]] = []
+        self._followers: list[weakref.ref[Any]] = []  # optimizers that are attached
         self.is_shared = False  # whether several optimizers are attached
         self._on_first_read: Callable[[], None] | None = None
 
@@ -149,7 +140,7 @@ class MinibatchSource(ABC):
         for follower in self.followers():
             follower._follow()
 
-    def attach(self, follower: Follower) -> None:
+    def attach(self, follower: Any) -> None:
         """Move an optimizer with this source, as long as it exists."""
         self._followers = [one for one in self._followers if one() is not None] + [weakref.ref(follower)]
         self.is_shared = len(self._followers) > 1
@@ -199,7 +190,7 @@ class MinibatchSource(ABC):
                 runs.number_at_end = 0  # refused once
                 self._refuse_left_out(follower, number)
 
-    def _refuse_left_out(self, follower: Follower, number: int) -> None:
+    def _refuse_left_out(self, follower: Any, number: int) -> None:
         raise RuntimeError(
             f"step() of {type(follower).__name__} was not called for at least {number} of the {self.num_read} "
             f"minibatches of epoch {self.epoch}: call it once after each minibatch. It accumulates by itself, a "
@@ -253,8 +244,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         dataset: the data set, of which only the length is used, or its length; or else
         dataset_size: its length.
         trace: the batch size of every step: a path, a sequence, an array, a pandas column, or an integer for a constant
-            one; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides it during the
-            run.
+            one; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides as it runs.
         num_replicas: cores that share the work; those of the running backend if None.
         rank: which of them this is; that of the running backend if None.
         process_group: the cores that share the work, where they are not all processes of torch.distributed: a group, or
@@ -294,8 +284,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if trace is _NO_TRACE:
             raise TypeError("`trace` must be given")
         if (dataset is None) == (dataset_size is None):
-            given = "neither" if dataset is None else "both"
-            raise ValueError(f"pass either `dataset` or `dataset_size`, got {given}")
+            raise ValueError(f"pass either `dataset` or `dataset_size`, got {'neither' if dataset is None else 'both'}")
         size = dataset_size if dataset is None else dataset
         self.dataset_size: int = len(size) if isinstance(size, Sized) else size  # type: ignore[assignment]
         super().__init__(

@@ -24,8 +24,7 @@ class Buffers:
     """
 
     def __init__(self, model: torch.nn.Module | None, communicator: Communicator, *, may_skip: bool = False) -> None:
-        self._model = model
-        self._communicator = communicator
+        self._model, self._communicator = model, communicator
         self._is_one_program = communicator.is_one_program
         self._before_step: list[_Saved] = []
         self._before_padding: list[_Saved] = []
@@ -99,8 +98,8 @@ class Buffers:
         found = []
         for owner, name, buffer in self._named_buffers():
             values = each_element_once(buffer.detach())
-            copy = (values if values.dim() else values.view(1)).clone()
-            found.append((owner, name, buffer, buffer._version, copy))
+            values = (values if values.dim() else values.view(1)).clone()
+            found.append((owner, name, buffer, buffer._version, values))
         return found
 
     def _is_unchanged(self) -> bool:

@@ -23,6 +23,8 @@ _MAX_BYTES = 120  # of each rank's value in an error message
 def fingerprint_of(sampler: MinibatchSource, rule: Rule, inner: Optimizer, ref_batchsize: int) -> Description:
     """Everything that determines the samples of a step and the meaning of the state; not the number of ranks."""
     schedule, rules = sampler.schedule, getattr(rule, "rules", [rule])
+    # of a ZeroRedundancyOptimizer the optimizer whose state it shards
+    optimizers = inner.optimizers if isinstance(inner, MultiOptimizer) else [getattr(inner, "optim", inner)]
     return {
         "trace": schedule.description,
         "on_end": schedule.on_end,
@@ -31,8 +33,7 @@ def fingerprint_of(sampler: MinibatchSource, rule: Rule, inner: Optimizer, ref_b
         "rule": " and ".join(type(one).__name__ for one in rules),
         "settings of the rule": " and ".join(str(_numbers(vars(one))) for one in rules),
         "ref_batchsize": ref_batchsize,
-        # of a ZeroRedundancyOptimizer the optimizer whose state it shards
-        "optimizer": inner.name if isinstance(inner, MultiOptimizer) else type(getattr(inner, "optim", inner)).__name__,
+        "optimizer": " and ".join(type(one).__name__ for one in optimizers),
     }
 
 
@@ -128,8 +129,7 @@ def sync_and_check_ranks(
 ) -> Callable[[], None]:
     """Check that all ranks have the same settings, broadcast the model from rank 0, and switch other reductions off.
 
-    `options` are further arguments of the optimizer that must be the same on all ranks. Returns a function to call
-    after the next flush.
+    `options` are further arguments that must be the same on all ranks. Returns a function to call after a flush.
     """
     parameters, sampler, model = list(optimizer.parameters()), optimizer.sampler, wrappers.model
     wrappers.refuse_unsupported(optimizer.rule, optimizer.inner)

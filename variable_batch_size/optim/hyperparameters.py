@@ -103,8 +103,7 @@ class BetaHistory:
     """The products of the betas of past updates, for rules that change betas from step to step.
 
     They are part of the inner optimizer's state of each parameter. Where that is cleared, copied, saved, or replaced by
-    an earlier one, so are they. Updates that are not in the products, such as those of another rule, had the betas of
-    the group.
+    an earlier one, so are they. Updates that are not in the products, as of another rule, had the betas of the group.
     """
 
     def __init__(self, inner: Optimizer) -> None:

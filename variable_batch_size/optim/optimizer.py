@@ -39,10 +39,9 @@ from variable_batch_size.schedules.schedule import BaseSchedule
 logger = logging.getLogger(__name__)
 
 STATE_KEY = "variable_batch_size"
+Loss = TypeVar("Loss")
 
 _updates = threading.local()  # `is_running`: whether an optimizer of this library calls step() of an inner one
-
-Loss = TypeVar("Loss")
 
 
 class Options(TypedDict, total=False):
@@ -87,8 +86,7 @@ class CustomOptimizer(OptimizerProxy):
             CUDA graphs and to save the memory of one gradient; they must then not be modified, nor may a parameter be
             frozen, added or converted within a step.
         measure_noise: measure the gradient noise though the rule does not need it, for `noise_scale` and `gain()`.
-        exact: sum so that the weights are the same to the last bit on any number of cores; the page on exactness has
-            the conditions and the cost.
+        exact: sum so that the weights are the same to the last bit on any number of cores; see the page on exactness.
         seed_minibatches: seed the random generators before each minibatch, so that its random numbers do not depend on
             the core (:class:`MinibatchSeeder`); None for the value of `exact`.
         reduce_scatter_once: let a model in ``fully_shard`` reduce once a step instead of in every round, at the cost of
@@ -510,8 +508,7 @@ class CustomOptimizer(OptimizerProxy):
         return self._lr_scaler.preview(self._rule_step(), group)
 
     def _rule_step(self) -> Step:
-        size, number = self._cursor.plan.batch_size, self._cursor.plan.num_minibatches
-        return Step(size, size // number, self.ref_batchsize, self.steps_done)
+        return Step(self.batch_size, self.sampler.minibatch_size, self.ref_batchsize, self.steps_done)
 
     @property
     def progress(self) -> float:
@@ -590,8 +587,7 @@ class CustomOptimizer(OptimizerProxy):
         before = list(self.parameters())
         with consistency.rollback_param_groups(self.inner):
             self.inner.add_param_group(param_group)
-            added = self.inner.param_groups[-1]["params"]
-            group = self.sampler.process_group
+            added, group = self.inner.param_groups[-1]["params"], self.sampler.process_group
             consistency.sync_added_params(added, before, self._wrappers, self._communicator, group)
             for p in added:
                 p.grad = None  # of earlier minibatches

@@ -108,11 +108,6 @@ class MultiOptimizer(Optimizer):
         return {p: owner for owner in self.optimizers for group in owner.param_groups for p in group["params"]}
 
     @property
-    def name(self) -> str:
-        """Of all: ``Muon and AdamW``."""
-        return " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-
-    @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The settings that all optimizers have: OneCycleLR cycles one of these in every group."""
         first, *others = (optimizer.defaults for optimizer in self.optimizers)

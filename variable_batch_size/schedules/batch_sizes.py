@@ -20,8 +20,7 @@ _STEPS_AT_ONCE, _ROWS_PER_MARK = 4096, 64
 class BatchSizes:
     """The batch sizes of a run: the rows of a trace, then as `on_end` says: stop, hold the last one, or cycle.
 
-    After the trace, all of its rows repeat, or the last one. Lookups take the same time at any step, and repeated rows
-    are not stored.
+    Lookups take the same time at any step, and repeated rows are not stored.
     """
 
     def __init__(self, trace: Trace, on_end: OnEnd) -> None:

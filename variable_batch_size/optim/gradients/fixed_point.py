@@ -1,8 +1,7 @@
 """FixedPoint64, FixedPoint32: number formats whose sums are the same to the last bit on any number of ranks.
 
 Sums of whole multiples of a unit u do not depend on their order, as long as they are exact: float64 holds them up to
-2⁵³·u. So every gradient is rounded to a small unit, which follows from the gradient of the previous step and is
-therefore the same on all ranks.
+2⁵³·u. So every gradient is rounded to a small unit that follows from the previous step, the same on all ranks.
 """
 
 import math
@@ -69,8 +68,7 @@ class FixedPointScale:
 
     def rounding_constant(self, p: Hashable, rung: int, num_minibatches: int) -> float:
         """Rounds a float64 to a whole multiple of the unit when it is added and subtracted again."""
-        num_bits = (num_minibatches - 1).bit_length()
-        return math.ldexp(1.5, 52 + self.limit(p) + rung * HEADROOM + num_bits - _BITS)
+        return math.ldexp(1.5, 52 + self.limit(p) + rung * HEADROOM + (num_minibatches - 1).bit_length() - _BITS)
 
     def state_dict(self, parameters: Iterable[Hashable]) -> dict[str, Any]:
         return {"exponents": [self._exponents.get(p) for p in parameters], "has_asked": self.has_asked}
@@ -302,8 +300,7 @@ def _in_chunks(one: torch.Tensor, other: torch.Tensor) -> list[tuple[torch.Tenso
     """Two tensors of the same shape in pairs of chunks; in one piece if they are not contiguous or not on a CPU."""
     if one.device.type != "cpu" or not (one.is_contiguous() and other.is_contiguous()):
         return [(one, other)]
-    chunks = [torch.split(tensor.view(-1), _CHUNK) for tensor in (one, other)]
-    return list(zip(*chunks, strict=True))
+    return list(zip(*(torch.split(tensor.view(-1), _CHUNK) for tensor in (one, other)), strict=True))
 
 
 @final
