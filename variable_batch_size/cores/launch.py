@@ -210,7 +210,6 @@ def _spmd_main(work: bytes, pipe: Any) -> None:
     """Run the function once, on all devices of this process."""
     end_with_parent()
     xla.use_spmd()
-    xla.init_hosts_process_group()
     run_and_send(work, pipe, 0)
 
 

@@ -69,12 +69,6 @@ def is_spmd() -> bool:
     return is_running() and bool(_module("runtime").is_spmd())
 
 
-def use_spmd() -> None:
-    """Enable SPMD mode; before any tensor is on a device."""
-    if not is_spmd():
-        _module("runtime").use_spmd()
-
-
 def num_hosts() -> int:
     """Number of processes that share the devices."""
     return int(_module("runtime").process_count())
@@ -216,8 +210,10 @@ def patch_rendezvous(num_cores: int) -> None:
     _module("core.xla_model").rendezvous = ThreadRendezvous(num_cores, lambda: cores()[0]).rendezvous
 
 
-def init_hosts_process_group() -> None:
-    """In SPMD mode on several hosts, initialize torch.distributed between them."""
+def use_spmd() -> None:
+    """Enable SPMD mode, before any tensor is on a device; on several hosts, initialize torch.distributed, too."""
+    if not is_spmd():
+        _module("runtime").use_spmd()
     if num_hosts() > 1:
         _module("distributed.xla_backend")  # registers xla://
         dist.init_process_group("gloo", init_method="xla://")

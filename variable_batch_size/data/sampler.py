@@ -285,12 +285,10 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
             raise TypeError("`trace` must be given")
         if (dataset is None) == (dataset_size is None):
             raise ValueError(f"pass either `dataset` or `dataset_size`, got {'neither' if dataset is None else 'both'}")
-        size = dataset_size if dataset is None else dataset
-        self.dataset_size: int = len(size) if isinstance(size, Sized) else size  # type: ignore[assignment]
-        super().__init__(
-            trace, self.dataset_size, minibatch_size, num_replicas, rank, process_group, seed, on_end, lockstep
-        )
-        self.shuffle = shuffle
+        given: Any = dataset_size if dataset is None else dataset
+        size: int = len(given) if isinstance(given, Sized) else given
+        super().__init__(trace, size, minibatch_size, num_replicas, rank, process_group, seed, on_end, lockstep)
+        self.dataset_size, self.shuffle = size, shuffle
         if verbose and self.rank == 0:
             num_epochs = self.schedule.num_epochs
             logger.info("%s: %s epochs", self.schedule.name, "endless" if num_epochs is None else num_epochs)

@@ -98,9 +98,8 @@ def corrected_for_bias(
     >>> corrected_for_bias(settings, num_updates=2, products=(0.4, 0.5625), is_decoupled=False)
     {'lr': 0.125, 'betas': (0.5, 0.75), 'eps': 1e-08}
     """
-    first, second = (
-        (1 - beta**num_updates) / (1 - product) for beta, product in zip(settings["betas"], products, strict=True)
-    )
+    pairs = zip(settings["betas"], products, strict=True)
+    first, second = ((1 - beta**num_updates) / (1 - product) for beta, product in pairs)
     root, scale = math.sqrt(second), first / math.sqrt(second)
     corrected = {**settings, "lr": settings["lr"] * scale, "eps": settings["eps"] / root}
     if is_decoupled and "weight_decay" in settings:

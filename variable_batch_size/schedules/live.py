@@ -38,9 +38,7 @@ class PolicySchedule(BaseSchedule):
         num_replicas: int = 1,
         lockstep: bool = False,
     ) -> None:
-        super().__init__(
-            dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas, lockstep=lockstep
-        )
+        super().__init__(dataset_size, minibatch_size, num_replicas, lockstep)
         self.policy, self.name = policy, type(policy).__name__
         self.num_done = 0  # executed rows
         self._rows: list[int] = []

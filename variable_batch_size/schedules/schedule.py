@@ -50,9 +50,7 @@ class BaseSchedule(ABC):
     on_end: OnEnd
     name: str
 
-    def __init__(
-        self, *, dataset_size: int | None, minibatch_size: int, num_replicas: int, lockstep: bool = False
-    ) -> None:
+    def __init__(self, dataset_size: int | None, minibatch_size: int, num_replicas: int, lockstep: bool) -> None:
         room = _ALL if dataset_size is None else dataset_size
         check_positive(dataset_size=room, minibatch_size=minibatch_size, num_replicas=num_replicas)
         if room < minibatch_size:
@@ -202,9 +200,7 @@ class Schedule(BaseSchedule):
         on_end: OnEnd = "stop",
         lockstep: bool = False,
     ) -> None:
-        super().__init__(
-            dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas, lockstep=lockstep
-        )
+        super().__init__(dataset_size, minibatch_size, num_replicas, lockstep)
         self._sizes = BatchSizes(trace, on_end)
         self.name, self.on_end = trace.name, self._sizes.on_end
         for is_wrong, rule in (

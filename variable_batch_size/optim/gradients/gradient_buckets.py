@@ -10,6 +10,8 @@ import torch
 from variable_batch_size.cores.dtensor import to_local
 from variable_batch_size.optim.token_weights import Weight
 
+Parameters = list[torch.nn.Parameter]
+
 _dtype_of = attrgetter("dtype")
 _shape_and_device_of = attrgetter("shape", "device")
 
@@ -23,9 +25,7 @@ class GradientBuckets:
     themselves. `views` are the gradients in the order of the parameters, and `dtype` is the narrowest of the buckets.
     """
 
-    def __init__(
-        self, parameters: list[torch.nn.Parameter], *, num_numbers: int, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, parameters: Parameters, *, num_numbers: int, dtype: torch.dtype | None = None) -> None:
         self.parameters = parameters
         self._num_numbers, self._dtype = num_numbers, dtype
         self._dtypes = list(map(_dtype_of, parameters))
@@ -63,7 +63,7 @@ class GradientBuckets:
         self._addresses = [view.data_ptr() for view in self.views]
         self._references = self._count_references()
 
-    def matches(self, parameters: list[torch.nn.Parameter], num_numbers: int, *, checks_shapes: bool = True) -> bool:
+    def matches(self, parameters: Parameters, num_numbers: int, *, checks_shapes: bool = True) -> bool:
         """Whether these are the parameters, with the same dtypes, and on demand the same shapes and devices."""
         return (
             num_numbers == self._num_numbers
@@ -139,10 +139,8 @@ class GradientBuckets:
         return [found[index] != 0 for index in range(len(self.parameters))]
 
 
-def _restored(
-    parameters: list[torch.nn.Parameter], num_numbers: int, dtype: torch.dtype | None, values: list[torch.Tensor]
-) -> GradientBuckets:
-    buckets = GradientBuckets(parameters, num_numbers=num_numbers, dtype=dtype)
+def _restored(parameters: Parameters, number: int, dtype: torch.dtype | None, values: list[torch.Tensor]) -> Any:
+    buckets = GradientBuckets(parameters, num_numbers=number, dtype=dtype)
     for tensor, value in zip((*buckets.views, buckets.numbers), values, strict=True):
         tensor.copy_(value)
     return buckets
