@@ -134,5 +134,4 @@ def shard_from_full(tensor: torch.Tensor, complete: torch.Tensor) -> torch.Tenso
 
 
 def any_dtensor(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether some of the tensors are DTensors."""
     return any(map(is_dtensor, tensors))

@@ -13,8 +13,10 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import torch.distributed as dist
+
 from variable_batch_size.checks import check_positive, install
-from variable_batch_size.cores import signals, xla
+from variable_batch_size.cores import devices, signals, xla
 
 _START_METHOD: Final = "spawn"  # a forked process would inherit locks held by other threads
 _SECONDS_BETWEEN_LOOKS = 0.2
@@ -164,8 +166,6 @@ def launch(
     work = pickle.dumps((fn, args))
     if backend == "xla":
         return run_processes(_xla_processes(cores, spmd), work)
-    from variable_batch_size.cores import devices  # imports torch
-
     num_cores = cores or devices.num_devices(backend) or os.cpu_count() or 1
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_cores)))}
     with tempfile.TemporaryDirectory() as directory:
@@ -198,7 +198,6 @@ def _xla_processes(cores: int | None, spmd: bool) -> list[Process]:
 
 
 def _xla_main(local_rank: int, num_processes: int, work: bytes, pipe: Any) -> None:
-    """Run the function in a thread for each XLA device of this process."""
     end_with_parent()
     signals.note_sigterm()  # possible only in the main thread; the cores are other threads
     if os.environ["PJRT_DEVICE"] == "CPU":
@@ -207,7 +206,6 @@ def _xla_main(local_rank: int, num_processes: int, work: bytes, pipe: Any) -> No
 
 
 def _spmd_main(work: bytes, pipe: Any) -> None:
-    """Run the function once, on all devices of this process."""
     end_with_parent()
     xla.use_spmd()
     run_and_send(work, pipe, 0)
@@ -224,10 +222,6 @@ def _distributed_main(
 
 
 def _run_under_torchrun(fn: Callable[..., Any], args: tuple[Any, ...], backend: str | None) -> Any:
-    import torch.distributed as dist
-
-    from variable_batch_size.cores import devices
-
     if backend == "xla":
         raise ValueError('`backend` must be "gloo" or "nccl" under torchrun, got "xla"')
     backend, local_rank = backend or devices.default_backend(), int(os.environ["LOCAL_RANK"])
@@ -241,10 +235,6 @@ def _run_under_torchrun(fn: Callable[..., Any], args: tuple[Any, ...], backend: 
 @contextmanager
 def _process_group(backend: str, local_rank: int, **options: Any) -> Iterator[None]:
     """Initialize torch.distributed and the device of this process."""
-    import torch.distributed as dist
-
-    from variable_batch_size.cores import devices
-
     devices.use_device(local_rank, backend)
     # with a barrier: otherwise a rank that exits early breaks the rendezvous of the others
     with environment({"TORCH_DIST_INIT_BARRIER": "1"}):

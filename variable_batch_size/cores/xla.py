@@ -55,7 +55,6 @@ def is_running() -> bool:
 
 
 def device() -> torch.device:
-    """The XLA device of this core."""
     return torch.device(_torch_xla().device())
 
 
@@ -220,12 +219,10 @@ def use_spmd() -> None:
 
 
 def num_tpu_processes() -> int:
-    """Number of processes that drive this host's TPU cores."""
     return int(_module("_internal.tpu").num_local_processes())
 
 
 def num_tpu_cores() -> int:
-    """Number of TPU cores of this host."""
     return int(_module("_internal.tpu").num_available_devices())
 
 

@@ -56,7 +56,6 @@ def _shapes(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _hyperparameters(inner: Optimizer) -> str:
-    """The hyperparameters of each parameter group, and the shapes of its parameters."""
     groups = []
     for group in inner.param_groups:
         values = {

@@ -151,7 +151,6 @@ class BetaHistory:
         return found or [(group["params"], dict(settings))]
 
     def _history(self, state: Any, p: torch.Tensor, group: Mapping[str, Any]) -> _History:
-        """Of a parameter before the update."""
         if not state:
             return _History()
         past = _History(*(state[key] for key in _KEYS)) if _KEYS[0] in state else _History()
@@ -165,7 +164,6 @@ class BetaHistory:
         return _History(num_updates, past.first * beta1**number, past.second * beta2**number)
 
     def commit(self) -> None:
-        """Store the histories after the update."""
         for states, p, history in self.pending:
             if state := states.get(p):
                 state.update(zip(_KEYS, history, strict=True))

@@ -207,7 +207,7 @@ class GradientAccumulator(ABC):
         """Add the squared norms of a minibatch, per unit of its weight, and its weight."""
         if squares is not None:
             if weight is not None:
-                squares = _per_weight(squares, weight)
+                squares = per_weight(squares, weight)
             if self._step_squares is not None:
                 squares[: len(self._step_squares)] += self._step_squares  # a group may have been added since
             self._step_squares = squares
@@ -373,9 +373,9 @@ def _on_host(lr: Any) -> Any:
     return float(lr) if lr.device.type == "cpu" else None
 
 
-def _per_weight(squares: torch.Tensor, weight: Weight) -> torch.Tensor:
+def per_weight(squares: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Squared norms of a minibatch, per unit of its weight; 0 if the weight is 0."""
     if isinstance(weight, torch.Tensor):
         weight = weight.to(squares.device)
-        return torch.where(weight > 0, squares / weight, 0.0)
+        return torch.where(weight > 0, squares / weight, torch.zeros_like(squares))
     return squares / weight if weight else torch.zeros_like(squares)

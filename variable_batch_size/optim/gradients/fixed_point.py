@@ -338,7 +338,6 @@ class FixedPoint32(_FixedPoint):
         self._flags = [_zeros((len(self.limbs) + num_numbers,), device) for _ in range(3)]
 
     def update_scale(self, sizes: Sequence[float]) -> None:
-        """Set the units by the largest elements of gradients, and by numbers."""
         self.scale.update(list(self.limbs), sizes[: len(self.limbs)])
         self._number_scale.update(range(len(sizes) - len(self.limbs)), sizes[len(self.limbs) :])
         self.scale.has_asked = True
@@ -354,7 +353,6 @@ class FixedPoint32(_FixedPoint):
         self._inverse = torch.tensor([2.0 ** (_LIMB_BITS - limit) for limit in limits]).to(device)
 
     def add_(self, gradients: Gradients, numbers: torch.Tensor) -> None:
-        """Add the gradients and numbers of a minibatch."""
         sizes = torch.cat([self.largest_of(gradients), numbers])
         is_finite = torch.isfinite(sizes)
         self._flags[0].add_((is_finite & (sizes > self._limits)).int())
@@ -401,7 +399,6 @@ class FixedPoint32(_FixedPoint):
         return torch.where(self._flags[1][here] == 0, total, torch.full_like(total, math.nan))
 
     def to_check(self, totals: Gradients, numbers: torch.Tensor) -> torch.Tensor:
-        """What :meth:`check` needs on the host."""
         sizes = torch.cat([self.largest_of(totals), numbers])
         return torch.cat([sizes, self._flags[2].float(), self._flags[0].sum().float().view(1)])
 

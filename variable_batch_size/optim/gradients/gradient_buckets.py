@@ -126,7 +126,6 @@ class GradientBuckets:
             torch._foreach_add_(self.views if is_complete else [self.views[index] for index in indices], gradients)
 
     def mark_present(self, is_present: list[bool]) -> None:
-        """Mark the parameters that had a gradient on this rank."""
         for marks, members in self._marks:
             if all(is_present):
                 marks.fill_(1)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.data.cursor import StepPlan
-from variable_batch_size.optim.gradients.accumulator import GradientAccumulator, StepGradient
+from variable_batch_size.optim.gradients.accumulator import GradientAccumulator, StepGradient, per_weight
 from variable_batch_size.optim.gradients.fixed_point import FixedPoint32
 from variable_batch_size.optim.token_weights import Weight
 
@@ -109,7 +109,8 @@ class TracedAccumulator(GradientAccumulator):
         for index, group in enumerate(self.inner.param_groups):
             fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
             if self._measures:
-                self._squares[index].add_(_per_weight(self._squared_norms_by_group([fresh]), of_one))
+                squares = self._squared_norms_by_group([fresh])
+                self._squares[index].add_(squares if of_one is None else per_weight(squares, of_one))
             for p in group["params"]:
                 if p.grad is not None:
                     self._sums[p].add_(p.grad.detach())
@@ -148,7 +149,7 @@ class TracedAccumulator(GradientAccumulator):
         groups = [[(p, fresh[p]) for p in group["params"] if p in fresh] for group in self.inner.param_groups]
         of_one = _on_device(0.0 if weight is None else weight, self._device())
         squares = self._squared_norms_by_group(groups) if self._measures else torch.zeros(len(groups)).to(of_one.device)
-        squares = _per_weight(squares, None if weight is None else of_one)
+        squares = squares if weight is None else per_weight(squares, of_one)
         return torch.cat([squares.float(), of_one, (of_one > 0).float()])
 
     def reduce(self, plan: StepPlan) -> StepGradient:
@@ -319,8 +320,3 @@ def _on_device(weight: Weight, device: torch.device) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return weight.detach().to(device).float().view(1)
     return torch.tensor([float(weight)]).to(device)
-
-
-def _per_weight(squares: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """Squared norms of a minibatch, per unit of its weight; 0 if the weight is 0."""
-    return squares if weight is None else torch.where(weight > 0, squares / weight, torch.zeros_like(squares))
