@@ -1,7 +1,7 @@
 """PolicySchedule: batch sizes chosen by a policy during the run, assigned to epochs and cores."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
 import numpy as np
@@ -165,27 +165,13 @@ class PolicySchedule(BaseSchedule):
         to_come = (len(steps) - len(known)) * int(self._num_yielded(last, rank)[0])
         return int(self._num_yielded(known, rank).sum()) + to_come
 
-    def steps_from(self, epoch: int, first_step: int) -> Iterator[int]:
-        """The steps of an epoch from its `first_step` on; the end of the epoch is checked lazily."""
-        start = self.steps(epoch).start
-        step = start + first_step
-        used = sum(self._rows[start:step])
-        while not self._is_end(epoch, step, used):
-            used += self.batch_size(step)  # raises if undecided
-            yield step
-            step += 1
-
     def _next_sizes(self, epoch: int, step: int, used: int) -> Integers:
-        if self._is_end(epoch, step, used):
+        # an epoch ends where the next one has begun, or no minibatch fits
+        has_next = epoch + 1 < len(self._starts)
+        if step >= self._starts[epoch + 1] if has_next else self.capacity - used < self.minibatch_size:
             return np.empty(0, dtype=np.int64)
         self.batch_size(step)  # raises if undecided
         return np.array(self._rows[step : (*self._starts, len(self._rows))[epoch + 1]], dtype=np.int64)
-
-    def _is_end(self, epoch: int, step: int, used: int) -> bool:
-        """Whether an epoch ends before a step: the next epoch has begun, or no minibatch fits."""
-        if epoch + 1 < len(self._starts):
-            return step >= self._starts[epoch + 1]
-        return self.capacity - used < self.minibatch_size
 
     def state_dict(self) -> dict[str, Any]:
         """The rows, including those decided ahead, and their epochs."""

@@ -110,7 +110,17 @@ class BaseSchedule(ABC):
 
     def steps_from(self, epoch: int, first_step: int) -> Iterator[int]:
         """Iterate over the steps of an epoch from its `first_step` on."""
-        return iter(self.steps(epoch)[first_step:])
+        for step, _, sizes in self._blocks(epoch, first_step):
+            yield from range(step, step + len(sizes))
+
+    def _blocks(self, epoch: int, first_step: int) -> Iterator[tuple[int, int, Integers]]:
+        """Consecutive steps: the first one, the samples of the epoch before it, and their batch sizes."""
+        start = self.steps(epoch).start
+        step = start + first_step
+        used = self.samples_before(step) - self.samples_before(start)
+        while len(sizes := self._next_sizes(epoch, step, used)):
+            yield step, used, sizes
+            used, step = used + int(sizes.sum()), step + len(sizes)
 
     def begin_epoch(self, epoch: int) -> None:  # noqa: B027 (only a PolicySchedule needs it)
         """Called on every core when an epoch begins."""
@@ -129,10 +139,7 @@ class BaseSchedule(ABC):
 
         A padding minibatch repeats a minibatch of the same step.
         """
-        start = self.steps(epoch).start
-        step = start + first_step
-        begin = self.samples_before(step) - self.samples_before(start)
-        while len(sizes := self._next_sizes(epoch, step, begin)):
+        for _, begin, sizes in self._blocks(epoch, first_step):
             begins = begin + sizes.cumsum() - sizes
             in_step = sizes // self.minibatch_size
             yielded = self._num_yielded(sizes, rank)
@@ -142,7 +149,6 @@ class BaseSchedule(ABC):
                 row = ends.searchsorted(number, side="right")
                 places = rank + (number - (ends - yielded)[row]) * self.num_replicas
                 yield begins[row] + places % in_step[row] * self.minibatch_size
-            begin, step = begin + int(sizes.sum()), step + len(sizes)
 
     def num_minibatches(self, step: int) -> int:
         """Number of minibatches of a step, summed over cores."""
