@@ -2,8 +2,8 @@
 
 import random
 import struct
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -98,9 +98,15 @@ def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
         xla.set_random_seed(seed, device)
 
 
-def preserve_rng(device: torch.device) -> AbstractContextManager[None]:
-    """Within, collectives do not advance the random generator, as they do on XLA."""
-    return xla.preserve_rng(device) if device.type == "xla" else nullcontext()
+@contextmanager
+def preserve_rng(device: torch.device) -> Iterator[None]:
+    """Within, collectives do not advance the random generator, as flushing does on XLA."""
+    seed = xla.random_seed(device) if device.type == "xla" else None
+    try:
+        yield
+    finally:
+        if seed is not None:
+            xla.set_random_seed(seed, device)
 
 
 def _tensor(content: bytes) -> torch.Tensor:

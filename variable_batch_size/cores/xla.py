@@ -4,8 +4,8 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, final
@@ -178,16 +178,6 @@ def random_seed(device: torch.device) -> int:
 
 def set_random_seed(seed: int, device: torch.device) -> None:
     _module("core.xla_model").set_rng_state(seed, str(device))
-
-
-@contextmanager
-def preserve_rng(device: torch.device) -> Iterator[None]:
-    """Restore the device's generator, which flushing advances, on exit."""
-    seed = random_seed(device)
-    try:
-        yield
-    finally:
-        set_random_seed(seed, device)
 
 
 def run_on_devices(local_rank: int, num_processes: int, run: Callable[[int], None]) -> None:

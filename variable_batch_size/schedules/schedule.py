@@ -282,7 +282,8 @@ class Schedule(BaseSchedule):
         return self._sizes.of_step(step)
 
     def num_minibatches_for(self, epoch: int, rank: int, first_step: int = 0) -> int:
-        return self._sizes.sum(self.steps(epoch)[first_step:], lambda sizes: self._num_yielded(sizes, rank))
+        sizes, counts = self.size_counts(self.steps(epoch)[first_step:])
+        return int(self._num_yielded(sizes, rank) @ counts)
 
     def _next_sizes(self, epoch: int, step: int, used: int) -> Integers:
         return self._sizes.of_steps(range(step, max(step, min(step + _STEPS_AT_ONCE, self.steps(epoch).stop))))
