@@ -29,7 +29,12 @@ def module_of(device: torch.device) -> Any:
 
 
 def set_random_seed(seed: int, device: torch.device) -> None:
-    """Seed the generators of all devices of a type; nothing on the host."""
+    """Seed the generators of torch on the host and on all devices of a type; on XLA only that of the device."""
+    if device.type == "xla":
+        xla.set_random_seed(seed, device)
+        return
+    # torch.manual_seed would also queue a call for every type of device that is not initialized
+    torch.default_generator.manual_seed(seed)
     module = module_of(device)
     seed_all = getattr(module, "manual_seed_all", getattr(module, "manual_seed", None))
     if seed_all is not None:

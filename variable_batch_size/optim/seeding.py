@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from variable_batch_size.cores import devices, xla
+from variable_batch_size.cores import devices
 from variable_batch_size.data.cursor import Cursor
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.module_hooks import add_hook
@@ -52,7 +52,7 @@ class MinibatchSeeder:
         if not self._is_xla:
             random.seed(self._of_loop)
             np.random.seed(self._of_loop % 2**32)
-        self._set_torch(self._of_loop)
+        devices.set_random_seed(self._of_loop, self._device)
         self.has_run = self._was_evaluated = False
 
     def on_request(self, is_first: bool) -> None:
@@ -68,15 +68,7 @@ class MinibatchSeeder:
         # before the first run, which their seed shows
         if not self.has_run if self._is_xla else torch.default_generator.initial_seed() != self._of_model:
             self.has_run = True
-            self._set_torch(self._of_model)
-
-    def _set_torch(self, seed: int) -> None:
-        if self._is_xla:
-            xla.set_random_seed(seed, self._device)
-            return
-        # torch.manual_seed would also queue a call for every type of device that is not initialized
-        torch.default_generator.manual_seed(seed)
-        devices.set_random_seed(seed, self._device)
+            devices.set_random_seed(self._of_model, self._device)
 
     def _seeds(self) -> tuple[int, int]:
         """Two seeds of 63 bits, hashed from all of the numbers."""
