@@ -40,22 +40,18 @@ class ProcessGroups(Communicator):
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             for group in self._groups_with_copies(tensor):
-                _broadcast(each_element_once(to_local(tensor.detach())), group)
+                local = each_element_once(to_local(tensor.detach()))
+                sent = local.contiguous()
+                if sent.numel():  # as bytes, which every backend supports
+                    dist.broadcast(sent.view(-1).view(torch.uint8), src=ranks_of(group)[0], group=group)
+                if sent.data_ptr() != local.data_ptr():
+                    local.copy_(sent)
 
     def _groups_with_copies(self, tensor: torch.Tensor) -> Sequence[Group]:
         """The groups over which a tensor is replicated; all groups if it is not sharded over these ranks."""
         own = set().union(*map(ranks_of, self._groups))
         among_cores = [dimension for dimension in dimensions_of(tensor) if own.issuperset(dimension.ranks)]
         return [dimension.group for dimension in among_cores if dimension.is_copied] if among_cores else self._groups
-
-
-def _broadcast(tensor: torch.Tensor, group: Group) -> None:
-    # as bytes, which every backend supports
-    sent = tensor.contiguous()
-    if sent.numel():
-        dist.broadcast(sent.view(-1).view(torch.uint8), src=ranks_of(group)[0], group=group)
-    if sent.data_ptr() != tensor.data_ptr():
-        tensor.copy_(sent)
 
 
 def _parts_to_sum(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -74,21 +74,18 @@ class Cursor:
     def advance(self) -> StepPlan:
         """The plan of the next minibatch, which is then the latest one."""
         if not self._num_left:
-            self._begin_next_step()
+            self.look_ahead()
+            if self._next is None:
+                raise RuntimeError(
+                    f"epoch {self.epoch} has {len(self._steps)} steps and all are done: call set_epoch() before the "
+                    "next pass over the loader"
+                )
+            self._offset += self._last.batch_size
+            (self._accumulating, self._last), self._next = self._next, None
+            self._num_left = self._last.num_rounds
         self._num_left -= 1
         self.plan = self._accumulating if self._num_left else self._last
         return self.plan
-
-    def _begin_next_step(self) -> None:
-        self.look_ahead()
-        if self._next is None:
-            raise RuntimeError(
-                f"epoch {self.epoch} has {len(self._steps)} steps and all are done: call set_epoch() before the next "
-                "pass over the loader"
-            )
-        self._offset += self._last.batch_size
-        (self._accumulating, self._last), self._next = self._next, None
-        self._num_left = self._last.num_rounds
 
     def look_ahead(self) -> None:
         """Compute the plans of the next step, if the epoch has one, so that its first minibatch need not."""

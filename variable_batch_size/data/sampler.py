@@ -219,10 +219,6 @@ class MinibatchSource(ABC):
         for follower in self.followers():
             follower._on_request(is_first)
 
-    def _begin_reading(self) -> None:
-        if self._on_first_read is not None:
-            self._on_first_read()
-
     def _refuse_second_pass(self) -> None:
         raise RuntimeError(
             f"epoch {self.epoch} is read for the second time: call set_epoch() before each pass over the loader"
@@ -328,7 +324,8 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if self.has_been_read:
             self._refuse_second_pass()
         self._pass_read = number = self.num_passes
-        self._begin_reading()
+        if self._on_first_read is not None:
+            self._on_first_read()
         self._warn_if_truncated()
         within = np.arange(self.minibatch_size)
         order = Permutation(self.dataset_size, key=(self.seed, self.epoch)) if self.shuffle else None

@@ -395,7 +395,8 @@ class Stream(MinibatchSource, IterableDataset[Any]):
             raise ValueError("a stream yields full minibatches: pass batch_size=None to its loader")
         is_main = get_worker_info() is None
         if is_main:
-            self._begin_reading()
+            if self._on_first_read is not None:
+                self._on_first_read()
             self._on_request(True)
         if reader.first_step >= len(self.schedule.steps(reader.epoch)):
             return

@@ -27,7 +27,14 @@ class _Trial:
         self._p = torch.nn.Parameter(torch.full(shape, 3.0, dtype=torch.float64, device="cpu"))
         self._gradient = 1 + torch.arange(self._p.numel(), dtype=torch.float64, device="cpu").view(shape)
         settings = {name: _plain(value) for name, value in group.items() if name != "params"}
-        settings |= {name: value for name, value in (_simple(settings) | other).items() if name in settings}
+        # so that only the form of an update matters
+        simple: dict[str, Any] = dict.fromkeys(("capturable", "differentiable", "foreach", "fused"), False)
+        simple["lr"] = settings.get("lr") or 1e-3  # 0 at the beginning of a warm-up
+        if isinstance(settings.get("eps"), float):
+            simple["eps"] = 1e-16
+        if _has_two_betas(settings):
+            simple["betas"] = _BETAS
+        settings |= {name: value for name, value in (simple | other).items() if name in settings}
         arguments = inspect.signature(type(inner)).parameters
         given = {name: settings.get(name, _plain(value)) for name, value in inner.defaults.items() if name in arguments}
         self._optimizer = type(inner)([self._p], **given)
@@ -53,17 +60,6 @@ class _Trial:
             # without the hooks that torch calls for all optimizers
             (step.__wrapped__ if getattr(step, "hooked", False) else step)(self._optimizer)
         return before - self._p.detach()
-
-
-def _simple(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings under which only the form of an update matters."""
-    simple: dict[str, Any] = dict.fromkeys(("capturable", "differentiable", "foreach", "fused"), False)
-    simple["lr"] = settings.get("lr") or 1e-3  # 0 at the beginning of a warm-up
-    if isinstance(settings.get("eps"), float):
-        simple["eps"] = 1e-16
-    if _has_two_betas(settings):
-        simple["betas"] = _BETAS
-    return simple
 
 
 def _plain(value: Any) -> Any:

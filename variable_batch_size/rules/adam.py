@@ -60,14 +60,12 @@ class AdamRule(Rule):
         return factor**2
 
     def settings(self, group: Mapping[str, Any], step: Step, factor: float) -> dict[str, Any]:
-        betas = tuple(self._beta(beta, factor**2) for beta in group["betas"])
+        kappa, is_sde = factor**2, self.form == "sde"
+        betas = tuple(max(0.0, 1 - kappa * (1 - beta)) if is_sde else beta**kappa for beta in group["betas"])
         changed = super().settings(group, step, factor) | {"betas": betas, "eps": group["eps"] / factor}
         if self.scales_weight_decay and group.get("decoupled_weight_decay"):
             changed["weight_decay"] = group["weight_decay"] * factor
         return changed
-
-    def _beta(self, beta: float, kappa: float) -> float:
-        return max(0.0, 1 - kappa * (1 - beta)) if self.form == "sde" else beta**kappa
 
 
 def check_adam(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
