@@ -96,8 +96,11 @@ class Cursor:
     def _plans(self, step: int) -> tuple[StepPlan, StepPlan]:
         """Of a step's minibatches before the last one, and of the last one."""
         schedule, rank = self.schedule, self._rank
-        batch_size, rounds = schedule.batch_size(step), schedule.rounds_for(step, rank)
-        number, of_step = batch_size // schedule.minibatch_size, (self.epoch, step, batch_size, rounds)
+        batch_size = schedule.batch_size(step)
+        number = batch_size // schedule.minibatch_size
+        first = 0 if schedule.lockstep else rank  # in lockstep all run as many as rank 0, which has most
+        rounds = max(1, -((first - number) // schedule.num_replicas))
+        of_step = (self.epoch, step, batch_size, rounds)
         is_padding = rank + (rounds - 1) * schedule.num_replicas >= number
         last = StepPlan(number, True, rank >= number, is_padding, *of_step)
         return (last if rounds == 1 else StepPlan(number, False, False, False, *of_step)), last

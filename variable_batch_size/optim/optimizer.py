@@ -508,7 +508,8 @@ class CustomOptimizer(OptimizerProxy):
         return self._lr_scaler.preview(self._rule_step(), group)
 
     def _rule_step(self) -> Step:
-        return Step(self.batch_size, self.sampler.minibatch_size, self.ref_batchsize, self.steps_done)
+        size, number = self._cursor.plan.batch_size, self._cursor.plan.num_minibatches
+        return Step(size, size // number, self.ref_batchsize, self.steps_done)
 
     @property
     def progress(self) -> float:

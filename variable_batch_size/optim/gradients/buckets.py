@@ -106,8 +106,13 @@ class BucketAccumulator(GradientAccumulator):
 
     def _add(self, parameters: list[torch.nn.Parameter], plan: StepPlan) -> None:
         """Add the gradients of the minibatch to the buckets, and leave ``p.grad`` None."""
-        self._frozen.update(p for p in parameters if not p.requires_grad and p.grad is not None)
-        self._ensure_buckets([p for p in parameters if p.requires_grad or p in self._frozen])
+        used = []
+        for p in parameters:
+            if not p.requires_grad and p.grad is not None:
+                self._frozen.add(p)
+            if p.requires_grad or p in self._frozen:
+                used.append(p)
+        self._ensure_buckets(used)
         buckets, is_first = self._buckets, not self._has_sums
         gradients, indices = [], []
         for index, p in enumerate(buckets.parameters):
@@ -125,7 +130,8 @@ class BucketAccumulator(GradientAccumulator):
         for index in indices:
             self._is_present[index] = True
         self._has_sums = True
-        self.zero_grad()
+        for p in parameters:
+            p.grad = None
 
     def _ensure_buckets(self, parameters: list[torch.nn.Parameter]) -> None:
         """Have buckets for the parameters as they are now, with the sums so far."""
@@ -259,7 +265,8 @@ class BucketAccumulator(GradientAccumulator):
             self._buckets.zero_()
             self._versions = self._buckets.versions()
             return
-        self.zero_grad()
+        for p in self._parameters():
+            p.grad = None
         if self._fixed_point is not None:
             self._fixed_point.reset()
         if had_sums and self._buckets.is_held():  # what is referenced elsewhere must not change
