@@ -72,10 +72,8 @@ def compare_ranks(facts: Mapping[str, object], communicator: Communicator, devic
 
     Each value is hashed to 32 bits, and each rank compares its own hash times the number of ranks with the sum. Two
     ranks that differ go unnoticed with probability 2⁻³². With more ranks a rank whose hash happens to be the mean of
-    all would see no difference while the others raise; it would then wait for them in the next collective.
-
-    Returns:
-        a function to call after a flush: it raises on every rank if the ranks differ, with the first difference.
+    all would see no difference while the others raise; it would then wait for them in the next collective. Returns a
+    function to call after a flush: it raises on every rank if the ranks differ, with the first difference.
     """
     # 32 bits each, so that an int64 holds the sum over all ranks
     digests = [hashlib.sha256(repr(value).encode()).digest()[:4] for value in facts.values()]
@@ -104,9 +102,8 @@ def check_same_on_all_ranks(
 ) -> Callable[[], None]:
     """Broadcast tensors from rank 0, and raise if ranks differ in the facts.
 
-    Returns:
-        a function to call after the next flush. On lazy devices it does the check, so that comparison, broadcast and
-        what else is traced until then are one program.
+    Returns a function to call after the next flush. On lazy devices it does the check, so that comparison, broadcast
+    and what else is traced until then are one program.
     """
     check = None if communicator.num_replicas == 1 else compare_ranks(facts, communicator, tensors[0].device)
     if check is not None and not communicator.is_one_program:
