@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from variable_batch_size.optim.proxy import owner_of
 
 TRACE = [8, 32, 16, 8, 64, 24]
 MINIBATCH = 8
@@ -212,7 +211,7 @@ def test_added_group_belongs_to_the_last_optimizer():
     optimizer = make(model, sgd_and_adam(model), [vbs.rules.LinearRule(), vbs.rules.RootRule()])
     late = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     optimizer.add_param_group({"params": [late]})
-    assert owner_of(optimizer.inner, optimizer.param_groups[2]) is optimizer.inner.optimizers[1]
+    assert optimizer.inner.owner(optimizer.param_groups[2]) is optimizer.inner.optimizers[1]
     late.grad = torch.ones_like(late)
     optimizer.step()  # a batch of 8: scale 1/2
     assert optimizer.factor(2) == pytest.approx(0.5**0.5)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.optim.probe import corrects_bias_as_adam
-from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of, owner_of
+from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
 from variable_batch_size.optim.wrappers import is_zero
 from variable_batch_size.rules.adam import corrected_for_bias
 from variable_batch_size.rules.rule import Rule, Step
@@ -91,7 +91,11 @@ def is_decoupled(inner: Optimizer, group: Mapping[str, Any]) -> bool:
     """Whether an optimizer decays the weights of a group separately from the gradient, as AdamW does."""
     if "decoupled_weight_decay" in group:  # not in earlier versions of torch and in optimizers of other libraries
         return bool(group["decoupled_weight_decay"])
-    return _is_adamw(type(owner_of(inner, group)).__mro__)
+    return _is_adamw(type(_owner_of(inner, group)).__mro__)
+
+
+def _owner_of(inner: Optimizer, group: Mapping[str, Any]) -> Optimizer:
+    return inner.owner(group) if isinstance(inner, MultiOptimizer) else inner
 
 
 @functools.cache
@@ -115,7 +119,7 @@ class BetaHistory:
 
     def is_for(self, group: Mapping[str, Any]) -> bool:
         """Whether the optimizer of a group corrects its bias as Adam does, as far as that can be tried."""
-        owner = owner_of(self._inner, group)
+        owner = _owner_of(self._inner, group)
         if type(owner) not in self._is_adam:
             self._is_adam[type(owner)] = "eps" in group and corrects_bias_as_adam(owner, group) is not False
         return self._is_adam[type(owner)]
@@ -126,7 +130,7 @@ class BetaHistory:
         Parameters that have a gradient are about to be updated.
         """
         by_history: dict[_History, list[Any]] = {}
-        owner: Any = owner_of(self._inner, group)
+        owner: Any = _owner_of(self._inner, group)
         zero = owner if is_zero(owner) else None
         states, parameters = (zero.optim if zero else owner).state, group["params"]
         if zero:  # which updates some of them on this rank

@@ -64,12 +64,6 @@ def optimizers_of(inner: Optimizer) -> list[Optimizer]:
     return inner.optimizers if isinstance(inner, MultiOptimizer) else [inner]
 
 
-def owner_of(inner: Optimizer, group: Mapping[str, Any]) -> Optimizer:
-    """The one of these optimizers that a parameter group belongs to."""
-    *others, last = optimizers_of(inner)
-    return next((one for one in others if any(group is own for own in one.param_groups)), last)
-
-
 def name_of(inner: Optimizer) -> str:
     """The name of the class of torch that an optimizer is or inherits from; of its own class if there is none."""
     names = [kind.__name__ for kind in type(inner).__mro__ if kind.__module__.startswith("torch.optim.")]
@@ -119,6 +113,11 @@ class MultiOptimizer(Optimizer):
         states = _States({p: owner.state[p] for p, owner in owners.items() if p in owner.state})
         states.owners = owners
         return states
+
+    def owner(self, group: Mapping[str, Any]) -> Optimizer:
+        """The optimizer that a parameter group belongs to."""
+        *others, last = self.optimizers
+        return next((one for one in others if any(group is own for own in one.param_groups)), last)
 
     def check_groups(self) -> None:
         """Raise if a group was added to one of the optimizers, whose rule would not be found."""
