@@ -632,7 +632,7 @@ def decided(recorder: Recorder, policy: Callable[[], Any], *, num_workers: int =
             recorder.step(numbers, loss)
             log.step(loss)
         if isinstance(chosen, public("OnPlateau")):
-            call(chosen, "tell", 1.0 + 0.1 * epoch)
+            call(getattr(sampler, "policy", None) or chosen, "tell", 1.0 + 0.1 * epoch)
     recorder.run["log"] = records
 
 

@@ -5,7 +5,7 @@ import torch
 from threaded_cores import run_on
 
 from variable_batch_size.cores.communicator import SingleProcess
-from variable_batch_size.optim.consistency import Comparison, check_same_on_all_ranks
+from variable_batch_size.optim.consistency import check_same_on_all_ranks, compare_ranks
 
 CPU = torch.device("cpu")
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 def messages(*facts_of_cores):
     def run(core):
         with pytest.raises(ValueError) as raised:
-            Comparison(facts_of_cores[core.rank], core, CPU).refuse_different()
+            compare_ranks(facts_of_cores[core.rank], core, CPU)()
         return str(raised.value)
 
     return run_on(len(facts_of_cores), run)
@@ -45,7 +45,7 @@ def test_equal_texts_of_different_types_differ(one, other):
 
 def test_cores_with_equal_settings_start():
     facts = {"seed": 3, "settings": "x" * 500, "clip": None}
-    assert run_on(3, lambda core: Comparison(facts, core, CPU).refuse_different()) == [None] * 3
+    assert run_on(3, lambda core: compare_ranks(facts, core, CPU)()) == [None] * 3
 
 
 def test_differences_that_cancel_are_detected():

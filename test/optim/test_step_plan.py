@@ -42,10 +42,10 @@ def test_one_core_iterates_over_the_minibatches_of_every_step():
 
 def test_initial_position():
     position = position_of(0, trace=(64, 96), num_replicas=1)
-    assert (position.epoch, position.first_step, position.plan.step, position.epoch_step) == (0, 0, 0, 0)
+    assert (position.epoch, position.plan.step, position.epoch_step) == (0, 0, 0)
     assert not position.plan.is_last
     assert not position.is_accumulating
-    assert (position.plan.batch_size, position.num_epoch_steps) == (64, 2)
+    assert (position.plan.batch_size, str(position)) == (64, "epoch 0, step 0/2")
 
 
 def test_core_without_a_minibatch_in_a_step_is_idle():
@@ -93,19 +93,20 @@ def test_in_lockstep_padding_may_follow_a_minibatch_of_the_same_step():
 def test_second_epoch_starts_where_the_first_ended():
     position = position_of(0, trace=(64, 96, 32, 256), num_replicas=1, dataset_size=300)
     position.move(1)
-    assert (position.epoch, position.plan.step, position.epoch_step, position.num_epoch_steps) == (1, 3, 0, 1)
+    assert (position.epoch, position.plan.step, position.epoch_step) == (1, 3, 0)
+    assert str(position) == "epoch 1, step 0/1"
     assert (position.plan.batch_size, is_idle_next(position)) == (256, False)
 
 
 def test_epoch_may_start_at_any_of_its_steps_and_at_its_end():
     position = position_of(0, trace=(64, 96, 32), num_replicas=1)
     position.move(0, 1)
-    assert (position.first_step, position.plan.step, position.epoch_step, position.plan.batch_size) == (1, 1, 1, 96)
+    assert (position.plan.step, position.epoch_step, position.plan.batch_size) == (1, 1, 96)
     assert not position.is_accumulating
     position.advance()
     assert (position.plan.step, position.is_accumulating) == (1, True)
     position.move(0, 3)
-    assert (position.first_step, position.plan.step, position.epoch_step, position.plan.is_last) == (3, 2, 3, True)
+    assert (position.plan.step, position.epoch_step, position.plan.is_last) == (2, 3, True)
     with pytest.raises(RuntimeError, match="epoch 0 has 3 steps and all are done"):
         position.advance()
 
@@ -115,7 +116,7 @@ def test_first_step_beyond_the_epoch_raises_and_changes_nothing(first_step):
     position = position_of(0, trace=(64, 96, 32), num_replicas=1)
     with pytest.raises(ValueError, match=f"^`first_step` must be an integer from 0 to 3, got {first_step}$"):
         position.move(0, first_step)
-    assert (position.first_step, position.plan.step) == (0, 0)
+    assert (position.epoch_step, position.plan.step) == (0, 0)
 
 
 def test_more_minibatches_than_the_epoch_has_raise():
@@ -133,7 +134,6 @@ def test_description_of_a_position():
     endless = Cursor(Schedule(Trace.of(32), dataset_size=None, minibatch_size=32), 0)
     endless.advance()
     assert str(endless) == "epoch 0, step 1"
-    assert endless.num_epoch_steps is None
 
 
 @given(

@@ -1,6 +1,5 @@
 """Programs in a process forked from this one, which has imported torch and the frameworks; importing takes seconds."""
 
-import dataclasses
 import multiprocessing
 import os
 import random
@@ -122,7 +121,7 @@ def launches():
             return
         with patch.object(launching, "_START_METHOD", "fork"), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads is intended
-            start([dataclasses.replace(process, main=begin) for process in processes], work, started)
+            start([process._replace(main=begin) for process in processes], work, started)
 
     with patch.object(launching, "_start", fork):
         yield

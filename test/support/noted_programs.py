@@ -25,7 +25,7 @@ class Programs(TorchDispatchMode):
             self.current.append((str(function), str(shapes), str(constants)))
         return function(*args, **(kwargs or {}))
 
-    def end(self):
+    def end(self, *, is_extra=False):
         self.found.append(tuple(self.current))
         self.current = []
 

@@ -1,13 +1,14 @@
 """Communicator: the collectives of a run's cores, and how work on their device is executed."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
+
+Group = Any  # a process group of torch.distributed, whose class some builds of torch lack; None for the default one
+Ranks = tuple[int, ...]
 
 
 class Communicator(ABC):
@@ -44,10 +45,6 @@ class Communicator(ABC):
     def shard_like(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 (most have one device for each tensor)
         """Before the first graph: shard tensors whose layout the compiler would otherwise choose."""
 
-    def placed_like(self, other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor from the host, placed like another one of its shape: on its device, or sharded over several."""
-        return tensor.to(other.device)
-
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over all ranks, on the host. Waits for the device. Every rank must call it."""
         total = tensor.detach().clone()
@@ -75,10 +72,6 @@ class SingleProcess(Communicator):
         pass
 
 
-Group = Any  # a process group of torch.distributed, whose class some builds of torch lack; None for the default one
-Ranks = tuple[int, ...]
-
-
 def is_running() -> bool:
     """Whether torch.distributed is initialized."""
     return dist.is_available() and dist.is_initialized()
@@ -93,8 +86,7 @@ def group_of(process_group: Any) -> Group:
     if isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER:
         return process_group
     if not hasattr(process_group, "mesh_dim_names"):
-        kind = type(process_group).__name__
-        raise ValueError(f"`process_group` must be a ProcessGroup or a DeviceMesh, got {kind}")
+        raise ValueError(f"`process_group` must be a ProcessGroup or a DeviceMesh, got {type(process_group).__name__}")
     if process_group.ndim != 1:
         found = f"a mesh with dimensions {process_group.mesh_dim_names or process_group.ndim}"
         rule = "`process_group` must be the mesh dimension along which ranks have different samples"

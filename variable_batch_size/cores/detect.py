@@ -1,7 +1,5 @@
 """Which communicator a run uses: by the device of its parameters, the initialized backend, or a process group."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

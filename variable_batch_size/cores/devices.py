@@ -1,11 +1,9 @@
 """Accelerators by capability, and the state of the random number generators of host and devices."""
 
-from __future__ import annotations
-
 import random
 import struct
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,10 @@ COMPILING = frozenset({"tpu"})
 
 _ON_THE_HOST = ("gloo", "mpi", "ucc")
 
+_GAUSS = struct.Struct("<?d")  # whether there is a normal number left from the pair drawn last, and which
+_NUMPY = struct.Struct("<H?d")  # the position in the state, and the same
+_SEED = struct.Struct("<Q")
+
 
 def module_of(device: torch.device) -> Any:
     """The module of a device type, such as ``torch.cuda``; None for the host, or if torch has none."""
@@ -27,7 +29,12 @@ def module_of(device: torch.device) -> Any:
 
 
 def set_random_seed(seed: int, device: torch.device) -> None:
-    """Seed the generators of all devices of a type; nothing on the host."""
+    """Seed the generators of torch on the host and on all devices of a type; on XLA only that of the device."""
+    if device.type == "xla":
+        xla.set_random_seed(seed, device)
+        return
+    # torch.manual_seed would also queue a call for every type of device that is not initialized
+    torch.default_generator.manual_seed(seed)
     module = module_of(device)
     seed_all = getattr(module, "manual_seed_all", getattr(module, "manual_seed", None))
     if seed_all is not None:
@@ -64,11 +71,6 @@ def default_backend() -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-_GAUSS = struct.Struct("<?d")  # whether there is a normal number left from the pair drawn last, and which
-_NUMPY = struct.Struct("<H?d")  # the position in the state, and the same
-_SEED = struct.Struct("<Q")
-
-
 def capture(device: torch.device) -> dict[str, torch.Tensor]:
     """The states of the generators of torch, Python, numpy and the device; each has a fixed length."""
     _, words, gauss = random.getstate()
@@ -101,9 +103,15 @@ def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
         xla.set_random_seed(seed, device)
 
 
-def preserve_rng(device: torch.device) -> AbstractContextManager[None]:
-    """Within, collectives do not advance the random generator, as they do on XLA."""
-    return xla.preserve_rng(device) if device.type == "xla" else nullcontext()
+@contextmanager
+def preserve_rng(device: torch.device) -> Iterator[None]:
+    """Within, collectives do not advance the random generator, as flushing does on XLA."""
+    seed = xla.random_seed(device) if device.type == "xla" else None
+    try:
+        yield
+    finally:
+        if seed is not None:
+            xla.set_random_seed(seed, device)
 
 
 def _tensor(content: bytes) -> torch.Tensor:

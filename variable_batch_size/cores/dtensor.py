@@ -1,7 +1,5 @@
 """DTensors: their local shards, their full tensors, and how often each element is replicated."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -136,5 +134,4 @@ def shard_from_full(tensor: torch.Tensor, complete: torch.Tensor) -> torch.Tenso
 
 
 def any_dtensor(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether some of the tensors are DTensors."""
     return any(map(is_dtensor, tensors))

@@ -1,7 +1,5 @@
 """launch: runs a function on every core: TPU cores, virtual XLA cores, or torch.distributed processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -12,16 +10,22 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import torch.distributed as dist
 
 from variable_batch_size.checks import check_positive, install
-from variable_batch_size.cores import signals, xla
+from variable_batch_size.cores import devices, signals, xla
+
+_START_METHOD: Final = "spawn"  # a forked process would inherit locks held by other threads
+_SECONDS_BETWEEN_LOOKS = 0.2
+_GOOGLE_PCI_VENDOR = "0x1ae0"
+_RESULT, _FAILURE, _EXIT = "result", "failure", "exit"
+_send_one_at_a_time = threading.Lock()
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     main: Callable[..., None]
     args: tuple[Any, ...]
     environment: Mapping[str, str]
@@ -30,9 +34,8 @@ class Process:
 def run_processes(processes: list[Process], work: bytes) -> list[Any]:
     """Start the processes, receive the results of their cores, and leave no process running.
 
-    SIGTERM is forwarded to the processes. When they have ended, it ends this process, unless they exit with their own
-    code. If that is EXIT_STOPPED, the signal may arrive again while this process exits. A handler set by the user is
-    left alone.
+    SIGTERM is forwarded to the processes, unless the user has set a handler. When they have ended, it ends this
+    process, unless they exit with their own code. If that is EXIT_STOPPED, the signal may arrive again meanwhile.
     """
     started: list[tuple[Any, Any]] = []
     results: dict[int, Any] = {}
@@ -54,9 +57,6 @@ def run_processes(processes: list[Process], work: bytes) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
-_START_METHOD: Final = "spawn"  # a forked process would inherit locks held by other threads
-
-
 def _start(processes: list[Process], work: bytes, started: list[tuple[Any, Any]]) -> None:
     """Start the processes, and append each with its pipe as soon as it runs."""
     context = multiprocessing.get_context(_START_METHOD)
@@ -67,9 +67,6 @@ def _start(processes: list[Process], work: bytes, started: list[tuple[Any, Any]]
             child.start()
         sender.close()  # only the child holds it: EOF now means that the child has ended
         started.append((receiver, child))
-
-
-_SECONDS_BETWEEN_LOOKS = 0.2
 
 
 def _receive(running: dict[Any, Any], results: dict[int, Any], forwards: bool) -> None:
@@ -108,10 +105,6 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-_send_one_at_a_time = threading.Lock()
-_RESULT, _FAILURE, _EXIT = "result", "failure", "exit"
-
-
 def run_and_send(work: bytes, pipe: Any, rank: int) -> None:
     """Run the function as a core, and send its result, traceback or exit code to the launching process."""
     try:
@@ -127,11 +120,9 @@ def run_and_send(work: bytes, pipe: Any, rank: int) -> None:
 
 def end_with_parent() -> None:
     """Exit immediately when the parent process ends."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
 
     def wait() -> None:
-        parent.join()
+        multiprocessing.parent_process().join()  # type: ignore[union-attr]
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
@@ -175,17 +166,12 @@ def launch(
     work = pickle.dumps((fn, args))
     if backend == "xla":
         return run_processes(_xla_processes(cores, spmd), work)
-    from variable_batch_size.cores import devices  # imports torch
-
     num_cores = cores or devices.num_devices(backend) or os.cpu_count() or 1
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_cores)))}
     with tempfile.TemporaryDirectory() as directory:
         group = (backend, f"file://{directory}/store", num_cores, multiprocessing.get_start_method(allow_none=True))
         processes = [Process(_distributed_main, (rank, *group), threads) for rank in range(num_cores)]
         return run_processes(processes, work)
-
-
-_GOOGLE_PCI_VENDOR = "0x1ae0"
 
 
 def _xla_processes(cores: int | None, spmd: bool) -> list[Process]:
@@ -212,7 +198,6 @@ def _xla_processes(cores: int | None, spmd: bool) -> list[Process]:
 
 
 def _xla_main(local_rank: int, num_processes: int, work: bytes, pipe: Any) -> None:
-    """Run the function in a thread for each XLA device of this process."""
     end_with_parent()
     signals.note_sigterm()  # possible only in the main thread; the cores are other threads
     if os.environ["PJRT_DEVICE"] == "CPU":
@@ -221,10 +206,8 @@ def _xla_main(local_rank: int, num_processes: int, work: bytes, pipe: Any) -> No
 
 
 def _spmd_main(work: bytes, pipe: Any) -> None:
-    """Run the function once, on all devices of this process."""
     end_with_parent()
     xla.use_spmd()
-    xla.init_hosts_process_group()
     run_and_send(work, pipe, 0)
 
 
@@ -239,10 +222,6 @@ def _distributed_main(
 
 
 def _run_under_torchrun(fn: Callable[..., Any], args: tuple[Any, ...], backend: str | None) -> Any:
-    import torch.distributed as dist
-
-    from variable_batch_size.cores import devices
-
     if backend == "xla":
         raise ValueError('`backend` must be "gloo" or "nccl" under torchrun, got "xla"')
     backend, local_rank = backend or devices.default_backend(), int(os.environ["LOCAL_RANK"])
@@ -256,10 +235,6 @@ def _run_under_torchrun(fn: Callable[..., Any], args: tuple[Any, ...], backend: 
 @contextmanager
 def _process_group(backend: str, local_rank: int, **options: Any) -> Iterator[None]:
     """Initialize torch.distributed and the device of this process."""
-    import torch.distributed as dist
-
-    from variable_batch_size.cores import devices
-
     devices.use_device(local_rank, backend)
     # with a barrier: otherwise a rank that exits early breaks the rendezvous of the others
     with environment({"TORCH_DIST_INIT_BARRIER": "1"}):

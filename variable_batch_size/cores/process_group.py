@@ -1,7 +1,5 @@
 """The communicators of torch.distributed: a process group, or the hosts of XLA's SPMD mode."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import final
@@ -42,22 +40,18 @@ class ProcessGroups(Communicator):
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             for group in self._groups_with_copies(tensor):
-                _broadcast(each_element_once(to_local(tensor.detach())), group)
+                local = each_element_once(to_local(tensor.detach()))
+                sent = local.contiguous()
+                if sent.numel():  # as bytes, which every backend supports
+                    dist.broadcast(sent.view(-1).view(torch.uint8), src=ranks_of(group)[0], group=group)
+                if sent.data_ptr() != local.data_ptr():
+                    local.copy_(sent)
 
     def _groups_with_copies(self, tensor: torch.Tensor) -> Sequence[Group]:
         """The groups over which a tensor is replicated; all groups if it is not sharded over these ranks."""
         own = set().union(*map(ranks_of, self._groups))
         among_cores = [dimension for dimension in dimensions_of(tensor) if own.issuperset(dimension.ranks)]
         return [dimension.group for dimension in among_cores if dimension.is_copied] if among_cores else self._groups
-
-
-def _broadcast(tensor: torch.Tensor, group: Group) -> None:
-    # as bytes, which every backend supports
-    sent = tensor.contiguous()
-    if sent.numel():
-        dist.broadcast(sent.view(-1).view(torch.uint8), src=ranks_of(group)[0], group=group)
-    if sent.data_ptr() != tensor.data_ptr():
-        tensor.copy_(sent)
 
 
 def _parts_to_sum(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -83,8 +77,7 @@ class SpmdHosts(Communicator):
                 "XLA's SPMD mode on several hosts needs a process group: use vbs.launch(…, spmd=True), or "
                 'torch.distributed.init_process_group("gloo", init_method="xla://")'
             )
-        self._devices = devices
-        self._processes = ProcessGroups()
+        self._devices, self._processes = devices, ProcessGroups()
         self.rank, self.num_replicas = self._processes.rank, self._processes.num_replicas
         if self.num_replicas != number:
             raise ValueError(

@@ -8,8 +8,6 @@ their first instruction on, despite the handler that torch installs there. A thr
 worker if the parent has sent it or has ended.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -28,12 +26,16 @@ A process that SIGTERM ended without a checkpoint has the usual code, 143 in a s
 
 # SIGTERM may reach a process through its group and from the launching process: within this time it is one request
 _SECONDS_OF_ONE_REQUEST = 10.0
+_SECONDS_BETWEEN_LOOKS = 0.5
+_SIGTERM = frozenset({signal.SIGTERM})
+_CAN_WAIT = hasattr(signal, "sigwaitinfo")  # not on macOS, where workers are not forked either
 
 logger = logging.getLogger(__name__)
 
 _is_requested = False  # not a threading.Event: a handler that interrupts another one would deadlock on its lock
 _listeners: list[int] = []  # the pid of each: a forked process has a copy of all this and does not listen
 _acknowledged_at = -float("inf")
+_is_shielding = False  # whether workers that this process forks leave SIGTERM to it
 
 
 def request_stop() -> None:
@@ -108,17 +110,10 @@ def _note(number: int, frame: FrameType | None) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-_SIGTERM = frozenset({signal.SIGTERM})
-_SECONDS_BETWEEN_LOOKS = 0.5
-_CAN_WAIT = hasattr(signal, "sigwaitinfo")  # not on macOS, where workers are not forked either
-
-_is_registered = False
-
-
 def shield_loader_workers() -> None:
     """Let DataLoader workers that this process forks leave SIGTERM to it."""
-    global _is_registered
-    if _is_registered or not _CAN_WAIT:
+    global _is_shielding
+    if _is_shielding or not _CAN_WAIT:
         return
     fork = threading.local()  # a thread's signal mask before it forks a worker; None if it forks something else
 
@@ -136,7 +131,7 @@ def shield_loader_workers() -> None:
             leave_sigterm_to_parent()
 
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=begin)
-    _is_registered = True
+    _is_shielding = True
 
 
 def leave_sigterm_to_parent(worker_id: int | None = None) -> None:

@@ -1,13 +1,11 @@
 """Everything that uses torch_xla, imported on first use: TPU cores, or virtual cores on a CPU."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, final
@@ -17,13 +15,13 @@ import torch.distributed as dist
 
 from variable_batch_size.cores.communicator import Communicator
 
+NUM_THREADS = 64  # of up to 32 virtual cores: the order in which XLA's CPU sums depends on the size of its thread pool
+_ALMOST_ONE = math.nextafter(1.0, 0.0)
+
 
 @final
 class ThreadRendezvous:
-    """``xm.rendezvous`` for `num_cores` threads, without a collective of the device.
-
-    `rank` returns the rank of the calling thread.
-    """
+    """``xm.rendezvous`` for threads, without a collective; `rank` returns the rank of the calling thread."""
 
     def __init__(self, num_cores: int, rank: Callable[[], int]) -> None:
         self._num_cores, self._rank = num_cores, rank
@@ -41,15 +39,9 @@ class ThreadRendezvous:
         return found
 
 
-_ALMOST_ONE = math.nextafter(1.0, 0.0)
-
-
-NUM_THREADS = 64  # of up to 32 virtual cores: the order in which XLA's CPU sums depends on the size of its thread pool
-
-
 def has_fixed_threads() -> bool:
     """Whether a sum on this device has the same bits on any number of cores: on a CPU with the threads of a launch."""
-    return _runtime().device_type() != "CPU" or os.environ.get("PJRT_NPROC") == str(NUM_THREADS)
+    return _module("runtime").device_type() != "CPU" or os.environ.get("PJRT_NPROC") == str(NUM_THREADS)
 
 
 def is_installed() -> bool:
@@ -63,30 +55,22 @@ def is_running() -> bool:
 
 
 def device() -> torch.device:
-    """The XLA device of this core."""
     return torch.device(_torch_xla().device())
 
 
 def cores() -> tuple[int, int]:
     """The rank of this core and the number of cores."""
-    runtime = _runtime()
-    return runtime.global_ordinal(), runtime.world_size()
+    return _module("runtime").global_ordinal(), _module("runtime").world_size()
 
 
 def is_spmd() -> bool:
     """Whether this process drives all its devices as one, with sharded tensors: XLA's SPMD mode."""
-    return is_running() and bool(_runtime().is_spmd())
-
-
-def use_spmd() -> None:
-    """Enable SPMD mode; before any tensor is on a device."""
-    if not is_spmd():
-        _runtime().use_spmd()
+    return is_running() and bool(_module("runtime").is_spmd())
 
 
 def num_hosts() -> int:
     """Number of processes that share the devices."""
-    return int(_runtime().process_count())
+    return int(_module("runtime").process_count())
 
 
 def num_programs() -> int:
@@ -107,8 +91,7 @@ class XlaDevices(Communicator):
     collective for a thread that waits for the lock.
 
     In SPMD mode all devices are one core. The compiler partitions graphs by the shardings of tensors, and adds some to
-    its results. All tensors that outlive a graph must therefore be sharded from the start: otherwise the results would
-    be inputs of another graph.
+    its results. So all tensors that outlive a graph must be sharded from the start: another sharding is another graph.
     """
 
     is_one_program = True
@@ -119,7 +102,7 @@ class XlaDevices(Communicator):
     def __init__(self) -> None:
         self.rank, self.num_replicas = cores()
         self._is_spmd = is_spmd()
-        self._is_virtual = _runtime().device_type() == "CPU" and self.num_replicas > 1
+        self._is_virtual = _module("runtime").device_type() == "CPU" and self.num_replicas > 1
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._is_spmd or self.num_replicas == 1:  # in SPMD mode the compiler has summed
@@ -148,13 +131,11 @@ class XlaDevices(Communicator):
 
     def flush(self, *, is_extra: bool = False) -> None:
         seed = random_seed(device()) if is_extra else None  # each graph has the next one
-        if not self._is_virtual:
-            _torch_xla().sync()
-        else:
+        if self._is_virtual:
             model = _module("core.xla_model")
             model.wait_device_ops(model.xla_real_devices([_torch_xla().device()]))
-            with self._turn:
-                _torch_xla().sync()
+        with self._turn if self._is_virtual else nullcontext():
+            _torch_xla().sync()
         if seed is not None:
             set_random_seed(seed, device())
 
@@ -163,9 +144,6 @@ class XlaDevices(Communicator):
             on_all_devices = _torch_xla()._XLAC.OpSharding([], [], [], 0)
             for tensor in tensors:
                 _lay_out(tensor, _layout_of(tensor) or on_all_devices)
-
-    def placed_like(self, other: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        return placed_like(other, tensor)
 
     def traced_scalar(self, number: float) -> float:
         # XLA compiles exactly 0, 1 and -1 into the graph; the next double is the same float32
@@ -202,16 +180,6 @@ def set_random_seed(seed: int, device: torch.device) -> None:
     _module("core.xla_model").set_rng_state(seed, str(device))
 
 
-@contextmanager
-def preserve_rng(device: torch.device) -> Iterator[None]:
-    """Restore the device's generator, which flushing advances, on exit."""
-    seed = random_seed(device)
-    try:
-        yield
-    finally:
-        set_random_seed(seed, device)
-
-
 def run_on_devices(local_rank: int, num_processes: int, run: Callable[[int], None]) -> None:
     """Call ``run(rank)`` in a thread for each XLA device of this process.
 
@@ -231,29 +199,25 @@ def patch_rendezvous(num_cores: int) -> None:
     _module("core.xla_model").rendezvous = ThreadRendezvous(num_cores, lambda: cores()[0]).rendezvous
 
 
-def init_hosts_process_group() -> None:
-    """In SPMD mode on several hosts, initialize torch.distributed between them."""
+def use_spmd() -> None:
+    """Enable SPMD mode, before any tensor is on a device; on several hosts, initialize torch.distributed, too."""
+    if not is_spmd():
+        _module("runtime").use_spmd()
     if num_hosts() > 1:
         _module("distributed.xla_backend")  # registers xla://
         dist.init_process_group("gloo", init_method="xla://")
 
 
 def num_tpu_processes() -> int:
-    """Number of processes that drive this host's TPU cores."""
     return int(_module("_internal.tpu").num_local_processes())
 
 
 def num_tpu_cores() -> int:
-    """Number of TPU cores of this host."""
     return int(_module("_internal.tpu").num_available_devices())
 
 
 def _torch_xla() -> Any:
     return import_module("torch_xla")
-
-
-def _runtime() -> Any:
-    return _module("runtime")
 
 
 def _module(name: str) -> Any:

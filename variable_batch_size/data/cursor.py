@@ -1,7 +1,5 @@
 """The position of a rank: a Cursor in its steps, with the plan of each, and a RunCount of a pass over the loader."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,8 +25,7 @@ class StepPlan(NamedTuple):
 class RunCount:
     """How many minibatches of a pass an optimizer has run, compared with how many were read.
 
-    A loader that reads ahead keeps its distance: where that has grown from one call of ``step()`` to another,
-    minibatches were left out.
+    A loader that reads ahead keeps its distance: where that has grown between two steps, minibatches were left out.
     """
 
     is_late: bool  # whether other optimizers had run minibatches of the pass already
@@ -44,15 +41,13 @@ class RunCount:
         self.ahead = num_read - self.number
         if self.number == 1:
             self.first_ahead = self.ahead
-        if self.ahead < self.least_ahead:
-            self.least_ahead = self.ahead
+        self.least_ahead = min(self.least_ahead, self.ahead)
 
 
 class Cursor:
     """Moves through the minibatches that a rank runs in an epoch. Every plan is computed once.
 
-    Padding is a rank's last minibatch of a step, so a step has at most two plans: of its last minibatch and of those
-    before it.
+    Padding is a rank's last minibatch of a step, so a step has at most two plans: of the last one and those before it.
 
     Attributes:
         plan: of the latest minibatch; at first, of the epoch's first one.
@@ -68,10 +63,8 @@ class Cursor:
         self.schedule.begin_epoch(epoch)
         steps = self.schedule.steps(epoch)
         check_within(len(steps), first_step=first_step)
-        self.epoch = int(epoch)
-        self.first_step = int(first_step)
-        self._steps = steps
-        step = steps[min(self.first_step, len(steps) - 1)]
+        self.epoch, self._steps = int(epoch), steps
+        step = steps[min(int(first_step), len(steps) - 1)]
         self._offset = self.schedule.samples_before(step) - self.schedule.samples_before(steps.start)
         self._next: tuple[StepPlan, StepPlan] | None = None
         self._accumulating, self._last = self._plans(step)
@@ -81,21 +74,18 @@ class Cursor:
     def advance(self) -> StepPlan:
         """The plan of the next minibatch, which is then the latest one."""
         if not self._num_left:
-            self._begin_next_step()
+            self.look_ahead()
+            if self._next is None:
+                raise RuntimeError(
+                    f"epoch {self.epoch} has {len(self._steps)} steps and all are done: call set_epoch() before the "
+                    "next pass over the loader"
+                )
+            self._offset += self._last.batch_size
+            (self._accumulating, self._last), self._next = self._next, None
+            self._num_left = self._last.num_rounds
         self._num_left -= 1
         self.plan = self._accumulating if self._num_left else self._last
         return self.plan
-
-    def _begin_next_step(self) -> None:
-        self.look_ahead()
-        if self._next is None:
-            raise RuntimeError(
-                f"epoch {self.epoch} has {len(self._steps)} steps and all are done: call set_epoch() before the next "
-                "pass over the loader"
-            )
-        self._offset += self._last.batch_size
-        (self._accumulating, self._last), self._next = self._next, None
-        self._num_left = self._last.num_rounds
 
     def look_ahead(self) -> None:
         """Compute the plans of the next step, if the epoch has one, so that its first minibatch need not."""
@@ -149,11 +139,6 @@ class Cursor:
         """How many steps of the epoch are done."""
         return self._last.step - self._steps.start + (not self._num_left)
 
-    @property
-    def num_epoch_steps(self) -> int | None:
-        """How many steps the epoch has; None if it is endless."""
-        return None if self.schedule.is_endless else len(self._steps)
-
     def __str__(self) -> str:
-        of_all = "" if self.num_epoch_steps is None else f"/{self.num_epoch_steps}"
+        of_all = "" if self.schedule.is_endless else f"/{len(self._steps)}"
         return f"epoch {self.epoch}, step {self.epoch_step}{of_all}"

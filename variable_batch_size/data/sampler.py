@@ -1,14 +1,12 @@
 """CustomSampler: a schedule as the `batch_sampler` of a DataLoader."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sized
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, Sampler
@@ -29,15 +27,6 @@ Description = dict[str, str | int | bool | None]
 
 _SAMPLES_AT_ONCE = 8192
 _NO_TRACE: Any = object()
-
-
-class Follower(Protocol):
-    """What moves with a source of minibatches, and runs them: an optimizer."""
-
-    _runs: RunCount
-
-    def _follow(self) -> None: ...
-    def _on_request(self, is_first: bool) -> None: ...
 
 
 def is_decided(trace: Any) -> bool:
@@ -94,7 +83,7 @@ class MinibatchSource(ABC):
         self.num_read = 0  # minibatches of this pass, in this process
         self._num_prefetched = 0  # how many of these the workers of the loader may be ahead
         self._thread: int | None = None  # in which an optimizer has run a minibatch of this pass
-        self._followers: list[weakref.ref[Follower]] = []
+        self._followers: list[weakref.ref[Any]] = []  # optimizers that are attached
         self.is_shared = False  # whether several optimizers are attached
         self._on_first_read: Callable[[], None] | None = None
 
@@ -150,15 +139,13 @@ class MinibatchSource(ABC):
         self.end_pass()
         self.schedule.begin_epoch(epoch)
         check_within(len(self.schedule.steps(epoch)), first_step=first_step)
-        self.epoch = int(epoch)
-        self.first_step = int(first_step)
+        self.epoch, self.first_step = int(epoch), int(first_step)
         self.num_passes += 1
-        self.num_read, self._thread = 0, None
-        self._on_first_read = None
+        self.num_read, self._thread, self._on_first_read = 0, None, None
         for follower in self.followers():
             follower._follow()
 
-    def attach(self, follower: Follower) -> None:
+    def attach(self, follower: Any) -> None:
         """Move an optimizer with this source, as long as it exists."""
         self._followers = [one for one in self._followers if one() is not None] + [weakref.ref(follower)]
         self.is_shared = len(self._followers) > 1
@@ -208,7 +195,7 @@ class MinibatchSource(ABC):
                 runs.number_at_end = 0  # refused once
                 self._refuse_left_out(follower, number)
 
-    def _refuse_left_out(self, follower: Follower, number: int) -> None:
+    def _refuse_left_out(self, follower: Any, number: int) -> None:
         raise RuntimeError(
             f"step() of {type(follower).__name__} was not called for at least {number} of the {self.num_read} "
             f"minibatches of epoch {self.epoch}: call it once after each minibatch. It accumulates by itself, a "
@@ -237,10 +224,6 @@ class MinibatchSource(ABC):
         for follower in self.followers():
             follower._on_request(is_first)
 
-    def _begin_reading(self) -> None:
-        if self._on_first_read is not None:
-            self._on_first_read()
-
     def _refuse_second_pass(self) -> None:
         raise RuntimeError(
             f"epoch {self.epoch} is read for the second time: call set_epoch() before each pass over the loader"
@@ -262,8 +245,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         dataset: the data set, of which only the length is used, or its length; or else
         dataset_size: its length.
         trace: the batch size of every step: a path, a sequence, an array, a pandas column, or an integer for a constant
-            one; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides it during the
-            run.
+            one; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides as it runs.
         num_replicas: cores that share the work; those of the running backend if None.
         rank: which of them this is; that of the running backend if None.
         process_group: the cores that share the work, where they are not all processes of torch.distributed: a group, or
@@ -303,14 +285,11 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if trace is _NO_TRACE:
             raise TypeError("`trace` must be given")
         if (dataset is None) == (dataset_size is None):
-            given = "neither" if dataset is None else "both"
-            raise ValueError(f"pass either `dataset` or `dataset_size`, got {given}")
-        size = dataset_size if dataset is None else dataset
-        self.dataset_size: int = len(size) if isinstance(size, Sized) else size  # type: ignore[assignment]
-        super().__init__(
-            trace, self.dataset_size, minibatch_size, num_replicas, rank, process_group, seed, on_end, lockstep
-        )
-        self.shuffle = shuffle
+            raise ValueError(f"pass either `dataset` or `dataset_size`, got {'neither' if dataset is None else 'both'}")
+        given: Any = dataset_size if dataset is None else dataset
+        size: int = len(given) if isinstance(given, Sized) else given
+        super().__init__(trace, size, minibatch_size, num_replicas, rank, process_group, seed, on_end, lockstep)
+        self.dataset_size, self.shuffle = size, shuffle
         if verbose and self.rank == 0:
             num_epochs = self.schedule.num_epochs
             logger.info("%s: %s epochs", self.schedule.name, "endless" if num_epochs is None else num_epochs)
@@ -350,7 +329,8 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if self.has_been_read:
             self._refuse_second_pass()
         self._pass_read = number = self.num_passes
-        self._begin_reading()
+        if self._on_first_read is not None:
+            self._on_first_read()
         self._warn_if_truncated()
         within = np.arange(self.minibatch_size)
         order = Permutation(self.dataset_size, key=(self.seed, self.epoch)) if self.shuffle else None

@@ -1,7 +1,5 @@
 """Stream: iterable data without a length, assigned to the cores."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging
@@ -24,8 +22,7 @@ from variable_batch_size.traces.trace import TraceLike
 
 logger = logging.getLogger(__name__)
 
-Samples: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
-"""An iterable, an iterator, or a function that returns one."""
+Samples: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]  # or an iterator, or a function that returns one
 
 
 class SampleSource:
@@ -71,10 +68,8 @@ class SampleSource:
             if self._has_state and (self._has_begun or state is not None):
                 samples.load_state_dict(self._first_state if state is None else state["stream"])
             self._iterator = iter(samples if isinstance(samples, Iterable) else samples())
-        self._has_begun = True
-        self._ahead = []
+        self._has_begun, self._ahead, self.has_ended = True, [], False
         self.num_read = 0 if state is None else state["num_read"]
-        self.has_ended = False
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the stream, for :meth:`begin`."""
@@ -400,7 +395,8 @@ class Stream(MinibatchSource, IterableDataset[Any]):
             raise ValueError("a stream yields full minibatches: pass batch_size=None to its loader")
         is_main = get_worker_info() is None
         if is_main:
-            self._begin_reading()
+            if self._on_first_read is not None:
+                self._on_first_read()
             self._on_request(True)
         if reader.first_step >= len(self.schedule.steps(reader.epoch)):
             return

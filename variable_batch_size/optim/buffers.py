@@ -1,7 +1,5 @@
 """Buffers: restores a model's buffers, such as BatchNorm's statistics, after minibatches that do not count."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,18 +19,12 @@ class Buffers:
 
     The snapshot is taken at the end of the previous step. If the user changes buffers after that, for example by
     loading weights, or minibatches of another optimizer do, the next forward pass of the model, or of a part of it,
-    takes it again. In lockstep a padding
-    minibatch may follow others of its step: a second snapshot then holds the buffers before it.
-
-    Args:
-        model: whose buffers; None for none.
-        communicator: of the ranks; it determines whether idleness may be a branch or must be data.
-        may_skip: whether the update of a rank that is not idle may be skipped.
+    takes it again. In lockstep a padding minibatch may follow others of its step: a second snapshot then holds the
+    buffers before it. Where all ranks run one program, whether a rank is idle is data and not a branch.
     """
 
     def __init__(self, model: torch.nn.Module | None, communicator: Communicator, *, may_skip: bool = False) -> None:
-        self._model = model
-        self._communicator = communicator
+        self._model, self._communicator = model, communicator
         self._is_one_program = communicator.is_one_program
         self._before_step: list[_Saved] = []
         self._before_padding: list[_Saved] = []
@@ -110,8 +102,8 @@ class Buffers:
         found = []
         for owner, name, buffer in self._named_buffers():
             values = each_element_once(buffer.detach())
-            copy = (values if values.dim() else values.view(1)).clone()
-            found.append((owner, name, buffer, buffer._version, copy))
+            values = (values if values.dim() else values.view(1)).clone()
+            found.append((owner, name, buffer, buffer._version, values))
         return found
 
     def _is_unchanged(self) -> bool:

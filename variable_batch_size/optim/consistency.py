@@ -1,7 +1,5 @@
 """Rank consistency: the same settings and initial weights on all ranks, and the fingerprint of a run."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,13 +17,14 @@ from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
 from variable_batch_size.optim.wrappers import Wrappers, forget_partition, is_zero
 from variable_batch_size.rules.rule import Rule
 
-_MAX_BYTES = 120
-"""Bytes of each rank's value in an error message."""
+_MAX_BYTES = 120  # of each rank's value in an error message
 
 
 def fingerprint_of(sampler: MinibatchSource, rule: Rule, inner: Optimizer, ref_batchsize: int) -> Description:
     """Everything that determines the samples of a step and the meaning of the state; not the number of ranks."""
     schedule, rules = sampler.schedule, getattr(rule, "rules", [rule])
+    # of a ZeroRedundancyOptimizer the optimizer whose state it shards
+    optimizers = inner.optimizers if isinstance(inner, MultiOptimizer) else [getattr(inner, "optim", inner)]
     return {
         "trace": schedule.description,
         "on_end": schedule.on_end,
@@ -34,8 +33,7 @@ def fingerprint_of(sampler: MinibatchSource, rule: Rule, inner: Optimizer, ref_b
         "rule": " and ".join(type(one).__name__ for one in rules),
         "settings of the rule": " and ".join(str(_numbers(vars(one))) for one in rules),
         "ref_batchsize": ref_batchsize,
-        # of a ZeroRedundancyOptimizer the optimizer whose state it shards
-        "optimizer": inner.name if isinstance(inner, MultiOptimizer) else type(getattr(inner, "optim", inner)).__name__,
+        "optimizer": " and ".join(type(one).__name__ for one in optimizers),
     }
 
 
@@ -58,7 +56,6 @@ def _shapes(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _hyperparameters(inner: Optimizer) -> str:
-    """The hyperparameters of each parameter group, and the shapes of its parameters."""
     groups = []
     for group in inner.param_groups:
         values = {
@@ -70,38 +67,34 @@ def _hyperparameters(inner: Optimizer) -> str:
     return "; ".join(groups)
 
 
-class Comparison:
-    """Compares values between the ranks with one all-reduce. Every rank must create one with the same names.
+def compare_ranks(facts: Mapping[str, object], communicator: Communicator, device: torch.device) -> Callable[[], None]:
+    """Compare values between the ranks with one all-reduce. Every rank must call it with the same names.
 
     Each value is hashed to 32 bits, and each rank compares its own hash times the number of ranks with the sum. Two
     ranks that differ go unnoticed with probability 2⁻³². With more ranks a rank whose hash happens to be the mean of
-    all would see no difference while the others raise; it would then wait for them in the next collective.
+    all would see no difference while the others raise; it would then wait for them in the next collective. Returns a
+    function to call after a flush: it raises on every rank if the ranks differ, with the first difference.
     """
+    # 32 bits each, so that an int64 holds the sum over all ranks
+    digests = [hashlib.sha256(repr(value).encode()).digest()[:4] for value in facts.values()]
+    own = torch.tensor([int.from_bytes(digest, "little") for digest in digests], dtype=torch.int64)
+    total = own.to(device, copy=True)
+    communicator.sum([total])
 
-    def __init__(self, facts: Mapping[str, object], communicator: Communicator, device: torch.device) -> None:
-        self._facts, self._communicator, self._device = facts, communicator, device
-        # 32 bits each, so that an int64 holds the sum over all ranks
-        digests = [hashlib.sha256(repr(value).encode()).digest()[:4] for value in facts.values()]
-        self._own = torch.tensor([int.from_bytes(digest, "little") for digest in digests], dtype=torch.int64)
-        self._total = self._own.to(device, copy=True)
-        communicator.sum([self._total])
-
-    def refuse_different(self) -> None:
-        """After a flush: raise on every rank if the ranks differ, with the first difference of each rank."""
-        expected, total = self._own * self._communicator.num_replicas, self._total.cpu()
-        names = [name for name, own, found in zip(self._facts, expected, total, strict=True) if own != found]
+    def refuse_different() -> None:
+        pairs = zip(facts, own * communicator.num_replicas, total.cpu(), strict=True)
+        names = [name for name, expected, found in pairs if expected != found]
         if names:
-            texts = self._gather(str(self._facts[names[0]]))
+            table = torch.zeros(communicator.num_replicas, _MAX_BYTES, dtype=torch.int32)
+            content = str(facts[names[0]]).encode()[:_MAX_BYTES]
+            table[communicator.rank, : len(content)] = torch.tensor(list(content), dtype=torch.int32)
+            rows = communicator.total(table.to(device)).tolist()
+            texts = [bytes(filter(None, row)).decode(errors="replace") for row in rows]
             values = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))
             more = f" (and in {', '.join(names[1:])})" if len(names) > 1 else ""
             raise ValueError(f"ranks must have the same settings, but differ in {names[0]}{more}: {values}")
 
-    def _gather(self, text: str) -> list[str]:
-        table = torch.zeros(self._communicator.num_replicas, _MAX_BYTES, dtype=torch.int32)
-        content = text.encode()[:_MAX_BYTES]
-        table[self._communicator.rank, : len(content)] = torch.tensor(list(content), dtype=torch.int32)
-        rows = self._communicator.total(table.to(self._device)).tolist()
-        return [bytes(int(number) for number in row if number).decode(errors="replace") for row in rows]
+    return refuse_different
 
 
 def check_same_on_all_ranks(
@@ -109,18 +102,14 @@ def check_same_on_all_ranks(
 ) -> Callable[[], None]:
     """Broadcast tensors from rank 0, and raise if ranks differ in the facts.
 
-    Returns:
-        a function to call after the next flush. On lazy devices it does the check, so that comparison, broadcast and
-        what else is traced until then are one program.
+    Returns a function to call after the next flush. On lazy devices it does the check, so that comparison, broadcast
+    and what else is traced until then are one program.
     """
-    if communicator.num_replicas == 1:
-        broadcast_from_rank0(tensors, communicator)
-        return lambda: None
-    comparison = Comparison(facts, communicator, tensors[0].device)
-    if not communicator.is_one_program:
-        comparison.refuse_different()
+    check = None if communicator.num_replicas == 1 else compare_ranks(facts, communicator, tensors[0].device)
+    if check is not None and not communicator.is_one_program:
+        check()
     broadcast_from_rank0(tensors, communicator)
-    return comparison.refuse_different if communicator.is_one_program else lambda: None
+    return check if check is not None and communicator.is_one_program else lambda: None
 
 
 def broadcast_from_rank0(tensors: Iterable[torch.Tensor], communicator: Communicator) -> None:
@@ -136,12 +125,7 @@ def sync_and_check_ranks(
 ) -> Callable[[], None]:
     """Check that all ranks have the same settings, broadcast the model from rank 0, and switch other reductions off.
 
-    Args:
-        optimizer: the CustomOptimizer, before its first step.
-        options: further arguments of it that must be the same on all ranks, by name.
-
-    Returns:
-        a function to call after the next flush.
+    `options` are further arguments that must be the same on all ranks. Returns a function to call after a flush.
     """
     parameters, sampler, model = list(optimizer.parameters()), optimizer.sampler, wrappers.model
     wrappers.refuse_unsupported(optimizer.rule, optimizer.inner)
@@ -162,11 +146,11 @@ def sync_and_check_ranks(
     everyone = everyone_for(tensors, sampler.process_group)
     if any_dtensor(tensors):
         if everyone.num_replicas > 1:
-            Comparison(facts, everyone, to_local(tensors[0]).device).refuse_different()
+            compare_ranks(facts, everyone, to_local(tensors[0]).device)()
         _broadcast_over_mesh(tensors, communicator, model_groups(tensors, group_of(sampler.process_group)))
         return lambda: None
     if isinstance(everyone, SpmdHosts):
-        Comparison(facts, everyone, torch.device("cpu")).refuse_different()
+        compare_ranks(facts, everyone, torch.device("cpu"))()
     complete = check_same_on_all_ranks(facts, tensors, communicator)
     wrappers.disable_ddp_allreduce(communicator)
     return complete

@@ -1,7 +1,5 @@
 """The inner optimizer's hyperparameters of one step: set by the rule, then restored."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -18,6 +16,9 @@ from variable_batch_size.rules.adam import corrected_for_bias
 from variable_batch_size.rules.rule import Rule, Step
 
 _TINY = 0.1
+_KEY = -1  # of our hooks; those of torch count from 0
+
+Group = dict[str, Any]
 
 
 class Preconditioner:
@@ -77,9 +78,9 @@ class Preconditioner:
 
 
 class _History(NamedTuple):
-    num_updates: int  # of a parameter
-    first: float  # the product of their betas
-    second: float
+    num_updates: int = 0  # of a parameter
+    first: float = 1.0  # the product of their betas
+    second: float = 1.0
 
 
 _KEYS = ("num_updates_of_products", "beta1_product", "beta2_product")
@@ -90,7 +91,11 @@ def is_decoupled(inner: Optimizer, group: Mapping[str, Any]) -> bool:
     """Whether an optimizer decays the weights of a group separately from the gradient, as AdamW does."""
     if "decoupled_weight_decay" in group:  # not in earlier versions of torch and in optimizers of other libraries
         return bool(group["decoupled_weight_decay"])
-    return _is_adamw(type(inner.owner(group) if isinstance(inner, MultiOptimizer) else inner).__mro__)
+    return _is_adamw(type(_owner_of(inner, group)).__mro__)
+
+
+def _owner_of(inner: Optimizer, group: Mapping[str, Any]) -> Optimizer:
+    return inner.owner(group) if isinstance(inner, MultiOptimizer) else inner
 
 
 @functools.cache
@@ -102,31 +107,22 @@ class BetaHistory:
     """The products of the betas of past updates, for rules that change betas from step to step.
 
     They are part of the inner optimizer's state of each parameter. Where that is cleared, copied, saved, or replaced by
-    an earlier one, so are they. Updates that are not in the products, such as those of another rule, had the betas of
-    the group.
-
-    Args:
-        inner: Adam, or an optimizer of its family.
-
-    Attributes:
-        pending: what :meth:`commit` stores: the states of an optimizer, a parameter, and its history.
+    an earlier one, so are they. Updates that are not in the products, as of another rule, had the betas of the group.
     """
 
     def __init__(self, inner: Optimizer) -> None:
         self._inner = inner
+        # what commit() stores: the states of an optimizer, a parameter, and its history
         self.pending: list[tuple[Any, torch.Tensor, _History]] = []
         self._is_adam: dict[type[Optimizer], bool] = {}
         self._stored_in: dict[torch.Tensor, Any] = {}
 
     def is_for(self, group: Mapping[str, Any]) -> bool:
         """Whether the optimizer of a group corrects its bias as Adam does, as far as that can be tried."""
-        owner = self._owner(group)
+        owner = _owner_of(self._inner, group)
         if type(owner) not in self._is_adam:
             self._is_adam[type(owner)] = "eps" in group and corrects_bias_as_adam(owner, group) is not False
         return self._is_adam[type(owner)]
-
-    def _owner(self, group: Mapping[str, Any]) -> Any:
-        return self._inner.owner(group) if isinstance(self._inner, MultiOptimizer) else self._inner
 
     def variants(self, group: Mapping[str, Any], settings: Mapping[str, Any]) -> list[tuple[list[Any], dict[str, Any]]]:
         """The parameters of a group by their history, each with settings that correct Adam's bias for it.
@@ -134,7 +130,7 @@ class BetaHistory:
         Parameters that have a gradient are about to be updated.
         """
         by_history: dict[_History, list[Any]] = {}
-        owner = self._owner(group)
+        owner: Any = _owner_of(self._inner, group)
         zero = owner if is_zero(owner) else None
         states, parameters = (zero.optim if zero else owner).state, group["params"]
         if zero:  # which updates some of them on this rank
@@ -148,48 +144,34 @@ class BetaHistory:
                 "betas that vary need the same number of updates of all parameters in a ZeroRedundancyOptimizer, but "
                 "some had no gradient in a step: freeze them, or use a rule that keeps the betas, such as RootRule"
             )
-        found = []
+        found, (beta1, beta2), decoupled = [], settings["betas"], is_decoupled(self._inner, group)
         used = {name: group[name] for name in ("lr", "eps", "weight_decay") if name in group} | dict(settings)
-        for (num_updates, first, second), parameters in by_history.items():
-            beta1, beta2 = settings["betas"]
-            history = _History(num_updates + 1, first * beta1, second * beta2)
+        for past, parameters in by_history.items():
+            history = _History(past.num_updates + 1, past.first * beta1, past.second * beta2)
+            number, *products = history
             self.pending += [(states, p, history) for p in parameters]
-            corrected = corrected_for_bias(
-                used,
-                num_updates=history.num_updates,
-                products=(history.first, history.second),
-                is_decoupled=is_decoupled(self._inner, group),
-            )
+            corrected = corrected_for_bias(used, num_updates=number, products=products, is_decoupled=decoupled)
             found.append((group["params"] if zero else parameters, corrected))
         return found or [(group["params"], dict(settings))]
 
     def _history(self, state: Any, p: torch.Tensor, group: Mapping[str, Any]) -> _History:
-        """Of a parameter before the update."""
         if not state:
-            return _History(0, 1.0, 1.0)
-        past = _History(*(state[key] for key in _KEYS)) if _KEYS[0] in state else _History(0, 1.0, 1.0)
+            return _History()
+        past = _History(*(state[key] for key in _KEYS)) if _KEYS[0] in state else _History()
         step = state["step"]
         if isinstance(step, torch.Tensor) and step.device.type != "cpu" and self._stored_in.get(p) is state:
             return past  # reading the count would wait for the device
-        num_updates = int(step)
+        num_updates, (beta1, beta2) = int(step), group["betas"]
         if num_updates < past.num_updates:
-            past = _History(0, 1.0, 1.0)
+            past = _History()
         number = num_updates - past.num_updates
-        beta1, beta2 = group["betas"]
         return _History(num_updates, past.first * beta1**number, past.second * beta2**number)
 
     def commit(self) -> None:
-        """Store the histories after the update."""
         for states, p, history in self.pending:
             if state := states.get(p):
                 state.update(zip(_KEYS, history, strict=True))
                 self._stored_in[p] = state
-
-
-Group = dict[str, Any]
-
-
-_KEY = -1  # of our hooks; those of torch count from 0
 
 
 class _Applied(NamedTuple):
@@ -212,7 +194,7 @@ class StepHyperparameters:
         # of each optimizer: its list of groups, their order before the step, and what was applied
         self._applied: dict[Optimizer, tuple[list[Group], list[Group], list[_Applied]]] = {}
 
-    def applied(self, rule: Rule, step: Step, factors: Sequence[float]) -> StepHyperparameters:
+    def applied(self, rule: Rule, step: Step, factors: Sequence[float]) -> "StepHyperparameters":
         """Apply the settings of a step; they are restored at the end of ``with``, whose value is the learning rates."""
         if isinstance(self._inner, MultiOptimizer):
             self._inner.check_groups()

@@ -1,7 +1,5 @@
 """LossScale: divides the gradients of each minibatch by the scale that a torch.amp.GradScaler had for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,18 +16,14 @@ class LossScale:
     GradScaler sets ``grad_scale``, None if the user has called ``unscale_``, and ``found_inf`` of the optimizer. The
     scale may change within a step. If the scaler has found a value that is not finite, gradients become NaN, which
     stays in all sums: so every rank finds it in the reduced gradient and skips the update.
-
-    Args:
-        is_summed: whether ``p.grad`` is the sum over the step's minibatches so far, as with `gradient_as_bucket_view`.
-        everyone: all ranks of a model in ``fully_shard``, which reduces gradients before they are unscaled; else None.
-        measures: whether the norms of the minibatches' gradients are measured.
     """
 
     def __init__(
         self, parameters: Callable[[], Iterable[Any]], *, is_summed: bool, everyone: Communicator | None, measures: bool
     ) -> None:
-        self._parameters, self._everyone = parameters, everyone
-        self._is_summed, self._measures = is_summed, measures
+        self._parameters, self._measures = parameters, measures
+        self._everyone = everyone  # ranks of a model in fully_shard, which reduces before gradients are unscaled
+        self._is_summed = is_summed  # whether p.grad is the sum over the step's minibatches so far
         self._of_step: list[tuple[torch.Tensor, torch.Tensor]] = []  # scale and found_inf of its minibatches
 
     def unscale_(self, plan: StepPlan, scale: torch.Tensor | None, found_inf: Any) -> torch.Tensor | None:

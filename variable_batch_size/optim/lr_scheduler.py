@@ -1,21 +1,13 @@
 """Learning-rate schedules over progress, samples or weight, their saved state, and a loop over epochs."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    CosineAnnealingLR,
-    LRScheduler,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-)
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 
 from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.optim.optimizer import CustomOptimizer
@@ -67,7 +59,7 @@ def follow_progress(scheduler: LRScheduler, optimizer: CustomOptimizer) -> None:
 
 def _step_to(scheduler: LRScheduler, position: int) -> None:
     """Step a scheduler up to a position, or up to its end if that comes first."""
-    if isinstance(scheduler, ReduceLROnPlateau):
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         raise ValueError("`scheduler` must depend on its steps only, got ReduceLROnPlateau, which depends on a metric")
     if _position(scheduler) > position:
         raise RuntimeError(
@@ -93,11 +85,11 @@ def _has_ended(scheduler: LRScheduler) -> bool:
 
 def _end(scheduler: LRScheduler) -> float:
     """The number of steps that complete a schedule; infinite if it becomes constant, repeats or never ends."""
-    if isinstance(scheduler, CosineAnnealingLR):
+    if isinstance(scheduler, lr_scheduler.CosineAnnealingLR):
         return scheduler.T_max  # it would rise again
-    if isinstance(scheduler, OneCycleLR):
+    if isinstance(scheduler, lr_scheduler.OneCycleLR):
         return scheduler.total_steps - 1  # it would raise an error
-    if isinstance(scheduler, SequentialLR):
+    if isinstance(scheduler, lr_scheduler.SequentialLR):
         return sum(scheduler._milestones[-1:]) + _end(scheduler._schedulers[-1])
     return math.inf
 

@@ -1,7 +1,5 @@
 """ModuleHook: a forward pre-hook that has no effect on copies of its module, nor after its owner is gone."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +14,8 @@ class ModuleHook:
     """Calls a method with the module that is about to run. It keeps neither of the two alive.
 
     A copy that was made with ``copy.deepcopy``, as ``AveragedModel`` does, removes itself. One in a pickled module is a
-    function of Python, so that the module can be loaded without this package.
-
-    Args:
-        module: that it is for.
-        method: is called with the module; None for a hook that removes itself.
-        is_compiled: whether ``torch.compile`` may leave the call out; otherwise it breaks the graph.
+    function of Python, so that the module can be loaded without this package. Unless `is_compiled`, where
+    ``torch.compile`` leaves the call out, it breaks the graph.
     """
 
     def __init__(self, module: torch.nn.Module | None, method: Method | None, *, is_compiled: bool = True) -> None:
@@ -43,7 +37,7 @@ class ModuleHook:
         elif self._module is not None and self._module() is module:  # not of a shallow copy, which shares its hooks
             method(module)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleHook":
         return ModuleHook(None, None)
 
     def __reduce__(self) -> Any:

@@ -1,7 +1,5 @@
 """CustomOptimizer: accumulates, or all-reduces and updates, following the schedule."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math
@@ -41,10 +39,9 @@ from variable_batch_size.schedules.schedule import BaseSchedule
 logger = logging.getLogger(__name__)
 
 STATE_KEY = "variable_batch_size"
+Loss = TypeVar("Loss")
 
 _updates = threading.local()  # `is_running`: whether an optimizer of this library calls step() of an inner one
-
-Loss = TypeVar("Loss")
 
 
 class Options(TypedDict, total=False):
@@ -89,8 +86,7 @@ class CustomOptimizer(OptimizerProxy):
             CUDA graphs and to save the memory of one gradient; they must then not be modified, nor may a parameter be
             frozen, added or converted within a step.
         measure_noise: measure the gradient noise though the rule does not need it, for `noise_scale` and `gain()`.
-        exact: sum so that the weights are the same to the last bit on any number of cores; the page on exactness has
-            the conditions and the cost.
+        exact: sum so that the weights are the same to the last bit on any number of cores; see the page on exactness.
         seed_minibatches: seed the random generators before each minibatch, so that its random numbers do not depend on
             the core (:class:`MinibatchSeeder`); None for the value of `exact`.
         reduce_scatter_once: let a model in ``fully_shard`` reduce once a step instead of in every round, at the cost of
@@ -596,8 +592,7 @@ class CustomOptimizer(OptimizerProxy):
         before = list(self.parameters())
         with consistency.rollback_param_groups(self.inner):
             self.inner.add_param_group(param_group)
-            added = self.inner.param_groups[-1]["params"]
-            group = self.sampler.process_group
+            added, group = self.inner.param_groups[-1]["params"], self.sampler.process_group
             consistency.sync_added_params(added, before, self._wrappers, self._communicator, group)
             for p in added:
                 p.grad = None  # of earlier minibatches

@@ -1,16 +1,13 @@
 """PolicyDriver: lets a policy decide batch sizes during a run, with the same decision on all ranks."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from variable_batch_size.cores import xla
+from variable_batch_size.cores import devices
 from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.policies.policy import Decision, Situation
 from variable_batch_size.policies.timing import PolicyTiming
@@ -71,7 +68,7 @@ class PolicyDriver:
         decision = self._timing.answer(situation) if communicator.rank == 0 else Decision(0, "decided by core 0")
         if communicator.num_replicas > 1:
             device = next(iter(self._optimizer.parameters())).device
-            with xla.preserve_rng(device) if device.type == "xla" else nullcontext():
+            with devices.preserve_rng(device):
                 communicator.flush()  # else the update would be another program, together with the sum
                 total = communicator.total(torch.tensor([decision.batch_size], dtype=torch.int64).to(device))
             decision = Decision(int(total), decision.reason)

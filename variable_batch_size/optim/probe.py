@@ -1,11 +1,10 @@
 """Tries an inner optimizer on a small parameter, to find out whether its updates have the form that a rule assumes."""
 
-from __future__ import annotations
-
 import copy
+import functools
 import inspect
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from variable_batch_size.optim.proxy import name_of
 from variable_batch_size.optim.wrappers import is_zero
 from variable_batch_size.rules.rule import Rule
 
-_IMPLEMENTATIONS = ("capturable", "differentiable", "foreach", "fused")
 _BETAS, _TOLERANCE = (0.5, 0.75), 1e-3
+
+_Question = Callable[[Optimizer, Mapping[str, Any]], bool | None]
 
 
 class _Trial:
@@ -27,7 +27,14 @@ class _Trial:
         self._p = torch.nn.Parameter(torch.full(shape, 3.0, dtype=torch.float64, device="cpu"))
         self._gradient = 1 + torch.arange(self._p.numel(), dtype=torch.float64, device="cpu").view(shape)
         settings = {name: _plain(value) for name, value in group.items() if name != "params"}
-        settings |= {name: value for name, value in (_simple(settings) | other).items() if name in settings}
+        # so that only the form of an update matters
+        simple: dict[str, Any] = dict.fromkeys(("capturable", "differentiable", "foreach", "fused"), False)
+        simple["lr"] = settings.get("lr") or 1e-3  # 0 at the beginning of a warm-up
+        if isinstance(settings.get("eps"), float):
+            simple["eps"] = 1e-16
+        if _has_two_betas(settings):
+            simple["betas"] = _BETAS
+        settings |= {name: value for name, value in (simple | other).items() if name in settings}
         arguments = inspect.signature(type(inner)).parameters
         given = {name: settings.get(name, _plain(value)) for name, value in inner.defaults.items() if name in arguments}
         self._optimizer = type(inner)([self._p], **given)
@@ -41,8 +48,7 @@ class _Trial:
 
     @property
     def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._optimizer.state[self._p]
-        return found
+        return self._optimizer.state[self._p]  # type: ignore[no-any-return]
 
     def updates(self, number: int, *, factor: float = 1.0) -> torch.Tensor:
         """The change by the last of some updates, with the gradient times a factor."""
@@ -56,59 +62,53 @@ class _Trial:
         return before - self._p.detach()
 
 
-def _simple(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings under which only the form of an update matters."""
-    simple: dict[str, Any] = dict.fromkeys(_IMPLEMENTATIONS, False)
-    simple["lr"] = settings.get("lr") or 1e-3  # 0 at the beginning of a warm-up
-    if isinstance(settings.get("eps"), float):
-        simple["eps"] = 1e-16
-    if has_two_betas(settings):
-        simple["betas"] = _BETAS
-    return simple
-
-
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else copy.deepcopy(value)
 
 
-def has_two_betas(settings: Mapping[str, Any]) -> bool:
-    """Whether a parameter group has the two betas of Adam."""
+def _has_two_betas(settings: Mapping[str, Any]) -> bool:
     betas = settings.get("betas")
     return isinstance(betas, tuple | list) and len(betas) == 2
 
 
+def _tried(question: _Question) -> _Question:
+    """The answer is None if the optimizer cannot be made, makes no update of a gradient alone, or a random one."""
+
+    @functools.wraps(question)
+    def answer(inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
+        before = torch.get_rng_state()
+        try:
+            some, others = (_Trial(inner, group).updates(1) for _ in range(2))
+            return question(inner, group) if some.any() and torch.equal(some, others) else None
+        except Exception:
+            return None
+        finally:
+            # of threads, another one may have drawn in the meantime
+            if threading.current_thread() is threading.main_thread() and not torch.equal(before, torch.get_rng_state()):
+                torch.set_rng_state(before)
+
+    return answer
+
+
+@_tried
+def grows_with_gradient(inner: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether twice the gradient and weight decay make twice the update."""
+    trial = _Trial(inner, group, weight_decay=2 * group.get("weight_decay", 0.0))
+    return _is_close(trial.updates(1, factor=2.0), 2 * _Trial(inner, group).updates(1))
+
+
+@_tried
+def has_second_moment(inner: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether the state has ``exp_avg_sq`` after an update."""
+    trial = _Trial(inner, group)
+    trial.updates(1)
+    return "exp_avg_sq" in trial.state
+
+
+@_tried
 def follows_lr(inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
-    """Whether an update grows in proportion with its own learning rate; None if that cannot be tried."""
-    return _tried(_follows_lr, inner, group)
+    """Whether an update grows in proportion with its own learning rate."""
 
-
-def grows_with_gradient(inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
-    """Whether twice the gradient and weight decay make twice the update; None if that cannot be tried."""
-
-    def found(inner: Optimizer, group: Mapping[str, Any]) -> bool:
-        trial = _Trial(inner, group, weight_decay=2 * group.get("weight_decay", 0.0))
-        return _is_close(trial.updates(1, factor=2.0), 2 * _Trial(inner, group).updates(1))
-
-    return _tried(found, inner, group)
-
-
-def corrects_bias_as_adam(inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
-    """Whether an update depends on the number of updates as Adam's does; None if that cannot be tried."""
-    return _tried(_corrects_bias_as_adam, inner, group)
-
-
-def has_second_moment(inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
-    """Whether the state has ``exp_avg_sq`` after an update; None if that cannot be tried."""
-
-    def found(inner: Optimizer, group: Mapping[str, Any]) -> bool:
-        trial = _Trial(inner, group)
-        trial.updates(1)
-        return "exp_avg_sq" in trial.state
-
-    return _tried(found, inner, group)
-
-
-def _follows_lr(inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
     def last_update(factor: float) -> torch.Tensor:
         trial = _Trial(inner, group)
         trial.updates(3)  # the first may set what the later ones use
@@ -123,8 +123,10 @@ def _follows_lr(inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
     return has_effect and _is_close(2 * (more - once), twice - once)
 
 
-def _corrects_bias_as_adam(inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
-    if not has_two_betas(group):
+@_tried
+def corrects_bias_as_adam(inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
+    """Whether an update depends on the number of updates as Adam's does."""
+    if not _has_two_betas(group):
         return False
     trial, later = (_Trial(inner, group, weight_decay=0.0) for _ in range(2))
     for one in (trial, later):
@@ -138,20 +140,6 @@ def _corrects_bias_as_adam(inner: Optimizer, group: Mapping[str, Any]) -> bool |
 
 def _is_close(some: torch.Tensor, others: torch.Tensor) -> bool:
     return bool((some - others).norm() <= _TOLERANCE * others.norm())
-
-
-def _tried(question: Any, inner: Optimizer, group: Mapping[str, Any]) -> bool | None:
-    """The answer; None if the optimizer cannot be made, makes no update of a gradient alone, or a random one."""
-    before = torch.get_rng_state()
-    try:
-        some, others = (_Trial(inner, group).updates(1) for _ in range(2))
-        return question(inner, group) if some.any() and torch.equal(some, others) else None
-    except Exception:
-        return None
-    finally:
-        # of threads, another one may have drawn in the meantime
-        if threading.current_thread() is threading.main_thread() and not torch.equal(before, torch.get_rng_state()):
-            torch.set_rng_state(before)
 
 
 def check_inner(rule: Rule, inner: Optimizer) -> None:

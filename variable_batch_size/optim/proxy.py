@@ -1,20 +1,16 @@
 """OptimizerProxy: a torch.optim.Optimizer around one or several inner optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+Inner = Optimizer | Sequence[Optimizer]
+
 
 class OptimizerProxy(Optimizer):
-    """Reads all attributes of an optimizer from the inner one; a copy would go stale when a state is loaded.
-
-    Args:
-        inner: any optimizer of torch that updates from one gradient, or several for one model.
-    """
+    """Reads all attributes of an optimizer from the inner one; a copy would go stale when a state is loaded."""
 
     def __init__(self, inner: Inner) -> None:
         inner = inner if isinstance(inner, Optimizer) or not isinstance(inner, Sequence) else MultiOptimizer(inner)
@@ -74,9 +70,6 @@ def name_of(inner: Optimizer) -> str:
     return next((name for name in names if name != "Optimizer"), type(inner).__name__)
 
 
-Inner = Optimizer | Sequence[Optimizer]
-
-
 class _States(dict[torch.Tensor, Any]):
     """The states of all parameters; one that is missing is created in its optimizer, as in torch."""
 
@@ -87,11 +80,7 @@ class _States(dict[torch.Tensor, Any]):
 
 
 class MultiOptimizer(Optimizer):
-    """Several optimizers as one, with the parameter groups and the state that each has at the moment.
-
-    Args:
-        optimizers: each with parameters of its own.
-    """
+    """Several optimizers as one, with the parameter groups and the state that each has at the moment."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
@@ -113,11 +102,6 @@ class MultiOptimizer(Optimizer):
         return {p: owner for owner in self.optimizers for group in owner.param_groups for p in group["params"]}
 
     @property
-    def name(self) -> str:
-        """Of all: ``Muon and AdamW``."""
-        return " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-
-    @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The settings that all optimizers have: OneCycleLR cycles one of these in every group."""
         first, *others = (optimizer.defaults for optimizer in self.optimizers)
@@ -132,8 +116,8 @@ class MultiOptimizer(Optimizer):
 
     def owner(self, group: Mapping[str, Any]) -> Optimizer:
         """The optimizer that a parameter group belongs to."""
-        found = (one for one in self.optimizers if any(group is own for own in one.param_groups))
-        return next(found, self.optimizers[-1])
+        *others, last = self.optimizers
+        return next((one for one in others if any(group is own for own in one.param_groups)), last)
 
     def check_groups(self) -> None:
         """Raise if a group was added to one of the optimizers, whose rule would not be found."""

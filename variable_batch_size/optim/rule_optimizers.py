@@ -1,7 +1,5 @@
 """An optimizer for each rule: CustomOptimizer under the rule's name."""
 
-from __future__ import annotations
-
 from typing import ClassVar, final
 
 from typing_extensions import Unpack

@@ -1,7 +1,5 @@
 """MinibatchSeeder: random numbers that depend on the minibatch, not on the core that runs it."""
 
-from __future__ import annotations
-
 import random
 import struct
 import weakref
@@ -12,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from variable_batch_size.cores import devices, xla
+from variable_batch_size.cores import devices
 from variable_batch_size.data.cursor import Cursor
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.module_hooks import add_hook
@@ -38,12 +36,8 @@ class MinibatchSeeder:
     an evaluation or after one of another source, for the data set and the loop. Those of torch are seeded once more
     when the model runs, so that a loader that starts in between does not count; not in minibatches of another source
     whose loss runs through the model, too. Loader workers have their own generators, which are not changed. On XLA,
-    ranks are threads of one process and share the host's generators: there only the device's is seeded.
-
-    Args:
-        is_on: whether to seed at all.
-        like: a tensor on the device whose generator the model uses.
-        model: that draws random numbers; None to seed for the loop only, where evaluations cannot be recognized.
+    ranks are threads of one process and share the host's generators: there only the device's is seeded. Without a
+    model, only the loop is seeded for, and evaluations cannot be recognized.
     """
 
     def __init__(
@@ -84,7 +78,7 @@ class MinibatchSeeder:
             _Generators.source = weakref.ref(self._source)
             random.seed(self._of_loop)
             np.random.seed(self._of_loop % 2**32)
-        self._set_torch(self._of_loop)
+        devices.set_random_seed(self._of_loop, self._device)
         self.has_run = self._was_evaluated = False
 
     def on_request(self, is_first: bool, *, is_run_next: bool = True) -> None:
@@ -110,15 +104,7 @@ class MinibatchSeeder:
         # before the first run, which their seed shows
         if not self.has_run if self._is_xla else torch.default_generator.initial_seed() != self._of_model:
             self.has_run = True
-            self._set_torch(self._of_model)
-
-    def _set_torch(self, seed: int) -> None:
-        if self._is_xla:
-            xla.set_random_seed(seed, self._device)
-            return
-        # torch.manual_seed would also queue a call for every type of device that is not initialized
-        torch.default_generator.manual_seed(seed)
-        devices.set_random_seed(seed, self._device)
+            devices.set_random_seed(self._of_model, self._device)
 
     def _seeds(self) -> tuple[int, int]:
         """Two seeds of 63 bits, hashed from all of the numbers."""

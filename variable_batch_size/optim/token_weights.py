@@ -1,7 +1,5 @@
 """TokenWeights: the weights of minibatches, such as their tokens, and their total in a run."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -11,14 +9,10 @@ Weight = float | torch.Tensor
 
 
 class TokenWeights:
-    """Checks that either all minibatches of a run have a weight or none has, and sums the weights of its steps.
-
-    Args:
-        device: of the sum, so that the host need not wait for it.
-    """
+    """Checks that either all minibatches of a run have a weight or none has, and sums the weights of its steps."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = device  # of the sum, so that the host need not wait for it
         self._dtype = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no double precision
         self.is_weighted: bool | None = None  # None before the first minibatch
         self.before = 0.0  # the sum over the steps of the run before this object was made

@@ -4,8 +4,6 @@ A parameter has no reference to the modules around it. They are searched for in 
 the heap only if that is not enough. ``gc.freeze()`` hides objects from that search, so doubtful cases are refused.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import weakref
@@ -97,18 +95,14 @@ def _watch_for_ddp() -> None:
 
 
 class Wrappers:
-    """What else reduces or shards the gradients of an optimizer's parameters.
-
-    Args:
-        parameters: of the optimizer.
-        model: as the user passed it; None if it was not passed.
-        cleared: parameters, also others of the model, that are in no DistributedDataParallel from before the optimizer.
-    """
+    """What else reduces or shards the gradients of an optimizer's parameters."""
 
     def __init__(
         self, parameters: Iterable[torch.Tensor], model: Module | None = None, cleared: Iterable[torch.Tensor] = ()
     ) -> None:
-        self.parameters, self.model, self.cleared = list(parameters), model, {*cleared}
+        self.parameters, self.model = list(parameters), model
+        # parameters, also others of the model, that are in no DistributedDataParallel from before the optimizer
+        self.cleared = {*cleared}
         self.is_prepared = False  # whether an integration has prepared the optimizer for its framework
         self.is_checked = False  # whether the first minibatch of a pass has been checked
         if is_running():

@@ -5,13 +5,11 @@ steps at the reference batch size. Of all numbers n of minibatches with the same
 Over d goodput has one maximum, d* = √(φ·(u − a) / (a·R·m)), φ = V/G² (docs/policies.md).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import final
 
-from variable_batch_size.policies.policy import Policy, Situation
+from variable_batch_size.policies.policy import BoundsOptions, Policy, Situation
 
 
 def gain(batch_size: float, *, ref_batchsize: float, noise_scale: float) -> float:
@@ -107,16 +105,10 @@ class Autoscale(Policy):
         min_per_core: int | None = None,
         max_per_core: int | None = None,
     ) -> None:
-        super().__init__(
-            every=every,
-            lead=lead,
-            min_batch_size=min_batch_size,
-            max_batch_size=max_batch_size,
-            max_growth=max_growth,
-            threshold=threshold,
-            min_per_core=min_per_core,
-            max_per_core=max_per_core,
-        )
+        bounds: BoundsOptions = {"min_batch_size": min_batch_size, "max_batch_size": max_batch_size}
+        bounds |= {"min_per_core": min_per_core, "max_per_core": max_per_core}
+        bounds |= {"max_growth": max_growth, "threshold": threshold}
+        super().__init__(every=every, lead=lead, **bounds)
 
     def decide(self, situation: Situation) -> float:
         allowed = self._allowed(situation)

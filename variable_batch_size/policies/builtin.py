@@ -1,7 +1,5 @@
 """The policies PerCore, NormTest, CriticalBatch and OnPlateau, and all policies by name."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, final

@@ -1,7 +1,5 @@
 """Policy: chooses the batch size of the next steps, within bounds, from a snapshot of the run."""
 
-from __future__ import annotations
-
 import copy
 import math
 from abc import ABC, abstractmethod
@@ -84,7 +82,6 @@ class PolicyOptions(BoundsOptions, total=False):
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
     """The allowed batch sizes: multiples of the minibatch size within limits.
-
 
     Args:
         min_batch_size: the smallest batch size; None for one minibatch.
@@ -260,7 +257,7 @@ class FunctionPolicy(Policy):
         self.name = getattr(function, "__qualname__", type(function).__name__)
         self._function = function
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FunctionPolicy:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FunctionPolicy":
         return copy.copy(self)  # of a bound method, the object would be copied too
 
     def decide(self, situation: Situation) -> float:

@@ -9,8 +9,6 @@ The model of Pollux (Qiao et al. 2021), for minibatches of b samples on R cores 
 γ ranges from 1, without overlap of computation and communication, to 10, with nearly full overlap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,6 +16,8 @@ import numpy as np
 
 from variable_batch_size.checks import check_positive
 from variable_batch_size.policies.autoscale import gain
+
+_MOST_CHOICES = 64
 
 
 class Throughput(NamedTuple):
@@ -95,9 +95,6 @@ def split(batch_size: int, *, max_minibatch: int, cores: int) -> Split:
     size = min(divisors, key=lambda size: (-(-batch_size // size // cores), size))
     num = batch_size // size
     return Split(size, num, tuple(len(range(rank, num, cores)) for rank in range(cores)))
-
-
-_MOST_CHOICES = 64
 
 
 class BestSplit(NamedTuple):

@@ -1,7 +1,5 @@
 """When a policy decides, and the measured times of accumulating and updating minibatches."""
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The square root rule for Adam, and Adam's bias correction for betas that vary between steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, final, get_args
@@ -62,14 +60,12 @@ class AdamRule(Rule):
         return factor**2
 
     def settings(self, group: Mapping[str, Any], step: Step, factor: float) -> dict[str, Any]:
-        betas = tuple(self._beta(beta, factor**2) for beta in group["betas"])
+        kappa, is_sde = factor**2, self.form == "sde"
+        betas = tuple(max(0.0, 1 - kappa * (1 - beta)) if is_sde else beta**kappa for beta in group["betas"])
         changed = super().settings(group, step, factor) | {"betas": betas, "eps": group["eps"] / factor}
         if self.scales_weight_decay and group.get("decoupled_weight_decay"):
             changed["weight_decay"] = group["weight_decay"] * factor
         return changed
-
-    def _beta(self, beta: float, kappa: float) -> float:
-        return max(0.0, 1 - kappa * (1 - beta)) if self.form == "sde" else beta**kappa
 
 
 def check_adam(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -82,7 +78,7 @@ def check_adam(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def corrected_for_bias(
-    settings: Mapping[str, Any], *, num_updates: int, products: tuple[float, float], is_decoupled: bool
+    settings: Mapping[str, Any], *, num_updates: int, products: Sequence[float], is_decoupled: bool
 ) -> dict[str, Any]:
     """Settings that give Adam the correct bias correction after its betas have varied.
 
@@ -100,9 +96,8 @@ def corrected_for_bias(
     >>> corrected_for_bias(settings, num_updates=2, products=(0.4, 0.5625), is_decoupled=False)
     {'lr': 0.125, 'betas': (0.5, 0.75), 'eps': 1e-08}
     """
-    first, second = (
-        (1 - beta**num_updates) / (1 - product) for beta, product in zip(settings["betas"], products, strict=True)
-    )
+    pairs = zip(settings["betas"], products, strict=True)
+    first, second = ((1 - beta**num_updates) / (1 - product) for beta, product in pairs)
     root, scale = math.sqrt(second), first / math.sqrt(second)
     corrected = {**settings, "lr": settings["lr"] * scale, "eps": settings["eps"] / root}
     if is_decoupled and "weight_decay" in settings:

@@ -1,7 +1,5 @@
 """Rules whose factor depends on the measured gradient noise: AdaScale, AdamScale, surge."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

@@ -23,6 +23,10 @@ from variable_batch_size.rules.rule import Norms, Step
 logger = logging.getLogger(__name__)
 
 _TINY = 1e-30  # keeps V/B positive: a gradient of exactly 0 then has gain S instead of 0/0
+_OUTLIER = (
+    "step %d makes %.0f %% of the gradient noise averaged over %d steps: the noise scale and the gain follow this step "
+    "for long; look for an outlier in its loss or gradients"
+)
 
 
 @dataclass(frozen=True)
@@ -159,16 +163,10 @@ class NoiseMeter:
         for average, measured, is_active in zip(self.averages, norms, active, strict=True):
             if is_active and measured is not None:
                 noise = Noise.from_norms(*measured, batch_size=size, num_minibatches=num_minibatches)
-                self._warn(step, average.add(noise, step.scale), average.count)
-
-    def _warn(self, step: Step, part: float, count: int) -> None:
-        if part > 0.5 and count >= 10 and not self._has_warned:
-            self._has_warned = True
-            message = (
-                "step %d makes %.0f %% of the gradient noise averaged over %d steps: the noise scale and the gain "
-            )
-            message += "follow this step for long; look for an outlier in its loss or gradients"
-            logger.warning(message, step.steps_done, 100 * part, count)
+                part, count = average.add(noise, step.scale), average.count
+                if part > 0.5 and count >= 10 and not self._has_warned:
+                    self._has_warned = True
+                    logger.warning(_OUTLIER, step.steps_done, 100 * part, count)
 
     def noise(self, group: int | None = None) -> Noise | None:
         """The average noise of one parameter group, or of all groups; None before the first estimate."""

@@ -1,7 +1,5 @@
 """PerOptimizerRule: one rule for each of several inner optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 

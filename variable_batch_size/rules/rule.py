@@ -1,7 +1,5 @@
 """Rule: maps a step's batch size to the learning rate and other settings; numbers in, numbers out."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +105,7 @@ class Rule(ABC):
         """The factor of one parameter group, for rules that scale groups separately."""
         return self.factor(step)
 
-    def rule_for_group(self, group: int) -> tuple[Rule, int]:
+    def rule_for_group(self, group: int) -> "tuple[Rule, int]":
         """The rule of a parameter group, and the group's index among the groups of that rule."""
         return self, group
 

@@ -1,7 +1,5 @@
 """Rules whose factor depends only on batch size and step: linear, root, constant, linear-momentum, LEGW, Muon."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, final

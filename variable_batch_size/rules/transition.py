@@ -1,7 +1,5 @@
 """Transition and LRScaler: factors that are limited and whose jumps are spread over steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -74,9 +72,8 @@ class LRScaler:
     def preview(self, step: Step, group: int) -> float:
         """The factor of a parameter group in a step."""
         self._have_groups(group + 1)
-        return self._of_groups[group].preview(
-            self._checked(self._rule.group_factor(step, group), step), step.batch_size
-        )
+        goal = self._checked(self._rule.group_factor(step, group), step)
+        return self._of_groups[group].preview(goal, step.batch_size)
 
     def move(self, step: Step, num_groups: int) -> list[float]:
         """The factors of all groups in a step, which counts as done."""

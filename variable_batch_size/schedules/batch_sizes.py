@@ -1,9 +1,6 @@
 """BatchSizes: the batch size of every step, including those after the last row of a trace."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +13,13 @@ Integers = npt.NDArray[np.int64]
 OnEnd = Literal["stop", "hold", "cycle"]
 ON_END: tuple[OnEnd, ...] = get_args(OnEnd)
 
-_STEPS_AT_ONCE, _ROWS_PER_MARK = 4096, 64
+_ROWS_PER_MARK = 64
 
 
 class BatchSizes:
     """The batch sizes of a run: the rows of a trace, then as `on_end` says: stop, hold the last one, or cycle.
 
-    After the trace, all of its rows repeat, or the last one. Lookups take the same time at any step, and repeated rows
-    are not stored.
+    Lookups take the same time at any step, and repeated rows are not stored.
     """
 
     def __init__(self, trace: Trace, on_end: OnEnd) -> None:
@@ -110,14 +106,6 @@ class BatchSizes:
         counts = np.zeros(len(sizes), dtype=np.int64)
         np.add.at(counts, where, np.concatenate([times * counts for times, _, counts in found]))
         return sizes, counts
-
-    def sum(self, steps: range, count: Callable[[Integers], npt.NDArray[Any]]) -> int:
-        """The sum of ``count(batch sizes)`` over consecutive steps."""
-        return sum(
-            times * int(count(self.of_steps(part[start : start + _STEPS_AT_ONCE])).sum())
-            for times, part in self._parts(steps)
-            for start in range(0, len(part), _STEPS_AT_ONCE)
-        )
 
     def _parts(self, steps: range) -> list[tuple[int, range]]:
         """Short ranges of steps, with multiplicities, that have the same batch sizes as these steps in any order."""

@@ -1,9 +1,7 @@
 """PolicySchedule: batch sizes chosen by a policy during the run, assigned to epochs and cores."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
 import numpy as np
@@ -40,9 +38,7 @@ class PolicySchedule(BaseSchedule):
         num_replicas: int = 1,
         lockstep: bool = False,
     ) -> None:
-        super().__init__(
-            dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas, lockstep=lockstep
-        )
+        super().__init__(dataset_size, minibatch_size, num_replicas, lockstep)
         self.policy, self.name = policy, type(policy).__name__
         self.num_done = 0  # executed rows
         self._rows: list[int] = []
@@ -138,7 +134,7 @@ class PolicySchedule(BaseSchedule):
         changes = np.flatnonzero(np.diff(rows, prepend=0))
         return ScheduleHistory(rows[changes], np.diff(changes, append=len(rows)), starts, has_ended=False)
 
-    def after(self, past: ScheduleHistory) -> PolicySchedule:
+    def after(self, past: ScheduleHistory) -> "PolicySchedule":
         """This schedule, with its rows replaced by those of the history; later rows are decided by the policy."""
         self.num_done = past.num_rows
         self._restore(past.rows().tolist(), list(past.starts))
@@ -169,27 +165,13 @@ class PolicySchedule(BaseSchedule):
         to_come = (len(steps) - len(known)) * int(self._num_yielded(last, rank)[0])
         return int(self._num_yielded(known, rank).sum()) + to_come
 
-    def steps_from(self, epoch: int, first_step: int) -> Iterator[int]:
-        """The steps of an epoch from its `first_step` on; the end of the epoch is checked lazily."""
-        start = self.steps(epoch).start
-        step = start + first_step
-        used = sum(self._rows[start:step])
-        while not self._is_end(epoch, step, used):
-            used += self.batch_size(step)  # raises if undecided
-            yield step
-            step += 1
-
     def _next_sizes(self, epoch: int, step: int, used: int) -> Integers:
-        if self._is_end(epoch, step, used):
+        # an epoch ends where the next one has begun, or no minibatch fits
+        has_next = epoch + 1 < len(self._starts)
+        if step >= self._starts[epoch + 1] if has_next else self.capacity - used < self.minibatch_size:
             return np.empty(0, dtype=np.int64)
         self.batch_size(step)  # raises if undecided
         return np.array(self._rows[step : (*self._starts, len(self._rows))[epoch + 1]], dtype=np.int64)
-
-    def _is_end(self, epoch: int, step: int, used: int) -> bool:
-        """Whether an epoch ends before a step: the next epoch has begun, or no minibatch fits."""
-        if epoch + 1 < len(self._starts):
-            return step >= self._starts[epoch + 1]
-        return self.capacity - used < self.minibatch_size
 
     def state_dict(self) -> dict[str, Any]:
         """The rows, including those decided ahead, and their epochs."""

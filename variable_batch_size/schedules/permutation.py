@@ -1,7 +1,5 @@
 """Permutation: a shuffle of any size, computed for blocks of positions on demand."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from functools import lru_cache
@@ -15,7 +13,6 @@ Words = npt.NDArray[np.uint64]
 # correlations are measurable after six rounds for 256 elements and after five for 4096, but not after eight and six.
 _FEW, _ROUNDS, _ROUNDS_OF_FEW = 4096, 6, 8
 _SMALLEST_BASE = 16  # with a smaller base, eight rounds would not be enough
-
 
 # numpy would convert integers and scalars at every use, but not 0-dimensional arrays
 _HALF, _ODD, _OTHER_ODD = (np.array(n, dtype=np.uint64) for n in (32, 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93))

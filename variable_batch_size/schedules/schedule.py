@@ -1,7 +1,5 @@
 """Schedule: assigns the steps of a trace to epochs and cores; ScheduleHistory: the part a run has completed."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from abc import ABC, abstractmethod
@@ -14,6 +12,9 @@ import numpy as np
 from variable_batch_size.checks import check_not_negative, check_positive
 from variable_batch_size.schedules.batch_sizes import BatchSizes, Integers, OnEnd, counted
 from variable_batch_size.traces.trace import Trace
+
+_ALL = 2**62  # more samples than any run has, and within int64
+_STEPS_AT_ONCE, _ROWS_PER_SEARCH = 4096, 512
 
 
 class ScheduleHistory(NamedTuple):
@@ -33,9 +34,6 @@ class ScheduleHistory(NamedTuple):
         return np.repeat(self.sizes, self.counts)
 
 
-_ALL = 2**62  # more samples than any run has, and within int64
-
-
 class BaseSchedule(ABC):
     """Assigns steps to epochs, and the minibatches of a step to cores.
 
@@ -52,9 +50,7 @@ class BaseSchedule(ABC):
     on_end: OnEnd
     name: str
 
-    def __init__(
-        self, *, dataset_size: int | None, minibatch_size: int, num_replicas: int, lockstep: bool = False
-    ) -> None:
+    def __init__(self, dataset_size: int | None, minibatch_size: int, num_replicas: int, lockstep: bool) -> None:
         room = _ALL if dataset_size is None else dataset_size
         check_positive(dataset_size=room, minibatch_size=minibatch_size, num_replicas=num_replicas)
         if room < minibatch_size:
@@ -92,7 +88,7 @@ class BaseSchedule(ABC):
         """The history of a run whose next step is number `first_step` of an epoch."""
 
     @abstractmethod
-    def after(self, past: ScheduleHistory) -> BaseSchedule:
+    def after(self, past: ScheduleHistory) -> "BaseSchedule":
         """This schedule for a run that began with another one: completed steps stay."""
 
     @abstractmethod
@@ -114,7 +110,17 @@ class BaseSchedule(ABC):
 
     def steps_from(self, epoch: int, first_step: int) -> Iterator[int]:
         """Iterate over the steps of an epoch from its `first_step` on."""
-        return iter(self.steps(epoch)[first_step:])
+        for step, _, sizes in self._blocks(epoch, first_step):
+            yield from range(step, step + len(sizes))
+
+    def _blocks(self, epoch: int, first_step: int) -> Iterator[tuple[int, int, Integers]]:
+        """Consecutive steps: the first one, the samples of the epoch before it, and their batch sizes."""
+        start = self.steps(epoch).start
+        step = start + first_step
+        used = self.samples_before(step) - self.samples_before(start)
+        while len(sizes := self._next_sizes(epoch, step, used)):
+            yield step, used, sizes
+            used, step = used + int(sizes.sum()), step + len(sizes)
 
     def begin_epoch(self, epoch: int) -> None:  # noqa: B027 (only a PolicySchedule needs it)
         """Called on every core when an epoch begins."""
@@ -133,10 +139,7 @@ class BaseSchedule(ABC):
 
         A padding minibatch repeats a minibatch of the same step.
         """
-        start = self.steps(epoch).start
-        step = start + first_step
-        begin = self.samples_before(step) - self.samples_before(start)
-        while len(sizes := self._next_sizes(epoch, step, begin)):
+        for _, begin, sizes in self._blocks(epoch, first_step):
             begins = begin + sizes.cumsum() - sizes
             in_step = sizes // self.minibatch_size
             yielded = self._num_yielded(sizes, rank)
@@ -146,7 +149,6 @@ class BaseSchedule(ABC):
                 row = ends.searchsorted(number, side="right")
                 places = rank + (number - (ends - yielded)[row]) * self.num_replicas
                 yield begins[row] + places % in_step[row] * self.minibatch_size
-            begin, step = begin + int(sizes.sum()), step + len(sizes)
 
     def num_minibatches(self, step: int) -> int:
         """Number of minibatches of a step, summed over cores."""
@@ -169,9 +171,6 @@ class BaseSchedule(ABC):
         """Like :meth:`rounds_for`, for many steps of the given batch sizes."""
         first = 0 if self.lockstep else rank
         return np.maximum(-((first - sizes // self.minibatch_size) // self.num_replicas), 1)
-
-
-_STEPS_AT_ONCE, _ROWS_PER_SEARCH = 4096, 512
 
 
 @final
@@ -207,9 +206,7 @@ class Schedule(BaseSchedule):
         on_end: OnEnd = "stop",
         lockstep: bool = False,
     ) -> None:
-        super().__init__(
-            dataset_size=dataset_size, minibatch_size=minibatch_size, num_replicas=num_replicas, lockstep=lockstep
-        )
+        super().__init__(dataset_size, minibatch_size, num_replicas, lockstep)
         self._sizes = BatchSizes(trace, on_end)
         self.name, self.on_end = trace.name, self._sizes.on_end
         for is_wrong, rule in (
@@ -285,7 +282,8 @@ class Schedule(BaseSchedule):
         return self._sizes.of_step(step)
 
     def num_minibatches_for(self, epoch: int, rank: int, first_step: int = 0) -> int:
-        return self._sizes.sum(self.steps(epoch)[first_step:], lambda sizes: self._num_yielded(sizes, rank))
+        sizes, counts = self.size_counts(self.steps(epoch)[first_step:])
+        return int(self._num_yielded(sizes, rank) @ counts)
 
     def _next_sizes(self, epoch: int, step: int, used: int) -> Integers:
         return self._sizes.of_steps(range(step, max(step, min(step + _STEPS_AT_ONCE, self.steps(epoch).stop))))
@@ -296,7 +294,7 @@ class Schedule(BaseSchedule):
         has_ended = self.on_end == "stop" and num_rows == len(self.trace)
         return ScheduleHistory(*self._sizes.runs(num_rows), starts, has_ended)
 
-    def after(self, past: ScheduleHistory) -> Schedule:
+    def after(self, past: ScheduleHistory) -> "Schedule":
         """The schedule whose first steps are those of the history and whose step r is row r of this trace otherwise.
 
         The current epoch continues after the samples it has used. If these exceed the capacity, the next one begins.

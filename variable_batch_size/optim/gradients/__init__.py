@@ -1,7 +1,5 @@
 """How gradients become the gradient of a step; and the choice of an accumulator by device, sharding and options."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.optim import Optimizer
@@ -34,9 +32,8 @@ def make_accumulator(
         raise ValueError("`gradient_as_bucket_view` must be False with `exact`, which rounds each minibatch's gradient")
     if sampler.schedule.lockstep and (gradient_as_bucket_view or communicator.is_one_program):
         where = "with `gradient_as_bucket_view`" if gradient_as_bucket_view else "on XLA"
-        raise ValueError(
-            f"`lockstep` of the sampler must be False {where}: padding minibatches cannot be dropped there"
-        )
+        reason = "padding minibatches cannot be dropped there"
+        raise ValueError(f"`lockstep` of the sampler must be False {where}: {reason}")
     if exact and xla.is_spmd():
         raise ValueError("`exact` must be False in XLA's SPMD mode, where several devices sum within each minibatch")
     if exact and communicator.is_one_program and xla.is_running() and not xla.has_fixed_threads():

@@ -1,7 +1,5 @@
 """GradientAccumulator, which sums the gradients of a step over minibatches and ranks, and StepGradient, the result."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from abc import ABC, abstractmethod
@@ -46,7 +44,7 @@ class Measured(NamedTuple):
 class StepGradient:
     """The gradient of a step. It is in ``p.grad`` of all parameters until the accumulator is reset."""
 
-    def __init__(self, accumulator: GradientAccumulator, plan: StepPlan, weight: Weight | None) -> None:
+    def __init__(self, accumulator: "GradientAccumulator", plan: StepPlan, weight: Weight | None) -> None:
         self._accumulator = accumulator
         self.weight = weight  # W, the sum of all minibatches' weights, maybe on the device; None without weights
         self._num_minibatches = plan.num_minibatches
@@ -105,14 +103,6 @@ class GradientAccumulator(ABC):
     A few numbers are reduced with the gradients: for each parameter group the sum of the minibatches' squared norms, if
     they are measured, the sum of the weights and the number of weights above 0. A gradient that is not finite on one
     rank is not finite in the sum, so :meth:`StepGradient.measure` reports it on every rank.
-
-    Args:
-        communicator: of the ranks that have different samples.
-        measures: whether to sum the squared norms of the minibatches' gradients, for each parameter group.
-        divisors: of gradients, before they are measured; parameters without one do not count. None to divide none.
-        sums_gradients: whether the gradient is n times the mean, for rules that sum gradients.
-        is_read: whether the host measures the gradient of every step before the update.
-        model: whose weights must be the same on all ranks, also those that are not in the optimizer.
     """
 
     is_one_of_several = False  # whether other optimizers run the same minibatches
@@ -129,13 +119,13 @@ class GradientAccumulator(ABC):
     def __init__(
         self,
         inner: Optimizer,
-        communicator: Communicator,
+        communicator: Communicator,  # of the ranks that have different samples
         *,
-        measures: bool = False,
-        divisors: Divisors | None = None,
-        sums_gradients: bool = False,
-        is_read: bool = False,
-        model: torch.nn.Module | None = None,
+        measures: bool = False,  # whether to sum the squared norms of the minibatches' gradients, for each group
+        divisors: Divisors | None = None,  # of gradients, before they are measured; None to divide none
+        sums_gradients: bool = False,  # whether the gradient is n times the mean, for rules that sum gradients
+        is_read: bool = False,  # whether the host measures the gradient of every step before the update
+        model: torch.nn.Module | None = None,  # whose weights must be the same on all ranks
     ) -> None:
         self.inner, self.communicator = inner, communicator
         self.divisors, self.sums_gradients = divisors, sums_gradients
@@ -218,7 +208,7 @@ class GradientAccumulator(ABC):
         """Add the squared norms of a minibatch, per unit of its weight, and its weight."""
         if squares is not None:
             if weight is not None:
-                squares = _per_weight(squares, weight)
+                squares = per_weight(squares, weight)
             if self._step_squares is not None:
                 squares[: len(self._step_squares)] += self._step_squares  # a group may have been added since
             self._step_squares = squares
@@ -384,9 +374,9 @@ def _on_host(lr: Any) -> Any:
     return float(lr) if lr.device.type == "cpu" else None
 
 
-def _per_weight(squares: torch.Tensor, weight: Weight) -> torch.Tensor:
+def per_weight(squares: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Squared norms of a minibatch, per unit of its weight; 0 if the weight is 0."""
     if isinstance(weight, torch.Tensor):
         weight = weight.to(squares.device)
-        return torch.where(weight > 0, squares / weight, 0.0)
+        return torch.where(weight > 0, squares / weight, torch.zeros_like(squares))
     return squares / weight if weight else torch.zeros_like(squares)

@@ -1,7 +1,5 @@
 """BucketAccumulator: gradients on eager devices, accumulated in flat buckets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, final
 
@@ -34,11 +32,8 @@ class BucketAccumulator(GradientAccumulator):
     to itself, and a second set of tensors holds the sum of the minibatches before, in float32 at least.
 
     With `exact`, gradients are summed in fixed point (:class:`FixedPoint64`). With tensor parallelism, the buckets hold
-    local shards, and norms are completed over `model_parallel`.
-
-    Args:
-        model_parallel: the ranks that have this rank's samples and other shards; None if parameters are not sharded.
-        model_groups: the process groups that `model_parallel` consists of.
+    local shards, and norms are completed over `model_parallel`, the ranks that have this rank's samples and other
+    shards; it consists of `model_groups`.
     """
 
     _samples_weights = True

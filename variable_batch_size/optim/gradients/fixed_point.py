@@ -1,11 +1,8 @@
 """FixedPoint64, FixedPoint32: number formats whose sums are the same to the last bit on any number of ranks.
 
 Sums of whole multiples of a unit u do not depend on their order, as long as they are exact: float64 holds them up to
-2⁵³·u. So every gradient is rounded to a small unit, which follows from the gradient of the previous step and is
-therefore the same on all ranks.
+2⁵³·u. So every gradient is rounded to a small unit that follows from the previous step, the same on all ranks.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -23,6 +20,13 @@ HEADROOM = 12  # powers of two by which a gradient may differ from the previous 
 MAX_RUNGS = 180  # in each direction, at 12 powers of two a rung: more than the range of float64
 _BITS = 51  # powers of two by which the sum may exceed the unit, so that adding 1.5 · 2⁵² units rounds to whole ones
 _CHUNK = 2**16  # elements of a large gradient on a CPU, so that intermediate results stay in its cache
+
+# of FixedPoint32
+_LIMB_BITS = 16  # of each of three limbs: few enough for the sum over 2¹⁴ minibatches to fit 32 bits
+_MIN_LIMIT = -78  # below, the unit of the last limb would be no normal number of float32
+_NUMBERS_HEADROOM = 12  # of squares and weights, beyond that of gradients
+
+Gradients = Mapping[torch.Tensor, torch.Tensor]
 
 
 class FixedPointScale:
@@ -64,8 +68,7 @@ class FixedPointScale:
 
     def rounding_constant(self, p: Hashable, rung: int, num_minibatches: int) -> float:
         """Rounds a float64 to a whole multiple of the unit when it is added and subtracted again."""
-        num_bits = (num_minibatches - 1).bit_length()
-        return math.ldexp(1.5, 52 + self.limit(p) + rung * HEADROOM + num_bits - _BITS)
+        return math.ldexp(1.5, 52 + self.limit(p) + rung * HEADROOM + (num_minibatches - 1).bit_length() - _BITS)
 
     def state_dict(self, parameters: Iterable[Hashable]) -> dict[str, Any]:
         return {"exponents": [self._exponents.get(p) for p in parameters], "has_asked": self.has_asked}
@@ -82,15 +85,13 @@ class _FixedPoint:
     _max_minibatches: int  # of a step, so that sums do not overflow
 
     def __init__(self, inner: Optimizer) -> None:
-        self._inner = inner
-        self._scale = FixedPointScale()
+        self._inner, self.scale = inner, FixedPointScale()
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [p for group in self._inner.param_groups for p in group["params"]]
 
     def check_num_minibatches(self, number: int) -> None:
-        if number > self._max_minibatches:
-            limit = self._max_minibatches
+        if number > (limit := self._max_minibatches):
             raise ValueError(f"With `exact`, a step can have at most {limit} minibatches, got {number}.")
 
 
@@ -104,13 +105,11 @@ def split_into_parts(numbers: torch.Tensor) -> torch.Tensor:
 
     A number that is not finite stays so; from 2¹²⁸ on, a number counts as infinite.
     """
-    rest = torch.where(numbers < 2.0**128, numbers.double(), math.inf)
-    parts = []
+    rest, parts = torch.where(numbers < 2.0**128, numbers.double(), math.inf), []
     for exponent in _EXPONENTS_OF_PARTS:
         constant = math.ldexp(1.5, 52 + exponent)
-        part = (rest + constant) - constant
-        parts.append(part)
-        rest = rest - part
+        parts.append((rest + constant) - constant)
+        rest = rest - parts[-1]
     return torch.stack(parts)
 
 
@@ -147,21 +146,20 @@ class FixedPoint64(_FixedPoint):
     def update_scale(self, communicator: Communicator) -> None:
         """Before the first minibatch of a step: set the units by the previous step, in the same way on all ranks."""
         self._read_previous()
-        if self._scale.has_asked:
+        if self.scale.has_asked:
             return
         # in the first step of a run by rank 0's first minibatch, which is the same on any number of ranks
         parameters = self._parameters()
         largest = [0.0 if p.grad is None else float(_largest_of(p.grad)) for p in parameters]
         sent = torch.tensor(largest).to(parameters[0].device)
         communicator.broadcast([sent])
-        self._scale.update(parameters, sent.tolist())
-        self._scale.has_asked = True
+        self.scale.update(parameters, sent.tolist())
+        self.scale.has_asked = True
 
     def _read_previous(self) -> None:
         if self._previous is not None:
-            parameters, largest = self._previous
-            self._scale.update(parameters, largest.tolist())
-            self._previous = None
+            (parameters, largest), self._previous = self._previous, None
+            self.scale.update(parameters, largest.tolist())
 
     def add_numbers(self, squares: torch.Tensor | None, weight: Weight | None) -> None:
         """Add the squared norms of a minibatch, per unit of its weight, and its weight."""
@@ -186,9 +184,9 @@ class FixedPoint64(_FixedPoint):
             p = buckets.parameters[index]
             if not math.isfinite(value):  # the elements that are finite must still add up exactly
                 value = float(_largest_of(gradient.nan_to_num(0.0, 0.0, 0.0)))
-            rung = self._scale.rung(p, value)
+            rung = self.scale.rung(p, value)
             views.append((self._rung(rung, buckets) if rung else buckets).views[index])
-            constants.append(self._scale.rounding_constant(p, rung, n))
+            constants.append(self.scale.rounding_constant(p, rung, n))
             are_new.append(is_first and not rung)
             if not rung:
                 written.add(index)
@@ -258,12 +256,12 @@ class FixedPoint64(_FixedPoint):
     def state_dict(self) -> dict[str, Any]:
         if self._parts is None:  # between steps
             self._read_previous()
-        return self._scale.state_dict(self._parameters())
+        return self.scale.state_dict(self._parameters())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._previous, self._scale = None, FixedPointScale()
+        self._previous, self.scale = None, FixedPointScale()
         if state:
-            self._scale.load_state_dict(state, self._parameters())
+            self.scale.load_state_dict(state, self._parameters())
 
 
 def _largest_of_each(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -307,15 +305,7 @@ def _in_chunks(one: torch.Tensor, other: torch.Tensor) -> list[tuple[torch.Tenso
     """Two tensors of the same shape in pairs of chunks; in one piece if they are not contiguous or not on a CPU."""
     if one.device.type != "cpu" or not (one.is_contiguous() and other.is_contiguous()):
         return [(one, other)]
-    chunks = [torch.split(tensor.view(-1), _CHUNK) for tensor in (one, other)]
-    return list(zip(*chunks, strict=True))
-
-
-_LIMB_BITS = 16  # of each of three limbs: few enough for the sum over 2¹⁴ minibatches to fit 32 bits
-_MIN_LIMIT = -78  # below, the unit of the last limb would be no normal number of float32
-_NUMBERS_HEADROOM = 12  # of squares and weights, beyond that of gradients
-
-Gradients = Mapping[torch.Tensor, torch.Tensor]
+    return list(zip(*(torch.split(tensor.view(-1), _CHUNK) for tensor in (one, other)), strict=True))
 
 
 @final
@@ -352,21 +342,15 @@ class FixedPoint32(_FixedPoint):
         self._number_limbs = [_zeros((num_numbers,), device) for _ in range(3)]
         self._flags = [_zeros((len(self.limbs) + num_numbers,), device) for _ in range(3)]
 
-    @property
-    def has_asked(self) -> bool:
-        """Whether rank 0 has broadcast the sizes of its first minibatch."""
-        return self._scale.has_asked
-
     def update_scale(self, sizes: Sequence[float]) -> None:
-        """Set the units by the largest elements of gradients, and by numbers."""
-        self._scale.update(list(self.limbs), sizes[: len(self.limbs)])
+        self.scale.update(list(self.limbs), sizes[: len(self.limbs)])
         self._number_scale.update(range(len(sizes) - len(self.limbs)), sizes[len(self.limbs) :])
-        self._scale.has_asked = True
+        self.scale.has_asked = True
 
     def begin_step(self) -> None:
         """Before the first minibatch of a step: send the units to the device."""
         num_numbers, device = len(self._number_limbs[0]), self._flags[0].device
-        limits = [self._scale.limit(p) for p in self.limbs]
+        limits = [self.scale.limit(p) for p in self.limbs]
         limits += [self._number_scale.limit(number) + _NUMBERS_HEADROOM for number in range(num_numbers)]
         limits = [min(max(limit, _MIN_LIMIT), 127) for limit in limits]
         self._limits = torch.tensor([2.0**limit for limit in limits]).to(device)
@@ -374,7 +358,6 @@ class FixedPoint32(_FixedPoint):
         self._inverse = torch.tensor([2.0 ** (_LIMB_BITS - limit) for limit in limits]).to(device)
 
     def add_(self, gradients: Gradients, numbers: torch.Tensor) -> None:
-        """Add the gradients and numbers of a minibatch."""
         sizes = torch.cat([self.largest_of(gradients), numbers])
         is_finite = torch.isfinite(sizes)
         self._flags[0].add_((is_finite & (sizes > self._limits)).int())
@@ -421,7 +404,6 @@ class FixedPoint32(_FixedPoint):
         return torch.where(self._flags[1][here] == 0, total, torch.full_like(total, math.nan))
 
     def to_check(self, totals: Gradients, numbers: torch.Tensor) -> torch.Tensor:
-        """What :meth:`check` needs on the host."""
         sizes = torch.cat([self.largest_of(totals), numbers])
         return torch.cat([sizes, self._flags[2].float(), self._flags[0].sum().float().view(1)])
 
@@ -439,16 +421,16 @@ class FixedPoint32(_FixedPoint):
         self.update_scale(means)
         for index, key in enumerate([*self.limbs, *range(len(self._number_limbs[0]))]):
             if not means[index] and values[num_sizes + index]:  # all of it was rounded to 0
-                (self._scale if index < len(self.limbs) else self._number_scale).decrease(key)
+                (self.scale if index < len(self.limbs) else self._number_scale).decrease(key)
 
     def state_dict(self) -> dict[str, Any]:
         numbers = self._number_scale.state_dict(range(self._num_numbers()))
-        return {**self._scale.state_dict(self._parameters()), "numbers": numbers}
+        return {**self.scale.state_dict(self._parameters()), "numbers": numbers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._scale, self._number_scale = FixedPointScale(), FixedPointScale()
+        self.scale, self._number_scale = FixedPointScale(), FixedPointScale()
         if "numbers" in state:
-            self._scale.load_state_dict(state, self._parameters())
+            self.scale.load_state_dict(state, self._parameters())
             self._number_scale.load_state_dict(state["numbers"], range(self._num_numbers()))
 
 

@@ -1,7 +1,5 @@
 """FSDPAccumulator: gradients of fully_shard (FSDP2) models, which FSDP itself reduces."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,15 +10,9 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from variable_batch_size.cores import dtensor
 from variable_batch_size.cores.communicator import Communicator, Ranks
-from variable_batch_size.cores.dtensor import (
-    dimensions_of,
-    is_dtensor,
-    redistribute_like,
-    replication_factor,
-    to_local,
-    to_locals,
-)
+from variable_batch_size.cores.dtensor import to_local, to_locals
 from variable_batch_size.data.cursor import StepPlan
 from variable_batch_size.optim.gradients.accumulator import NUM_CHECKSUMS, UNWEIGHTED, GradientAccumulator, StepGradient
 from variable_batch_size.optim.gradients.norms import norms_of, sharded_squared_norms, squared_norm
@@ -28,53 +20,6 @@ from variable_batch_size.optim.token_weights import Weight
 from variable_batch_size.optim.wrappers import Wrappers, fsdp_states, refuse_divide_factor, refuse_left_out
 
 _MAX_HELD = 2**23  # elements of gradients, 32 MB, that may be kept a moment longer to be measured together
-
-
-class _GradHook:
-    """Passes the gradient of an unsharded parameter to the accumulator, as long as that exists."""
-
-    def __init__(self, accumulator: FSDPAccumulator, p: torch.nn.Parameter, unsharded: torch.nn.Parameter) -> None:
-        self._accumulator, self._p, self._unsharded = weakref.ref(accumulator), weakref.ref(p), weakref.ref(unsharded)
-
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        own, p, unsharded = self._accumulator(), self._p(), self._unsharded()
-        if own is None or p is None or unsharded is None:
-            return gradient
-        return own._on_unsharded_grad(p, unsharded, gradient)
-
-
-def _set_grad_sync(accumulator: weakref.ref[FSDPAccumulator], module: Any, args: Any) -> None:
-    """Before a forward pass: loops that accumulate by themselves disable the reduction of most minibatches."""
-    own = accumulator()
-    if own is not None:
-        refuse_divide_factor(own._wrappers.fsdp)
-        module.set_is_last_backward(True)
-        module.set_requires_gradient_sync(own._reduces)
-
-
-def _keep_graph(accumulator: weakref.ref[FSDPAccumulator], module: Any, args: Any, output: Any) -> None:
-    """After a forward pass: keep its graph, but not its outputs, in case the user leaves the minibatch out."""
-    own = accumulator()
-    if own is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        for tensor in _tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(_note_backward, accumulator))  # type: ignore[no-untyped-call]
-                local = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-                own._graphs.append(local.reshape(-1)[:0].sum())
-
-
-def _note_backward(accumulator: weakref.ref[FSDPAccumulator], gradient: torch.Tensor) -> None:
-    own = accumulator()
-    if own is not None:
-        own._has_run_backward, own._graphs = True, []
-
-
-def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping | list | tuple):
-        for part in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors_in(part)
 
 
 @final
@@ -88,14 +33,6 @@ class FSDPAccumulator(GradientAccumulator):
     would not do for NaN, and measures the others. FSDP reduces gradients before they are unscaled, so a loss scale must
     be the same on all ranks in a round. All ranks must run each backward pass: where the user leaves a minibatch out,
     :meth:`accumulate` runs it with a gradient of zeros.
-
-    Args:
-        ranks: those that have different samples.
-        everyone: all ranks that have a shard.
-        model_parallel: the ranks that have this rank's samples, as parameters are sharded over them, too.
-        model_groups: the process groups that `model_parallel` consists of.
-        wrappers: with the modules of fully_shard.
-        reduce_scatter_once: whether FSDP sums unsharded gradients until the last round of a step and then reduces them.
     """
 
     # of the latest minibatch:
@@ -109,12 +46,12 @@ class FSDPAccumulator(GradientAccumulator):
         inner: Optimizer,
         communicator: Communicator,
         *,
-        ranks: Ranks,
-        everyone: Communicator,
-        model_parallel: Communicator,
-        model_groups: list[Ranks],
+        ranks: Ranks,  # those that have different samples
+        everyone: Communicator,  # all that have a shard
+        model_parallel: Communicator,  # those that have this rank's samples, as parameters are sharded over them, too
+        model_groups: list[Ranks],  # that model_parallel consists of
         wrappers: Wrappers,
-        reduce_scatter_once: bool = False,
+        reduce_scatter_once: bool = False,  # whether FSDP sums unsharded gradients until the last round of a step
         **common: Any,
     ) -> None:
         super().__init__(inner, communicator, **common)
@@ -185,7 +122,7 @@ class FSDPAccumulator(GradientAccumulator):
 
     def _check_mesh(self, p: torch.nn.Parameter, unsharded: torch.nn.Parameter) -> None:
         sizes, sizes_unsharded = (
-            [len(dimension.ranks) for dimension in dimensions_of(tensor) if self._ranks.issuperset(dimension.ranks)]
+            [len(one.ranks) for one in dtensor.dimensions_of(tensor) if self._ranks.issuperset(one.ranks)]
             for tensor in (p, unsharded)
         )
         if math.prod(sizes) != len(self._ranks) or sizes_unsharded:
@@ -214,10 +151,10 @@ class FSDPAccumulator(GradientAccumulator):
         self._num_seen[p] = self._num_seen.get(p, 0) + 1
         if self._is_padding:
             return torch.zeros_like(grad)
-        grad = redistribute_like(unsharded, grad)
+        grad = dtensor.redistribute_like(unsharded, grad)
         if self._measures:
             if p not in self._replicas:
-                self._replicas[p] = replication_factor(grad, self._model_groups)
+                self._replicas[p] = dtensor.replication_factor(grad, self._model_groups)
             local = to_local(grad.detach())  # another reference to the gradient itself would make autograd copy it
             self._held.append((p, local))
             self._num_held += local.numel()
@@ -240,8 +177,7 @@ class FSDPAccumulator(GradientAccumulator):
         self._check_seen(gradients)
         squares = self._measure() if self._measures else None
         self._add_numbers(squares, 0.0 if plan.is_padding and weight is not None else weight)
-        known = [p for p in gradients if p in self._sums]
-        if known:
+        if known := [p for p in gradients if p in self._sums]:
             torch._foreach_add_(to_locals(self._sums[p] for p in known), to_locals(gradients[p] for p in known))
         new = [p for p in gradients if p not in self._sums]
         self._sums |= {p: gradients[p].to(torch.promote_types(p.dtype, torch.float32)) for p in new}
@@ -354,3 +290,50 @@ class FSDPAccumulator(GradientAccumulator):
 
     def _squared_norms(self, lists: list[list[torch.Tensor]]) -> torch.Tensor:
         return sharded_squared_norms(lists, self._everyone, self._model_groups, like=self._like)
+
+
+class _GradHook:
+    """Passes the gradient of an unsharded parameter to the accumulator, as long as that exists."""
+
+    def __init__(self, accumulator: FSDPAccumulator, p: torch.nn.Parameter, unsharded: torch.nn.Parameter) -> None:
+        self._accumulator, self._p, self._unsharded = weakref.ref(accumulator), weakref.ref(p), weakref.ref(unsharded)
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        own, p, unsharded = self._accumulator(), self._p(), self._unsharded()
+        if own is None or p is None or unsharded is None:
+            return gradient
+        return own._on_unsharded_grad(p, unsharded, gradient)
+
+
+def _set_grad_sync(accumulator: weakref.ref[FSDPAccumulator], module: Any, args: Any) -> None:
+    """Before a forward pass: loops that accumulate by themselves disable the reduction of most minibatches."""
+    own = accumulator()
+    if own is not None:
+        refuse_divide_factor(own._wrappers.fsdp)
+        module.set_is_last_backward(True)
+        module.set_requires_gradient_sync(own._reduces)
+
+
+def _keep_graph(accumulator: weakref.ref[FSDPAccumulator], module: Any, args: Any, output: Any) -> None:
+    """After a forward pass: keep its graph, but not its outputs, in case the user leaves the minibatch out."""
+    own = accumulator()
+    if own is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(_note_backward, accumulator))  # type: ignore[no-untyped-call]
+                local = tensor.to_local() if dtensor.is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+                own._graphs.append(local.reshape(-1)[:0].sum())
+
+
+def _note_backward(accumulator: weakref.ref[FSDPAccumulator], gradient: torch.Tensor) -> None:
+    own = accumulator()
+    if own is not None:
+        own._has_run_backward, own._graphs = True, []
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors_in(part)

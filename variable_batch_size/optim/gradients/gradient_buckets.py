@@ -1,7 +1,5 @@
 """GradientBuckets: flat tensors that hold the gradients of a model, so that one all-reduce sums them."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from operator import attrgetter, is_
 from sys import getrefcount
@@ -11,6 +9,8 @@ import torch
 
 from variable_batch_size.cores.dtensor import to_local
 from variable_batch_size.optim.token_weights import Weight
+
+Parameters = list[torch.nn.Parameter]
 
 _dtype_of = attrgetter("dtype")
 _shape_and_device_of = attrgetter("shape", "device")
@@ -22,17 +22,10 @@ class GradientBuckets:
     Of a DTensor it holds the gradient of the local shard. After the gradients, a bucket has one element for each of its
     parameters, which marks that this rank had a gradient. One bucket of at least float32 has some elements for numbers,
     such as squared norms, so that all are reduced together; if all gradients are narrower, they are a tensor by
-    themselves.
-
-    Args:
-        parameters: whose gradients to hold; `views` are the gradients in the same order.
-        num_numbers: how many numbers there are.
-        dtype: the narrowest of the buckets; None for those of the parameters.
+    themselves. `views` are the gradients in the order of the parameters, and `dtype` is the narrowest of the buckets.
     """
 
-    def __init__(
-        self, parameters: list[torch.nn.Parameter], *, num_numbers: int, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, parameters: Parameters, *, num_numbers: int, dtype: torch.dtype | None = None) -> None:
         self.parameters = parameters
         self._num_numbers, self._dtype = num_numbers, dtype
         self._dtypes = list(map(_dtype_of, parameters))
@@ -70,7 +63,7 @@ class GradientBuckets:
         self._addresses = [view.data_ptr() for view in self.views]
         self._references = self._count_references()
 
-    def matches(self, parameters: list[torch.nn.Parameter], num_numbers: int, *, checks_shapes: bool = True) -> bool:
+    def matches(self, parameters: Parameters, num_numbers: int, *, checks_shapes: bool = True) -> bool:
         """Whether these are the parameters, with the same dtypes, and on demand the same shapes and devices."""
         return (
             num_numbers == self._num_numbers
@@ -92,14 +85,14 @@ class GradientBuckets:
         of_storages = [torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self.flats]
         return [*of_storages, sum(map(getrefcount, self.views))]
 
-    def copy_from(self, old: GradientBuckets) -> None:
+    def copy_from(self, old: "GradientBuckets") -> None:
         """Copy the gradients of the parameters that other buckets have, too."""
         values = {id(p): view for p, view in zip(old.parameters, old.views, strict=True)}
         for p, view in zip(self.parameters, self.views, strict=True):
             if id(p) in values:
                 view.copy_(values[id(p)])
 
-    def new_like(self) -> GradientBuckets:
+    def new_like(self) -> "GradientBuckets":
         """Buckets of zeros for the same parameters, without numbers."""
         return GradientBuckets(self.parameters, num_numbers=0, dtype=self._dtype)
 
@@ -133,7 +126,6 @@ class GradientBuckets:
             torch._foreach_add_(self.views if is_complete else [self.views[index] for index in indices], gradients)
 
     def mark_present(self, is_present: list[bool]) -> None:
-        """Mark the parameters that had a gradient on this rank."""
         for marks, members in self._marks:
             if all(is_present):
                 marks.fill_(1)
@@ -146,10 +138,8 @@ class GradientBuckets:
         return [found[index] != 0 for index in range(len(self.parameters))]
 
 
-def _restored(
-    parameters: list[torch.nn.Parameter], num_numbers: int, dtype: torch.dtype | None, values: list[torch.Tensor]
-) -> GradientBuckets:
-    buckets = GradientBuckets(parameters, num_numbers=num_numbers, dtype=dtype)
+def _restored(parameters: Parameters, number: int, dtype: torch.dtype | None, values: list[torch.Tensor]) -> Any:
+    buckets = GradientBuckets(parameters, num_numbers=number, dtype=dtype)
     for tensor, value in zip((*buckets.views, buckets.numbers), values, strict=True):
         tensor.copy_(value)
     return buckets

@@ -1,7 +1,5 @@
 """Squared norms of tensors, local and sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import torch
@@ -45,12 +43,8 @@ def sharded_squared_norms(
 ) -> torch.Tensor:
     """The squared norm of each of several lists of DTensors: local squares ÷ number of replicas, summed over ranks.
 
-    Every rank must call it. There is no collective if all lists are empty.
-
-    Args:
-        everyone: all ranks that have a shard.
-        groups: those groups of them that share the samples: a tensor that is not sharded over one is replicated there.
-        like: a tensor on the device, and of the precision, in which to sum.
+    Every rank that has a shard must call it. There is no collective if all lists are empty. `groups` are those of the
+    ranks that share the samples: a tensor that is not sharded over one is replicated there.
     """
     of_lists = []
     for tensors in lists:

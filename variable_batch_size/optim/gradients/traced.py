@@ -1,7 +1,5 @@
 """TracedAccumulator: gradients on XLA, one tensor for each parameter, and the same graph on every core."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, final
@@ -9,9 +7,10 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 
+from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.data.cursor import StepPlan
-from variable_batch_size.optim.gradients.accumulator import GradientAccumulator, StepGradient
+from variable_batch_size.optim.gradients.accumulator import GradientAccumulator, StepGradient, per_weight
 from variable_batch_size.optim.gradients.fixed_point import FixedPoint32
 from variable_batch_size.optim.token_weights import Weight
 
@@ -77,8 +76,7 @@ class TracedAccumulator(GradientAccumulator):
         self._sums |= {p: self._sums[p].to(_sum_dtype(p)) for p in converted}
         new = [p for p in trainable if p not in self._sums]
         # made on the host: zeros made on the device would be a graph of their own
-        place = self.communicator.placed_like
-        self._sums |= {p: place(p, torch.zeros(p.shape, dtype=_sum_dtype(p))) for p in new}
+        self._sums |= {p: xla.placed_like(p, torch.zeros(p.shape, dtype=_sum_dtype(p))) for p in new}
         if new:
             self.check_presence()
             self._agreed = self._deviations = None
@@ -95,9 +93,9 @@ class TracedAccumulator(GradientAccumulator):
 
     def _ensure_infinities(self, parameters: list[torch.nn.Parameter]) -> bool:
         """Of parameters without a divisor: new ones, and all when a run starts over. True if some are new."""
-        known, place = self.divisors, self.communicator.placed_like
+        known = self.divisors
         new = [] if known is None else [p for p in parameters if p not in known and p not in self._infinities]
-        self._infinities |= {p: place(p, torch.full(p.shape, torch.inf)) for p in new}
+        self._infinities |= {p: xla.placed_like(p, torch.full(p.shape, torch.inf)) for p in new}
         return bool(new)
 
     def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
@@ -111,7 +109,8 @@ class TracedAccumulator(GradientAccumulator):
         for index, group in enumerate(self.inner.param_groups):
             fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
             if self._measures:
-                self._squares[index].add_(_per_weight(self._squared_norms_by_group([fresh]), of_one))
+                squares = self._squared_norms_by_group([fresh])
+                self._squares[index].add_(squares if of_one is None else per_weight(squares, of_one))
             for p in group["params"]:
                 if p.grad is not None:
                     self._sums[p].add_(p.grad.detach())
@@ -129,7 +128,7 @@ class TracedAccumulator(GradientAccumulator):
         self._ensure_sums()
         self.communicator.flush()
         if not self._has_sums:
-            if not fixed_point.has_asked:  # rank 0 has the first minibatch, on any number of ranks
+            if not fixed_point.scale.has_asked:  # rank 0 has the first minibatch, on any number of ranks
                 fresh = self._fresh(fixed_point)
                 sizes = torch.cat([fixed_point.largest_of(fresh), self._numbers_of(fresh, weight)])
                 self.communicator.flush()  # it may differ between cores
@@ -150,7 +149,7 @@ class TracedAccumulator(GradientAccumulator):
         groups = [[(p, fresh[p]) for p in group["params"] if p in fresh] for group in self.inner.param_groups]
         of_one = _on_device(0.0 if weight is None else weight, self._device())
         squares = self._squared_norms_by_group(groups) if self._measures else torch.zeros(len(groups)).to(of_one.device)
-        squares = _per_weight(squares, None if weight is None else of_one)
+        squares = squares if weight is None else per_weight(squares, of_one)
         return torch.cat([squares.float(), of_one, (of_one > 0).float()])
 
     def reduce(self, plan: StepPlan) -> StepGradient:
@@ -209,9 +208,8 @@ class TracedAccumulator(GradientAccumulator):
 
     def _own_presence(self, plan: StepPlan, dtype: torch.dtype) -> torch.Tensor:
         """Whether each parameter has a gradient on this core, as data; an idle core has none."""
-        known = self._known()
-        present = [0 if plan.is_idle else int(p in self._present) for p in known] or [0]
-        return torch.tensor(present, dtype=dtype).to(self._parameters()[0].device)
+        present = [0 if plan.is_idle else int(p in self._present) for p in self._known()] or [0]
+        return torch.tensor(present, dtype=dtype).to(self._device())
 
     def _agree(self, presence: torch.Tensor) -> None:
         """In the first step of an epoch, and after parameters were frozen or added: wait for the union of all cores."""
@@ -226,9 +224,8 @@ class TracedAccumulator(GradientAccumulator):
             self.communicator.sum([total])
             counts = self._read(total, is_extra=True)
             self._agreed, self._trainable = [count > 0 for count in counts[: len(trainable)]], trainable
-            device = presence.device
-            self._expected = torch.tensor(self._agreed or [False]).to(device)
-            self._deviations = torch.zeros(len(self._agreed) or 1).to(device)
+            self._expected = torch.tensor(self._agreed or [False]).to(presence.device)
+            self._deviations = torch.zeros(len(self._agreed) or 1).to(presence.device)
 
     def _set_gradients(self, present: list[bool]) -> None:
         for (p, tensor), is_present in zip(self._sums.items(), present, strict=True):
@@ -250,8 +247,7 @@ class TracedAccumulator(GradientAccumulator):
         counts = super()._read(self._deviations.cpu())
         if not any(counts):
             return
-        self._deviations = None
-        known = self._known()
+        known, self._deviations = self._known(), None
         place = next(index for index, count in enumerate(counts) if count)
         number = next(index for index, p in enumerate(self._parameters()) if p is known[place])
         raise RuntimeError(
@@ -324,8 +320,3 @@ def _on_device(weight: Weight, device: torch.device) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return weight.detach().to(device).float().view(1)
     return torch.tensor([float(weight)]).to(device)
-
-
-def _per_weight(squares: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """Squared norms of a minibatch, per unit of its weight; 0 if the weight is 0."""
-    return squares if weight is None else torch.where(weight > 0, squares / weight, torch.zeros_like(squares))
