@@ -141,7 +141,7 @@ class FixedPoint64(_FixedPoint):
     @property
     def is_unscaled(self) -> bool:
         """Whether rank 0 has not broadcast the first units."""
-        return not self._scale.has_asked
+        return not self.scale.has_asked
 
     def update_scale(self, communicator: Communicator) -> None:
         """Before the first minibatch of a step: set the units by the previous step, in the same way on all ranks."""
