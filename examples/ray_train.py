@@ -74,7 +74,7 @@ def run(options: dict[str, Any], *, workers: int) -> None:
     def work(options: dict[str, Any]) -> None:
         train(options)  # the weights would have to be transferred
 
-    ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=workers, include_dashboard=False, log_to_driver=False)
     trainer = TorchTrainer(
         work,
         train_loop_config=options,
