@@ -36,13 +36,13 @@ def make_accumulator(
         raise ValueError(f"`lockstep` of the sampler must be False {where}: {reason}")
     if exact and xla.is_spmd():
         raise ValueError("`exact` must be False in XLA's SPMD mode, where several devices sum within each minibatch")
-    if exact and communicator.is_one_program and xla.is_running() and not xla.has_fixed_threads():
+    parameters = [p for group in inner.param_groups for p in group["params"]]
+    if exact and parameters[0].device.type == "xla" and not xla.has_fixed_threads():
         raise ValueError(
             f"`exact` on XLA's CPU needs the thread pools of vbs.launch, on at most {xla.NUM_THREADS // 2} cores: use "
             'vbs.launch(train, cores=…, backend="xla"), also for one core'
         )
     options["model"] = wrappers.model
-    parameters = [p for group in inner.param_groups for p in group["params"]]
     if not dtensor.any_dtensor(parameters):
         if not communicator.keeps_flat_gradients:
             return TracedAccumulator(inner, communicator, exact=exact, **options)
