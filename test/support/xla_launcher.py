@@ -33,9 +33,10 @@ class XlaLauncher:
         return result
 
     def close(self):
-        """End the process."""
-        self._pipe.close()
+        """End the process; forks of this one may hold the pipe open."""
+        self._process.kill()
         self._process.wait()
+        self._pipe.close()
 
 
 def serve(pipe):
