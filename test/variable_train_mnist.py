@@ -51,7 +51,7 @@ def parse_flags(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--drop_last", action="store_true", help="test with whole minibatches only")
     parser.add_argument("--log_steps", type=int, default=20, help="steps from one record to the next")
     parser.add_argument("--logdir", help="for TensorBoard files and log.jsonl")
-    parser.add_argument("--checkpoint_dir", help="save here, and go on from what is there")
+    parser.add_argument("--checkpoint_dir", help="save here, and resume from what is there")
     parser.add_argument("--metrics_debug", action="store_true", help="print what torch_xla has counted")
     return parser.parse_args(arguments)
 

@@ -144,7 +144,7 @@ def test_completed_trace_may_be_held_or_cycled(tmp_path, on_end, goes_on):
     Run(tmp_path, trace).go()
     second = Run(tmp_path, trace, on_end=on_end, allow_changes={"on_end"}).go(until=6, epochs=10)
     assert second.sizes == goes_on
-    assert second.steps[0][0] == 0, "the epoch that ended with the trace goes on"
+    assert second.steps[0][0] == 0, "the epoch that ended with the trace continues"
 
 
 def test_epoch_that_ended_early_stays_ended(tmp_path):

@@ -168,7 +168,7 @@ class MinibatchSource(ABC):
         if runs.is_late:
             raise RuntimeError(
                 f"the optimizer was made, or set to epoch {self.epoch}, when minibatches of this pass had been run "
-                "already: call set_epoch(), with `first_step` to go on within the epoch, and begin another pass"
+                "already: call set_epoch(), with `first_step` to resume within the epoch, and start another pass"
             )
         if self.must_be_read and self.num_read and runs.number >= self.num_read:
             raise RuntimeError(
