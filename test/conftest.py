@@ -86,14 +86,11 @@ def on_cores(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def on_new_cores(tmp_path_factory):
-    """Runs a function on new gloo processes: for functions that change the process by signals or its environment.
-
-    They are forked from this process, which has imported torch and the frameworks; a launch needs seconds for that.
-    """
+    """Runs a function on new gloo processes: for functions that change the process by signals or its environment."""
     from standing_cores import StandingCores
 
-    def run(cores, function, *args):
-        new = StandingCores(cores, tmp_path_factory.mktemp("new-cores"))
+    def run(cores, function, *args, imports=()):
+        new = StandingCores(cores, tmp_path_factory.mktemp("new-cores"), imports)
         try:
             return new.run(function, *args)
         finally:

@@ -24,10 +24,7 @@ def all_runs(folder):
 
 @pytest.fixture(scope="module")
 def found(on_new_cores, tmp_path_factory):
-    import accelerate_runs  # noqa: F401  here, for both processes
-    import trainer_runs  # noqa: F401
-
-    return on_new_cores(2, all_runs, tmp_path_factory.mktemp("two"))
+    return on_new_cores(2, all_runs, tmp_path_factory.mktemp("two"), imports=["accelerate_runs", "trainer_runs"])
 
 
 def test_accelerate_loop_on_two_processes_equals_one_process(found):

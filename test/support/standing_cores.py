@@ -1,45 +1,52 @@
-"""Forked torch.distributed processes that live for a session and run one job after another; starting them is slow."""
+"""torch.distributed processes that live for a session and run one job after another; starting them is slow."""
 
+import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
+import tempfile
 import time
 import traceback
 import warnings
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from fresh_process import FreshProcess
 
 from variable_batch_size.data.sampler import MinibatchSource
 
-MOST_SECONDS = 600
+MOST_SECONDS = 600  # without an answer they hang, however busy the machine is
 
 
 class StandingCores:
-    """Some gloo processes, forked from this one, which has imported their dependencies.
+    """Some gloo processes, forked from one that has imported their dependencies.
 
     Args:
         cores: how many.
         directory: an empty directory for their rendezvous.
+        imports: names of further modules to import before forking.
     """
 
-    def __init__(self, cores, directory):
-        self._pipes, self._pids = [], []
+    _parent = None
+
+    def __init__(self, cores, directory, imports=()):
+        if StandingCores._parent is None:
+            StandingCores._parent = FreshProcess("standing_cores")
+        self._directory = Path(directory)
         self.is_broken = False
-        for rank in range(cores):
-            own, other = multiprocessing.Pipe()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads is intended
-                pid = os.fork()  # not a child of multiprocessing, whose children are counted elsewhere
-            if not pid:
-                for pipe in [own, *self._pipes]:  # otherwise it would not detect the end of this process
-                    pipe.close()
-                _work(other, f"file://{directory}/store", rank, cores)
-            other.close()
-            self._pipes.append(own)
-            self._pids.append(pid)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            multiprocessing.connection.Listener(f"{folder}/listener", backlog=cores) as listener,
+        ):
+            self._pids = self._parent.ask(cores, self._directory, listener.address, imports)
+            pipes = [listener.accept() for _ in self._pids]
+        self._pipes = [pipe for _, pipe in sorted((pipe.recv(), pipe) for pipe in pipes)]
 
     def run(self, function, *args):
         """Run ``function(*args)`` on each core; returns the results, like a launch."""
@@ -48,7 +55,7 @@ class StandingCores:
         while len(found) < len(self._pipes):
             left = [pipe for pipe in self._pipes if pipe not in found]
             for pipe in multiprocessing.connection.wait(left, max(0.0, end - time.monotonic())) or [None]:
-                is_good, found[pipe] = _received(pipe)
+                is_good, found[pipe] = _received(pipe) if pipe else (False, self._tracebacks())
                 if not is_good:
                     self.kill()  # others may wait for this core forever
                     raise RuntimeError(f"a core failed:\n{found[pipe]}")
@@ -67,36 +74,72 @@ class StandingCores:
         """The answer of one of them: whether its job succeeded, and the result or the error."""
         return _received(multiprocessing.connection.wait(self._pipes)[0])
 
+    def _tracebacks(self):
+        """What each of them was doing when it hung."""
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
+        multiprocessing.connection.wait(self._pipes, 10)
+        found = [path.read_text() for path in sorted(self._directory.glob("*.traceback"))]
+        return "\n".join([f"none has answered for {MOST_SECONDS} s; they were at", *found])
+
     def kill(self):
-        """End all of them at once, with SIGKILL."""
+        """End all of them at once, with SIGKILL; their parent waits for them."""
         self.is_broken = True
         for pid in self._pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pipe in self._pipes:
+            with suppress(EOFError, OSError):
+                while True:
+                    pipe.recv_bytes()
+            pipe.close()
         self._pids = []
 
 
 def _received(pipe):
-    if pipe is None:
-        return False, f"none has answered for {MOST_SECONDS} s"
     try:
         return pickle.loads(pipe.recv_bytes())
     except EOFError:
         return False, "it has died"
 
 
-def _work(pipe, meeting_point, rank, cores):
+def prepare():
+    """In their parent: import what an optimizer's first step imports, which takes a second."""
+    import_module("torch._dynamo")
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for them
+
+
+def answer(cores, directory, address, imports):
+    """In their parent: fork them."""
+    for name in imports:
+        import_module(name)
+    pids = []
+    for rank in range(cores):
+        pid = os.fork()
+        if not pid:
+            _work(directory, address, rank, cores)
+        pids.append(pid)
+    return pids
+
+
+def _work(directory, address, rank, cores):
     """Never returns: the following code is only for the other process."""
-    warnings.resetwarnings()  # warnings are errors in tests, including those of torch.compile
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a new process has it
-    is_met = False
     try:
+        warnings.resetwarnings()  # warnings are errors in tests, including those of torch.compile
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as a new process has it
+        os.closerange(3, 1024)  # the pipe of the parent, which must end with the tests
+        file = (directory / f"{rank}.traceback").open("w")
+        faulthandler.enable(file)
+        pipe = multiprocessing.connection.Client(address)
+        pipe.send(rank)
         while True:
             MinibatchSource.must_be_read, function, args = pickle.loads(pipe.recv_bytes())
             try:
-                if not is_met:
-                    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=cores)
-                    is_met = True
+                if not dist.is_initialized():
+                    store = f"file://{directory}/store"
+                    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=cores)
                 outcome = True, function(*args)
             except BaseException:
                 outcome = False, traceback.format_exc()
