@@ -14,7 +14,7 @@ SETS_UP := $(or $(filter .venv,$(VENV)),$(if $(wildcard $(BIN)/python),$(wildcar
 FOR_DEMO := $(if $(SETS_UP),$(VENV)/.demo,complete)
 FOR_ALL := $(if $(SETS_UP),$(VENV)/.test,complete)
 
-.PHONY: demo check test lint docs browser bench soak mutants clean complete
+.PHONY: demo check test lint docs browser bench tpu soak mutants clean complete
 
 demo: EXTRAS = demo
 demo: $(FOR_DEMO)
@@ -60,11 +60,29 @@ bench: $(FOR_ALL) .peers
 	$(BIN)/python bench/saving.py
 	$(BIN)/python bench/xla.py
 
+# compiles programs for TPUs, with the compiler in an environment of its own; libtpu has wheels for Linux x86-64 only
+tpu: EXTRAS = test
+tpu: export TPU_TOPOLOGIES ?= v5e:2x2 v6e:2x2
+ifneq ($(XLA),)
+tpu: $(FOR_ALL) .venv-tpu/.done
+	$(BIN)/python -m pytest -m tpu_compiler test/promises/test_programs_compile_for_tpus.py
+else
+tpu:
+	@echo "the TPU compiler, libtpu, has no wheel for this processor: its tests need Linux on x86-64"
+endif
+
+COMPILER = variable_batch_size/planning/tpu_compiler.py
+.venv-tpu/.done: $(COMPILER)
+	$(PYTHON) -m venv .venv-tpu
+	.venv-tpu/bin/pip install --quiet --disable-pip-version-check $$($(PYTHON) $(COMPILER) packages)
+	touch $@
+
 soak: EXTRAS = test
 soak: export PYTHONPATH := $(CURDIR):$(CURDIR)/test/support
 soak: $(FOR_ALL)
 	$(BIN)/python tools/soak.py --directory .soak
 	$(BIN)/python tools/elastic.py --directory .soak
+	$(MAKE) tpu TPU_TOPOLOGIES="v4:2x2x1 v5e:2x2 v5e:4x4 v5p:2x2x1 v6e:2x2 v6e:4x4"
 
 # mutation testing: prints the mutants that no test kills; for some files: make mutants ONLY="rules/noise.py rules/adam.py"
 mutants: EXTRAS = test
@@ -101,4 +119,4 @@ complete:
 		linkify-it-py markdown-it-py mdit-py-plugins mdurl platformdirs pyyaml rich setproctitle textual
 
 clean:
-	rm -rf .venv .peers .soak .mutmut build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-tpu .peers .soak .mutmut build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
