@@ -1,5 +1,6 @@
 """Short trainings whose programs are compiled for TPUs, several in one launch, which takes 10 s."""
 
+import os
 import sys
 import threading
 from functools import partial
@@ -77,9 +78,11 @@ SHARDED = {
 }
 
 
-def run_all(names, directory):
+def run_all(names, directory, donates):
     """Train each for a few steps on this core; returns the programs that each has compiled."""
     found, seen = {}, set()
+    if donates:
+        os.environ["XLA_ENABLE_PARAM_ALIASING"] = "1"  # as on a TPU
     for name in names:
         with ended_after(STEPS):
             (REPLICATED | SHARDED)[name]()
@@ -100,4 +103,4 @@ def dumped(directory, *, cores, spmd=False):
     """The programs of all trainings: name → files."""
     names = list(SHARDED if spmd else REPLICATED)
     with launch.environment({"XLA_FLAGS": tpu_compiler.dump_flags(directory), "PJRT_DEVICE": "CPU"}):
-        return launch.launch(run_all, (names, directory), cores=cores, backend="xla", spmd=spmd)[0]
+        return launch.launch(run_all, (names, directory, spmd or cores == 1), cores=cores, backend="xla", spmd=spmd)[0]

@@ -16,7 +16,9 @@ _ENVIRONMENT = Path(".venv-tpu/bin/python")
 
 def add_tpu(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    help = "what to pass to vbs.launch: it trains on a core; without arguments, or with the minibatch size as the only one"
+    help = (
+        "what to pass to vbs.launch: it trains on a core; without arguments, or with the minibatch size as the only one"
+    )
     add("function", metavar="FILE.py:FUNCTION", help=help)
     help = f"the TPU, one of {', '.join(CHIPS)} with its mesh, such as v5e:2x4"
     add("--topology", required=True, metavar="CHIP:MESH", help=help)
@@ -38,7 +40,9 @@ def run_tpu(options: argparse.Namespace) -> None:
     devices = parse_topology(options.topology)[1]
     options.cores = options.cores or (devices if options.spmd else min(2, devices))
     if options.spmd and options.cores != devices:
-        raise ValueError(f"--cores must be the {devices} devices of {options.topology} with --spmd, got {options.cores}")
+        raise ValueError(
+            f"--cores must be the {devices} devices of {options.topology} with --spmd, got {options.cores}"
+        )
     if ":" not in options.function:
         raise ValueError(f"expected FILE.py:FUNCTION, got {options.function!r}")
     size = options.minibatch_size or (8 if options.largest_minibatch else None)

@@ -1,5 +1,6 @@
 """The programs that torch_xla compiles in a user's training, dumped on virtual cores and compiled for a TPU."""
 
+import os
 import sys
 import tempfile
 import threading
@@ -36,7 +37,10 @@ def programs_of(
     """Run a few steps of ``file.py:function`` on virtual cores, and compile their programs for a topology."""
     with tempfile.TemporaryDirectory() as directory:
         files = dump(function, arguments, Path(directory), cores=cores, steps=steps, spmd=spmd)
-        return compile_programs(files, topology, python=python, cache=cache, is_spmd=spmd)
+        donating: list[Path] = []
+        if cores > 1 and not spmd:
+            donating = dump(function, arguments, Path(directory, "donating"), cores=1, steps=steps)
+        return compile_programs(files, topology, python=python, cache=cache, is_spmd=spmd, donating=donating)
 
 
 def dump(
@@ -46,7 +50,8 @@ def dump(
     variables = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": tpu_compiler.dump_flags(directory)}
     with environment(variables):
         try:
-            launch(_train, (function, arguments, steps), cores=cores, backend="xla", spmd=spmd)
+            donates = spmd or cores == 1
+            launch(_train, (function, arguments, steps, donates), cores=cores, backend="xla", spmd=spmd)
         except RuntimeError as error:
             raise ValueError(f"{function} failed on virtual XLA cores: {error}") from None
     files = tpu_compiler.dumped_in(directory)
@@ -55,7 +60,9 @@ def dump(
     return files
 
 
-def _train(function: str, arguments: tuple[Any, ...], steps: int) -> None:
+def _train(function: str, arguments: tuple[Any, ...], steps: int, donates: bool) -> None:
+    if donates:
+        os.environ["XLA_ENABLE_PARAM_ALIASING"] = "1"  # as on a TPU; launch() disables it, which several cores need
     file = function.rpartition(":")[0]
     if file.endswith(".py"):
         sys.path.insert(0, str(Path(file).resolve().parent))  # as Python does for a script

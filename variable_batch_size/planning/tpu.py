@@ -178,12 +178,28 @@ def _reason(error: str) -> str:
 
 
 def compile_programs(
-    files: Sequence[Path], topology: str, *, python: str, cache: Path, is_spmd: bool = False
+    files: Sequence[Path],
+    topology: str,
+    *,
+    python: str,
+    cache: Path,
+    is_spmd: bool = False,
+    donating: Sequence[Path] = (),
 ) -> Programs:
-    """Compile dumped programs with another Python, which has jax and libtpu."""
+    """Compile dumped programs with another Python, which has jax and libtpu.
+
+    Args:
+        files: the programs.
+        topology: to compile for.
+        python: which runs the compiler.
+        cache: a directory for records.
+        is_spmd: whether all devices are one core.
+        donating: programs of one core, which tell the buffers that programs of several cores would donate.
+    """
     parse_topology(topology)
     command = [python, tpu_compiler.__file__, "compile", topology, str(cache), "partitions" if is_spmd else "replicas"]
-    records = _records([*command, *map(str, files)])
+    programs = zip(map(str, files), tpu_compiler.donated_by(files, donating), strict=True)
+    records = _records(command, json.dumps([*programs]))
     head = next(records)
     if "missing" in head:
         needed = " ".join(f"'{package}'" for package in tpu_compiler.PACKAGES)
@@ -194,10 +210,10 @@ def compile_programs(
     return Programs(topology, head["devices"], head["versions"], [Program.of(record) for record in records])
 
 
-def _records(command: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _records(command: Sequence[str], given: str) -> Iterator[dict[str, Any]]:
     """The JSON records that a process prints."""
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, input=given, capture_output=True, text=True)
     except OSError as error:
         raise ValueError(f"{command[0]} is not a Python to run the TPU compiler with: {error}") from None
     if done.returncode:

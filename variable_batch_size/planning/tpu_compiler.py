@@ -20,7 +20,14 @@ _FORMAT = 1  # of cached records
 _DUMPED = ".before_optimizations.hlo.pb"
 _BYTES = {"pred": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8, "u64": 8, "c64": 8, "c128": 16}
 _OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (.+?) ([a-z][a-z-]*)\(", re.MULTILINE)
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+_COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 _HOST = ("infeed", "outfeed", "send", "recv")
 
 
@@ -75,6 +82,23 @@ def donated_of(module: bytes) -> list[int]:
         for _, entry in _fields(config)
     ]
     return sorted({entry.get(1, 0) for entry in entries})
+
+
+def donated_by(files: Sequence[Path], donating: Sequence[Path]) -> list[list[int]]:
+    """The donated parameters of programs: their own, or those of another with the same inputs and outputs.
+
+    Several virtual cores cannot donate buffers: freeing one would wait for a collective. One core can, and most of its
+    programs have the same inputs and outputs. A program without a match donates none: its memory is an upper bound.
+    """
+
+    def key(module: bytes) -> bytes:
+        shape = next(value for number, value in _fields(module) if number == 4)  # host_program_shape
+        return b"".join(value for number, value in _fields(shape) if number in (1, 2))  # without names
+
+    others = [module_of(path.read_bytes()) for path in donating]
+    known = {key(module): donated_of(module) for module in others}
+    modules = [module_of(path.read_bytes()) for path in files]
+    return [donated_of(module) or known.get(key(module), []) for module in modules]
 
 
 # --------------------------------------------------------------------------------------------------- compiled programs
@@ -206,14 +230,15 @@ def record_of(executable: Any) -> dict[str, Any]:
     }
 
 
-def compiled(path: Path, topology: Any, name: str, *, is_spmd: bool, cache: Path) -> dict[str, Any]:
+def compiled(
+    path: Path, donated: Sequence[int], topology: Any, name: str, *, is_spmd: bool, cache: Path
+) -> dict[str, Any]:
     """The record of a dumped program, or the error of the compiler."""
     from jax._src.interpreters import mlir
     from jax._src.lib import _jax
     from jaxlib.mlir import ir
 
-    module = module_of(path.read_bytes())
-    stablehlo, donated = _jax.mlir.hlo_to_stablehlo(module), donated_of(module)
+    stablehlo = _jax.mlir.hlo_to_stablehlo(module_of(path.read_bytes()))
     with mlir.make_ir_context():
         text = str(ir.Module.parse(stablehlo))
 
@@ -232,7 +257,10 @@ def compiled(path: Path, topology: Any, name: str, *, is_spmd: bool, cache: Path
 
 
 def main(arguments: Sequence[str]) -> None:
-    """``packages``, or ``compile TOPOLOGY CACHE replicas|partitions FILE…``: prints a JSON record in each line."""
+    """``packages``, or ``compile TOPOLOGY CACHE replicas|partitions``: prints a JSON record in each line.
+
+    The input is a JSON list with the file and the donated parameters of each program.
+    """
 
     def show(record: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(record) + "\n")
@@ -240,18 +268,25 @@ def main(arguments: Sequence[str]) -> None:
 
     if arguments[0] == "packages":
         sys.stdout.write(" ".join(PACKAGES) + "\n")
-        return
-    if missing_packages():
-        return show({"missing": missing_packages()})
-    _, name, cache, kind, *files = arguments
+    elif missing_packages():
+        show({"missing": missing_packages()})
+    else:
+        _, name, cache, kind = arguments
+        _compile_all(name, json.load(sys.stdin), show, is_spmd=kind == "partitions", cache=Path(cache))
+
+
+def _compile_all(
+    name: str, programs: Sequence[Any], show: Callable[[dict[str, Any]], None], *, is_spmd: bool, cache: Path
+) -> None:
     try:
         topology = topology_of(name)
     except Exception as error:  # of many types, with the topologies that libtpu accepts
-        return show({"refused": str(error)})
+        show({"refused": str(error)})
+        return
     versions = {package.partition("==")[0]: version(package.partition("==")[0]) for package in PACKAGES}
     show({"devices": len(topology.devices), "kind": topology.devices[0].device_kind, "versions": versions})
-    for file in files:
-        show(compiled(Path(file), topology, name, is_spmd=kind == "partitions", cache=Path(cache)))
+    for file, donated in programs:
+        show(compiled(Path(file), donated, topology, name, is_spmd=is_spmd, cache=cache))
 
 
 if __name__ == "__main__":
