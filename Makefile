@@ -65,7 +65,7 @@ tpu: EXTRAS = test
 tpu: export TPU_TOPOLOGIES ?= v5e:2x2 v6e:2x2
 ifneq ($(XLA),)
 tpu: $(FOR_ALL) .venv-tpu/.done
-	$(BIN)/python -m pytest -m tpu_compiler test/promises/test_programs_compile_for_tpus.py
+	$(BIN)/python -m pytest -m tpu_compiler
 else
 tpu:
 	@echo "the TPU compiler, libtpu, has no wheel for this processor: its tests need Linux on x86-64"
@@ -82,7 +82,6 @@ soak: export PYTHONPATH := $(CURDIR):$(CURDIR)/test/support
 soak: $(FOR_ALL)
 	$(BIN)/python tools/soak.py --directory .soak
 	$(BIN)/python tools/elastic.py --directory .soak
-	$(MAKE) tpu TPU_TOPOLOGIES="v4:2x2x1 v5e:2x2 v5e:4x4 v5p:2x2x1 v6e:2x2 v6e:4x4"
 
 # mutation testing: prints the mutants that no test kills; for some files: make mutants ONLY="rules/noise.py rules/adam.py"
 mutants: EXTRAS = test
