@@ -14,7 +14,7 @@ SETS_UP := $(or $(filter .venv,$(VENV)),$(if $(wildcard $(BIN)/python),$(wildcar
 FOR_DEMO := $(if $(SETS_UP),$(VENV)/.demo,complete)
 FOR_ALL := $(if $(SETS_UP),$(VENV)/.test,complete)
 
-.PHONY: demo check test lint docs browser bench soak mutants clean complete
+.PHONY: demo check test lint docs browser bench tpu soak mutants clean complete
 
 demo: EXTRAS = demo
 demo: $(FOR_DEMO)
@@ -60,6 +60,23 @@ bench: $(FOR_ALL) .peers
 	$(BIN)/python bench/saving.py
 	$(BIN)/python bench/xla.py
 
+# compiles programs for TPUs, with the compiler in an environment of its own; libtpu has wheels for Linux x86-64 only
+tpu: EXTRAS = test
+tpu: export TPU_TOPOLOGIES ?= v5e:2x2 v6e:2x2
+ifneq ($(XLA),)
+tpu: $(FOR_ALL) .venv-tpu/.done
+	$(BIN)/python -m pytest -m tpu_compiler
+else
+tpu:
+	@echo "the TPU compiler, libtpu, has no wheel for this processor: its tests need Linux on x86-64"
+endif
+
+COMPILER = variable_batch_size/planning/tpu_compiler.py
+.venv-tpu/.done: $(COMPILER)
+	$(PYTHON) -m venv .venv-tpu
+	.venv-tpu/bin/pip install --quiet --disable-pip-version-check $$($(PYTHON) $(COMPILER) packages)
+	touch $@
+
 soak: EXTRAS = test
 soak: export PYTHONPATH := $(CURDIR):$(CURDIR)/test/support
 soak: $(FOR_ALL)
@@ -101,4 +118,4 @@ complete:
 		linkify-it-py markdown-it-py mdit-py-plugins mdurl platformdirs pyyaml rich setproctitle textual
 
 clean:
-	rm -rf .venv .peers .soak .mutmut build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-tpu .peers .soak .mutmut build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

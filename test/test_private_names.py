@@ -26,7 +26,7 @@ OVERRIDDEN = {  # attributes that frameworks look up on our objects: defined by 
 }
 OWN = {"_follow", "_on_first_read", "_on_request", "_runs", "_wrappers"}  # ours, used outside of the file of its class
 
-# four files are for private names; the files below them are exceptions, each with its reason
+# five files are for private names; the files below them are exceptions, each with its reason
 TABLE = {
     "optim/wrappers.py": {
         # no public API tells which parameters a module shards
@@ -46,6 +46,7 @@ TABLE = {
         *("_XLAC", "_get_xla_op_sharding", "_xla_mark_sharding"),  # to shard a buffer like its parameter
         *("_internal", "_run_thread_per_device"),  # to run some of the cores of a host
     },
+    "planning/tpu_compiler.py": {"_jax", "_src"},  # the versions of jax and libtpu are in that file
     "integrations/accelerate.py": {"_is_accelerate_prepared"},
     "integrations/keras.py": {
         *("_call_has_training_arg", "_flatten_layers", "_initial_epoch", "_loss_tracker", "_symbolic_build"),

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 from variable_batch_size.checks import check_positive, import_extra
 
 
-def load_function(name: str) -> Callable[[], Any]:
+def load_function(name: str) -> Callable[..., Any]:
     """The function ``module:function`` or ``file.py:function``; modules are searched in the working directory first."""
     module_name, _, function_name = name.rpartition(":")
     function = getattr(load_module(module_name), function_name, None)

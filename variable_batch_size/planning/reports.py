@@ -1,7 +1,8 @@
-"""Text, tables and HTML pages of traces, conversions, plans and simulations."""
+"""Text, tables and HTML pages of traces, conversions, plans, simulations and programs."""
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from variable_batch_size.planning.pictures import plot_simulations
 from variable_batch_size.planning.plan import Plan
 from variable_batch_size.planning.simulate import Simulation
+from variable_batch_size.planning.tpu import GIB, Program, Programs
 from variable_batch_size.traces.convert import Conversion
 from variable_batch_size.traces.trace import Trace
 
@@ -235,15 +237,71 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
     return text.getvalue()
 
 
+def programs_table(found: Programs) -> Table:
+    """One row per compiled program of a training."""
+    table = [["program", "needs (GiB)", "donated", "GFLOP", "GB accessed", "collectives", "at least (ms)"]]
+    for number, program in enumerate(found.programs, start=1):
+        cells = ["–"] * 6
+        if program.error is None:
+            costs = [f"{program.flops / 1e9:,.4g}", f"{program.bytes_accessed / 1e9:,.4g}", _collectives(program)]
+            milliseconds = f"{1000 * program.seconds(found.chip, found.devices):,.3g}"
+            cells = [f"{found.needed(program) / GIB:,.3f}", str(program.donated), *costs, milliseconds]
+        table.append([str(number), *cells])
+    return table
+
+
+def _collectives(program: Program) -> str:
+    """How many there are of each kind, and their bytes."""
+    sizes = Counter[str]()
+    for kind, size in program.collectives:
+        sizes[kind] += size
+    return ", ".join(f"{program.count(kind)} {kind} of {_size(size)}" for kind, size in sizes.items()) or "none"
+
+
+def _size(num_bytes: int) -> str:
+    """
+    >>> _size(640), _size(98304), _size(3 * 2**30)
+    ('640 B', '96 KiB', '3 GiB')
+    """
+    for unit, divisor in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= divisor:
+            return f"{num_bytes / divisor:.4g} {unit}"
+    return f"{num_bytes} B"
+
+
+def programs_summary(found: Programs) -> str:
+    """Whether all programs compile and fit, and which exact mode or other code makes slow."""
+    chip, number = found.topology.partition(":")[0], _counted(len(found.programs), "program")
+    of_chip = f"{_counted(found.devices, 'device')} with {found.chip.memory / GIB:g} GiB each"
+    lines = [f"{number} for {found.topology}, {of_chip}"]
+    if found.problems:
+        lines += found.problems
+    else:
+        most = max(map(found.needed, found.programs))
+        share = 100 * most / found.chip.memory
+        lines.append(f"all compile and fit: at most {most / GIB:,.3f} GiB, {share:.1f} % of a {chip}")
+    emulated = [str(place) for place, program in enumerate(found.programs, start=1) if program.doubles]
+    if emulated:
+        lines.append(f"64-bit floats, which TPUs emulate, in program {', '.join(emulated)}")
+    return "\n".join(lines)
+
+
 def simulation_page(runs: Mapping[str, Simulation], table: Table, *, facts: Mapping[str, str], command: str) -> str:
     """An HTML page of simulated runs, their table, their common settings, and the command that generated it."""
-    template = (files("variable_batch_size.planning") / "simulation.html").read_text(encoding="utf-8")
     figure = io.StringIO()
     plot_simulations(runs, figure, format="svg")
+    svg = figure.getvalue()[figure.getvalue().index("<svg") :]  # without the prologue of a file
+    return table_page("Simulated policies", table, facts=facts, command=command, figure=svg)
+
+
+def table_page(title: str, table: Table, *, facts: Mapping[str, str], command: str, figure: str = "") -> str:
+    """An HTML page of a table, a figure as SVG, the common settings, and the command that generated it."""
+    template = (files("variable_batch_size.planning") / "page.html").read_text(encoding="utf-8")
     return Template(template).substitute(
+        title=escape(title),
         head="".join(f"<th>{escape(cell)}</th>" for cell in table[0]),
         rows=_html_rows(table[1:]),
-        figure=figure.getvalue()[figure.getvalue().index("<svg") :],  # without the prologue of a file
+        figure=figure,
         settings=_html_rows(facts.items()),
         command=escape(command),
     )
