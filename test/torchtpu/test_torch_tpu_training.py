@@ -107,3 +107,8 @@ def test_stopped_run_resumes_on_the_cpu_and_back(results):
     for saved, device in ((results["stopped"], "cpu"), (saved_on_cpu, "tpu"), (results["stopped"], "tpu")):
         result = scenarios.go_on(scenarios.models()["resumed"], saved, device)
         assert max((result["state"][name] - expected[name]).abs().max() for name in names) < 1e-5
+
+
+def test_exact_mode_is_refused():
+    with pytest.raises(ValueError, match="`exact` must be False on TorchTPU"):
+        runs.train("tpu", "linear", runs.sgd, {"exact": True})

@@ -13,10 +13,6 @@ import torch.distributed as dist
 
 from variable_batch_size.cores import xla
 
-# devices under torch.distributed that compile scalars into programs, and on which strided views are slow: as on XLA,
-# gradients are summed in a tensor per parameter and weighted by tensors on the device
-COMPILING = frozenset({"tpu"})
-
 _ON_THE_HOST = ("gloo", "mpi", "ucc")
 _OF_TORCH_TPU = ("tpu_dist", "tpu")
 
@@ -69,7 +65,7 @@ def process_environments(backend: str, number: int) -> list[dict[str, str]]:
     """What each process of a launch must have in its environment when it starts: nothing, except on TorchTPU."""
     if backend not in _OF_TORCH_TPU:
         return [{} for _ in range(number)]
-    module = module_of(torch.device("tpu")) if hasattr(torch, "tpu") else None
+    module = getattr(torch, "tpu", None)
     if module is None:
         raise ValueError(f'backend="{backend}" needs a TPU and TorchTPU: pip install torch_tpu')
     before = dict(os.environ)

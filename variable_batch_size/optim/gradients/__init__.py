@@ -43,6 +43,8 @@ def make_accumulator(
         )
     options["model"] = wrappers.model
     parameters = [p for group in inner.param_groups for p in group["params"]]
+    if exact and any(p.device.type == "tpu" for p in parameters):
+        raise ValueError("`exact` must be False on TorchTPU: it sums in float64, which a TPU only emulates")
     if not dtensor.any_dtensor(parameters):
         if not communicator.keeps_flat_gradients:
             return TracedAccumulator(inner, communicator, exact=exact, **options)
