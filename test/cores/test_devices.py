@@ -97,7 +97,9 @@ def test_processes_of_torch_tpu_have_its_ports_and_their_ranks_and_choose_their_
 
 def test_ports_of_torch_tpu_for_another_number_of_processes_raise(made_up_tpu, monkeypatch):
     monkeypatch.setenv("TORCH_TPU_SLICEBUILDER_ADDRESSES", "localhost:8000,localhost:8001")
-    with pytest.raises(RuntimeError, match="ports for 2 processes, of an earlier launch or of other hosts, but `cores`"):
+    with pytest.raises(
+        RuntimeError, match="ports for 2 processes, of an earlier launch or of other hosts, but `cores`"
+    ):
         devices.process_environments("tpu_dist", 4)
 
 

