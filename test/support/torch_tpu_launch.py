@@ -3,6 +3,8 @@
 python test/support/torch_tpu_launch.py BACKEND [CORES]
 """
 
+# ruff: noqa: E402 (the device must be registered before torch is imported)
+
 import torch_tpu_on_cpu
 
 torch_tpu_on_cpu.start()

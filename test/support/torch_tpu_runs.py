@@ -13,6 +13,7 @@ REF_BATCHSIZE = 32
 # starts another program when many operations are deferred
 WARM_UP = 7
 SIZES = [MINIBATCH * n for n in (3, 1, 2, 1, 4, 9, 3, 1, 17, 5, 8, 16, 6, 7, 2, 10, 11, 12, 1, 13, 14, 15)]
+NUM_STEPS = len(SIZES)
 
 
 def sgd(model):
@@ -72,7 +73,7 @@ def network():
     return scenarios.Net()
 
 
-def train(device, rule, inner, options=None, *, trace=SIZES, weight=None, follow=None, num_steps=len(SIZES)):
+def train(device, rule, inner, options=None, *, trace=SIZES, weight=None, follow=None, num_steps=NUM_STEPS):
     """One run: the weights, the factors, and the number of programs that each step has compiled."""
     model, (x, y) = network().to(device), scenarios.data()
     sampler = vbs.CustomSampler(dataset_size=100_000, trace=trace, minibatch_size=MINIBATCH)
