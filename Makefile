@@ -117,5 +117,18 @@ complete:
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ mutmut==3.8.0 click coverage libcst \
 		linkify-it-py markdown-it-py mdit-py-plugins mdurl platformdirs pyyaml rich setproctitle textual
 
+# TorchTPU needs another torch than torch_xla; its tests run on the CPU, over XLA's CPU plugin in the place of libtpu
+.PHONY: torchtpu
+torchtpu: $(if $(XLA),.venv-torchtpu/.test)
+	$(if $(XLA),TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-torchtpu/bin/python -m pytest test/torchtpu,@echo "torch_tpu has \
+		no wheel for $(shell uname -s) on $(shell uname -m): its tests did not run")
+
+.venv-torchtpu/.test: setup.cfg
+	@echo "Setting up .venv-torchtpu, once, with torch and torch_tpu: about 2.5 GB, and CUDA's libraries if PyPI's torch has them."
+	$(PYTHON) -m venv .venv-torchtpu
+	.venv-torchtpu/bin/pip install --quiet --disable-pip-version-check --editable . torch==2.13.0 torch_tpu==0.2.0 \
+		xla_cpu_pjrt==0.0.1 hypothesis pytest
+	touch $@
+
 clean:
-	rm -rf .venv .venv-tpu .peers .soak .mutmut build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-tpu .venv-torchtpu .peers .soak .mutmut build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -97,7 +97,7 @@ def device_of(backend: str) -> torch.device:
         import torch_xla
 
         return torch_xla.device()
-    return torch.device("cpu")
+    return torch.device("tpu" if backend == "tpu" else "cpu")
 
 
 def num_graphs(backend: str) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from variable_batch_size.cores import devices, dtensor, xla
+from variable_batch_size.cores import dtensor, xla
 from variable_batch_size.cores.communicator import Communicator, SingleProcess, group_of, is_running
 from variable_batch_size.cores.process_group import ProcessGroups, SpmdHosts
 
@@ -22,7 +22,7 @@ def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None)
     group = group_of(process_group)
     if not is_running():
         return SingleProcess()
-    return ProcessGroups(group, keeps_flat_gradients=types.isdisjoint(devices.COMPILING))
+    return ProcessGroups(group)
 
 
 def everyone_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:

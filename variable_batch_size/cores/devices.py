@@ -1,5 +1,6 @@
 """Accelerators by capability, and the state of the random number generators of host and devices."""
 
+import os
 import random
 import struct
 from collections.abc import Iterator, Mapping
@@ -12,11 +13,8 @@ import torch.distributed as dist
 
 from variable_batch_size.cores import xla
 
-# devices under torch.distributed that compile scalars into programs, and on which strided views are slow: as on XLA,
-# gradients are summed in a tensor per parameter and weighted by tensors on the device
-COMPILING = frozenset({"tpu"})
-
 _ON_THE_HOST = ("gloo", "mpi", "ucc")
+_OF_TORCH_TPU = ("tpu_dist", "tpu")
 
 _GAUSS = struct.Struct("<?d")  # whether there is a normal number left from the pair drawn last, and which
 _NUMPY = struct.Struct("<H?d")  # the position in the state, and the same
@@ -50,15 +48,41 @@ def current() -> torch.device | None:
 
 def num_devices(backend: str) -> int:
     """Number of devices for a backend of torch.distributed; 0 if it runs on the host."""
-    device = current()
-    return 0 if device is None or backend in _ON_THE_HOST else int(module_of(device).device_count())
+    if current() is None or backend in _ON_THE_HOST:
+        return 0
+    # torch.tpu.device_count() raises unless torch itself calls it
+    return torch.accelerator.device_count() if hasattr(torch, "accelerator") else torch.cuda.device_count()
 
 
 def use_device(number: int, backend: str) -> None:
-    """Make a device the current one of this process, unless the backend runs on the host."""
+    """Make a device the current one of this process, unless the backend runs on the host or selects it, as TorchTPU."""
     module = module_of(current() or torch.device("cpu"))
-    if num_devices(backend) and hasattr(module, "set_device"):
+    if num_devices(backend) and backend not in _OF_TORCH_TPU and hasattr(module, "set_device"):
         module.set_device(number)
+
+
+def process_environments(backend: str, number: int) -> list[dict[str, str]]:
+    """What each process of a launch must have in its environment when it starts: nothing, except on TorchTPU."""
+    if backend not in _OF_TORCH_TPU:
+        return [{} for _ in range(number)]
+    module = getattr(torch, "tpu", None)
+    if module is None:
+        raise ValueError(f'backend="{backend}" needs a TPU and TorchTPU: pip install torch_tpu')
+    before = dict(os.environ)
+    try:
+        module.distributed.set_tpu_launch_env(nproc_per_node=number)
+        found = {name: os.environ[name] for name in os.environ if os.environ[name] != before.get(name)}
+        num_ports = len(os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(","))
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+    if num_ports != number:
+        raise RuntimeError(
+            f"TorchTPU has ports for {num_ports} processes, of an earlier launch or of other hosts, but `cores` is "
+            f"{number}. Launch another number of cores from a new process, and start several hosts with torchrun."
+        )
+    return [found | {"RANK": str(n), "LOCAL_RANK": str(n), "WORLD_SIZE": str(number)} for n in range(number)]
 
 
 def default_backend() -> str:
@@ -83,6 +107,8 @@ def capture(device: torch.device) -> dict[str, torch.Tensor]:
     }
     if device.type == "xla":
         states["xla"] = _tensor(_SEED.pack(xla.random_seed(device)))
+    elif device.type == "tpu":
+        states["tpu"] = _generator_of_tpu(device).get_state()
     elif (read := getattr(module_of(device), "get_rng_state", None)) is not None:
         states[device.type] = read() if device.type == "mps" else read(device)
     return states
@@ -95,10 +121,14 @@ def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
     random.setstate((3, tuple(words.tolist()), gauss if has_gauss else None))
     keys, rest = _split(states["numpy"], _NUMPY)
     np.random.set_state(("MT19937", keys, *rest))
-    if device.type in states and device.type != "xla":
+    if device.type not in states:
+        return
+    if device.type == "tpu":
+        _generator_of_tpu(device).set_state(states["tpu"])
+    elif device.type != "xla":
         write = module_of(device).set_rng_state
         write(states[device.type], *([] if device.type == "mps" else [device]))
-    elif device.type in states:
+    else:
         (seed,) = _SEED.unpack(states["xla"].numpy().tobytes())
         xla.set_random_seed(seed, device)
 
@@ -112,6 +142,12 @@ def preserve_rng(device: torch.device) -> Iterator[None]:
     finally:
         if seed is not None:
             xla.set_random_seed(seed, device)
+
+
+def _generator_of_tpu(device: torch.device) -> torch.Generator:
+    """The default generator of TorchTPU, whose get_rng_state() raises unless torch itself calls it."""
+    generator: torch.Generator = module_of(device).default_generators[device.index or 0]
+    return generator
 
 
 def _tensor(content: bytes) -> torch.Tensor:

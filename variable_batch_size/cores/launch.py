@@ -170,7 +170,10 @@ def launch(
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_cores)))}
     with tempfile.TemporaryDirectory() as directory:
         group = (backend, f"file://{directory}/store", num_cores, multiprocessing.get_start_method(allow_none=True))
-        processes = [Process(_distributed_main, (rank, *group), threads) for rank in range(num_cores)]
+        processes = [
+            Process(_distributed_main, (rank, *group), threads | own)
+            for rank, own in enumerate(devices.process_environments(backend, num_cores))
+        ]
         return run_processes(processes, work)
 
 

@@ -20,8 +20,7 @@ class ProcessGroups(Communicator):
     With several groups the ranks are those of the whole mesh.
     """
 
-    def __init__(self, *groups: Group, keeps_flat_gradients: bool = True) -> None:
-        self.keeps_flat_gradients = keeps_flat_gradients
+    def __init__(self, *groups: Group) -> None:
         self._groups = groups or (None,)
         sizes = [dist.get_world_size(group) for group in self._groups]
         ranks = [dist.get_rank(group) for group in self._groups]

@@ -37,6 +37,8 @@ def make_accumulator(
     if exact and xla.is_spmd():
         raise ValueError("`exact` must be False in XLA's SPMD mode, where several devices sum within each minibatch")
     parameters = [p for group in inner.param_groups for p in group["params"]]
+    if exact and parameters[0].device.type == "tpu":
+        raise ValueError("`exact` must be False on TorchTPU: it sums in float64, which a TPU only emulates")
     if exact and parameters[0].device.type == "xla" and not xla.has_fixed_threads():
         raise ValueError(
             f"`exact` on XLA's CPU needs the thread pools of vbs.launch, on at most {xla.NUM_THREADS // 2} cores: use "

@@ -1,0 +1,135 @@
+"""Training runs on a CPU and on TorchTPU's device, with a batch size that is new in most steps."""
+
+import scenarios
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+import variable_batch_size as vbs
+
+MINIBATCH = 8
+REF_BATCHSIZE = 32
+# 17 batch sizes of 1 to 17 minibatches; programs may be compiled in the first steps. One of these is long, as TorchTPU
+# starts another program when many operations are deferred
+WARM_UP = 7
+SIZES = [MINIBATCH * n for n in (3, 1, 2, 1, 4, 9, 3, 1, 17, 5, 8, 16, 6, 7, 2, 10, 11, 12, 1, 13, 14, 15)]
+NUM_STEPS = len(SIZES)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+
+
+def capturable(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, capturable=True)
+
+
+def muon_and_adamw(model):
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest, lr=1e-3, eps=1e-3)]
+
+
+# name: rule, inner optimizer, options of the optimizer
+RUNS = {
+    "linear": ("linear", sgd, {}),
+    "root": ("root", sgd, {}),
+    "constant": ("constant", sgd, {}),
+    "linear_momentum": ("linear_momentum", sgd, {}),
+    "legw": ("legw:500", sgd, {}),
+    "adascale": ("adascale", sgd, {}),
+    "adam": ("adam", adamw, {}),
+    "adam, half-life": ("adam:half-life", adamw, {}),
+    "adam, capturable": ("root", capturable, {}),
+    "adamscale": ("adamscale", adamw, {}),
+    "surge": ("surge", adamw, {}),
+    "muon": ("muon", muon_and_adamw, {}),
+    "smooth": ("linear", sgd, {"smooth_steps": 3}),
+    "smooth adascale": ("adascale", sgd, {"smooth_steps": 3, "max_factor": 4.0}),
+    "clipped": ("linear", sgd, {"clip_grad_norm": 0.5}),
+    "careful": ("linear", sgd, {"skip_nonfinite": True}),
+    "measured": ("linear", sgd, {"measure_noise": True}),
+    "bucket views": ("linear", sgd, {"gradient_as_bucket_view": True}),
+    "seeded": ("linear", sgd, {"seed_minibatches": True}),
+}
+WEIGHTED = {"weighted": RUNS["linear"], "weighted adascale": RUNS["adascale"], "weighted adam": RUNS["adam"]}
+SCHEDULES = {
+    "cosine, samples": lambda scheduler, optimizer: vbs.follow_samples(scheduler, optimizer, per=REF_BATCHSIZE),
+    "cosine, progress": vbs.follow_progress,
+}
+
+
+def cosine(optimizer):
+    parts = [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, T_max=60)]
+    return SequentialLR(optimizer, parts, milestones=[4])
+
+
+def network():
+    torch.manual_seed(0)
+    return scenarios.Net()
+
+
+def train(device, rule, inner, options=None, *, trace=SIZES, weight=None, follow=None, num_steps=NUM_STEPS):
+    """One run: the weights, the factors, and the number of programs that each step has compiled."""
+    model, (x, y) = network().to(device), scenarios.data()
+    sampler = vbs.CustomSampler(dataset_size=100_000, trace=trace, minibatch_size=MINIBATCH)
+    settings = {"min_updates": 1} if rule == "adamscale" else {}
+    optimizer = vbs.CustomOptimizer(
+        inner(model),
+        sampler,
+        rule=vbs.make_rule(rule, **settings),
+        ref_batchsize=REF_BATCHSIZE,
+        model=model,
+        **(options or {}),
+    )
+    scheduler = None if follow is None else cosine(optimizer)
+    programs, factors, lrs, before = [], [], [], num_programs(device)
+    for number, indices in enumerate(sampler):
+        samples = [index % len(x) for index in indices]
+        losses = cross_entropy(model(x[samples].to(device)), y[samples].to(device), reduction="none")
+        tokens = 1 + number % 5
+        (losses.mean() if weight is None else losses.mean() * tokens).backward()
+        optimizer.step(weight=None if weight is None else weight(tokens, device))
+        if scheduler is not None:
+            follow(scheduler, optimizer)
+        if optimizer.steps_done > len(programs):
+            now = num_programs(device)
+            programs.append(now - before)
+            before = now
+            factors.append(optimizer.factor())
+            lrs.append(optimizer.current_lr())
+        if optimizer.steps_done == num_steps:
+            break
+    return {
+        "state": scenarios.state_of(model),
+        "programs": programs,
+        "factors": factors,
+        "lrs": lrs,
+        "sizes": list(sampler.schedule.trace)[:num_steps],
+    }
+
+
+def num_programs(device):
+    if device != "tpu":
+        return 0
+    import torch_tpu_on_cpu
+
+    return torch_tpu_on_cpu.num_programs()
+
+
+def number(tokens, device):
+    return tokens
+
+
+def tensor(tokens, device):
+    return torch.tensor(float(tokens)).to(device)
+
+
+def largest_difference(state, other):
+    """Of weights: TorchTPU 0.2.0 does not update the statistics of BatchNorm as the CPU does, with plain PyTorch."""
+    names = [name for name in state if "running" not in name]
+    return max((state[name] - other[name]).abs().max().item() for name in names)
