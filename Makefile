@@ -14,7 +14,7 @@ SETS_UP := $(or $(filter .venv,$(VENV)),$(if $(wildcard $(BIN)/python),$(wildcar
 FOR_DEMO := $(if $(SETS_UP),$(VENV)/.demo,complete)
 FOR_ALL := $(if $(SETS_UP),$(VENV)/.test,complete)
 
-.PHONY: demo check test lint docs browser bench tpu soak mutants clean complete
+.PHONY: demo check test lint docs browser bench tpu torchtpu soak mutants clean complete
 
 demo: EXTRAS = demo
 demo: $(FOR_DEMO)
@@ -60,21 +60,28 @@ bench: $(FOR_ALL) .peers
 	$(BIN)/python bench/saving.py
 	$(BIN)/python bench/xla.py
 
-# compiles programs for TPUs, with the compiler in an environment of its own; libtpu has wheels for Linux x86-64 only
+# two environments without a TPU, for Linux on x86-64: the TPU compiler (libtpu, with jax), and TorchTPU, which needs another
+# torch than torch_xla and runs over XLA's CPU plugin in the place of libtpu
+NO_WHEEL = @echo "$(1) has no wheel for $(shell uname -s) on $(shell uname -m): its tests did not run"
 tpu: EXTRAS = test
-tpu: export TPU_TOPOLOGIES ?= v5e:2x2 v6e:2x2
-ifneq ($(XLA),)
-tpu: $(FOR_ALL) .venv-tpu/.done
-	$(BIN)/python -m pytest -m tpu_compiler
-else
-tpu:
-	@echo "the TPU compiler, libtpu, has no wheel for this processor: its tests need Linux on x86-64"
-endif
+tpu: $(if $(XLA),$(FOR_ALL) .venv-tpu/.done)
+	$(if $(XLA),$(BIN)/python -m pytest -m tpu_compiler test/planning,$(call NO_WHEEL,libtpu))
+
+torchtpu: $(if $(XLA),.venv-torchtpu/.done)
+	$(if $(XLA),TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-torchtpu/bin/python -m pytest -m torch_tpu test/torchtpu,$(call NO_WHEEL,torch_tpu))
 
 COMPILER = variable_batch_size/planning/tpu_compiler.py
 .venv-tpu/.done: $(COMPILER)
+	@echo "Setting up .venv-tpu, once, with jax and libtpu: about 1.2 GB."
 	$(PYTHON) -m venv .venv-tpu
 	.venv-tpu/bin/pip install --quiet --disable-pip-version-check $$($(PYTHON) $(COMPILER) packages)
+	touch $@
+
+.venv-torchtpu/.done: setup.cfg
+	@echo "Setting up .venv-torchtpu, once, with torch and torch_tpu: about 2.5 GB, and CUDA's libraries if PyPI's torch has them."
+	$(PYTHON) -m venv .venv-torchtpu
+	.venv-torchtpu/bin/pip install --quiet --disable-pip-version-check --editable . torch==2.13.0 torch_tpu==0.2.0 \
+		xla_cpu_pjrt==0.0.1 hypothesis pytest
 	touch $@
 
 soak: EXTRAS = test
@@ -82,6 +89,7 @@ soak: export PYTHONPATH := $(CURDIR):$(CURDIR)/test/support
 soak: $(FOR_ALL)
 	$(BIN)/python tools/soak.py --directory .soak
 	$(BIN)/python tools/elastic.py --directory .soak
+	$(MAKE) tpu torchtpu
 
 # mutation testing: prints the mutants that no test kills; for some files: make mutants ONLY="rules/noise.py rules/adam.py"
 mutants: EXTRAS = test
@@ -116,19 +124,6 @@ complete:
 .mutmut: | $(FOR_ALL)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ mutmut==3.8.0 click coverage libcst \
 		linkify-it-py markdown-it-py mdit-py-plugins mdurl platformdirs pyyaml rich setproctitle textual
-
-# TorchTPU needs another torch than torch_xla; its tests run on the CPU, over XLA's CPU plugin in the place of libtpu
-.PHONY: torchtpu
-torchtpu: $(if $(XLA),.venv-torchtpu/.test)
-	$(if $(XLA),TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-torchtpu/bin/python -m pytest test/torchtpu,@echo "torch_tpu has \
-		no wheel for $(shell uname -s) on $(shell uname -m): its tests did not run")
-
-.venv-torchtpu/.test: setup.cfg
-	@echo "Setting up .venv-torchtpu, once, with torch and torch_tpu: about 2.5 GB, and CUDA's libraries if PyPI's torch has them."
-	$(PYTHON) -m venv .venv-torchtpu
-	.venv-torchtpu/bin/pip install --quiet --disable-pip-version-check --editable . torch==2.13.0 torch_tpu==0.2.0 \
-		xla_cpu_pjrt==0.0.1 hypothesis pytest
-	touch $@
 
 clean:
 	rm -rf .venv .venv-tpu .venv-torchtpu .peers .soak .mutmut build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -35,12 +35,12 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(config, items):
     """Skip tests that need torch_xla where it cannot be installed; on Linux x86-64, its absence is a failure.
 
-    Tests that need the TPU compiler are deselected, unless ``-m`` names them.
+    Tests in environments of their own are deselected unless ``-m`` names them, as ``make tpu`` and ``make torchtpu`` do.
     """
-    if "tpu_compiler" not in config.option.markexpr:  # make tpu runs these, in minutes and with another environment
-        left_out = [item for item in items if item.get_closest_marker("tpu_compiler")]
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+    own = {marker for marker in ("tpu_compiler", "torch_tpu") if marker not in config.option.markexpr}
+    left_out = [item for item in items if any(marker.name in own for marker in item.iter_markers())]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist
         items[:] = division.longest_first(items)
     if find_spec("torch_xla") or (platform.system(), platform.machine()) == ("Linux", "x86_64"):

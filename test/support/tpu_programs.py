@@ -1,8 +1,7 @@
-"""Short trainings whose programs are compiled for TPUs, several in one launch, which takes 10 s."""
+"""Short trainings whose programs are compiled for TPUs, several in one launch."""
 
-import os
+import gc
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import weighted_scenarios
 from sharded_models import Normed
 
 import variable_batch_size as vbs
-from variable_batch_size.comparison.programs import ended_after
+from variable_batch_size.comparison.programs import ended_after, stand_for
 from variable_batch_size.cores import launch, xla
 from variable_batch_size.planning import tpu_compiler
 
@@ -22,13 +21,11 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import language_model
 
 STEPS = 5  # all programs are compiled in the first three
-_one_at_a_time = threading.Lock()  # cores are threads, and share a generator
 
 
 def with_batch_norm(name):
-    with _one_at_a_time:
-        torch.manual_seed(0)
-        model = scenarios.Net()
+    torch.manual_seed(0)
+    model = scenarios.Net()
     scenarios.train(model, "xla", *scenarios.RUNS[name])
 
 
@@ -42,9 +39,8 @@ def exact(name):
 
 def gpt():
     """The GPT of the example, weighted by tokens, with the Adam rule and clipping."""
-    with _one_at_a_time:
-        torch.manual_seed(0)
-        model = language_model.GPT(97)
+    torch.manual_seed(0)
+    model = language_model.GPT(97)
     device, size = xla.device(), 4
     model.to(device)
     sampler = vbs.CustomSampler(dataset_size=4096, trace=[16, 8, 32, 4, 24, 16], minibatch_size=size)
@@ -78,29 +74,31 @@ SHARDED = {
 }
 
 
-def run_all(names, directory, donates):
-    """Train each for a few steps on this core; returns the programs that each has compiled."""
+def run_all(names, directory, cores):
+    """Train each for a few steps; returns the programs that each has compiled."""
     found, seen = {}, set()
-    if donates:
-        os.environ["XLA_ENABLE_PARAM_ALIASING"] = "1"  # as on a TPU
+    stand_for(cores)
     for name in names:
         with ended_after(STEPS):
             (REPLICATED | SHARDED)[name]()
-        wait_for_all(name)
-        files = [path for path in tpu_compiler.dumped_in(directory) if path not in seen]
-        found[name] = files
-        seen |= {*files}
-        wait_for_all(f"{name}, read")  # before the next training compiles
+        found[name] = [path for path in tpu_compiler.dumped_in(directory) if path not in seen]
+        leave_nothing_traced()
+        seen.update(tpu_compiler.dumped_in(directory))
     return found
 
 
-def wait_for_all(name):
-    if not xla.is_spmd():
-        xla._module("core.xla_model").rendezvous(name)
+def leave_nothing_traced():
+    """Run what is left of the step that was not finished: the next all-reduce would depend on the one in it."""
+    gc.collect()
+    communicator = xla.XlaDevices()
+    communicator.sum([one := torch.ones(1).to(xla.device())])
+    communicator.flush()
+    assert one.item() == 1
 
 
 def dumped(directory, *, cores, spmd=False):
     """The programs of all trainings: name → files."""
     names = list(SHARDED if spmd else REPLICATED)
     with launch.environment({"XLA_FLAGS": tpu_compiler.dump_flags(directory), "PJRT_DEVICE": "CPU"}):
-        return launch.launch(run_all, (names, directory, spmd or cores == 1), cores=cores, backend="xla", spmd=spmd)[0]
+        work = (names, directory, cores)
+        return launch.launch(run_all, work, cores=cores if spmd else 1, backend="xla", spmd=spmd)[0]

@@ -1,11 +1,6 @@
 """Tests on TorchTPU's device, over XLA's CPU plugin, in an environment of their own: make torchtpu."""
 
-from importlib.util import find_spec
-
 import pytest
-
-# all other environments have torch_xla, which needs another torch
-collect_ignore_glob = [] if find_spec("torch_tpu") else ["test_*.py"]
 
 
 def pytest_itemcollected(item):

@@ -10,7 +10,6 @@ from torch_tpu_runs import largest_difference
 import variable_batch_size as vbs
 from variable_batch_size.cores import devices
 
-TPU = torch.device("tpu")
 MINIBATCH = 8
 SIZES = [MINIBATCH * n for n in (3, 1, 5, 2, 7, 1, 4, 6, 2, 3)]
 NUM_SAMPLES = 160  # two epochs
@@ -72,15 +71,15 @@ def test_dropout_continues_with_the_same_random_numbers(eager_mode, tmp_path):
 
 
 def test_random_state_is_saved_and_restored():
-    states = devices.capture(TPU)
+    states = devices.capture(torch.device("tpu"))
     drawn = torch.rand(5, device="tpu").cpu()
     assert not torch.equal(torch.rand(5, device="tpu").cpu(), drawn)
-    devices.restore(states, TPU)
+    devices.restore(states, torch.device("tpu"))
     assert torch.equal(torch.rand(5, device="tpu").cpu(), drawn)
 
 
 def test_seed_sets_the_generator_of_the_device():
-    devices.set_random_seed(7, TPU)
+    devices.set_random_seed(7, torch.device("tpu"))
     drawn = torch.rand(5, device="tpu").cpu()
-    devices.set_random_seed(7, TPU)
+    devices.set_random_seed(7, torch.device("tpu"))
     assert torch.equal(torch.rand(5, device="tpu").cpu(), drawn)

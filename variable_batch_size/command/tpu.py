@@ -23,8 +23,6 @@ def add_tpu(parser: argparse.ArgumentParser) -> None:
     help = f"the TPU, one of {', '.join(CHIPS)} with its mesh, such as v5e:2x4"
     add("--topology", required=True, metavar="CHIP:MESH", help=help)
     add("--steps", type=positive, default=8, metavar="N", help="optimizer steps to run on this CPU (default: 8)")
-    help = "virtual cores to run them on (default: 2, which compile the same programs as more; with --spmd all)"
-    add("--cores", type=positive, metavar="C", help=help)
     add("--spmd", action="store_true", help="all devices are one core, in XLA's SPMD mode")
     add_minibatch(parser, required=False)
     help = "also find the largest minibatch that fits, up to this one, in multiples of --minibatch-size (default: 8)"
@@ -37,16 +35,13 @@ def add_tpu(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tpu(options: argparse.Namespace) -> None:
-    devices = parse_topology(options.topology)[1]
-    options.cores = options.cores or (devices if options.spmd else min(2, devices))
-    if options.spmd and options.cores != devices:
-        raise ValueError(
-            f"--cores must be the {devices} devices of {options.topology} with --spmd, got {options.cores}"
-        )
+    parse_topology(options.topology)
     if ":" not in options.function:
         raise ValueError(f"expected FILE.py:FUNCTION, got {options.function!r}")
-    size = options.minibatch_size or (8 if options.largest_minibatch else None)
-    largest = _largest(options, size) if options.largest_minibatch else None
+    size, largest = options.minibatch_size, None
+    if options.largest_minibatch:
+        size = size or 8
+        largest = _largest(options, size)
     found = _compiled(options, largest or size)
     if options.json:
         print_text(json.dumps({**found.as_dict(), "largest_minibatch": largest}))
@@ -93,7 +88,6 @@ def _compiled(options: argparse.Namespace, minibatch_size: int | None) -> Progra
         topology=options.topology,
         python=options.python or (str(_ENVIRONMENT) if _ENVIRONMENT.exists() else sys.executable),
         cache=Path(options.cache or Path(home) / "variable_batch_size"),
-        cores=options.cores,
         steps=options.steps,
-        spmd=options.spmd,
+        is_spmd=options.spmd,
     )

@@ -5,7 +5,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from variable_batch_size.comparison.workload import load_function
+from variable_batch_size.cores import xla
 from variable_batch_size.cores.launch import environment, launch
+from variable_batch_size.optim import consistency
 from variable_batch_size.planning import tpu_compiler
-from variable_batch_size.planning.tpu import Programs, compile_programs
+from variable_batch_size.planning.tpu import Programs, compile_programs, parse_topology
 
 
 class _Enough(BaseException):
@@ -30,44 +32,52 @@ def programs_of(
     topology: str,
     python: str,
     cache: Path,
-    cores: int,
     steps: int,
-    spmd: bool = False,
+    is_spmd: bool = False,
 ) -> Programs:
-    """Run a few steps of ``file.py:function`` on virtual cores, and compile their programs for a topology."""
+    """Run a few steps of ``file.py:function`` on a virtual core, and compile their programs for a topology."""
+    compile_programs([], topology, python=python, cache=cache)  # whether there is a compiler that knows the topology
     with tempfile.TemporaryDirectory() as directory:
-        files = dump(function, arguments, Path(directory), cores=cores, steps=steps, spmd=spmd)
-        donating: list[Path] = []
-        if cores > 1 and not spmd:
-            donating = dump(function, arguments, Path(directory, "donating"), cores=1, steps=steps)
-        return compile_programs(files, topology, python=python, cache=cache, is_spmd=spmd, donating=donating)
+        cores = parse_topology(topology)[1]
+        with environment({"PJRT_DEVICE": "CPU", "XLA_FLAGS": tpu_compiler.dump_flags(Path(directory))}):
+            try:
+                work = (function, arguments, steps, cores)
+                launch(_train, work, cores=cores if is_spmd else 1, backend="xla", spmd=is_spmd)
+            except RuntimeError as error:
+                raise ValueError(f"{function} failed on virtual XLA cores: {error}") from None
+        files = tpu_compiler.dumped_in(Path(directory))
+        if not files:
+            raise ValueError(f"{function} compiled no program: it must train on torch_xla.device()")
+        return compile_programs(files, topology, python=python, cache=cache, is_spmd=is_spmd)
 
 
-def dump(
-    function: str, arguments: tuple[Any, ...], directory: Path, *, cores: int, steps: int, spmd: bool = False
-) -> list[Path]:
-    """Run a few steps of a function on virtual XLA cores; returns the files with the programs that were compiled."""
-    variables = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": tpu_compiler.dump_flags(directory)}
-    with environment(variables):
-        try:
-            donates = spmd or cores == 1
-            launch(_train, (function, arguments, steps, donates), cores=cores, backend="xla", spmd=spmd)
-        except RuntimeError as error:
-            raise ValueError(f"{function} failed on virtual XLA cores: {error}") from None
-    files = tpu_compiler.dumped_in(directory)
-    if not files:
-        raise ValueError(f"{function} compiled no program: it must train on torch_xla.device()")
-    return files
-
-
-def _train(function: str, arguments: tuple[Any, ...], steps: int, donates: bool) -> None:
-    if donates:
-        os.environ["XLA_ENABLE_PARAM_ALIASING"] = "1"  # as on a TPU; launch() disables it, which several cores need
+def _train(function: str, arguments: tuple[Any, ...], steps: int, cores: int) -> None:
+    stand_for(cores)
     file = function.rpartition(":")[0]
     if file.endswith(".py"):
         sys.path.insert(0, str(Path(file).resolve().parent))  # as Python does for a script
     with ended_after(steps):
         load_function(function)(*arguments)
+
+
+def stand_for(cores: int) -> None:
+    """Trace what the first of several cores would on a TPU, with the buffers that it donates, on the only core here.
+
+    Several virtual cores cannot donate buffers: freeing one waits for a collective, and the process aborts. One can,
+    and its all-reduce is that of a core whose neighbors add nothing. Only the comparison of settings at the start
+    would fail.
+    """
+    os.environ["XLA_ENABLE_PARAM_ALIASING"] = "1"  # as on a TPU; launch() disables it
+    if xla.is_spmd():
+        return
+    xla.stand_for(cores)
+    compare_ranks = consistency.compare_ranks
+
+    def compare_without_result(*args: Any) -> Callable[[], object]:
+        compared = compare_ranks(*args)  # has the tensor of the comparison, which must stay a result of the program
+        return lambda: compared
+
+    vars(consistency)["compare_ranks"] = compare_without_result
 
 
 @contextmanager

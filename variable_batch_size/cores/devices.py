@@ -2,6 +2,7 @@
 
 import os
 import random
+import socket
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -82,7 +83,10 @@ def process_environments(backend: str, number: int) -> list[dict[str, str]]:
             f"TorchTPU has ports for {num_ports} processes, of an earlier launch or of other hosts, but `cores` is "
             f"{number}. Launch another number of cores from a new process, and start several hosts with torchrun."
         )
-    return [found | {"RANK": str(n), "LOCAL_RANK": str(n), "WORLD_SIZE": str(number)} for n in range(number)]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        found |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(number)}
+    return [found | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(number)]
 
 
 def default_backend() -> str:

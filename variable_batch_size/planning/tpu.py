@@ -3,8 +3,8 @@
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,24 +81,11 @@ class Program:
     donated: int = 0
     flops: float = 0.0
     bytes_accessed: float = 0.0
-    collectives: tuple[tuple[str, int], ...] = ()
+    collectives: Sequence[tuple[str, int]] = ()
     host_transfers: int = 0
     doubles: int = 0
     seconds_compiling: float = 0.0
     is_cached: bool = False
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> "Program":
-        """A program from a record of the compiler."""
-        known = {name: record[name] for name in ("error", "donated", "doubles", "is_cached") if name in record}
-        if "memory" in record:
-            sizes = record["memory"]
-            outputs = sizes["output"] - sizes["alias"]
-            known["memory"] = max(record["peak"], sizes["argument"] + outputs + sizes["temp"]) + sizes["generated_code"]
-            known["arguments"] = sizes["argument"]
-            known |= {name: record[name] for name in ("flops", "bytes_accessed", "host_transfers")}
-            known["collectives"] = tuple((one["kind"], one["bytes"]) for one in record["collectives"])
-        return cls(record["program"], seconds_compiling=record["seconds"], **known)
 
     def count(self, kind: str) -> int:
         """The number of its collectives of a kind."""
@@ -128,7 +115,7 @@ class Programs:
     topology: str
     devices: int
     versions: Mapping[str, str]
-    programs: Sequence[Program] = field(default_factory=tuple)
+    programs: Sequence[Program]
 
     @property
     def chip(self) -> Chip:
@@ -178,15 +165,9 @@ def _reason(error: str) -> str:
 
 
 def compile_programs(
-    files: Sequence[Path],
-    topology: str,
-    *,
-    python: str,
-    cache: Path,
-    is_spmd: bool = False,
-    donating: Sequence[Path] = (),
+    files: Sequence[Path], topology: str, *, python: str, cache: Path, is_spmd: bool = False
 ) -> Programs:
-    """Compile dumped programs with another Python, which has jax and libtpu.
+    """Compile dumped programs with another Python, which has jax and libtpu, or take the records of a cache.
 
     Args:
         files: the programs.
@@ -194,31 +175,26 @@ def compile_programs(
         python: which runs the compiler.
         cache: a directory for records.
         is_spmd: whether all devices are one core.
-        donating: programs of one core, which tell the buffers that programs of several cores would donate.
     """
     parse_topology(topology)
-    command = [python, tpu_compiler.__file__, "compile", topology, str(cache), "partitions" if is_spmd else "replicas"]
-    programs = zip(map(str, files), tpu_compiler.donated_by(files, donating), strict=True)
-    records = _records(command, json.dumps([*programs]))
-    head = next(records)
+    kind = "partitions" if is_spmd else "replicas"
+    command = [python, tpu_compiler.__file__, "compile", topology, str(cache), kind, *map(str, files)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise ValueError(f"{python} is not a Python to run the TPU compiler with: {error}") from None
+    if done.returncode:
+        raise ValueError(f"the TPU compiler ended with exit code {done.returncode}:\n{done.stderr[-4000:]}")
+    head, *records = map(json.loads, done.stdout.splitlines())
     if "missing" in head:
         needed = " ".join(f"'{package}'" for package in tpu_compiler.PACKAGES)
-        how = f"python -m venv .venv-tpu && .venv-tpu/bin/pip install {needed}, or in a clone make .venv-tpu"
+        how = (
+            f"python -m venv .venv-tpu && .venv-tpu/bin/pip install {needed} (on Linux x86-64), or make tpu in a clone"
+        )
         raise ValueError(f"the TPU compiler needs {' and '.join(head['missing'])}, which {python} does not have: {how}")
     if "refused" in head:
         raise ValueError(f"libtpu does not know the topology {topology!r}: {head['refused']}")
-    return Programs(topology, head["devices"], head["versions"], [Program.of(record) for record in records])
-
-
-def _records(command: Sequence[str], given: str) -> Iterator[dict[str, Any]]:
-    """The JSON records that a process prints."""
-    try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True)
-    except OSError as error:
-        raise ValueError(f"{command[0]} is not a Python to run the TPU compiler with: {error}") from None
-    if done.returncode:
-        raise ValueError(f"the TPU compiler ended with exit code {done.returncode}:\n{done.stderr[-4000:]}")
-    return map(json.loads, done.stdout.splitlines())
+    return Programs(topology, head["devices"], head["versions"], [Program(**record) for record in records])
 
 
 def largest_that_fits(fits: Callable[[int], bool], *, multiple_of: int, limit: int) -> int:

@@ -21,14 +21,9 @@ _DUMPED = ".before_optimizations.hlo.pb"
 _BYTES = {"pred": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8, "u64": 8, "c64": 8, "c128": 16}
 _OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (.+?) ([a-z][a-z-]*)\(", re.MULTILINE)
 _COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "collective-broadcast",
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
+    *("collective-permute", "collective-broadcast"),
 )
-_HOST = ("infeed", "outfeed", "send", "recv")
 
 
 # --------------------------------------------------------------------------------------------------------------- dumps
@@ -70,7 +65,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 def module_of(dumped: bytes) -> bytes:
     """The module in a dumped HloProto."""
-    return next(value for number, value in _fields(dumped) if number == 1)
+    return bytes(next(value for number, value in _fields(dumped) if number == 1))
 
 
 def donated_of(module: bytes) -> list[int]:
@@ -82,23 +77,6 @@ def donated_of(module: bytes) -> list[int]:
         for _, entry in _fields(config)
     ]
     return sorted({entry.get(1, 0) for entry in entries})
-
-
-def donated_by(files: Sequence[Path], donating: Sequence[Path]) -> list[list[int]]:
-    """The donated parameters of programs: their own, or those of another with the same inputs and outputs.
-
-    Several virtual cores cannot donate buffers: freeing one would wait for a collective. One core can, and most of its
-    programs have the same inputs and outputs. A program without a match donates none: its memory is an upper bound.
-    """
-
-    def key(module: bytes) -> bytes:
-        shape = next(value for number, value in _fields(module) if number == 4)  # host_program_shape
-        return b"".join(value for number, value in _fields(shape) if number in (1, 2))  # without names
-
-    others = [module_of(path.read_bytes()) for path in donating]
-    known = {key(module): donated_of(module) for module in others}
-    modules = [module_of(path.read_bytes()) for path in files]
-    return [donated_of(module) or known.get(key(module), []) for module in modules]
 
 
 # --------------------------------------------------------------------------------------------------- compiled programs
@@ -119,24 +97,23 @@ def num_bytes(types: str) -> int:
     return total
 
 
-def collectives_in(hlo: str) -> list[dict[str, Any]]:
-    """The collectives of a compiled program with the bytes of their results on a core; asynchronous ones once."""
-    return [
-        {"kind": operation.removesuffix("-done"), "bytes": num_bytes(types)}
-        for types, operation in _OPERATION.findall(hlo)
-        if operation.removesuffix("-done") in _COLLECTIVES
-    ]
+def collectives_in(hlo: str) -> list[tuple[str, int]]:
+    """Kind and size of the result, on a core, of each collective of a compiled program; asynchronous ones once."""
+    found = [(operation.removesuffix("-done"), num_bytes(types)) for types, operation in _OPERATION.findall(hlo)]
+    return [(kind, size) for kind, size in found if kind in _COLLECTIVES]
 
 
 def host_transfers_in(hlo: str) -> int:
     """The number of operations of a compiled program that move data to or from the host while it runs."""
     on_host = [line for line in hlo.splitlines() if "is_host_transfer=true" in line or "MoveToHost" in line]
-    return len(on_host) + sum(operation in _HOST[:2] for _, operation in _OPERATION.findall(hlo))
+    return len(on_host) + sum(operation in ("infeed", "outfeed") for _, operation in _OPERATION.findall(hlo))
 
 
 def doubles_in(stablehlo: str) -> int:
     """The number of operations with tensors of 64-bit floats, other than single numbers, which TPUs emulate."""
-    return sum(bool(re.search(r"tensor<(\d+x)+f64>", line)) for line in stablehlo.splitlines() if " = " in line)
+    return sum(
+        bool(re.search(r"tensor<(1x)*(?!1x)\d[\dx]*xf64>", line)) for line in stablehlo.splitlines() if " = " in line
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- compiling
@@ -155,17 +132,15 @@ def cached(directory: Path, parts: Sequence[str], make: Callable[[], dict[str, A
     return {**record, "is_cached": False}
 
 
-def missing_packages() -> list[str]:
-    """Those of PACKAGES that this Python does not have, in any version."""
-
-    def is_missing(name: str) -> bool:
+def versions() -> dict[str, str | None]:
+    """Of the PACKAGES in this Python; None for a missing one."""
+    found: dict[str, str | None] = {}
+    for name in (package.partition("==")[0] for package in PACKAGES):
         try:
-            version(name)
+            found[name] = version(name)
         except PackageNotFoundError:
-            return True
-        return False
-
-    return [package for package in PACKAGES if is_missing(package.partition("==")[0])]
+            found[name] = None
+    return found
 
 
 def topology_of(name: str) -> Any:
@@ -219,10 +194,12 @@ def record_of(executable: Any) -> dict[str, Any]:
     memory, costs = executable.get_compiled_memory_stats(), executable.cost_analysis()
     costs = costs[0] if isinstance(costs, list) else costs
     hlo = executable.hlo_modules()[0].to_string()
-    kinds = ("argument", "output", "temp", "alias", "generated_code")
+    arguments = memory.argument_size_in_bytes
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes  # a donated buffer counts once
+    in_use = max(memory.peak_memory_in_bytes, arguments + outputs + memory.temp_size_in_bytes)
     return {
-        "memory": {kind: getattr(memory, f"{kind}_size_in_bytes") for kind in kinds},
-        "peak": memory.peak_memory_in_bytes,
+        "memory": in_use + memory.generated_code_size_in_bytes,
+        "arguments": arguments,
         "flops": max(0.0, costs.get("flops", 0.0)),
         "bytes_accessed": costs.get("bytes accessed", 0.0),
         "collectives": collectives_in(hlo),
@@ -230,15 +207,14 @@ def record_of(executable: Any) -> dict[str, Any]:
     }
 
 
-def compiled(
-    path: Path, donated: Sequence[int], topology: Any, name: str, *, is_spmd: bool, cache: Path
-) -> dict[str, Any]:
+def compiled(path: Path, topology: Any, name: str, *, is_spmd: bool, cache: Path) -> dict[str, Any]:
     """The record of a dumped program, or the error of the compiler."""
     from jax._src.interpreters import mlir
     from jax._src.lib import _jax
     from jaxlib.mlir import ir
 
-    stablehlo = _jax.mlir.hlo_to_stablehlo(module_of(path.read_bytes()))
+    module = module_of(path.read_bytes())
+    donated, stablehlo = donated_of(module), _jax.mlir.hlo_to_stablehlo(module)
     with mlir.make_ir_context():
         text = str(ir.Module.parse(stablehlo))
 
@@ -248,45 +224,34 @@ def compiled(
             record = record_of(compile_for(topology, stablehlo, donated, is_spmd=is_spmd))
         except Exception as error:  # of the compiler: the result for this program
             record = {"error": str(error)}
-        taken = {"donated": len(donated), "doubles": doubles_in(text), "seconds": time.monotonic() - started}
-        return {**record, **taken}
+        seconds = time.monotonic() - started
+        return {**record, "donated": len(donated), "doubles": doubles_in(text), "seconds_compiling": seconds}
 
-    versions = [version(package.partition("==")[0]) for package in PACKAGES]
-    found = cached(cache, [text, str(donated), name, str(is_spmd), *versions], make)
-    return {"program": path.name.removesuffix(_DUMPED), **found}
+    found = cached(cache, [text, str(donated), name, str(is_spmd), *map(str, versions().values())], make)
+    return {"name": path.name.removesuffix(_DUMPED), **found}
 
 
 def main(arguments: Sequence[str]) -> None:
-    """``packages``, or ``compile TOPOLOGY CACHE replicas|partitions``: prints a JSON record in each line.
-
-    The input is a JSON list with the file and the donated parameters of each program.
-    """
+    """``packages``, or ``compile TOPOLOGY CACHE replicas|partitions FILE…``: prints a JSON record in each line."""
 
     def show(record: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(record) + "\n")
-        sys.stdout.flush()
 
     if arguments[0] == "packages":
         sys.stdout.write(" ".join(PACKAGES) + "\n")
-    elif missing_packages():
-        show({"missing": missing_packages()})
-    else:
-        _, name, cache, kind = arguments
-        _compile_all(name, json.load(sys.stdin), show, is_spmd=kind == "partitions", cache=Path(cache))
-
-
-def _compile_all(
-    name: str, programs: Sequence[Any], show: Callable[[dict[str, Any]], None], *, is_spmd: bool, cache: Path
-) -> None:
+        return
+    if None in versions().values():
+        show({"missing": [package for package, found in zip(PACKAGES, versions().values(), strict=True) if not found]})
+        return
+    _, name, cache, kind, *files = arguments
     try:
         topology = topology_of(name)
     except Exception as error:  # of many types, with the topologies that libtpu accepts
         show({"refused": str(error)})
         return
-    versions = {package.partition("==")[0]: version(package.partition("==")[0]) for package in PACKAGES}
-    show({"devices": len(topology.devices), "kind": topology.devices[0].device_kind, "versions": versions})
-    for file, donated in programs:
-        show(compiled(Path(file), donated, topology, name, is_spmd=is_spmd, cache=cache))
+    show({"devices": len(topology.devices), "versions": versions()})
+    for file in files:
+        show(compiled(Path(file), topology, name, is_spmd=kind == "partitions", cache=Path(cache)))
 
 
 if __name__ == "__main__":

@@ -359,7 +359,7 @@ class FixedPoint32(_FixedPoint):
 
     def add_(self, gradients: Gradients, numbers: torch.Tensor) -> None:
         sizes = torch.cat([self.largest_of(gradients), numbers])
-        is_finite = torch.isfinite(sizes)
+        is_finite = _is_finite(sizes)
         self._flags[0].add_((is_finite & (sizes > self._limits)).int())
         self._flags[1].add_((~is_finite).int())
         self._flags[2].add_((sizes > 0).int())
@@ -374,7 +374,7 @@ class FixedPoint32(_FixedPoint):
     def _add_limbs(self, limbs: list[torch.Tensor], values: torch.Tensor, here: slice) -> None:
         """Each limb takes the whole multiples of its unit and leaves the rest to the next."""
         inverse, unit = self._inverse[here], self._unit[here]
-        rest = torch.where(torch.isfinite(values), values, torch.zeros_like(values))
+        rest = torch.where(_is_finite(values), values, torch.zeros_like(values))
         for number, limb in enumerate(limbs):
             whole = torch.round(rest * (inverse * 2.0 ** (_LIMB_BITS * number)))
             limb.add_(whole.to(torch.int32).view_as(limb))
@@ -437,3 +437,8 @@ class FixedPoint32(_FixedPoint):
 def _zeros(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """Made on the host: zeros made on the device would be a graph of their own."""
     return torch.zeros(tuple(shape), dtype=torch.int32).to(device)
+
+
+def _is_finite(values: torch.Tensor) -> torch.Tensor:
+    """As ``torch.isfinite``, which on XLA converts to float64 to compare with a Python number."""
+    return values.abs() < torch.full_like(values, math.inf)
