@@ -35,7 +35,7 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(config, items):
     """Skip tests that need torch_xla where it cannot be installed; on Linux x86-64, its absence is a failure.
 
-    Tests in environments of their own are deselected unless ``-m`` names them, as ``make tpu`` and ``make torchtpu`` do.
+    Tests in environments of their own (``make tpu``, ``make torchtpu``) are deselected unless ``-m`` names them.
     """
     own = {marker for marker in ("tpu_compiler", "torch_tpu") if marker not in config.option.markexpr}
     left_out = [item for item in items if any(marker.name in own for marker in item.iter_markers())]
