@@ -24,16 +24,6 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
 
 
-def capturable(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, capturable=True)
-
-
-def muon_and_adamw(model):
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    rest = [p for p in model.parameters() if p.dim() != 2]
-    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest, lr=1e-3, eps=1e-3)]
-
-
 # name: rule, inner optimizer, options of the optimizer
 RUNS = {
     "linear": ("linear", sgd, {}),
@@ -44,10 +34,8 @@ RUNS = {
     "adascale": ("adascale", sgd, {}),
     "adam": ("adam", adamw, {}),
     "adam, half-life": ("adam:half-life", adamw, {}),
-    "adam, capturable": ("root", capturable, {}),
     "adamscale": ("adamscale", adamw, {}),
     "surge": ("surge", adamw, {}),
-    "muon": ("muon", muon_and_adamw, {}),
     "smooth": ("linear", sgd, {"smooth_steps": 3}),
     "smooth adascale": ("adascale", sgd, {"smooth_steps": 3, "max_factor": 4.0}),
     "clipped": ("linear", sgd, {"clip_grad_norm": 0.5}),

@@ -24,6 +24,7 @@ def run(*arguments):
     return found
 
 
+@pytest.mark.xfail(reason="over the CPU plugin: 'expected exactly one TPU device per PyTorch process'", strict=False)
 @pytest.mark.parametrize(
     "arguments", [(SCRIPT, "tpu_dist"), (SCRIPT, "tpu_dist", 1), (*TORCHRUN, SCRIPT, "default")], ids=str
 )

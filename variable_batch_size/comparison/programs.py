@@ -3,7 +3,7 @@
 import os
 import sys
 import tempfile
-import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,24 +40,32 @@ def programs_of(
     with tempfile.TemporaryDirectory() as directory:
         cores = parse_topology(topology)[1]
         with environment({"PJRT_DEVICE": "CPU", "XLA_FLAGS": tpu_compiler.dump_flags(Path(directory))}):
-            try:
-                work = (function, arguments, steps, cores)
-                launch(_train, work, cores=cores if is_spmd else 1, backend="xla", spmd=is_spmd)
-            except RuntimeError as error:
-                raise ValueError(f"{function} failed on virtual XLA cores: {error}") from None
+            work = (function, arguments, steps, cores)
+            (error,) = launch(_train, work, cores=cores if is_spmd else 1, backend="xla", spmd=is_spmd)
+        if error:
+            raise ValueError(error)
         files = tpu_compiler.dumped_in(Path(directory))
         if not files:
             raise ValueError(f"{function} compiled no program: it must train on torch_xla.device()")
         return compile_programs(files, topology, python=python, cache=cache, is_spmd=is_spmd)
 
 
-def _train(function: str, arguments: tuple[Any, ...], steps: int, cores: int) -> None:
+def _train(function: str, arguments: tuple[Any, ...], steps: int, cores: int) -> str:
+    """Train for a few steps; returns what failed."""
     stand_for(cores)
     file = function.rpartition(":")[0]
     if file.endswith(".py"):
         sys.path.insert(0, str(Path(file).resolve().parent))  # as Python does for a script
-    with ended_after(steps):
-        load_function(function)(*arguments)
+    try:
+        train = load_function(function)
+    except (ValueError, ImportError) as error:
+        return str(error)
+    try:
+        with ended_after(steps):
+            train(*arguments)
+    except Exception:
+        return f"{function} failed on a virtual XLA core:\n{traceback.format_exc()}"
+    return ""
 
 
 def stand_for(cores: int) -> None:
@@ -82,11 +90,11 @@ def stand_for(cores: int) -> None:
 
 @contextmanager
 def ended_after(steps: int) -> Iterator[None]:
-    """End the block before an inner optimizer makes another step in this thread, which is a core."""
-    thread, counts = threading.get_ident(), Counter[int]()
+    """End the block before an inner optimizer makes another step."""
+    counts = Counter[int]()
 
     def count(optimizer: Optimizer, *_: Any) -> None:
-        counts[id(optimizer)] += threading.get_ident() == thread
+        counts[id(optimizer)] += 1
         if counts[id(optimizer)] > steps:
             raise _Enough
 
