@@ -148,6 +148,7 @@ def topology_of(name: str) -> Any:
     import libtpu
 
     os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}  # ask no metadata server
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # another process may compile at the same time
     for variable, value in {
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "TPU_WORKER_HOSTNAMES": "localhost",
