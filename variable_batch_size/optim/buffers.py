@@ -72,12 +72,15 @@ class Buffers:
         _write_back(self._before_padding)
         self._before_padding = []
 
-    def restore(self, is_undone: bool) -> None:
-        """After a step: restore the buffers if the rank's minibatches do not count."""
-        if not self._is_one_program:
+    def restore(self, is_undone: bool, is_skipped: torch.Tensor | None = None) -> None:
+        """After a step: restore the buffers if the rank's minibatches do not count, which maybe the device decides."""
+        if not self._is_one_program and (is_undone or is_skipped is None):
             _write_back(self._before_step if is_undone else [])
         elif self._before_step:
-            as_data = torch.tensor([is_undone]).to(self._before_step[0][-1].device)
+            as_data = is_skipped
+            if self._is_one_program:
+                as_data = torch.tensor([is_undone]).to(self._before_step[0][-1].device)
+                as_data = as_data if is_skipped is None else as_data | is_skipped
             with torch.no_grad():
                 for owner, name, *_, values in self._before_step:
                     written = each_element_once(owner._buffers[name])  # type: ignore[arg-type]

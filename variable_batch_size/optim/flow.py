@@ -1,0 +1,319 @@
+"""Flow: how the numbers measured in a step reach the rule, and the learning rate that they make the optimizer."""
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.cores.dtensor import is_dtensor
+from variable_batch_size.optim.gradients.accumulator import Measured, StepGradient
+from variable_batch_size.optim.proxy import optimizers_of
+from variable_batch_size.rules import RULES
+from variable_batch_size.rules.adascale import NoiseRule
+from variable_batch_size.rules.noise import NoiseMeter
+from variable_batch_size.rules.numbers import Number
+from variable_batch_size.rules.rule import Rule, Step
+from variable_batch_size.rules.transition import LRScaler
+
+logger = logging.getLogger(__name__)
+
+_HOSTS = ("cpu",)  # devices whose numbers the host reads without a wait
+_MAX_GROUPS = 8  # each takes some small operations on the device
+_NONFINITE = "the gradient is not finite"
+_NOTHING = "all minibatches have the weight 0"
+
+
+class Outcome(NamedTuple):
+    """What becomes of a step."""
+
+    factors: list[Number]  # of the parameter groups; none if the update is skipped
+    reason: str | None = None  # why it is skipped, if the host has decided that
+    is_skipped: torch.Tensor | None = None  # whether it is, if the device has
+
+
+class Flow:
+    """Passes the norms of each step to the rule and the noise meter, and returns the factors of the step.
+
+    Reading a number from an accelerator makes the host wait for all work queued there. Hence there are three ways:
+
+    - *At once*: the host reads the norms before it makes the update. On CPUs, where it need not wait, and wherever
+      non-finite updates are to be skipped with an inner optimizer that cannot skip by itself.
+    - *On the device*: noise, gain, learning rate, progress, and whether the update is skipped are tensors there, which
+      the host reads only if they are asked for. It needs an inner optimizer that takes them there: fused SGD, Adam and
+      AdamW, and on XLA SGD and capturable Adam and AdamW; and a rule of this library. Results are the same.
+    - *One step late*: the norms of a step are copied while the next one runs, and make the gain of that. For all other
+      inner optimizers and rules.
+
+    Args:
+        rule, scaler, meter: the rule, its factors, and another meter if there is one: what the host knows.
+        inner: the inner optimizer.
+        communicator: of the cores.
+    """
+
+    def __init__(
+        self, rule: Rule, scaler: LRScaler, meter: NoiseMeter | None, inner: Optimizer, communicator: Communicator
+    ) -> None:
+        self.rule, self.scaler, self.meter, self.inner = rule, scaler, meter, inner
+        self.num_skipped = 0
+        self._measures = rule.measures_noise or meter is not None
+        self._is_traced = communicator.is_one_program
+        self._device = next(p for group in inner.param_groups for p in group["params"]).device
+        self._twin: _Twin | None = None
+        self._pending: _Pending | None = None
+        if self._device.type in _HOSTS:
+            self.way = "at once"
+        elif _stays_on_device(rule, inner, self._device, is_traced=self._is_traced):
+            self.way = "on the device"
+        else:
+            self.way = "at once" if self._is_traced or not self._measures else "one step late"
+
+    @property
+    def skips_by_default(self) -> bool:
+        """Whether looking for gradients that are not finite costs no further wait."""
+        return self._measures and self.way != "one step late"
+
+    def scale(self, step: Step, gradient: StepGradient, *, skips: bool) -> Outcome:
+        """Observe the gradient of a step, and return its factors; or skip it."""
+        if gradient.weighs_nothing:
+            return Outcome([], _NOTHING)
+        is_weight_traced = gradient.weight is not None and self._is_traced
+        looks = skips or self._measures or is_weight_traced
+        num_groups = len(self.inner.param_groups)
+        if looks and self.way == "on the device" and self._has_state(is_weighted=gradient.weight is not None):
+            if self._twin is None:
+                self._twin = _Twin(self.rule, self.scaler, self.meter, self._device, is_traced=self._is_traced)
+            return self._twin.scale(step, gradient, num_groups)
+        self.settle()
+        self._twin = None
+        if looks and self.way == "one step late" and not skips:
+            self._pending = _Pending(step, gradient)
+        elif looks:
+            measured = gradient.measure()
+            if skips and not measured.is_finite:
+                return Outcome([], _NONFINITE)
+            if measured.weight == 0:
+                return Outcome([], _NOTHING)
+            self._observe(step, measured)
+        return Outcome(self.scaler.move(step, num_groups))
+
+    def _observe(self, step: Step, measured: Measured) -> None:
+        observed = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
+        self.rule.observe(observed, measured.norms)
+        if self.meter is not None:
+            self.meter.observe(observed, measured.norms)
+
+    def settle(self) -> None:
+        """Let the host know all numbers of the steps so far; waits for the device if they are still there."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._observe(pending.step, pending.read())
+        if self._twin is not None:
+            num_skipped = self._twin.read_into(self.rule, self.scaler, self.meter)
+            if num_skipped:
+                self.num_skipped += num_skipped
+                logger.warning("%d updates are skipped, by step %d: %s", num_skipped, self._twin.latest, _NONFINITE)
+
+    def forget(self) -> None:
+        """After another state was loaded: what is on the device is that of another run."""
+        self._twin = self._pending = None
+
+    @property
+    def late_progress(self) -> float:
+        """The progress before the latest step, or after it if that is known to the host; never waits for that step."""
+        return self.scaler.progress if self._twin is None else self._twin.read_progress_before()
+
+    def _has_state(self, *, is_weighted: bool) -> bool:
+        """Whether each parameter was updated before: a first update that is skipped would leave a state behind."""
+        num_groups = len(self.inner.param_groups)
+        meters = [part for part in _parts(self.rule, self.scaler, self.meter) if isinstance(part, NoiseMeter)]
+        if not self.scaler.has_moved(num_groups):
+            return False
+        if not all(meter.has_observed(num_groups, is_weighted=is_weighted) for meter in meters):
+            return False
+        for optimizer in optimizers_of(self.inner):
+            for group in optimizer.param_groups:
+                if group.get("momentum", 1) and any(
+                    p.grad is not None and not optimizer.state.get(p) for p in group["params"]
+                ):
+                    return False
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return {**self.__dict__, "_twin": None, "_pending": None}
+
+
+def _stays_on_device(rule: Rule, inner: Optimizer, device: torch.device, *, is_traced: bool) -> bool:
+    groups = inner.param_groups
+    parameters = [p for group in groups for p in group["params"]]
+    if type(rule) not in RULES.values() or rule.corrects_bias or len(groups) > _MAX_GROUPS:
+        return False
+    if is_traced and not isinstance(rule, NoiseRule):
+        return False
+    if any(p.device != device or is_dtensor(p) for p in parameters):
+        return False
+    return all(_takes_tensors(optimizer, is_traced=is_traced) for optimizer in optimizers_of(inner))
+
+
+def _takes_tensors(optimizer: Optimizer, *, is_traced: bool) -> bool:
+    """Whether an optimizer takes its learning rate on the device, and can leave out a step there."""
+    if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        return False
+    if not is_traced:
+        return all(group.get("fused") for group in optimizer.param_groups)
+    is_sgd = type(optimizer) is torch.optim.SGD
+    return all((is_sgd or group.get("capturable")) and not group.get("foreach") for group in optimizer.param_groups)
+
+
+class _Pending:
+    """The numbers of a step, on their way to the host."""
+
+    def __init__(self, step: Step, gradient: StepGradient) -> None:
+        self.step, self._gradient = step, gradient
+        self._numbers = _Travelling(gradient.numbers())
+
+    def read(self) -> Measured:
+        return self._gradient.interpret(self._numbers.read())
+
+
+class _Travelling:
+    """A tensor that is copied to the host while the device continues with other work."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._numbers, self._event = numbers, None
+        if numbers.device.type == "cuda":
+            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
+
+
+class _Twin:
+    """The rule, its factors and the meter with all their numbers on the device."""
+
+    def __init__(
+        self, rule: Rule, scaler: LRScaler, meter: NoiseMeter | None, device: torch.device, *, is_traced: bool
+    ) -> None:
+        self._device, self._is_traced = device, is_traced
+        self._dtype = torch.float32 if is_traced or device.type not in ("cpu", "cuda") else torch.float64
+        # together, as the scaler refers to the rule
+        self._rule, self._scaler, self._meter = copy.deepcopy((rule, scaler, meter))
+        for part in _parts(self._rule, self._scaler, self._meter):
+            part.map_(self._to_device)
+        self._skipped = self._to_device(0.0)
+        self.latest = self._latest_read = -1  # steps, by their number
+        self._num_skipped = 0  # of those that were read
+        self._progress_before = _Travelling(self._scaler.progress)
+
+    def _to_device(self, number: float) -> torch.Tensor:
+        dtype = torch.bool if isinstance(number, bool) else self._dtype
+        if self._is_traced:  # made on the host: there it would be a graph of its own
+            return torch.tensor(number, dtype=dtype).to(self._device)
+        return torch.full((), number, dtype=dtype, device=self._device)
+
+    def scale(self, step: Step, gradient: StepGradient, num_groups: int) -> Outcome:
+        """The factors of a step, and whether it is skipped, on the device."""
+        self.latest = step.steps_done + 1
+        self._progress_before = _Travelling(self._scaler.progress)
+        numbers = gradient.numbers()
+        is_counted = numbers.isfinite().all()
+        measured = gradient.interpret(numbers.to(self._dtype).unbind(), is_finite=True)
+        if measured.weight is not None:
+            is_counted = is_counted & (measured.weight != 0)
+        step = self._traced(step)
+        observed = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
+        if isinstance(self._rule, NoiseRule):
+            self._rule.meter.observe(observed, measured.norms, is_counted)
+        if self._meter is not None:
+            self._meter.observe(observed, measured.norms, is_counted)
+        factors = self._scaler.move(step, num_groups, is_counted)
+        is_skipped = is_counted.logical_not()
+        self._skipped = self._skipped + is_skipped
+        if self._is_traced:  # in the graph of the update: reading it then starts none
+            self._packed = self._pack()
+        return Outcome(factors, is_skipped=is_skipped)
+
+    def _traced(self, step: Step) -> Step:
+        """The step with its numbers as data, where a number of Python would be part of the graph."""
+        if not self._is_traced:
+            return step
+        sizes = torch.tensor([step.batch_size, step.minibatch_size, step.ref_batchsize], dtype=self._dtype)
+        batch_size, minibatch_size, ref_batchsize = sizes.to(self._device).unbind()
+        return Step(batch_size, minibatch_size, ref_batchsize, step.steps_done)  # type: ignore[arg-type]
+
+    def read_into(self, rule: Rule, scaler: LRScaler, meter: NoiseMeter | None) -> int:
+        """Set the numbers of the host to those on the device; returns how many steps were skipped since last time."""
+        if self.latest == self._latest_read:
+            return 0
+        num_skipped, *values = (self._packed if self._is_traced else self._pack()).cpu().tolist()
+        numbers = iter(values)
+        for part in _parts(rule, scaler, meter):
+            part.map_(lambda number: type(number)(next(numbers)))
+        num_new, self._num_skipped, self._latest_read = (
+            int(num_skipped) - self._num_skipped,
+            int(num_skipped),
+            self.latest,
+        )
+        return num_new
+
+    def _pack(self) -> torch.Tensor:
+        found = [self._skipped]
+        for part in _parts(self._rule, self._scaler, self._meter):
+            part.map_(lambda number: found.append(number) or number)  # type: ignore[func-returns-value]
+        return torch.stack([number.to(self._dtype) for number in found])
+
+    def read_progress_before(self) -> float:
+        """The progress before the latest step."""
+        return float(self._progress_before.read())  # type: ignore[arg-type]
+
+
+def _parts(rule: Rule, scaler: LRScaler, meter: NoiseMeter | None) -> Iterator[Any]:
+    """What has numbers that change in a step."""
+    yield scaler
+    if isinstance(rule, NoiseRule):
+        yield rule.meter
+    if meter is not None:
+        yield meter
+
+
+class SkipOnDevice:
+    """Lets inner optimizers leave out a step where the device has decided so; a context around ``step()``.
+
+    Fused ones do it by themselves. Otherwise, on XLA, the weights and the state are computed and not used.
+    """
+
+    def __init__(self, inner: Optimizer, is_skipped: torch.Tensor | None, *, is_traced: bool) -> None:
+        self._optimizers = [] if is_skipped is None else optimizers_of(inner)
+        self._is_skipped, self._is_traced = is_skipped, is_traced
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __enter__(self) -> None:
+        if self._is_traced:
+            self._before = [(tensor, tensor.detach().clone()) for tensor in self._tensors()]
+            return
+        for optimizer in self._optimizers:
+            optimizer.found_inf = self._is_skipped.float()  # type: ignore[attr-defined, union-attr]
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+
+    def __exit__(self, *error: object) -> None:
+        for tensor, before in self._before:
+            tensor.copy_(torch.where(self._is_skipped, before, tensor))  # type: ignore[arg-type]
+        for optimizer in self._optimizers if not self._is_traced else ():
+            del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for p in (p for p in group["params"] if p.grad is not None):
+                    yield p
+                    yield from (value for value in optimizer.state.get(p, {}).values() if torch.is_tensor(value))
