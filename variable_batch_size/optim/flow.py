@@ -88,8 +88,9 @@ class Flow:
             if self._twin is None:
                 self._twin = _Twin(self.rule, self.scaler, self.meter, self._device, is_traced=self._is_traced)
             return self._twin.scale(step, gradient, num_groups)
-        self.settle()
-        self._twin = None
+        if self._twin is not None or self._pending is not None:
+            self.settle()
+            self._twin = None
         if looks and self.way == "one step late" and not skips:
             self._pending = _Pending(step, gradient)
         elif looks:

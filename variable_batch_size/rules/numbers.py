@@ -12,7 +12,7 @@ Condition = Any  # a bool, or a tensor of one element
 
 def is_tensor(number: Number) -> bool:
     """Whether a number is a tensor."""
-    return hasattr(number, "clamp")
+    return hasattr(number, "clamp")  # torch need not be imported to scale a batch size
 
 
 def where(condition: Condition, one: Number, other: Number) -> Number:
@@ -21,23 +21,23 @@ def where(condition: Condition, one: Number, other: Number) -> Number:
     >>> where(True, 1.0, 2.0)
     1.0
     """
-    if not is_tensor(condition):
+    if isinstance(condition, bool):
         return one if condition else other
     return one.where(condition, other) if is_tensor(one) else other.where(condition.logical_not(), one)
 
 
 def at_least(number: Number, bound: float) -> Number:
     """The number, or the bound if that is larger."""
-    return number.clamp(min=bound) if is_tensor(number) else max(number, bound)
+    return max(number, bound) if isinstance(number, int | float) else number.clamp(min=bound)
 
 
 def at_most(number: Number, bound: Number) -> Number:
     """The number, or the bound if that is smaller."""
-    if is_tensor(number):
+    if not isinstance(number, int | float):
         return number.clamp(max=bound)
-    return bound.clamp(max=number) if is_tensor(bound) else min(number, bound)
+    return min(number, bound) if isinstance(bound, int | float) else bound.clamp(max=number)
 
 
 def sqrt(number: Number) -> Number:
     """The square root."""
-    return number.sqrt() if is_tensor(number) else math.sqrt(number)
+    return math.sqrt(number) if isinstance(number, int | float) else number.sqrt()

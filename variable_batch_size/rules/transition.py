@@ -39,21 +39,27 @@ class Transition:
         return self._at(goal, batch_size)[0]
 
     def move(self, goal: Number, batch_size: Number, is_counted: Condition = True) -> Number:
-        """The same, for a step that is then made; unless it does not count, a jump is in progress afterwards."""
+        """The same, for a step that is then made. One that does not count changes nothing."""
         factor, steps_left = self._at(goal, batch_size)
-        self._factor = where(is_counted, factor, self._factor)
-        self._batch_size = where(is_counted, batch_size, self._batch_size)
-        self._steps_left = where(is_counted, at_least(steps_left - 1, 1), self._steps_left)
+        if is_counted is True:
+            self._factor, self._batch_size, self._steps_left = factor, batch_size, steps_left
+        else:
+            self._factor = where(is_counted, factor, self._factor)
+            self._batch_size = where(is_counted, batch_size, self._batch_size)
+            self._steps_left = where(is_counted, steps_left, self._steps_left)
         return factor
 
     def _at(self, goal: Number, batch_size: Number) -> tuple[Number, Number]:
-        """The factor, and how many steps the jump still takes with this one."""
-        goal = goal if self.max_factor is None else at_most(goal, self.max_factor)
-        goal = goal if is_tensor(goal) else float(goal)
-        if self._factor is None or (self.smooth_steps <= 1):
+        """The factor, and how many steps the jump takes after this one, at least 1."""
+        if self.max_factor is not None:
+            goal = at_most(goal, self.max_factor)
+        if isinstance(goal, int):
+            goal = float(goal)
+        if self._factor is None or self.smooth_steps <= 1:
             return goal, 1
-        steps_left = where(batch_size == self._batch_size, self._steps_left, max(1, self.smooth_steps))
-        return where(steps_left == 1, goal, self._factor + (goal - self._factor) / steps_left), steps_left
+        steps_left = where(batch_size == self._batch_size, self._steps_left, self.smooth_steps)
+        factor = where(steps_left == 1, goal, self._factor + (goal - self._factor) / steps_left)
+        return factor, at_least(steps_left - 1, 1)
 
     @property
     def is_new(self) -> bool:
@@ -82,7 +88,8 @@ class LRScaler:
         self._new_transition = partial(Transition, smooth_steps=smooth_steps, max_factor=max_factor)
         self._overall = self._new_transition()
         self._of_groups: list[Transition] = []
-        self.progress = 0.0
+        self.progress: Number = 0.0
+        self._is_on_device = False  # whether the numbers are tensors
 
     def preview(self, step: Step, group: int) -> float:
         """The factor of a parameter group in a step."""
@@ -108,11 +115,12 @@ class LRScaler:
     def map_(self, function: Callable[[Number], Number]) -> None:
         """Replace every number that a step may change by a function of it, always in the same order."""
         self.progress = function(self.progress)
+        self._is_on_device = is_tensor(self.progress)
         for transition in (self._overall, *self._of_groups):
             transition.map_(function)
 
     def _checked(self, factor: Any, step: Step) -> Number:
-        if is_tensor(factor):
+        if self._is_on_device and is_tensor(factor):
             return factor
         if not isinstance(factor, float | Real) or not 0 <= float(factor) < math.inf:
             raise ValueError(
