@@ -79,14 +79,14 @@ def one(rule, inner, form, smooth_steps):
         found, waits = training.run(bad), "none"
     except RuntimeError as error:
         torch.cuda.set_sync_debug_mode("default")
-        print(f"{rule:12}{inner:8}{str(form.get('fused', False)):12}{smooth_steps:<8}{way:18}{'':24}{error}")
+        print(f"{rule:12}{inner:8}{form.get('fused', False)!s:12}{smooth_steps:<8}{way:18}{'':24}{error}")
         return
     host = Training(rule, inner, "cpu", smooth_steps=smooth_steps, **form)
     expected = host.run(bad)
     apart = max((found[name].cpu().double() - expected[name].double()).abs().max().item() for name in expected)
     skipped = f"{training.optimizer.steps_skipped}/{host.optimizer.steps_skipped}"
     print(
-        f"{rule:12}{inner:8}{str(form.get('fused', False)):12}{smooth_steps:<8}{way:18}{apart:<14.1e}{skipped:10}{waits}"
+        f"{rule:12}{inner:8}{form.get('fused', False)!s:12}{smooth_steps:<8}{way:18}{apart:<14.1e}{skipped:10}{waits}"
     )
 
 

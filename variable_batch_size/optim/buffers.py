@@ -78,9 +78,9 @@ class Buffers:
             _write_back(self._before_step if is_undone else [])
         elif self._before_step:
             as_data = is_skipped
-            if self._is_one_program:
-                as_data = torch.tensor([is_undone]).to(self._before_step[0][-1].device)
-                as_data = as_data if is_skipped is None else as_data | is_skipped
+            if as_data is None or self._is_one_program:
+                is_idle = torch.tensor([is_undone]).to(self._before_step[0][-1].device)
+                as_data = is_idle if as_data is None else is_idle | as_data
             with torch.no_grad():
                 for owner, name, *_, values in self._before_step:
                     written = each_element_once(owner._buffers[name])  # type: ignore[arg-type]

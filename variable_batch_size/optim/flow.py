@@ -186,11 +186,11 @@ class _Travelling:
     """A tensor that is copied to the host while the device continues with other work."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
-        self._numbers, self._event = numbers, None
+        self._numbers, self._event = numbers, None  # type: tuple[torch.Tensor, Any]
         if numbers.device.type == "cuda":
             self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def read(self) -> list[float]:
@@ -287,34 +287,31 @@ def _parts(rule: Rule, scaler: LRScaler, meter: NoiseMeter | None) -> Iterator[A
         yield meter
 
 
-class SkipOnDevice:
-    """Lets inner optimizers leave out a step where the device has decided so; a context around ``step()``.
+def step_unless(is_skipped: torch.Tensor, inner: Optimizer, *, is_traced: bool) -> None:
+    """Let an inner optimizer make a step, unless the device has decided otherwise.
 
-    Fused ones do it by themselves. Otherwise, on XLA, the weights and the state are computed and not used.
+    Fused ones leave it out by themselves. On XLA, the weights and the state are computed, and not used.
     """
-
-    def __init__(self, inner: Optimizer, is_skipped: torch.Tensor | None, *, is_traced: bool) -> None:
-        self._optimizers = [] if is_skipped is None else optimizers_of(inner)
-        self._is_skipped, self._is_traced = is_skipped, is_traced
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __enter__(self) -> None:
-        if self._is_traced:
-            self._before = [(tensor, tensor.detach().clone()) for tensor in self._tensors()]
-            return
-        for optimizer in self._optimizers:
-            optimizer.found_inf = self._is_skipped.float()  # type: ignore[attr-defined, union-attr]
-            optimizer.grad_scale = None  # type: ignore[attr-defined]
-
-    def __exit__(self, *error: object) -> None:
-        for tensor, before in self._before:
-            tensor.copy_(torch.where(self._is_skipped, before, tensor))  # type: ignore[arg-type]
-        for optimizer in self._optimizers if not self._is_traced else ():
+    optimizers = optimizers_of(inner)
+    if is_traced:
+        before = [(tensor, tensor.detach().clone()) for tensor in _tensors_of(optimizers)]
+        inner.step()
+        for tensor, value in before:
+            tensor.copy_(torch.where(is_skipped, value, tensor))
+        return
+    for optimizer in optimizers:
+        optimizer.found_inf, optimizer.grad_scale = is_skipped.float(), None  # type: ignore[attr-defined]
+    try:
+        inner.step()
+    finally:
+        for optimizer in optimizers:
             del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for p in (p for p in group["params"] if p.grad is not None):
-                    yield p
-                    yield from (value for value in optimizer.state.get(p, {}).values() if torch.is_tensor(value))
+
+def _tensors_of(optimizers: list[Optimizer]) -> Iterator[torch.Tensor]:
+    """All that a step changes."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                yield p
+                yield from (value for value in optimizer.state.get(p, {}).values() if torch.is_tensor(value))

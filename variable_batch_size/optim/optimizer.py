@@ -17,7 +17,7 @@ from variable_batch_size.data.cursor import Cursor, StepPlan
 from variable_batch_size.data.sampler import CustomSampler, Description, MinibatchSource
 from variable_batch_size.optim import consistency
 from variable_batch_size.optim.buffers import Buffers
-from variable_batch_size.optim.flow import Flow, Outcome, SkipOnDevice
+from variable_batch_size.optim.flow import Flow, Outcome, step_unless
 from variable_batch_size.optim.gradients import make_accumulator
 from variable_batch_size.optim.gradients.accumulator import StepGradient
 from variable_batch_size.optim.hyperparameters import Preconditioner, StepHyperparameters
@@ -330,7 +330,7 @@ class CustomOptimizer(OptimizerProxy):
 
     def _complete_step(self, plan: StepPlan) -> bool | torch.Tensor:
         """Reduce and update, or skip the update; returns whether the weights changed, maybe on the device."""
-        step, outcome = self._rule_step(), None
+        step = self._rule_step()
         try:
             gradient = self._accumulator.reduce(plan)
             weight = gradient.weight
@@ -369,14 +369,14 @@ class CustomOptimizer(OptimizerProxy):
         """Make a step of the inner optimizer, with the settings that the rule returns."""
         if self.clip_grad_norm is not None:
             gradient.clip_(self.clip_grad_norm)
-        self._factors, is_traced = outcome.factors, self._communicator.is_one_program
-        with (
-            self._hyperparameters.applied(self._rule, step, self._factors) as self._lrs,
-            SkipOnDevice(self.inner, outcome.is_skipped, is_traced=is_traced),
-        ):
+        self._factors = outcome.factors
+        with self._hyperparameters.applied(self._rule, step, self._factors) as self._lrs:
             _updates.is_running = True
             try:
-                self.inner.step()
+                if outcome.is_skipped is None:
+                    self.inner.step()
+                else:
+                    step_unless(outcome.is_skipped, self.inner, is_traced=self._communicator.is_one_program)
             finally:
                 _updates.is_running = False
         if self._preconditioner is not None:
@@ -499,7 +499,7 @@ class CustomOptimizer(OptimizerProxy):
         if group < len(self._factors):  # the step is complete, and the group was not added since
             return float(self._factors[group])
         self._flow.settle()
-        return self._lr_scaler.preview(self._rule_step(), group)
+        return float(self._lr_scaler.preview(self._rule_step(), group))
 
     def _rule_step(self) -> Step:
         size, number = self._cursor.plan.batch_size, self._cursor.plan.num_minibatches
@@ -526,7 +526,7 @@ class CustomOptimizer(OptimizerProxy):
     def progress(self) -> float:
         """How many steps at `ref_batchsize` the run is worth so far: with AdaScale, the sum of the gains."""
         self._flow.settle()
-        return self._lr_scaler.progress
+        return float(self._lr_scaler.progress)
 
     @property
     def late_progress(self) -> float:
@@ -546,7 +546,7 @@ class CustomOptimizer(OptimizerProxy):
             group: a parameter group; all together if None.
         """
         size = self.batch_size if batch_size is None else batch_size
-        return self._meter().gain(size, self.ref_batchsize, group)
+        return float(self._meter().gain(size, self.ref_batchsize, group))
 
     @property
     def noise(self) -> Noise | None:

@@ -35,14 +35,14 @@ class NoiseRule(Rule):
         """See :meth:`NoiseMeter.noise`."""
         return self.meter.noise(group)
 
-    def gain(self, batch_size: int, ref_batchsize: int, group: int | None = None) -> float:
+    def gain(self, batch_size: Number, ref_batchsize: Number, group: int | None = None) -> Number:
         """See :meth:`NoiseMeter.gain`."""
         return self.meter.gain(batch_size, ref_batchsize, group)
 
-    def factor(self, step: Step) -> float:
+    def factor(self, step: Step) -> Number:
         return self.scaled(self.gain(step.batch_size, step.ref_batchsize), step)
 
-    def group_factor(self, step: Step, group: int) -> float:
+    def group_factor(self, step: Step, group: int) -> Number:
         return self.scaled(self.gain(step.batch_size, step.ref_batchsize, group), step)
 
     def report(self, step: Step) -> dict[str, float]:

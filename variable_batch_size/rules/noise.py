@@ -38,8 +38,8 @@ _OUTLIER = (
 class Noise:
     """Trace V of the covariance of per-sample gradients, and squared norm G² of their mean."""
 
-    variance: float
-    square_norm: float
+    variance: Number
+    square_norm: Number
 
     @classmethod
     def from_norms(
@@ -59,7 +59,7 @@ class Noise:
         variance = (mean_of_squares - square_of_mean) * batch_size / (num_minibatches - 1)
         return cls(variance, square_of_mean - variance / batch_size)
 
-    def gain(self, batch_size: float, ref_batchsize: float) -> float:
+    def gain(self, batch_size: Number, ref_batchsize: Number) -> Number:
         """The worth of a step in steps at the reference batch size: (V/B0 + G²) / (V/B + G²), between 1 and S = B/B0.
 
         >>> Noise(variance=100.0, square_norm=1.0).gain(400, 100)
@@ -233,7 +233,7 @@ class NoiseMeter:
         return None if noise is None else noise.scale / self._weight_of_a_sample
 
     @property
-    def _weight_of_a_sample(self) -> float:
+    def _weight_of_a_sample(self) -> Number:
         return where(self._weight != 0, self._weight / at_least(self._samples, 1), 1.0)
 
     def report(self, step: Step) -> dict[str, float]:

@@ -34,7 +34,7 @@ class Transition:
         self._factor: float | None = None
         self._batch_size, self._steps_left = 0, 1
 
-    def preview(self, goal: float, batch_size: int) -> float:
+    def preview(self, goal: Number, batch_size: Number) -> Number:
         """The factor of a step of this batch size, if the rule returns `goal`."""
         return self._at(goal, batch_size)[0]
 
@@ -91,7 +91,7 @@ class LRScaler:
         self.progress: Number = 0.0
         self._is_on_device = False  # whether the numbers are tensors
 
-    def preview(self, step: Step, group: int) -> float:
+    def preview(self, step: Step, group: int) -> Number:
         """The factor of a parameter group in a step."""
         self._have_groups(group + 1)
         goal = self._checked(self._rule.group_factor(step, group), step)
@@ -104,7 +104,8 @@ class LRScaler:
         goal = self._checked(rule.factor(step), step)
         goals = [self._checked(rule.group_factor(step, group), step) for group in range(num_groups)]
         worth = rule.worth(step, self._overall.move(goal, size, is_counted))
-        self.progress = where(is_counted, self.progress + worth, self.progress)
+        progress = self.progress + worth
+        self.progress = progress if is_counted is True else where(is_counted, progress, self.progress)
         pairs = zip(self._of_groups, goals, strict=False)
         return [transition.move(goal, size, is_counted) for transition, goal in pairs]
 
