@@ -5,11 +5,13 @@ import math
 
 import pytest
 import torch
+from count_reads import CountReads
 from torch import nn
 from torch.testing import assert_close
 
 import variable_batch_size as vbs
 from variable_batch_size.optim import flow
+from variable_batch_size.rules.noise import NoiseMeter
 
 TRACE = [4 * n for n in (2, 1, 3, 6, 1, 2, 5, 4, 4, 1, 2, 8)]
 BAD = (0, 3, 4, 9)  # steps with a gradient that is not finite
@@ -96,3 +98,175 @@ def test_numbers_on_the_device_are_those_read_at_once(monkeypatch, rule, inner, 
     for found, one in zip(run.steps(weights=weights), expected, strict=True):
         assert_same(found, one)
     assert run.optimizer.steps_skipped == len(BAD) + (weights is not None)
+
+
+@pytest.mark.parametrize("rule", ["adascale", "linear"])
+def test_reading_numbers_changes_nothing(on_device, rule):
+    *_, expected = Run(rule).steps()
+    run = Run(rule)
+    run.found, found = lambda: None, run.found
+    list(run.steps())
+    assert_same(found(), expected, tolerance=0)
+
+
+@pytest.mark.parametrize("rule", ["linear", "adascale", "surge", "adamscale"])
+def test_no_number_is_read_from_the_device(on_device, rule):
+    inner = "adam" if rule == "adamscale" else "momentum"
+    run = Run(rule, inner)
+    step, reads = run.optimizer.step, []
+
+    def counted(**options):
+        with CountReads() as count:
+            is_complete = step(**options)
+        reads.append((run.optimizer.steps_done, count.num_reads))
+        return is_complete
+
+    run.found, run.optimizer.step = lambda: None, counted
+    for state in run.inner.state.values():
+        state["step"] = torch.zeros(())
+    list(run.steps(bad=(3, 4)))
+    by_adam = 2 * 4 if rule == "adamscale" else 0  # its step counts, which are on a GPU if parameters are
+    assert max(number for steps_done, number in reads if steps_done > 1) <= by_adam
+    assert max(number for steps_done, number in reads if steps_done == 1) > 0
+    assert run.optimizer.steps_skipped == 2
+
+
+class GainOfTheStepBefore(vbs.rules.Rule):
+    """AdaScale with a gain that does not contain the step's own norms, read at once."""
+
+    measures_noise = True
+
+    def __init__(self):
+        self.meter, self.latest = NoiseMeter(), None
+
+    def observe(self, step, norms):
+        if self.latest is not None:
+            self.meter.observe(*self.latest)
+        self.latest = step, norms
+
+    def factor(self, step):
+        return self.meter.gain(step.batch_size, step.ref_batchsize)
+
+    def group_factor(self, step, group):
+        return self.meter.gain(step.batch_size, step.ref_batchsize, group)
+
+
+def not_fused(monkeypatch):
+    monkeypatch.setitem(INNER, "momentum", lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9))
+
+
+@pytest.mark.parametrize("weights", [None, "weighted"])
+def test_other_optimizers_get_the_gain_of_the_step_before(monkeypatch, weights):
+    not_fused(monkeypatch)
+    monkeypatch.setattr(vbs, "make_rule", lambda _: GainOfTheStepBefore())
+    names = ("lr", "progress", "model", "inner")
+    expected = [{name: one[name] for name in names} for one in Run(skip_nonfinite=False).steps(bad=())]
+    monkeypatch.undo()
+    not_fused(monkeypatch)
+    monkeypatch.setattr(flow, "_HOSTS", ())
+    run = Run(skip_nonfinite=None)
+    assert run.optimizer._flow.way == "one step late"
+    assert run.optimizer.description["gain"] == "one step late"
+    assert not run.optimizer.skip_nonfinite
+    for found, one in zip(run.steps(bad=()), expected, strict=True):
+        assert_same({name: found[name] for name in names}, one, tolerance=0)
+
+
+def test_nonfinite_updates_are_skipped_at_once_if_asked_for(monkeypatch):
+    not_fused(monkeypatch)
+    expected = list(Run().steps())
+    monkeypatch.setattr(flow, "_HOSTS", ())
+    for found, one in zip(Run().steps(), expected, strict=True):
+        assert_same(found, one, tolerance=0)
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("weights", [None, "weighted"])
+def test_run_resumes_as_if_never_stopped(monkeypatch, weights, is_fused):
+    if not is_fused:
+        not_fused(monkeypatch)
+    monkeypatch.setattr(flow, "_HOSTS", ())
+    options = {"skip_nonfinite": is_fused, "smooth_steps": 3}
+    bad = BAD if is_fused else ()
+    *_, expected = Run(**options).steps(weights=weights, bad=bad)
+    for stop in (1, 4, 5, 8):
+        first = Run(**options)
+        for _ in zip(range(stop), first.steps(weights=weights, bad=bad), strict=False):
+            pass
+        second = Run(**options)
+        second.model.load_state_dict(first.model.state_dict())
+        second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+        *_, found = second.steps(weights=weights, bad=bad, first=stop)
+        assert_same(found, expected, tolerance=0 if is_fused else 1e-15)
+
+
+def test_parameters_without_a_state_are_updated_at_once(on_device):
+    """A first update that the device skips would leave the momentum undefined."""
+    results = []
+    for hosts in (("cpu",), ()):
+        flow._HOSTS = hosts
+        run = Run()
+        for p in run.model[3].parameters():
+            p.requires_grad_(False)
+        found = []
+        for one in run.steps(bad=(5, 6, 8)):
+            found.append(one)
+            if len(found) == 5:
+                for p in run.model[3].parameters():
+                    p.requires_grad_(True)
+        results.append(found)
+    assert_same(*results)
+
+
+def test_a_group_may_be_added(on_device):
+    results = []
+    for hosts in (("cpu",), ()):
+        flow._HOSTS = hosts
+        run = Run()
+        head = run.model[3]
+        extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        head.register_forward_hook(lambda module, args, output, extra=extra: output * extra)
+        found = []
+        for one in run.steps(bad=(5, 6)):
+            found.append(one)
+            if len(found) == 5:
+                run.optimizer.add_param_group({"params": [extra]})
+        results.append((found, extra.detach().clone()))
+    assert_same(*results)
+
+
+def test_schedule_by_progress_is_one_step_late(on_device):
+    run = Run()
+    progress = [0.0]
+    for _ in run.steps():
+        late = run.optimizer.late_progress
+        assert late in (progress[-1], run.optimizer.progress)  # a host that has read knows more, but does not use it
+        if run.optimizer.steps_done > 2:
+            assert late == progress[-1]
+        progress.append(run.optimizer.progress)
+
+
+def test_grad_scaler_skips_on_the_device(on_device):
+    results = []
+    for hosts in (("cpu",), ()):
+        flow._HOSTS = hosts
+        run = Run(skip_nonfinite=None, dtype=torch.float32)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+        for number, _ in enumerate(run.sampler):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+            loss = run.model(x).square().mean()
+            scaler.scale(loss * math.inf if number in (9, 20) else loss).backward()
+            scaler.step(run.optimizer)
+            scaler.update()
+        results.append((run.found(), scaler.get_scale()))
+    assert_same(*results, tolerance=1e-6)
+
+
+def test_copy_of_an_optimizer_continues_alike(on_device):
+    run = Run()
+    steps = run.steps()
+    for _ in range(6):
+        next(steps)
+    twin = copy.deepcopy(run.optimizer)
+    assert twin.progress == run.optimizer.progress
+    assert twin.state_dict()["variable_batch_size"]["rule"] == run.optimizer.state_dict()["variable_batch_size"]["rule"]

@@ -177,8 +177,10 @@ def test_the_number_of_xla_graphs_does_not_grow_with_the_trace(results_on, cores
 
 @pytest.mark.xla
 @pytest.mark.parametrize("name", scenarios.RUNS)
-def test_adascale_reads_from_the_device_once_per_update_and_other_rules_never(results_on, name):
+def test_no_number_is_read_from_the_device_after_the_first_update(results_on, name):
     log = results_on("xla", 1)[0][name]["log"]
-    reads = 1 if name in ("adascale", "adamscale") else 0
-    assert {entry["transfers"] for entry in log if entry["has_updated"]} == {reads}
+    first, *later = [entry["transfers"] for entry in log if entry["has_updated"]]
+    assert first == int(name in ("adascale", "adamscale"))
+    # AdamW counts its steps on the host unless it is capturable, and cannot leave one out on the device
+    assert set(later) == {int(name == "adamscale")}
     assert {entry["transfers"] for entry in log if not entry["has_updated"]} == {0}

@@ -285,9 +285,9 @@ def one_nan_minibatch(model, backend):
         poison = torch.tensor([float("nan") if is_poisoned else 1.0]).to(device)
         nn.functional.cross_entropy(model(x[indices].to(device) * poison), y[indices].to(device)).backward()
         before = optimizer.steps_done
-        has_updated = optimizer.step()
+        optimizer.step()
         if optimizer.steps_done > before:
-            updates.append(has_updated)
+            updates.append(optimizer.updated)
             progress.append(optimizer.progress)
     return {
         "updates": updates,

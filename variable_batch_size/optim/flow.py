@@ -53,10 +53,18 @@ class Flow:
         rule, scaler, meter: the rule, its factors, and another meter if there is one: what the host knows.
         inner: the inner optimizer.
         communicator: of the cores.
+        is_read: whether the host is to look at each step on XLA, where it also learns which parameters have a gradient.
     """
 
     def __init__(
-        self, rule: Rule, scaler: LRScaler, meter: NoiseMeter | None, inner: Optimizer, communicator: Communicator
+        self,
+        rule: Rule,
+        scaler: LRScaler,
+        meter: NoiseMeter | None,
+        inner: Optimizer,
+        communicator: Communicator,
+        *,
+        is_read: bool = False,
     ) -> None:
         self.rule, self.scaler, self.meter, self.inner = rule, scaler, meter, inner
         self.num_skipped = 0
@@ -65,12 +73,17 @@ class Flow:
         self._device = next(p for group in inner.param_groups for p in group["params"]).device
         self._twin: _Twin | None = None
         self._pending: _Pending | None = None
-        if self._device.type in _HOSTS:
+        if self._device.type in _HOSTS or (self._is_traced and is_read):
             self.way = "at once"
         elif _stays_on_device(rule, inner, self._device, is_traced=self._is_traced):
             self.way = "on the device"
         else:
             self.way = "at once" if self._is_traced or not self._measures else "one step late"
+
+    @property
+    def time_of_gain(self) -> str:
+        """From which step the gain is, in words; it is part of a run's description."""
+        return "one step late" if self.way == "one step late" else "of the step itself"
 
     @property
     def skips_by_default(self) -> bool:

@@ -80,9 +80,9 @@ class CustomOptimizer(OptimizerProxy):
         model: whose buffers (BatchNorm's statistics) the padding minibatch of an idle core must not change.
         smooth_steps: spread a jump of the factor over N steps (:class:`Transition`).
         max_factor: the largest factor; None for no limit.
-        skip_nonfinite: skip the update where the gradient is not finite, on all cores together; costs a wait for the
-            device in every step. None for False, and True for rules that measure gradients anyway. With ``GradScaler``,
-            such updates are always skipped.
+        skip_nonfinite: skip the update where the gradient is not finite, on all cores together. With ``GradScaler``,
+            such updates are always skipped. None for True where the gradients are measured and it costs no further
+            wait for the device (:class:`Flow`), otherwise False.
         gradient_as_bucket_view: leave gradients where they are, zeroed in place, and let autograd accumulate there, for
             CUDA graphs and to save the memory of one gradient; they must then not be modified, nor may a parameter be
             frozen, added or converted within a step.
@@ -148,7 +148,8 @@ class CustomOptimizer(OptimizerProxy):
             sampler.run_in_lockstep()
         self._fingerprint = consistency.fingerprint_of(sampler, self._rule, self.inner, self.ref_batchsize)
         self._communicator = communicator_for(self.parameters(), sampler.process_group)
-        self._flow = Flow(self._rule, self._lr_scaler, self._own_meter, self.inner, self._communicator)
+        parts, is_read = (self._rule, self._lr_scaler, self._own_meter), skip_nonfinite is True
+        self._flow = Flow(*parts, self.inner, self._communicator, is_read=is_read)
         self.skip_nonfinite = self._flow.skips_by_default if skip_nonfinite is None else skip_nonfinite
         schedule = sampler.schedule
         self._driver = PolicyDriver(self, schedule) if isinstance(schedule, PolicySchedule) else None
@@ -223,8 +224,8 @@ class CustomOptimizer(OptimizerProxy):
                 gradient of the step is then the mean over all tokens of all cores. A number, or a tensor on the device.
 
         Returns:
-            Whether this was the last minibatch of a step: False while accumulating, or if the host knows that the
-            update was skipped. With a closure, what that returned. `updated` is whether the weights changed.
+            True if the step is complete, and the host does not know that its update was skipped; False while
+            accumulating. With a closure, what that returned. `updated` is whether the weights changed.
         """
         if torch.compiler.is_dynamo_compiling():  # a function that contains a whole step
             return self._step_eagerly(closure, weight=weight)
@@ -578,6 +579,8 @@ class CustomOptimizer(OptimizerProxy):
         own: Description = {"exact": self.exact, "seed_minibatches": self.seeds_minibatches}
         if self.exact and next(self.parameters()).device.type == "cpu":
             own["threads"] = torch.get_num_threads()  # a minibatch's gradient depends on it
+        if self._rule.measures_noise:
+            own["gain"] = self._flow.time_of_gain
         return {**self._fingerprint, **own}
 
     def report(self) -> dict[str, float]:
