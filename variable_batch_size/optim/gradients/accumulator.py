@@ -67,7 +67,7 @@ class StepGradient:
         own = self._accumulator
         numbers = [own._numbers(), own._squared_norms_by_group(own._gradients_by_group())]
         if own.divisors is not None:  # what has no divisor must be finite, too
-            numbers.append(own._squared_norm(own._gradients()).view(1))
+            numbers.append(own._squared_norm_of_step().view(1))
         groups, divisors = own.inner.param_groups, own.divisors
         self._are_measured = [divisors is None or any(p in divisors for p in group["params"]) for group in groups]
         return torch.cat([number.to(numbers[-1].dtype) for number in numbers])
@@ -93,7 +93,7 @@ class StepGradient:
     def norm(self) -> torch.Tensor:
         """The norm of the mean gradient over all parameters, on the device."""
         own = self._accumulator
-        return own._squared_norm(own._gradients()).sqrt() / own.communicator.traced_scalar(self._multiple)
+        return own._squared_norm_of_step().sqrt() / own.communicator.traced_scalar(self._multiple)
 
     def clip_(self, max_norm: float) -> None:
         """Scale the gradient so that the norm of the mean over all parameters is at most `max_norm`."""
@@ -271,16 +271,22 @@ class GradientAccumulator(ABC):
     def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """The squared norm of several tensors together, in float32 at least; 0 of none."""
 
+    def _squared_norm_of_step(self) -> torch.Tensor:
+        return self._squared_norm(self._gradients())
+
     def _squared_norms(self, lists: list[list[torch.Tensor]]) -> torch.Tensor:
         """The squared norm of each of several lists of tensors."""
         return torch.stack([self._squared_norm(gradients) for gradients in lists])
 
     def _squared_norms_by_group(self, groups: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> torch.Tensor:
         """The squared norm of each group's gradients, divided by their divisors."""
+        return self._squared_norms(self._divided(groups))
+
+    def _divided(self, groups: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> list[list[torch.Tensor]]:
         if self.divisors is None:
-            return self._squared_norms([[gradient for _, gradient in pairs] for pairs in groups])
+            return [[gradient for _, gradient in pairs] for pairs in groups]
         divided = [[(gradient, self._divisor_of(p)) for p, gradient in pairs] for pairs in groups]
-        return self._squared_norms([[g / divisor for g, divisor in pairs if divisor is not None] for pairs in divided])
+        return [[g / divisor for g, divisor in pairs if divisor is not None] for pairs in divided]
 
     def _divisor_of(self, p: torch.Tensor) -> torch.Tensor | None:
         return self.divisors.get(p)  # type: ignore[union-attr]
