@@ -126,7 +126,8 @@ def train_epoch(model, sampler, optimizer, device, log=None, backend="cpu"):
         loss = nn.functional.cross_entropy(model(x[indices].to(device)), y[indices].to(device))
         loss.backward()
         transfers = num_transfers(backend)
-        has_updated = optimizer.step()
+        optimizer.step()
+        has_updated = optimizer.updated
         if log is not None:
             log.append(
                 {

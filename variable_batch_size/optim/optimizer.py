@@ -224,8 +224,8 @@ class CustomOptimizer(OptimizerProxy):
                 gradient of the step is then the mean over all tokens of all cores. A number, or a tensor on the device.
 
         Returns:
-            True if the step is complete, and the host does not know that its update was skipped; False while
-            accumulating. With a closure, what that returned. `updated` is whether the weights changed.
+            Whether the step is complete; False while accumulating. With a closure, what that returned. If the update
+            was skipped, the step is complete, too; `updated` is whether the weights changed.
         """
         if torch.compiler.is_dynamo_compiling():  # a function that contains a whole step
             return self._step_eagerly(closure, weight=weight)
@@ -260,7 +260,7 @@ class CustomOptimizer(OptimizerProxy):
         self._prepare_next()
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, (), {})
-        return self._updated is not False if closure is None else loss
+        return plan.is_last if closure is None else loss
 
     # torch would wrap step() for hooks and profiling, which takes longer than accumulating; the inner step() has both
     step.hooked = True  # type: ignore[attr-defined]

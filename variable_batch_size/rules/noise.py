@@ -177,15 +177,15 @@ class NoiseMeter:
             self._weight = where(is_counted, self._weight + step.weight, self._weight)
             self._samples = where(is_counted, self._samples + step.batch_size, self._samples)
         is_estimate = num_minibatches >= 2
-        if is_estimate is False:
+        if not is_tensor(is_estimate) and not is_estimate:
             return
         active = [measured is not None and measured.mean_of_squares != 0 for measured in norms]
         is_estimate = reduce(or_, active) & is_estimate & is_counted
-        if is_estimate is False:
+        if not is_tensor(is_estimate) and not is_estimate:
             return
         self._active = [where(is_estimate, now, was) for now, was in zip(active, self._active, strict=True)]
         for average, measured, is_active in zip(self.averages, norms, active, strict=True):
-            if is_active is not False and measured is not None:
+            if (is_tensor(is_active) or is_active) and measured is not None:
                 noise = Noise.from_norms(*measured, batch_size=size, num_minibatches=at_least(num_minibatches, 2))
                 part, count = average.add(noise, step.scale, is_estimate & is_active), average.count
                 if part > 0.5 and count >= 10 and not self._has_warned:
@@ -199,7 +199,7 @@ class NoiseMeter:
 
     def gain(self, batch_size: Number, ref_batchsize: Number, group: int | None = None) -> Number:
         """How many steps at the reference batch size one step of this batch size is worth."""
-        known = [(average.mean, is_known) for average, is_known in self._known(group) if is_known is not False]
+        known = [(average.mean, is_) for average, is_ in self._known(group) if is_tensor(is_) or is_]
         lower_bound = at_most(batch_size / ref_batchsize, 1.0)
         if not known:
             return lower_bound

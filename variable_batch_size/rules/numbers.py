@@ -21,23 +21,24 @@ def where(condition: Condition, one: Number, other: Number) -> Number:
     >>> where(True, 1.0, 2.0)
     1.0
     """
-    if isinstance(condition, bool):
+    if isinstance(condition, bool) or not is_tensor(condition):
         return one if condition else other
     return one.where(condition, other) if is_tensor(one) else other.where(condition.logical_not(), one)
 
 
 def at_least(number: Number, bound: float) -> Number:
     """The number, or the bound if that is larger."""
-    return max(number, bound) if isinstance(number, int | float) else number.clamp(min=bound)
+    is_plain = isinstance(number, int | float) or not is_tensor(number)
+    return max(number, bound) if is_plain else number.clamp(min=bound)
 
 
 def at_most(number: Number, bound: Number) -> Number:
     """The number, or the bound if that is smaller."""
-    if not isinstance(number, int | float):
+    if is_tensor(number):
         return number.clamp(max=bound)
-    return min(number, bound) if isinstance(bound, int | float) else bound.clamp(max=number)
+    return bound.clamp(max=number) if is_tensor(bound) else min(number, bound)
 
 
 def sqrt(number: Number) -> Number:
     """The square root."""
-    return math.sqrt(number) if isinstance(number, int | float) else number.sqrt()
+    return number.sqrt() if is_tensor(number) else math.sqrt(number)
