@@ -23,8 +23,7 @@ from variable_batch_size.comparison.report.page import draw_picture, write_repor
 from variable_batch_size.comparison.report.summary import arms_of, verdict
 from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Situation
-from variable_batch_size.schedules.batch_sizes import ON_END
-from variable_batch_size.schedules.schedule import Schedule
+from variable_batch_size.schedules.schedule import ON_END, Schedule
 from variable_batch_size.traces.trace import Trace
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from variable_batch_size.planning.profile import Profile
 from variable_batch_size.planning.reports import as_csv, as_text, plan_report, simulation_page, simulation_table
 from variable_batch_size.planning.simulate import Availability, NoiseCurve, simulate
 from variable_batch_size.policies.builtin import POLICIES, parse_policy
-from variable_batch_size.schedules.batch_sizes import ON_END
-from variable_batch_size.schedules.schedule import Schedule
+from variable_batch_size.schedules.schedule import ON_END, Schedule
 from variable_batch_size.traces.recording import Recording
 from variable_batch_size.traces.trace import Trace
 

@@ -14,7 +14,7 @@ from variable_batch_size.files import write_text
 from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Policy
 from variable_batch_size.rules.registry import RULES as rules_by_name
-from variable_batch_size.schedules.batch_sizes import OnEnd
+from variable_batch_size.schedules.schedule import OnEnd
 from variable_batch_size.traces.generators import spot_market
 from variable_batch_size.traces.trace import Trace
 

@@ -15,10 +15,9 @@ from variable_batch_size.checks import check_integer, check_within
 from variable_batch_size.cores.detect import running_cores
 from variable_batch_size.data.cursor import RunCount
 from variable_batch_size.policies.policy import Policy, Situation, policy_of
-from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.schedules.permutation import Permutation
-from variable_batch_size.schedules.schedule import BaseSchedule, Schedule
+from variable_batch_size.schedules.schedule import BaseSchedule, OnEnd, Schedule
 from variable_batch_size.traces.trace import Trace, TraceLike
 
 logger = logging.getLogger(__name__)

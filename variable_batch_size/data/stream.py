@@ -16,8 +16,7 @@ from torch.utils.data import _utils as loading
 
 from variable_batch_size.data.sampler import Description, MinibatchSource, is_decided
 from variable_batch_size.policies.policy import Policy, Situation
-from variable_batch_size.schedules.batch_sizes import OnEnd
-from variable_batch_size.schedules.schedule import BaseSchedule, Schedule
+from variable_batch_size.schedules.schedule import BaseSchedule, OnEnd, Schedule
 from variable_batch_size.traces.trace import TraceLike
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from variable_batch_size.optim.lr_scheduler import epochs
 from variable_batch_size.optim.optimizer import CustomOptimizer, Options
 from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.rules.rule import Rule
-from variable_batch_size.schedules.batch_sizes import OnEnd
+from variable_batch_size.schedules.schedule import OnEnd
 from variable_batch_size.traces.trace import TraceLike
 
 _SET_ELSEWHERE = {

@@ -7,8 +7,7 @@ from typing import Any, final
 import numpy as np
 
 from variable_batch_size.policies.policy import Policy
-from variable_batch_size.schedules.batch_sizes import Integers
-from variable_batch_size.schedules.schedule import BaseSchedule, ScheduleHistory
+from variable_batch_size.schedules.schedule import BaseSchedule, Integers, ScheduleHistory
 from variable_batch_size.traces.trace import Trace
 
 
