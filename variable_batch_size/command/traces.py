@@ -10,11 +10,9 @@ from typing import Any
 
 from variable_batch_size.command.options import add_minibatch, add_recording, count, print_text, recording, selected
 from variable_batch_size.files import read_records
-from variable_batch_size.planning.pictures import plot_decisions
-from variable_batch_size.planning.reports import conversion_report, decisions_report, trace_report
+from variable_batch_size.planning.reports import conversion_report, decisions_report, plot_decisions, trace_report
 from variable_batch_size.traces import generators
-from variable_batch_size.traces.convert import ROUNDING, WHEN_EMPTY, convert_recording, step_seconds
-from variable_batch_size.traces.recording import Recording
+from variable_batch_size.traces.recording import ROUNDING, WHEN_EMPTY, Recording, convert_recording, step_seconds
 from variable_batch_size.traces.stages import CHANGES, UNITS, Change, Stages, Unit
 from variable_batch_size.traces.trace import Trace
 

@@ -76,10 +76,8 @@ class Cursor:
         if not self._num_left:
             self.look_ahead()
             if self._next is None:
-                raise RuntimeError(
-                    f"epoch {self.epoch} has {len(self._steps)} steps and all are done: call set_epoch() before the "
-                    "next pass over the loader"
-                )
+                advice = "call set_epoch() before the next pass over the loader"
+                raise RuntimeError(f"epoch {self.epoch} has {len(self._steps)} steps and all are done: {advice}")
             self._offset += self._last.batch_size
             (self._accumulating, self._last), self._next = self._next, None
             self._num_left = self._last.num_rounds

@@ -224,9 +224,8 @@ class MinibatchSource(ABC):
             follower._on_request(is_first)
 
     def _refuse_second_pass(self) -> None:
-        raise RuntimeError(
-            f"epoch {self.epoch} is read for the second time: call set_epoch() before each pass over the loader"
-        )
+        advice = "call set_epoch() before each pass over the loader"
+        raise RuntimeError(f"epoch {self.epoch} is read for the second time: {advice}")
 
     def __len__(self) -> int:
         """How many minibatches this core gets in the epoch, padding included."""
@@ -338,9 +337,8 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
             positions = offsets[:, None] + within
             for minibatch in (order(positions) if order else positions).tolist():
                 if self.num_passes != number:
-                    raise RuntimeError(
-                        "set_epoch() was called in the middle of a pass: begin another one, as with iter(loader)"
-                    )
+                    advice = "begin another one, as with iter(loader)"
+                    raise RuntimeError(f"set_epoch() was called in the middle of a pass: {advice}")
                 self.num_read += 1
                 yield minibatch
         self._end_reading()

@@ -56,9 +56,8 @@ class SampleSource:
         """Go to the beginning of the stream, or to a state of :meth:`state_dict`."""
         samples = self._samples
         if self._has_begun and isinstance(samples, Iterator):
-            raise RuntimeError(
-                "the stream is an iterator, which can be read once: pass an iterable, or a function that returns one"
-            )
+            advice = "pass an iterable, or a function that returns one"
+            raise RuntimeError(f"the stream is an iterator, which can be read once: {advice}")
         with _outside_of_worker():
             if hasattr(samples, "set_epoch"):
                 samples.set_epoch(epoch)
@@ -377,10 +376,8 @@ class Stream(MinibatchSource, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         if info is not None and not isinstance(self.schedule, Schedule):
-            raise ValueError(
-                "a stream with a policy must be read in the main process: pass num_workers=0 to its loader, and let "
-                "`samples` prefetch if necessary"
-            )
+            advice = "pass num_workers=0 to its loader, and let `samples` prefetch if necessary"
+            raise ValueError(f"a stream with a policy must be read in the main process: {advice}")
         epoch, first_step, number, _ = self._shared.tolist()
         where = (self.rank, epoch, first_step, self.is_sharded)
         of_loader = (0, 1) if info is None else (info.id, info.num_workers)

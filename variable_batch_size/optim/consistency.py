@@ -9,9 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator, Group, Ranks, group_of
-from variable_batch_size.cores.detect import everyone_for
+from variable_batch_size.cores.detect import ProcessGroups, SpmdHosts, everyone_for
 from variable_batch_size.cores.dtensor import any_dtensor, dimensions_of, model_groups, to_local
-from variable_batch_size.cores.process_group import ProcessGroups, SpmdHosts
 from variable_batch_size.data.sampler import Description, MinibatchSource
 from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
 from variable_batch_size.optim.wrappers import Wrappers, forget_partition, is_zero

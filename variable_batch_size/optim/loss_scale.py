@@ -30,10 +30,8 @@ class LossScale:
         """Divide ``p.grad`` by the scale; returns what it was multiplied by, None if the user has done so before."""
         if not isinstance(found_inf, torch.Tensor):  # there are no gradients
             if self._everyone is not None:
-                raise RuntimeError(
-                    "GradScaler needs a gradient in every minibatch, but fully_shard has reduced none: pass "
-                    "`reduce_scatter_once=False`"
-                )
+                problem = "GradScaler needs a gradient in every minibatch, but fully_shard has reduced none"
+                raise RuntimeError(f"{problem}: pass `reduce_scatter_once=False`")
             return None
         if scale is None:
             self._check_unscaled(plan)
@@ -64,10 +62,8 @@ class LossScale:
 
     def _check_unscaled(self, plan: StepPlan) -> None:
         if self._is_summed and plan.num_rounds > 1:
-            raise RuntimeError(
-                "with `gradient_as_bucket_view`, GradScaler.unscale_() would unscale earlier minibatches again: use "
-                "`clip_grad_norm` instead, or `gradient_as_bucket_view=False`"
-            )
+            problem = "with `gradient_as_bucket_view`, GradScaler.unscale_() would unscale earlier minibatches again"
+            raise RuntimeError(f"{problem}: use `clip_grad_norm` instead, or `gradient_as_bucket_view=False`")
         if self._everyone is not None and self._measures:
             raise RuntimeError(
                 "a rule that measures gradients of a model in fully_shard needs the scale, which GradScaler.unscale_() "

@@ -168,10 +168,9 @@ class Wrappers:
         uncovered = self._uncovered()
         may_have_norms = self.model is None and any(p.device.type not in ("cpu", "xla") for p in uncovered)
         if may_have_norms or _hooked(uncovered) - self.cleared:  # SyncBatchNorm itself refuses to train on a CPU
-            raise RuntimeError(
-                "gc.freeze() hides the modules around the parameters, such as a DistributedDataParallel: pass the "
-                "wrapped model as `model=`, or call gc.freeze() after the optimizer is made"
-            )
+            problem = "gc.freeze() hides the modules around the parameters, such as a DistributedDataParallel"
+            advice = "pass the wrapped model as `model=`, or call gc.freeze() after the optimizer is made"
+            raise RuntimeError(f"{problem}: {advice}")
 
     def disable_ddp_allreduce(self, communicator: Communicator) -> None:
         """Switch off DDP's all-reduce, which is wrong if ranks have different numbers of minibatches, or hangs."""
@@ -184,9 +183,8 @@ class Wrappers:
                 _disable_before_forward(ddp, None)
                 ddp.register_forward_pre_hook(_disable_before_forward)  # loops that accumulate switch it on again
         if self.has_sync_batch_norm and not is_alone:
-            raise ValueError(
-                "SyncBatchNorm waits for all ranks in every minibatch, but some may be idle: use BatchNorm"
-            )
+            advice = "use BatchNorm"
+            raise ValueError(f"SyncBatchNorm waits for all ranks in every minibatch, but some may be idle: {advice}")
 
     def refuse_unsupported(self, rule: Rule, inner: Optimizer) -> None:
         """Raise if a wrapper is not supported, or not together with the rule."""
@@ -196,10 +194,8 @@ class Wrappers:
             refuse_left_out([p for p in self.parameters if not is_dtensor(p)])
         if rule.preconditions and (self.fsdp or any(map(is_zero, optimizers_of(inner)))):
             sharded = "fully_shard" if self.fsdp else "ZeroRedundancyOptimizer"
-            raise ValueError(
-                f"{type(rule).__name__} needs the full second moments on every rank, but {sharded} shards them: use "
-                "AdaScaleRule or AdamRule"
-            )
+            problem = f"{type(rule).__name__} needs the full second moments on every rank, but {sharded} shards them"
+            raise ValueError(f"{problem}: use AdaScaleRule or AdamRule")
 
     def check_first_minibatch(self, optimizer: Any, communicator: Communicator) -> None:
         """At the first minibatch of each pass, raise if something was wrapped or prepared since the optimizer was made.
@@ -224,10 +220,9 @@ class Wrappers:
             _refuse_prepared(optimizer, found, is_blind=is_blind and not self.is_prepared)
         modules = self.model.modules() if self.model is not None else ()
         if fsdp and ((is_blind and self.model is None) or any(isinstance(one, fsdp) for one in (*found, *modules))):
-            raise RuntimeError(
-                "no parameter of the optimizer has a gradient; fully_shard replaces the parameters of a model: apply "
-                "it first, then make the optimizer from model.parameters(), before the model runs"
-            )
+            problem = "no parameter of the optimizer has a gradient; fully_shard replaces the parameters of a model"
+            advice = "apply it first, then make the optimizer from model.parameters(), before the model runs"
+            raise RuntimeError(f"{problem}: {advice}")
         self._refuse_other_optimizers([one for one in found if isinstance(one, Optimizer)], left_out)
         is_unknown = self.model is None and bool(self._uncovered())
         if is_several and not self.is_checked and (is_unknown or (left_out and is_blind)):

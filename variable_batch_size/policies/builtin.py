@@ -153,9 +153,8 @@ class OnPlateau(Policy):
     def tell(self, value: float) -> None:
         """Add a value of the metric, like ``ReduceLROnPlateau.step(metric)``; replaces the loss of the log."""
         if self._is_recipe:
-            raise RuntimeError(
-                "a sampler decides with its own copy of this policy: pass the value to sampler.policy.tell(value)"
-            )
+            advice = "pass the value to sampler.policy.tell(value)"
+            raise RuntimeError(f"a sampler decides with its own copy of this policy: {advice}")
         if not self._is_told:
             self._best, self._num_worse, self._is_told = None, 0, True
         self._add(float(value))

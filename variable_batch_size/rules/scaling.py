@@ -140,9 +140,8 @@ class MuonRule(Rule):
         if "muon" not in optimizer.lower():
             raise ValueError(f"`inner` must be Muon, got {optimizer}")
         if any("betas" in group for group in groups):
-            raise ValueError(
-                f"`inner` must have no parameter groups with betas, got {optimizer}: use AdamRule for Adam's groups"
-            )
+            advice = "use AdamRule for Adam's groups"
+            raise ValueError(f"`inner` must have no parameter groups with betas, got {optimizer}: {advice}")
 
     def factor(self, step: Step) -> float:
         return math.sqrt(step.scale)

@@ -16,8 +16,7 @@ from variable_batch_size.comparison.experiment import DIVERGED, ENDED, POLICY, R
 from variable_batch_size.comparison.report import summary
 from variable_batch_size.comparison.report.summary import Arm, arms_of, number
 from variable_batch_size.files import read_records, write_text
-from variable_batch_size.planning.pictures import STYLES, check_suffix, new_figure
-from variable_batch_size.planning.reports import csv_text
+from variable_batch_size.planning.reports import STYLES, check_suffix, csv_text, new_figure
 
 AXES = ("step", "samples", "progress")
 TRAINING = ("batch_size", "lr", "loss", "gain", "noise_scale")

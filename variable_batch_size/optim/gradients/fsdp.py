@@ -215,10 +215,8 @@ class FSDPAccumulator(GradientAccumulator):
                         "forward and backward; pass `reduce_scatter_once=True` to reduce once a step."
                     )
         if self._measures and any(number > 1 for number in self._num_seen.values()):
-            raise RuntimeError(
-                "Cannot measure a gradient that fully_shard reduced in several parts. Run one backward pass per "
-                "minibatch, and no reentrant checkpointing of tied parameters."
-            )
+            advice = "Run one backward pass per minibatch, and no reentrant checkpointing of tied parameters."
+            raise RuntimeError(f"Cannot measure a gradient that fully_shard reduced in several parts. {advice}")
 
     def _measure(self) -> torch.Tensor:
         """This rank's share of the squared norm of the minibatch, for each group."""
