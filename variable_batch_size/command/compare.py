@@ -19,8 +19,7 @@ from variable_batch_size.checks import check_positive_number
 from variable_batch_size.command.options import add_minibatch, positive, print_text
 from variable_batch_size.comparison import experiment
 from variable_batch_size.comparison.experiment import POLICY, REFERENCE, Results, Settings
-from variable_batch_size.comparison.report.page import draw_picture, write_report
-from variable_batch_size.comparison.report.summary import arms_of, verdict
+from variable_batch_size.comparison.report import arms_of, draw_picture, verdict, write_report
 from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Situation
 from variable_batch_size.schedules.schedule import ON_END, Schedule
