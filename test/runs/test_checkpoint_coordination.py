@@ -10,7 +10,7 @@ import torch
 from variable_batch_size.cores import signals
 from variable_batch_size.cores.detect import communicator_for
 from variable_batch_size.runs import coordination
-from variable_batch_size.runs.coordination import CheckpointSignal, RankCoordinator
+from variable_batch_size.runs.checkpoint import CheckpointSignal, RankCoordinator
 
 CPU = torch.device("cpu")
 SECONDS_PER_MINIBATCH, NUM_MINIBATCHES = 1 / 256, 2_600  # on core 0; 10 s of its time
