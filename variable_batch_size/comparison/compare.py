@@ -50,8 +50,8 @@ def compare(
 ) -> None:
     """Make every combination of traces, rules and seeds, and the yardstick of each seed, and write the results.
 
-    Runs that are done or diverged are not repeated; failed runs are. Results are also written after an interruption.
-    Without an executor, `jobs` local processes make the runs. `origin` tells how to reproduce the results.
+    Runs that are done or diverged are not repeated; failed ones are. Without an executor, `jobs` local processes are
+    used.
     """
     results, runs = Results(directory), runs_of(list(traces), rules, num_seeds)
     variables = environments(jobs, settings.cores) if settings.device == "cuda" and not executor else []
@@ -239,9 +239,8 @@ def _train(settings: Settings, run: Run, directory: Path, **options: Any) -> Out
 class OnExecutor:
     """Submits all runs to the executor that ``FILE.py:FUNCTION`` returns, with the interface of LocalProcesses.
 
-    Many executors retry the task of a lost worker. A process pool breaks instead and loses all of its tasks: then a new
-    executor gets the runs that have not ended. If that one also breaks, runs are submitted one at a time until the run
-    that breaks executors is found and marked as failed.
+    A process pool that breaks loses all of its tasks: a new executor then gets the runs that have not ended. If that
+    also breaks, runs are submitted one at a time, until the run that breaks executors is found and marked as failed.
     """
 
     is_full: bool = False

@@ -33,8 +33,8 @@ def measure(
 ) -> Iterator[Measured]:
     """Train for a few steps on each number of cores with each minibatch size, and yield the measured times.
 
-    Steps of one and of three minibatches per core alternate; the medians of their durations determine the times of an
-    accumulating and of an updating minibatch. ``time.process_time`` is a better clock for one core of a busy machine.
+    Steps of one and of three minibatches per core alternate. On a busy machine, ``time.process_time`` is a better
+    clock.
     """
     if steps < 5:
         raise ValueError(f"`steps` must be at least 5, for a meaningful median, got {steps}")
@@ -84,8 +84,7 @@ def branches(
 ) -> list[Branch]:
     """Train at the first of some batch sizes, branch off at each, and compare the losses after as many samples.
 
-    This number is rounded up to a multiple of all batch sizes: otherwise, branches with larger steps would train on
-    more samples. The losses are averaged over runs with several seeds.
+    This number is rounded up to a multiple of all batch sizes. The losses are averaged over runs with several seeds.
     """
     check_positive(samples_before=samples_before, samples=samples, seeds=seeds)
     multiple = math.lcm(*sizes)

@@ -75,11 +75,7 @@ def spread(values: Iterable[float]) -> Estimate | None:
 
 
 def difference(values: Sequence[float]) -> Estimate | None:
-    """The mean of differences between runs of the same seed, and its 95 % interval; None without differences.
-
-    For n differences with mean d and standard deviation s the interval is d ± t · s / √n, with t from Student's
-    distribution with n − 1 degrees of freedom.
-    """
+    """The mean d of n paired differences, and its 95 % interval, d ± t · s / √n with Student's t; None without any."""
     found = spread(values)
     if found is None or found.error is None:
         return found
@@ -216,11 +212,9 @@ def _reference_sentence(settings: Settings, first: Arm, reference: Arm | None) -
 
 
 def curves(results: Results, arm: Arm) -> dict[str, Curves]:
-    """The curves of the training and the tests of an arm, from the ``steps.jsonl`` of its runs.
+    """The curves of the training and the tests of an arm, averaged over the seeds that have a record, by its index.
 
-    Records of the seeds are averaged by their index, over the seeds that have one. This includes the axes, because
-    progress may differ between seeds. The loss is a moving average over 2 % of the run, because that of a few small
-    batches is noisy.
+    Axes are averaged, too, as progress may differ between seeds. The loss is a moving average over 2 % of the run.
     """
     ended = [run for run, outcome in arm.outcomes if outcome.status in experiment.ENDED]
     seeds = [read_records(results.run_directory(run) / "steps.jsonl") for run in ended]

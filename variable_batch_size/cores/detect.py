@@ -23,10 +23,7 @@ _LARGE = 2**22  # elements from which on a second call costs less than it gains;
 
 @final
 class ProcessGroups(Communicator):
-    """The ranks of a process group, or of several that cross in this process, such as the rows and columns of a mesh.
-
-    With several groups the ranks are those of the whole mesh.
-    """
+    """The ranks of a process group; or of a whole mesh, from the groups that cross in this process."""
 
     def __init__(self, *groups: Group, keeps_flat_gradients: bool = True) -> None:
         self.keeps_flat_gradients = keeps_flat_gradients
@@ -72,8 +69,7 @@ def _parts_to_sum(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 class SpmdHosts(Communicator):
     """The hosts of XLA's SPMD mode: one process each, all of which run the same graphs on the same samples.
 
-    Their device tensors are the same, or shards of one tensor. This communicates, from host to host, what is not on the
-    devices: clocks, signals and files.
+    This communicates what is not on the devices, from host to host: clocks, signals and files.
     """
 
     is_one_program = True
@@ -81,17 +77,14 @@ class SpmdHosts(Communicator):
 
     def __init__(self, devices: Communicator, number: int) -> None:
         if not is_running():
-            raise RuntimeError(
-                "XLA's SPMD mode on several hosts needs a process group: use vbs.launch(…, spmd=True), or "
-                'torch.distributed.init_process_group("gloo", init_method="xla://")'
-            )
+            advice = 'torch.distributed.init_process_group("gloo", init_method="xla://")'
+            advice = f"use vbs.launch(…, spmd=True), or {advice}"
+            raise RuntimeError(f"XLA's SPMD mode on several hosts needs a process group: {advice}")
         self._devices, self._processes = devices, ProcessGroups()
         self.rank, self.num_replicas = self._processes.rank, self._processes.num_replicas
         if self.num_replicas != number:
-            raise ValueError(
-                f"torch.distributed must have a process on each of the {number} hosts of XLA's SPMD mode, got "
-                f"{self.num_replicas}"
-            )
+            rule = f"torch.distributed must have a process on each of the {number} hosts of XLA's SPMD mode"
+            raise ValueError(f"{rule}, got {self.num_replicas}")
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:

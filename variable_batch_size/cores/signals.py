@@ -79,10 +79,8 @@ def listening() -> Iterator[None]:
     if is_main:
         note_sigterm()
     elif before is not _note:
-        logger.warning(
-            "SIGTERM can only be handled in the main thread, and will end this process without a checkpoint: call "
-            "vbs.request_stop() when the machine is about to stop"
-        )
+        problem = "SIGTERM can only be handled in the main thread, and will end this process without a checkpoint"
+        logger.warning("%s: call vbs.request_stop() when the machine is about to stop", problem)
     try:
         yield
     finally:

@@ -45,12 +45,9 @@ class RunCount:
 
 
 class Cursor:
-    """Moves through the minibatches that a rank runs in an epoch. Every plan is computed once.
+    """Moves through the minibatches that a rank runs in an epoch, with the plan of the latest one, at first the first.
 
     Padding is a rank's last minibatch of a step, so a step has at most two plans: of the last one and those before it.
-
-    Attributes:
-        plan: of the latest minibatch; at first, of the epoch's first one.
     """
 
     def __init__(self, schedule: BaseSchedule, rank: int) -> None:

@@ -160,20 +160,15 @@ class MinibatchSource(ABC):
     def check_run(self, runs: RunCount) -> None:
         """Raise if an optimizer must not run a minibatch: before the first one, and if no more were read."""
         if not self.has_been_read and self.must_be_read:
-            raise RuntimeError(
-                f"step() was called, but no loader reads this {type(self).__name__}: train with {self._loader}, "
-                "iterate over it beside a loader of your own, or set its `must_be_read` to False"
-            )
+            advice = f"train with {self._loader}, or iterate over it, or set its `must_be_read` to False"
+            raise RuntimeError(f"step() was called, but no loader reads this {type(self).__name__}: {advice}")
         if runs.is_late:
-            raise RuntimeError(
-                f"the optimizer was made, or set to epoch {self.epoch}, when minibatches of this pass had been run "
-                "already: call set_epoch(), with `first_step` to resume within the epoch, and start another pass"
-            )
+            late = f"the optimizer was made, or set to epoch {self.epoch}, when minibatches of this pass had been run"
+            raise RuntimeError(f"{late} already: call set_epoch(), and start another pass")
         if self.must_be_read and self.num_read and runs.number >= self.num_read:
-            raise RuntimeError(
-                f"step() was called for minibatch {runs.number + 1} of epoch {self.epoch}, but {self.num_read} were "
-                "read: call it once after each minibatch, and set_epoch() before each pass over the loader"
-            )
+            number = f"minibatch {runs.number + 1} of epoch {self.epoch}, but {self.num_read} were read"
+            advice = "call it once after each minibatch, and set_epoch() before each pass over the loader"
+            raise RuntimeError(f"step() was called for {number}: {advice}")
         self._thread = threading.get_ident()
 
     def _end_reading(self) -> None:
@@ -195,11 +190,9 @@ class MinibatchSource(ABC):
                 self._refuse_left_out(follower, number)
 
     def _refuse_left_out(self, follower: Any, number: int) -> None:
-        raise RuntimeError(
-            f"step() of {type(follower).__name__} was not called for at least {number} of the {self.num_read} "
-            f"minibatches of epoch {self.epoch}: call it once after each minibatch. It accumulates by itself, a "
-            "skipped minibatch needs step() without backward(), and an optimizer that makes fewer steps its own sampler"
-        )
+        left_out = f"at least {number} of the {self.num_read} minibatches of epoch {self.epoch}"
+        advice = "call it once after each, without backward() to skip it; for fewer steps, use another sampler"
+        raise RuntimeError(f"step() of {type(follower).__name__} was not called for {left_out}: {advice}")
 
     def __getstate__(self) -> dict[str, Any]:
         # optimizers attach themselves again to a copy that is theirs
@@ -208,10 +201,8 @@ class MinibatchSource(ABC):
     def run_in_lockstep(self) -> None:
         """Give all cores the same number of minibatches in each step. Call it before the first one is read."""
         if self.has_been_read and not self.schedule.lockstep:
-            raise ValueError(
-                "a model in fully_shard needs the same number of minibatches on all cores in a step, but the sampler "
-                "has been read already: construct it with `lockstep=True`"
-            )
+            needs = "a model in fully_shard needs the same number of minibatches on all cores in a step"
+            raise ValueError(f"{needs}: construct the sampler, which has been read already, with `lockstep=True`")
         self.schedule.lockstep = True
 
     def on_first_read(self, callback: Callable[[], None]) -> None:
@@ -224,8 +215,8 @@ class MinibatchSource(ABC):
             follower._on_request(is_first)
 
     def _refuse_second_pass(self) -> None:
-        advice = "call set_epoch() before each pass over the loader"
-        raise RuntimeError(f"epoch {self.epoch} is read for the second time: {advice}")
+        rule = "call set_epoch() before each pass over the loader"
+        raise RuntimeError(f"epoch {self.epoch} is read for the second time: {rule}")
 
     def __len__(self) -> int:
         """How many minibatches this core gets in the epoch, padding included."""

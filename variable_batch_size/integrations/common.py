@@ -22,10 +22,9 @@ TRACE_DECIDES = "the trace determines how many minibatches make up a step"
 
 
 class Steps:
-    """Yields an iterator over this rank's minibatches for each step of the sampler's epoch.
+    """Yields an iterator over this rank's minibatches for each step of the epoch, so that a framework counts updates.
 
-    A framework that takes each item of a loader for a step then counts updates. Minibatches are loaded lazily. All
-    minibatches of a step must be consumed before the next step is requested.
+    All minibatches of a step must be consumed before the next step is requested.
     """
 
     def __init__(self, loader: Iterable[Any], sampler: MinibatchSource) -> None:
@@ -101,10 +100,8 @@ _RUN_KEY = "variable_batch_size_run"
 def state_of(optimizer: CustomOptimizer) -> dict[str, Any]:
     """The optimizer's state dict, with the description of its run."""
     if optimizer.is_accumulating:
-        logger.warning(
-            "the optimizer was saved within a step. A resumed run repeats the step from its first minibatch, but "
-            "random generators and buffers were saved after some of them: save when `optimizer.updated`"
-        )
+        problem = "a resumed run repeats it, but random generators and buffers were saved after some of its minibatches"
+        logger.warning("the optimizer was saved within a step: %s. Save when `optimizer.updated`", problem)
     return {**optimizer.state_dict(), _RUN_KEY: dict(optimizer.description)}
 
 

@@ -103,9 +103,7 @@ def check_loader(trainer: Trainer, optimizer: CustomOptimizer) -> CombinedLoader
 class UpdateLoop(_TrainingEpochLoop):
     """Runs every minibatch through ``optimizer.step()`` and counts updates as steps.
 
-    Lightning calls ``_should_accumulate()`` before a minibatch, to decide whether to call the optimizer, and after it,
-    for schedulers, loggers and counters. The optimizer of this library is called for every minibatch, so the result
-    before it is always False.
+    Lightning calls ``_should_accumulate()`` before a minibatch, where it must be False, and after it, to count.
     """
 
     optimizer: CustomOptimizer  # set by follow()

@@ -69,9 +69,7 @@ def _hyperparameters(inner: Optimizer) -> str:
 def compare_ranks(facts: Mapping[str, object], communicator: Communicator, device: torch.device) -> Callable[[], None]:
     """Compare values between the ranks with one all-reduce. Every rank must call it with the same names.
 
-    Each value is hashed to 32 bits, and each rank compares its own hash times the number of ranks with the sum. Two
-    ranks that differ go unnoticed with probability 2⁻³². With more ranks a rank whose hash happens to be the mean of
-    all would see no difference while the others raise; it would then wait for them in the next collective. Returns a
+    Each value is hashed to 32 bits, and each rank compares its hash times the number of ranks with the sum. Returns a
     function to call after a flush: it raises on every rank if the ranks differ, with the first difference.
     """
     # 32 bits each, so that an int64 holds the sum over all ranks
@@ -101,8 +99,7 @@ def check_same_on_all_ranks(
 ) -> Callable[[], None]:
     """Broadcast tensors from rank 0, and raise if ranks differ in the facts.
 
-    Returns a function to call after the next flush. On lazy devices it does the check, so that comparison, broadcast
-    and what else is traced until then are one program.
+    Returns a function to call after the next flush. On lazy devices it does the check, so that all this is one program.
     """
     check = None if communicator.num_replicas == 1 else compare_ranks(facts, communicator, tensors[0].device)
     if check is not None and not communicator.is_one_program:
@@ -122,9 +119,9 @@ def broadcast_from_rank0(tensors: Iterable[torch.Tensor], communicator: Communic
 def sync_and_check_ranks(
     optimizer: Any, wrappers: Wrappers, communicator: Communicator, options: Mapping[str, Any]
 ) -> Callable[[], None]:
-    """Check that all ranks have the same settings, broadcast the model from rank 0, and switch other reductions off.
+    """Check that all ranks have the same settings and `options`, broadcast rank 0's model, switch other reductions off.
 
-    `options` are further arguments that must be the same on all ranks. Returns a function to call after a flush.
+    Returns a function to call after a flush.
     """
     parameters, sampler, model = list(optimizer.parameters()), optimizer.sampler, wrappers.model
     wrappers.refuse_unsupported(optimizer.rule, optimizer.inner)
@@ -178,10 +175,8 @@ def sync_added_params(
     if any_dtensor(added):
         is_fully_sharded = bool(Wrappers(added, wrappers.model).fsdp)
         if is_fully_sharded != bool(wrappers.fsdp) or not _ranks_of_meshes(added) <= _ranks_of_meshes(before):
-            raise ValueError(
-                "added parameters must be sharded over the same processes and in the same way as the others, or not "
-                "at all: make the optimizer with them, frozen until they are to be trained"
-            )
+            rule = "added parameters must be sharded over the same processes and in the same way as the others"
+            raise ValueError(f"{rule}: make the optimizer with them, frozen until they are to be trained")
     _broadcast_over_mesh(added, communicator, model_groups(before, group_of(process_group)))
     wrappers.update([*before, *added])
     wrappers.disable_ddp_allreduce(communicator)

@@ -65,10 +65,8 @@ class LossScale:
             problem = "with `gradient_as_bucket_view`, GradScaler.unscale_() would unscale earlier minibatches again"
             raise RuntimeError(f"{problem}: use `clip_grad_norm` instead, or `gradient_as_bucket_view=False`")
         if self._everyone is not None and self._measures:
-            raise RuntimeError(
-                "a rule that measures gradients of a model in fully_shard needs the scale, which GradScaler.unscale_() "
-                "removes: use `clip_grad_norm` instead"
-            )
+            needs = "a rule that measures gradients of a model in fully_shard needs the scale"
+            raise RuntimeError(f"{needs}, which GradScaler.unscale_() removes: use `clip_grad_norm` instead")
 
     def _check_step(self) -> None:
         """Raise if scales differ that must be the same; waits for the device."""
@@ -80,14 +78,11 @@ class LossScale:
             self._everyone.sum([sums])
             mean, of_squares = (sums / self._everyone.num_replicas).tolist()
             if abs(of_squares - mean**2) > 1e-9 * mean**2:
-                raise RuntimeError(
-                    "the scale of GradScaler must be the same on all ranks of a model in fully_shard, which reduces "
-                    f"gradients before they are unscaled, got {[float(scale) for scale, _ in of_step]} on this rank"
-                )
+                rule = "the scale of GradScaler must be the same on all ranks of a model in fully_shard"
+                raise RuntimeError(f"{rule}, got {[float(scale) for scale, _ in of_step]} on this rank")
             return
         scales = [float(scale) for scale, _ in of_step]
         if len(set(scales)) > 1 and not any(float(inf) for _, inf in of_step):
-            raise RuntimeError(
-                "with `gradient_as_bucket_view`, the scale of GradScaler must not change within a step, as autograd "
-                f"sums its gradients, got {scales}: use a large growth_interval, or `gradient_as_bucket_view=False`"
-            )
+            rule = f"the scale of GradScaler must not change within a step, got {scales}"
+            advice = "use a large growth_interval, or `gradient_as_bucket_view=False`"
+            raise RuntimeError(f"with `gradient_as_bucket_view`, {rule}: {advice}")

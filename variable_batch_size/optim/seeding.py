@@ -17,12 +17,7 @@ from variable_batch_size.optim.module_hooks import add_hook
 
 
 class _Generators:
-    """What the generators of this process are seeded for. On XLA, where ranks share a process, it is not used.
-
-    Attributes:
-        source: whose next minibatch they are seeded for; None after an evaluation.
-        requested: the sources that a minibatch was requested from since the latest ``step()``.
-    """
+    """What the generators of this process are seeded for. On XLA, where ranks share a process, it is not used."""
 
     source: weakref.ref[MinibatchSource] | None = None
     requested: ClassVar = weakref.WeakSet[MinibatchSource]()

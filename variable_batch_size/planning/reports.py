@@ -87,14 +87,7 @@ def conversion_report(conversion: Conversion) -> str:
 
 
 def decisions_report(records: Sequence[Mapping[str, Any]]) -> str:
-    """The decisions that changed the batch size or came after a change of cores, one per line.
-
-    >>> start = {"step": 0, "from_step": 0, "batch_size": 64, "cores": 2, "noise_scale": None, "why": "first decision"}
-    >>> print(decisions_report([start, {**start, "step": 20, "why": "kept"}]))
-    at step  from step  batch size  cores  noise scale  why
-          0          0          64      2            –  first decision
-    (1 more decision without a change)
-    """
+    """The decisions that changed the batch size or came after a change of cores, one per line."""
     states = [(record["batch_size"], record["cores"]) for record in records]
     changes = [record for index, record in enumerate(records) if index == 0 or states[index - 1] != states[index]]
     lines = ["at step  from step  batch size  cores  noise scale  why"]

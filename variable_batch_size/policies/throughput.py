@@ -165,10 +165,8 @@ def best_split(
         if num > 1 or size <= ref_batchsize
     ]
     if not splits:
-        raise ValueError(
-            f"no split satisfies all bounds on {cores} cores: {ref_batchsize} to {max_batch_size} samples in total, "
-            f"{min_minibatch} to {largest} in a minibatch, equally many on every core"
-        )
+        total = f"{ref_batchsize} to {max_batch_size} samples in total, {min_minibatch} to {largest} in a minibatch"
+        raise ValueError(f"no split satisfies all bounds on {cores} cores: {total}, equally many on every core")
     return max(splits)
 
 

@@ -65,10 +65,9 @@ class LinearMomentumRule(Rule):
 
     def check(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
         if optimizer in _DIVIDE_BY_THE_SIZE or any("betas" in group for group in groups):
-            raise ValueError(
-                f"`inner` must be an SGD-style optimizer, got {optimizer}: the rule sums gradients, but updates of "
-                f"{optimizer} do not grow with them. Use LinearRule, RootRule or AdamRule"
-            )
+            reason = f"the rule sums gradients, but updates of {optimizer} do not grow with them"
+            advice = "Use LinearRule, RootRule or AdamRule"
+            raise ValueError(f"`inner` must be an SGD-style optimizer, got {optimizer}: {reason}. {advice}")
 
     def factor(self, step: Step) -> float:
         return step.scale

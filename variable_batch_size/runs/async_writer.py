@@ -22,11 +22,7 @@ def call_at_exit(finish: Callable[[], Any]) -> None:
 
 
 class HostStaging:
-    """Copies a state to the host between two steps, so that training can change the original while it is written.
-
-    Allocation takes most of the time, so each copy reuses the memory of the previous one, which must have been written.
-    :meth:`reserve` allocates memory for the first copy.
-    """
+    """Copies a state to the host between two steps, into the memory of the previous copy: allocation takes longest."""
 
     def __init__(self) -> None:
         self._copies: dict[str, torch.Tensor] = {}

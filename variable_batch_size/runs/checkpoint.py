@@ -268,10 +268,11 @@ class Checkpoint:
         completed = self._optimizer.steps_done - self._steps_before
         step, optimizer = self._first_step + completed, self._optimizer
         if completed and (optimizer.epoch, optimizer.epoch_step) != (self._epoch, step):
-            raise RuntimeError(
-                f"Optimizer is at epoch {optimizer.epoch}, step {optimizer.epoch_step}, but checkpoint.epochs() "
-                f"expected epoch {self._epoch}, step {step}. Don't call set_epoch() inside checkpoint.epochs()."
+            found = f"epoch {optimizer.epoch}, step {optimizer.epoch_step}"
+            expected = (
+                f"checkpoint.epochs() expected epoch {self._epoch}, step {step}. Don't call set_epoch() inside it."
             )
+            raise RuntimeError(f"Optimizer is at {found}, but {expected}")
         return step
 
     def _begin_epoch(self) -> None:

@@ -11,9 +11,8 @@ from variable_batch_size.traces.trace import COLUMNS
 class ExecutedTrace:
     """Appends a row for each completed step, and leaves existing rows as they are.
 
-    A crash may leave a partial line, or rows of steps that the checkpoint does not have: :meth:`truncate` drops them.
-    A file that was changed or removed from outside is rewritten. Comments name the run (`origin`) at the top and, after
-    each number of completed steps in `changes`, what changed then.
+    A crash may leave rows of steps that the checkpoint does not have: :meth:`truncate` drops them. Comments name the
+    run at the top (`origin`) and, after each number of completed steps in `changes`, what changed then.
     """
 
     def __init__(

@@ -46,13 +46,8 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 class RemoteDirectory:
     """A temporary local folder, and the remote directory to which its files are uploaded.
 
-    Each file is one object, and object stores show an object once it is complete: nothing is renamed, and no truncated
-    file is found. The folder may have an empty placeholder for a large file that is only needed remotely. A file that
-    did not change is not uploaded again, as another run may have appended to it.
-
-    Args:
-        url: the remote directory, as ``s3://bucket/run``.
-        upload_at_exit: upload changed files when this object is dropped or the process ends.
+    Each file is one object, which is complete once it is visible. A file that is only needed remotely has an empty
+    placeholder here. A file that did not change is not uploaded again, as another run may have appended to it.
     """
 
     def __init__(self, url: str, *, upload_at_exit: bool = False) -> None:

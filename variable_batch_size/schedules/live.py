@@ -67,10 +67,9 @@ class PolicySchedule(BaseSchedule):
         return len(self._rows) - self.num_done
 
     def cut(self) -> None:
-        """Drop the rows that were not executed.
+        """Drop the rows that were not executed, except one that ended an epoch because it did not fit.
 
-        A row that ended an epoch because it did not fit is kept: a smaller one might fit, and a replay of the run would
-        then have other epochs. It is dropped if it is not a multiple of the current minibatch size.
+        A smaller one might fit, and a replay would then have other epochs. It must be a multiple of the minibatch size.
         """
         first = self._rows[self.num_done : self.num_done + 1] if 0 < self.num_done in self._starts else []
         kept = [size for size in first if size % self.minibatch_size == 0]
@@ -151,10 +150,8 @@ class PolicySchedule(BaseSchedule):
             return self._rows[step]
         if not self._rows:
             raise RuntimeError("no batch size is decided yet: create the optimizer before iterating over the sampler")
-        raise RuntimeError(
-            f"step {step} was read before its batch size was decided: the policy's `lead` must be at least the "
-            f"DataLoader's num_workers * prefetch_factor, got {self.policy.lead}"
-        )
+        rule = "the policy's `lead` must be at least the DataLoader's num_workers * prefetch_factor"
+        raise RuntimeError(f"step {step} was read before its batch size was decided: {rule}, got {self.policy.lead}")
 
     def num_minibatches_for(self, epoch: int, rank: int, first_step: int = 0) -> int:
         """An estimate for the current epoch, as for :meth:`steps`."""

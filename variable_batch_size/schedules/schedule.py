@@ -140,10 +140,7 @@ class BaseSchedule(ABC):
             raise ValueError(f"data without a `dataset_size` have only epoch 0, got epoch {epoch}")
 
     def offsets(self, epoch: int, rank: int, *, at_once: int, first_step: int = 0) -> Iterator[Integers]:
-        """The start of each minibatch of a core in the epoch's order of samples, in arrays of at most `at_once`.
-
-        A padding minibatch repeats a minibatch of the same step.
-        """
+        """The start of each minibatch of a core in the epoch's samples, in arrays; padding repeats one of its step."""
         for _, begin, sizes in self._blocks(epoch, first_step):
             begins = begin + sizes.cumsum() - sizes
             in_step = sizes // self.minibatch_size

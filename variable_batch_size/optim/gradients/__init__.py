@@ -57,9 +57,7 @@ def make_accumulator(
         options |= {"wrappers": wrappers, "ranks": ranks, "everyone": everyone_for(parameters, sampler.process_group)}
         return FSDPAccumulator(inner, communicator, reduce_scatter_once=reduce_scatter_once, **options)
     if any(set(ranks).issuperset(dimension.ranks) for p in parameters for dimension in dtensor.dimensions_of(p)):
-        raise ValueError(
-            "Parameters are sharded over ranks that the sampler assigns different samples to. Pass it the other "
-            'dimension of the mesh, as process_group=mesh["data"]; or pass `model`, if gc.freeze() hides its '
-            "fully_shard."
-        )
+        problem = "Parameters are sharded over ranks that the sampler assigns different samples to"
+        advice = 'Pass it the other dimension of the mesh, as process_group=mesh["data"]'
+        raise ValueError(f"{problem}. {advice}; or pass `model`, if gc.freeze() hides its fully_shard.")
     return BucketAccumulator(inner, communicator, **options)

@@ -235,11 +235,7 @@ class BucketAccumulator(GradientAccumulator):
             self._is_present = buckets.present_on_any_rank()
 
     def _agree_on_layout(self, buckets: GradientBuckets) -> None:
-        """Compare a new layout in tensors of the previous one, which have the same sizes on all ranks.
-
-        A rank whose layout is still the previous one reduces its gradients at this time, and finds the difference, too.
-        Tensors of different sizes would abort the process.
-        """
+        """Compare a new layout in tensors of the previous one, as others may still have that and sizes must match."""
         _, parameters, num_numbers = self._agreed
         sent = GradientBuckets(parameters, num_numbers=num_numbers, dtype=self._sum_dtype)
         own = self._checksums()
@@ -313,10 +309,8 @@ class BucketAccumulator(GradientAccumulator):
         """Check that every trainable parameter's gradient is its view, and rebuild the buckets for new parameters."""
         for index, (p, view) in enumerate(zip(self._buckets.parameters, self._buckets.views, strict=True)):
             if p.grad is not view and (p.grad is not None or p.requires_grad):
-                raise RuntimeError(
-                    f"With `gradient_as_bucket_view`, p.grad must not be replaced, but the gradient of parameter "
-                    f"{index} (shape {tuple(p.shape)}) was replaced between backward() and step(). Modify it in place."
-                )
+                replaced = f"the gradient of parameter {index} (shape {tuple(p.shape)}) was. Modify it in place."
+                raise RuntimeError(f"With `gradient_as_bucket_view`, p.grad must not be replaced, but {replaced}")
         trainable = [p for p in parameters if p.requires_grad]
         num_numbers = self._num_numbers()
         if self._buckets.matches(trainable, num_numbers) and self._buckets.is_in_place():
@@ -362,10 +356,8 @@ class BucketAccumulator(GradientAccumulator):
                 self.begin_epoch(self._epoch)
         elif not is_untouched:
             if not self._measures and self._wide is None:
-                raise RuntimeError(
-                    "With `gradient_as_bucket_view`, zero_grad() cannot drop the gradient of a backward pass without "
-                    "step(): it was added to those of the minibatches before."
-                )
+                problem = "zero_grad() cannot drop the gradient of a backward pass without step()"
+                raise RuntimeError(f"With `gradient_as_bucket_view`, {problem}: it was added to those before.")
             self._buckets.zero_()
             self._versions = self._buckets.versions()
 

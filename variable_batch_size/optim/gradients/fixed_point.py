@@ -101,10 +101,7 @@ NUM_PARTS = len(_EXPONENTS_OF_PARTS)
 
 
 def split_into_parts(numbers: torch.Tensor) -> torch.Tensor:
-    """Split each number, at least 0, into parts that add up exactly over up to 2¹³ minibatches; a row for each part.
-
-    A number that is not finite stays so; from 2¹²⁸ on, a number counts as infinite.
-    """
+    """Split each number ≥ 0 into parts that add up exactly over 2¹³ minibatches, a row each; 2¹²⁸ is infinite."""
     rest, parts = torch.where(numbers < 2.0**128, numbers.double(), math.inf), []
     for exponent in _EXPONENTS_OF_PARTS:
         constant = math.ldexp(1.5, 52 + exponent)
@@ -411,11 +408,9 @@ class FixedPoint32(_FixedPoint):
         """Set the units of the next step; raise if a minibatch of this one was out of range."""
         *values, num_out = values
         if num_out:
-            raise RuntimeError(
-                "Gradient overflow in exact mode on XLA: the gradient of a minibatch is more than 4096 times as large "
-                "as in the previous step. Resume from the last checkpoint with `exact=False`, and pass "
-                '`allow_changes=["exact"]` to it.'
-            )
+            grown = "the gradient of a minibatch is more than 4096 times as large as in the previous step"
+            advice = 'Resume from the last checkpoint with `exact=False` and `allow_changes=["exact"]`.'
+            raise RuntimeError(f"Gradient overflow in exact mode on XLA: {grown}. {advice}")
         num_sizes = len(values) // 2
         means = [value / num_minibatches for value in values[:num_sizes]]
         self.update_scale(means)

@@ -43,8 +43,7 @@ def sharded_squared_norms(
 ) -> torch.Tensor:
     """The squared norm of each of several lists of DTensors: local squares ÷ number of replicas, summed over ranks.
 
-    Every rank that has a shard must call it. There is no collective if all lists are empty. `groups` are those of the
-    ranks that share the samples: a tensor that is not sharded over one is replicated there.
+    Every rank with a shard must call it. A tensor that is not sharded over one of the `groups` is replicated there.
     """
     of_lists = []
     for tensors in lists:
