@@ -40,19 +40,14 @@ class Times(NamedTuple):
 class Profile:
     """Measured times of a workload.
 
-    Args:
-        rows: the measurements.
-        name: of their source, for messages.
-        extrapolates: allow times beyond twice the measured range.
-
     >>> profile = Profile((Measured(1, 1, 32, 0.04, 0.05), Measured(1, 4, 32, 0.04, 0.11)))
     >>> profile.times(cores=2, minibatch_size=32)
     Times(accumulating=0.04, updating=0.07)
     """
 
-    rows: Sequence[Measured]
-    name: str = "profile"
-    extrapolates: bool = False
+    rows: Sequence[Measured]  # the measurements
+    name: str = "profile"  # of their source, for messages
+    extrapolates: bool = False  # allow times beyond twice the measured range
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, extrapolates: bool = False) -> "Profile":

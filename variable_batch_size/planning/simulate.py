@@ -81,17 +81,13 @@ class Availability:
 class NoiseCurve:
     """The noise scale as a function of progress, by linear interpolation of its logarithm.
 
-    Args:
-        progress: ascending, in steps at the reference batch size.
-        noise_scales: V/G² at these points, in samples, positive.
-
     >>> curve = NoiseCurve([0.0, 100.0], [10.0, 1000.0])
     >>> [round(curve(progress)) for progress in (0, 50, 100, 10_000)]
     [10, 100, 1000, 1000]
     """
 
-    progress: Sequence[float]
-    noise_scales: Sequence[float]
+    progress: Sequence[float]  # ascending, in steps at the reference batch size
+    noise_scales: Sequence[float]  # V/G² at these points, in samples, positive
 
     def __call__(self, progress: float) -> float:
         """The noise scale at this progress; constant outside the given points."""
@@ -131,27 +127,16 @@ class Moment(NamedTuple):
 
 @dataclass(kw_only=True)
 class Simulation:
-    """The result of a simulated run.
+    """The result of a simulated run."""
 
-    Args:
-        seconds: wall-clock time, including time without cores.
-        device_seconds: summed over cores, including restarts.
-        updates: number of steps.
-        samples: in these steps.
-        progress: of these steps, in steps at the reference batch size.
-        restarts: number of restarts on another number of cores.
-        made: the batch sizes of consecutive steps, with numbers of steps.
-        moments: the changes of cores or batch size, and the end.
-    """
-
-    seconds: float = 0.0
-    device_seconds: float = 0.0
-    updates: int = 0
-    samples: int = 0
-    progress: float = 0.0
-    restarts: int = 0
-    made: list[tuple[int, int]] = field(default_factory=list)
-    moments: list[Moment] = field(default_factory=list)
+    seconds: float = 0.0  # wall-clock time, including time without cores
+    device_seconds: float = 0.0  # summed over cores, including restarts
+    updates: int = 0  # number of steps
+    samples: int = 0  # in these steps
+    progress: float = 0.0  # of these steps, in steps at the reference batch size
+    restarts: int = 0  # number of restarts on another number of cores
+    made: list[tuple[int, int]] = field(default_factory=list)  # batch sizes of consecutive steps, with numbers of steps
+    moments: list[Moment] = field(default_factory=list)  # the changes of cores or batch size, and the end
 
     @property
     def trace(self) -> Trace:

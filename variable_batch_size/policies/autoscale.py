@@ -23,14 +23,6 @@ def gain(batch_size: float, *, ref_batchsize: float, noise_scale: float) -> floa
 class Goodput:
     """Progress per second as a function of the number of minibatches per step.
 
-    Args:
-        cores: number of cores.
-        minibatch_size: samples per forward and backward pass of one core.
-        ref_batchsize: the batch size of the steps in which progress is counted.
-        noise_scale: V/G², in samples; may be 0 or infinite.
-        accumulating: a, seconds of an accumulating minibatch.
-        updating: u > 0, seconds of the minibatch that completes a step.
-
     >>> shape = dict(cores=4, minibatch_size=32, ref_batchsize=128)
     >>> goodput = Goodput(noise_scale=10_000.0, accumulating=1.0, updating=4.0, **shape)
     >>> [round(goodput(n), 3) for n in (4, 8, 16, 60)]
@@ -39,12 +31,12 @@ class Goodput:
     60
     """
 
-    cores: int
-    minibatch_size: int
-    ref_batchsize: int
-    noise_scale: float
-    accumulating: float
-    updating: float
+    cores: int  # number of cores
+    minibatch_size: int  # samples per forward and backward pass of one core
+    ref_batchsize: int  # the batch size of the steps in which progress is counted
+    noise_scale: float  # V/G², in samples; may be 0 or infinite
+    accumulating: float  # a, seconds of an accumulating minibatch
+    updating: float  # u > 0, seconds of the minibatch that completes a step
 
     def __call__(self, num_minibatches: int) -> float:
         """Progress per second, in steps at the reference batch size."""

@@ -61,17 +61,11 @@ class Throughput(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A batch split into minibatches.
+    """A batch split into minibatches."""
 
-    Attributes:
-        minibatch_size: samples per minibatch.
-        num_minibatches: per step, summed over cores.
-        shares: number of minibatches of each core.
-    """
-
-    minibatch_size: int
-    num_minibatches: int
-    shares: tuple[int, ...]
+    minibatch_size: int  # samples per minibatch
+    num_minibatches: int  # per step, summed over cores
+    shares: tuple[int, ...]  # number of minibatches of each core
 
 
 def split(batch_size: int, *, max_minibatch: int, cores: int) -> Split:
@@ -98,17 +92,11 @@ def split(batch_size: int, *, max_minibatch: int, cores: int) -> Split:
 
 
 class BestSplit(NamedTuple):
-    """A choice of minibatch size and accumulation depth.
+    """A choice of minibatch size and accumulation depth."""
 
-    Attributes:
-        goodput: progress per second, in samples at the reference batch size.
-        minibatch_size: samples per minibatch.
-        depth: minibatches per core and step.
-    """
-
-    goodput: float
-    minibatch_size: int
-    depth: int
+    goodput: float  # progress per second, in samples at the reference batch size
+    minibatch_size: int  # samples per minibatch
+    depth: int  # minibatches per core and step
 
 
 def best_split(

@@ -38,19 +38,14 @@ _ROUNDING_ERRORS = 8 * np.finfo(np.float64).eps  # relative error of a sum
 class Recording:
     """The number of available devices over time.
 
-    Args:
-        times: seconds since the start, ascending, one more than counts.
-        counts: ``counts[i]`` is the number of devices from ``times[i]`` to ``times[i + 1]``.
-        places: the source of each count, such as ``spot.csv:17``.
-
     >>> recording = Recording.from_counts([0, 30, 90], [2, 4])
     >>> recording.seconds, recording.mean_devices
     (90.0, 3.3333333333333335)
     """
 
-    times: npt.NDArray[np.float64]
-    counts: npt.NDArray[np.int64]
-    places: Sequence[str]
+    times: npt.NDArray[np.float64]  # seconds since the start, ascending, one more than counts
+    counts: npt.NDArray[np.int64]  # ``counts[i]`` is the number of devices from ``times[i]`` to ``times[i + 1]``
+    places: Sequence[str]  # the source of each count, such as ``spot.csv:17``
 
     @classmethod
     def from_counts(cls, times: Sequence[float], counts: Sequence[int]) -> Recording:
@@ -265,27 +260,16 @@ def _json_rows(source: str, text: str) -> Iterator[_Row]:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A trace made from a recording, and the effects of rounding and gaps.
+    """A trace made from a recording, and the effects of rounding and gaps."""
 
-    Args:
-        trace: the trace.
-        seconds_per_step: the duration of a step.
-        seconds_recorded: the length of the recording.
-        seconds_empty: the time without any device.
-        seconds_left: the remainder at the end, shorter than a step.
-        samples_before_rounding: the samples of the trace before rounding to minibatches.
-        recorded_rate: mean samples per second over the whole recording.
-        num_steps_rounded: number of steps changed by rounding.
-    """
-
-    trace: Trace
-    seconds_per_step: float
-    seconds_recorded: float
-    seconds_empty: float
-    seconds_left: float
-    samples_before_rounding: float
-    recorded_rate: float
-    num_steps_rounded: int
+    trace: Trace  # the trace
+    seconds_per_step: float  # the duration of a step
+    seconds_recorded: float  # the length of the recording
+    seconds_empty: float  # the time without any device
+    seconds_left: float  # the remainder at the end, shorter than a step
+    samples_before_rounding: float  # the samples of the trace before rounding to minibatches
+    recorded_rate: float  # mean samples per second over the whole recording
+    num_steps_rounded: int  # number of steps changed by rounding
 
     @property
     def samples(self) -> int:
