@@ -39,12 +39,10 @@ class MinibatchSource(ABC):
     The source owns the position of a run: optimizers attach to it, and its :meth:`set_epoch` moves them, too. It counts
     the minibatches that are read, and compares them with those that each optimizer runs. The arguments are those of
     :class:`CustomSampler`. Without a `dataset_size` all steps are one epoch.
-
-    Attributes:
-        must_be_read: whether ``step()`` raises for a minibatch that was not read from here. Set it to False for a loop
-            that calls ``step()`` as often as the schedule says, without iterating over a loader or the sampler.
     """
 
+    # whether step() raises for a minibatch that was not read from here. Set it to False for a loop that calls step() as
+    # often as the schedule says, without iterating over a loader or the sampler
     must_be_read = True
     _loader: str  # that reads this source, for errors
 

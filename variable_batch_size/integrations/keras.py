@@ -65,9 +65,7 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         self.optimizer = None  # callbacks that set its learning rate then raise
         self.variable_optimizer, self.variable_schedulers = optimizer, tuple(schedulers)
 
-    def fit(
-        self, x: Any = None, *, epochs: int = 1, verbose: Any = "auto", callbacks: Any = None, **kwargs: Any
-    ) -> Any:
+    def fit(self, x: Any = None, *, epochs: int = 1, verbose: Any = "auto", callbacks: Any = None, **other: Any) -> Any:
         """Train until `epochs` epochs are complete, including those before a loaded state.
 
         Args:
@@ -75,22 +73,22 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
             epochs: number of epochs of the whole run.
             verbose: as for ``keras.Model``.
             callbacks: as for ``keras.Model``.
-            kwargs: `validation_data`, `validation_freq`, `validation_steps` and `validation_batch_size`, as for
+            other: `validation_data`, `validation_freq`, `validation_steps` and `validation_batch_size`, as for
                 ``keras.Model``.
         """
-        optimizer = self._checked(x, kwargs)
+        optimizer = self._checked(x, other)
         settings: dict[str, Any] = {"verbose": verbose, "epochs": epochs}
         run = _Run(callbacks, add_history=True, add_progbar=verbose != 0, model=self, steps=None, **settings)
         run.callbacks.sort(key=lambda callback: isinstance(callback, _SAVERS))  # to save what the others change
         run.begin()  # may load a state
-        kwargs |= {"verbose": verbose, "callbacks": run, "shuffle": False}
+        other |= {"verbose": verbose, "callbacks": run, "shuffle": False}
         steps_before = optimizer.steps_made
         for epoch in epochs_of(optimizer, epochs):
             steps = _StepLoader(x, optimizer)
             run.set_params({**settings, "steps": len(steps)})
             self._initial_epoch = None  # set by a callback that has loaded a state; the optimizer has the position
             # one epoch at a time, because Keras assumes that all epochs have the same number of batches
-            super().fit(steps, initial_epoch=epoch, epochs=epoch + 1, **kwargs)
+            super().fit(steps, initial_epoch=epoch, epochs=epoch + 1, **other)
             if self.stop_training:
                 break
         if optimizer.steps_made == steps_before:

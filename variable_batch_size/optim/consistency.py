@@ -16,6 +16,7 @@ from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
 from variable_batch_size.optim.wrappers import Wrappers, forget_partition, is_zero
 from variable_batch_size.rules.rule import Rule
 
+Tensors = Sequence[torch.Tensor]
 _MAX_BYTES = 120  # of each rank's value in an error message
 
 
@@ -95,7 +96,7 @@ def compare_ranks(facts: Mapping[str, object], communicator: Communicator, devic
 
 
 def check_same_on_all_ranks(
-    facts: Mapping[str, object], tensors: Sequence[torch.Tensor], communicator: Communicator
+    facts: Mapping[str, object], tensors: Tensors, communicator: Communicator
 ) -> Callable[[], None]:
     """Broadcast tensors from rank 0, and raise if ranks differ in the facts.
 
@@ -152,9 +153,7 @@ def sync_and_check_ranks(
     return complete
 
 
-def _broadcast_over_mesh(
-    tensors: Sequence[torch.Tensor], communicator: Communicator, groups: Mapping[Ranks, Group]
-) -> None:
+def _broadcast_over_mesh(tensors: Tensors, communicator: Communicator, groups: Mapping[Ranks, Group]) -> None:
     """Broadcast from rank 0, and within each model-parallel group the tensors that are not sharded over it."""
     broadcast_from_rank0(tensors, communicator)
     for ranks, group in groups.items():
@@ -163,11 +162,7 @@ def _broadcast_over_mesh(
 
 
 def sync_added_params(
-    added: Sequence[torch.Tensor],
-    before: Sequence[torch.Tensor],
-    wrappers: Wrappers,
-    communicator: Communicator,
-    process_group: Any,
+    added: Tensors, before: Tensors, wrappers: Wrappers, communicator: Communicator, process_group: Any
 ) -> None:
     """Do the same for added parameters, which must be sharded as the others are."""
     if len({*added, *before}) < len(added) + len(before):

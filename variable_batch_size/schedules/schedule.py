@@ -45,15 +45,10 @@ class BaseSchedule(ABC):
     An epoch contains as many steps as fit into its capacity, `dataset_size` rounded down to a multiple of
     `minibatch_size`; the first step that does not fit starts the next epoch. Minibatch j of a step is assigned to core
     ``j % num_replicas``. Steps are numbered from 0 through the whole run.
-
-    Attributes:
-        capacity: the maximum number of samples in an epoch.
-        on_end: the continuation after the last row of the trace.
-        name: that of the trace or policy, for messages.
     """
 
-    on_end: OnEnd
-    name: str
+    on_end: OnEnd  # the continuation after the last row of the trace
+    name: str  # that of the trace or policy, for messages
 
     def __init__(self, dataset_size: int | None, minibatch_size: int, num_replicas: int, lockstep: bool) -> None:
         room = _ALL if dataset_size is None else dataset_size

@@ -26,6 +26,7 @@ _LIMB_BITS = 16  # of each of three limbs: few enough for the sum over 2¹⁴ mi
 _MIN_LIMIT = -78  # below, the unit of the last limb would be no normal number of float32
 _NUMBERS_HEADROOM = 12  # of squares and weights, beyond that of gradients
 
+Tensors = list[torch.Tensor]
 Gradients = Mapping[torch.Tensor, torch.Tensor]
 
 
@@ -171,9 +172,7 @@ class FixedPoint64(_FixedPoint):
             raise RuntimeError("With `exact`, no parameter group can be added within a step.")
         self._parts = parts if self._parts is None else self._parts + parts
 
-    def add_(
-        self, buckets: GradientBuckets, indices: list[int], gradients: list[torch.Tensor], n: int, *, is_first: bool
-    ) -> None:
+    def add_(self, buckets: GradientBuckets, indices: list[int], gradients: Tensors, n: int, *, is_first: bool) -> None:
         """Add the gradients of some of the buckets' parameters; those of a step's first minibatch are written."""
         largest = _largest_of_each(gradients).tolist() if gradients else []
         views, constants, are_new, written = [], [], [], set()
@@ -261,7 +260,7 @@ class FixedPoint64(_FixedPoint):
             self.scale.load_state_dict(state, self._parameters())
 
 
-def _largest_of_each(gradients: list[torch.Tensor]) -> torch.Tensor:
+def _largest_of_each(gradients: Tensors) -> torch.Tensor:
     if all(gradient.device.type != "cpu" and gradient.numel() for gradient in gradients):
         # one kernel, which is much faster on a GPU
         return torch.stack([norm.double() for norm in torch._foreach_norm(gradients, math.inf)])
@@ -276,9 +275,7 @@ def _largest_of(gradient: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-smallest, largest).double()
 
 
-def _add_rounded(
-    views: list[torch.Tensor], gradients: list[torch.Tensor], constants: list[float], are_new: list[bool]
-) -> None:
+def _add_rounded(views: Tensors, gradients: Tensors, constants: list[float], are_new: list[bool]) -> None:
     """Add gradients, rounded to whole units, to views of the buckets; or write those that are new."""
     if all(gradient.device.type == "cpu" for gradient in gradients):
         for view, gradient, constant, is_new in zip(views, gradients, constants, are_new, strict=True):
@@ -320,10 +317,10 @@ class FixedPoint32(_FixedPoint):
     def __init__(self, inner: Optimizer) -> None:
         super().__init__(inner)
         self._number_scale = FixedPointScale()
-        self.limbs: dict[torch.Tensor, list[torch.Tensor]] = {}
-        self._number_limbs: list[torch.Tensor] = []
+        self.limbs: dict[torch.Tensor, Tensors] = {}
+        self._number_limbs: Tensors = []
         # for each parameter and number, how often it was out of range, not finite, and not 0
-        self._flags: list[torch.Tensor] = []
+        self._flags: Tensors = []
 
     def _num_numbers(self) -> int:
         return len(self._inner.param_groups) + 2
@@ -368,7 +365,7 @@ class FixedPoint32(_FixedPoint):
                     limb.add_(0)  # keeps the order of results
         self._add_limbs(self._number_limbs, numbers, slice(len(self.limbs), None))
 
-    def _add_limbs(self, limbs: list[torch.Tensor], values: torch.Tensor, here: slice) -> None:
+    def _add_limbs(self, limbs: Tensors, values: torch.Tensor, here: slice) -> None:
         """Each limb takes the whole multiples of its unit and leaves the rest to the next."""
         inverse, unit = self._inverse[here], self._unit[here]
         rest = torch.where(torch.isfinite(values), values, torch.zeros_like(values))
@@ -382,7 +379,7 @@ class FixedPoint32(_FixedPoint):
         nothing = torch.zeros(1).to(self._flags[0].device)
         return torch.cat([values[p].abs().max().view(1) if p in values else nothing for p in self.limbs])
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> Tensors:
         """All that is summed over ranks."""
         return [*(limb for limbs in self.limbs.values() for limb in limbs), *self._number_limbs, *self._flags]
 
@@ -393,7 +390,7 @@ class FixedPoint32(_FixedPoint):
             totals[p] = self._join(limbs, slice(index, index + 1)).view(p.shape)
         return totals, self._join(self._number_limbs, slice(len(self.limbs), None))
 
-    def _join(self, limbs: list[torch.Tensor], here: slice) -> torch.Tensor:
+    def _join(self, limbs: Tensors, here: slice) -> torch.Tensor:
         """The numbers, from sums of their limbs, the smallest first."""
         unit = self._unit[here]
         parts = [limb.float() * (unit * 2.0 ** (-_LIMB_BITS * number)) for number, limb in enumerate(limbs)]
