@@ -68,8 +68,7 @@ class Profile:
     def times(self, *, cores: int, minibatch_size: int, machines: int = 1) -> Times:
         """The times of minibatches: measured, interpolated between numbers of cores, or from the fitted model.
 
-        Raises:
-            ValueError: beyond twice the measured range or for an unmeasured network, unless `extrapolates`.
+        Beyond twice the measured range or for an unmeasured network it raises, unless `extrapolates`.
         """
         rows = [row for row in self.rows if (row.machines, row.minibatch_size) == (machines, minibatch_size)]
         numbers = sorted({row.cores for row in rows})

@@ -1,7 +1,5 @@
 """simulate: the decisions of a policy for a given availability of cores, without training."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -50,18 +48,18 @@ class Availability:
             raise ValueError(f"{name}: no cores are available at any time")
 
     @classmethod
-    def constant(cls, cores: int) -> Availability:
+    def constant(cls, cores: int) -> "Availability":
         """The same number of cores at all times."""
         check_positive(cores=cores)
         return cls([Span(cores, math.inf)], name=f"{cores} cores")
 
     @classmethod
-    def of_recording(cls, recording: Recording) -> Availability:
+    def of_recording(cls, recording: Recording) -> "Availability":
         """As many cores as a recording has devices."""
         return cls(map(Span, recording.counts.tolist(), recording.durations.tolist()), name=recording.places[0])
 
     @classmethod
-    def of_market(cls, trace: Trace, *, seconds_per_row: float) -> Availability:
+    def of_market(cls, trace: Trace, *, seconds_per_row: float) -> "Availability":
         """As many cores as the rows of a trace, such as :func:`spot_market` with one sample per device."""
         check_positive_number(seconds_per_row=seconds_per_row)
         return cls((Span(count, seconds_per_row) for count in trace.sizes.tolist()), name=trace.name)
@@ -94,13 +92,13 @@ class NoiseCurve:
         return math.exp(float(np.interp(progress, self.progress, np.log(self.noise_scales))))
 
     @classmethod
-    def constant(cls, noise_scale: float) -> NoiseCurve:
+    def constant(cls, noise_scale: float) -> "NoiseCurve":
         """A constant noise scale."""
         check_positive_number(noise_scale=noise_scale)
         return cls([0.0], [noise_scale])
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> NoiseCurve:
+    def read(cls, path: str | os.PathLike[str]) -> "NoiseCurve":
         """Read the noise scales from the log of a run, written by :class:`JsonLines`.
 
         With weighted minibatches they are converted to samples with the mean weight of a sample.

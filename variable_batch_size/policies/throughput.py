@@ -128,9 +128,6 @@ def best_split(
         max_minibatch: the most; None for no bound.
         may_accumulate: whether cores may run several minibatches in a step.
 
-    Raises:
-        ValueError: if an argument is invalid or no split satisfies all bounds.
-
     >>> model = Throughput(0.01, 0.001, 0.2, 0.01, 0.05, 0.005, 1.0)
     >>> best_split(model, noise_scale=1000.0, ref_batchsize=128, cores=4, max_batch_size=4096, max_minibatch=64)[1:]
     (64, 2)

@@ -191,10 +191,7 @@ class Checkpoint:
 
         An epoch that was interrupted continues after its completed steps; if all were completed, its loader is empty
         and the code after the loop runs. The end of the last epoch is saved. The loop may leave an epoch early, even in
-        the middle of a step, which is then discarded.
-
-        Raises:
-            ValueError: at the start, if the trace has fewer epochs.
+        the middle of a step, which is then discarded. If the trace has fewer epochs, it raises at the start.
         """
         check_not_negative(num_epochs=num_epochs)
         if num_epochs:

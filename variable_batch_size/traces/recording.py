@@ -1,7 +1,5 @@
 """Recording: the number of available devices over time, read from CSV tables, event logs and JSON; and as a trace."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -48,7 +46,7 @@ class Recording:
     places: Sequence[str]  # the source of each count, such as ``spot.csv:17``
 
     @classmethod
-    def from_counts(cls, times: Sequence[float], counts: Sequence[int]) -> Recording:
+    def from_counts(cls, times: Sequence[float], counts: Sequence[int]) -> "Recording":
         """A recording with ``counts[i]`` devices from ``times[i]`` to ``times[i + 1]``, in seconds."""
         if len(times) != len(counts) + 1 or not len(counts):
             raise ValueError(f"`times` must have one more element than `counts`, got {len(times)} and {len(counts)}")
@@ -63,7 +61,7 @@ class Recording:
         time_column: str | None = None,
         count_column: str | None = None,
         time_unit: TimeUnit | None = None,
-    ) -> Recording:
+    ) -> "Recording":
         """Read a file in one of three formats, which is detected from the content.
 
         - CSV: a header, then rows of a time and the number of devices until the next row's time. The last row only
@@ -71,16 +69,14 @@ class Recording:
         - Events: rows ``milliseconds,add|remove,node``; the last event only gives the end of the recording.
         - JSON: ``{"metadata": {"gap_seconds": g}, "data": [counts]}``, each count for g seconds.
 
-        In the first two, quoted cells, blank lines and ``#`` comments are allowed.
+        In the first two, quoted cells, blank lines and ``#`` comments are allowed. A ValueError has file, line and
+        value of the first invalid row.
 
         Args:
             path: the file.
             time_column: the name of the time column in a CSV file; by default the first of two named columns.
             count_column: the name of the count column; by default the second of two named columns.
             time_unit: of numeric times in a CSV file: ``"ms"``, ``"s"``, ``"min"`` or ``"h"``; seconds if None.
-
-        Raises:
-            ValueError: with file, line and value of the first invalid row.
         """
         if time_unit is not None:
             check_one_of(TIME_UNITS, time_unit=time_unit)
@@ -98,7 +94,7 @@ class Recording:
         return cls._of(rows)
 
     @classmethod
-    def _of(cls, rows: Iterable[_Row]) -> Recording:
+    def _of(cls, rows: Iterable[_Row]) -> "Recording":
         """The recording of these rows, in seconds since the first; the last row only gives its end."""
         checked: list[_Row] = []
         for place, time, count in rows:

@@ -4,8 +4,6 @@ The file has a header ``step,batchsize``, then one row per step. pandas reads mi
 second. Only if the result is unusual is the file read row by row, to name the first invalid row.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools
@@ -62,7 +60,7 @@ class Trace:
         self._kept = content  # of a source that can be read only once
 
     @classmethod
-    def of(cls, source: TraceLike) -> Trace:
+    def of(cls, source: "TraceLike") -> "Trace":
         """Convert a path, sequence, array, column, integer or trace to a trace."""
         if isinstance(source, Trace):
             return source
@@ -75,12 +73,12 @@ class Trace:
         raise ValueError(f"`trace` must be a path, a sequence of batch sizes or an integer, got {source!r}")
 
     @classmethod
-    def constant(cls, size: Integer) -> Trace:
+    def constant(cls, size: Integer) -> "Trace":
         """The same batch size forever."""
         return cls(np.array([_checked_size(size, "trace")], dtype=np.int64), is_endless=True)
 
     @classmethod
-    def from_sequence(cls, sizes: Sizes) -> Trace:
+    def from_sequence(cls, sizes: Sizes) -> "Trace":
         """A trace of the given batch sizes: a list, a tuple, an array or a pandas column."""
         # numpy would convert a True among integers to 1, so untyped sequences are checked value by value
         array = np.asarray(sizes, dtype=None if hasattr(sizes, "dtype") else object)
@@ -93,21 +91,18 @@ class Trace:
         return cls(np.array(array, dtype=np.int64))
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Trace:
+    def read(cls, path: str | os.PathLike[str]) -> "Trace":
         """Read a CSV file with the columns ``step`` and ``batchsize``.
 
         Rows in file order are the steps; ``step`` counts 0, 1, 2 … and may restart at 0 (several recordings in one
         file). Spaces around numbers, trailing commas, any line endings, blank lines, ``#`` comments and additional
-        columns are allowed.
-
-        Raises:
-            ValueError: with file, line and value of the first row that breaks a rule.
+        columns are allowed. A ValueError has file, line and value of the first row that breaks a rule.
         """
         source = os.fspath(path)
         content = Path(source).read_bytes()
         return cls(_read_sizes(source, content), source=source, content=None if os.path.isfile(source) else content)
 
-    def with_rows(self, sizes: Rows) -> Trace:
+    def with_rows(self, sizes: Rows) -> "Trace":
         """A finite trace of the given batch sizes, with the name of this one."""
         return Trace(sizes, source=self._source, content=self._kept)
 
@@ -161,8 +156,8 @@ class Trace:
     @overload
     def __getitem__(self, row: int) -> int: ...
     @overload
-    def __getitem__(self, row: slice) -> Trace: ...
-    def __getitem__(self, row: int | slice) -> int | Trace:
+    def __getitem__(self, row: slice) -> "Trace": ...
+    def __getitem__(self, row: int | slice) -> "int | Trace":
         if isinstance(row, slice):
             if self.is_endless:
                 raise ValueError("a constant trace is endless and has no slices")

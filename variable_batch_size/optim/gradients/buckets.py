@@ -71,22 +71,19 @@ class BucketAccumulator(GradientAccumulator):
 
     def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
         fixed_point, is_several = self._fixed_point, self.communicator.num_replicas > 1
-        if fixed_point is None or not fixed_point.is_unscaled or not (self.is_one_of_several and is_several):
+        if fixed_point is None or fixed_point.scale.has_asked or not (self.is_one_of_several and is_several):
             self._accumulate(plan, weight)
             return
         # the first units are broadcast right before the reduction: otherwise another optimizer would reduce in between
         # on a rank with one minibatch, and broadcast first on a rank with several
-        self._held_minibatches.append((plan, weight, self._take_gradients()))
+        taken = {p: p.grad.clone() for p in self._parameters() if p.grad is not None}
+        self.zero_grad()
+        self._held_minibatches.append((plan, weight, taken))
         while plan.is_last and self._held_minibatches:
             *minibatch, gradients = self._held_minibatches.pop(0)
             for p, gradient in gradients.items():
                 p.grad = gradient
             self._accumulate(*minibatch)
-
-    def _take_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
-        found = {p: p.grad.clone() for p in self._parameters() if p.grad is not None}
-        self.zero_grad()
-        return found
 
     def _accumulate(self, plan: StepPlan, weight: Weight | None) -> None:
         if plan.is_padding and not plan.is_idle:  # in lockstep; an idle rank drops all of the step in reduce()

@@ -136,11 +136,6 @@ class FixedPoint64(_FixedPoint):
         """Elements beside the gradients: the parts of the numbers, and a flag for each rung."""
         return NUM_PARTS * (len(self._inner.param_groups) + 2) + 2 * MAX_RUNGS + 1
 
-    @property
-    def is_unscaled(self) -> bool:
-        """Whether rank 0 has not broadcast the first units."""
-        return not self.scale.has_asked
-
     def update_scale(self, communicator: Communicator) -> None:
         """Before the first minibatch of a step: set the units by the previous step, in the same way on all ranks."""
         self._read_previous()
