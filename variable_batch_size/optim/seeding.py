@@ -54,13 +54,6 @@ class MinibatchSeeder:
             # compiled or not, the model must draw from the seed of its minibatch
             self._hooks = [add_hook(self._model, self._before_forward, is_compiled=False, replaces=True)]
 
-    def _watch_again(self) -> None:
-        """Have the hook that a seeder of another source has replaced since, if the model has optimizers for both."""
-        for hook in self._hooks:
-            if hook.id not in (hook.hooks_dict_ref() or ()):
-                self.watch(True)
-                return
-
     def set(self) -> None:
         """After a minibatch, and before a pass: set the generators for the next minibatch."""
         if self._is_on:
@@ -82,8 +75,9 @@ class MinibatchSeeder:
             return
         is_run_next = is_run_next and not self._is_xla
         is_seeded = _Generators.source is not None and _Generators.source() is self._source
-        if is_run_next and not is_seeded:
-            self._watch_again()
+        # have the hook again that a seeder of another source has replaced since, if the model has optimizers for both
+        if is_run_next and not is_seeded and any(hook.id not in (hook.hooks_dict_ref() or ()) for hook in self._hooks):
+            self.watch(True)
         if is_first or self._was_evaluated or (is_run_next and not is_seeded):
             self._set()
         if is_run_next:

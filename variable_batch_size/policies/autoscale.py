@@ -47,17 +47,13 @@ class Goodput:
     def best(self, allowed: range) -> int:
         """The number of minibatches in a contiguous range that has the largest goodput."""
         first, last = (-(-n // self.cores) for n in (allowed[0], allowed[-1]))
-        middle = self._best_depth()
+        middle, overhead = math.inf, max(self.updating - self.accumulating, 0.0)
+        if self.accumulating > 0 and not math.isinf(self.noise_scale):
+            middle = math.sqrt(self.noise_scale / self.accumulating * overhead / (self.cores * self.minibatch_size))
         below = first if middle <= first else last if middle >= last else math.floor(middle)
         # a bound may truncate the last depth, and the one before may then be better
         depths = sorted({min(max(depth, first), last) for depth in (below, below + 1, last - 1, last)})
         return max((min(depth * self.cores, allowed[-1]) for depth in depths), key=self)
-
-    def _best_depth(self) -> float:
-        overhead = max(self.updating - self.accumulating, 0.0)
-        if self.accumulating <= 0 or math.isinf(self.noise_scale):
-            return math.inf
-        return math.sqrt(self.noise_scale / self.accumulating * overhead / (self.cores * self.minibatch_size))
 
 
 @final

@@ -23,9 +23,14 @@ class ExecutedTrace:
         self._num_rows = self._num_bytes = 0
 
     def truncate(self, steps_of_epochs: Sequence[int]) -> None:
-        """Drop the rows beyond the completed steps of each epoch."""
+        """Drop the rows beyond the completed steps of each epoch, and comments without a row after them."""
         if self.path.exists():
-            self._num_rows, self._num_bytes = _complete_rows(self.path, limit=sum(steps_of_epochs))
+            position = 0
+            for line in self.path.read_bytes().splitlines(keepends=True):
+                position += len(line)
+                step = line.partition(b",")[0]
+                if step.isdigit() and int(step) < sum(steps_of_epochs) and line.endswith(b"\n"):
+                    self._num_rows, self._num_bytes = int(step) + 1, position
             os.truncate(self.path, self._num_bytes)
 
     def append(self, steps_of_epochs: Sequence[int]) -> None:
@@ -68,14 +73,3 @@ class ExecutedTrace:
         except OSError as error:
             raise OSError(f"{self.path} could not be written: {error}") from error
         self._num_bytes += num_written
-
-
-def _complete_rows(path: Path, *, limit: int) -> tuple[int, int]:
-    """Number of complete rows, at most `limit`, and of the bytes up to their end; a comment belongs to the next row."""
-    num_rows = num_bytes = position = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        position += len(line)
-        step = line.partition(b",")[0]
-        if step.isdigit() and int(step) < limit and line.endswith(b"\n"):
-            num_rows, num_bytes = int(step) + 1, position
-    return num_rows, num_bytes
