@@ -121,11 +121,7 @@ def _train_on(training: Training, samples: int) -> None:
 
 
 def critical_batch_size(found: Sequence[Branch], *, tolerance: float) -> int:
-    """The largest batch size up to which no branch increases the loss of the first by more than this fraction.
-
-    >>> critical_batch_size([Branch(32, 8, 1.0), Branch(64, 4, 1.005), Branch(128, 2, 1.2)], tolerance=0.01)
-    64
-    """
+    """The largest batch size up to which no branch increases the loss of the first by more than this fraction."""
     size, _, loss = found[0]
     if not math.isfinite(loss):
         raise ValueError(f"the loss of the first branch, with batch size {size}, is {loss}")

@@ -45,11 +45,7 @@ def number(value: float, *, like: float | None = None) -> str:
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds, with its standard deviation or half of its 95 % interval, which a single seed does not have.
-
-    >>> Estimate(97.8125, 0.318).text(" %")
-    '97.81 ± 0.32 %'
-    """
+    """A mean over seeds, with its standard deviation or half of its 95 % interval; a single seed has neither."""
 
     mean: float
     error: float | None

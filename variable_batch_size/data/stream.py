@@ -28,14 +28,6 @@ class SampleSource:
     """Reads a stream from its beginning or from a saved state, and counts samples.
 
     The stream does not see that a loader worker reads it, as it might then yield only a part of its samples.
-
-    >>> source = SampleSource(range(7))
-    >>> source.begin(epoch=0)
-    >>> source.skip(2)
-    >>> source.take(3), source.num_read
-    ([2, 3, 4], 5)
-    >>> source.take(3), source.num_read, source.has_ended
-    ([5, 6], 7, True)
     """
 
     def __init__(self, samples: Samples) -> None:
@@ -117,8 +109,7 @@ class StreamReader:
 
     Unless the stream is sharded, every core reads all of it and skips what is assigned to others. A core's last
     minibatch of a step is yielded once the full step has been read: if the stream ends within a step, no core completes
-    it, without communication. In lockstep, a minibatch is yielded once those of the other cores in the same round have
-    been read, as a forward pass that one core begins must be begun by all.
+    it. In lockstep, a minibatch is yielded once those of the other cores in the same round have been read.
     """
 
     source: SampleSource

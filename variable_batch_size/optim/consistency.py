@@ -38,11 +38,7 @@ def fingerprint_of(sampler: MinibatchSource, rule: Rule, inner: Optimizer, ref_b
 
 
 def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Every difference from a saved fingerprint, in words; names that an older version did not save are skipped.
-
-    >>> differences({"seed": 0, "rule": "LinearRule"}, {"seed": 3, "rule": "LinearRule"})
-    ['seed was 0 and is 3']
-    """
+    """Every difference from a saved fingerprint, as "seed was 0 and is 3"; names that were not saved are skipped."""
     changed = [name for name in now if name in saved and saved[name] != now[name]]
     return [f"{name} was {saved[name]} and is {now[name]}" for name in changed]
 

@@ -11,11 +11,11 @@ from variable_batch_size.data.cursor import StepPlan
 
 
 class LossScale:
-    """What ``GradScaler.step(optimizer)`` leaves to the optimizer, minibatch by minibatch.
+    """What ``GradScaler.step(optimizer)`` leaves to the optimizer, minibatch by minibatch; the scale may change in a
+    step.
 
-    GradScaler sets ``grad_scale``, None if the user has called ``unscale_``, and ``found_inf`` of the optimizer. The
-    scale may change within a step. If the scaler has found a value that is not finite, gradients become NaN, which
-    stays in all sums: so every rank finds it in the reduced gradient and skips the update.
+    GradScaler sets ``grad_scale``, None after ``unscale_``, and ``found_inf`` of the optimizer. If it has found a value
+    that is not finite, gradients become NaN, which stays in all sums: every rank finds it and skips the update.
     """
 
     def __init__(

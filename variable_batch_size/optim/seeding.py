@@ -26,13 +26,11 @@ class _Generators:
 class MinibatchSeeder:
     """Seeds the random generators of a rank before each minibatch, from the seed, the epoch and the minibatch's number.
 
-    So the random numbers of a minibatch are the same on any number of ranks, after a resume, and in a replay, and
-    padding changes nothing. Generators are seeded after each minibatch, and again when the next one is requested after
-    an evaluation or after one of another source, for the data set and the loop. Those of torch are seeded once more
-    when the model runs, so that a loader that starts in between does not count; not in minibatches of another source
-    whose loss runs through the model, too. Loader workers have their own generators, which are not changed. On XLA,
-    ranks are threads of one process and share the host's generators: there only the device's is seeded. Without a
-    model, only the loop is seeded for, and evaluations cannot be recognized.
+    So the random numbers of a minibatch are the same on any number of ranks, after a resume, and in a replay.
+    Generators are seeded after each minibatch, and again when the next one is requested after an evaluation or after
+    one of another source. Those of torch are seeded once more when the model runs, so that a loader that starts in
+    between does not count. Loader workers have their own generators. On XLA, ranks are threads of one process and share
+    the host's generators: there only the device's is seeded. Without a model, evaluations cannot be recognized.
     """
 
     def __init__(

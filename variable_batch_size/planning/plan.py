@@ -17,14 +17,7 @@ RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root"
 def planned_rules(names: Sequence[str], *, noise_scale: float | None = None) -> dict[str, Rule]:
     """Create rules by name (:func:`make_rule`); with a noise scale, AdaScale is added if no rule uses it.
 
-    Args:
-        names: of the rules.
-        noise_scale: V/G², in samples, assumed to be measured in every step.
-
-    >>> list(planned_rules(["root", "legw:5000", "surge"], noise_scale=1000))
-    ['root', 'legw:5000', 'surge@1000']
-    >>> list(planned_rules(["root"], noise_scale=1000))
-    ['root', 'adascale@1000']
+    The noise scale, V/G² in samples, is assumed to be measured in every step. It follows the names: ``adascale@1000``.
     """
     if noise_scale is not None:
         check_positive_number(noise_scale=noise_scale)

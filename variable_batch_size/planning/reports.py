@@ -30,11 +30,6 @@ def sparkline(
     """Positive numbers as a line of block characters, with heights from 0 to the largest number.
 
     A character is the mean over its width; numbers are equally wide, or as wide as their weights.
-
-    >>> sparkline(np.array([1, 2, 3, 4, 5, 6, 7, 8]), width=8)
-    '▁▂▃▄▅▆▇█'
-    >>> sparkline(np.array([2, 8, 8, 8, 8]), width=5, weights=np.array([4, 1, 1, 1, 1]))
-    '▂▂▅██'
     """
     widths = np.ones(len(values)) if weights is None else weights.astype(np.float64)
     ends = np.concatenate(([0.0], np.cumsum(widths)))

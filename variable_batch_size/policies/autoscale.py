@@ -61,17 +61,12 @@ class Autoscale(Policy):
     """Maximizes goodput, gain / time, computed from measured step times and gradient noise (Qiao et al. 2021).
 
     Until both are known it tries two depths of accumulation: the noise needs at least two minibatches, and the
-    difference between two depths is the time of an accumulating minibatch.
+    difference between two depths is the time of an accumulating minibatch. See :class:`Bounds` and :class:`Policy` for
+    other arguments.
 
     Args:
         max_batch_size: the largest batch size; beyond it, no measurement shows whether training still converges well.
         min_batch_size: the smallest; None for the reference batch size.
-        max_growth: see :class:`Bounds`.
-        threshold: see :class:`Bounds`.
-        min_per_core: see :class:`Bounds`.
-        max_per_core: see :class:`Bounds`.
-        every: steps from one decision to the next.
-        lead: how many steps ahead batch sizes are decided.
 
     >>> policy = Autoscale(max_batch_size=4096)
     >>> known = dict(cores=4, minibatch_size=32, ref_batchsize=128, noise_scale=10_000.0)

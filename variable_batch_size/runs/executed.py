@@ -25,7 +25,7 @@ class ExecutedTrace:
     def truncate(self, steps_of_epochs: Sequence[int]) -> None:
         """Drop the rows beyond the completed steps of each epoch, and comments without a row after them."""
         if self.path.exists():
-            position = 0
+            self._num_rows = self._num_bytes = position = 0
             for line in self.path.read_bytes().splitlines(keepends=True):
                 position += len(line)
                 step = line.partition(b",")[0]

@@ -105,8 +105,7 @@ class CheckpointStore:
     def check(self) -> None:
         """Raise if an asynchronous write has failed. Every rank must call it after each step.
 
-        After the first step, the optimizer has all of its state and loaders among the schedulers have begun: what a
-        file cannot hold raises, and the memory of the first asynchronous copy is allocated while training continues.
+        After the first step, when all state exists, what a file cannot hold raises, and memory for copies is allocated.
         """
         if self._writer is not None:
             self._writer.check()

@@ -16,14 +16,8 @@ class PolicySchedule(BaseSchedule):
     """A schedule whose rows are appended as the policy decides them; executed rows never change.
 
     Epochs depend on the rows as in :class:`Schedule`, so the rows of a run replayed as a trace give the same epochs.
-    The end of the current epoch is unknown until it is reached. Until then :meth:`steps` and
-    :meth:`num_minibatches_for` assume that all further steps have the batch size decided last.
-
-    >>> from variable_batch_size.policies.builtin import PerCore
-    >>> schedule = PolicySchedule(PerCore(), dataset_size=300, minibatch_size=32, num_replicas=4)
-    >>> schedule.append(128, number=3)
-    >>> schedule.steps(epoch=0), schedule.steps(epoch=1), schedule.num_ahead
-    (range(0, 2), range(2, 4), 3)
+    The end of the current epoch is unknown until it is reached: :meth:`steps` and :meth:`num_minibatches_for` assume
+    that all further steps have the batch size decided last.
     """
 
     on_end = "hold"

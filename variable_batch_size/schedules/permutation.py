@@ -29,10 +29,6 @@ class Permutation:
 
     This permutes ``range(a · b)``, which barely exceeds `size` from 256 elements on. Elements at or above `size` are
     permuted again until they are below it (cycle walking), which permutes ``range(size)``.
-
-    >>> shuffle = Permutation(10, key=(0, 0))
-    >>> sorted(shuffle(np.arange(10)).tolist()) == list(range(10))
-    True
     """
 
     def __init__(self, size: int, key: tuple[int, ...]) -> None:

@@ -20,20 +20,18 @@ from variable_batch_size.optim.token_weights import Weight
 class BucketAccumulator(GradientAccumulator):
     """Copies and adds the gradients of minibatches into buckets (:class:`GradientBuckets`).
 
-    Autograd returns the gradients of a minibatch as new tensors, which costs nothing. The only gradients of a step are
-    used as they are, without a copy, unless they are sparse. Gradients of float16 and bfloat16 parameters are summed
-    and reduced in float32, which takes 4 bytes for each element, and rounded once: float16 would overflow, and bfloat16
-    would lose small terms, differently on each number of ranks.
+    The only gradients of a step are used as they are, without a copy, unless they are sparse. Gradients of float16 and
+    bfloat16 parameters are summed and reduced in float32 and rounded once: float16 would overflow, and bfloat16 would
+    lose small terms, differently on each number of ranks.
 
     With `gradient_as_bucket_view`, ``p.grad`` is a view of a bucket for the whole run and autograd accumulates there:
-    for CUDA graphs, which need static addresses, and to save the memory of one gradient. Then ``p.grad`` is the sum of
-    the step's minibatches so far and must not be replaced, and every trainable parameter has a gradient in each update,
-    0 where none arrived. If norms are measured, or parameters are float16 or bfloat16, each minibatch has the buckets
-    to itself, and a second set of tensors holds the sum of the minibatches before, in float32 at least.
+    for CUDA graphs, which need static addresses, and to save memory. Then ``p.grad`` is the sum of the step's
+    minibatches so far and must not be replaced, and every trainable parameter has a gradient in each update, 0 where
+    none arrived. If norms are measured, or parameters are float16 or bfloat16, a second set of tensors holds the sum in
+    float32 at least.
 
     With `exact`, gradients are summed in fixed point (:class:`FixedPoint64`). With tensor parallelism, the buckets hold
-    local shards, and norms are completed over `model_parallel`, the ranks that have this rank's samples and other
-    shards; it consists of `model_groups`.
+    local shards, and norms are completed over `model_parallel`, the ranks with this rank's samples and other shards.
     """
 
     _samples_weights = True
