@@ -20,12 +20,6 @@ def check_integer(**values: Any) -> None:
 
 
 def check_positive(**values: Any) -> None:
-    """Raise unless all arguments are positive integers.
-
-    >>> check_positive(minibatch_size=0)
-    Traceback (most recent call last):
-    ValueError: `minibatch_size` must be a positive integer, got 0
-    """
     _check(values, "a positive integer", lambda value: is_integer(value) and value > 0)
 
 
@@ -42,7 +36,6 @@ def check_within(largest: int, **values: Any) -> None:
 
 
 def check_one_of(choices: Iterable[str], **values: Any) -> None:
-    """Raise unless all arguments are among the choices."""
     _check(values, f"one of {', '.join(map(repr, choices))}", lambda value: value in choices)
 
 

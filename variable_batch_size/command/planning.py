@@ -5,7 +5,7 @@ import json
 import os
 from pathlib import Path
 
-from variable_batch_size.command.options import add_minibatch, add_recording, positive, print_text, recording, selected
+from variable_batch_size.command.options import RECORDING, add_minibatch, add_recording, positive, print_text, selected
 from variable_batch_size.comparison import experiment
 from variable_batch_size.files import write_text
 from variable_batch_size.planning import reports
@@ -122,7 +122,7 @@ def _noise(text: str) -> NoiseCurve:
 
 
 def _availability(options: argparse.Namespace) -> Availability:
-    given = recording(options)
+    given = selected(options, *RECORDING)
     if options.recording is not None:
         return Availability.of_recording(Recording.read(options.recording, **given))
     for name, value in given.items():

@@ -7,13 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
-import torch
-
 from variable_batch_size.cores.detect import communicator_for
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.wrappers import wrapped_by_framework
 from variable_batch_size.schedules.schedule import BaseSchedule, Schedule
 
 logger = logging.getLogger(__name__)
@@ -85,13 +82,10 @@ def check_process(sampler: MinibatchSource, rank: int, num_processes: int, frame
 
 def find_wrappers_of_framework(optimizer: CustomOptimizer) -> None:
     """Find the wrappers that a framework has put around the model since the optimizer was created."""
-    communicator = communicator_for(list(optimizer.parameters()), optimizer.sampler.process_group)
-    wrapped_by_framework(optimizer._wrappers, communicator)
-
-
-def loader_generator(sampler: MinibatchSource) -> torch.Generator:
-    """A loader without its own generator draws from the global one whenever it starts, also in a resumed run."""
-    return torch.Generator().manual_seed(sampler.seed)
+    wrappers = optimizer._wrappers
+    wrappers.update(wrappers.parameters)
+    wrappers.is_prepared = True
+    wrappers.disable_ddp_allreduce(communicator_for(wrappers.parameters, optimizer.sampler.process_group))
 
 
 _RUN_KEY = "variable_batch_size_run"

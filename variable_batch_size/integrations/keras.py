@@ -80,7 +80,7 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         settings: dict[str, Any] = {"verbose": verbose, "epochs": epochs}
         run = _Run(callbacks, add_history=True, add_progbar=verbose != 0, model=self, steps=None, **settings)
         run.callbacks.sort(key=lambda callback: isinstance(callback, _SAVERS))  # to save what the others change
-        run.begin()  # may load a state
+        super(_Run, run).on_train_begin()  # may load a state
         other |= {"verbose": verbose, "callbacks": run, "shuffle": False}
         steps_before = optimizer.steps_made
         for epoch in epochs_of(optimizer, epochs):
@@ -93,7 +93,7 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
                 break
         if optimizer.steps_made == steps_before:
             logger.warning("nothing left to train: `epochs` includes completed epochs, got %d", epochs)
-        run.end()
+        super(_Run, run).on_train_end(run.latest)
         return self.history
 
     def _checked(self, loader: Any, kwargs: Mapping[str, Any]) -> CustomOptimizer:
@@ -176,13 +176,7 @@ class _StepLoader(DataLoader[Any]):
 class _Run(keras.callbacks.CallbackList):  # type: ignore[misc]
     """The callbacks of a run whose epochs are fitted one by one, but which begins and ends once."""
 
-    _logs: Mapping[str, Any] | None = None
-
-    def begin(self) -> None:
-        super().on_train_begin()
-
-    def end(self) -> None:
-        super().on_train_end(self._logs)
+    latest: Mapping[str, Any] | None = None  # of the logs of an epoch
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Ignored: called for every epoch."""
@@ -191,5 +185,5 @@ class _Run(keras.callbacks.CallbackList):  # type: ignore[misc]
         """Ignored: called for every epoch."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._logs = logs
+        self.latest = logs
         super().on_epoch_end(epoch, logs)

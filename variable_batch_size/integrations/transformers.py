@@ -101,7 +101,9 @@ class VariableBatchMixin:
             if before != now:
                 raise ValueError(f"`{name}` changed from {before} to {now} since training began: create a new trainer")
         settings: Any = {name: getattr(own, name) for name in _OF_LOADER}
-        settings["generator"] = common.loader_generator(sampler)
+        settings["generator"] = torch.Generator().manual_seed(
+            sampler.seed
+        )  # not the global one, from which it would draw
         return common.Steps(DataLoader(dataset, batch_sampler=sampler, **settings), sampler)
 
     def set_initial_training_values(self, args: Any, dataloader: common.Steps) -> tuple[int, ...]:

@@ -315,13 +315,6 @@ def _disable_before_forward(ddp: DistributedDataParallel, args: Any) -> None:
         )
 
 
-def wrapped_by_framework(wrappers: Wrappers, communicator: Communicator) -> None:
-    """Search again after an integration has let its framework wrap the model, and switch DDP off."""
-    wrappers.update(wrappers.parameters)
-    wrappers.is_prepared = True
-    wrappers.disable_ddp_allreduce(communicator)
-
-
 def _sharded_parameters(module: Module) -> set[torch.Tensor]:
     """The parameters of a module; with fully_shard the sharded ones, even while the module shows the full ones."""
     return {*module.parameters(), *(state.sharded_param for state in fsdp_states(module.modules()))}

@@ -24,11 +24,7 @@ _SECONDS_BETWEEN_UPLOADS = 30.0
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is the URL of a remote directory, and not a path on this machine.
-
-    >>> is_url("s3://bucket/run"), is_url("runs/a"), is_url("file:///runs/a")
-    (True, False, False)
-    """
+    """Whether a path is the URL of a remote directory, as ``s3://bucket/run``, and not a path on this machine."""
     text = os.fspath(path)
     if not isinstance(path, str) and _BROKEN_URL.match(text):
         raise ValueError(f'pass remote URLs as str, because pathlib turns "://" into ":/", got {path!r}')
