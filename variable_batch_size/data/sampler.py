@@ -189,7 +189,7 @@ class MinibatchSource(ABC):
 
     def _refuse_left_out(self, follower: Any, number: int) -> None:
         left_out = f"at least {number} of the {self.num_read} minibatches of epoch {self.epoch}"
-        advice = "call it once after each, without backward() to skip it; for fewer steps, use another sampler"
+        advice = "call it once after each, without backward() to skip one; for fewer steps, make its own sampler"
         raise RuntimeError(f"step() of {type(follower).__name__} was not called for {left_out}: {advice}")
 
     def __getstate__(self) -> dict[str, Any]:

@@ -19,10 +19,9 @@ from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.runs import state_file
-from variable_batch_size.runs.executed import ExecutedTrace
 from variable_batch_size.runs.log import Metrics
 from variable_batch_size.runs.sinks import JsonLines
-from variable_batch_size.runs.store import DECISIONS, EXECUTED, CheckpointStore, Format
+from variable_batch_size.runs.store import DECISIONS, EXECUTED, CheckpointStore, ExecutedTrace, Format
 from variable_batch_size.schedules.schedule import BaseSchedule, ScheduleHistory
 
 logger = logging.getLogger(__name__)

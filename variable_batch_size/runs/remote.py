@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,13 +15,18 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from variable_batch_size.files import TEMPORARY
-from variable_batch_size.runs.async_writer import call_at_exit
 
 logger = logging.getLogger(__name__)
 
 _URL = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _BROKEN_URL = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]", re.IGNORECASE)
 _SECONDS_BETWEEN_UPLOADS = 30.0
+
+
+def call_at_exit(finish: Callable[[], Any]) -> None:
+    """Call a function, which must not raise, when this process ends, but not in processes forked from it."""
+    process = os.getpid()  # atexit would be too late, as asyncio cannot look up host names by then
+    threading._register_atexit(lambda: finish() if os.getpid() == process else None)  # type: ignore[attr-defined]
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

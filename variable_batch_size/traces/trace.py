@@ -10,9 +10,9 @@ import itertools
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -27,15 +27,7 @@ MOST_STEPS = 20_000_000  # of generated traces: more is probably a typo. A file 
 Integer: TypeAlias = int | np.integer[Any]
 
 
-class Column(Protocol):
-    """Convertible to an array by numpy, such as a pandas column."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Any]: ...
-    def __array__(self) -> npt.NDArray[Any]: ...
-
-
-Sizes: TypeAlias = Sequence[Integer] | npt.NDArray[np.integer[Any]] | Column
+Sizes: TypeAlias = Collection[Any]  # integers in a list, a tuple, an array or a pandas column
 Rows: TypeAlias = npt.NDArray[np.int64]
 
 
