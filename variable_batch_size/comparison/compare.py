@@ -239,8 +239,8 @@ def _train(settings: Settings, run: Run, directory: Path, **options: Any) -> Out
 class OnExecutor:
     """Submits all runs to the executor that ``FILE.py:FUNCTION`` returns, with the interface of LocalProcesses.
 
-    A process pool that breaks loses all of its tasks: a new executor then gets the runs that have not ended. If that
-    also breaks, runs are submitted one at a time, until the run that breaks executors is found and marked as failed.
+    A new executor gets the runs of a process pool that breaks. If that also breaks, runs are submitted one at a time,
+    until the run that breaks executors is found and marked as failed.
     """
 
     is_full: bool = False

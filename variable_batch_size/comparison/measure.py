@@ -82,10 +82,7 @@ class Branch(NamedTuple):
 def branches(
     workload: Workload, sizes: Sequence[int], *, samples_before: int, samples: int, rule: str, seeds: int
 ) -> list[Branch]:
-    """Train at the first of some batch sizes, branch off at each, and compare the losses after as many samples.
-
-    This number is rounded up to a multiple of all batch sizes. The losses are averaged over runs with several seeds.
-    """
+    """Train at the first of some batch sizes, branch off at each, and compare the losses after equally many samples."""
     check_positive(samples_before=samples_before, samples=samples, seeds=seeds)
     multiple = math.lcm(*sizes)
     if samples < multiple:  # rounding up would multiply the work

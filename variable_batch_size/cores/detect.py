@@ -67,10 +67,7 @@ def _parts_to_sum(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 @final
 class SpmdHosts(Communicator):
-    """The hosts of XLA's SPMD mode: one process each, all of which run the same graphs on the same samples.
-
-    This communicates what is not on the devices, from host to host: clocks, signals and files.
-    """
+    """The hosts of XLA's SPMD mode, which run the same graphs, for what is on no device: clocks, signals and files."""
 
     is_one_program = True
     keeps_flat_gradients = False
@@ -107,10 +104,7 @@ class SpmdHosts(Communicator):
 
 
 def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:
-    """The ranks that have different samples: XLA's if a tensor is on XLA, those of torch.distributed, or one alone.
-
-    `process_group` is a process group, or a mesh of one dimension; all processes if None.
-    """
+    """The ranks with different samples: XLA's if a tensor is there, those of a group, a mesh or all, or one alone."""
     types = {tensor.device.type for tensor in tensors}
     if "xla" in types or xla.is_spmd():
         _check_no_group(process_group)

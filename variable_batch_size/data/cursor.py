@@ -45,10 +45,7 @@ class RunCount:
 
 
 class Cursor:
-    """Moves through the minibatches that a rank runs in an epoch, with the plan of the latest one, at first the first.
-
-    Padding is a rank's last minibatch of a step, so a step has at most two plans: of the last one and those before it.
-    """
+    """Moves through the minibatches that a rank runs in an epoch, with a plan of a step's last one and those before."""
 
     def __init__(self, schedule: BaseSchedule, rank: int) -> None:
         self.schedule = schedule  # may be replaced before move()

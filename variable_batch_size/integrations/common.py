@@ -19,10 +19,7 @@ TRACE_DECIDES = "the trace determines how many minibatches make up a step"
 
 
 class Steps:
-    """Yields an iterator over this rank's minibatches for each step of the epoch, so that a framework counts updates.
-
-    All minibatches of a step must be consumed before the next step is requested.
-    """
+    """Yields an iterator over this rank's minibatches for each step of the epoch; all of them must be consumed."""
 
     def __init__(self, loader: Iterable[Any], sampler: MinibatchSource) -> None:
         self.loader, self.sampler = loader, sampler

@@ -94,10 +94,7 @@ def compare_ranks(facts: Mapping[str, object], communicator: Communicator, devic
 def check_same_on_all_ranks(
     facts: Mapping[str, object], tensors: Tensors, communicator: Communicator
 ) -> Callable[[], None]:
-    """Broadcast tensors from rank 0, and raise if ranks differ in the facts.
-
-    Returns a function to call after the next flush. On lazy devices it does the check, so that all this is one program.
-    """
+    """Broadcast tensors from rank 0, and raise if ranks differ in the facts: on lazy devices after the next flush."""
     check = None if communicator.num_replicas == 1 else compare_ranks(facts, communicator, tensors[0].device)
     if check is not None and not communicator.is_one_program:
         check()
@@ -116,7 +113,7 @@ def broadcast_from_rank0(tensors: Iterable[torch.Tensor], communicator: Communic
 def sync_and_check_ranks(
     optimizer: Any, wrappers: Wrappers, communicator: Communicator, options: Mapping[str, Any]
 ) -> Callable[[], None]:
-    """Check that all ranks have the same settings and `options`, broadcast rank 0's model, switch other reductions off.
+    """Check that all ranks have the same settings, broadcast the model of rank 0, and switch other reductions off.
 
     Returns a function to call after a flush.
     """

@@ -292,8 +292,7 @@ def _is_costly(p: torch.Tensor) -> bool:
 def _hooked(parameters: Iterable[torch.Tensor]) -> set[torch.Tensor]:
     """The parameters whose AccumulateGrad node something keeps alive, as the reducer of DDP does for its hooks.
 
-    Otherwise the node and its metadata are gone when nothing refers to it. A graph that is still in use keeps it alive,
-    too, so that only the other parameters are certain.
+    A graph that is still in use keeps it alive, too, so that only the other parameters are certain.
     """
     key, trained = "variable_batch_size", [p for p in parameters if p.requires_grad and p.is_leaf]
     for p in trained:
@@ -362,11 +361,7 @@ def refuse_left_out(others: Collection[torch.Tensor]) -> None:
 
 
 def _refuse_prepared(optimizer: Any, found: list[Any], *, is_blind: bool) -> None:
-    """Raise if Accelerate has prepared the optimizer, its loader or its scheduler.
-
-    A prepared optimizer skips minibatches when Accelerate accumulates, a prepared loader is sharded a second time, and
-    a prepared scheduler makes a step for each minibatch of each process.
-    """
+    """Raise if Accelerate has prepared the optimizer, its loader or its scheduler: minibatches would be skipped."""
     own = [optimizer, optimizer.sampler, optimizer.inner, *optimizers_of(optimizer.inner)]
     for path, advice in _ACCELERATE.items():
         theirs = [thing for thing in found if isinstance(thing, _imported(path) or ())]

@@ -12,11 +12,10 @@ _FEWEST, _MOST = 5, 40
 
 
 class StepTimes:
-    """Fits a line to the median step times of each depth.
+    """Fits a line to the median step times of each depth: a step of depth d takes (d − 1)·a + u seconds.
 
-    A step of depth d takes (d − 1)·a + u seconds; a line through two or more depths gives a and u. Only full steps are
-    timed, because asynchronous devices don't expose the time of single minibatches. On other cores the time of an
-    accumulating minibatch is assumed to stay until two depths were timed again, and u until one was.
+    Only full steps are timed, because asynchronous devices don't expose the time of single minibatches. On other cores
+    the time a is assumed to stay until two depths were timed again, and u until one was.
     """
 
     def __init__(self) -> None:

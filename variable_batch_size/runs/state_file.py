@@ -17,14 +17,11 @@ from variable_batch_size.files import TEMPORARY, write
 
 
 def tree_map(value: Any, change: Callable[[Any, str], Any], place: str = "") -> Any:
-    """Apply a function to a value and, where it returns the same object, to everything nested in it.
+    """Apply a function to a value and its place, as keys in brackets; and to all parts of a value that it returns as it
+    is.
 
     Containers are lists, tuples and dicts with their keys and, of a module's state, the ``_metadata`` that
-    ``load_state_dict`` reads. They are copied; a named tuple becomes a tuple, as it does in a file. The function also
-    gets the place of the value, as keys in brackets.
-
-    >>> tree_map({"a": [1, "text"], "b": (2,)}, lambda part, place: f"{part} at {place}" if part == 2 else part)
-    {'a': [1, 'text'], 'b': ("2 at ['b'][0]",)}
+    ``load_state_dict`` reads. They are copied; a named tuple becomes a tuple, as it does in a file.
     """
     changed = change(value, place)
     if changed is not value:

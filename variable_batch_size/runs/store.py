@@ -78,10 +78,7 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class AsyncWriter:
-    """A thread that writes while training continues; the process waits for it before it ends.
-
-    An error is raised once, by :meth:`check` or :meth:`wait`, or logged if the process ends first.
-    """
+    """A thread that writes while training continues; the process waits for it. An error is raised or logged once."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1)
