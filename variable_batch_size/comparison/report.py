@@ -269,8 +269,6 @@ def _plain(found: Any) -> Any:
 
 _RUN = ("trace", "rule", "seed")
 _ENDED = ("status", "updates", "samples", "progress", "final_loss", "final_metric", "best_metric", "reason")
-
-
 _FORMATS: dict[str, Callable[[Any], str]] = {  # of the table of runs; other cells are shown as they are
     **dict.fromkeys(("updates", "samples"), "{:,.0f}".format),
     "progress": "{:,.1f}".format,

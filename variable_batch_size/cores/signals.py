@@ -1,7 +1,6 @@
 """Stop requests: SIGTERM, request_stop(), and DataLoader workers that leave SIGTERM to their parent.
 
 Signals are handled in the main thread of a process, but cores may be threads (XLA), so a request is stored per process.
-
 A signal to a process group or a systemd unit also reaches DataLoader workers. If they exited, the loader would raise
 within a step, and the parent could neither complete the step nor save. SIGTERM is therefore blocked in workers from
 their first instruction on, despite the handler that torch installs there. A thread receives it instead, and ends the

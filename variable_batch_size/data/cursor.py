@@ -89,9 +89,7 @@ class Cursor:
         """Of a step's minibatches before the last one, and of the last one."""
         schedule, rank = self.schedule, self._rank
         batch_size = schedule.batch_size(step)
-        number = batch_size // schedule.minibatch_size
-        first = 0 if schedule.lockstep else rank  # in lockstep all run as many as rank 0, which has most
-        rounds = max(1, -((first - number) // schedule.num_replicas))
+        number, rounds = batch_size // schedule.minibatch_size, schedule.rounds_for(step, rank)
         of_step = (self.epoch, step, batch_size, rounds)
         is_padding = rank + (rounds - 1) * schedule.num_replicas >= number
         last = StepPlan(number, True, rank >= number, is_padding, *of_step)

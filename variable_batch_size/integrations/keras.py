@@ -179,10 +179,9 @@ class _Run(keras.callbacks.CallbackList):  # type: ignore[misc]
     latest: Mapping[str, Any] | None = None  # of the logs of an epoch
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Ignored: called for every epoch."""
+        """Ignored, as the end: called for every epoch."""
 
-    def on_train_end(self, logs: Any = None) -> None:
-        """Ignored: called for every epoch."""
+    on_train_end = on_train_begin
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.latest = logs

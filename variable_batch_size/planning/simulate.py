@@ -238,7 +238,15 @@ class _Run(Simulation):
             wanted = min(number, until_next, max(1, math.ceil((self.goal - self.progress) / worth - 1e-9)))
             made = wanted if wanted * seconds <= left else int(left / seconds)
             if made:
-                self._execute(size, made, depth, seconds, worth)
+                if not self.moments or self.moments[-1][1:3] != (self.cores, size):
+                    self.moments.append(Moment(self.seconds, self.cores, size, self.progress))
+                self.made.append((size, made))
+                self.timing.note_steps(size, depth, seconds, made)
+                self.has_noise = self.has_noise or size > self.minibatch_size
+                self._wait(made * seconds, self.cores)
+                self.updates += made
+                self.samples += made * size
+                self.progress += made * worth
             left -= made * seconds
             if made < wanted:
                 break
@@ -263,14 +271,3 @@ class _Run(Simulation):
             self.rows.append((self.timing.answer(situation).batch_size, number))
             ahead += number
         return ahead - self.timing.policy.lead
-
-    def _execute(self, size: int, number: int, depth: int, seconds: float, worth: float) -> None:
-        if not self.moments or self.moments[-1][1:3] != (self.cores, size):
-            self.moments.append(Moment(self.seconds, self.cores, size, self.progress))
-        self.made.append((size, number))
-        self.timing.note_steps(size, depth, seconds, number)
-        self.has_noise = self.has_noise or size > self.minibatch_size
-        self._wait(number * seconds, self.cores)
-        self.updates += number
-        self.samples += number * size
-        self.progress += number * worth

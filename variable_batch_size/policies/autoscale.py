@@ -94,7 +94,10 @@ class Autoscale(Policy):
         super().__init__(every=every, lead=lead, **bounds)
 
     def decide(self, situation: Situation) -> float:
-        allowed = self._allowed(situation)
+        allowed = self.bounds.reachable(situation)
+        if self.bounds.min_batch_size is None:  # not below the reference batch size
+            reference = -(-situation.ref_batchsize // situation.minibatch_size)
+            allowed = range(min(max(allowed.start, reference), allowed.stop - 1), allowed.stop)
         if situation.batch_size is None:
             self.why = "first decision"
             return _size(situation, -(-allowed[0] // situation.cores), allowed)
@@ -109,14 +112,6 @@ class Autoscale(Policy):
     def worth(self, situation: Situation, batch_size: int) -> float:
         goodput = _goodput(situation)
         return float(batch_size) if goodput is None else goodput(-(-batch_size // situation.minibatch_size))
-
-    def _allowed(self, situation: Situation) -> range:
-        """The reachable sizes; not below the reference batch size unless `min_batch_size` is set."""
-        reachable = self.bounds.reachable(situation)
-        if self.bounds.min_batch_size is not None:
-            return reachable
-        reference = -(-situation.ref_batchsize // situation.minibatch_size)
-        return range(min(max(reachable.start, reference), reachable.stop - 1), reachable.stop)
 
     def _probe(self, situation: Situation, size: int, allowed: range) -> float:
         """Alternate between two depths, one twice the other."""

@@ -99,7 +99,15 @@ class Bounds:
         limits = ((self.max_batch_size, 1), (self.max_per_core, cores), (situation.capacity, 1), (2**62, 1))
         most = min(times * (limit // m) for limit, times in limits if limit is not None)
         if max(least) > most:
-            raise ValueError(self._contradiction(situation))
+            parts = {
+                "at least {} in total": self.min_batch_size,
+                "at least {} per core": self.min_per_core,
+                "at most {} in total": self.max_batch_size,
+                "at most {} per core": self.max_per_core,
+                "at most {} in an epoch": situation.capacity,
+            }
+            named = ", ".join(text.format(limit) for text, limit in parts.items() if limit is not None)
+            raise ValueError(f"no batch size satisfies all bounds on {cores} cores with minibatches of {m}: {named}")
         return range(max(least), most + 1)
 
     def reachable(self, situation: Situation) -> range:
@@ -123,18 +131,6 @@ class Bounds:
 
     def is_worth_it(self, worth: float, worth_now: float) -> bool:
         return not worth_now / self.threshold < worth < worth_now * self.threshold
-
-    def _contradiction(self, situation: Situation) -> str:
-        parts = {
-            "at least {} in total": self.min_batch_size,
-            "at least {} per core": self.min_per_core,
-            "at most {} in total": self.max_batch_size,
-            "at most {} per core": self.max_per_core,
-            "at most {} in an epoch": situation.capacity,
-        }
-        named = ", ".join(text.format(limit) for text, limit in parts.items() if limit is not None)
-        where = f"{situation.cores} cores with minibatches of {situation.minibatch_size}"
-        return f"no batch size satisfies all bounds on {where}: {named}"
 
 
 class Decision(NamedTuple):

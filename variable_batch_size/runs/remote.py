@@ -53,8 +53,19 @@ class RemoteDirectory:
     """
 
     def __init__(self, url: str, *, upload_at_exit: bool = False) -> None:
+        import fsspec
+        from fsspec.registry import known_implementations
+
         self.url = url.rstrip("/")
-        self._filesystem, self._root = _filesystem_of(self.url)
+        try:
+            self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+        except ImportError as error:
+            driver = known_implementations.get(url.partition("://")[0], {}).get("class", "fsspec").partition(".")[0]
+            needed = f": {error}" if driver == "fsspec" else f" needs {driver}: pip install {driver}"
+            raise ImportError(f"{self.url}{needed}") from error
+        except ValueError as error:
+            raise ValueError(f"{self.url} is not a URL that fsspec supports: {error}") from error
+        self._root = root.rstrip("/")
         self._put = partial(_put, self._filesystem, self._root, self.url)
         self.folder = Path(tempfile.mkdtemp(prefix="variable_batch_size-"))
         self._versions: dict[str, tuple[int, int]] = {}
@@ -120,22 +131,6 @@ class RemoteDirectory:
         """Remove a remote file, if it exists."""
         with _as_os_error(f"{self.url}/{name} could not be removed"), suppress(FileNotFoundError):
             self._filesystem.rm_file(f"{self._root}/{name}")
-
-
-def _filesystem_of(url: str) -> tuple[Any, str]:
-    """The filesystem of a URL, and its name for the directory."""
-    import fsspec
-    from fsspec.registry import known_implementations
-
-    try:
-        filesystem, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
-    except ImportError as error:
-        driver = known_implementations.get(url.partition("://")[0], {}).get("class", "fsspec").partition(".")[0]
-        needed = f": {error}" if driver == "fsspec" else f" needs {driver}: pip install {driver}"
-        raise ImportError(f"{url}{needed}") from error
-    except ValueError as error:
-        raise ValueError(f"{url} is not a URL that fsspec supports: {error}") from error
-    return filesystem, root.rstrip("/")
 
 
 @contextmanager

@@ -1,8 +1,4 @@
-"""Trace: the batch size of every step, made from numbers or read from a CSV file.
-
-The file has a header ``step,batchsize``, then one row per step. pandas reads millions of rows in a fraction of a
-second. Only if the result is unusual is the file read row by row, to name the first invalid row.
-"""
+"""Trace: the batch size of every step, made from numbers or read from a CSV file with the columns step,batchsize."""
 
 import csv
 import io
@@ -217,7 +213,7 @@ def _rows(text: bytes) -> Iterator[tuple[int, str]]:
 
 
 def _sizes_at_once(file: str | io.BytesIO, header_line: int, names: list[str]) -> npt.NDArray[np.int64] | None:
-    """The batch sizes after the header if all rows are valid, else None."""
+    """The batch sizes after the header if all rows are valid, else None; pandas reads millions in a moment."""
     import pandas as pd
 
     try:
