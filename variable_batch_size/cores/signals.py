@@ -135,10 +135,8 @@ def leave_sigterm_to_parent(worker_id: int | None = None) -> None:
     """In this DataLoader worker, ignore SIGTERM unless the parent has sent it or has ended.
 
     A :class:`Checkpoint` does this in forked workers. For other start methods, pass this function as the loader's
-    ``worker_init_fn``. Programs started by a worker inherit the blocked signal and must be ended with SIGKILL.
-
-    Args:
-        worker_id: passed by the DataLoader, and ignored.
+    ``worker_init_fn``, whose argument is ignored. Programs started by a worker inherit the blocked signal and must be
+    ended with SIGKILL.
     """
     if _CAN_WAIT:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGTERM)

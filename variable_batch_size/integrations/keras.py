@@ -71,10 +71,8 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         Args:
             x: the loader of the optimizer's sampler.
             epochs: number of epochs of the whole run.
-            verbose: as for ``keras.Model``.
-            callbacks: as for ``keras.Model``.
-            other: `validation_data`, `validation_freq`, `validation_steps` and `validation_batch_size`, as for
-                ``keras.Model``.
+            verbose: as for ``keras.Model``, and `callbacks`, too.
+            other: `validation_data`, `validation_freq`, `validation_steps` or `validation_batch_size` of the same.
         """
         optimizer = self._checked(x, other)
         settings: dict[str, Any] = {"verbose": verbose, "epochs": epochs}

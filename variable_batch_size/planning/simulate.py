@@ -29,11 +29,7 @@ class Span(NamedTuple):
 
 
 class Availability:
-    """The number of cores over time, as consecutive spans that repeat after the last one.
-
-    Args:
-        spans: neighbours with the same number of cores are merged.
-        name: of their source, for messages.
+    """The number of cores over time, as consecutive spans that repeat after the last one; `name` is for messages.
 
     >>> spans = iter(Availability.of_recording(Recording.from_counts([0, 30, 60, 90], [2, 2, 3])))
     >>> [next(spans) for _ in range(3)]

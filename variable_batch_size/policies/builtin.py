@@ -13,11 +13,7 @@ from variable_batch_size.policies.policy import FunctionPolicy, Policy, PolicyOp
 
 @final
 class PerCore(Policy):
-    """A fixed number of samples per core.
-
-    Args:
-        samples: per core and step; None for one minibatch.
-        options: see :class:`Policy`.
+    """A fixed number of samples per core and step, by default one minibatch; with the options of :class:`Policy`.
 
     >>> PerCore(64).answer(Situation(cores=3, minibatch_size=32, ref_batchsize=128)).batch_size
     192

@@ -69,15 +69,10 @@ class Split(NamedTuple):
 
 
 def split(batch_size: int, *, max_minibatch: int, cores: int) -> Split:
-    """Split a batch into equal minibatches that need the fewest rounds.
+    """Split a batch into equal minibatches of at most `max_minibatch` samples that need the fewest rounds.
 
     The minibatch size divides the batch size, so every step has exactly `batch_size` samples on any number of cores. Of
     the sizes with the fewest rounds it is the smallest, which leaves the fewest cores idle.
-
-    Args:
-        batch_size: samples of a step, summed over cores.
-        max_minibatch: the most samples in a minibatch.
-        cores: number of cores.
 
     >>> split(256, max_minibatch=64, cores=3)
     Split(minibatch_size=64, num_minibatches=4, shares=(2, 1, 1))

@@ -83,10 +83,7 @@ class LinearMomentumRule(Rule):
 class LEGWRule(Rule):
     """The root rule with a warm-up of a fixed number of steps (You et al. 2019, "Large-batch training for LSTM").
 
-        lr = lr0 · √S · min(1, (t + 1) · B0/W)
-
-    Args:
-        warmup_samples: W, the length of the warm-up in samples at the reference batch size.
+        lr = lr0 · √S · min(1, (t + 1) · B0/W),   W = `warmup_samples` at the reference batch size
 
     >>> rule = LEGWRule(warmup_samples=1280)
     >>> [rule.factor(Step(512, 32, 128, steps_done)) for steps_done in (0, 4, 9, 20)]
