@@ -97,7 +97,9 @@ def run_simulate(options: argparse.Namespace) -> None:
     for name, run in runs.items():
         path = directory / "traces" / f"{name.replace(':', '-').replace(',', '-')}.csv"
         run.trace.write(path, comment=f"decided by {name} in a simulation\nmade by: {options.command}")
-    write_text(directory / "table.csv", reports.as_csv(table))
+    # keep the commas in names, drop the thousands separators of numbers
+    rows = ([name, *(cell.replace(",", "") for cell in cells)] for name, *cells in table)
+    write_text(directory / "table.csv", reports.csv_text(rows))
     reports.plot_simulations(runs, directory / "simulation.png", format="png")
     facts = {
         "cores": given["availability"].name,

@@ -34,6 +34,7 @@ from variable_batch_size.traces.trace import Trace
 Work = tuple[Callable[..., Outcome], tuple[Any, ...], dict[str, Any]]  # a picklable function and its arguments
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _START_METHOD: Final = "spawn"  # a forked process would inherit locks held by threads of this one
+_one_at_a_time = threading.Lock()  # the random generators belong to the process, and a worker may have several threads
 
 
 def compare(
@@ -210,9 +211,6 @@ def _summary(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     line = lines[-1] if "Traceback (most recent call last):" in lines else lines[0]
     return f"{type(error).__name__}: {line.strip()}"
-
-
-_one_at_a_time = threading.Lock()  # the random generators belong to the process, and a worker may have several threads
 
 
 def make(settings: Settings, run: Run, files: Mapping[str, bytes], options: Mapping[str, Any]) -> tuple[Outcome, bytes]:

@@ -74,9 +74,8 @@ class SpmdHosts(Communicator):
 
     def __init__(self, devices: Communicator, number: int) -> None:
         if not is_running():
-            advice = 'torch.distributed.init_process_group("gloo", init_method="xla://")'
-            advice = f"use vbs.launch(…, spmd=True), or {advice}"
-            raise RuntimeError(f"XLA's SPMD mode on several hosts needs a process group: {advice}")
+            needs = "XLA's SPMD mode on several hosts needs a process group: use vbs.launch(…, spmd=True)"
+            raise RuntimeError(f'{needs}, or torch.distributed.init_process_group("gloo", init_method="xla://")')
         self._devices, self._processes = devices, ProcessGroups()
         self.rank, self.num_replicas = self._processes.rank, self._processes.num_replicas
         if self.num_replicas != number:
@@ -120,7 +119,7 @@ def everyone_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> 
     tensors = list(tensors)
     if xla.is_spmd() and xla.num_hosts() > 1:
         return SpmdHosts(communicator_for(tensors, process_group), xla.num_hosts())
-    if not dtensor.any_dtensor(tensors):
+    if not any(map(dtensor.is_dtensor, tensors)):
         return communicator_for(tensors, process_group)
     group = group_of(process_group)
     return ProcessGroups(group, *dtensor.model_groups(tensors, group).values())

@@ -16,6 +16,9 @@ from variable_batch_size.schedules.schedule import BaseSchedule, Schedule
 logger = logging.getLogger(__name__)
 
 TRACE_DECIDES = "the trace determines how many minibatches make up a step"
+# the number of epochs, including an incomplete last one; of steps; and of steps in the longest epoch
+Extent = tuple[int, int, int]
+_RUN_KEY = "variable_batch_size_run"
 
 
 class Steps:
@@ -38,10 +41,6 @@ class Steps:
             if next(others, None) is not None:
                 raise RuntimeError(f"step {step} of the run ended before all of its minibatches were consumed")
             step += 1
-
-
-# the number of epochs, including an incomplete last one; of steps; and of steps in the longest epoch
-Extent = tuple[int, int, int]
 
 
 def extent_of_epochs(schedule: BaseSchedule, num_epochs: float) -> Extent:
@@ -83,9 +82,6 @@ def find_wrappers_of_framework(optimizer: CustomOptimizer) -> None:
     wrappers.update(wrappers.parameters)
     wrappers.is_prepared = True
     wrappers.disable_ddp_allreduce(communicator_for(wrappers.parameters, optimizer.sampler.process_group))
-
-
-_RUN_KEY = "variable_batch_size_run"
 
 
 def state_of(optimizer: CustomOptimizer) -> dict[str, Any]:

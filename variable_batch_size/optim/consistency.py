@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator, Group, Ranks, group_of
 from variable_batch_size.cores.detect import ProcessGroups, SpmdHosts, everyone_for
-from variable_batch_size.cores.dtensor import any_dtensor, dimensions_of, model_groups, to_local
+from variable_batch_size.cores.dtensor import dimensions_of, is_dtensor, model_groups, to_local
 from variable_batch_size.data.sampler import Description, MinibatchSource
 from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
 from variable_batch_size.optim.wrappers import Wrappers, forget_partition, is_zero
@@ -54,12 +54,9 @@ def _shapes(tensors: Iterable[torch.Tensor]) -> str:
 def _hyperparameters(inner: Optimizer) -> str:
     groups = []
     for group in inner.param_groups:
-        values = {
-            name: value.item() if isinstance(value, torch.Tensor) and value.device.type == "cpu" else value
-            for name, value in group.items()
-            if name != "params"
-        }
-        groups.append(f"{_numbers(values, tuple)}, shapes {_shapes(group['params'])}")
+        tensors = {name: value for name, value in group.items() if isinstance(value, torch.Tensor)}
+        on_host = {name: value.item() for name, value in tensors.items() if value.device.type == "cpu"}
+        groups.append(f"{_numbers({**group, **on_host}, tuple)}, shapes {_shapes(group['params'])}")
     return "; ".join(groups)
 
 
@@ -134,7 +131,7 @@ def sync_and_check_ranks(
     }
     tensors = [*parameters, *of_model]
     everyone = everyone_for(tensors, sampler.process_group)
-    if any_dtensor(tensors):
+    if any(map(is_dtensor, tensors)):
         if everyone.num_replicas > 1:
             compare_ranks(facts, everyone, to_local(tensors[0]).device)()
         _broadcast_over_mesh(tensors, communicator, model_groups(tensors, group_of(sampler.process_group)))
@@ -160,7 +157,7 @@ def sync_added_params(
     """Do the same for added parameters, which must be sharded as the others are."""
     if len({*added, *before}) < len(added) + len(before):
         raise ValueError("some parameters appear in more than one parameter group")
-    if any_dtensor(added):
+    if any(map(is_dtensor, added)):
         is_fully_sharded = bool(Wrappers(added, wrappers.model).fsdp)
         if is_fully_sharded != bool(wrappers.fsdp) or not _ranks_of_meshes(added) <= _ranks_of_meshes(before):
             rule = "added parameters must be sharded over the same processes and in the same way as the others"

@@ -51,6 +51,7 @@ _ACCELERATE = {
     "accelerate.data_loader.SkipBatchSampler": _SKIP,
     "accelerate.data_loader.SkipDataLoader": _SKIP,
 }
+_ddp_made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # since the first optimizer
 
 
 def _imported(path: str) -> Any:
@@ -68,9 +69,6 @@ def is_zero(inner: Any) -> bool:
 def forget_partition(zero: Any) -> None:
     """Let a ZeroRedundancyOptimizer assign its parameters to ranks again."""
     zero._clear_cache()
-
-
-_ddp_made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # since the first optimizer
 
 
 @cache

@@ -12,6 +12,7 @@ from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.schedules.schedule import Schedule
 
 RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}  # by default
+Factors = Callable[[int, int], dict[str, float]]  # of each rule, in a step of some batch size, after some steps
 
 
 def planned_rules(names: Sequence[str], *, noise_scale: float | None = None) -> dict[str, Rule]:
@@ -68,9 +69,6 @@ class Position(NamedTuple):
     epoch_step: int
     steps_done: int
     samples_done: int
-
-
-Factors = Callable[[int, int], dict[str, float]]  # of each rule, in a step of some batch size, after some steps
 
 
 def _planned_sizes(schedule: Schedule, steps: range, factors: Factors) -> tuple[PlannedSize, ...]:

@@ -16,6 +16,8 @@ from variable_batch_size.files import write_text
 from variable_batch_size.policies.throughput import Throughput
 
 _FARTHEST = 2  # the largest factor of extrapolation in cores and samples without `extrapolates`
+_TINY = 1e-8
+_LARGEST_GAMMA = 10.0
 
 
 class Measured(NamedTuple):
@@ -113,10 +115,6 @@ def _rows(lines: Iterator[str], name: str) -> Iterator[Measured]:
         if min(row[:3]) < 1 or not all(0 < seconds < math.inf for seconds in row[3:]):
             refuse(place, "counts and seconds must be positive", line.strip())
         yield row
-
-
-_TINY = 1e-8
-_LARGEST_GAMMA = 10.0
 
 
 def fit_throughput(rows: Sequence[Measured]) -> Throughput:

@@ -22,6 +22,21 @@ from variable_batch_size.traces.trace import Trace
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII = "_.-=+*%#"
+Table = list[list[str]]  # rows of cells, of which the first is the head
+SUFFIXES = (".png", ".svg")
+# the colour-blind safe palette of Okabe and Ito; dashes distinguish lines that coincide
+STYLES: list[dict[str, Any]] = [
+    {"color": "#000000", "linestyle": "-"},
+    {"color": "#D55E00", "linestyle": (0, (6, 2))},
+    {"color": "#0072B2", "linestyle": (0, (2, 1.5))},
+    {"color": "#009E73", "linestyle": (0, (6, 2, 1, 2))},
+    {"color": "#CC79A7", "linestyle": (0, (1, 1))},
+    {"color": "#E69F00", "linestyle": (0, (10, 3))},
+    {"color": "#56B4E9", "linestyle": (0, (4, 1, 1, 1, 1, 1))},
+]
+_MOST_EPOCHS = 41  # whose borders are drawn
+_LONGEST_NAME = 120
+Curve = npt.NDArray[np.float64]  # three rows: minimum, mean and maximum of each bin of steps
 
 
 def sparkline(
@@ -188,9 +203,6 @@ def _seconds(value: float) -> str:
     return f"{value:.3g}" if 1e-6 <= value < 0.1 else _number(value)
 
 
-Table = list[list[str]]  # rows of cells, of which the first is the head
-
-
 def simulation_table(simulations: Mapping[str, Simulation], *, price: float | None) -> Table:
     """One row per policy, the fastest first; with a cost if there is a price per device-hour."""
     head = ["updates", "samples", "progress", "restarts", "batch sizes"]
@@ -212,11 +224,6 @@ def as_text(table: Table, *, is_left: bool = True) -> str:
         cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
         texts.append("  ".join([line[0].ljust(widths[0]), *cells[1:]] if is_left else cells).rstrip())
     return "\n".join(texts)
-
-
-def as_csv(table: Table) -> str:
-    # keep the commas in names, drop the thousands separators of numbers
-    return csv_text([name, *(cell.replace(",", "") for cell in cells)] for name, *cells in table)
 
 
 def csv_text(rows: Iterable[Iterable[object]]) -> str:
@@ -242,23 +249,6 @@ def simulation_page(runs: Mapping[str, Simulation], table: Table, *, facts: Mapp
 
 def _html_rows(rows: Iterable[Iterable[str]]) -> str:
     return "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows)
-
-
-SUFFIXES = (".png", ".svg")
-
-# the colour-blind safe palette of Okabe and Ito; dashes distinguish lines that coincide
-STYLES: list[dict[str, Any]] = [
-    {"color": "#000000", "linestyle": "-"},
-    {"color": "#D55E00", "linestyle": (0, (6, 2))},
-    {"color": "#0072B2", "linestyle": (0, (2, 1.5))},
-    {"color": "#009E73", "linestyle": (0, (6, 2, 1, 2))},
-    {"color": "#CC79A7", "linestyle": (0, (1, 1))},
-    {"color": "#E69F00", "linestyle": (0, (10, 3))},
-    {"color": "#56B4E9", "linestyle": (0, (4, 1, 1, 1, 1, 1))},
-]
-_MOST_EPOCHS = 41  # whose borders are drawn
-_LONGEST_NAME = 120
-Curve = npt.NDArray[np.float64]  # three rows: minimum, mean and maximum of each bin of steps
 
 
 def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> None:

@@ -30,6 +30,11 @@ _LATEST = 1e15  # seconds
 _MOST_DEVICES = 10**9
 _CLOSE = 1e-6  # smaller fractions of a minibatch or step are floating-point errors
 _ROUNDING_ERRORS = 8 * np.finfo(np.float64).eps  # relative error of a sum
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_WHOLE = re.compile(r"[+-]?[0-9]+(?:\.0*)?")
+_QUOTED_OR_COMMENT = re.compile(r"""(?:^|(?<=[,\n]))[ \t]*("[^"]*(?:""[^"]*)*")[ \t]*|\#[^\n]*""")
+_EVENTS = ("add", "remove")
+_NUMBERS = (int, float)  # of JSON, without bool
 
 
 @dataclass(frozen=True)
@@ -129,13 +134,6 @@ class Recording:
     def mean_devices(self) -> float:
         """The mean number of devices over time."""
         return float(self.counts @ self.durations) / self.seconds
-
-
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-_WHOLE = re.compile(r"[+-]?[0-9]+(?:\.0*)?")
-_QUOTED_OR_COMMENT = re.compile(r"""(?:^|(?<=[,\n]))[ \t]*("[^"]*(?:""[^"]*)*")[ \t]*|\#[^\n]*""")
-_EVENTS = ("add", "remove")
-_NUMBERS = (int, float)  # of JSON, without bool
 
 
 def _table(source: str, text: str) -> Iterator[tuple[int, list[str]]]:

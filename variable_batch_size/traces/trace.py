@@ -25,6 +25,9 @@ Integer: TypeAlias = int | np.integer[Any]
 
 Sizes: TypeAlias = Collection[Any]  # integers in a list, a tuple, an array or a pandas column
 Rows: TypeAlias = npt.NDArray[np.int64]
+_INTEGER = re.compile(r"[+-]?[0-9]{1,99}")
+_LINE = re.compile(rb"[^\n]*\n?")
+_COMMENT = re.compile(rb"#[^\n]*")
 
 
 class Trace:
@@ -174,11 +177,6 @@ class Trace:
 
 TraceLike: TypeAlias = str | os.PathLike[str] | Sizes | Integer | Trace
 """Accepted as a trace: a path, the batch sizes, or an integer for a constant batch size."""
-
-
-_INTEGER = re.compile(r"[+-]?[0-9]{1,99}")
-_LINE = re.compile(rb"[^\n]*\n?")
-_COMMENT = re.compile(rb"#[^\n]*")
 
 
 def _read_sizes(source: str, content: bytes) -> npt.NDArray[np.int64]:

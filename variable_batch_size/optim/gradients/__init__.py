@@ -40,7 +40,7 @@ def make_accumulator(
         problem = f"`exact` on XLA's CPU needs the thread pools of vbs.launch, on at most {xla.NUM_THREADS // 2} cores"
         raise ValueError(f'{problem}: use vbs.launch(train, cores=…, backend="xla"), also for one core')
     options["model"] = wrappers.model
-    if not dtensor.any_dtensor(parameters):
+    if not any(map(dtensor.is_dtensor, parameters)):
         if not communicator.keeps_flat_gradients:
             return TracedAccumulator(inner, communicator, exact=exact, **options)
         views = gradient_as_bucket_view

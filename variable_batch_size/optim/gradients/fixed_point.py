@@ -28,6 +28,9 @@ _NUMBERS_HEADROOM = 12  # of squares and weights, beyond that of gradients
 
 Tensors = list[torch.Tensor]
 Gradients = Mapping[torch.Tensor, torch.Tensor]
+# of the units of a number's parts: all of float32's range, so that no number is out of range
+_EXPONENTS_OF_PARTS = tuple(range(88, -153, -40))
+NUM_PARTS = len(_EXPONENTS_OF_PARTS)
 
 
 class FixedPointScale:
@@ -94,11 +97,6 @@ class _FixedPoint:
     def check_num_minibatches(self, number: int) -> None:
         if number > (limit := self._max_minibatches):
             raise ValueError(f"With `exact`, a step can have at most {limit} minibatches, got {number}.")
-
-
-# of the units of a number's parts: all of float32's range, so that no number is out of range
-_EXPONENTS_OF_PARTS = tuple(range(88, -153, -40))
-NUM_PARTS = len(_EXPONENTS_OF_PARTS)
 
 
 def split_into_parts(numbers: torch.Tensor) -> torch.Tensor:
