@@ -598,7 +598,7 @@ def test_error_names_the_replaced_bucket_view():
     parameters[1].grad = torch.ones(1, dtype=torch.float64)
     message = (
         r"^With `gradient_as_bucket_view`, p\.grad must not be replaced, but the gradient of parameter 1 \(shape "
-        r"\(1,\)\) was\. Modify it in place\.$"
+        r"\(1,\)\) was replaced between backward\(\) and step\(\)\. Modify it in place\.$"
     )
     with pytest.raises(RuntimeError, match=message):
         gradients.accumulate(StepPlan(2))

@@ -304,8 +304,9 @@ class BucketAccumulator(GradientAccumulator):
         """Check that every trainable parameter's gradient is its view, and rebuild the buckets for new parameters."""
         for index, (p, view) in enumerate(zip(self._buckets.parameters, self._buckets.views, strict=True)):
             if p.grad is not view and (p.grad is not None or p.requires_grad):
-                replaced = f"the gradient of parameter {index} (shape {tuple(p.shape)}) was. Modify it in place."
-                raise RuntimeError(f"With `gradient_as_bucket_view`, p.grad must not be replaced, but {replaced}")
+                which = f"the gradient of parameter {index} (shape {tuple(p.shape)})"
+                problem = f"p.grad must not be replaced, but {which} was replaced between backward() and step()"
+                raise RuntimeError(f"With `gradient_as_bucket_view`, {problem}. Modify it in place.")
         trainable = [p for p in parameters if p.requires_grad]
         num_numbers = self._num_numbers()
         if self._buckets.matches(trainable, num_numbers) and self._buckets.is_in_place():
