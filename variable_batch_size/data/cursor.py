@@ -45,7 +45,10 @@ class RunCount:
 
 
 class Cursor:
-    """Moves through the minibatches that a rank runs in an epoch, with a plan of a step's last one and those before."""
+    """Moves through the minibatches that a rank runs in an epoch; `plan` is that of the latest one, at first the first.
+
+    Padding is a rank's last minibatch of a step, so a step has at most two plans: of the last one and those before it.
+    """
 
     def __init__(self, schedule: BaseSchedule, rank: int) -> None:
         self.schedule = schedule  # may be replaced before move()
@@ -89,7 +92,9 @@ class Cursor:
         """Of a step's minibatches before the last one, and of the last one."""
         schedule, rank = self.schedule, self._rank
         batch_size = schedule.batch_size(step)
-        number, rounds = batch_size // schedule.minibatch_size, schedule.rounds_for(step, rank)
+        number = batch_size // schedule.minibatch_size
+        first = 0 if schedule.lockstep else rank  # in lockstep all run as many as rank 0, which has most
+        rounds = max(1, -((first - number) // schedule.num_replicas))
         of_step = (self.epoch, step, batch_size, rounds)
         is_padding = rank + (rounds - 1) * schedule.num_replicas >= number
         last = StepPlan(number, True, rank >= number, is_padding, *of_step)

@@ -162,7 +162,8 @@ class MinibatchSource(ABC):
             raise RuntimeError(f"step() was called, but no loader reads this {type(self).__name__}: {advice}")
         if runs.is_late:
             late = f"the optimizer was made, or set to epoch {self.epoch}, when minibatches of this pass had been run"
-            raise RuntimeError(f"{late} already: call set_epoch(), and start another pass")
+            advice = "call set_epoch(), with `first_step` to resume within the epoch, and start another pass"
+            raise RuntimeError(f"{late} already: {advice}")
         if self.must_be_read and self.num_read and runs.number >= self.num_read:
             number = f"minibatch {runs.number + 1} of epoch {self.epoch}, but {self.num_read} were read"
             advice = "call it once after each minibatch, and set_epoch() before each pass over the loader"
@@ -189,7 +190,8 @@ class MinibatchSource(ABC):
 
     def _refuse_left_out(self, follower: Any, number: int) -> None:
         left_out = f"at least {number} of the {self.num_read} minibatches of epoch {self.epoch}"
-        advice = "call it once after each, without backward() to skip one; for fewer steps, make its own sampler"
+        advice = "call it once after each minibatch, without backward() to skip one. It accumulates by itself, and"
+        advice += " an optimizer that makes fewer steps needs its own sampler"
         raise RuntimeError(f"step() of {type(follower).__name__} was not called for {left_out}: {advice}")
 
     def __getstate__(self) -> dict[str, Any]:

@@ -108,7 +108,8 @@ class StreamReader:
 
     Unless the stream is sharded, every core reads all of it and skips what is assigned to others. A core's last
     minibatch of a step is yielded once the full step has been read: if the stream ends within a step, no core completes
-    it. In lockstep, a minibatch is yielded once those of the other cores in the same round have been read.
+    it, without communication. In lockstep, a minibatch is yielded once those of the other cores in the same round have
+    been read, as a forward pass that one core begins must be begun by all.
     """
 
     source: SampleSource
