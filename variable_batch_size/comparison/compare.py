@@ -51,8 +51,7 @@ def compare(
 ) -> None:
     """Make every combination of traces, rules and seeds, and the yardstick of each seed, and write the results.
 
-    Runs that are done or diverged are not repeated; failed ones are. Without an executor, `jobs` local processes are
-    used.
+    Runs that are done or diverged are not repeated; failed ones are. Results are also written after an interruption.
     """
     results, runs = Results(directory), runs_of(list(traces), rules, num_seeds)
     variables = environments(jobs, settings.cores) if settings.device == "cuda" and not executor else []

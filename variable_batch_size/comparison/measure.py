@@ -33,8 +33,7 @@ def measure(
 ) -> Iterator[Measured]:
     """Train for a few steps on each number of cores with each minibatch size, and yield the measured times.
 
-    Steps of one and of three minibatches per core alternate. On a busy machine, ``time.process_time`` is a better
-    clock.
+    Steps of one and three minibatches per core alternate. On a busy machine ``time.process_time`` is a better clock.
     """
     if steps < 5:
         raise ValueError(f"`steps` must be at least 5, for a meaningful median, got {steps}")
@@ -82,7 +81,10 @@ class Branch(NamedTuple):
 def branches(
     workload: Workload, sizes: Sequence[int], *, samples_before: int, samples: int, rule: str, seeds: int
 ) -> list[Branch]:
-    """Train at the first of some batch sizes, branch off at each, and compare the losses after equally many samples."""
+    """Train at the first of some batch sizes, branch off at each, and compare the losses after equally many samples.
+
+    Their number is rounded up to a multiple of all batch sizes, and the losses are averaged over several seeds.
+    """
     check_positive(samples_before=samples_before, samples=samples, seeds=seeds)
     multiple = math.lcm(*sizes)
     if samples < multiple:  # rounding up would multiply the work
