@@ -202,7 +202,7 @@ class MinibatchSource(ABC):
         """Give all cores the same number of minibatches in each step. Call it before the first one is read."""
         if self.has_been_read and not self.schedule.lockstep:
             needs = "a model in fully_shard needs the same number of minibatches on all cores in a step"
-            raise ValueError(f"{needs}: construct the sampler, which has been read already, with `lockstep=True`")
+            raise ValueError(f"{needs}, but the sampler has been read already: construct it with `lockstep=True`")
         self.schedule.lockstep = True
 
     def on_first_read(self, callback: Callable[[], None]) -> None:
