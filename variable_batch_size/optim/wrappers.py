@@ -38,7 +38,8 @@ _UNSUPPORTED = {
     "Parallel is not supported, because it reduces gradients in every minibatch: use XLA's SPMD mode",
 }
 _USE_INTEGRATION = (
-    "use prepare() of variable_batch_size.integrations.accelerate, or in Transformers VariableBatchTrainer"
+    "use prepare(accelerator, …) of variable_batch_size.integrations.accelerate instead, or in Transformers the "
+    "VariableBatchTrainer of variable_batch_size.integrations.transformers"
 )
 _PREPARED = f"accelerator.prepare() was given {{}}: {_USE_INTEGRATION}"
 _LOADER = _PREPARED.format("a loader that is already sharded by its sampler or stream")
