@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import variable_batch_size as vbs
-from variable_batch_size.cores.process_group import ProcessGroups
+from variable_batch_size.cores.detect import ProcessGroups
 
 RULES = ("linear", "linear_momentum", "adascale", "adamscale")
 WEIGHTED = ("linear weighted", "adascale weighted", "linear measured")

@@ -108,7 +108,7 @@ def test_a_process_that_ends_uploads_what_is_left_through_new_connections(bucket
 import time
 import variable_batch_size as vbs
 from variable_batch_size.runs.remote import RemoteDirectory
-from variable_batch_size.runs.async_writer import AsyncWriter
+from variable_batch_size.runs.store import AsyncWriter
 
 def write():
     time.sleep(0.5)  # until the process is ending

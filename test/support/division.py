@@ -34,7 +34,7 @@ LONGEST = [
     "test_reproduce.py",
     "test_docs_site.py",
     "comparison/test_train.py",
-    "comparison/report/test_page_in_a_browser.py",
+    "comparison/test_report_page_in_a_browser.py",
     "test_typing.py",
     "promises/test_same_bits_on_any_number_of_cores.py",
     "runs/test_sharded_state_files.py",

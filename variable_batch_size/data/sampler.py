@@ -15,10 +15,9 @@ from variable_batch_size.checks import check_integer, check_within
 from variable_batch_size.cores.detect import running_cores
 from variable_batch_size.data.cursor import RunCount
 from variable_batch_size.policies.policy import Policy, Situation, policy_of
-from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.schedules.permutation import Permutation
-from variable_batch_size.schedules.schedule import BaseSchedule, Schedule
+from variable_batch_size.schedules.schedule import BaseSchedule, OnEnd, Schedule
 from variable_batch_size.traces.trace import Trace, TraceLike
 
 logger = logging.getLogger(__name__)
@@ -40,12 +39,10 @@ class MinibatchSource(ABC):
     The source owns the position of a run: optimizers attach to it, and its :meth:`set_epoch` moves them, too. It counts
     the minibatches that are read, and compares them with those that each optimizer runs. The arguments are those of
     :class:`CustomSampler`. Without a `dataset_size` all steps are one epoch.
-
-    Attributes:
-        must_be_read: whether ``step()`` raises for a minibatch that was not read from here. Set it to False for a loop
-            that calls ``step()`` as often as the schedule says, without iterating over a loader or the sampler.
     """
 
+    # whether step() raises for a minibatch that was not read from here. Set it to False for a loop that calls step() as
+    # often as the schedule says, without iterating over a loader or the sampler
     must_be_read = True
     _loader: str  # that reads this source, for errors
 
@@ -161,20 +158,16 @@ class MinibatchSource(ABC):
     def check_run(self, runs: RunCount) -> None:
         """Raise if an optimizer must not run a minibatch: before the first one, and if no more were read."""
         if not self.has_been_read and self.must_be_read:
-            raise RuntimeError(
-                f"step() was called, but no loader reads this {type(self).__name__}: train with {self._loader}, "
-                "iterate over it beside a loader of your own, or set its `must_be_read` to False"
-            )
+            advice = f"train with {self._loader}, or iterate over it, or set its `must_be_read` to False"
+            raise RuntimeError(f"step() was called, but no loader reads this {type(self).__name__}: {advice}")
         if runs.is_late:
-            raise RuntimeError(
-                f"the optimizer was made, or set to epoch {self.epoch}, when minibatches of this pass had been run "
-                "already: call set_epoch(), with `first_step` to resume within the epoch, and start another pass"
-            )
+            late = f"the optimizer was made, or set to epoch {self.epoch}, when minibatches of this pass had been run"
+            advice = "call set_epoch(), with `first_step` to resume within the epoch, and start another pass"
+            raise RuntimeError(f"{late} already: {advice}")
         if self.must_be_read and self.num_read and runs.number >= self.num_read:
-            raise RuntimeError(
-                f"step() was called for minibatch {runs.number + 1} of epoch {self.epoch}, but {self.num_read} were "
-                "read: call it once after each minibatch, and set_epoch() before each pass over the loader"
-            )
+            number = f"minibatch {runs.number + 1} of epoch {self.epoch}, but {self.num_read} were read"
+            advice = "call it once after each minibatch, and set_epoch() before each pass over the loader"
+            raise RuntimeError(f"step() was called for {number}: {advice}")
         self._thread = threading.get_ident()
 
     def _end_reading(self) -> None:
@@ -196,11 +189,10 @@ class MinibatchSource(ABC):
                 self._refuse_left_out(follower, number)
 
     def _refuse_left_out(self, follower: Any, number: int) -> None:
-        raise RuntimeError(
-            f"step() of {type(follower).__name__} was not called for at least {number} of the {self.num_read} "
-            f"minibatches of epoch {self.epoch}: call it once after each minibatch. It accumulates by itself, a "
-            "skipped minibatch needs step() without backward(), and an optimizer that makes fewer steps its own sampler"
-        )
+        left_out = f"at least {number} of the {self.num_read} minibatches of epoch {self.epoch}"
+        advice = "call it once after each minibatch, without backward() to skip one. It accumulates by itself, and"
+        advice += " an optimizer that makes fewer steps needs its own sampler"
+        raise RuntimeError(f"step() of {type(follower).__name__} was not called for {left_out}: {advice}")
 
     def __getstate__(self) -> dict[str, Any]:
         # optimizers attach themselves again to a copy that is theirs
@@ -209,10 +201,8 @@ class MinibatchSource(ABC):
     def run_in_lockstep(self) -> None:
         """Give all cores the same number of minibatches in each step. Call it before the first one is read."""
         if self.has_been_read and not self.schedule.lockstep:
-            raise ValueError(
-                "a model in fully_shard needs the same number of minibatches on all cores in a step, but the sampler "
-                "has been read already: construct it with `lockstep=True`"
-            )
+            needs = "a model in fully_shard needs the same number of minibatches on all cores in a step"
+            raise ValueError(f"{needs}, but the sampler has been read already: construct it with `lockstep=True`")
         self.schedule.lockstep = True
 
     def on_first_read(self, callback: Callable[[], None]) -> None:
@@ -225,9 +215,8 @@ class MinibatchSource(ABC):
             follower._on_request(is_first)
 
     def _refuse_second_pass(self) -> None:
-        raise RuntimeError(
-            f"epoch {self.epoch} is read for the second time: call set_epoch() before each pass over the loader"
-        )
+        rule = "call set_epoch() before each pass over the loader"
+        raise RuntimeError(f"epoch {self.epoch} is read for the second time: {rule}")
 
     def __len__(self) -> int:
         """How many minibatches this core gets in the epoch, padding included."""
@@ -322,7 +311,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         self._num_prefetched = 0
         if isinstance(loader, DataLoader):
             self._num_prefetched = loader.num_workers * (loader.prefetch_factor or 0)
-        return _Requested(self._minibatches(), self._on_request)
+        return self._minibatches()
 
     def _minibatches(self) -> Iterator[list[int]]:
         # a DataLoader may make several iterators and use one: nothing happens before the first request
@@ -332,6 +321,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if self._on_first_read is not None:
             self._on_first_read()
         self._warn_if_truncated()
+        is_first = True
         within = np.arange(self.minibatch_size)
         order = Permutation(self.dataset_size, key=(self.seed, self.epoch)) if self.shuffle else None
         at_once = max(1, _SAMPLES_AT_ONCE // self.minibatch_size)
@@ -339,25 +329,11 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
             positions = offsets[:, None] + within
             for minibatch in (order(positions) if order else positions).tolist():
                 if self.num_passes != number:
-                    raise RuntimeError(
-                        "set_epoch() was called in the middle of a pass: begin another one, as with iter(loader)"
-                    )
+                    advice = "begin another one, as with iter(loader)"
+                    raise RuntimeError(f"set_epoch() was called in the middle of a pass: {advice}")
                 self.num_read += 1
+                self._on_request(is_first)
+                is_first = False
                 yield minibatch
         self._end_reading()
-
-
-class _Requested(Iterator[list[int]]):
-    """Minibatches, with a callback after each request."""
-
-    def __init__(self, minibatches: Iterator[list[int]], callback: Callable[[bool], None]) -> None:
-        self._minibatches = minibatches
-        self._callback = callback
-        self._is_first = True
-
-    def __next__(self) -> list[int]:
-        try:
-            return next(self._minibatches)
-        finally:
-            is_first, self._is_first = self._is_first, False
-            self._callback(is_first)
+        self._on_request(is_first)

@@ -132,10 +132,9 @@ class FSDPAccumulator(GradientAccumulator):
             for tensor in (p, unsharded)
         )
         if math.prod(sizes) != len(self._ranks) or sizes_unsharded:
-            raise ValueError(
-                f"fully_shard must be over the {len(self._ranks)} ranks that the sampler assigns different samples to. "
-                'Use the same mesh for both: fully_shard(model, mesh=mesh["data"]) and process_group=mesh["data"].'
-            )
+            rule = f"over the {len(self._ranks)} ranks that the sampler assigns different samples to"
+            advice = 'Use fully_shard(model, mesh=mesh["data"]) and process_group=mesh["data"]'
+            raise ValueError(f"fully_shard must be {rule}. {advice}.")
 
     def _drop_unreduced(self) -> None:
         for state in fsdp_states(self._modules):
@@ -197,10 +196,8 @@ class FSDPAccumulator(GradientAccumulator):
         if not any(p.requires_grad for p in parameters) or any(p.grad is not None for p in parameters):
             return
         if not self._graphs:
-            raise RuntimeError(
-                "step() was called without a forward pass of the fully_shard model, in which the other ranks wait for "
-                "this one. To leave a minibatch out, run its forward pass, and call step() without backward()."
-            )
+            advice = "To leave a minibatch out, run its forward pass, and call step() without backward()."
+            raise RuntimeError(f"step() was called without a forward pass of the fully_shard model. {advice}")
         was_padding, self._is_padding = self._is_padding, True  # zeros times an infinite activation are NaN
         torch.autograd.backward(self._graphs, [torch.zeros_like(graph) for graph in self._graphs])
         self._is_padding = was_padding
@@ -208,23 +205,19 @@ class FSDPAccumulator(GradientAccumulator):
     def _check_seen(self, found: Iterable[torch.nn.Parameter]) -> None:
         for p in found:
             if p not in self._num_seen and not self._num_unreduced:
-                raise RuntimeError(
-                    f"fully_shard reduced the gradient of a parameter of shape {tuple(p.shape)} without calling its "
-                    "hook. Construct the optimizer after fully_shard(model) and after moving the model to its device."
-                )
+                which = f"a parameter of shape {tuple(p.shape)} without calling its hook"
+                advice = "Construct the optimizer after fully_shard(model) and after moving the model to its device."
+                raise RuntimeError(f"fully_shard reduced the gradient of {which}. {advice}")
         if self._reduces and any(p.grad is None for p in self._num_seen):
             for state in fsdp_states(self._modules):
                 full = getattr(state, "_unsharded_param", None)
                 if state.unsharded_accumulated_grad is not None or (full is not None and full.grad is not None):
-                    raise RuntimeError(
-                        "fully_shard has not reduced the gradients. Don't call set_requires_gradient_sync() between "
-                        "forward and backward; pass `reduce_scatter_once=True` to reduce once a step."
-                    )
+                    advice = "Pass `reduce_scatter_once=True` to reduce once a step."
+                    cause = "set_requires_gradient_sync() was called between forward and backward"
+                    raise RuntimeError(f"fully_shard has not reduced the gradients: {cause}. {advice}")
         if self._measures and any(number > 1 for number in self._num_seen.values()):
-            raise RuntimeError(
-                "Cannot measure a gradient that fully_shard reduced in several parts. Run one backward pass per "
-                "minibatch, and no reentrant checkpointing of tied parameters."
-            )
+            advice = "Run one backward pass per minibatch, and no reentrant checkpointing of tied parameters."
+            raise RuntimeError(f"Cannot measure a gradient that fully_shard reduced in several parts. {advice}")
 
     def _measure(self) -> torch.Tensor:
         """This rank's share of the squared norm of the minibatch, for each group."""
@@ -292,10 +285,8 @@ class FSDPAccumulator(GradientAccumulator):
     def zero_grad(self) -> None:
         if self._num_seen and self._reduces_once:
             if self._num_unreduced:
-                raise RuntimeError(
-                    "With `reduce_scatter_once`, zero_grad() cannot drop the gradient of a minibatch that is not the "
-                    "first of its step: fully_shard has added it to the others."
-                )
+                which = "a minibatch that is not the first of its step: fully_shard has added it to the others."
+                raise RuntimeError(f"With `reduce_scatter_once`, zero_grad() cannot drop the gradient of {which}")
             self._drop_unreduced()
         self._reset_minibatch()
 

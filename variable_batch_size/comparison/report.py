@@ -1,23 +1,22 @@
-"""The report of a comparison: its tables, its page report.html, and its curves as a figure."""
+"""The report of a comparison: the verdict as text, the tables, the page report.html, and the curves as a figure."""
 
 import math
 import os
+import statistics
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size.checks import import_extra
-from variable_batch_size.comparison.experiment import DIVERGED, ENDED, POLICY, REFERENCE, Results, Settings
-from variable_batch_size.comparison.report import summary
-from variable_batch_size.comparison.report.summary import Arm, arms_of, number
+from variable_batch_size.comparison import experiment
+from variable_batch_size.comparison.experiment import DIVERGED, DONE, REFERENCE, Outcome, Results, Run, Settings
 from variable_batch_size.files import read_records, write_text
-from variable_batch_size.planning.pictures import STYLES, check_suffix, new_figure
-from variable_batch_size.planning.reports import csv_text
+from variable_batch_size.planning.reports import STYLES, check_suffix, csv_text, new_figure
 
 AXES = ("step", "samples", "progress")
 TRAINING = ("batch_size", "lr", "loss", "gain", "noise_scale")
@@ -32,14 +31,188 @@ Curves = dict[str, Any]
 """The values of each axis, the ``mean`` of each quantity, with ``low`` and ``high`` if seeds differ; gaps are NaN."""
 
 
-def curves(results: Results, arm: Arm) -> dict[str, Curves]:
-    """The curves of the training and the tests of an arm, from the ``steps.jsonl`` of its runs.
+def number(value: float, *, like: float | None = None) -> str:
+    """A number with two decimals, more if it or what it is compared with is below 1, and fewer if it is huge.
 
-    Records of the seeds are averaged by their index, over the seeds that have one. This includes the axes, because
-    progress may differ between seeds. The loss is a moving average over 2 % of the run, because that of a few small
-    batches is noisy.
+    >>> number(97.8125), number(0.97812), number(0.3, like=97.8), number(-3.2e20)
+    ('97.81', '0.9781', '0.30', '-3.2e+20')
     """
-    ended = [run for run, outcome in arm.outcomes if outcome.status in ENDED]
+    size = abs(value if like is None else like)
+    if abs(value) >= 1e6:
+        return f"{value:.3g}"
+    decimals = 2 if size >= 1 or size == 0 or not math.isfinite(size) else 3 - math.floor(math.log10(size))
+    return f"{value:.{decimals}f}"
+
+
+class Estimate(NamedTuple):
+    """A mean over seeds, with its standard deviation or half of its 95 % interval; a single seed has neither."""
+
+    mean: float
+    error: float | None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval excludes 0."""
+        return self.error is not None and abs(self.mean) > self.error
+
+    def text(self, unit: str, *, like: float | None = None) -> str:
+        """The estimate with the digits of `like`, by default of its mean."""
+        like = self.mean if like is None else like
+        error = "" if self.error is None else f" ± {number(self.error, like=like)}"
+        return f"{number(self.mean, like=like)}{error}{unit}"
+
+
+def spread(values: Iterable[float]) -> Estimate | None:
+    """Mean and sample standard deviation; None without values."""
+    numbers = list(values)
+    if not numbers:
+        return None
+    return Estimate(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
+
+
+def difference(values: Sequence[float]) -> Estimate | None:
+    """The mean d of n paired differences, and its 95 % interval, d ± t · s / √n with Student's t; None without any."""
+    found = spread(values)
+    if found is None or found.error is None:
+        return found
+    # scipy.stats.t.ppf calls its stdtrit, but scipy.stats takes a second to load
+    special, num = import_extra("scipy.special", "an interval needs scipy", "compare"), len(values)
+    return found._replace(error=float(special.stdtrit(num - 1, 0.975)) * found.error / math.sqrt(num))
+
+
+class Arm(NamedTuple):
+    """All runs of a rule on a trace that have ended."""
+
+    trace: str
+    rule: str
+    outcomes: tuple[tuple[Run, Outcome], ...]
+
+    @property
+    def is_reference(self) -> bool:
+        return self.trace == REFERENCE
+
+    def seeds(self, *statuses: str) -> set[int]:
+        """The seeds of the runs with one of these statuses."""
+        return {run.seed for run, outcome in self.outcomes if outcome.status in statuses}
+
+    @property
+    def share_diverged(self) -> float:
+        """The fraction of diverged runs, not counting failed ones."""
+        return len(self.seeds(DIVERGED)) / max(1, len(self.seeds(DIVERGED, DONE)))
+
+    def values(self, quantity: str) -> dict[int, float]:
+        """A field of the outcomes of the runs that are done, by seed, where it is not None."""
+        found = {run.seed: getattr(outcome, quantity) for run, outcome in self.outcomes if outcome.status == DONE}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    @property
+    def final(self) -> Estimate | None:
+        return spread(self.values("final_metric").values())
+
+    def above(self, other: "Arm") -> Estimate | None:
+        """The final metric minus that of another arm; None if they have no seed in common."""
+        mine, theirs = self.values("final_metric"), other.values("final_metric")
+        return difference([mine[seed] - theirs[seed] for seed in mine if seed in theirs])
+
+    @property
+    def failures(self) -> str:
+        """The numbers of diverged and failed runs, as text."""
+        counts = [(len(self.seeds(status)), status) for status in (DIVERGED, experiment.FAILED)]
+        return ", ".join(f"{number} of {len(self.outcomes)} {status}" for number, status in counts if number)
+
+
+def arms_of(results: Results) -> tuple[Arm | None, dict[str, list[Arm]]]:
+    """The yardstick, and the arms of each trace on which a run has ended, in the order of the command."""
+    outcomes: dict[tuple[str, str], list[tuple[Run, Outcome]]] = {}
+    for run, outcome in results.runs():
+        outcomes.setdefault((run.trace, run.rule), []).append((run, outcome))
+    found = [Arm(*names, tuple(ended)) for names, ended in outcomes.items()]
+    on_traces = {name: [arm for arm in found if arm.trace == name] for name in results.read_experiment()["traces"]}
+    reference = next((arm for arm in found if arm.is_reference), None)
+    return reference, {name: arms for name, arms in on_traces.items() if arms}
+
+
+def ranking(arms: Iterable[Arm], *, is_higher_better: bool) -> list[Arm]:
+    """Arms with a final metric, from the best to the worst; an arm with fewer diverged runs is better."""
+    sign = -1 if is_higher_better else 1
+    finals = [(arm.share_diverged, sign * arm.final.mean, arm) for arm in arms if arm.final is not None]
+    return [arm for *_, arm in sorted(finals, key=lambda final: final[:2])]
+
+
+def is_ahead(arm: Arm, other: Arm, *, is_higher_better: bool) -> bool:
+    """Whether an arm is significantly better than one ranked below it, or diverged for fewer of their common seeds."""
+    gap = arm.above(other)
+    is_better = gap is not None and gap.is_clear and (gap.mean > 0) == is_higher_better
+    common = arm.seeds(DONE, DIVERGED) & other.seeds(DONE, DIVERGED)
+    return is_better or len(other.seeds(DIVERGED) & common) > len(arm.seeds(DIVERGED) & common)
+
+
+def verdict(settings: Settings, arms: Sequence[Arm], reference: Arm | None) -> str:
+    """The best rule on a trace, if one is ahead of all others, and the differences from it with 95 % intervals."""
+    ranked = ranking(arms, is_higher_better=settings.is_higher_better)
+    sentences = []
+    if ranked:
+        sentences = [_rules_sentence(settings, ranked), _reference_sentence(settings, ranked[0], reference)]
+    sentences += [f"{arm.rule}: {arm.failures}." for arm in arms if arm.failures]
+    if any(arm.final is not None and arm.final.error is None for arm in ranked):
+        sentences.append("A single seed cannot tell a difference from chance.")
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def ranking_in_words(settings: Settings, arms: Sequence[Arm]) -> str:
+    """Rules from the best to the worst, with > where all before it are ahead of all after it; then any others."""
+    ranked = ranking(arms, is_higher_better=settings.is_higher_better)
+    words = ""
+    for number, arm in enumerate(ranked):
+        if number:
+            words += " > " if _are_ahead(settings, ranked[:number], ranked[number:]) else " ≈ "
+        words += arm.rule + (f" ({arm.failures})" if arm.failures else "")
+    without = [f"{arm.rule} ({arm.failures})" for arm in arms if arm not in ranked]
+    return "; without a result: ".join(part for part in (words, ", ".join(without)) if part)
+
+
+def _are_ahead(settings: Settings, arms: Sequence[Arm], others: Sequence[Arm]) -> bool:
+    """Whether each of some arms is ahead of each of those ranked below them."""
+    return all(is_ahead(arm, other, is_higher_better=settings.is_higher_better) for arm in arms for other in others)
+
+
+def _rules_sentence(settings: Settings, ranked: Sequence[Arm]) -> str:
+    first, others = ranked[0], ranked[1:]
+    assert first.final is not None
+    behind = [arm for arm in others if _are_ahead(settings, [first], [arm])]
+    level = [f"{arm.rule} ({_gap(settings, arm, first)})" for arm in others if arm not in behind]
+    result = f"{first.rule} with {first.final.text(settings.unit)}"
+    joined = " and ".join(part for part in (", ".join(level[:-1]), *level[-1:]) if part)
+    start = f"undecided, as {result} is not clearly ahead of {joined}" if level else f"best is {result}"
+    return "; ".join([start, *(f"{arm.rule} {_gap(settings, arm, first)}" for arm in behind)]) + "."
+
+
+def _gap(settings: Settings, arm: Arm, other: Arm) -> str:
+    """The difference from another arm, as text with the digits of that one."""
+    gap = arm.above(other)
+    if gap is None or other.final is None:
+        return "without a seed in common"
+    unit = " points" if settings.unit.strip() == "%" else settings.unit
+    size = gap._replace(mean=abs(gap.mean)).text(unit, like=other.final.mean)
+    where = " where it did not diverge" if arm.seeds(DIVERGED) and not other.is_reference else ""
+    return f"{size} {'lower' if gap.mean < 0 else 'higher'}{where}"
+
+
+def _reference_sentence(settings: Settings, first: Arm, reference: Arm | None) -> str:
+    gap = first.above(reference) if reference else None
+    if gap is None or reference is None or reference.final is None:
+        return ""
+    always = f"Against always a batch of {settings.ref_batchsize} ({reference.final.text(settings.unit)})"
+    doubt = "" if gap.is_clear else ", which may be chance"
+    return f"{always}, {first.rule} is {_gap(settings, first, reference)}{doubt}."
+
+
+def curves(results: Results, arm: Arm) -> dict[str, Curves]:
+    """The curves of the training and the tests of an arm, averaged over the seeds that have a record, by its index.
+
+    Axes are averaged, too, as progress may differ between seeds. The loss is a moving average over 2 % of the run.
+    """
+    ended = [run for run, outcome in arm.outcomes if outcome.status in experiment.ENDED]
     seeds = [read_records(results.run_directory(run) / "steps.jsonl") for run in ended]
     return {
         "training": _together([_smooth([r for r in records if "loss" in r]) for records in seeds], TRAINING),
@@ -96,8 +269,6 @@ def _plain(found: Any) -> Any:
 
 _RUN = ("trace", "rule", "seed")
 _ENDED = ("status", "updates", "samples", "progress", "final_loss", "final_metric", "best_metric", "reason")
-
-
 _FORMATS: dict[str, Callable[[Any], str]] = {  # of the table of runs; other cells are shown as they are
     **dict.fromkeys(("updates", "samples"), "{:,.0f}".format),
     "progress": "{:,.1f}".format,
@@ -113,7 +284,7 @@ def write_report(results: Results) -> None:
     from jinja2 import Environment, StrictUndefined
 
     plotly = import_extra("plotly.offline", "the page needs plotly", "compare")
-    experiment, settings, (reference, on_traces) = results.read_experiment(), results.settings(), arms_of(results)
+    recorded, settings, (reference, on_traces) = results.read_experiment(), results.settings(), arms_of(results)
 
     def curves_of(arm: Arm) -> dict[str, Any]:
         return {"rule": REFERENCE if arm.is_reference else arm.rule, **_plain(curves(results, arm))}
@@ -123,10 +294,10 @@ def write_report(results: Results) -> None:
     environment.filters["count"] = "{:,.0f}".format
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     # together with the commands, these reproduce the experiment
-    latest = experiment["origins"][-1]
-    traces = experiment["traces"].items()
-    hashes = {name if name.startswith(POLICY) else f"SHA-256 of {name}": value for name, value in traces}
-    facts = {**latest["versions"], "commit": latest["commit"], **hashes, **experiment["settings"]}
+    latest = recorded["origins"][-1]
+    traces = recorded["traces"].items()
+    hashes = {name if name.startswith(experiment.POLICY) else f"SHA-256 of {name}": value for name, value in traces}
+    facts = {**latest["versions"], "commit": latest["commit"], **hashes, **recorded["settings"]}
     columns = [name for name in (*_RUN, *_ENDED) if name != "final_loss"]
     page = environment.from_string(_resource("page.html")).render(
         settings=settings,
@@ -135,7 +306,7 @@ def write_report(results: Results) -> None:
         result_columns=("rule", "final", "against the yardstick", "best", "updates", "samples", "seconds", "runs"),
         runs=[(row["status"], [_or_dash(row[name], _FORMATS.get(name, str)) for name in columns]) for row in rows],
         run_columns=[name.replace("final_metric", "final").replace("best_metric", "best") for name in columns],
-        commands=list(dict.fromkeys(origin["command"] for origin in experiment["origins"])),
+        commands=list(dict.fromkeys(origin["command"] for origin in recorded["origins"])),
         facts=[(name, value) for name, value in facts.items() if value is not None],
         charts={
             "metric": settings.metric_name + settings.unit,
@@ -150,24 +321,24 @@ def write_report(results: Results) -> None:
 
 
 def _resource(name: str) -> str:
-    return (files("variable_batch_size.comparison.report") / name).read_text(encoding="utf-8")
+    return (files("variable_batch_size.comparison") / name).read_text(encoding="utf-8")
 
 
 def _trace(settings: Settings, name: str, arms: Sequence[Arm], reference: Arm | None) -> dict[str, Any]:
     """The verdict and the table of a trace."""
-    ranked = summary.ranking(arms, is_higher_better=settings.is_higher_better)
+    ranked = ranking(arms, is_higher_better=settings.is_higher_better)
     ranked += [arm for arm in arms if arm not in ranked]
     kinds = ["done" if arm.final else "diverged" if arm.seeds(DIVERGED) else "failed" for arm in ranked]
     rows = [(kind, _result_cells(settings, arm, reference)) for kind, arm in zip(kinds, ranked, strict=True)]
     if reference is not None:
         rows.append(("yardstick", _result_cells(settings, reference, None)))
-    words = {"verdict": summary.verdict(settings, arms, reference), "ranking": summary.ranking_in_words(settings, arms)}
+    words = {"verdict": verdict(settings, arms, reference), "ranking": ranking_in_words(settings, arms)}
     return {"name": name, "rows": rows, **words}
 
 
 def _result_cells(settings: Settings, arm: Arm, reference: Arm | None) -> list[str]:
-    def cell(quantity: str, text: Callable[[summary.Estimate], str]) -> str:
-        return _or_dash(summary.spread(arm.values(quantity).values()), text)
+    def cell(quantity: str, text: Callable[[Estimate], str]) -> str:
+        return _or_dash(spread(arm.values(quantity).values()), text)
 
     against = "–"
     if arm.final and reference and reference.final:

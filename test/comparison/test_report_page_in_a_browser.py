@@ -9,7 +9,7 @@ from outcomes import HOSTILE, HOSTILE_FOLDER, write_hostile_results
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from variable_batch_size.comparison.report.page import write_report
+from variable_batch_size.comparison.report import write_report
 
 pytestmark = pytest.mark.browser
 

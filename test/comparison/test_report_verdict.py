@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from outcomes import SETTINGS, arm
 
-from variable_batch_size.comparison.report.summary import ranking, ranking_in_words, verdict
+from variable_batch_size.comparison.report import ranking, ranking_in_words, verdict
 
 REFERENCE = arm("constant", 98.2, 98.4, 98.5, trace="reference")
 
