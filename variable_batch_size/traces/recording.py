@@ -5,10 +5,11 @@ import json
 import math
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -242,10 +243,22 @@ def _json_rows(source: str, text: str) -> Iterator[_Row]:
     if gap is None or not isinstance(counts, list) or not counts:
         rule = 'the file must be {"metadata": {"gap_seconds": g}, "data": [counts]}'
         refuse(f"{source}:1", rule, repr(text.strip()[:60]))
+    line_ends = [found.end() for found in re.finditer("\n", text)]
+
+    def line_of(position: int) -> str:
+        return f"{source}:{bisect_right(line_ends, position) + 1}"
+
+    def after(key: str) -> int:
+        return max((found.end() for found in re.finditer(rf'"{key}"\s*:[\s\[]*', text)), default=0)
+
     if type(gap) not in _NUMBERS or not 0 < gap <= _LATEST:
-        refuse(source, "gap_seconds must be a positive number", repr(gap)[:80])
+        refuse(line_of(after("gap_seconds")), "gap_seconds must be a positive number", repr(gap)[:80])
+    position = after("data")
+    # a comma precedes each count: all counts before an invalid one are plain numbers
+    positions = chain((position,), (found.end() for found in re.compile(r",\s*").finditer(text, position)))
     for index, count in enumerate(counts):
-        place = f"{source}: data[{index}]"
+        position = next(positions, position)
+        place = f"{line_of(position)}: data[{index}]"
         if type(count) not in _NUMBERS or count % 1:
             refuse(place, "the number of devices must be an integer", repr(count)[:80])
         yield place, index * gap, int(count)
