@@ -116,7 +116,7 @@ def test_demo_installs_its_own_packages_and_tests_install_all(tmp_path):
 def test_installed_packages_are_not_installed_again(stamps, for_demo, for_tests, tmp_path):
     venv.create(tmp_path, with_pip=False)
     for stamp in stamps:
-        (tmp_path / stamp).touch()
+        (tmp_path / stamp).write_text(f"{ROOT}\n")
     assert installed(make("--dry-run", "demo", f"VENV={tmp_path}").stdout) == for_demo
     assert installed(make("--dry-run", "lint", f"VENV={tmp_path}").stdout) == for_tests
 
@@ -124,10 +124,19 @@ def test_installed_packages_are_not_installed_again(stamps, for_demo, for_tests,
 def test_packages_are_installed_again_when_the_requirements_change(tmp_path):
     venv.create(tmp_path, with_pip=False)
     for stamp in STAMPS:
-        (tmp_path / stamp).touch()
+        (tmp_path / stamp).write_text(f"{ROOT}\n")
         os.utime(tmp_path / stamp, (0, 0))
     assert installed(make("--dry-run", "demo", f"VENV={tmp_path}").stdout) == [{"demo"}]
     assert installed(make("--dry-run", "test", f"VENV={tmp_path}").stdout) == [{"demo", "docs", "test"}]
+
+
+def test_environment_of_another_clone_is_not_modified(tmp_path):
+    venv.create(tmp_path, with_pip=False)
+    for stamp in STAMPS:
+        (tmp_path / stamp).write_text("/another/clone\n")
+        os.utime(tmp_path / stamp, (0, 0))
+    for goal in ("demo", "test"):
+        assert installed(make("--dry-run", goal, f"VENV={tmp_path}").stdout) == []
 
 
 SKIPPED = """
