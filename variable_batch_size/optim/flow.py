@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.dtensor import is_dtensor
 from variable_batch_size.optim.gradients.accumulator import Measured, StepGradient
@@ -167,7 +168,7 @@ def _stays_on_device(rule: Rule, inner: Optimizer, device: torch.device, *, is_t
     parameters = [p for group in groups for p in group["params"]]
     if type(rule) not in RULES.values() or rule.corrects_bias or len(groups) > _MAX_GROUPS:
         return False
-    if is_traced and not isinstance(rule, NoiseRule):
+    if is_traced and (not isinstance(rule, NoiseRule) or xla.is_spmd()):  # there, each number would need a sharding
         return False
     if any(p.device != device or is_dtensor(p) for p in parameters):
         return False
