@@ -126,12 +126,11 @@ def train_epoch(model, sampler, optimizer, device, log=None, backend="cpu"):
         loss = nn.functional.cross_entropy(model(x[indices].to(device)), y[indices].to(device))
         loss.backward()
         transfers = num_transfers(backend)
-        optimizer.step()
-        has_updated = optimizer.updated
+        is_complete = optimizer.step()
         if log is not None:
             log.append(
                 {
-                    "has_updated": has_updated,
+                    "has_updated": is_complete,
                     "batch_size": optimizer.batch_size,
                     "is_idle": optimizer.is_idle,
                     "graphs": num_graphs(backend),

@@ -242,10 +242,10 @@ class _Twin:
         self._progress_before = _Travelling(self._scaler.progress)
         numbers = gradient.numbers()
         is_counted = numbers.isfinite().all()
-        measured = gradient.interpret(numbers.to(self._dtype).unbind(), is_finite=True)
+        step = self._traced(step)
+        measured = gradient.interpret(numbers.to(self._dtype).unbind(), is_finite=True, n=step.num_minibatches)
         if measured.weight is not None:
             is_counted = is_counted & (measured.weight != 0)
-        step = self._traced(step)
         observed = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
         if isinstance(self._rule, NoiseRule):
             self._rule.meter.observe(observed, measured.norms, is_counted)

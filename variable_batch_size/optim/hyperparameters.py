@@ -275,8 +275,9 @@ class StepHyperparameters:
         """A learning rate that was computed on the device, always in the same tensor, as fused optimizers take it."""
         if group not in self._lr_tensors:
             dtype = torch.float64 if lr.device.type == "cpu" else torch.float32
-            # SGD reads a learning rate, unless that might need a gradient
-            self._lr_tensors[group] = lr.detach().to(dtype, copy=True).requires_grad_(self._communicator.is_one_program)
+            is_traced = self._communicator.is_one_program  # made on the host: there it would be part of a graph
+            own = torch.zeros((), dtype=dtype, device="cpu" if is_traced else lr.device).to(lr.device)
+            self._lr_tensors[group] = own.requires_grad_(is_traced)  # else SGD would read it
         return self._lr_tensors[group].copy_(lr)
 
     def _traced(self, settings: Mapping[str, Any]) -> Group:

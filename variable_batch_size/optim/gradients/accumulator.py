@@ -72,9 +72,14 @@ class StepGradient:
         self._are_measured = [divisors is None or any(p in divisors for p in group["params"]) for group in groups]
         return torch.cat([number.to(numbers[-1].dtype) for number in numbers])
 
-    def interpret(self, values: Sequence[Number], *, is_finite: bool | None = None) -> Measured:
-        """The norms in the values of :meth:`numbers`, which are floats, or tensors that nothing here waits for."""
-        num_groups, n = len(self._are_measured), self._num_minibatches
+    def interpret(
+        self, values: Sequence[Number], *, is_finite: bool | None = None, n: Number | None = None
+    ) -> Measured:
+        """The norms in the values of :meth:`numbers`, which are floats, or tensors that nothing here waits for.
+
+        If they are tensors, `n` is the number of minibatches, which is one as well where numbers are parts of graphs.
+        """
+        num_groups, n = len(self._are_measured), self._num_minibatches if n is None else n
         *squares, weight, num_weighted = values[: num_groups + 2]
         total = n if self.weight is None else weight
         is_something = is_tensor(total) or bool(total)
@@ -83,7 +88,7 @@ class StepGradient:
             Norms(of_each / total, of_mean / self._multiple**2) if is_something and is_measured else None
             for is_measured, (of_each, of_mean) in zip(self._are_measured, pairs, strict=True)
         ]
-        if n == 1:  # the minibatch need not have been measured by itself
+        if not is_tensor(values[0]) and n == 1:  # the minibatch need not have been measured by itself
             norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
         is_finite = all(map(math.isfinite, values)) if is_finite is None else is_finite
         if not is_finite or self.weight is None:
