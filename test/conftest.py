@@ -33,7 +33,14 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip tests that need torch_xla where it cannot be installed; on Linux x86-64, its absence is a failure."""
+    """Select long tests only with ``-m long``, and skip tests that need torch_xla where it cannot be installed.
+
+    On Linux x86-64, its absence is a failure.
+    """
+    if "long" not in config.option.markexpr:
+        is_long = [item.get_closest_marker("long") is not None for item in items]
+        config.hook.pytest_deselected(items=[item for item, own in zip(items, is_long, strict=True) if own])
+        items[:] = [item for item, own in zip(items, is_long, strict=True) if not own]
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist
         items[:] = division.longest_first(items)
     if find_spec("torch_xla") or (platform.system(), platform.machine()) == ("Linux", "x86_64"):
