@@ -67,6 +67,7 @@ soak: export PYTHONPATH := $(CURDIR):$(CURDIR)/test/support
 soak: $(FOR_ALL)
 	$(BIN)/python tools/soak.py --directory .soak
 	$(BIN)/python tools/elastic.py --directory .soak
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m long
 
 # mutation testing: prints the mutants that no test kills; for some files: make mutants ONLY="rules/noise.py rules/adam.py"
 mutants: EXTRAS = test

@@ -85,12 +85,12 @@ def test_rules_with_a_parameter_are_compared_under_their_full_name(tmp_path):
 
 
 @pytest.mark.xla
-def test_on_xla_cores_the_curve_is_the_same(tmp_path):
+def test_on_xla_cores_the_curve_is_the_same(xla_launcher, tmp_path):
     vbs.Trace.from_sequence([8, 24, 40, 16, 32] * 2).write(tmp_path / "jumps.csv")
     options = ["--workload", "comparisons:line", "--traces", tmp_path / "jumps.csv"]
     options += ["--seeds", 1, "--rules", "adascale"]
     vbs_compare(*options, "--out", tmp_path / "cpu")
-    vbs_compare(*options, "--out", tmp_path / "xla", "--device", "xla", "--cores", 2)
+    xla_launcher.call(vbs_compare, *options, "--out", tmp_path / "xla", "--device", "xla", "--cores", 2)
     for here, there in zip(rows(tmp_path / "cpu"), rows(tmp_path / "xla"), strict=True):
         assert here["status"] == there["status"] == "done"
         assert float(here["final_metric"]) == pytest.approx(float(there["final_metric"]), rel=1e-5)

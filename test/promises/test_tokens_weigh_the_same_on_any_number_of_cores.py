@@ -10,7 +10,8 @@ import variable_batch_size as vbs
 CORES = [
     ("alone", 1),
     *(("gloo", cores) for cores in (2, 4)),
-    *(pytest.param("xla", cores, marks=pytest.mark.xla) for cores in (1, 4)),
+    *(pytest.param("xla", cores, marks=pytest.mark.xla) for cores in (1, 2)),
+    pytest.param("xla", 4, marks=[pytest.mark.xla, pytest.mark.long]),
 ]
 on_all_cores = pytest.mark.parametrize(("backend", "cores"), CORES)
 PLAIN = {

@@ -17,6 +17,7 @@ LONGEST = [
     "promises/test_same_result_on_any_number_of_cores.py",
     "promises/test_spmd_devices_train_as_one_process.py",
     "integrations/test_ray.py",
+    "optim/test_missing_gradients.py",
     "promises/test_same_bits_on_any_number_of_xla_cores.py",
     "promises/test_killed_runs_resume.py",
     "promises/test_tokens_weigh_the_same_on_any_number_of_cores.py",

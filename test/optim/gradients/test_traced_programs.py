@@ -13,7 +13,7 @@ import variable_batch_size as vbs
 from variable_batch_size.optim import optimizer as module
 
 FIRST = [12, 4, 8, 20]  # samples in minibatches of 4: on three cores even and uneven shares, and idle cores
-LATER = [16, 4, 28, 8, 32, 24, 36, 40]
+LATER = [16, 4, 28, 8, 32, 40]
 MOST = 6  # as docs/cores.md has it
 MOST_EXACT = 9  # units are measured and broadcast, minibatches added and summed over cores by graphs of their own
 
