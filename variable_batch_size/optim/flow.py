@@ -228,18 +228,19 @@ class _Twin:
         self._skipped = self._to_device(0.0)
         self.latest = self._latest_read = -1  # steps, by their number
         self._num_skipped = 0  # of those that were read
-        self._progress_before = _Travelling(self._scaler.progress)
+        self._before = self._scaler.progress  # the latest step
+        self._travelling: _Travelling | None = None  # the same
 
     def _to_device(self, number: float) -> torch.Tensor:
         dtype = torch.bool if isinstance(number, bool) else self._dtype
-        if self._is_traced:  # made on the host: there it would be a graph of its own
-            return torch.tensor(number, dtype=dtype).to(self._device)
+        if self._is_traced:  # made on the host, not as a scalar: there it would be a graph of its own, or a constant
+            return torch.tensor([number], dtype=dtype).to(self._device)
         return torch.full((), number, dtype=dtype, device=self._device)
 
     def scale(self, step: Step, gradient: StepGradient, num_groups: int) -> Outcome:
         """The factors of a step, and whether it is skipped, on the device."""
         self.latest = step.steps_done + 1
-        self._progress_before = _Travelling(self._scaler.progress)
+        self._before = self._scaler.progress
         numbers = gradient.numbers()
         is_counted = numbers.isfinite().all()
         step = self._traced(step)
@@ -254,8 +255,10 @@ class _Twin:
         factors = self._scaler.move(step, num_groups, is_counted)
         is_skipped = is_counted.logical_not()
         self._skipped = self._skipped + is_skipped
-        if self._is_traced:  # in the graph of the update: reading it then starts none
-            self._packed = self._pack()
+        if self._is_traced:  # in the graph of the update, of which old numbers must not be results: their age differs
+            self._packed, self._before = self._pack(), None
+        else:
+            self._travelling = _Travelling(self._before)
         return Outcome(factors, is_skipped=is_skipped)
 
     def _traced(self, step: Step) -> Step:
@@ -270,26 +273,24 @@ class _Twin:
         """Set the numbers of the host to those on the device; returns how many steps were skipped since last time."""
         if self.latest == self._latest_read:
             return 0
-        num_skipped, *values = (self._packed if self._is_traced else self._pack()).cpu().tolist()
+        _, num_skipped, *values = (self._packed if self._is_traced else self._pack()).cpu().tolist()
         numbers = iter(values)
         for part in _parts(rule, scaler, meter):
             part.map_(lambda number: type(number)(next(numbers)))
-        num_new, self._num_skipped, self._latest_read = (
-            int(num_skipped) - self._num_skipped,
-            int(num_skipped),
-            self.latest,
-        )
-        return num_new
+        num_before, self._num_skipped, self._latest_read = self._num_skipped, int(num_skipped), self.latest
+        return self._num_skipped - num_before
 
     def _pack(self) -> torch.Tensor:
-        found = [self._skipped]
+        found = [self._before, self._skipped]
         for part in _parts(self._rule, self._scaler, self._meter):
             part.map_(lambda number: found.append(number) or number)  # type: ignore[func-returns-value]
-        return torch.stack([number.to(self._dtype) for number in found])
+        return torch.cat([number.to(self._dtype).view(1) for number in found])
 
     def read_progress_before(self) -> float:
         """The progress before the latest step."""
-        return float(self._progress_before.read())  # type: ignore[arg-type]
+        if self._is_traced:
+            return float(self._packed.cpu()[0])
+        return float(self._travelling.read())  # type: ignore[union-attr, arg-type]
 
 
 def _parts(rule: Rule, scaler: LRScaler, meter: NoiseMeter | None) -> Iterator[Any]:

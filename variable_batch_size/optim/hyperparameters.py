@@ -191,6 +191,9 @@ class StepHyperparameters:
         self._inner, self._optimizers, self._communicator = inner, optimizers_of(inner), communicator
         self.beta_history = BetaHistory(inner)
         self._lr_tensors: dict[int, torch.Tensor] = {}  # by the number of the group
+        if communicator.is_one_program:  # now: results of a graph are ordered by the age of their tensors
+            devices = [group["params"][0].device for group in inner.param_groups if group["params"]]
+            self._lr_tensors = {number: self._new_lr(device) for number, device in enumerate(devices)}
         # of each optimizer: its list of groups, their order before the step, and what was applied
         self._applied: dict[Optimizer, tuple[list[Group], list[Group], list[_Applied]]] = {}
 
@@ -274,11 +277,13 @@ class StepHyperparameters:
     def _in_place(self, group: int, lr: torch.Tensor) -> torch.Tensor:
         """A learning rate that was computed on the device, always in the same tensor, as fused optimizers take it."""
         if group not in self._lr_tensors:
-            dtype = torch.float64 if lr.device.type == "cpu" else torch.float32
-            is_traced = self._communicator.is_one_program  # made on the host: there it would be part of a graph
-            own = torch.zeros((), dtype=dtype, device="cpu" if is_traced else lr.device).to(lr.device)
-            self._lr_tensors[group] = own.requires_grad_(is_traced)  # else SGD would read it
-        return self._lr_tensors[group].copy_(lr)
+            self._lr_tensors[group] = self._new_lr(lr.device)
+        return self._lr_tensors[group].copy_(lr.view(()))
+
+    def _new_lr(self, device: torch.device) -> torch.Tensor:
+        dtype, is_traced = torch.float64 if device.type == "cpu" else torch.float32, self._communicator.is_one_program
+        own = torch.zeros((), dtype=dtype, device="cpu" if is_traced else device)  # else it would be part of a graph
+        return own.to(device).requires_grad_(is_traced)  # SGD reads a tensor that needs no gradient
 
     def _traced(self, settings: Mapping[str, Any]) -> Group:
         """The settings in a form in which they may change without a recompilation."""
