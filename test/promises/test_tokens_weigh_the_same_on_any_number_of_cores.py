@@ -133,7 +133,9 @@ def test_measuring_noise_under_any_rule_equals_adascale_and_changes_no_weights(r
             assert measured["noise"] == pytest.approx(adascale["noise"], **tolerance)
             assert measured["noise"]["variance"] > 0
             assert [record.get("noise_scale") for record in measured["records"]] == pytest.approx(
-                [record["noise_scale"] for record in adascale["records"]], nan_ok=True
+                [record["noise_scale"] for record in adascale["records"]],
+                nan_ok=True,
+                rel=1e-3 if backend == "xla" else 1e-6,
             )
             assert difference(results["measured", dtype]["state"], results["linear", dtype]["state"]) == 0
 
