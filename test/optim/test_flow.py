@@ -172,6 +172,18 @@ def test_other_optimizers_get_the_gain_of_the_step_before(monkeypatch, weights):
         assert_same({name: found[name] for name in names}, one, tolerance=0)
 
 
+def test_late_norms_that_are_not_finite_are_not_averaged(monkeypatch, on_device):
+    not_fused(monkeypatch)
+    run = Run("linear", skip_nonfinite=None, measure_noise=True, model=None)
+    assert run.optimizer._flow.way == "one step late"
+    for number, _ in enumerate(run.steps(bad=())):
+        if number == 4:
+            before = run.optimizer.noise
+            for p in run.model.parameters():
+                p.register_hook(lambda gradient: gradient * math.nan)
+    assert run.optimizer.noise == before
+
+
 def test_nonfinite_updates_are_skipped_at_once_if_asked_for(monkeypatch):
     not_fused(monkeypatch)
     expected = list(Run().steps())

@@ -126,7 +126,9 @@ class Flow:
         """Let the host know all numbers of the steps so far; waits for the device if they are still there."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            self._observe(pending.step, pending.read())
+            measured = pending.read()
+            if measured.is_finite:  # otherwise the averages would never be finite again
+                self._observe(pending.step, measured)
         if self._twin is not None:
             num_skipped = self._twin.read_into(self.rule, self.scaler, self.meter)
             if num_skipped:
