@@ -311,7 +311,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         self._num_prefetched = 0
         if isinstance(loader, DataLoader):
             self._num_prefetched = loader.num_workers * (loader.prefetch_factor or 0)
-        return self._minibatches()
+        return _Requested(self._minibatches(), self._on_request)
 
     def _minibatches(self) -> Iterator[list[int]]:
         # a DataLoader may make several iterators and use one: nothing happens before the first request
@@ -321,7 +321,6 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if self._on_first_read is not None:
             self._on_first_read()
         self._warn_if_truncated()
-        is_first = True
         within = np.arange(self.minibatch_size)
         order = Permutation(self.dataset_size, key=(self.seed, self.epoch)) if self.shuffle else None
         at_once = max(1, _SAMPLES_AT_ONCE // self.minibatch_size)
@@ -332,8 +331,19 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
                     advice = "begin another one, as with iter(loader)"
                     raise RuntimeError(f"set_epoch() was called in the middle of a pass: {advice}")
                 self.num_read += 1
-                self._on_request(is_first)
-                is_first = False
                 yield minibatch
         self._end_reading()
-        self._on_request(is_first)
+
+
+class _Requested(Iterator[list[int]]):
+    """Minibatches, with a callback after each request, also after one that raises."""
+
+    def __init__(self, minibatches: Iterator[list[int]], callback: Callable[[bool], None]) -> None:
+        self._minibatches, self._callback, self._is_first = minibatches, callback, True
+
+    def __next__(self) -> list[int]:
+        try:
+            return next(self._minibatches)
+        finally:
+            is_first, self._is_first = self._is_first, False
+            self._callback(is_first)

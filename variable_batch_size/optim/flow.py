@@ -70,7 +70,7 @@ class Flow:
         self.rule, self.scaler, self.meter, self.inner = rule, scaler, meter, inner
         self.num_skipped = 0
         self._measures = rule.measures_noise or meter is not None
-        self._is_traced = communicator.is_one_program
+        self._communicator, self._is_traced = communicator, communicator.is_one_program
         self._device = next(p for group in inner.param_groups for p in group["params"]).device
         self._twin: _Twin | None = None
         self._pending: _Pending | None = None
@@ -130,6 +130,8 @@ class Flow:
             if measured.is_finite:  # otherwise the averages would never be finite again
                 self._observe(pending.step, measured)
         if self._twin is not None:
+            if self._is_traced:
+                self._communicator.flush(is_extra=True)  # reading would start graphs of several threads at once
             num_skipped = self._twin.read_into(self.rule, self.scaler, self.meter)
             if num_skipped:
                 self.num_skipped += num_skipped
