@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -282,3 +283,112 @@ def test_copy_of_an_optimizer_continues_alike(on_device):
     twin = copy.deepcopy(run.optimizer)
     assert twin.progress == run.optimizer.progress
     assert twin.state_dict()["variable_batch_size"]["rule"] == run.optimizer.state_dict()["variable_batch_size"]["rule"]
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_copy_has_the_latest_numbers_though_none_was_read(monkeypatch, on_device, copied, is_fused):
+    if not is_fused:
+        not_fused(monkeypatch)
+    run = Run(skip_nonfinite=None, model=None)
+    run.found = lambda: None
+    for _ in zip(range(6), run.steps(bad=()), strict=False):
+        pass
+    other = copied(run.optimizer)
+    assert (other.progress, other.gain()) == (run.optimizer.progress, run.optimizer.gain())
+
+
+@pytest.mark.parametrize("stop", [2, 5, 6, 7, 10])
+def test_schedule_by_progress_resumes_as_if_never_stopped(on_device, stop):
+    def following(run, first=0):
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(run.inner, 0.5)
+        step = run.optimizer.step
+
+        def followed(**options):
+            is_complete = step(**options)
+            vbs.follow_progress(scheduler, run.optimizer)
+            return is_complete
+
+        run.optimizer.step = followed
+        return scheduler
+
+    whole = Run()
+    following(whole)
+    *_, expected = whole.steps(bad=())
+    first = Run()
+    scheduler = following(first)
+    for _ in zip(range(stop), first.steps(bad=()), strict=False):
+        pass
+    second = Run()
+    other = following(second)
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    other.load_state_dict(scheduler.state_dict())
+    *_, found = second.steps(bad=(), first=stop)
+    assert_same(found, expected, tolerance=0)
+
+
+def test_nothing_is_skipped_if_that_is_switched_off(on_device):
+    run = Run("linear", measure_noise=True, skip_nonfinite=False)
+    *_, found = run.steps(bad=(3,))
+    assert run.optimizer._flow.way == "on the device"
+    assert run.optimizer.steps_skipped == 0
+    assert not found["model"]["0.weight"].isfinite().all()
+
+
+def test_report_is_that_of_the_latest_step(on_device):
+    run = Run("linear", measure_noise=True)
+    run.found = lambda: None
+    for _ in zip(range(6), run.steps(), strict=False):
+        pass
+    assert run.optimizer.report() == run.optimizer.report()
+    assert run.optimizer.report()["noise_scale"] == run.optimizer.noise_scale
+
+
+def test_buffer_may_change_its_shape(on_device):
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(0))
+
+        def forward(self, x):
+            self.seen = torch.cat([self.seen, torch.ones(1)])
+            return x
+
+    results = []
+    for hosts in (("cpu",), ()):
+        flow._HOSTS = hosts
+        run = Run()
+        run.model[2] = Growing()
+        results.append(list(run.steps()))
+    assert_same(*results)
+
+
+def test_state_of_an_optimizer_that_is_not_fused_may_be_loaded(monkeypatch):
+    results = []
+    for hosts in (("cpu",), ()):
+        with pytest.MonkeyPatch.context() as patch:
+            not_fused(patch)
+            first = Run()
+            for _ in zip(range(4), first.steps(), strict=False):
+                pass
+        monkeypatch.setattr(flow, "_HOSTS", hosts)
+        second = Run()
+        second.model.load_state_dict(first.model.state_dict())
+        second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+        results.append(list(second.steps(first=4)))
+    assert_same(*results)
+
+
+def test_rule_may_be_changed(on_device):
+    results = []
+    for hosts in (("cpu",), ()):
+        flow._HOSTS = hosts
+        run = Run("legw:100", "sgd")
+        found = []
+        for one in run.steps(bad=()):
+            found.append(one)
+            if len(found) == 5:
+                run.optimizer.rule.warmup_samples = 20
+        results.append(found)
+    assert_same(*results)

@@ -74,7 +74,10 @@ class Buffers:
 
     def restore(self, is_undone: bool, is_skipped: torch.Tensor | None = None) -> None:
         """After a step: restore the buffers if the rank's minibatches do not count, which maybe the device decides."""
-        if not self._is_one_program and (is_undone or is_skipped is None):
+        is_eager = not self._is_one_program
+        if is_eager and is_skipped is not None and any(o._buffers.get(n) is not b for o, n, b, *_ in self._before_step):
+            is_undone, is_skipped = is_undone or bool(is_skipped), None  # a replaced tensor may have any shape
+        if is_eager and (is_undone or is_skipped is None):
             _write_back(self._before_step if is_undone else [])
         elif self._before_step:
             as_data = is_skipped

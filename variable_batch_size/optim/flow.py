@@ -74,6 +74,7 @@ class Flow:
         self._device = next(p for group in inner.param_groups for p in group["params"]).device
         self._twin: _Twin | None = None
         self._pending: _Pending | None = None
+        self._saved_progress: float | None = None  # before the latest step, until the next one
         if self._device.type in _HOSTS or (self._is_traced and is_read):
             self.way = "at once"
         elif _stays_on_device(rule, inner, self._device, is_traced=self._is_traced):
@@ -101,10 +102,10 @@ class Flow:
         if looks and self.way == "on the device" and self._has_state(is_weighted=gradient.weight is not None):
             if self._twin is None:
                 self._twin = _Twin(self.rule, self.scaler, self.meter, self._device, is_traced=self._is_traced)
-            return self._twin.scale(step, gradient, num_groups)
+            return self._twin.scale(step, gradient, num_groups, skips=skips)
         if self._twin is not None or self._pending is not None:
             self.settle()
-            self._twin = None
+        self._twin = self._saved_progress = None
         if looks and self.way == "one step late" and not skips:
             self._pending = _Pending(step, gradient)
         elif looks:
@@ -127,24 +128,31 @@ class Flow:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             measured = pending.read()
-            if measured.is_finite:  # otherwise the averages would never be finite again
+            if measured.is_finite and measured.weight != 0:  # otherwise the averages would never be finite again
                 self._observe(pending.step, measured)
         if self._twin is not None:
             if self._is_traced:
                 self._communicator.flush(is_extra=True)  # reading would start graphs of several threads at once
             num_skipped = self._twin.read_into(self.rule, self.scaler, self.meter)
-            if num_skipped:
-                self.num_skipped += num_skipped
+            self.num_skipped += num_skipped
+            if num_skipped and self._communicator.rank == 0:
                 logger.warning("%d updates are skipped, by step %d: %s", num_skipped, self._twin.latest, _NONFINITE)
 
-    def forget(self) -> None:
+    def release(self) -> None:
+        """Let the host know all numbers, and take them from there in the next step: the rule may be changed."""
+        self.settle()
+        self.forget(self.late_progress)
+
+    def forget(self, late_progress: float | None = None) -> None:
         """After another state was loaded: what is on the device is that of another run."""
-        self._twin = self._pending = None
+        self._twin, self._pending, self._saved_progress = None, None, late_progress
 
     @property
     def late_progress(self) -> float:
         """The progress before the latest step, or after it if that is known to the host; never waits for that step."""
-        return self.scaler.progress if self._twin is None else self._twin.read_progress_before()
+        if self._twin is not None:
+            return self._twin.read_progress_before()
+        return float(self.scaler.progress) if self._saved_progress is None else self._saved_progress
 
     def _has_state(self, *, is_weighted: bool) -> bool:
         """Whether each parameter was updated before: a first update that is skipped would leave a state behind."""
@@ -155,6 +163,8 @@ class Flow:
         if not all(meter.has_observed(num_groups, is_weighted=is_weighted) for meter in meters):
             return False
         for optimizer in optimizers_of(self.inner):
+            if not _takes_tensors(optimizer, is_traced=self._is_traced):  # a state or a group may have changed that
+                return False
             for group in optimizer.param_groups:
                 if group.get("momentum", 1) and any(
                     p.grad is not None and not optimizer.state.get(p) for p in group["params"]
@@ -164,7 +174,7 @@ class Flow:
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
-        return {**self.__dict__, "_twin": None, "_pending": None}
+        return {**self.__dict__, "_twin": None, "_pending": None, "_saved_progress": self.late_progress}
 
 
 def _stays_on_device(rule: Rule, inner: Optimizer, device: torch.device, *, is_traced: bool) -> bool:
@@ -241,23 +251,25 @@ class _Twin:
             return torch.tensor([number], dtype=dtype).to(self._device)
         return torch.full((), number, dtype=dtype, device=self._device)
 
-    def scale(self, step: Step, gradient: StepGradient, num_groups: int) -> Outcome:
+    def scale(self, step: Step, gradient: StepGradient, num_groups: int, *, skips: bool) -> Outcome:
         """The factors of a step, and whether it is skipped, on the device."""
         self.latest = step.steps_done + 1
         self._before = self._scaler.progress
         numbers = gradient.numbers()
-        is_counted = numbers.isfinite().all()
+        is_finite = numbers.isfinite().all()
+        is_made = is_finite if skips else is_finite.logical_or(is_finite.logical_not())
         step = self._traced(step)
         measured = gradient.interpret(numbers.to(self._dtype).unbind(), is_finite=True, n=step.num_minibatches)
         if measured.weight is not None:
-            is_counted = is_counted & (measured.weight != 0)
+            is_made = is_made & (measured.weight != 0)
+        is_counted = is_made & is_finite
         observed = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
         if isinstance(self._rule, NoiseRule):
             self._rule.meter.observe(observed, measured.norms, is_counted)
         if self._meter is not None:
             self._meter.observe(observed, measured.norms, is_counted)
-        factors = self._scaler.move(step, num_groups, is_counted)
-        is_skipped = is_counted.logical_not()
+        factors = self._scaler.move(step, num_groups, is_made)
+        is_skipped = is_made.logical_not()
         self._skipped = self._skipped + is_skipped
         if self._is_traced:  # in the graph of the update, of which old numbers must not be results: their age differs
             self._packed, self._before = self._pack(), None

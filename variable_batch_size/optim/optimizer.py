@@ -205,6 +205,10 @@ class CustomOptimizer(OptimizerProxy):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r}, ref_batchsize={self.ref_batchsize})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._flow.settle()  # first: a copy has the numbers that the host knows
+        return super().__getstate__()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.sampler.attach(self)
@@ -509,7 +513,7 @@ class CustomOptimizer(OptimizerProxy):
     @property
     def rule(self) -> Rule:
         """The optimizer's own copy of the rule, with what it has measured so far."""
-        self._flow.settle()
+        self._flow.release()
         return self._rule
 
     @property
@@ -585,9 +589,10 @@ class CustomOptimizer(OptimizerProxy):
 
     def report(self) -> dict[str, float]:
         """What the rule, the noise meter and the policy report to a log about the latest step."""
+        self._flow.settle()
         step = self._rule_step()
         times = self._driver.report() if self._driver is not None else {}
-        return {**(self._own_meter.report(step) if self._own_meter else {}), **self.rule.report(step), **times}
+        return {**(self._own_meter.report(step) if self._own_meter else {}), **self._rule.report(step), **times}
 
     def record_grad_norm(self, *, every: int) -> None:
         """From now on, leave the norm of every N-th step's mean gradient in `gradient_norm`; several N add up."""
@@ -631,7 +636,8 @@ class CustomOptimizer(OptimizerProxy):
             "samples_done": self.samples_done,
             "steps_skipped": self.steps_skipped,
             **({} if self._driver is None else {"deciding": self._driver.state_dict()}),
-            "rule": self.rule.state_dict(),
+            "rule": self._rule.state_dict(),
+            "late_progress": self._flow.late_progress,
             **self._lr_scaler.state_dict(),
             "weights": self.minibatch_weights.state_dict(),
             "gradients": self._accumulator.state_dict(),
@@ -657,7 +663,7 @@ class CustomOptimizer(OptimizerProxy):
             raise ValueError(f"the state has no {STATE_KEY!r}: it was saved by another kind of optimizer")
         own = state_dict[STATE_KEY]
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
-        self._flow.forget()
+        self._flow.forget(own.get("late_progress"))
         self._rule.load_state_dict(own["rule"])
         self._lr_scaler.load_state_dict(own)
         if self._own_meter is not None and own["noise"]:
