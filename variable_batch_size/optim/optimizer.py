@@ -637,7 +637,7 @@ class CustomOptimizer(OptimizerProxy):
             "steps_skipped": self.steps_skipped,
             **({} if self._driver is None else {"deciding": self._driver.state_dict()}),
             "rule": self._rule.state_dict(),
-            "late_progress": self._flow.late_progress,
+            **({"late_progress": self._flow.late_progress} if self._flow.way == "on the device" else {}),
             **self._lr_scaler.state_dict(),
             "weights": self.minibatch_weights.state_dict(),
             "gradients": self._accumulator.state_dict(),
