@@ -157,7 +157,9 @@ PASSED += [("fully_shard", "nothing"), ("none", "module"), ("none", "nothing")]
 WAYS = [(*way, freeze) for way in PASSED for freeze in ("never", "before", "between", "after")]
 WAYS += [("DDP", "module", "late"), ("DDP", "nothing", "late")]
 WAYS += [("fully_shard", "module", "late"), ("fully_shard", "nothing", "late")]
-HIDDEN = "gc.freeze() hides the modules around the parameters: pass the wrapped model"
+HIDDEN = (
+    "gc.freeze() hides the modules around the parameters, such as a DistributedDataParallel: pass the wrapped model"
+)
 LATE = "wrapped in DistributedDataParallel after the optimizer was made"
 REPLACED = "no parameter of the optimizer has a gradient; fully_shard replaces the parameters of a model"
 SHARDED = "or pass `model`, if gc.freeze() hides its fully_shard"

@@ -158,16 +158,20 @@ class MinibatchSource(ABC):
     def check_run(self, runs: RunCount) -> None:
         """Raise if an optimizer must not run a minibatch: before the first one, and if no more were read."""
         if not self.has_been_read and self.must_be_read:
-            advice = f"train with {self._loader}, or iterate over it, or set its `must_be_read` to False"
-            raise RuntimeError(f"step() was called, but no loader reads this {type(self).__name__}: {advice}")
+            raise RuntimeError(
+                f"step() was called, but no loader reads this {type(self).__name__}: train with {self._loader}, "
+                "iterate over it beside a loader of your own, or set its `must_be_read` to False"
+            )
         if runs.is_late:
-            late = f"the optimizer was made, or set to epoch {self.epoch}, when minibatches of this pass had been run"
-            advice = "call set_epoch(), with `first_step` to resume within the epoch, and start another pass"
-            raise RuntimeError(f"{late} already: {advice}")
+            raise RuntimeError(
+                f"the optimizer was made, or set to epoch {self.epoch}, when minibatches of this pass had been run "
+                "already: call set_epoch(), with `first_step` to resume within the epoch, and start another pass"
+            )
         if self.must_be_read and self.num_read and runs.number >= self.num_read:
-            number = f"minibatch {runs.number + 1} of epoch {self.epoch}, but {self.num_read} were read"
-            advice = "call it once after each minibatch, and set_epoch() before each pass over the loader"
-            raise RuntimeError(f"step() was called for {number}: {advice}")
+            raise RuntimeError(
+                f"step() was called for minibatch {runs.number + 1} of epoch {self.epoch}, but {self.num_read} were "
+                "read: call it once after each minibatch, and set_epoch() before each pass over the loader"
+            )
         self._thread = threading.get_ident()
 
     def _end_reading(self) -> None:
@@ -189,10 +193,11 @@ class MinibatchSource(ABC):
                 self._refuse_left_out(follower, number)
 
     def _refuse_left_out(self, follower: Any, number: int) -> None:
-        left_out = f"at least {number} of the {self.num_read} minibatches of epoch {self.epoch}"
-        advice = "call it once after each minibatch, without backward() to skip one. It accumulates by itself, and"
-        advice += " an optimizer that makes fewer steps needs its own sampler"
-        raise RuntimeError(f"step() of {type(follower).__name__} was not called for {left_out}: {advice}")
+        raise RuntimeError(
+            f"step() of {type(follower).__name__} was not called for at least {number} of the {self.num_read} "
+            f"minibatches of epoch {self.epoch}: call it once after each minibatch. It accumulates by itself, a "
+            "skipped minibatch needs step() without backward(), and an optimizer that makes fewer steps its own sampler"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # optimizers attach themselves again to a copy that is theirs

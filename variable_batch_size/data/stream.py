@@ -32,7 +32,9 @@ class SampleSource:
 
     def __init__(self, samples: Samples) -> None:
         if not isinstance(samples, Iterable) and not callable(samples):
-            raise ValueError(f"`samples` must be an iterable or a function that returns one, got {samples!r}")
+            raise ValueError(
+                f"`samples` must be an iterable or a function that returns one, got {type(samples).__name__}"
+            )
         self._samples: Any = samples
         self._has_state = hasattr(samples, "state_dict") and hasattr(samples, "load_state_dict")
         self._first_state: Any = None  # of the stream at its beginning

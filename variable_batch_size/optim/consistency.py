@@ -160,8 +160,10 @@ def sync_added_params(
     if any(map(is_dtensor, added)):
         is_fully_sharded = bool(Wrappers(added, wrappers.model).fsdp)
         if is_fully_sharded != bool(wrappers.fsdp) or not _ranks_of_meshes(added) <= _ranks_of_meshes(before):
-            rule = "added parameters must be sharded over the same processes and in the same way as the others"
-            raise ValueError(f"{rule}: make the optimizer with them, frozen until they are to be trained")
+            raise ValueError(
+                "added parameters must be sharded over the same processes and in the same way as the others, or not "
+                "at all: make the optimizer with them, frozen until they are to be trained"
+            )
     _broadcast_over_mesh(added, communicator, model_groups(before, group_of(process_group)))
     wrappers.update([*before, *added])
     wrappers.disable_ddp_allreduce(communicator)

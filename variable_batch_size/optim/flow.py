@@ -136,7 +136,8 @@ class Flow:
             num_skipped = self._twin.read_into(self.rule, self.scaler, self.meter)
             self.num_skipped += num_skipped
             if num_skipped and self._communicator.rank == 0:
-                logger.warning("%d updates are skipped, by step %d: %s", num_skipped, self._twin.latest, _NONFINITE)
+                message = "%d updates were skipped up to step %d: %s, or %s"
+                logger.warning(message, num_skipped, self._twin.latest, _NONFINITE, _NOTHING)
 
     def release(self) -> None:
         """Let the host know all numbers, and take them from there in the next step: the rule may be changed."""
@@ -257,7 +258,7 @@ class _Twin:
         self._before = self._scaler.progress
         numbers = gradient.numbers()
         is_finite = numbers.isfinite().all()
-        is_made = is_finite if skips else is_finite.logical_or(is_finite.logical_not())
+        is_made = is_finite if skips else torch.ones_like(is_finite)
         step = self._traced(step)
         measured = gradient.interpret(numbers.to(self._dtype).unbind(), is_finite=True, n=step.num_minibatches)
         if measured.weight is not None:

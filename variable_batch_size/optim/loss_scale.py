@@ -78,11 +78,14 @@ class LossScale:
             self._everyone.sum([sums])
             mean, of_squares = (sums / self._everyone.num_replicas).tolist()
             if abs(of_squares - mean**2) > 1e-9 * mean**2:
-                rule = "the scale of GradScaler must be the same on all ranks of a model in fully_shard"
-                raise RuntimeError(f"{rule}, got {[float(scale) for scale, _ in of_step]} on this rank")
+                raise RuntimeError(
+                    "the scale of GradScaler must be the same on all ranks of a model in fully_shard, which reduces "
+                    f"gradients before they are unscaled, got {[float(scale) for scale, _ in of_step]} on this rank"
+                )
             return
         scales = [float(scale) for scale, _ in of_step]
         if len(set(scales)) > 1 and not any(float(inf) for _, inf in of_step):
-            rule = f"the scale of GradScaler must not change within a step, got {scales}"
-            advice = "use a large growth_interval, or `gradient_as_bucket_view=False`"
-            raise RuntimeError(f"with `gradient_as_bucket_view`, {rule}: {advice}")
+            raise RuntimeError(
+                "with `gradient_as_bucket_view`, the scale of GradScaler must not change within a step, as autograd "
+                f"sums its gradients, got {scales}: use a large growth_interval, or `gradient_as_bucket_view=False`"
+            )

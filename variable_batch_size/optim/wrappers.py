@@ -30,12 +30,15 @@ _FSDP1 = "FullyShardedDataParallel (FSDP1) is not supported, because it reduces 
 _FSDP1 += "use fully_shard (FSDP2) of torch.distributed.fsdp, available since torch 2.6"
 _UNSUPPORTED = {
     "torch.distributed.pipelining.stage._PipelineStageBase": "pipeline parallelism is not supported, because its "
-    "schedule runs the minibatches itself: use fully_shard or tensor parallelism",
-    "torch.distributed._composable.fsdp.FSDPModule": "fully_shard must be that of torch.distributed.fsdp, torch ≥ 2.6",
+    "schedule runs the minibatches itself: use fully_shard or tensor parallelism for a model that does not fit on one "
+    "device",
+    "torch.distributed._composable.fsdp.FSDPModule": "fully_shard must be that of torch.distributed.fsdp, available "
+    "since torch 2.6",
     "deepspeed.runtime.engine.DeepSpeedEngine": "a DeepSpeed engine is not supported, because it accumulates, reduces "
     "and updates itself: train the plain model, with fully_shard if it does not fit on one device",
     "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel.XlaFullyShardedDataParallel": "XlaFullyShardedData"
-    "Parallel is not supported, because it reduces gradients in every minibatch: use XLA's SPMD mode",
+    "Parallel is not supported, because it reduces gradients in every minibatch: use XLA's SPMD mode for a model that "
+    "does not fit on one core",
 }
 _USE_INTEGRATION = (
     "use prepare(accelerator, …) of variable_batch_size.integrations.accelerate instead, or in Transformers the "
@@ -43,7 +46,10 @@ _USE_INTEGRATION = (
 )
 _PREPARED = f"accelerator.prepare() was given {{}}: {_USE_INTEGRATION}"
 _LOADER = _PREPARED.format("a loader that is already sharded by its sampler or stream")
-_SKIP = "skip_first_batches() would skip minibatches that the optimizer counts: resume with vbs.epochs(optimizer, …)"
+_SKIP = (
+    "skip_first_batches() would skip minibatches that the optimizer counts: resume with "
+    "`for epoch in vbs.epochs(optimizer, …)`, which starts after the saved step"
+)
 _ACCELERATE = {
     "accelerate.optimizer.AcceleratedOptimizer": _PREPARED.format("an optimizer of this library, or its inner one"),
     "accelerate.scheduler.AcceleratedScheduler": _PREPARED.format("a scheduler, which would count minibatches"),
@@ -157,8 +163,10 @@ class Wrappers:
         uncovered = self._uncovered()
         may_have_norms = self.model is None and any(p.device.type not in ("cpu", "xla") for p in uncovered)
         if may_have_norms or _hooked(uncovered) - self.cleared:  # SyncBatchNorm itself refuses to train on a CPU
-            advice = "pass the wrapped model as `model=`, or call gc.freeze() after the optimizer is made"
-            raise RuntimeError(f"gc.freeze() hides the modules around the parameters: {advice}")
+            raise RuntimeError(
+                "gc.freeze() hides the modules around the parameters, such as a DistributedDataParallel: pass the "
+                "wrapped model as `model=`, or call gc.freeze() after the optimizer is made"
+            )
 
     def disable_ddp_allreduce(self, communicator: Communicator) -> None:
         """Switch off DDP's all-reduce, which is wrong if ranks have different numbers of minibatches, or hangs."""
@@ -307,9 +315,9 @@ def _is_frozen() -> bool:
 def _disable_before_forward(ddp: DistributedDataParallel, args: Any) -> None:
     ddp.require_backward_grad_sync = False
     if ddp._join_config.enable:
-        reason = "DistributedDataParallel.join() waits for all ranks in every forward pass"
         raise RuntimeError(
-            f"{reason}: call the model outside of join(), as the sampler ends epochs on all ranks together"
+            "DistributedDataParallel.join() waits for all ranks in every forward pass, but ranks run different numbers "
+            "of minibatches: call the model outside of join(), as the sampler ends an epoch on all ranks together"
         )
 
 

@@ -446,7 +446,7 @@ def test_accumulated_bucket_view_cannot_be_dropped():
     backward(model, 1)
     message = (
         r"^With `gradient_as_bucket_view`, zero_grad\(\) cannot drop the gradient of a backward pass without step\(\): "
-        r"it was added to those before\.$"
+        r"it was added to those of the minibatches before\.$"
     )
     with pytest.raises(RuntimeError, match=message):
         optimizer.zero_grad()

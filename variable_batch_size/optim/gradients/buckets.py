@@ -352,8 +352,10 @@ class BucketAccumulator(GradientAccumulator):
                 self.begin_epoch(self._epoch)
         elif not is_untouched:
             if not self._measures and self._wide is None:
-                problem = "zero_grad() cannot drop the gradient of a backward pass without step()"
-                raise RuntimeError(f"With `gradient_as_bucket_view`, {problem}: it was added to those before.")
+                raise RuntimeError(
+                    "With `gradient_as_bucket_view`, zero_grad() cannot drop the gradient of a backward pass without "
+                    "step(): it was added to those of the minibatches before."
+                )
             self._buckets.zero_()
             self._versions = self._buckets.versions()
 

@@ -132,9 +132,10 @@ class FSDPAccumulator(GradientAccumulator):
             for tensor in (p, unsharded)
         )
         if math.prod(sizes) != len(self._ranks) or sizes_unsharded:
-            rule = f"over the {len(self._ranks)} ranks that the sampler assigns different samples to"
-            advice = 'Use fully_shard(model, mesh=mesh["data"]) and process_group=mesh["data"]'
-            raise ValueError(f"fully_shard must be {rule}. {advice}.")
+            raise ValueError(
+                f"fully_shard must be over the {len(self._ranks)} ranks that the sampler assigns different samples to. "
+                'Use the same mesh for both: fully_shard(model, mesh=mesh["data"]) and process_group=mesh["data"].'
+            )
 
     def _drop_unreduced(self) -> None:
         for state in fsdp_states(self._modules):
@@ -196,8 +197,10 @@ class FSDPAccumulator(GradientAccumulator):
         if not any(p.requires_grad for p in parameters) or any(p.grad is not None for p in parameters):
             return
         if not self._graphs:
-            advice = "To leave a minibatch out, run its forward pass, and call step() without backward()."
-            raise RuntimeError(f"step() was called without a forward pass of the fully_shard model. {advice}")
+            raise RuntimeError(
+                "step() was called without a forward pass of the fully_shard model, in which the other ranks wait for "
+                "this one. To leave a minibatch out, run its forward pass, and call step() without backward()."
+            )
         was_padding, self._is_padding = self._is_padding, True  # zeros times an infinite activation are NaN
         torch.autograd.backward(self._graphs, [torch.zeros_like(graph) for graph in self._graphs])
         self._is_padding = was_padding
