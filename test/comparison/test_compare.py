@@ -36,7 +36,7 @@ def digits(tmp_path_factory):
     return directory
 
 
-def test_every_combination_and_the_yardstick_are_run(digits):
+def test_every_combination_and_the_baseline_are_run(digits):
     found = [(row["trace"], row["rule"], row["seed"]) for row in rows(digits)]
     combinations = [(t, r, s) for t in ("ramp", "spot") for r in ("adascale", "constant", "linear") for s in "01"]
     assert found == [("reference", "constant", "0"), ("reference", "constant", "1"), *combinations]

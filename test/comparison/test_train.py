@@ -103,7 +103,7 @@ def test_until_progress_other_rules_make_the_updates_of_adascale(tmp_path):
     found = rows_by_run(tmp_path)
     for trace, seed in product(("ramp", "spot"), (0, 1)):
         adascale, linear = found[trace, "adascale", seed], found[trace, "linear", seed]
-        assert float(adascale["progress"]) >= 120  # the updates of the yardstick
+        assert float(adascale["progress"]) >= 120  # the updates of the baseline
         assert int(adascale["updates"]) == int(linear["updates"]) < 120
         assert int(adascale["samples"]) > 960
         lrs = [r["lr"] / r["factor"] for r in records(tmp_path, trace, "linear", seed) if "lr" in r]

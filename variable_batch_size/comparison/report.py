@@ -122,7 +122,7 @@ class Arm(NamedTuple):
 
 
 def arms_of(results: Results) -> tuple[Arm | None, dict[str, list[Arm]]]:
-    """The yardstick, and the arms of each trace on which a run has ended, in the order of the command."""
+    """The baseline, and the arms of each trace on which a run has ended, in the order of the command."""
     outcomes: dict[tuple[str, str], list[tuple[Run, Outcome]]] = {}
     for run, outcome in results.runs():
         outcomes.setdefault((run.trace, run.rule), []).append((run, outcome))
@@ -303,7 +303,7 @@ def write_report(results: Results) -> None:
         settings=settings,
         num_planned=len(results.planned()),
         traces=[_trace(settings, name, arms, reference) for name, arms in on_traces.items()],
-        result_columns=("rule", "final", "against the yardstick", "best", "updates", "samples", "seconds", "runs"),
+        result_columns=("rule", "final", "against the baseline", "best", "updates", "samples", "seconds", "runs"),
         runs=[(row["status"], [_or_dash(row[name], _FORMATS.get(name, str)) for name in columns]) for row in rows],
         run_columns=[name.replace("final_metric", "final").replace("best_metric", "best") for name in columns],
         commands=list(dict.fromkeys(origin["command"] for origin in recorded["origins"])),
@@ -331,7 +331,7 @@ def _trace(settings: Settings, name: str, arms: Sequence[Arm], reference: Arm | 
     kinds = ["done" if arm.final else "diverged" if arm.seeds(DIVERGED) else "failed" for arm in ranked]
     rows = [(kind, _result_cells(settings, arm, reference)) for kind, arm in zip(kinds, ranked, strict=True)]
     if reference is not None:
-        rows.append(("yardstick", _result_cells(settings, reference, None)))
+        rows.append(("baseline", _result_cells(settings, reference, None)))
     words = {"verdict": verdict(settings, arms, reference), "ranking": ranking_in_words(settings, arms)}
     return {"name": name, "rows": rows, **words}
 
@@ -345,7 +345,7 @@ def _result_cells(settings: Settings, arm: Arm, reference: Arm | None) -> list[s
         gap = arm.final.mean - reference.final.mean
         against = ("+" if gap >= 0 else "−") + number(abs(gap), like=reference.final.mean)
     return [
-        f"always {settings.ref_batchsize} (yardstick)" if arm.is_reference else arm.rule,
+        f"always {settings.ref_batchsize} (baseline)" if arm.is_reference else arm.rule,
         cell("final_metric", lambda found: found.text(settings.unit)),
         against,
         cell("best_metric", lambda found: found.text(settings.unit)),
