@@ -162,7 +162,7 @@ def compare(name: str, accumulate: int, peer: Any, options: argparse.Namespace) 
     peak_memory(makers["plain loop"])  # the first run also benchmarks algorithms, which takes extra memory
     memory = {side: peak_memory(make) for side, make in makers.items()}
     updates = {side: seconds_of(make()) for side, make in makers.items()}
-    print_comparison(in_turn(updates, repeats=options.repeats, warmup=2), peer="plain loop")
+    print_comparison(in_turn(updates, repeats=options.repeats, warmup=4), peer="plain loop")
     for side, peak in memory.items():
         extra = (peak - memory["plain loop"]) / gradient
         print(f"{side:28}{peak:8.0f} MiB at the peak, plain {extra:+.2f} gradients")

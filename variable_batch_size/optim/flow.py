@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _HOSTS = ("cpu",)  # devices whose numbers the host reads without a wait
 _MAX_GROUPS = 8  # each takes some small operations on the device
+_NUM_AT_ONCE = 20  # estimates: until then, one step changes the average much, and weights and gradients change fast
 _NONFINITE = "the gradient is not finite"
 _NOTHING = "all minibatches have the weight 0"
 
@@ -48,7 +49,7 @@ class Flow:
       the host reads only if they are asked for. It needs an inner optimizer that takes them there: fused SGD, Adam and
       AdamW, and on XLA SGD and capturable Adam and AdamW; and a rule of this library. Results are the same.
     - *One step late*: the norms of a step are copied while the next one runs, and make the gain of that. For all other
-      inner optimizers and rules.
+      inner optimizers and rules. The first steps are read at once.
 
     Args:
         rule, scaler, meter: the rule, its factors, and another meter if there is one: what the host knows.
@@ -106,7 +107,7 @@ class Flow:
         if self._twin is not None or self._pending is not None:
             self.settle()
         self._twin = self._saved_progress = None
-        if looks and self.way == "one step late" and not skips:
+        if looks and self.way == "one step late" and not skips and not self._is_new(step, num_groups):
             self._pending = _Pending(step, gradient)
         elif looks:
             measured = gradient.measure()
@@ -116,6 +117,14 @@ class Flow:
                 return Outcome([], _NOTHING)
             self._observe(step, measured)
         return Outcome(self.scaler.move(step, num_groups))
+
+    def _is_new(self, step: Step, num_groups: int) -> bool:
+        """Whether the rule has few estimates, and this step gives another."""
+        if not isinstance(self.rule, NoiseRule):
+            return self.rule.measures_noise and step.steps_done < _NUM_AT_ONCE
+        counts = [average.count for average in self.rule.meter.averages]
+        is_known = len(counts) == num_groups and any(counts)
+        return step.num_minibatches >= 2 and not (is_known and all(n >= _NUM_AT_ONCE for n in counts if n))
 
     def _observe(self, step: Step, measured: Measured) -> None:
         observed = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
