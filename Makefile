@@ -6,11 +6,13 @@ BIN = $(VENV)/bin
 comma := ,
 XLA := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),xla$(comma))
 
-# .venv is created here; any other existing environment is used unchanged if it has the packages that a target needs
+# .venv is created here; any other existing environment is used unchanged if it has the packages that a target needs,
+# unless it was created here: the file .demo in it names the clone
 ifneq ($(VENV),.venv)
 export PYTHONPATH := $(CURDIR)
 endif
-SETS_UP := $(or $(filter .venv,$(VENV)),$(if $(wildcard $(BIN)/python),$(wildcard $(VENV)/.demo),$(VENV)))
+IS_OWN = $(filter $(CURDIR),$(shell cat $(VENV)/.demo 2> /dev/null))
+SETS_UP := $(or $(filter .venv,$(VENV)),$(if $(wildcard $(BIN)/python),$(IS_OWN),$(VENV)))
 FOR_DEMO := $(if $(SETS_UP),$(VENV)/.demo,complete)
 FOR_ALL := $(if $(SETS_UP),$(VENV)/.test,complete)
 
@@ -89,6 +91,7 @@ soak: export PYTHONPATH := $(CURDIR):$(CURDIR)/test/support
 soak: $(FOR_ALL)
 	$(BIN)/python tools/soak.py --directory .soak
 	$(BIN)/python tools/elastic.py --directory .soak
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m long
 	$(MAKE) tpu torchtpu
 
 # mutation testing: prints the mutants that no test kills; for some files: make mutants ONLY="rules/noise.py rules/adam.py"
@@ -110,7 +113,7 @@ $(VENV)/.demo $(VENV)/.test: setup.cfg pyproject.toml
 	@if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; set -x; \
 		$(BIN)/pip install $$quiet --disable-pip-version-check --no-compile --editable '.[$(PACKAGES)]' 'torch==2.9.*'
 	$(COMPILE)
-	touch $(VENV)/.demo $@
+	echo '$(CURDIR)' | tee $(VENV)/.demo > $@
 
 complete:
 	@$(BIN)/python .ci/missing.py $(EXTRAS)

@@ -27,7 +27,7 @@ UPDATES = 8
 class Workload:
     """A model on a fixed minibatch of random data, in bf16 autocast: images channels-last, or text of 1024 tokens."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, fused: bool = False) -> None:
         self.rules = {"LinearRuleOptimizer": vbs.LinearRuleOptimizer, "AdaScaleOptimizer": vbs.AdaScaleOptimizer}
         if name == "gpt":
             self.minibatch = 8
@@ -35,7 +35,7 @@ class Workload:
             self.x = torch.randint(0, gpt.VOCABULARY, (self.minibatch, gpt.CONTEXT + 1), device="cuda")
             self.loss = lambda model: gpt.loss(model, self.x)
             self.total = lambda model: gpt.loss(model, self.x, reduction="sum")
-            self.optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-5)
+            self.optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
             self.rules["AdamScaleOptimizer"] = vbs.AdamScaleOptimizer
             return
         self.minibatch, size = SHAPES[name]
@@ -44,7 +44,7 @@ class Workload:
         self.x = x.to(memory_format=torch.channels_last)
         self.y = torch.randint(0, 1000, (self.minibatch,), device="cuda")
         self.loss = self.loss_of_images
-        self.optimizer = lambda model: torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+        self.optimizer = lambda model: torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=fused)
 
     def loss_of_images(self, model: nn.Module) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):
@@ -132,19 +132,19 @@ def peak_memory(make: Callable[[], Callable[[], None]]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool, more: bool, sides: list[str]) -> None:
-    workload = Workload(name)
+def compare(name: str, accumulate: int, peer: Any, options: argparse.Namespace) -> None:
+    workload = Workload(name, fused=options.fused)
     makers = {
         "plain loop": partial(workload.plain, accumulate),
         "plain loop again": partial(workload.plain, accumulate),
         "plain loop that waits": partial(workload.plain, accumulate, waits=True),
         **{rule: partial(workload.ours, kind, accumulate) for rule, kind in workload.rules.items()},
     }
-    if keeps:
+    if options.kept:
         makers["linear, kept gradients"] = partial(
             workload.ours, vbs.LinearRuleOptimizer, accumulate, gradient_as_bucket_view=True
         )
-    if more:
+    if options.more:
         linear = partial(workload.ours, vbs.LinearRuleOptimizer, accumulate)
         makers["linear, noise measured"] = partial(linear, measure_noise=True)
         makers["linear, seeded"] = partial(linear, seed_minibatches=True)
@@ -154,14 +154,15 @@ def compare(name: str, accumulate: int, peer: Any, repeats: int, keeps: bool, mo
             makers["linear, weights and noise"] = partial(workload.weighted, accumulate, measure_noise=True)
     if accumulate > 1 and peer is not None and name != "gpt":  # FairScale's AdaScale needs two gradients, and SGD
         makers["FairScale AdaScale"] = partial(workload.fairscale, peer, accumulate)
-    if sides:
-        makers = {side: make for side, make in makers.items() if side.startswith("plain") or side in sides}
+    if options.sides:
+        makers = {side: make for side, make in makers.items() if side.startswith("plain") or side in options.sides}
     gradient = sum(p.numel() * p.element_size() for p in workload.model.parameters()) / 2**20
-    print(f"\n{name}, {workload.minibatch} samples, accumulation {accumulate}, gradient {gradient:.0f} MiB")
+    form = "fused" if options.fused else "default form of the optimizer"
+    print(f"\n{name}, {workload.minibatch} samples, accumulation {accumulate}, gradient {gradient:.0f} MiB, {form}")
     peak_memory(makers["plain loop"])  # the first run also benchmarks algorithms, which takes extra memory
     memory = {side: peak_memory(make) for side, make in makers.items()}
     updates = {side: seconds_of(make()) for side, make in makers.items()}
-    print_comparison(in_turn(updates, repeats=repeats, warmup=2), peer="plain loop")
+    print_comparison(in_turn(updates, repeats=options.repeats, warmup=4), peer="plain loop")
     for side, peak in memory.items():
         extra = (peak - memory["plain loop"]) / gradient
         print(f"{side:28}{peak:8.0f} MiB at the peak, plain {extra:+.2f} gradients")
@@ -173,6 +174,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--fairscale", metavar="FILE", help="FairScale's adascale.py, if it is not installed")
+    parser.add_argument("--fused", action="store_true", help="all sides with fused=True")
     parser.add_argument("--kept", action="store_true", help="also gradient_as_bucket_view")
     parser.add_argument("--more", action="store_true", help="also weights, noise, seeds per minibatch and exact sums")
     parser.add_argument("--sides", nargs="+", default=[], help="only these sides and the plain loop, by name")
@@ -183,7 +185,7 @@ def main() -> None:
     peer = fairscale_adascale(options.fairscale)
     for name in options.models:
         for accumulate in options.accumulate:
-            compare(name, accumulate, peer, options.repeats, options.kept, options.more, options.sides)
+            compare(name, accumulate, peer, options)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import variable_batch_size as vbs
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 MINIBATCH = {"cpu": 32, "cuda": 8}  # with 8 texts of 1,024 tokens fully_shard keeps a fast GPU waiting for the host
 WIDTH, LAYERS = 512, 8
+WARM = 24  # updates: of the first 20, AdaScale reads the gain at once
 SIDES = ["plain", "plain again", "plain that waits", "linear", "AdaScale"]
 WAYS = ["sharded", "sharded, reduced once a step", "wrapped"]
 RULES = {"linear": vbs.LinearRuleOptimizer, "AdaScale": vbs.AdaScaleOptimizer}
@@ -173,7 +174,8 @@ def time_sides(
         wait(device)
         return (time.perf_counter() - start) / at_once
 
-    seconds = in_turn({side: partial(timed, update) for side, update in updates.items()}, repeats=repeats, warmup=2)
+    sides = {side: partial(timed, update) for side, update in updates.items()}
+    seconds = in_turn(sides, repeats=repeats, warmup=-(-WARM // at_once))
     peaks = {side: peak_of(update) for side, update in updates.items()} if device == "cuda" else {}
     return seconds, {side: (peak - peaks["plain"]) / gradient for side, peak in peaks.items()}
 

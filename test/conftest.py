@@ -33,14 +33,14 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip tests that need torch_xla where it cannot be installed; on Linux x86-64, its absence is a failure.
+    """Leave out what needs ``-m`` (long tests, environments of their own), and what needs a missing torch_xla.
 
-    Tests in environments of their own (``make tpu``, ``make torchtpu``) are deselected unless ``-m`` names them.
+    Where torch_xla can be installed, on Linux x86-64, its absence is a failure.
     """
-    own = {marker for marker in ("tpu_compiler", "torch_tpu") if marker not in config.option.markexpr}
-    left_out = [item for item in items if any(marker.name in own for marker in item.iter_markers())]
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=left_out)
+    left_out = {marker for marker in ("long", "tpu_compiler", "torch_tpu") if marker not in config.option.markexpr}
+    is_left_out = [any(marker.name in left_out for marker in item.iter_markers()) for item in items]
+    config.hook.pytest_deselected(items=[item for item, own in zip(items, is_left_out, strict=True) if own])
+    items[:] = [item for item, own in zip(items, is_left_out, strict=True) if not own]
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist
         items[:] = division.longest_first(items)
     if find_spec("torch_xla") or (platform.system(), platform.machine()) == ("Linux", "x86_64"):
@@ -84,7 +84,10 @@ def on_cores(tmp_path_factory):
     def run(cores, function, *args):
         if cores not in standing or standing[cores].is_broken:
             standing[cores] = StandingCores(cores, tmp_path_factory.mktemp(f"{cores}-cores"))
-        return standing[cores].run(function, *args)
+        results = standing[cores].run(function, *args)
+        if standing[cores].are_busy_when_idle():
+            standing[cores].kill()
+        return results
 
     yield run
     for one in standing.values():
@@ -107,20 +110,23 @@ def on_new_cores(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def on_xla():
-    """Runs a function on virtual XLA cores, like a launch, but without importing torch_xla each time."""
+def xla_launcher():
+    """Launches functions on virtual XLA cores without importing torch_xla each time."""
     from xla_launcher import XlaLauncher
 
-    launchers = []
+    launcher = XlaLauncher()
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="session")
+def on_xla(xla_launcher):
+    """Runs a function on virtual XLA cores, like a launch."""
 
     def run(cores, function, *args, **options):
-        if not launchers:
-            launchers.append(XlaLauncher())
-        return launchers[0].run(function, args, cores=cores, **options)
+        return xla_launcher.run(function, args, cores=cores, **options)
 
-    yield run
-    for launcher in launchers:
-        launcher.close()
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,10 @@ def make(*arguments):
 
 @pytest.fixture(scope="module")
 def demo():
-    """The output of the demo, and the rows of its table."""
-    done = make("demo", f"VENV={sys.prefix}")
+    """The output of the demo, and the rows of its table; XLA compiles its programs without optimizing them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        done = make("demo", f"VENV={sys.prefix}")
     assert done.returncode == 0, done.stderr
     return done.stdout, dict(re.findall(r"^(\S.*?) {2,}(.+)$", done.stdout, re.MULTILINE))
 
@@ -116,7 +118,7 @@ def test_demo_installs_its_own_packages_and_tests_install_all(tmp_path):
 def test_installed_packages_are_not_installed_again(stamps, for_demo, for_tests, tmp_path):
     venv.create(tmp_path, with_pip=False)
     for stamp in stamps:
-        (tmp_path / stamp).touch()
+        (tmp_path / stamp).write_text(f"{ROOT}\n")
     assert installed(make("--dry-run", "demo", f"VENV={tmp_path}").stdout) == for_demo
     assert installed(make("--dry-run", "lint", f"VENV={tmp_path}").stdout) == for_tests
 
@@ -124,10 +126,19 @@ def test_installed_packages_are_not_installed_again(stamps, for_demo, for_tests,
 def test_packages_are_installed_again_when_the_requirements_change(tmp_path):
     venv.create(tmp_path, with_pip=False)
     for stamp in STAMPS:
-        (tmp_path / stamp).touch()
+        (tmp_path / stamp).write_text(f"{ROOT}\n")
         os.utime(tmp_path / stamp, (0, 0))
     assert installed(make("--dry-run", "demo", f"VENV={tmp_path}").stdout) == [{"demo"}]
     assert installed(make("--dry-run", "test", f"VENV={tmp_path}").stdout) == [{"demo", "docs", "test"}]
+
+
+def test_environment_of_another_clone_is_not_modified(tmp_path):
+    venv.create(tmp_path, with_pip=False)
+    for stamp in STAMPS:
+        (tmp_path / stamp).write_text("/another/clone\n")
+        os.utime(tmp_path / stamp, (0, 0))
+    for goal in ("demo", "test"):
+        assert installed(make("--dry-run", goal, f"VENV={tmp_path}").stdout) == []
 
 
 SKIPPED = """
@@ -138,18 +149,23 @@ SKIPPED = """
     @pytest.mark.parametrize("number", range(5))
     def test_on_xla(number):
         pass
+
+    @pytest.mark.long
+    def test_for_hours():
+        raise AssertionError
 """
 
 
-def test_last_line_is_the_number_of_skipped_xla_tests(tmp_path):
+def test_last_line_is_the_number_of_skipped_xla_tests_and_long_ones_are_left_to_make_soak(tmp_path):
     (tmp_path / "test_xla.py").write_text(textwrap.dedent(SKIPPED))
     conftest = (ROOT / "test" / "conftest.py").read_text()
     # as on a machine without a wheel, on any machine
     conftest = conftest.replace("import platform\n", "import platform\nplatform.machine = lambda: 'riscv64'\n")
     conftest = conftest.replace('find_spec("torch_xla")', "None")
     (tmp_path / "conftest.py").write_text(conftest)
-    command = [sys.executable, "-m", "pytest", "-c", ROOT / "setup.cfg", "--rootdir", tmp_path, "-n", "2"]
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / "setup.cfg", "--rootdir", tmp_path, "-n", "1"]
     done = subprocess.run([*command, tmp_path], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     expected = "5 XLA tests did not run: torch_xla has no wheel for this processor (Linux on riscv64)"
     assert done.stdout.splitlines()[-1] == expected.replace("Linux", platform.system())
+    assert "-m long" in make("--dry-run", "soak").stdout

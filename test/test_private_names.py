@@ -100,7 +100,7 @@ TABLE = {
         *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
     },
     "optim/probe.py": {"hooked"},  # to make a step without the hooks of all optimizers
-    "runs/async_writer.py": {"_register_atexit"},  # atexit is too late to start a thread, which an upload may need
+    "runs/remote.py": {"_register_atexit"},  # atexit is too late to start a thread, which an upload may need
     "runs/sharded_state.py": {
         "_metadata",
         "_orig_mod",

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import forked
@@ -56,11 +57,11 @@ def test_missed_target_is_not_restarted_by_torchrun(monkeypatch):
     assert variable_train_mnist.exit_code_of_a_miss() == variable_train_mnist.EXIT_MISSED
 
 
-BRIEFLY = ["--num_epochs", 3, "--lr", 0.05, "--target_accuracy", 0, "--log_steps", 10]
+BRIEFLY = ["--num_epochs", 2, "--lr", 0.05, "--target_accuracy", 0, "--log_steps", 10]
 
 
-def losses_and_accuracy(directory, *flags, launcher=()):
-    code, output = run(*BRIEFLY, *flags, "--logdir", directory, launcher=launcher)
+def losses_and_accuracy(directory, *flags, run=run):
+    code, output = run(*BRIEFLY, *flags, "--logdir", directory)
     assert code == 0, output
     records = [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
     return [record["loss"] for record in records if "loss" in record], accuracy(output)
@@ -71,16 +72,20 @@ def alone(tmp_path_factory):
     return losses_and_accuracy(tmp_path_factory.mktemp("alone"), "--backend", "none")
 
 
-@pytest.mark.parametrize(
-    ("launcher", "flags"),
-    [
-        (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], ["--num_workers", 1]),
-        pytest.param([], ["--num_cores", 8, "--backend", "xla", "--metrics_debug"], marks=pytest.mark.xla),
-    ],
-    ids=["torchrun", "xla"],
-)
-def test_any_type_of_cores_equals_one_process(alone, launcher, flags, tmp_path):
-    losses, found = losses_and_accuracy(tmp_path, *flags, launcher=launcher)
+def test_torchrun_equals_one_process(alone, tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    check_equal(losses_and_accuracy(tmp_path, "--num_workers", 1, run=partial(run, launcher=launcher)), alone)
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize("cores", [2, pytest.param(8, marks=pytest.mark.long)])
+def test_xla_cores_equal_one_process(alone, xla_launcher, cores, tmp_path):
+    flags = ["--num_cores", cores, "--backend", "xla", "--metrics_debug"]
+    check_equal(losses_and_accuracy(tmp_path, *flags, run=partial(xla_launcher.call, run)), alone)
+
+
+def check_equal(found, alone):
+    losses, found = found
     expected, of_one_process = alone
     assert len(losses) == len(expected)
     # of the first 20 steps; a difference of 1e-6 in the initial weights changes them by a factor of 3e-5

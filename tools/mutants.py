@@ -78,6 +78,7 @@ OF_RUNS = [
     "test/runs/test_log_metrics.py",
 ]
 OF_SCHEDULES = [
+    "test/schedules/test_schedule_batch_sizes.py",
     "test/schedules/test_schedule.py",
     "test/schedules/test_schedule_history.py",
     "test/schedules/test_live.py",
@@ -127,7 +128,6 @@ TESTS = {
     "optim/gradients/fixed_point.py": OF_EXACT,
     "runs/state_file.py": ["test/runs/test_state_file.py", "test/runs/test_checkpoint.py"],
     "runs/checkpoint.py": OF_RUNS,
-    "schedules/batch_sizes.py": ["test/schedules/test_batch_sizes.py", *OF_SCHEDULES],
     "schedules/schedule.py": OF_SCHEDULES,
 }
 """The tests of each file."""

@@ -1,7 +1,4 @@
-"""Train PyTorch models with a variable global batch size, on XLA cores, torch.distributed processes or one process.
-
-The public names are listed in ``__init__.pyi`` and are loaded when they are first used.
-"""
+"""Train PyTorch models with a variable global batch size, on XLA cores, torch.distributed processes or one process."""
 
 import lazy_loader
 

@@ -11,11 +11,7 @@ T = TypeVar("T")
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
-    """Whether a value is an int or a numpy integer, but not a bool.
-
-    >>> is_integer(3), is_integer(3.0), is_integer(True)
-    (True, False, False)
-    """
+    """Whether a value is an int or a numpy integer, but not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -24,12 +20,6 @@ def check_integer(**values: Any) -> None:
 
 
 def check_positive(**values: Any) -> None:
-    """Raise unless all arguments are positive integers.
-
-    >>> check_positive(minibatch_size=0)
-    Traceback (most recent call last):
-    ValueError: `minibatch_size` must be a positive integer, got 0
-    """
     _check(values, "a positive integer", lambda value: is_integer(value) and value > 0)
 
 
@@ -46,12 +36,6 @@ def check_within(largest: int, **values: Any) -> None:
 
 
 def check_one_of(choices: Iterable[str], **values: Any) -> None:
-    """Raise unless all arguments are among the choices.
-
-    >>> check_one_of(("stop", "hold"), on_end="halt")
-    Traceback (most recent call last):
-    ValueError: `on_end` must be one of 'stop', 'hold', got 'halt'
-    """
     _check(values, f"one of {', '.join(map(repr, choices))}", lambda value: value in choices)
 
 
@@ -62,12 +46,7 @@ def _check(values: Mapping[str, Any], rule: str, is_right: Callable[[Any], bool]
 
 
 def copy_for_run(recipe: T, *shared: Any) -> T:
-    """A copy of a rule or policy, so that a run does not change the object that was passed, which others may use.
-
-    Args:
-        recipe: the rule or policy.
-        shared: objects that the copy refers to, where the recipe does, instead of copies of them.
-    """
+    """A copy of a rule or policy for a run; it refers to the `shared` objects that the recipe refers to."""
     try:
         return copy.deepcopy(recipe, {id(one): one for one in shared})
     except TypeError as error:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+TEMPORARY = ".tmp"  # suffix of a file that is being written
+
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The JSON records in the lines of a file; ValueError with the first line that is not a record."""
@@ -19,9 +21,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path}:{number}: expected a JSON record, got {line[:40]!r}")
         records.append(record)
     return records
-
-
-TEMPORARY = ".tmp"  # suffix of a file that is being written
 
 
 def write(path: Path, fill: Callable[[Path], Any]) -> None:

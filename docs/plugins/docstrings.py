@@ -1,4 +1,4 @@
-"""Turns docstrings into Markdown for the reference: roles become links, doctests become code blocks."""
+"""Turns docstrings into Markdown for the reference: roles become links, doctests code blocks, and comments items."""
 
 import re
 from typing import Any
@@ -21,10 +21,23 @@ class Docstrings(griffe.Extension):
             text = _DOCTEST.sub(_as_block, thing.docstring.value)
             if thing.is_class and "NamedTuple" in map(str, thing.bases):
                 text = text.replace("Args:\n", "Attributes:\n")  # griffe does not know that they are arguments, too
+            if thing.is_class and not re.search("^(Args|Attributes):$", text, re.MULTILINE):
+                text += _fields(thing)
             thing.docstring.value = _ROLE.sub(lambda found: _as_link(found[1], thing, public), text)
         for member in thing.members.values():
             if not member.is_alias:
                 self._rewrite(member, public)
+
+
+def _fields(thing: griffe.Object) -> str:
+    """The comments next to the fields of a dataclass or named tuple, as the descriptions of its attributes."""
+    if "dataclass" not in thing.labels and "NamedTuple" not in map(str, thing.bases):
+        return ""
+    lines = thing.lines_collection[thing.filepath]
+    declared = {name: lines[field.endlineno - 1] for name, field in thing.members.items() if field.is_attribute}
+    comments = {name: line.partition("  # ")[2] for name, line in declared.items()}
+    items = [f"    {name}: {comment}." for name, comment in comments.items() if comment]
+    return "\n\n" + "\n".join(["Attributes:", *items]) if items else ""
 
 
 def _as_block(found: re.Match[str]) -> str:

@@ -5,14 +5,11 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import time
 
 import comparisons
 import pytest
 from comparisons import (
-    command,
-    environment,
     fork_vbs_compare,
     records,
     rows,
@@ -39,7 +36,7 @@ def digits(tmp_path_factory):
     return directory
 
 
-def test_every_combination_and_the_yardstick_are_run(digits):
+def test_every_combination_and_the_baseline_are_run(digits):
     found = [(row["trace"], row["rule"], row["seed"]) for row in rows(digits)]
     combinations = [(t, r, s) for t in ("ramp", "spot") for r in ("adascale", "constant", "linear") for s in "01"]
     assert found == [("reference", "constant", "0"), ("reference", "constant", "1"), *combinations]
@@ -152,7 +149,7 @@ def test_workload_of_the_documentation_runs_with_its_command(tmp_path):
     (tmp_path / "spirals.py").write_text(block)
     (line,) = re.findall(r"^vbs compare --workload spirals.*$", page, re.MULTILINE)
     arguments = shlex.split(line)[2:]
-    done = subprocess.run(command(*arguments, "--seeds", 1), cwd=tmp_path, env=environment(), capture_output=True)
+    done = fork_vbs_compare(*arguments, "--seeds", 1, folder=tmp_path).finish()
     assert done.returncode == 0, done.stderr
     found = rows(tmp_path / "results" / "spirals")
     assert [row["status"] for row in found] == ["done"] * 5

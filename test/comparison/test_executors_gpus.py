@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from comparisons import forked_runs
 
 from variable_batch_size.comparison import compare
 from variable_batch_size.comparison.compare import LocalProcesses
@@ -30,7 +31,7 @@ def die():
 def test_replacement_process_gets_the_gpus_of_the_dead_one(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     runs = [Run("spot", "linear", seed) for seed in range(3)]
-    with LocalProcesses(2, environments=compare.environments(2, 1)) as workers:
+    with forked_runs(), LocalProcesses(2, environments=compare.environments(2, 1)) as workers:
         workers.start(runs[0], (visible_gpus, (), {}))
         workers.start(runs[1], (die, (), {}))
         outcomes = dict(workers.next_outcome() for _ in range(2))

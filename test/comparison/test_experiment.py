@@ -3,7 +3,7 @@
 from variable_batch_size.comparison.experiment import Run, default_traces, runs_of
 
 
-def test_runs_are_every_combination_after_the_yardstick():
+def test_runs_are_every_combination_after_the_baseline():
     assert runs_of(["a", "b"], ["root"], 2) == [
         Run("reference", "constant", 0),
         Run("reference", "constant", 1),

@@ -26,12 +26,12 @@ def test_different_trace_with_the_same_name_raises(tmp_path):
         results.write_experiment(SETTINGS, {}, {"ramp": Trace.from_sequence([16, 16])}, [])
 
 
-def test_existing_runs_are_added_to_the_planned_ones_with_the_yardstick_first(tmp_path):
+def test_existing_runs_are_added_to_the_planned_ones_with_the_baseline_first(tmp_path):
     write_results(tmp_path, {FIRST: ended(98.0)})
-    yardstick, more = Run("reference", "constant", 0), Run("early", "root", 1)
-    results = write_results(tmp_path, {more: ended(97.0), yardstick: ended(99.0)})
-    assert results.planned() == [yardstick, more, FIRST]
-    assert [run for run, _ in results.runs()] == [yardstick, more, FIRST]
+    baseline, more = Run("reference", "constant", 0), Run("early", "root", 1)
+    results = write_results(tmp_path, {more: ended(97.0), baseline: ended(99.0)})
+    assert results.planned() == [baseline, more, FIRST]
+    assert [run for run, _ in results.runs()] == [baseline, more, FIRST]
 
 
 @pytest.mark.parametrize("text", ["", '{"status": "do', '{"state": "done"}'])

@@ -85,12 +85,12 @@ def test_rules_with_a_parameter_are_compared_under_their_full_name(tmp_path):
 
 
 @pytest.mark.xla
-def test_on_xla_cores_the_curve_is_the_same(tmp_path):
+def test_on_xla_cores_the_curve_is_the_same(xla_launcher, tmp_path):
     vbs.Trace.from_sequence([8, 24, 40, 16, 32] * 2).write(tmp_path / "jumps.csv")
     options = ["--workload", "comparisons:line", "--traces", tmp_path / "jumps.csv"]
     options += ["--seeds", 1, "--rules", "adascale"]
     vbs_compare(*options, "--out", tmp_path / "cpu")
-    vbs_compare(*options, "--out", tmp_path / "xla", "--device", "xla", "--cores", 2)
+    xla_launcher.call(vbs_compare, *options, "--out", tmp_path / "xla", "--device", "xla", "--cores", 2)
     for here, there in zip(rows(tmp_path / "cpu"), rows(tmp_path / "xla"), strict=True):
         assert here["status"] == there["status"] == "done"
         assert float(here["final_metric"]) == pytest.approx(float(there["final_metric"]), rel=1e-5)
@@ -103,7 +103,7 @@ def test_until_progress_other_rules_make_the_updates_of_adascale(tmp_path):
     found = rows_by_run(tmp_path)
     for trace, seed in product(("ramp", "spot"), (0, 1)):
         adascale, linear = found[trace, "adascale", seed], found[trace, "linear", seed]
-        assert float(adascale["progress"]) >= 120  # the updates of the yardstick
+        assert float(adascale["progress"]) >= 120  # the updates of the baseline
         assert int(adascale["updates"]) == int(linear["updates"]) < 120
         assert int(adascale["samples"]) > 960
         lrs = [r["lr"] / r["factor"] for r in records(tmp_path, trace, "linear", seed) if "lr" in r]

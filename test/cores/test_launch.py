@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import time
@@ -34,7 +35,7 @@ def append_rank(numbers):
     numbers.append(rank)
     # long enough for every thread to append to a shared list, if it were shared; and the last thread ends first
     time.sleep(0.5 * (size - rank))
-    return numbers
+    return numbers, os.environ.get("CPU_NUM_DEVICES")
 
 
 def fail_on_the_last_core_while_the_others_wait():
@@ -64,23 +65,42 @@ def rank_size_and_start_method():
     return *rank_and_size(), multiprocessing.get_start_method()
 
 
-def read(*names):
-    return [os.environ.get(name) for name in names]
+@pytest.mark.parametrize("backend", ["gloo", XLA])
+def test_each_core_gets_a_copy_of_the_arguments_results_are_in_order_and_the_environment_is_restored(backend):
+    before = dict(os.environ)
+    numbers, variables = zip(*vbs.launch(append_rank, ([7],), cores=2, backend=backend), strict=True)
+    assert numbers == ([7, 0], [7, 1])
+    assert variables == (("2" if backend == "xla" else None),) * 2
+    assert dict(os.environ) == before
+
+
+def launch_and_return_children(function, backend):
+    """The error of a launch on two cores, and the processes that it left."""
+    try:
+        vbs.launch(function, cores=2, backend=backend)
+    except RuntimeError as error:
+        return str(error), len(multiprocessing.active_children())
+    return None
+
+
+@pytest.fixture
+def failure_of(xla_launcher):
+    """The same, of gloo processes that are forked, or of XLA cores without importing torch_xla each time."""
+
+    def fail(function, backend):
+        if backend == "xla":
+            return xla_launcher.call(launch_and_return_children, function, backend)
+        with forked.launches():
+            return launch_and_return_children(function, backend)
+
+    return fail
 
 
 @pytest.mark.parametrize("backend", ["gloo", XLA])
-def test_each_core_gets_a_copy_of_the_arguments_and_results_are_in_order(backend):
-    assert vbs.launch(append_rank, ([7],), cores=2, backend=backend) == [[7, 0], [7, 1]]
-
-
-@pytest.mark.usefixtures("forks")
-@pytest.mark.parametrize("backend", ["gloo", XLA])
-def test_an_exception_on_one_core_ends_the_launch_with_its_traceback(backend):
-    with pytest.raises(
-        RuntimeError, match=r"(?s)core 1 failed:\nTraceback.*test_launch.py.*ValueError: `minibatch_size`"
-    ):
-        vbs.launch(fail_on_the_last_core_while_the_others_wait, cores=2, backend=backend)
-    assert not multiprocessing.active_children()
+def test_an_exception_on_one_core_ends_the_launch_with_its_traceback(failure_of, backend):
+    message, num_left = failure_of(fail_on_the_last_core_while_the_others_wait, backend)
+    assert re.search(r"(?s)core 1 failed:\nTraceback.*test_launch.py.*ValueError: `minibatch_size`", message)
+    assert num_left == 0
 
 
 @pytest.mark.usefixtures("forks")
@@ -91,11 +111,9 @@ def test_core_that_waits_in_a_collective_is_terminated():
         vbs.launch(wait_in_a_collective_for_a_core_that_fails, cores=2, backend="gloo")
 
 
-@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("backend", ["gloo", XLA])
-def test_a_process_that_dies_ends_the_launch(backend):
-    with pytest.raises(RuntimeError, match="a process of the launch died with exit code 3"):
-        vbs.launch(die, cores=2, backend=backend)
+def test_a_process_that_dies_ends_the_launch(failure_of, backend):
+    assert failure_of(die, backend) == ("a process of the launch died with exit code 3", 0)
 
 
 @pytest.mark.usefixtures("forks")
@@ -108,13 +126,6 @@ def test_result_that_cannot_be_pickled_raises():
 def test_the_number_of_cores_must_be_positive(cores):
     with pytest.raises(ValueError, match="`cores` must be a positive integer, got"):
         vbs.launch(rank_and_size, cores=cores)
-
-
-@pytest.mark.xla
-def test_environment_of_virtual_cores_is_restored():
-    before = dict(os.environ)
-    assert vbs.launch(read, ("CPU_NUM_DEVICES",), cores=1) == [["1"]]
-    assert dict(os.environ) == before
 
 
 def test_without_torch_xla_launch_uses_gloo_and_loader_workers_start_as_usual(monkeypatch):
@@ -133,8 +144,8 @@ def devices_of_this_core():
 
 
 @pytest.mark.xla
-def test_in_spmd_mode_all_devices_are_one_core():
-    assert vbs.launch(devices_of_this_core, cores=3, backend="xla", spmd=True) == [((0, 1), 3)]
+def test_in_spmd_mode_all_devices_are_one_core(on_xla):
+    assert on_xla(3, devices_of_this_core, spmd=True) == [((0, 1), 3)]
 
 
 def test_spmd_is_a_mode_of_xla_alone(monkeypatch):

@@ -13,8 +13,7 @@ from torch import nn
 import variable_batch_size as vbs
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import SingleProcess
-from variable_batch_size.cores.detect import everyone_for, running_cores
-from variable_batch_size.cores.process_group import SpmdHosts
+from variable_batch_size.cores.detect import SpmdHosts, everyone_for, running_cores
 
 TRACE = [8, 24, 16] * 14
 FACTS_THAT_DIFFER = r"ranks must have the same settings, but differ in ref_batchsize.*8 on rank 0, 9 on rank 1"

@@ -4,12 +4,31 @@ import signal
 import subprocess
 import sys
 
+import forked
+
+from variable_batch_size import cores
+
 TERMINATED = -signal.SIGTERM
 MOST_SECONDS = 600  # exceeded only by a hang, even on a busy machine
 
 
+def fork(code):
+    """Run code in a forked process, which need not import torch; returns its exit code and output."""
+    done = forked.run(_execute, code, folder=".")
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout.split()
+
+
+def _execute(code):
+    """Run code with the modules as a new process has them."""
+    for name in ("launch", "signals"):
+        del sys.modules[f"{cores.__name__}.{name}"]
+        delattr(cores, name)
+    exec(code, {"__name__": "__main__"})
+
+
 def run(code):
-    """Run a separate process; returns its exit code and output."""
+    """Run code in a new process; returns its exit code and output."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=MOST_SECONDS
     )
@@ -36,7 +55,7 @@ print("never")
 
 
 def test_unacknowledged_signal_takes_effect_when_the_handler_is_removed():
-    assert run(NOTED.format(obey="pass")) == (TERMINATED, [])
+    assert fork(NOTED.format(obey="pass")) == (TERMINATED, [])
 
 
 INTERRUPTED = """
@@ -61,8 +80,7 @@ print("ended")
 
 def test_signal_may_interrupt_the_recording_of_another():
     """As when a signal is sent to a process group, and again by the launching process."""
-    code = INTERRUPTED
-    assert run(code) == (0, ["ended"])
+    assert fork(INTERRUPTED) == (0, ["ended"])
 
 
 def test_launch_forwards_the_signal_after_a_run_in_this_process_acknowledged_one():
@@ -83,7 +101,7 @@ launch._receive = receive
 launch.run_processes([], b"")
 print("ended")
 """
-    assert run(code) == (0, ["forwarded", "ended"])
+    assert fork(code) == (0, ["forwarded", "ended"])
 
 
 ENDED_BY_ITS_CORES = """
@@ -102,12 +120,12 @@ finally:
 
 
 def test_second_signal_while_a_launch_exits_is_ignored():
-    assert run(ENDED_BY_ITS_CORES.format(code=75)) == (75, ["ended", "again"])
-    assert run(ENDED_BY_ITS_CORES.format(code=3)) == (TERMINATED, ["ended"])
+    assert fork(ENDED_BY_ITS_CORES.format(code=75)) == (75, ["ended", "again"])
+    assert fork(ENDED_BY_ITS_CORES.format(code=3)) == (TERMINATED, ["ended"])
 
 
 def test_acknowledged_signal_may_repeat_for_a_while():
-    assert run(NOTED.format(obey="signals.obey()")) == (TERMINATED, ["after", "again"])
+    assert fork(NOTED.format(obey="signals.obey()")) == (TERMINATED, ["after", "again"])
 
 
 ON_REQUEST = """

@@ -63,7 +63,7 @@ def decided(spread):
     optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=8, model=model, seed_minibatches=True)
     x, y = sharded_models.data()
     sizes = []
-    for epoch in range(4):
+    for epoch in range(2):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
         for indices in sampler:

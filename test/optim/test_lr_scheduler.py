@@ -17,7 +17,7 @@ import variable_batch_size as vbs
 class Run:
     """An optimizer stub with progress."""
 
-    progress: float = 0.0
+    late_progress: float = 0.0
 
 
 def new_optimizer():
@@ -87,7 +87,7 @@ def by_progress(make, positions):
     optimizer, run = new_optimizer(), Run()
     scheduler = make(optimizer)
     optimizer.step()
-    for run.progress in positions:
+    for run.late_progress in positions:
         vbs.follow_progress(scheduler, run)
         assert scheduler.get_last_lr() == [settings(optimizer)[0]]
         yield settings(optimizer)

@@ -22,7 +22,10 @@ RUNS = {
     "refused": ("sgd", "some", {}),
 }
 BACKENDS = [("gloo", 1), ("gloo", 2), ("gloo", 3), ("threads", 1), ("threads", 3)]
-XLA = [pytest.param("xla", cores, marks=pytest.mark.xla) for cores in (1, 2, 4, 8)]
+XLA = [
+    *(pytest.param("xla", cores, marks=pytest.mark.xla) for cores in (1, 2)),
+    *(pytest.param("xla", cores, marks=[pytest.mark.xla, pytest.mark.long]) for cores in (4, 8)),
+]
 
 
 @pytest.fixture(scope="module")

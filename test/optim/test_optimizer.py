@@ -37,7 +37,8 @@ def run_epoch(model, sampler, optimizer):
     updates = []
     for indices in sampler:
         backward(model, indices)
-        updates.append(optimizer.step())
+        optimizer.step()
+        updates.append(optimizer.updated)
     return updates
 
 
@@ -50,7 +51,8 @@ def test_step_is_true_exactly_when_the_weights_changed():
     updates = []
     for indices in sampler:
         backward(model, indices)
-        updates.append(optimizer.step())
+        optimizer.step()
+        updates.append(optimizer.updated)
         assert torch.equal(model.weight, before) != updates[-1]
         before = model.weight.detach().clone()
     assert updates == [False, True, False, False, True]

@@ -33,7 +33,8 @@ def run(model, optimizer, minibatches):
     updates = []
     for inputs in minibatches:
         model(torch.tensor(inputs, dtype=torch.float32).view(-1, 2)).sum().backward()
-        updates.append(optimizer.step())
+        optimizer.step()
+        updates.append(optimizer.updated)
     return updates
 
 

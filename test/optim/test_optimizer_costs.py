@@ -6,13 +6,13 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from count_reads import CountReads
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import variable_batch_size as vbs
-from variable_batch_size.cores.process_group import ProcessGroups
+from variable_batch_size.cores.detect import ProcessGroups
 
 RULES = ("linear", "linear_momentum", "adascale", "adamscale")
 WEIGHTED = ("linear weighted", "adascale weighted", "linear measured")
@@ -20,20 +20,6 @@ TRACE = [4 * n for n in (4, 1, 3, 6, 2, 5, 1, 4)]  # on two cores: even, uneven 
 NUM_WARM = 3  # updates after which all persistent memory is allocated
 
 Tensor = torch.Tensor
-
-
-class CountReads(TorchFunctionMode):
-    """Counts the calls that synchronize and copy values to the host."""
-
-    READS = (Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__)
-
-    def __init__(self):
-        super().__init__()
-        self.num_reads = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.num_reads += func in self.READS
-        return func(*args, **(kwargs or {}))
 
 
 class CountOperations(TorchDispatchMode):

@@ -29,7 +29,8 @@ def step(p, optimizer, gradient, **how):
     if p.grad is None:
         p.grad = torch.zeros_like(p)
     p.grad.add_(gradient)
-    return optimizer.step(**how)
+    optimizer.step(**how)
+    return optimizer.updated
 
 
 def load(optimizer, state):

@@ -185,13 +185,17 @@ def everything():
 
 
 @pytest.fixture(scope="module")
-def found():
-    return vbs.launch(everything, cores=2, backend="gloo")
+def found(on_new_cores):
+    return on_new_cores(2, everything)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return train("none", "nothing", "never")
 
 
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
-def test_gc_freeze_gives_correct_weights_or_a_clear_error(found, way):
-    expected = train("none", "nothing", "never")
+def test_gc_freeze_gives_correct_weights_or_a_clear_error(found, expected, way):
     for outcomes, *_ in found:
         if way in ERRORS:
             assert ERRORS[way] in outcomes[way]

@@ -248,7 +248,8 @@ def run_for_real(rule, num_epochs, every, options):
         seen["yielded"].append(len(sampler))
         for data, index in DataLoader(dataset, batch_sampler=sampler):
             model(data).square().mean().backward()
-            has_updated = optimizer.step()
+            optimizer.step()
+            has_updated = optimizer.updated
             run += not optimizer.is_idle
             samples += [] if optimizer.is_idle else index.tolist()
             if has_updated:

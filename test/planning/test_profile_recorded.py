@@ -106,10 +106,18 @@ def come_and_go(seed, counts, seconds):
     return vbs.planning.Availability(spans, name="market")
 
 
-@pytest.mark.parametrize("seconds", [300, 1200])
+MARKETS = [("cifar10", 32, 128, 39_000), ("cifar10", 129, 128, 39_000), ("imagenet", 200, 200, 20_000)]
+
+
 @pytest.mark.parametrize(
-    ("name", "minibatch", "ref", "progress"),
-    [("cifar10", 32, 128, 39_000), ("cifar10", 129, 128, 39_000), ("imagenet", 200, 200, 20_000)],
+    ("name", "minibatch", "ref", "progress", "seconds"),
+    [
+        *((*market, seconds) for market, seconds in zip(MARKETS, (300, 1200, 300), strict=True)),
+        *(
+            pytest.param(*market, 1500 - seconds, marks=pytest.mark.long)
+            for market, seconds in zip(MARKETS, (300, 1200, 300), strict=True)
+        ),
+    ],
 )
 def test_autoscale_is_close_to_an_oracle_where_cores_come_and_go(name, minibatch, ref, progress, seconds):
     table = vbs.planning.Profile.read(RECORDED / f"{name}_times.csv")

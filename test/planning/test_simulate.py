@@ -107,9 +107,10 @@ def random_case(seed):
 LARGEST = 8192
 
 
-def test_autoscale_is_close_to_the_best_fixed_batch_and_better_than_per_core():
+@pytest.mark.parametrize("num_cases", [8, pytest.param(24, marks=pytest.mark.long)])
+def test_autoscale_is_close_to_the_best_fixed_batch_and_better_than_per_core(num_cases):
     against_fixed, against_cores = [], []
-    for seed in range(24):
+    for seed in range(num_cases):
         case = random_case(seed)
         whole = MINIBATCH * case["cores"]
         grid = sorted({-(-REF // whole) * whole * 2**k for k in range(7)} | {LARGEST // whole * whole})

@@ -5,7 +5,6 @@ import dataclasses
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 
@@ -38,16 +37,17 @@ def steps_saved(directory):
 # --------------------------------------------------------------------------------------------------------------- killed
 
 
-def test_repeatedly_killed_workers_end_with_the_same_weights(on_cores, tmp_path):
-    """Under torchrun, repeatedly: every other time while core 0 writes a checkpoint."""
-    kills, killed = 2, Place(tmp_path / "killed")
+@pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.long)])
+def test_repeatedly_killed_workers_end_with_the_same_weights(on_cores, tmp_path, kills):
+    """Under torchrun: every other time, and the first, while core 0 writes a checkpoint."""
+    killed = Place(tmp_path / "killed")
     preserve_rng = on_cores(2, stoppable_run.run, tmp_path / "whole", Settings(repeats=2, num_unused=UNUSED))
     settings = Settings(seconds_per_minibatch=0.02, num_unused=UNUSED, repeats=2)
     session = SessionProcess(killed, settings, launcher="torchrun", cores=2, restarts=kills)
     rng = random.Random(0)
     for attempt in range(kills):
         session.wait_for_steps(name=attempt)
-        if attempt % 2:
+        if attempt % 2 == 0:
             session.wait_until(lambda: any(killed.checkpoints.glob("*.tmp")), pause=0.0005)
             victim = 0
         else:
@@ -130,13 +130,14 @@ for epoch in vbs.Checkpoint(sys.argv[1], model=model, optimizer=optimizer).epoch
         os.kill(os.getpid(), signal.SIGTERM)
 print("went on")
 """
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    path, directory = tmp_path / "script.py", tmp_path / "checkpoints"
+    path.write_text(script)
+    done = forked.run_script(path, directory, folder=tmp_path)
     assert done.returncode == vbs.EXIT_STOPPED, done.stderr
     assert done.stdout == ""
-    assert steps_saved(tmp_path) == 2
-    again = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert again.stdout == "went on\n"
+    assert steps_saved(directory) == 2
+    again = forked.run_script(path, directory, folder=tmp_path)
+    assert (again.returncode, again.stdout) == (0, "went on\n")
 
 
 def test_killed_run_leaves_no_loader_worker(tmp_path):
@@ -159,12 +160,12 @@ def test_sigterm_without_a_checkpoint_terminates_a_launch_as_usual(tmp_path):
         "    vbs.launch(sleep, (sys.argv[1],), cores=1, backend='gloo')\n"
     )
     started = tmp_path / "started"
-    process = subprocess.Popen([sys.executable, str(script), str(started)], stderr=subprocess.DEVNULL)
+    program = forked.start_script(script, started, folder=tmp_path)
     while not started.exists():
-        assert process.poll() is None
+        assert program.poll() is None
         time.sleep(0.01)
-    process.terminate()
-    assert process.wait() == -signal.SIGTERM
+    program.send_signal(signal.SIGTERM)
+    assert program.finish().returncode == -signal.SIGTERM
 
 
 def exit_with(code):

@@ -9,7 +9,8 @@ import variable_batch_size as vbs
 CORES = [
     ("alone", 1),
     *(("gloo", cores) for cores in (1, 2, 3, 4)),
-    *(pytest.param("xla", cores, marks=pytest.mark.xla) for cores in (1, 2, 4, 8)),
+    *(pytest.param("xla", cores, marks=pytest.mark.xla) for cores in (1, 2, 8)),
+    pytest.param("xla", 4, marks=[pytest.mark.xla, pytest.mark.long]),
 ]
 on_all_cores = pytest.mark.parametrize(("backend", "cores"), CORES)
 
@@ -58,9 +59,9 @@ def test_the_scenario_has_many_sizes_uneven_shares_and_idle_cores():
     schedule = vbs.Schedule(vbs.Trace.of(scenarios.SIZES), dataset_size=1200, minibatch_size=32, num_replicas=8)
     shares = [[len(schedule.minibatches(step, rank)) for rank in range(8)] for step in range(len(scenarios.SIZES))]
     assert len(set(scenarios.SIZES)) >= 15
-    assert len(scenarios.SIZES) == 60
-    assert sum(len(set(share)) > 1 for share in shares) > 30
-    assert sum(0 in share for share in shares) > 20
+    assert len(scenarios.SIZES) == 20
+    assert sum(len(set(share)) > 1 for share in shares) > 10
+    assert sum(0 in share for share in shares) > 6
     assert schedule.num_epochs == scenarios.NUM_EPOCHS
     assert shares[0] == [2, 1, 1, 1, 1, 1, 1, 1]
     assert any(1 - size / scenarios.REF_BATCHSIZE * (1 - 0.7) < 0 for size in scenarios.SIZES)  # where β is 0
@@ -113,9 +114,9 @@ def test_one_nan_minibatch_skips_only_that_update_on_all_cores(results_on, backe
 
 @on_all_cores
 def test_training_changes_every_parameter_except_unused_ones(results_on, backend, cores):
-    first = scenarios.models()["sgd"].state_dict()
+    first = scenarios.models()["adascale"].state_dict()
     for result in results_on(backend, cores):
-        for name, value in result["sgd"]["state"].items():
+        for name, value in result["adascale"]["state"].items():
             assert torch.equal(value, first[name]) == name.startswith("unused"), name
 
 
@@ -127,7 +128,7 @@ def test_every_core_updates_exactly_once_per_step(results_on, backend, cores):
         for step, size in enumerate(scenarios.SIZES):
             share = len(schedule.minibatches(step, rank))
             expected += [(False, size, False)] * (share - 1) + [(True, size, share == 0)]
-        log = result["sgd"]["log"]
+        log = result["adascale"]["log"]
         assert [(entry["has_updated"], entry["batch_size"], entry["is_idle"]) for entry in log] == expected
 
 
@@ -177,8 +178,10 @@ def test_the_number_of_xla_graphs_does_not_grow_with_the_trace(results_on, cores
 
 @pytest.mark.xla
 @pytest.mark.parametrize("name", scenarios.RUNS)
-def test_adascale_reads_from_the_device_once_per_update_and_other_rules_never(results_on, name):
+def test_no_number_is_read_from_the_device_after_the_first_update(results_on, name):
     log = results_on("xla", 1)[0][name]["log"]
-    reads = 1 if name in ("adascale", "adamscale") else 0
-    assert {entry["transfers"] for entry in log if entry["has_updated"]} == {reads}
+    first, *later = [entry["transfers"] for entry in log if entry["has_updated"]]
+    assert first == int(name in ("adascale", "adamscale"))
+    # AdamW counts its steps on the host unless it is capturable, and cannot leave one out on the device
+    assert set(later) == {int(name == "adamscale")}
     assert {entry["transfers"] for entry in log if not entry["has_updated"]} == {0}

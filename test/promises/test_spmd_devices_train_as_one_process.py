@@ -15,10 +15,14 @@ pytestmark = pytest.mark.xla
 CASES = [
     *((4, "laid_out", Small, name) for name in ("adascale", "linear", "adam", "weighted", "nan")),
     *((4, "wrapped", Small, name) for name in ("adascale", "root", "linear-momentum")),
+    *((4, "laid_out", Normed, name) for name in ("adascale",)),
     *((8, "wrapped", Small, name) for name in ("adascale",)),
     *((8, "laid_out", Normed, name) for name in ("adascale", "linear-momentum")),
 ]
-each_case = pytest.mark.parametrize(("devices", "way", "kind", "name"), CASES)
+each_case = pytest.mark.parametrize(
+    ("devices", "way", "kind", "name"),
+    [pytest.param(*case, marks=pytest.mark.long if case[0] > 4 else ()) for case in CASES],
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +67,9 @@ def test_sums_and_momentum_are_sharded_like_their_parameters(found, devices, way
     assert result["layouts of sums"] == result["layouts of moments"] == result["layouts"]
 
 
-@pytest.mark.parametrize("devices", [3, 5])
+@pytest.mark.parametrize("devices", [3, pytest.param(5, marks=pytest.mark.long)])
 def test_weights_are_those_of_one_plain_process_for_any_trace(on_xla, devices):
-    names = ("linear", "adascale", "root", "adascale", "linear", "adascale")
+    names = ("linear", "adascale", "root", "adascale")
     (results,) = on_xla(devices, spmd_runs.all_with_any_sizes, "laid_out", Normed, names, spmd=True)
     for result, plain in zip(results, spmd_runs.all_with_any_sizes("plain", Normed, names), strict=True):
         assert largest_difference(result["state"], plain["state"]) < 1e-5

@@ -14,7 +14,7 @@ SAMPLES = [list(range(*ends)) for ends in pairwise((0, *accumulate(SIZES)))]  # 
 
 
 @pytest.fixture(scope="module")
-def legs(on_cores, tmp_path_factory):
+def legs(on_new_cores, tmp_path_factory):
     """The results of both legs on all cores, by the numbers of cores."""
     found = {}
 
@@ -22,7 +22,7 @@ def legs(on_cores, tmp_path_factory):
         if cores not in found:
             directory = tmp_path_factory.mktemp("streams")
             found[cores] = [
-                on_cores(number, function, directory)
+                on_new_cores(number, function, directory, imports=("datasets", "torchdata.stateful_dataloader"))
                 for function, number in zip((streamed_run.begin_all, streamed_run.end_all), cores, strict=True)
             ]
         return found[cores]

@@ -10,7 +10,8 @@ import variable_batch_size as vbs
 CORES = [
     ("alone", 1),
     *(("gloo", cores) for cores in (2, 4)),
-    *(pytest.param("xla", cores, marks=pytest.mark.xla) for cores in (1, 4)),
+    *(pytest.param("xla", cores, marks=pytest.mark.xla) for cores in (1, 2)),
+    pytest.param("xla", 4, marks=[pytest.mark.xla, pytest.mark.long]),
 ]
 on_all_cores = pytest.mark.parametrize(("backend", "cores"), CORES)
 PLAIN = {
@@ -127,10 +128,14 @@ def test_measuring_noise_under_any_rule_equals_adascale_and_changes_no_weights(r
     for results in results_on(backend, cores):
         for dtype in {key[1] for key in results if key[0] == "measured"}:
             measured, adascale = results["measured at rest", dtype], results["adascale at rest", dtype]
-            assert measured["noise"] == adascale["noise"]
+            # on XLA, AdaScale averages on the device, in float32
+            tolerance = {"rel": 1e-5, "abs": 1e-5} if backend == "xla" else {"rel": 0, "abs": 0}
+            assert measured["noise"] == pytest.approx(adascale["noise"], **tolerance)
             assert measured["noise"]["variance"] > 0
             assert [record.get("noise_scale") for record in measured["records"]] == pytest.approx(
-                [record["noise_scale"] for record in adascale["records"]], nan_ok=True
+                [record["noise_scale"] for record in adascale["records"]],
+                nan_ok=True,
+                rel=1e-3 if backend == "xla" else 1e-6,
             )
             assert difference(results["measured", dtype]["state"], results["linear", dtype]["state"]) == 0
 

@@ -62,8 +62,9 @@ def test_run_resumes_on_other_cores_and_its_executed_trace_gives_the_same_weight
 
 
 @pytest.mark.xla
-def test_policies_make_the_same_decisions_on_virtual_xla_cores_and_replay_to_the_same_weights(on_xla):
-    results = on_xla(4, policy_runs.run_all, "xla", None, None)
+@pytest.mark.parametrize("cores", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_policies_make_the_same_decisions_on_virtual_xla_cores_and_replay_to_the_same_weights(on_xla, cores):
+    results = on_xla(cores, policy_runs.run_all, "xla", None, None)
     for name in policy_runs.POLICIES:
         for result in results:
             assert result[name]["rows"] == results[0][name]["rows"]

@@ -76,10 +76,12 @@ def errors(kind, seed, is_weighted, num_steps=40):
                 kept = torch.rand(MINIBATCH, generator=draw) < 0.6
                 loss = nn.functional.cross_entropy(problem.model(x), y, reduction="none")
                 (loss * kept).sum().backward()
-                has_updated = optimizer.step(weight=int(kept.sum()))
+                optimizer.step(weight=int(kept.sum()))
+                has_updated = optimizer.updated
             else:
                 nn.functional.cross_entropy(problem.model(x), y).backward()
-                has_updated = optimizer.step()
+                optimizer.step()
+                has_updated = optimizer.updated
             if has_updated:
                 if now is not None:
                     truth.append(now)

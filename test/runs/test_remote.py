@@ -57,13 +57,15 @@ def bucket(server, monkeypatch):
     return "s3://bucket"
 
 
-def test_run_killed_during_uploads_resumes_from_the_last_complete_checkpoint(bucket):
-    command = [sys.executable, ROOT / "test" / "support" / "bucket_run.py", f"{bucket}/run", "20", "3"]
+@pytest.mark.parametrize(("kills", "exceptions"), [(6, 2), pytest.param(20, 3, marks=pytest.mark.long)])
+def test_run_killed_during_uploads_resumes_from_the_last_complete_checkpoint(bucket, kills, exceptions):
+    run = f"{bucket}/run-{kills}"
+    command = [sys.executable, ROOT / "test" / "support" / "bucket_run.py", run, kills, exceptions]
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([str(part) for part in command], env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])  # gloo also prints something
-    assert found["stopped"] == 23
+    assert found["stopped"] == kills + exceptions
     assert found["difference"] < 1e-6
     assert found["names"][0] == "executed.csv"
     assert found["names"][2:] == [f"step-{NUM_STEPS:09d}.pt"]
@@ -108,7 +110,7 @@ def test_a_process_that_ends_uploads_what_is_left_through_new_connections(bucket
 import time
 import variable_batch_size as vbs
 from variable_batch_size.runs.remote import RemoteDirectory
-from variable_batch_size.runs.async_writer import AsyncWriter
+from variable_batch_size.runs.store import AsyncWriter
 
 def write():
     time.sleep(0.5)  # until the process is ending

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
@@ -47,8 +47,7 @@ def vbs_compare(*options, check=True):
     """
     arguments = ["compare", *map(str, options), *([] if "--jobs" in options else ["--jobs", "1"])]
     out, error = io.StringIO(), io.StringIO()
-    starting = nullcontext() if "xla" in options else forked_runs()  # XLA has threads
-    with in_this_folder(), redirect_stdout(out), redirect_stderr(error), sigterm_as_it_is(), starting:
+    with in_this_folder(), redirect_stdout(out), redirect_stderr(error), sigterm_as_it_is(), forked_runs():
         torch.manual_seed(0)  # a new process would not have the seed left by other tests
         code = main(arguments)
     assert not check or code == 0, error.getvalue()
@@ -96,10 +95,10 @@ def start_vbs_compare(*options, **popen_options):
         return subprocess.Popen(command(*options), cwd=HERE, env=environment(), **popen_options)
 
 
-def fork_vbs_compare(*options, is_in_background=False):
+def fork_vbs_compare(*options, folder=HERE, is_in_background=False):
     """Start ``vbs compare`` in a forked process: in the foreground, or in the background, where SIGINT is ignored."""
     return forked.Program(
-        _main_of_a_fork, ["compare", *map(str, options)], folder=HERE, ignores_sigint=is_in_background
+        _main_of_a_fork, ["compare", *map(str, options)], folder=folder, ignores_sigint=is_in_background
     )
 
 

@@ -25,7 +25,7 @@ class Layers(nn.Module):
     def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(3)
-        self.layers = nn.ModuleList(nn.Linear(3, 2) for _ in range(5))
+        self.layers = nn.ModuleList(nn.Linear(3, 2) for _ in range(4))
         for p in self.parameters():
             p.data = 0.5 * torch.randn(p.shape, generator=generator)
 
@@ -42,8 +42,8 @@ def used_in(sample, missing):
     """The layers that the minibatch of a sample uses: "some", by chance; "one core", none in a few minibatches."""
     chosen = torch.Generator().manual_seed(int(sample))
     if missing == "some":
-        return [layer for layer in range(4) if torch.rand((), generator=chosen) < 0.5]
-    return [] if missing == "one core" and int(sample) in left_out() else [0, 1, 2, 3]
+        return [layer for layer in range(3) if torch.rand((), generator=chosen) < 0.5]
+    return [] if missing == "one core" and int(sample) in left_out() else [0, 1, 2]
 
 
 def first_samples():

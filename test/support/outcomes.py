@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 from variable_batch_size.comparison.experiment import REFERENCE, Outcome, Results, Run, Settings
-from variable_batch_size.comparison.report.summary import Arm
+from variable_batch_size.comparison.report import Arm
 from variable_batch_size.traces.trace import Trace
 
 SETTINGS = Settings(

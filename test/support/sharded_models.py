@@ -263,11 +263,11 @@ def train(spread, kind, name, *, until=None, **sampler_options):
                 loss = loss * torch.nan
             scaler.scale(loss).backward()
             weight = 1.0 + float(y[indices].float().sum()) if name == "weighted" else None
-            has_updated = scaler.step(optimizer, weight=weight)
+            scaler.step(optimizer, weight=weight)
             scaler.update()
             num_run = num_run + 1 if optimizer.is_accumulating else 0
             if not optimizer.is_accumulating:
-                updates.append(has_updated)
+                updates.append(optimizer.updated)
                 norms.append(float(optimizer.gradient_norm))
                 if optimizer.rule.measures_noise:
                     found = optimizer.noise

@@ -141,9 +141,9 @@ def train(way, kind, name, sizes=SIZES):
                 factor = torch.nan
             backward(model, mesh, x[indices], y[indices], is_sum=name == "weighted", factor=factor)
             weight = 1.0 + float(y[indices].float().sum()) if name == "weighted" else None
-            has_updated = optimizer.step(weight=weight)
+            optimizer.step(weight=weight)
             if not optimizer.is_accumulating:
-                updates.append(has_updated)
+                updates.append(optimizer.updated)
                 programs.append(0 if mesh is None else xla.num_programs() - before)
                 if optimizer.rule.measures_noise:
                     noise.append((optimizer.noise_scale, optimizer.gain()) if optimizer.noise else (0.0, 0.0))

@@ -22,6 +22,7 @@ from fresh_process import FreshProcess
 from variable_batch_size.data.sampler import MinibatchSource
 
 MOST_SECONDS = 600  # without an answer they hang, however busy the machine is
+MOST_THREADS = 16  # of an idle process: those of about four process groups
 
 
 class StandingCores:
@@ -60,6 +61,11 @@ class StandingCores:
                     self.kill()  # others may wait for this core forever
                     raise RuntimeError(f"a core failed:\n{found[pipe]}")
         return [found[pipe] for pipe in self._pipes]
+
+    def are_busy_when_idle(self):
+        """Whether jobs have left many process groups: gloo wakes up 100 times per second for each of them."""
+        folders = (Path(f"/proc/{pid}/task") for pid in self._pids)
+        return any(folder.is_dir() and len(list(folder.iterdir())) > MOST_THREADS for folder in folders)
 
     def give(self, function, *args):
         """Start a job on all cores, each with a copy of the arguments; a pipe would share tensors."""

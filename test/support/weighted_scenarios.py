@@ -152,11 +152,11 @@ def train(backend, rule, inner, options, *, dtype=torch.float64, weight=int):
         loss = loss_of(model, tokens, "sum")
         scaler.scale(loss).backward()
         before = optimizer.steps_done
-        has_updated = scaler.step(optimizer, weight=weight(num_targets(samples)))
+        scaler.step(optimizer, weight=weight(num_targets(samples)))
         scaler.update()
         log.step(loss)
         if optimizer.steps_done > before:
-            updates.append(has_updated)
+            updates.append(optimizer.updated)
             gains.append(optimizer.factor())
     measures = optimizer.rule.measures_noise or options.get("measure_noise", False)
     return {

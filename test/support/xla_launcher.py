@@ -13,16 +13,26 @@ class XlaLauncher:
     """Runs functions like ``vbs.launch(…, backend="xla")``."""
 
     def __init__(self):
-        self._process = FreshProcess("xla_launcher")
+        self._process = None
 
     def run(self, function, args, *, is_optimized=False, **options):
         """The results of all cores; raises if one of them fails. Optimizing the programs takes longer than most run."""
+        return self._ask(_launch, (function, args, options), is_optimized=is_optimized)
+
+    def call(self, function, *args):
+        """What a function returns in the process that launches, for functions that launch by themselves."""
+        return self._ask(function, args)
+
+    def _ask(self, function, args, *, is_optimized=False):
+        if self._process is None:
+            self._process = FreshProcess("xla_launcher")
         flags = {"XLA_FLAGS": f"--xla_backend_optimization_level={3 if is_optimized else 0}"}
-        return self._process.ask(function, args, flags, options)
+        return self._process.ask(function, args, flags)
 
     def close(self):
         """End the process that launches."""
-        self._process.close()
+        if self._process is not None:
+            self._process.close()
 
 
 def prepare():
@@ -35,9 +45,15 @@ def prepare():
     launch._START_METHOD = "fork"
 
 
-def answer(function, args, flags, options):
-    """Launch a function, in the process that launches."""
+def answer(function, args, flags):
+    """Call a function with these variables, in the process that launches."""
     from variable_batch_size.cores import launch
 
     with launch.environment(flags):
-        return launch.launch(function, args, backend="xla", **options)
+        return function(*args)
+
+
+def _launch(function, args, options):
+    from variable_batch_size.cores import launch
+
+    return launch.launch(function, args, backend="xla", **options)

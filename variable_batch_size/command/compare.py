@@ -1,7 +1,5 @@
 """``vbs compare`` and ``vbs report``: train with every rule on every trace, and write a page with the results."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform
@@ -13,22 +11,17 @@ from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from variable_batch_size.checks import check_positive_number
-from variable_batch_size.command.options import add_minibatch, positive, print_text
+from variable_batch_size.command.options import add_minibatch, positive, print_text, selected
 from variable_batch_size.comparison import experiment
 from variable_batch_size.comparison.experiment import POLICY, REFERENCE, Results, Settings
-from variable_batch_size.comparison.report.page import draw_picture, write_report
-from variable_batch_size.comparison.report.summary import arms_of, verdict
+from variable_batch_size.comparison.report import arms_of, draw_picture, verdict, write_report
 from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Situation
-from variable_batch_size.schedules.batch_sizes import ON_END
-from variable_batch_size.schedules.schedule import Schedule
+from variable_batch_size.schedules.schedule import ON_END, Schedule
 from variable_batch_size.traces.trace import Trace
-
-if TYPE_CHECKING:
-    from variable_batch_size.comparison.workload import Workload
 
 _DEFAULT_RULES = "linear,root,adascale,constant"
 
@@ -80,18 +73,14 @@ def run_compare(options: argparse.Namespace) -> None:
     default_jobs = (os.cpu_count() or 1) // (options.cores * options.threads) if options.device == "cpu" else 1
     # handled like an interruption, to stop the worker processes
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    how: dict[str, Any] = {"num_seeds": options.seeds, "jobs": options.jobs or max(1, default_jobs)}
+    how |= {
+        "directory": Path(options.out),
+        "origin": _origin(options.command),
+        **selected(options, "datadir", "executor"),
+    }
     try:
-        compare(
-            settings,
-            traces=traces,
-            rules=rules,
-            num_seeds=options.seeds,
-            directory=Path(options.out),
-            jobs=options.jobs or max(1, default_jobs),
-            datadir=options.datadir,
-            origin=_origin(options.command),
-            executor=options.executor,
-        )
+        compare(settings, traces=traces, rules=rules, **how)
     except KeyboardInterrupt:
         sys.stderr.write(f"vbs: interrupted; the same command resumes with the runs missing in {options.out}\n")
         sys.exit(130)
@@ -102,7 +91,7 @@ def run_compare(options: argparse.Namespace) -> None:
         raise ValueError(f"{num_failed} runs failed: the page has the reasons, and the same command retries them")
 
 
-def _settings(options: argparse.Namespace, workload: Workload) -> tuple[Settings, dict[str, Trace | str]]:
+def _settings(options: argparse.Namespace, workload: Any) -> tuple[Settings, dict[str, Trace | str]]:
     from variable_batch_size.comparison.train import inner_optimizer
     from variable_batch_size.comparison.workload import source_of
 

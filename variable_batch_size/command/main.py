@@ -15,7 +15,7 @@ COMMANDS = {  # the module of each, with the functions add_COMMAND(parser) and r
     "show": ("traces", "draw a trace in the terminal"),
     "make": (
         "traces",
-        "make a trace: constant, a ramp, stages, growth in place of a learning-rate decay, a spot market",
+        "make a trace: constant, a ramp, stages, growth instead of a learning-rate decay, a spot market",
     ),
     "convert": ("traces", "convert recorded devices to a trace, or a trace to stages"),
     "compare": (

@@ -7,6 +7,8 @@ from typing import Any
 from variable_batch_size.traces.recording import TIME_UNITS
 from variable_batch_size.traces.stages import parse_count
 
+RECORDING = ("time_column", "count_column", "time_unit")  # the options of add_recording, arguments of Recording.read
+
 
 def count(text: str) -> int:
     """The type of an option that is a count, such as 96 or 250K."""
@@ -33,11 +35,6 @@ def add_recording(parser: Any) -> None:
     add("--time-column", metavar="NAME", help="CSV: the times (default: the first named column)")
     add("--count-column", metavar="NAME", help="CSV: numbers of devices (default: the other one)")
     add("--time-unit", choices=TIME_UNITS, help="CSV: of times that are numbers (default: s)")
-
-
-def recording(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of :func:`add_recording` as arguments of :meth:`Recording.read`."""
-    return selected(options, "time_column", "count_column", "time_unit")
 
 
 def selected(options: argparse.Namespace, *names: str) -> dict[str, Any]:

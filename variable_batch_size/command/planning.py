@@ -5,17 +5,15 @@ import json
 import os
 from pathlib import Path
 
-from variable_batch_size.command.options import add_minibatch, add_recording, positive, print_text, recording, selected
+from variable_batch_size.command.options import RECORDING, add_minibatch, add_recording, positive, print_text, selected
 from variable_batch_size.comparison import experiment
 from variable_batch_size.files import write_text
-from variable_batch_size.planning.pictures import check_suffix, plot_plan, plot_simulations
+from variable_batch_size.planning import reports
 from variable_batch_size.planning.plan import RULES, Plan, planned_rules
 from variable_batch_size.planning.profile import Profile
-from variable_batch_size.planning.reports import as_csv, as_text, plan_report, simulation_page, simulation_table
 from variable_batch_size.planning.simulate import Availability, NoiseCurve, simulate
 from variable_batch_size.policies.builtin import POLICIES, parse_policy
-from variable_batch_size.schedules.batch_sizes import ON_END
-from variable_batch_size.schedules.schedule import Schedule
+from variable_batch_size.schedules.schedule import ON_END, Schedule
 from variable_batch_size.traces.recording import Recording
 from variable_batch_size.traces.trace import Trace
 
@@ -43,7 +41,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(options: argparse.Namespace) -> None:
     if options.plot is not None:
-        check_suffix(options.plot)
+        reports.check_suffix(options.plot)
     is_number = options.trace.isdecimal() and not Path(options.trace).exists()
     trace = Trace.constant(int(options.trace)) if is_number else Trace.read(options.trace)
     given = selected(options, "dataset_size", "minibatch_size", "on_end", "lockstep")
@@ -52,13 +50,13 @@ def run_plan(options: argparse.Namespace) -> None:
     given = selected(options, "ref_batchsize", "checkpoint_every", "tokens_per_sample")
     plan = Plan.of(schedule, num_epochs=options.epochs, rules=rules, **given)
     if options.plot is not None:
-        plot_plan(plan, schedule, options.plot)
+        reports.plot_plan(plan, schedule, options.plot)
     if options.json:
         print_text(json.dumps({**plan.as_dict(), "comment": trace.comment}))
         return
     if trace.comment:
         print_text(trace.comment)
-    print_text(plan_report(plan))
+    print_text(reports.plan_report(plan))
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
@@ -90,8 +88,8 @@ def run_simulate(options: argparse.Namespace) -> None:
     given["progress"] = options.samples / options.ref_batchsize
     given["capacity"] = options.dataset_size and options.dataset_size // options.minibatch_size * options.minibatch_size
     runs = {text: simulate(parse_policy(text), **given) for text in dict.fromkeys(options.policies)}
-    table = simulation_table(runs, price=options.price)
-    print_text(as_text(table))
+    table = reports.simulation_table(runs, price=options.price)
+    print_text(reports.as_text(table))
     if options.out is None:
         return
     directory = Path(options.out)
@@ -99,8 +97,10 @@ def run_simulate(options: argparse.Namespace) -> None:
     for name, run in runs.items():
         path = directory / "traces" / f"{name.replace(':', '-').replace(',', '-')}.csv"
         run.trace.write(path, comment=f"decided by {name} in a simulation\nmade by: {options.command}")
-    write_text(directory / "table.csv", as_csv(table))
-    plot_simulations(runs, directory / "simulation.png", format="png")
+    # keep the commas in names, drop the thousands separators of numbers
+    rows = ([name, *(cell.replace(",", "") for cell in cells)] for name, *cells in table)
+    write_text(directory / "table.csv", reports.csv_text(rows))
+    reports.plot_simulations(runs, directory / "simulation.png", format="png")
     facts = {
         "cores": given["availability"].name,
         "profile": options.profile,
@@ -109,7 +109,8 @@ def run_simulate(options: argparse.Namespace) -> None:
         "ends after": f"{options.samples:,} samples at a batch size of {options.ref_batchsize}, or as much worth",
         "restart": f"{options.restart_seconds:g} s",
     }
-    write_text(directory / "simulation.html", simulation_page(runs, table, facts=facts, command=options.command))
+    page = reports.simulation_page(runs, table, facts=facts, command=options.command)
+    write_text(directory / "simulation.html", page)
     print_text(f"{directory / 'simulation.html'}")
 
 
@@ -123,7 +124,7 @@ def _noise(text: str) -> NoiseCurve:
 
 
 def _availability(options: argparse.Namespace) -> Availability:
-    given = recording(options)
+    given = selected(options, *RECORDING)
     if options.recording is not None:
         return Availability.of_recording(Recording.read(options.recording, **given))
     for name, value in given.items():

@@ -8,13 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from variable_batch_size.command.options import add_minibatch, add_recording, count, print_text, recording, selected
+from variable_batch_size.command.options import RECORDING, add_minibatch, add_recording, count, print_text, selected
 from variable_batch_size.files import read_records
-from variable_batch_size.planning.pictures import plot_decisions
-from variable_batch_size.planning.reports import conversion_report, decisions_report, trace_report
+from variable_batch_size.planning.reports import conversion_report, decisions_report, plot_decisions, trace_report
 from variable_batch_size.traces import generators
-from variable_batch_size.traces.convert import ROUNDING, WHEN_EMPTY, convert_recording, step_seconds
-from variable_batch_size.traces.recording import Recording
+from variable_batch_size.traces.recording import ROUNDING, WHEN_EMPTY, Recording, convert_recording, step_seconds
 from variable_batch_size.traces.stages import CHANGES, UNITS, Change, Stages, Unit
 from variable_batch_size.traces.trace import Trace
 
@@ -160,7 +158,7 @@ def run_convert(options: argparse.Namespace) -> None:
     else:
         seconds = options.seconds_per_step
     conversion = convert_recording(
-        Recording.read(options.file, **recording(options)),
+        Recording.read(options.file, **selected(options, *RECORDING)),
         seconds_per_step=seconds,
         rounding=options.round,
         **selected(options, "samples_per_device", "minibatch_size", "when_empty"),

@@ -25,8 +25,7 @@ import torch
 from tqdm import tqdm
 
 from variable_batch_size.comparison.experiment import DONE, ENDED, FAILED, Outcome, Results, Run, Settings, runs_of
-from variable_batch_size.comparison.report.page import write_report
-from variable_batch_size.comparison.report.summary import number
+from variable_batch_size.comparison.report import number, write_report
 from variable_batch_size.comparison.train import train
 from variable_batch_size.comparison.workload import load_function, source_of
 from variable_batch_size.cores.launch import end_with_parent
@@ -35,6 +34,7 @@ from variable_batch_size.traces.trace import Trace
 Work = tuple[Callable[..., Outcome], tuple[Any, ...], dict[str, Any]]  # a picklable function and its arguments
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _START_METHOD: Final = "spawn"  # a forked process would inherit locks held by threads of this one
+_one_at_a_time = threading.Lock()  # the random generators belong to the process, and a worker may have several threads
 
 
 def compare(
@@ -51,8 +51,7 @@ def compare(
 ) -> None:
     """Make every combination of traces, rules and seeds, and the yardstick of each seed, and write the results.
 
-    Runs that are done or diverged are not repeated; failed runs are. Results are also written after an interruption.
-    Without an executor, `jobs` local processes make the runs. `origin` tells how to reproduce the results.
+    Runs that are done or diverged are not repeated; failed ones are. Results are also written after an interruption.
     """
     results, runs = Results(directory), runs_of(list(traces), rules, num_seeds)
     variables = environments(jobs, settings.cores) if settings.device == "cuda" and not executor else []
@@ -213,9 +212,6 @@ def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {line.strip()}"
 
 
-_one_at_a_time = threading.Lock()  # the random generators belong to the process, and a worker may have several threads
-
-
 def make(settings: Settings, run: Run, files: Mapping[str, bytes], options: Mapping[str, Any]) -> tuple[Outcome, bytes]:
     """Make a run in a temporary directory with these files; returns its outcome and a zip file of its directory."""
     with tempfile.TemporaryDirectory() as folder, _one_at_a_time, _quiet():
@@ -240,9 +236,8 @@ def _train(settings: Settings, run: Run, directory: Path, **options: Any) -> Out
 class OnExecutor:
     """Submits all runs to the executor that ``FILE.py:FUNCTION`` returns, with the interface of LocalProcesses.
 
-    Many executors retry the task of a lost worker. A process pool breaks instead and loses all of its tasks: then a new
-    executor gets the runs that have not ended. If that one also breaks, runs are submitted one at a time until the run
-    that breaks executors is found and marked as failed.
+    A new executor gets the runs of a process pool that breaks. If that also breaks, runs are submitted one at a time,
+    until the run that breaks executors is found and marked as failed.
     """
 
     is_full: bool = False

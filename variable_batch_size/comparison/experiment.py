@@ -14,7 +14,7 @@ from variable_batch_size.files import write_text
 from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Policy
 from variable_batch_size.rules.registry import RULES as rules_by_name
-from variable_batch_size.schedules.batch_sizes import OnEnd
+from variable_batch_size.schedules.schedule import OnEnd
 from variable_batch_size.traces.generators import spot_market
 from variable_batch_size.traces.trace import Trace
 
@@ -95,11 +95,7 @@ def runs_of(traces: Sequence[str], rules: Sequence[str], num_seeds: int) -> list
 
 
 def default_traces(ref_batchsize: int, num_samples: int, dataset_size: int) -> dict[str, Trace]:
-    """A ramp and a spot market, with batch sizes from 1 to 16 times the reference.
-
-    The ramp doubles its batch size after each fifth of the samples. In the market, up to 16 devices come and go, each
-    with the reference batch size.
-    """
+    """A ramp that doubles after each fifth of the samples, and a spot market, from 1 to 16 times the reference."""
     most = max(1, min(16, dataset_size // ref_batchsize))
     sizes = [ref_batchsize * min(2**stage, most) for stage in range(5)]
     ramp = np.repeat(sizes, [math.ceil(num_samples / len(sizes) / size) for size in sizes])

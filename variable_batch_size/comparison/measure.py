@@ -33,8 +33,7 @@ def measure(
 ) -> Iterator[Measured]:
     """Train for a few steps on each number of cores with each minibatch size, and yield the measured times.
 
-    Steps of one and of three minibatches per core alternate; the medians of their durations determine the times of an
-    accumulating and of an updating minibatch. ``time.process_time`` is a better clock for one core of a busy machine.
+    Steps of one and three minibatches per core alternate. On a busy machine ``time.process_time`` is a better clock.
     """
     if steps < 5:
         raise ValueError(f"`steps` must be at least 5, for a meaningful median, got {steps}")
@@ -82,10 +81,9 @@ class Branch(NamedTuple):
 def branches(
     workload: Workload, sizes: Sequence[int], *, samples_before: int, samples: int, rule: str, seeds: int
 ) -> list[Branch]:
-    """Train at the first of some batch sizes, branch off at each, and compare the losses after as many samples.
+    """Train at the first of some batch sizes, branch off at each, and compare the losses after equally many samples.
 
-    This number is rounded up to a multiple of all batch sizes: otherwise, branches with larger steps would train on
-    more samples. The losses are averaged over runs with several seeds.
+    Their number is rounded up to a multiple of all batch sizes, and the losses are averaged over several seeds.
     """
     check_positive(samples_before=samples_before, samples=samples, seeds=seeds)
     multiple = math.lcm(*sizes)
@@ -122,11 +120,7 @@ def _train_on(training: Training, samples: int) -> None:
 
 
 def critical_batch_size(found: Sequence[Branch], *, tolerance: float) -> int:
-    """The largest batch size up to which no branch increases the loss of the first by more than this fraction.
-
-    >>> critical_batch_size([Branch(32, 8, 1.0), Branch(64, 4, 1.005), Branch(128, 2, 1.2)], tolerance=0.01)
-    64
-    """
+    """The largest batch size up to which no branch increases the loss of the first by more than this fraction."""
     size, _, loss = found[0]
     if not math.isfinite(loss):
         raise ValueError(f"the loss of the first branch, with batch size {size}, is {loss}")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from variable_batch_size.traces.trace import Trace
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xla": "xla"}
 _one_at_a_time = threading.Lock()
+T = TypeVar("T")
 
 
 class Training:
@@ -110,15 +111,14 @@ def train(settings: Settings, run: Run, directory: Path, *, datadir: str | None,
     """Make a run, which ends after `updates` or else by the settings, into the directory of its experiment."""
     shutil.rmtree(Results(directory).run_directory(run), ignore_errors=True)
     args = (settings, run, directory, datadir, updates)
-    outcome: Outcome = on_cores(_train_on_core, args, cores=settings.cores, device=settings.device)
-    return outcome
+    return on_cores(_train_on_core, args, cores=settings.cores, device=settings.device)
 
 
-def on_cores(function: Callable[..., Any], args: tuple[Any, ...], *, cores: int, device: str) -> Any:
+def on_cores(function: Callable[..., T], args: tuple[Any, ...], *, cores: int, device: str) -> T:
     """Call a function on each core, in this process if there is one only, and return the result of core 0."""
     if cores == 1 and device != "xla":
         return function(*args)
-    return launch(function, args, cores=cores, backend=_BACKENDS[device])[0]
+    return launch(function, args, cores=cores, backend=_BACKENDS[device])[0]  # type: ignore[no-any-return]
 
 
 def _train_on_core(settings: Settings, run: Run, directory: Path, datadir: str | None, updates: int | None) -> Outcome:

@@ -44,37 +44,21 @@ def load_module(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model, its data, its loss and the metric by which rules are compared.
+    """A model, its data, its loss and the metric by which rules are compared."""
 
-    Args:
-        model: creates the model of a run, after the random generators are seeded.
-        train: the training data, pairs of an input and a target.
-        test: the test data, pairs of an input and a target.
-        loss: function of outputs and targets that returns the mean over a minibatch.
-        metric: function of outputs and targets that returns the mean over a minibatch.
-        optimizer: creates the optimizer of a model's parameters, with settings chosen for `ref_batchsize`.
-        minibatch_size: samples per forward and backward pass of one core.
-        ref_batchsize: the batch size of the yardstick, for which the optimizer's settings were chosen.
-        num_samples: samples of the yardstick, and of all other runs unless a trace is shorter.
-        schedule: factor of the learning rate as a function of the fraction of the training, from 0 to 1; None for 1.
-        metric_name: the name of the metric in tables and figures.
-        unit: written after the values of the metric.
-        is_higher_better: whether larger values of the metric are better.
-    """
-
-    model: Callable[[], torch.nn.Module]
-    train: Dataset[Any]
-    test: Dataset[Any]
-    loss: Callable[[Any, Any], torch.Tensor]
-    metric: Callable[[Any, Any], torch.Tensor]
-    optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-    minibatch_size: int
-    ref_batchsize: int
-    num_samples: int
-    schedule: Callable[[float], float] | None = None
-    metric_name: str = "accuracy"
-    unit: str = " %"
-    is_higher_better: bool = True
+    model: Callable[[], torch.nn.Module]  # creates the model of a run, after the random generators are seeded
+    train: Dataset[Any]  # the training data, pairs of an input and a target
+    test: Dataset[Any]  # the test data, pairs of an input and a target
+    loss: Callable[[Any, Any], torch.Tensor]  # function of outputs and targets that returns the mean over a minibatch
+    metric: Callable[[Any, Any], torch.Tensor]  # function of outputs and targets that returns the mean over a minibatch
+    optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]  # of parameters, set for `ref_batchsize`
+    minibatch_size: int  # samples per forward and backward pass of one core
+    ref_batchsize: int  # the batch size of the yardstick, for which the optimizer's settings were chosen
+    num_samples: int  # samples of the yardstick, and of all other runs unless a trace is shorter
+    schedule: Callable[[float], float] | None = None  # lr factor by the fraction of the training, 0 to 1; None for 1
+    metric_name: str = "accuracy"  # the name of the metric in tables and figures
+    unit: str = " %"  # written after the values of the metric
+    is_higher_better: bool = True  # whether larger values of the metric are better
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "metric", "optimizer"):

@@ -1,20 +1,108 @@
-"""Which communicator a run uses: by the device of its parameters, the initialized backend, or a process group."""
+"""The communicators of torch.distributed, and which one a run uses: by device, initialized backend or process group."""
 
-from collections.abc import Iterable
-from typing import Any
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, final
 
 import torch
+import torch.distributed as dist
 
 from variable_batch_size.cores import dtensor, xla
-from variable_batch_size.cores.communicator import Communicator, SingleProcess, group_of, is_running
-from variable_batch_size.cores.process_group import ProcessGroups, SpmdHosts
+from variable_batch_size.cores.communicator import (
+    Communicator,
+    Group,
+    SingleProcess,
+    each_element_once,
+    group_of,
+    is_running,
+    ranks_of,
+)
+
+_LARGE = 2**22  # elements from which on a second call costs less than it gains; equal at 1 M
+
+
+@final
+class ProcessGroups(Communicator):
+    """The ranks of a process group; or of a whole mesh, from the groups that cross in this process."""
+
+    def __init__(self, *groups: Group) -> None:
+        self._groups = groups or (None,)
+        sizes = [dist.get_world_size(group) for group in self._groups]
+        ranks = [dist.get_rank(group) for group in self._groups]
+        if min(ranks) < 0:
+            raise ValueError("`process_group` must contain this process, got a group of other processes")
+        self.rank = sum(rank * math.prod(sizes[:place]) for place, rank in enumerate(ranks))
+        self.num_replicas = math.prod(sizes)
+
+    def sum(self, tensors: Sequence[torch.Tensor]) -> None:
+        parts = [part for tensor in tensors for part in _parts_to_sum(tensor)]
+        for group in self._groups:
+            for work in [dist.all_reduce(part, group=group, async_op=True) for part in parts]:
+                if work is not None:
+                    work.wait()
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            for group in self._groups_with_copies(tensor):
+                local = each_element_once(dtensor.to_local(tensor.detach()))
+                sent = local.contiguous()
+                if sent.numel():  # as bytes, which every backend supports
+                    dist.broadcast(sent.view(-1).view(torch.uint8), src=ranks_of(group)[0], group=group)
+                if sent.data_ptr() != local.data_ptr():
+                    local.copy_(sent)
+
+    def _groups_with_copies(self, tensor: torch.Tensor) -> Sequence[Group]:
+        """The groups over which a tensor is replicated; all groups if it is not sharded over these ranks."""
+        own = set().union(*map(ranks_of, self._groups))
+        among_cores = [dimension for dimension in dtensor.dimensions_of(tensor) if own.issuperset(dimension.ranks)]
+        return [dimension.group for dimension in among_cores if dimension.is_copied] if among_cores else self._groups
+
+
+def _parts_to_sum(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Large tensors on a CPU in two parts: gloo has two threads, and an all-reduce uses one of them."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.view(-1).chunk(2) if tensor.device.type == "cpu" and tensor.numel() >= _LARGE else [tensor]
+
+
+@final
+class SpmdHosts(Communicator):
+    """The hosts of XLA's SPMD mode, which run the same graphs, for what is on no device: clocks, signals and files."""
+
+    is_one_program = True
+    keeps_flat_gradients = False
+
+    def __init__(self, devices: Communicator, number: int) -> None:
+        if not is_running():
+            needs = "XLA's SPMD mode on several hosts needs a process group: use vbs.launch(…, spmd=True)"
+            raise RuntimeError(f'{needs}, or torch.distributed.init_process_group("gloo", init_method="xla://")')
+        self._devices, self._processes = devices, ProcessGroups()
+        self.rank, self.num_replicas = self._processes.rank, self._processes.num_replicas
+        if self.num_replicas != number:
+            rule = f"torch.distributed must have a process on each of the {number} hosts of XLA's SPMD mode"
+            raise ValueError(f"{rule}, got {self.num_replicas}")
+
+    def sum(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor.copy_(self.total(tensor))
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            sent = tensor.detach().cpu()
+            self._processes.broadcast([sent])
+            with torch.no_grad():
+                tensor.copy_(sent)
+
+    def flush(self, *, is_extra: bool = False) -> None:
+        self._devices.flush(is_extra=is_extra)
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.detach().to("cpu", copy=True)
+        self._processes.sum([total])
+        return total
 
 
 def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:
-    """The ranks that have different samples: XLA's if a tensor is on XLA, those of torch.distributed, or one alone.
-
-    `process_group` is a process group, or a mesh of one dimension; all processes if None.
-    """
+    """The ranks with different samples: XLA's if a tensor is there, those of a group, a mesh or all, or one alone."""
     types = {tensor.device.type for tensor in tensors}
     if "xla" in types or xla.is_spmd():
         _check_no_group(process_group)
@@ -30,7 +118,7 @@ def everyone_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> 
     tensors = list(tensors)
     if xla.is_spmd() and xla.num_hosts() > 1:
         return SpmdHosts(communicator_for(tensors, process_group), xla.num_hosts())
-    if not dtensor.any_dtensor(tensors):
+    if not any(map(dtensor.is_dtensor, tensors)):
         return communicator_for(tensors, process_group)
     group = group_of(process_group)
     return ProcessGroups(group, *dtensor.model_groups(tensors, group).values())

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,6 +10,8 @@ import torch
 
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import Group, Ranks, ranks_of
+
+_found: tuple[type, ...] = ()
 
 
 class Dimension(NamedTuple):
@@ -23,9 +25,6 @@ class Dimension(NamedTuple):
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor; False on XLA, whose compiler shards what is one tensor to this process."""
     return isinstance(tensor, _types()) and tensor.device.type != "xla"
-
-
-_found: tuple[type, ...] = ()
 
 
 def _types() -> tuple[type, ...]:
@@ -131,7 +130,3 @@ def shard_from_full(tensor: torch.Tensor, complete: torch.Tensor) -> torch.Tenso
     if is_strided and not torch.equal(whole(result).cpu(), complete.cpu()):
         raise ValueError(f"Cannot shard a tensor of shape {tuple(tensor.shape)} over {where.device_mesh}.")
     return result
-
-
-def any_dtensor(tensors: Sequence[torch.Tensor]) -> bool:
-    return any(map(is_dtensor, tensors))

@@ -34,8 +34,7 @@ class Process(NamedTuple):
 def run_processes(processes: list[Process], work: bytes) -> list[Any]:
     """Start the processes, receive the results of their cores, and leave no process running.
 
-    SIGTERM is forwarded to the processes, unless the user has set a handler. When they have ended, it ends this
-    process, unless they exit with their own code. If that is EXIT_STOPPED, the signal may arrive again meanwhile.
+    SIGTERM is forwarded to them, unless the user has set a handler, and ends this process after them unless they exit.
     """
     started: list[tuple[Any, Any]] = []
     results: dict[int, Any] = {}

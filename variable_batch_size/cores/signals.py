@@ -1,7 +1,6 @@
 """Stop requests: SIGTERM, request_stop(), and DataLoader workers that leave SIGTERM to their parent.
 
 Signals are handled in the main thread of a process, but cores may be threads (XLA), so a request is stored per process.
-
 A signal to a process group or a systemd unit also reaches DataLoader workers. If they exited, the loader would raise
 within a step, and the parent could neither complete the step nor save. SIGTERM is therefore blocked in workers from
 their first instruction on, despite the handler that torch installs there. A thread receives it instead, and ends the
@@ -79,10 +78,8 @@ def listening() -> Iterator[None]:
     if is_main:
         note_sigterm()
     elif before is not _note:
-        logger.warning(
-            "SIGTERM can only be handled in the main thread, and will end this process without a checkpoint: call "
-            "vbs.request_stop() when the machine is about to stop"
-        )
+        problem = "SIGTERM can only be handled in the main thread, and will end this process without a checkpoint"
+        logger.warning("%s: call vbs.request_stop() when the machine is about to stop", problem)
     try:
         yield
     finally:
@@ -138,10 +135,8 @@ def leave_sigterm_to_parent(worker_id: int | None = None) -> None:
     """In this DataLoader worker, ignore SIGTERM unless the parent has sent it or has ended.
 
     A :class:`Checkpoint` does this in forked workers. For other start methods, pass this function as the loader's
-    ``worker_init_fn``. Programs started by a worker inherit the blocked signal and must be ended with SIGKILL.
-
-    Args:
-        worker_id: passed by the DataLoader, and ignored.
+    ``worker_init_fn``, whose argument is ignored. Programs started by a worker inherit the blocked signal and must be
+    ended with SIGKILL.
     """
     if _CAN_WAIT:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGTERM)

@@ -45,12 +45,9 @@ class RunCount:
 
 
 class Cursor:
-    """Moves through the minibatches that a rank runs in an epoch. Every plan is computed once.
+    """Moves through the minibatches that a rank runs in an epoch; `plan` is that of the latest one, at first the first.
 
     Padding is a rank's last minibatch of a step, so a step has at most two plans: of the last one and those before it.
-
-    Attributes:
-        plan: of the latest minibatch; at first, of the epoch's first one.
     """
 
     def __init__(self, schedule: BaseSchedule, rank: int) -> None:
@@ -76,10 +73,8 @@ class Cursor:
         if not self._num_left:
             self.look_ahead()
             if self._next is None:
-                raise RuntimeError(
-                    f"epoch {self.epoch} has {len(self._steps)} steps and all are done: call set_epoch() before the "
-                    "next pass over the loader"
-                )
+                advice = "call set_epoch() before the next pass over the loader"
+                raise RuntimeError(f"epoch {self.epoch} has {len(self._steps)} steps and all are done: {advice}")
             self._offset += self._last.batch_size
             (self._accumulating, self._last), self._next = self._next, None
             self._num_left = self._last.num_rounds

@@ -15,10 +15,9 @@ from variable_batch_size.checks import check_integer, check_within
 from variable_batch_size.cores.detect import running_cores
 from variable_batch_size.data.cursor import RunCount
 from variable_batch_size.policies.policy import Policy, Situation, policy_of
-from variable_batch_size.schedules.batch_sizes import OnEnd
 from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.schedules.permutation import Permutation
-from variable_batch_size.schedules.schedule import BaseSchedule, Schedule
+from variable_batch_size.schedules.schedule import BaseSchedule, OnEnd, Schedule
 from variable_batch_size.traces.trace import Trace, TraceLike
 
 logger = logging.getLogger(__name__)
@@ -40,12 +39,10 @@ class MinibatchSource(ABC):
     The source owns the position of a run: optimizers attach to it, and its :meth:`set_epoch` moves them, too. It counts
     the minibatches that are read, and compares them with those that each optimizer runs. The arguments are those of
     :class:`CustomSampler`. Without a `dataset_size` all steps are one epoch.
-
-    Attributes:
-        must_be_read: whether ``step()`` raises for a minibatch that was not read from here. Set it to False for a loop
-            that calls ``step()`` as often as the schedule says, without iterating over a loader or the sampler.
     """
 
+    # whether step() raises for a minibatch that was not read from here. Set it to False for a loop that calls step() as
+    # often as the schedule says, without iterating over a loader or the sampler
     must_be_read = True
     _loader: str  # that reads this source, for errors
 
@@ -209,10 +206,8 @@ class MinibatchSource(ABC):
     def run_in_lockstep(self) -> None:
         """Give all cores the same number of minibatches in each step. Call it before the first one is read."""
         if self.has_been_read and not self.schedule.lockstep:
-            raise ValueError(
-                "a model in fully_shard needs the same number of minibatches on all cores in a step, but the sampler "
-                "has been read already: construct it with `lockstep=True`"
-            )
+            needs = "a model in fully_shard needs the same number of minibatches on all cores in a step"
+            raise ValueError(f"{needs}, but the sampler has been read already: construct it with `lockstep=True`")
         self.schedule.lockstep = True
 
     def on_first_read(self, callback: Callable[[], None]) -> None:
@@ -225,9 +220,8 @@ class MinibatchSource(ABC):
             follower._on_request(is_first)
 
     def _refuse_second_pass(self) -> None:
-        raise RuntimeError(
-            f"epoch {self.epoch} is read for the second time: call set_epoch() before each pass over the loader"
-        )
+        rule = "call set_epoch() before each pass over the loader"
+        raise RuntimeError(f"epoch {self.epoch} is read for the second time: {rule}")
 
     def __len__(self) -> int:
         """How many minibatches this core gets in the epoch, padding included."""
@@ -339,21 +333,18 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
             positions = offsets[:, None] + within
             for minibatch in (order(positions) if order else positions).tolist():
                 if self.num_passes != number:
-                    raise RuntimeError(
-                        "set_epoch() was called in the middle of a pass: begin another one, as with iter(loader)"
-                    )
+                    advice = "begin another one, as with iter(loader)"
+                    raise RuntimeError(f"set_epoch() was called in the middle of a pass: {advice}")
                 self.num_read += 1
                 yield minibatch
         self._end_reading()
 
 
 class _Requested(Iterator[list[int]]):
-    """Minibatches, with a callback after each request."""
+    """Minibatches, with a callback after each request, also after one that raises."""
 
     def __init__(self, minibatches: Iterator[list[int]], callback: Callable[[bool], None]) -> None:
-        self._minibatches = minibatches
-        self._callback = callback
-        self._is_first = True
+        self._minibatches, self._callback, self._is_first = minibatches, callback, True
 
     def __next__(self) -> list[int]:
         try:

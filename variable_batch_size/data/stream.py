@@ -16,8 +16,7 @@ from torch.utils.data import _utils as loading
 
 from variable_batch_size.data.sampler import Description, MinibatchSource, is_decided
 from variable_batch_size.policies.policy import Policy, Situation
-from variable_batch_size.schedules.batch_sizes import OnEnd
-from variable_batch_size.schedules.schedule import BaseSchedule, Schedule
+from variable_batch_size.schedules.schedule import BaseSchedule, OnEnd, Schedule
 from variable_batch_size.traces.trace import TraceLike
 
 logger = logging.getLogger(__name__)
@@ -29,14 +28,6 @@ class SampleSource:
     """Reads a stream from its beginning or from a saved state, and counts samples.
 
     The stream does not see that a loader worker reads it, as it might then yield only a part of its samples.
-
-    >>> source = SampleSource(range(7))
-    >>> source.begin(epoch=0)
-    >>> source.skip(2)
-    >>> source.take(3), source.num_read
-    ([2, 3, 4], 5)
-    >>> source.take(3), source.num_read, source.has_ended
-    ([5, 6], 7, True)
     """
 
     def __init__(self, samples: Samples) -> None:
@@ -57,9 +48,8 @@ class SampleSource:
         """Go to the beginning of the stream, or to a state of :meth:`state_dict`."""
         samples = self._samples
         if self._has_begun and isinstance(samples, Iterator):
-            raise RuntimeError(
-                "the stream is an iterator, which can be read once: pass an iterable, or a function that returns one"
-            )
+            advice = "pass an iterable, or a function that returns one"
+            raise RuntimeError(f"the stream is an iterator, which can be read once: {advice}")
         with _outside_of_worker():
             if hasattr(samples, "set_epoch"):
                 samples.set_epoch(epoch)
@@ -168,10 +158,9 @@ class StreamReader:
     def check_state(self) -> None:
         """Raise if this pass begins elsewhere than the state of its loader."""
         if self._is_elsewhere:
-            raise RuntimeError(
-                f"the loader's state is not that of step {self.first_step} of epoch {self.epoch}, where this pass "
-                "begins: save it between two steps, with snapshot_every_n_steps=1"
-            )
+            where = f"step {self.first_step} of epoch {self.epoch}, where this pass begins"
+            advice = "save it between two steps, with snapshot_every_n_steps=1"
+            raise RuntimeError(f"the loader's state is not that of {where}: {advice}")
 
     def _num_before(self) -> int:
         """Samples of the stream before the first step."""
@@ -201,10 +190,8 @@ class StreamReader:
         self._has_begun = True
         source.skip(num_before - source.num_read)
         if source.has_ended:
-            raise RuntimeError(
-                f"the stream ended after {source.num_read} samples, but this pass begins at step {self.first_step} of "
-                f"epoch {self.epoch}, after {num_before} samples"
-            )
+            where = f"step {self.first_step} of epoch {self.epoch}, after {num_before} samples"
+            raise RuntimeError(f"the stream ended after {source.num_read} samples, but this pass begins at {where}")
         for minibatch in self._from_shard() if self.is_sharded else self._from_full():
             is_own, self._number = self._is_own(self._number), self._number + 1
             if is_own:
@@ -264,11 +251,9 @@ class StreamReader:
             logger.log(level, message, self.source.num_read, self.epoch, self._epoch_step(step), left_over)
 
     def _raise_ended(self, step: int) -> NoReturn:
-        raise RuntimeError(
-            f"the shard of core {self.rank} ended after {self.source.num_read} samples, in step "
-            f"{self._epoch_step(step)} of epoch {self.epoch}, which the other cores still run: repeat the shard, or "
-            "shorten the trace"
-        )
+        where = f"after {self.source.num_read} samples, in step {self._epoch_step(step)} of epoch {self.epoch}"
+        advice = "which the other cores still run: repeat the shard, or shorten the trace"
+        raise RuntimeError(f"the shard of core {self.rank} ended {where}, {advice}")
 
     def _is_own(self, number: int) -> bool:
         return number % self.num_workers == self.worker
@@ -297,19 +282,11 @@ class Stream(MinibatchSource, IterableDataset[Any]):
     Args:
         samples: an iterable such as an ``IterableDataset`` or a stream of Hugging Face ``datasets``, an iterator, which
             can be read once, or a function that returns one. Its ``set_epoch`` is called if it has one.
-        trace: the batch size of every step: a path, a sequence, an array, a pandas column, or an integer for a constant
-            one; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides it during the
-            run; the loader then has no workers, as decisions do not reach them.
-        minibatch_size: samples that one core runs at once.
+        trace: the batch size of every step, as for :class:`CustomSampler`, as are `minibatch_size`, `num_replicas`,
+            `rank`, `process_group`, `on_end` and `lockstep`. With a policy, the loader must have no workers, as
+            decisions do not reach them.
         dataset_size: samples in an epoch, each of which reads the stream from its beginning; None for a single epoch.
-        num_replicas: cores that share the work; those of the running backend if None.
-        rank: which of them this is; that of the running backend if None.
-        process_group: the cores that share the work, if not all processes of torch.distributed: a group, or the
-            dimension of a DeviceMesh along which samples differ, as ``mesh["data"]``.
         seed: of the random numbers of minibatches, with ``seed_minibatches=True``; it shuffles nothing.
-        on_end: what follows the last row of the trace: ``"stop"``, ``"hold"`` the last size or ``"cycle"``.
-        lockstep: whether all cores get the same number of minibatches in a step, the last one perhaps padding, for
-            models whose forward pass waits for all cores; the optimizer turns it on for models in ``fully_shard``.
         collate_fn: makes a minibatch of a list of samples; the default of DataLoader if not given.
         is_sharded: whether `samples` are only this core's part of the data, as of ``split_dataset_by_node``. The
             samples of a step then depend on the number of cores, which must stay the same, and every core's part must
@@ -378,10 +355,8 @@ class Stream(MinibatchSource, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         if info is not None and not isinstance(self.schedule, Schedule):
-            raise ValueError(
-                "a stream with a policy must be read in the main process: pass num_workers=0 to its loader, and let "
-                "`samples` prefetch if necessary"
-            )
+            advice = "pass num_workers=0 to its loader, and let `samples` prefetch if necessary"
+            raise ValueError(f"a stream with a policy must be read in the main process: {advice}")
         epoch, first_step, number, _ = self._shared.tolist()
         where = (self.rank, epoch, first_step, self.is_sharded)
         of_loader = (0, 1) if info is None else (info.id, info.num_workers)

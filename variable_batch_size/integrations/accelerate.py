@@ -98,8 +98,8 @@ class LoaderToDevice:
     """Moves the minibatches of a loader to a device. Its sampler has already assigned them to ranks."""
 
     def __init__(self, loader: DataLoader[Any], sampler: MinibatchSource, device: torch.device) -> None:
-        if loader.generator is None:
-            loader.generator = common.loader_generator(sampler)
+        if loader.generator is None:  # otherwise it draws from the global one whenever it starts, also in a resumed run
+            loader.generator = torch.Generator().manual_seed(sampler.seed)
         self.loader, self.device = loader, device
 
     def __len__(self) -> int:

@@ -7,26 +7,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
-import torch
-
 from variable_batch_size.cores.detect import communicator_for
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.wrappers import wrapped_by_framework
 from variable_batch_size.schedules.schedule import BaseSchedule, Schedule
 
 logger = logging.getLogger(__name__)
 
 TRACE_DECIDES = "the trace determines how many minibatches make up a step"
+# the number of epochs, including an incomplete last one; of steps; and of steps in the longest epoch
+Extent = tuple[int, int, int]
+_RUN_KEY = "variable_batch_size_run"
 
 
 class Steps:
-    """Yields an iterator over this rank's minibatches for each step of the sampler's epoch.
-
-    A framework that takes each item of a loader for a step then counts updates. Minibatches are loaded lazily. All
-    minibatches of a step must be consumed before the next step is requested.
-    """
+    """Yields an iterator over this rank's minibatches for each step of the epoch; all of them must be consumed."""
 
     def __init__(self, loader: Iterable[Any], sampler: MinibatchSource) -> None:
         self.loader, self.sampler = loader, sampler
@@ -45,10 +41,6 @@ class Steps:
             if next(others, None) is not None:
                 raise RuntimeError(f"step {step} of the run ended before all of its minibatches were consumed")
             step += 1
-
-
-# the number of epochs, including an incomplete last one; of steps; and of steps in the longest epoch
-Extent = tuple[int, int, int]
 
 
 def extent_of_epochs(schedule: BaseSchedule, num_epochs: float) -> Extent:
@@ -86,25 +78,17 @@ def check_process(sampler: MinibatchSource, rank: int, num_processes: int, frame
 
 def find_wrappers_of_framework(optimizer: CustomOptimizer) -> None:
     """Find the wrappers that a framework has put around the model since the optimizer was created."""
-    communicator = communicator_for(list(optimizer.parameters()), optimizer.sampler.process_group)
-    wrapped_by_framework(optimizer._wrappers, communicator)
-
-
-def loader_generator(sampler: MinibatchSource) -> torch.Generator:
-    """A loader without its own generator draws from the global one whenever it starts, also in a resumed run."""
-    return torch.Generator().manual_seed(sampler.seed)
-
-
-_RUN_KEY = "variable_batch_size_run"
+    wrappers = optimizer._wrappers
+    wrappers.update(wrappers.parameters)
+    wrappers.is_prepared = True
+    wrappers.disable_ddp_allreduce(communicator_for(wrappers.parameters, optimizer.sampler.process_group))
 
 
 def state_of(optimizer: CustomOptimizer) -> dict[str, Any]:
     """The optimizer's state dict, with the description of its run."""
     if optimizer.is_accumulating:
-        logger.warning(
-            "the optimizer was saved within a step. A resumed run repeats the step from its first minibatch, but "
-            "random generators and buffers were saved after some of them: save when `optimizer.updated`"
-        )
+        problem = "a resumed run repeats it, but random generators and buffers were saved after some of its minibatches"
+        logger.warning("the optimizer was saved within a step: %s. Save when `optimizer.updated`", problem)
     return {**optimizer.state_dict(), _RUN_KEY: dict(optimizer.description)}
 
 

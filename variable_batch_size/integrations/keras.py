@@ -65,37 +65,33 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         self.optimizer = None  # callbacks that set its learning rate then raise
         self.variable_optimizer, self.variable_schedulers = optimizer, tuple(schedulers)
 
-    def fit(
-        self, x: Any = None, *, epochs: int = 1, verbose: Any = "auto", callbacks: Any = None, **kwargs: Any
-    ) -> Any:
+    def fit(self, x: Any = None, *, epochs: int = 1, verbose: Any = "auto", callbacks: Any = None, **other: Any) -> Any:
         """Train until `epochs` epochs are complete, including those before a loaded state.
 
         Args:
             x: the loader of the optimizer's sampler.
             epochs: number of epochs of the whole run.
-            verbose: as for ``keras.Model``.
-            callbacks: as for ``keras.Model``.
-            kwargs: `validation_data`, `validation_freq`, `validation_steps` and `validation_batch_size`, as for
-                ``keras.Model``.
+            verbose: as for ``keras.Model``, and `callbacks`, too.
+            other: `validation_data`, `validation_freq`, `validation_steps` or `validation_batch_size` of the same.
         """
-        optimizer = self._checked(x, kwargs)
+        optimizer = self._checked(x, other)
         settings: dict[str, Any] = {"verbose": verbose, "epochs": epochs}
         run = _Run(callbacks, add_history=True, add_progbar=verbose != 0, model=self, steps=None, **settings)
         run.callbacks.sort(key=lambda callback: isinstance(callback, _SAVERS))  # to save what the others change
-        run.begin()  # may load a state
-        kwargs |= {"verbose": verbose, "callbacks": run, "shuffle": False}
+        super(_Run, run).on_train_begin()  # may load a state
+        other |= {"verbose": verbose, "callbacks": run, "shuffle": False}
         steps_before = optimizer.steps_made
         for epoch in epochs_of(optimizer, epochs):
             steps = _StepLoader(x, optimizer)
             run.set_params({**settings, "steps": len(steps)})
             self._initial_epoch = None  # set by a callback that has loaded a state; the optimizer has the position
             # one epoch at a time, because Keras assumes that all epochs have the same number of batches
-            super().fit(steps, initial_epoch=epoch, epochs=epoch + 1, **kwargs)
+            super().fit(steps, initial_epoch=epoch, epochs=epoch + 1, **other)
             if self.stop_training:
                 break
         if optimizer.steps_made == steps_before:
             logger.warning("nothing left to train: `epochs` includes completed epochs, got %d", epochs)
-        run.end()
+        super(_Run, run).on_train_end(run.latest)
         return self.history
 
     def _checked(self, loader: Any, kwargs: Mapping[str, Any]) -> CustomOptimizer:
@@ -178,20 +174,13 @@ class _StepLoader(DataLoader[Any]):
 class _Run(keras.callbacks.CallbackList):  # type: ignore[misc]
     """The callbacks of a run whose epochs are fitted one by one, but which begins and ends once."""
 
-    _logs: Mapping[str, Any] | None = None
-
-    def begin(self) -> None:
-        super().on_train_begin()
-
-    def end(self) -> None:
-        super().on_train_end(self._logs)
+    latest: Mapping[str, Any] | None = None  # of the logs of an epoch
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Ignored: called for every epoch."""
+        """Ignored, as the end: called for every epoch."""
 
-    def on_train_end(self, logs: Any = None) -> None:
-        """Ignored: called for every epoch."""
+    on_train_end = on_train_begin
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._logs = logs
+        self.latest = logs
         super().on_epoch_end(epoch, logs)

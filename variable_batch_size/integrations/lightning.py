@@ -101,12 +101,7 @@ def check_loader(trainer: Trainer, optimizer: CustomOptimizer) -> CombinedLoader
 
 @final
 class UpdateLoop(_TrainingEpochLoop):
-    """Runs every minibatch through ``optimizer.step()`` and counts updates as steps.
-
-    Lightning calls ``_should_accumulate()`` before a minibatch, to decide whether to call the optimizer, and after it,
-    for schedulers, loggers and counters. The optimizer of this library is called for every minibatch, so the result
-    before it is always False.
-    """
+    """Runs every minibatch through ``optimizer.step()`` and counts updates as steps."""
 
     optimizer: CustomOptimizer  # set by follow()
     _num_calls = 0  # of the optimizer's step() in the last minibatch
@@ -131,6 +126,7 @@ class UpdateLoop(_TrainingEpochLoop):
         return self.optimizer.steps_done - self.optimizer.steps_skipped if hasattr(self, "optimizer") else 0
 
     def _should_accumulate(self) -> bool:
+        # before a minibatch Lightning asks whether to leave the optimizer out: never; after it, whether it has updated
         return self._num_calls > 0 and not self.optimizer.updated
 
     def reset(self) -> None:

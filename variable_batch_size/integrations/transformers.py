@@ -16,7 +16,7 @@ from variable_batch_size.optim.lr_scheduler import epochs
 from variable_batch_size.optim.optimizer import CustomOptimizer, Options
 from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.rules.rule import Rule
-from variable_batch_size.schedules.batch_sizes import OnEnd
+from variable_batch_size.schedules.schedule import OnEnd
 from variable_batch_size.traces.trace import TraceLike
 
 _SET_ELSEWHERE = {
@@ -101,7 +101,9 @@ class VariableBatchMixin:
             if before != now:
                 raise ValueError(f"`{name}` changed from {before} to {now} since training began: create a new trainer")
         settings: Any = {name: getattr(own, name) for name in _OF_LOADER}
-        settings["generator"] = common.loader_generator(sampler)
+        settings["generator"] = torch.Generator().manual_seed(
+            sampler.seed
+        )  # not the global one, from which it would draw
         return common.Steps(DataLoader(dataset, batch_sampler=sampler, **settings), sampler)
 
     def set_initial_training_values(self, args: Any, dataloader: common.Steps) -> tuple[int, ...]:

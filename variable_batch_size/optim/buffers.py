@@ -72,16 +72,25 @@ class Buffers:
         _write_back(self._before_padding)
         self._before_padding = []
 
-    def restore(self, is_undone: bool) -> None:
-        """After a step: restore the buffers if the rank's minibatches do not count."""
-        if not self._is_one_program:
+    def restore(self, is_undone: bool, is_skipped: torch.Tensor | None = None) -> None:
+        """After a step: restore the buffers if the rank's minibatches do not count, which maybe the device decides."""
+        is_eager = not self._is_one_program
+        if is_eager and is_skipped is not None and self._has_new_tensors():  # of any shape: the host must choose
+            is_undone, is_skipped = is_undone or bool(is_skipped), None
+        if is_eager and (is_undone or is_skipped is None):
             _write_back(self._before_step if is_undone else [])
         elif self._before_step:
-            as_data = torch.tensor([is_undone]).to(self._before_step[0][-1].device)
+            as_data = is_skipped
+            if as_data is None or self._is_one_program:
+                is_idle = torch.tensor([is_undone]).to(self._before_step[0][-1].device)
+                as_data = is_idle if as_data is None else is_idle | as_data
             with torch.no_grad():
                 for owner, name, *_, values in self._before_step:
                     written = each_element_once(owner._buffers[name])  # type: ignore[arg-type]
                     written.copy_(torch.where(as_data, values, written).view_as(written))
+
+    def _has_new_tensors(self) -> bool:
+        return any(owner._buffers.get(name) is not buffer for owner, name, buffer, *_ in self._before_step)
 
     def _before_forward(self, module: torch.nn.Module) -> None:
         if not self._is_fresh or not module.training:

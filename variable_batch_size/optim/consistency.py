@@ -9,14 +9,14 @@ import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator, Group, Ranks, group_of
-from variable_batch_size.cores.detect import everyone_for
-from variable_batch_size.cores.dtensor import any_dtensor, dimensions_of, model_groups, to_local
-from variable_batch_size.cores.process_group import ProcessGroups, SpmdHosts
+from variable_batch_size.cores.detect import ProcessGroups, SpmdHosts, everyone_for
+from variable_batch_size.cores.dtensor import dimensions_of, is_dtensor, model_groups, to_local
 from variable_batch_size.data.sampler import Description, MinibatchSource
 from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
 from variable_batch_size.optim.wrappers import Wrappers, forget_partition, is_zero
 from variable_batch_size.rules.rule import Rule
 
+Tensors = Sequence[torch.Tensor]
 _MAX_BYTES = 120  # of each rank's value in an error message
 
 
@@ -38,11 +38,7 @@ def fingerprint_of(sampler: MinibatchSource, rule: Rule, inner: Optimizer, ref_b
 
 
 def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Every difference from a saved fingerprint, in words; names that an older version did not save are skipped.
-
-    >>> differences({"seed": 0, "rule": "LinearRule"}, {"seed": 3, "rule": "LinearRule"})
-    ['seed was 0 and is 3']
-    """
+    """Every difference from a saved fingerprint, as "seed was 0 and is 3"; names that were not saved are skipped."""
     changed = [name for name in now if name in saved and saved[name] != now[name]]
     return [f"{name} was {saved[name]} and is {now[name]}" for name in changed]
 
@@ -58,21 +54,16 @@ def _shapes(tensors: Iterable[torch.Tensor]) -> str:
 def _hyperparameters(inner: Optimizer) -> str:
     groups = []
     for group in inner.param_groups:
-        values = {
-            name: value.item() if isinstance(value, torch.Tensor) and value.device.type == "cpu" else value
-            for name, value in group.items()
-            if name != "params"
-        }
-        groups.append(f"{_numbers(values, tuple)}, shapes {_shapes(group['params'])}")
+        tensors = {name: value for name, value in group.items() if isinstance(value, torch.Tensor)}
+        on_host = {name: value.item() for name, value in tensors.items() if value.device.type == "cpu"}
+        groups.append(f"{_numbers({**group, **on_host}, tuple)}, shapes {_shapes(group['params'])}")
     return "; ".join(groups)
 
 
 def compare_ranks(facts: Mapping[str, object], communicator: Communicator, device: torch.device) -> Callable[[], None]:
     """Compare values between the ranks with one all-reduce. Every rank must call it with the same names.
 
-    Each value is hashed to 32 bits, and each rank compares its own hash times the number of ranks with the sum. Two
-    ranks that differ go unnoticed with probability 2⁻³². With more ranks a rank whose hash happens to be the mean of
-    all would see no difference while the others raise; it would then wait for them in the next collective. Returns a
+    Each value is hashed to 32 bits, and each rank compares its hash times the number of ranks with the sum. Returns a
     function to call after a flush: it raises on every rank if the ranks differ, with the first difference.
     """
     # 32 bits each, so that an int64 holds the sum over all ranks
@@ -98,13 +89,9 @@ def compare_ranks(facts: Mapping[str, object], communicator: Communicator, devic
 
 
 def check_same_on_all_ranks(
-    facts: Mapping[str, object], tensors: Sequence[torch.Tensor], communicator: Communicator
+    facts: Mapping[str, object], tensors: Tensors, communicator: Communicator
 ) -> Callable[[], None]:
-    """Broadcast tensors from rank 0, and raise if ranks differ in the facts.
-
-    Returns a function to call after the next flush. On lazy devices it does the check, so that comparison, broadcast
-    and what else is traced until then are one program.
-    """
+    """Broadcast tensors from rank 0, and raise if ranks differ in the facts: on lazy devices after the next flush."""
     check = None if communicator.num_replicas == 1 else compare_ranks(facts, communicator, tensors[0].device)
     if check is not None and not communicator.is_one_program:
         check()
@@ -123,9 +110,9 @@ def broadcast_from_rank0(tensors: Iterable[torch.Tensor], communicator: Communic
 def sync_and_check_ranks(
     optimizer: Any, wrappers: Wrappers, communicator: Communicator, options: Mapping[str, Any]
 ) -> Callable[[], None]:
-    """Check that all ranks have the same settings, broadcast the model from rank 0, and switch other reductions off.
+    """Check that all ranks have the same settings, broadcast the model of rank 0, and switch other reductions off.
 
-    `options` are further arguments that must be the same on all ranks. Returns a function to call after a flush.
+    Returns a function to call after a flush.
     """
     parameters, sampler, model = list(optimizer.parameters()), optimizer.sampler, wrappers.model
     wrappers.refuse_unsupported(optimizer.rule, optimizer.inner)
@@ -144,7 +131,7 @@ def sync_and_check_ranks(
     }
     tensors = [*parameters, *of_model]
     everyone = everyone_for(tensors, sampler.process_group)
-    if any_dtensor(tensors):
+    if any(map(is_dtensor, tensors)):
         if everyone.num_replicas > 1:
             compare_ranks(facts, everyone, to_local(tensors[0]).device)()
         _broadcast_over_mesh(tensors, communicator, model_groups(tensors, group_of(sampler.process_group)))
@@ -156,9 +143,7 @@ def sync_and_check_ranks(
     return complete
 
 
-def _broadcast_over_mesh(
-    tensors: Sequence[torch.Tensor], communicator: Communicator, groups: Mapping[Ranks, Group]
-) -> None:
+def _broadcast_over_mesh(tensors: Tensors, communicator: Communicator, groups: Mapping[Ranks, Group]) -> None:
     """Broadcast from rank 0, and within each model-parallel group the tensors that are not sharded over it."""
     broadcast_from_rank0(tensors, communicator)
     for ranks, group in groups.items():
@@ -167,16 +152,12 @@ def _broadcast_over_mesh(
 
 
 def sync_added_params(
-    added: Sequence[torch.Tensor],
-    before: Sequence[torch.Tensor],
-    wrappers: Wrappers,
-    communicator: Communicator,
-    process_group: Any,
+    added: Tensors, before: Tensors, wrappers: Wrappers, communicator: Communicator, process_group: Any
 ) -> None:
     """Do the same for added parameters, which must be sharded as the others are."""
     if len({*added, *before}) < len(added) + len(before):
         raise ValueError("some parameters appear in more than one parameter group")
-    if any_dtensor(added):
+    if any(map(is_dtensor, added)):
         is_fully_sharded = bool(Wrappers(added, wrappers.model).fsdp)
         if is_fully_sharded != bool(wrappers.fsdp) or not _ranks_of_meshes(added) <= _ranks_of_meshes(before):
             raise ValueError(

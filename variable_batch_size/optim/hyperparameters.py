@@ -13,6 +13,7 @@ from variable_batch_size.optim.probe import corrects_bias_as_adam
 from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
 from variable_batch_size.optim.wrappers import is_zero
 from variable_batch_size.rules.adam import corrected_for_bias
+from variable_batch_size.rules.numbers import Number
 from variable_batch_size.rules.rule import Rule, Step
 
 _TINY = 0.1
@@ -39,7 +40,6 @@ class Preconditioner:
     def __init__(self, inner: Optimizer, min_updates: int = 1) -> None:
         self._inner, self._min_updates = inner, min_updates
         self.divisors: dict[torch.Tensor, torch.Tensor] = {}
-        self._counts: dict[torch.Tensor, int] = {}  # where the number of updates is on a device
 
     @torch.no_grad()
     def refresh(self, *, has_updated: bool = True) -> None:
@@ -61,16 +61,15 @@ class Preconditioner:
                 num_updates = state["step"]
                 # read from the host if it is there; a step count on the device stays there
                 if not isinstance(num_updates, torch.Tensor) or num_updates.device.type == "cpu":
-                    count = num_updates = float(num_updates)
-                else:
-                    is_known = has_updated and p in self._counts
-                    count = self._counts[p] = self._counts[p] + (p.grad is not None) if is_known else int(num_updates)
-                if count < self._min_updates:
+                    num_updates = float(num_updates)
+                is_new = num_updates < self._min_updates
+                if is_new is True:
                     self.divisors.pop(p, None)
                     continue
                 second_moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
                 root = (second_moment / (1 - beta**num_updates)).sqrt_().add_(eps)
-                root.masked_fill_(root < _TINY * root.square().mean().sqrt(), math.inf)
+                left_out = root < _TINY * root.square().mean().sqrt()
+                root.masked_fill_(left_out if is_new is False else left_out | is_new, math.inf)
                 if p in self.divisors and self.divisors[p].dtype == root.dtype:
                     self.divisors[p].copy_(root)
                 else:
@@ -191,14 +190,18 @@ class StepHyperparameters:
     def __init__(self, inner: Optimizer, communicator: Communicator) -> None:
         self._inner, self._optimizers, self._communicator = inner, optimizers_of(inner), communicator
         self.beta_history = BetaHistory(inner)
+        self._lr_tensors: dict[int, torch.Tensor] = {}  # by the number of the group
+        if communicator.is_one_program:  # now: results of a graph are ordered by the age of their tensors
+            devices = [group["params"][0].device for group in inner.param_groups if group["params"]]
+            self._lr_tensors = {number: self._new_lr(device) for number, device in enumerate(devices)}
         # of each optimizer: its list of groups, their order before the step, and what was applied
         self._applied: dict[Optimizer, tuple[list[Group], list[Group], list[_Applied]]] = {}
 
-    def applied(self, rule: Rule, step: Step, factors: Sequence[float]) -> "StepHyperparameters":
+    def applied(self, rule: Rule, step: Step, factors: Sequence[Number]) -> "StepHyperparameters":
         """Apply the settings of a step; they are restored at the end of ``with``, whose value is the learning rates."""
         if isinstance(self._inner, MultiOptimizer):
             self._inner.check_groups()
-        self._lrs, self._depth = list[float](), 0
+        self._lrs, self._depth = list[Number](), 0
         pairs = list(zip(self._inner.param_groups, factors, strict=True))
         try:
             for optimizer in self._optimizers:
@@ -217,7 +220,7 @@ class StepHyperparameters:
             raise
         return self
 
-    def __enter__(self) -> list[float]:
+    def __enter__(self) -> list[Number]:
         return self._lrs
 
     def __exit__(self, kind: type[BaseException] | None = None, *exception: object) -> None:
@@ -251,13 +254,13 @@ class StepHyperparameters:
                     kept[name] = before[name]
             group.update(kept)
 
-    def _apply(self, optimizer: Optimizer, group: Group, rule: Rule, step: Step, factor: float) -> list[_Applied]:
+    def _apply(self, optimizer: Optimizer, group: Group, rule: Rule, step: Step, factor: Number) -> list[_Applied]:
         """The group with its settings of the step; in several parts where these are not the same for all parameters."""
         # rules read that weight decay is decoupled from the group, which not every AdamW has
         is_flagged = not is_decoupled(optimizer, group) or "decoupled_weight_decay" in group
         flagged = group if is_flagged else {**group, "decoupled_weight_decay": True}
         settings = rule.merged_settings(flagged, step, factor)
-        self._lrs.append(float(settings["lr"]))
+        self._lrs.append(settings["lr"] if isinstance(factor, torch.Tensor) else float(settings["lr"]))
         if "betas" in settings and (rule.corrects_bias or self.beta_history.is_for(group)):
             variants = self.beta_history.variants(group, settings)
             if len(variants) > 1:
@@ -265,9 +268,22 @@ class StepHyperparameters:
                 return [_Applied(group, group | values, dict(group), values) for values in values_of_parts]
             settings = variants[0][1]
         values = self._traced(settings)
+        if isinstance(factor, torch.Tensor):
+            values["lr"] = self._in_place(len(self._lrs) - 1, settings["lr"])
         before = {name: group[name] for name in values}
         group.update(values)
         return [_Applied(group, group, before, values)]
+
+    def _in_place(self, group: int, lr: torch.Tensor) -> torch.Tensor:
+        """A learning rate that was computed on the device, always in the same tensor, as fused optimizers take it."""
+        if group not in self._lr_tensors:
+            self._lr_tensors[group] = self._new_lr(lr.device)
+        return self._lr_tensors[group].copy_(lr.view(()))
+
+    def _new_lr(self, device: torch.device) -> torch.Tensor:
+        dtype, is_traced = torch.float64 if device.type == "cpu" else torch.float32, self._communicator.is_one_program
+        own = torch.zeros((), dtype=dtype, device="cpu" if is_traced else device)  # else it would be part of a graph
+        return own.to(device).requires_grad_(is_traced)  # SGD reads a tensor that needs no gradient
 
     def _traced(self, settings: Mapping[str, Any]) -> Group:
         """The settings in a form in which they may change without a recompilation."""

@@ -11,11 +11,11 @@ from variable_batch_size.data.cursor import StepPlan
 
 
 class LossScale:
-    """What ``GradScaler.step(optimizer)`` leaves to the optimizer, minibatch by minibatch.
+    """What ``GradScaler.step(optimizer)`` leaves to the optimizer, minibatch by minibatch; the scale may change in a
+    step.
 
-    GradScaler sets ``grad_scale``, None if the user has called ``unscale_``, and ``found_inf`` of the optimizer. The
-    scale may change within a step. If the scaler has found a value that is not finite, gradients become NaN, which
-    stays in all sums: so every rank finds it in the reduced gradient and skips the update.
+    GradScaler sets ``grad_scale``, None after ``unscale_``, and ``found_inf`` of the optimizer. If it has found a value
+    that is not finite, gradients become NaN, which stays in all sums: every rank finds it and skips the update.
     """
 
     def __init__(
@@ -30,10 +30,8 @@ class LossScale:
         """Divide ``p.grad`` by the scale; returns what it was multiplied by, None if the user has done so before."""
         if not isinstance(found_inf, torch.Tensor):  # there are no gradients
             if self._everyone is not None:
-                raise RuntimeError(
-                    "GradScaler needs a gradient in every minibatch, but fully_shard has reduced none: pass "
-                    "`reduce_scatter_once=False`"
-                )
+                problem = "GradScaler needs a gradient in every minibatch, but fully_shard has reduced none"
+                raise RuntimeError(f"{problem}: pass `reduce_scatter_once=False`")
             return None
         if scale is None:
             self._check_unscaled(plan)
@@ -64,15 +62,11 @@ class LossScale:
 
     def _check_unscaled(self, plan: StepPlan) -> None:
         if self._is_summed and plan.num_rounds > 1:
-            raise RuntimeError(
-                "with `gradient_as_bucket_view`, GradScaler.unscale_() would unscale earlier minibatches again: use "
-                "`clip_grad_norm` instead, or `gradient_as_bucket_view=False`"
-            )
+            problem = "with `gradient_as_bucket_view`, GradScaler.unscale_() would unscale earlier minibatches again"
+            raise RuntimeError(f"{problem}: use `clip_grad_norm` instead, or `gradient_as_bucket_view=False`")
         if self._everyone is not None and self._measures:
-            raise RuntimeError(
-                "a rule that measures gradients of a model in fully_shard needs the scale, which GradScaler.unscale_() "
-                "removes: use `clip_grad_norm` instead"
-            )
+            needs = "a rule that measures gradients of a model in fully_shard needs the scale"
+            raise RuntimeError(f"{needs}, which GradScaler.unscale_() removes: use `clip_grad_norm` instead")
 
     def _check_step(self) -> None:
         """Raise if scales differ that must be the same; waits for the device."""

@@ -52,9 +52,10 @@ def follow_progress(scheduler: LRScheduler, optimizer: CustomOptimizer) -> None:
     """Step a scheduler of torch according to the optimizer's progress; call it after each ``optimizer.step()``.
 
     At progress τ the scheduler has made ⌊τ⌋ steps: a run at scale 8 follows the schedule of the run at scale 1, in
-    fewer updates. Once a schedule has ended, it stays at its end.
+    fewer updates. Once a schedule has ended, it stays at its end. Where the progress is computed on the device, it is
+    that before the latest step, so that the host need not wait.
     """
-    _step_to(scheduler, math.floor(optimizer.progress + _ROUNDING))
+    _step_to(scheduler, math.floor(optimizer.late_progress + _ROUNDING))
 
 
 def _step_to(scheduler: LRScheduler, position: int) -> None:

@@ -13,9 +13,9 @@ Method = Callable[[torch.nn.Module], None]
 class ModuleHook:
     """Calls a method with the module that is about to run. It keeps neither of the two alive.
 
-    A copy that was made with ``copy.deepcopy``, as ``AveragedModel`` does, removes itself. One in a pickled module is a
-    function of Python, so that the module can be loaded without this package. Unless `is_compiled`, where
-    ``torch.compile`` leaves the call out, it breaks the graph.
+    A copy made with ``copy.deepcopy`` removes itself. In a pickled module it is a function of Python, so that this
+    package is not needed to load it. Unless `is_compiled`, where ``torch.compile`` leaves the call out, it breaks the
+    graph.
     """
 
     def __init__(self, module: torch.nn.Module | None, method: Method | None, *, is_compiled: bool = True) -> None:
@@ -45,10 +45,8 @@ class ModuleHook:
 
     @property
     def __name__(self) -> str:  # torch.jit.script reads it first
-        raise RuntimeError(
-            "a model cannot be scripted in the middle of a pass, when its optimizer has hooks on it: call "
-            "torch.jit.script before or after a pass, or model._forward_pre_hooks.clear() when the training has ended"
-        )
+        advice = "call torch.jit.script before or after it, or model._forward_pre_hooks.clear() after the training"
+        raise RuntimeError(f"a model cannot be scripted in the middle of a pass, due to hooks: {advice}")
 
 
 def add_hook(

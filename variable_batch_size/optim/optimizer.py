@@ -1,6 +1,5 @@
 """CustomOptimizer: accumulates, or all-reduces and updates, following the schedule."""
 
-import dataclasses
 import logging
 import math
 import threading
@@ -18,8 +17,9 @@ from variable_batch_size.data.cursor import Cursor, StepPlan
 from variable_batch_size.data.sampler import CustomSampler, Description, MinibatchSource
 from variable_batch_size.optim import consistency
 from variable_batch_size.optim.buffers import Buffers
+from variable_batch_size.optim.flow import Flow, Outcome, step_unless
 from variable_batch_size.optim.gradients import make_accumulator
-from variable_batch_size.optim.gradients.accumulator import Measured, StepGradient
+from variable_batch_size.optim.gradients.accumulator import StepGradient
 from variable_batch_size.optim.hyperparameters import Preconditioner, StepHyperparameters
 from variable_batch_size.optim.loss_scale import LossScale
 from variable_batch_size.optim.policy_driver import PolicyDriver, Record
@@ -30,6 +30,7 @@ from variable_batch_size.optim.token_weights import TokenWeights, Weight
 from variable_batch_size.optim.wrappers import Wrappers
 from variable_batch_size.rules.adascale import NoiseRule
 from variable_batch_size.rules.noise import Noise, NoiseMeter
+from variable_batch_size.rules.numbers import Number
 from variable_batch_size.rules.per_optimizer import PerOptimizerRule
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.rules.transition import LRScaler
@@ -79,9 +80,9 @@ class CustomOptimizer(OptimizerProxy):
         model: whose buffers (BatchNorm's statistics) the padding minibatch of an idle core must not change.
         smooth_steps: spread a jump of the factor over N steps (:class:`Transition`).
         max_factor: the largest factor; None for no limit.
-        skip_nonfinite: skip the update where the gradient is not finite, on all cores together; costs a wait for the
-            device in every step. None for False, and True for rules that measure gradients anyway. With ``GradScaler``,
-            such updates are always skipped.
+        skip_nonfinite: skip the update where the gradient is not finite, on all cores together. With ``GradScaler``,
+            such updates are always skipped. None for True where the gradients are measured and it costs no further
+            wait for the device (:class:`Flow`), otherwise False.
         gradient_as_bucket_view: leave gradients where they are, zeroed in place, and let autograd accumulate there, for
             CUDA graphs and to save the memory of one gradient; they must then not be modified, nor may a parameter be
             frozen, added or converted within a step.
@@ -93,12 +94,9 @@ class CustomOptimizer(OptimizerProxy):
             memory for full gradients on each core; other models always reduce once.
 
     Attributes:
-        rule: the optimizer's own copy, with what it has measured.
-        updated: whether the latest call of ``step()`` changed the weights.
         steps_done: steps so far, skipped ones included.
         samples_done: samples in these.
         steps_made: steps with this object, whatever state was loaded in between.
-        steps_skipped: steps whose gradient was not finite, or whose minibatches all have the weight 0.
         minibatch_weights: the weights of minibatches and their sum so far.
         gradient_norm: the norm of the latest step's mean gradient before clipping, on the device; None unless
             :meth:`record_grad_norm` has requested it for that step.
@@ -132,7 +130,7 @@ class CustomOptimizer(OptimizerProxy):
         super().__init__(inner)
         if not isinstance(sampler, MinibatchSource):
             raise ValueError(f"`sampler` must be a CustomSampler or a Stream, got {type(sampler).__name__}")
-        self.rule = _make_rule(rule, self.inner, model)
+        self._rule = _make_rule(rule, self.inner, model)
         check_positive(ref_batchsize=ref_batchsize)
         check_not_negative(log_steps=log_steps)
         if clip_grad_norm is not None and not clip_grad_norm > 0:
@@ -141,32 +139,34 @@ class CustomOptimizer(OptimizerProxy):
         self.ref_batchsize, self.log_steps = int(ref_batchsize), int(log_steps)
         self.clip_grad_norm, self.exact = clip_grad_norm, exact
         self.seeds_minibatches = exact if seed_minibatches is None else seed_minibatches
-        self._measures = measures = self.rule.measures_noise or measure_noise
-        self.skip_nonfinite = measures if skip_nonfinite is None else skip_nonfinite
-        self._lr_scaler = LRScaler(self.rule, smooth_steps=smooth_steps, max_factor=max_factor)
-        self._own_meter = NoiseMeter() if measure_noise and not isinstance(self.rule, NoiseRule) else None
+        self._measures = measures = self._rule.measures_noise or measure_noise
+        self._lr_scaler = LRScaler(self._rule, smooth_steps=smooth_steps, max_factor=max_factor)
+        self._own_meter = NoiseMeter() if measure_noise and not isinstance(self._rule, NoiseRule) else None
         self._init_counters()
         self._wrappers = Wrappers(self.parameters(), model)
         if self._wrappers.fsdp:
             sampler.run_in_lockstep()
-        self._fingerprint = consistency.fingerprint_of(sampler, self.rule, self.inner, self.ref_batchsize)
+        self._fingerprint = consistency.fingerprint_of(sampler, self._rule, self.inner, self.ref_batchsize)
+        self._communicator = communicator_for(self.parameters(), sampler.process_group)
+        parts, is_read = (self._rule, self._lr_scaler, self._own_meter), skip_nonfinite is True
+        self._flow = Flow(*parts, self.inner, self._communicator, is_read=is_read)
+        self.skip_nonfinite = self._flow.skips_by_default if skip_nonfinite is None else skip_nonfinite
         schedule = sampler.schedule
         self._driver = PolicyDriver(self, schedule) if isinstance(schedule, PolicySchedule) else None
         self._cursor = Cursor(schedule, sampler.rank)  # the policy has decided the first batch sizes
         self._cursor.move(sampler.epoch, sampler.first_step)
-        self._communicator = communicator_for(self.parameters(), sampler.process_group)
         options |= {"skip_nonfinite": self.skip_nonfinite, "seed_minibatches": self.seeds_minibatches}
         finish_checks = consistency.sync_and_check_ranks(self, self._wrappers, self._communicator, options)
-        self._preconditioner = Preconditioner(self.inner, self.rule.min_updates) if self.rule.preconditions else None
+        self._preconditioner = Preconditioner(self.inner, self._rule.min_updates) if self._rule.preconditions else None
         self._accumulator = make_accumulator(
             self.inner,
             self._communicator,
             sampler=sampler,
             wrappers=self._wrappers,
             measures=measures,
-            is_read=self.skip_nonfinite,
+            is_read=(measures or self.skip_nonfinite) and self._flow.way != "on the device",
             divisors=None if self._preconditioner is None else self._preconditioner.divisors,
-            sums_gradients=self.rule.sums_gradients,
+            sums_gradients=self._rule.sums_gradients,
             gradient_as_bucket_view=gradient_as_bucket_view,
             exact=exact,
             reduce_scatter_once=reduce_scatter_once,
@@ -177,13 +177,13 @@ class CustomOptimizer(OptimizerProxy):
         finish_checks()
 
     def _init_counters(self) -> None:
-        self.steps_done = self.samples_done = self.steps_skipped = self.steps_made = 0
-        self.updated = False
+        self.steps_done = self.samples_done = self.steps_made = 0
+        self._updated: bool | torch.Tensor = False
         self.minibatch_weights = TokenWeights(next(self.parameters()).device)
         self.gradient_norm: torch.Tensor | None = None
         self._norm_every: set[int] = set()
-        self._factors: list[float] = []  # of the latest step, once it is complete
-        self._lrs: list[float] = []  # likewise
+        self._factors: list[Number] = []  # of the latest step, once it is complete
+        self._lrs: list[Number] = []  # likewise
         self._is_scaled = False  # whether a GradScaler has called step() in this pass
         self._has_joined = False  # whether set_epoch() was called here in this pass
         self._precedes = self._has_warned = False  # whether other optimizers of the sampler had no gradient at step()
@@ -205,6 +205,10 @@ class CustomOptimizer(OptimizerProxy):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r}, ref_batchsize={self.ref_batchsize})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._flow.settle()  # first: a copy has the numbers that the host knows
+        return super().__getstate__()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.sampler.attach(self)
@@ -224,12 +228,12 @@ class CustomOptimizer(OptimizerProxy):
                 gradient of the step is then the mean over all tokens of all cores. A number, or a tensor on the device.
 
         Returns:
-            True exactly when the weights changed: neither while accumulating nor if the update was skipped. With a
-            closure, what that returned; `updated` then is whether the weights changed.
+            Whether the step is complete; False while accumulating. With a closure, what that returned. If the update
+            was skipped, the step is complete, too; `updated` is whether the weights changed.
         """
         if torch.compiler.is_dynamo_compiling():  # a function that contains a whole step
             return self._step_eagerly(closure, weight=weight)
-        self.updated = False
+        self._updated = False
         for hook in self._optimizer_step_pre_hooks.values():
             hook(self, (), {})
         loss = None if closure is None else self._run(closure)
@@ -254,13 +258,13 @@ class CustomOptimizer(OptimizerProxy):
             if plan.is_padding and not plan.is_idle:
                 self._buffers.restore_before_padding()
             if plan.is_last:
-                self.updated = self._complete_step(plan)
+                self._updated = self._complete_step(plan)
         finally:
             torch._C._set_grad_enabled(was_enabled)
         self._prepare_next()
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, (), {})
-        return self.updated if closure is None else loss
+        return plan.is_last if closure is None else loss
 
     # torch would wrap step() for hooks and profiling, which takes longer than accumulating; the inner step() has both
     step.hooked = True  # type: ignore[attr-defined]
@@ -329,34 +333,26 @@ class CustomOptimizer(OptimizerProxy):
         scale, found_inf = self.__dict__["grad_scale"], self.__dict__["found_inf"]
         self._accumulator.inverse_scale = self._loss_scale.unscale_(plan, scale, found_inf)
 
-    def _complete_step(self, plan: StepPlan) -> bool:
-        """Reduce and update, or skip the update; False if it was skipped."""
-        step, reason = self._rule_step(), None
+    def _complete_step(self, plan: StepPlan) -> bool | torch.Tensor:
+        """Reduce and update, or skip the update; returns whether the weights changed, maybe on the device."""
+        step = self._rule_step()
         try:
             gradient = self._accumulator.reduce(plan)
             weight = gradient.weight
             is_recorded = self._norm_every and any((self.steps_done + 1) % every == 0 for every in self._norm_every)
             self.gradient_norm = gradient.norm() if is_recorded else None
-            weighs_nothing = weight is not None and gradient.weighs_nothing
-            skips = self.skip_nonfinite or self._is_scaled
-            is_weight_on_device = weight is not None and self._communicator.is_one_program
-            looks = skips or self._measures or is_weight_on_device
-            measured = gradient.measure() if looks and not weighs_nothing else None
-            if measured is not None and not measured.is_finite and skips:
-                reason = "the gradient is not finite"
-            elif weighs_nothing or (measured is not None and measured.weight == 0):
-                reason = "all minibatches have the weight 0"
-            if reason is None:
-                self._update(step, gradient, measured)
+            outcome = self._flow.scale(step, gradient, skips=self.skip_nonfinite or self._is_scaled)
+            if outcome.reason is None:
+                self._update(step, gradient, outcome)
             else:
-                self.steps_skipped += 1
+                self._flow.num_skipped += 1
                 if self.sampler.rank == 0:
                     message = "%s: %s, the update is skipped (%d so far)"
-                    logger.warning(message, str(self._cursor), reason, self.steps_skipped)
+                    logger.warning(message, str(self._cursor), outcome.reason, self._flow.num_skipped)
         finally:
             self._accumulator.reset()
         if self._buffers.is_on:
-            self._buffers.restore(is_undone=plan.is_idle or reason is not None)
+            self._buffers.restore(plan.is_idle or outcome.reason is not None, outcome.is_skipped)
             upcoming = self._cursor.next
             self._buffers.snapshot(upcoming is not None and upcoming.is_idle)
         self.steps_done += 1
@@ -372,22 +368,20 @@ class CustomOptimizer(OptimizerProxy):
         if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
             message = "%s: batch size %d, learning rate %g, %d samples in all"
             logger.info(message, str(self._cursor), step.batch_size, self.current_lr(), self.samples_done)
-        return reason is None
+        return outcome.reason is None if outcome.is_skipped is None else outcome.is_skipped.logical_not()
 
-    def _update(self, step: Step, gradient: StepGradient, measured: Measured | None) -> None:
+    def _update(self, step: Step, gradient: StepGradient, outcome: Outcome) -> None:
         """Make a step of the inner optimizer, with the settings that the rule returns."""
-        if measured is not None:
-            observed = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
-            self.rule.observe(observed, measured.norms)
-            if self._own_meter is not None:
-                self._own_meter.observe(observed, measured.norms)
         if self.clip_grad_norm is not None:
             gradient.clip_(self.clip_grad_norm)
-        self._factors = self._lr_scaler.move(step, len(self.inner.param_groups))
-        with self._hyperparameters.applied(self.rule, step, self._factors) as self._lrs:
+        self._factors = outcome.factors
+        with self._hyperparameters.applied(self._rule, step, self._factors) as self._lrs:
             _updates.is_running = True
             try:
-                self.inner.step()
+                if outcome.is_skipped is None:
+                    self.inner.step()
+                else:
+                    step_unless(outcome.is_skipped, self.inner, is_traced=self._communicator.is_one_program)
             finally:
                 _updates.is_running = False
         if self._preconditioner is not None:
@@ -501,24 +495,48 @@ class CustomOptimizer(OptimizerProxy):
     def current_lr(self, group: int = 0) -> float:
         """The learning rate, scaled by the rule, of a parameter group in the step of the latest minibatch."""
         if group < len(self._factors):
-            return self._lrs[group]  # at the update: a scheduler may have stepped since
+            return float(self._lrs[group])  # at the update: a scheduler may have stepped since
         settings = self.rule.rule_for_group(group)[0].merged_settings
         return float(settings(self.param_groups[group], self._rule_step(), self.factor(group))["lr"])
 
     def factor(self, group: int = 0) -> float:
         """What the learning rate is multiplied by in that step."""
         if group < len(self._factors):  # the step is complete, and the group was not added since
-            return self._factors[group]
-        return self._lr_scaler.preview(self._rule_step(), group)
+            return float(self._factors[group])
+        self._flow.settle()
+        return float(self._lr_scaler.preview(self._rule_step(), group))
 
     def _rule_step(self) -> Step:
         size, number = self._cursor.plan.batch_size, self._cursor.plan.num_minibatches
         return Step(size, size // number, self.ref_batchsize, self.steps_done)
 
     @property
+    def rule(self) -> Rule:
+        """The optimizer's own copy of the rule, with what it has measured so far."""
+        self._flow.release()
+        return self._rule
+
+    @property
+    def updated(self) -> bool:
+        """Whether the latest call of ``step()`` changed the weights; waits for the device if that decides it."""
+        return bool(self._updated)
+
+    @property
+    def steps_skipped(self) -> int:
+        """Steps whose gradient was not finite, or whose minibatches all have the weight 0; may wait for the device."""
+        self._flow.settle()
+        return self._flow.num_skipped
+
+    @property
     def progress(self) -> float:
         """How many steps at `ref_batchsize` the run is worth so far: with AdaScale, the sum of the gains."""
-        return self._lr_scaler.progress
+        self._flow.settle()
+        return float(self._lr_scaler.progress)
+
+    @property
+    def late_progress(self) -> float:
+        """The progress as far as the host knows it without a wait: on an accelerator maybe without the latest step."""
+        return self._flow.late_progress
 
     @property
     def weight_done(self) -> float:
@@ -533,7 +551,7 @@ class CustomOptimizer(OptimizerProxy):
             group: a parameter group; all together if None.
         """
         size = self.batch_size if batch_size is None else batch_size
-        return self._meter().gain(size, self.ref_batchsize, group)
+        return float(self._meter().gain(size, self.ref_batchsize, group))
 
     @property
     def noise(self) -> Noise | None:
@@ -552,9 +570,10 @@ class CustomOptimizer(OptimizerProxy):
         return self._meter().scale_in_samples()
 
     def _meter(self) -> NoiseMeter:
-        meter = self._own_meter or (self.rule.meter if isinstance(self.rule, NoiseRule | PerOptimizerRule) else None)
+        self._flow.settle()
+        meter = self._own_meter or (self._rule.meter if isinstance(self._rule, NoiseRule | PerOptimizerRule) else None)
         if meter is None:
-            name = type(self.rule).__name__
+            name = type(self._rule).__name__
             raise RuntimeError(f"{name} measures no noise: use AdaScaleRule, or pass `measure_noise=True`")
         return meter
 
@@ -564,13 +583,16 @@ class CustomOptimizer(OptimizerProxy):
         own: Description = {"exact": self.exact, "seed_minibatches": self.seeds_minibatches}
         if self.exact and next(self.parameters()).device.type == "cpu":
             own["threads"] = torch.get_num_threads()  # a minibatch's gradient depends on it
+        if self._rule.measures_noise:
+            own["gain"] = self._flow.time_of_gain
         return {**self._fingerprint, **own}
 
     def report(self) -> dict[str, float]:
         """What the rule, the noise meter and the policy report to a log about the latest step."""
+        self._flow.settle()
         step = self._rule_step()
         times = self._driver.report() if self._driver is not None else {}
-        return {**(self._own_meter.report(step) if self._own_meter else {}), **self.rule.report(step), **times}
+        return {**(self._own_meter.report(step) if self._own_meter else {}), **self._rule.report(step), **times}
 
     def record_grad_norm(self, *, every: int) -> None:
         """From now on, leave the norm of every N-th step's mean gradient in `gradient_norm`; several N add up."""
@@ -614,7 +636,8 @@ class CustomOptimizer(OptimizerProxy):
             "samples_done": self.samples_done,
             "steps_skipped": self.steps_skipped,
             **({} if self._driver is None else {"deciding": self._driver.state_dict()}),
-            "rule": self.rule.state_dict(),
+            "rule": self._rule.state_dict(),
+            **({"late_progress": self._flow.late_progress} if self._flow.way == "on the device" else {}),
             **self._lr_scaler.state_dict(),
             "weights": self.minibatch_weights.state_dict(),
             "gradients": self._accumulator.state_dict(),
@@ -640,12 +663,13 @@ class CustomOptimizer(OptimizerProxy):
             raise ValueError(f"the state has no {STATE_KEY!r}: it was saved by another kind of optimizer")
         own = state_dict[STATE_KEY]
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
-        self.rule.load_state_dict(own["rule"])
+        self._flow.forget(own.get("late_progress"))
+        self._rule.load_state_dict(own["rule"])
         self._lr_scaler.load_state_dict(own)
         if self._own_meter is not None and own["noise"]:
             self._own_meter.load_state_dict(own["noise"])
         self.steps_done, self.samples_done = own["steps_done"], own["samples_done"]
-        self.steps_skipped = own["steps_skipped"]
+        self._flow.num_skipped = own["steps_skipped"]
         if self._driver is not None:
             self._driver.load_state_dict(own.get("deciding"))
         if own["epoch_step"] < len(self.sampler.schedule.steps(own["epoch"])):

@@ -150,22 +150,18 @@ def check_inner(rule: Rule, inner: Optimizer) -> None:
     name, advice = name_of(inner), "or set `checks_inner = False` on the rule if that is intended"
     for group in _distinct(inner):
         if rule.corrects_bias and corrects_bias_as_adam(inner, group) is False:
-            raise ValueError(
-                f"`inner` must use the bias correction of Adam and AdamW, got {name}, whose updates do not depend on "
-                f"the `step` of its state as theirs do: use RootRule, {advice}"
-            )
+            found = f"got {name}, whose updates do not depend on the `step` of its state as theirs do"
+            raise ValueError(f"`inner` must use the bias correction of Adam and AdamW, {found}: use RootRule, {advice}")
         if rule.preconditions and has_second_moment(inner, group) is False:
             raise ValueError(f"`inner` must keep second moments in its state as `exp_avg_sq`, as Adam does, got {name}")
         if rule.sums_gradients and grows_with_gradient(inner, group) is False:
-            raise ValueError(
-                f"`inner` must be an SGD-style optimizer, got {name}: the rule sums gradients, but updates of {name} "
-                f"do not grow with them. Use LinearRule, RootRule or AdamRule, {advice}"
-            )
+            reason = f"got {name}: the rule sums gradients, but updates of {name} do not grow with them"
+            other = "Use LinearRule, RootRule or AdamRule"
+            raise ValueError(f"`inner` must be an SGD-style optimizer, {reason}. {other}, {advice}")
         if rule.scales_lr and follows_lr(inner, group) is False:
-            raise ValueError(
-                f"`inner` must make updates in proportion to the learning rate of their step, which "
-                f"{type(rule).__name__} scales, but those of {name} are not: use ConstantRule, {advice}"
-            )
+            how = f"in proportion to the learning rate of their step, which {type(rule).__name__} scales"
+            found = f"but those of {name} are not"
+            raise ValueError(f"`inner` must make updates {how}, {found}: use ConstantRule, {advice}")
 
 
 def _distinct(inner: Optimizer) -> list[Mapping[str, Any]]:

@@ -26,11 +26,9 @@ class OptimizerProxy(Optimizer):
             raise ValueError("`inner` must have parameters, got only empty groups")
         for group in inner.param_groups:
             if not isinstance(group.get("lr"), int | float | torch.Tensor):
-                raise ValueError(
-                    "`inner` must have a learning rate in each parameter group, which rules scale, got "
-                    f"{group.get('lr')!r}: pass a number as its `lr`, and switch off a schedule of its own, such as "
-                    "`relative_step`"
-                )
+                rule = f"`inner` must have a learning rate in each parameter group, for rules, got {group.get('lr')!r}"
+                advice = "pass a number as its `lr`, and switch off a schedule of its own, such as `relative_step`"
+                raise ValueError(f"{rule}: {advice}")
         self.inner: Optimizer = inner
         # sets up hooks and profiling as Optimizer.__init__ does, without a second set of param_groups and state
         super().__setstate__({})
@@ -123,11 +121,9 @@ class MultiOptimizer(Optimizer):
         """Raise if a group was added to one of the optimizers, whose rule would not be found."""
         for optimizer, num_groups in zip(self.optimizers, self._num_groups, strict=True):
             if len(optimizer.param_groups) != num_groups:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} had {num_groups} parameter groups and has "
-                    f"{len(optimizer.param_groups)}: add a group to the optimizer of this library, which adds it to "
-                    "the last of several"
-                )
+                found = f"{num_groups} parameter groups and has {len(optimizer.param_groups)}"
+                advice = "add a group to the optimizer of this library, which adds it to the last of several"
+                raise RuntimeError(f"{type(optimizer).__name__} had {found}: {advice}")
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Let each optimizer make its step."""

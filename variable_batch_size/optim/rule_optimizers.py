@@ -4,7 +4,7 @@ from typing import ClassVar, final
 
 from typing_extensions import Unpack
 
-from variable_batch_size.data.sampler import MinibatchSource
+from variable_batch_size.data.sampler import MinibatchSource as Source
 from variable_batch_size.optim.optimizer import CustomOptimizer, Options
 from variable_batch_size.optim.proxy import Inner
 from variable_batch_size.rules.adam import AdamRule, Form
@@ -18,9 +18,7 @@ class _RuleOptimizer(CustomOptimizer):
 
     rule_type: ClassVar[type[Rule]]
 
-    def __init__(
-        self, inner: Inner, sampler: MinibatchSource, *, ref_batchsize: int, **options: Unpack[Options]
-    ) -> None:
+    def __init__(self, inner: Inner, sampler: Source, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
         super().__init__(inner, sampler, rule=self.rule_type(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -51,9 +49,7 @@ class ConstantOptimizer(_RuleOptimizer):
 
     rule_type = ConstantRule
 
-    def __init__(
-        self, inner: Inner, sampler: MinibatchSource, *, ref_batchsize: int = 1, **options: Unpack[Options]
-    ) -> None:
+    def __init__(self, inner: Inner, sampler: Source, *, ref_batchsize: int = 1, **options: Unpack[Options]) -> None:
         super().__init__(inner, sampler, ref_batchsize=ref_batchsize, **options)
 
 
@@ -62,13 +58,7 @@ class LEGWRuleOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 · √S after a warm-up of S · `warmup_samples` (:class:`LEGWRule`)."""
 
     def __init__(
-        self,
-        inner: Inner,
-        sampler: MinibatchSource,
-        *,
-        ref_batchsize: int,
-        warmup_samples: int,
-        **options: Unpack[Options],
+        self, inner: Inner, sampler: Source, *, ref_batchsize: int, warmup_samples: int, **options: Unpack[Options]
     ) -> None:
         rule = LEGWRule(warmup_samples=warmup_samples)
         super().__init__(inner, sampler, rule=rule, ref_batchsize=ref_batchsize, **options)
@@ -76,17 +66,12 @@ class LEGWRuleOptimizer(CustomOptimizer):
 
 @final
 class AdamRuleOptimizer(CustomOptimizer):
-    """:class:`CustomOptimizer` with the square root rule for all of Adam's settings (:class:`AdamRule`).
-
-    Args:
-        form: how the betas are scaled.
-        scales_weight_decay: whether a decoupled weight decay is scaled, so that the decay per sample is kept.
-    """
+    """:class:`CustomOptimizer` with the square root rule for Adam, and the arguments of :class:`AdamRule`."""
 
     def __init__(
         self,
         inner: Inner,
-        sampler: MinibatchSource,
+        sampler: Source,
         *,
         ref_batchsize: int,
         form: Form = "sde",
@@ -99,18 +84,12 @@ class AdamRuleOptimizer(CustomOptimizer):
 
 @final
 class AdaScaleOptimizer(CustomOptimizer):
-    """:class:`CustomOptimizer` with lr = lr0 · gain, the gain measured from the gradients (:class:`AdaScaleRule`).
-
-    The statistics are reduced together with the gradients, and read once per update.
-
-    Args:
-        starts_with_mean: average the noise of the first steps as the paper does, instead of debiased.
-    """
+    """:class:`CustomOptimizer` with lr = lr0 · gain, measured from the gradients, as :class:`AdaScaleRule` does."""
 
     def __init__(
         self,
         inner: Inner,
-        sampler: MinibatchSource,
+        sampler: Source,
         *,
         ref_batchsize: int,
         starts_with_mean: bool = False,
@@ -122,17 +101,12 @@ class AdaScaleOptimizer(CustomOptimizer):
 
 @final
 class AdamScaleOptimizer(CustomOptimizer):
-    """:class:`CustomOptimizer` with lr = lr0 · √gain, for Adam and AdamW (:class:`AdamScaleRule`).
-
-    Args:
-        starts_with_mean: average the noise of the first steps as the paper does, instead of debiased.
-        min_updates: from how many updates of a parameter on its second moment is used.
-    """
+    """:class:`CustomOptimizer` with lr = lr0 · √gain for Adam and AdamW, and arguments of :class:`AdamScaleRule`."""
 
     def __init__(
         self,
         inner: Inner,
-        sampler: MinibatchSource,
+        sampler: Source,
         *,
         ref_batchsize: int,
         starts_with_mean: bool = False,

@@ -17,12 +17,7 @@ from variable_batch_size.optim.module_hooks import add_hook
 
 
 class _Generators:
-    """What the generators of this process are seeded for. On XLA, where ranks share a process, it is not used.
-
-    Attributes:
-        source: whose next minibatch they are seeded for; None after an evaluation.
-        requested: the sources that a minibatch was requested from since the latest ``step()``.
-    """
+    """What the generators of this process are seeded for. On XLA, where ranks share a process, it is not used."""
 
     source: weakref.ref[MinibatchSource] | None = None
     requested: ClassVar = weakref.WeakSet[MinibatchSource]()
@@ -31,13 +26,11 @@ class _Generators:
 class MinibatchSeeder:
     """Seeds the random generators of a rank before each minibatch, from the seed, the epoch and the minibatch's number.
 
-    So the random numbers of a minibatch are the same on any number of ranks, after a resume, and in a replay, and
-    padding changes nothing. Generators are seeded after each minibatch, and again when the next one is requested after
-    an evaluation or after one of another source, for the data set and the loop. Those of torch are seeded once more
-    when the model runs, so that a loader that starts in between does not count; not in minibatches of another source
-    whose loss runs through the model, too. Loader workers have their own generators, which are not changed. On XLA,
-    ranks are threads of one process and share the host's generators: there only the device's is seeded. Without a
-    model, only the loop is seeded for, and evaluations cannot be recognized.
+    So the random numbers of a minibatch are the same on any number of ranks, after a resume, and in a replay.
+    Generators are seeded after each minibatch, and again when the next one is requested after an evaluation or after
+    one of another source. Those of torch are seeded once more when the model runs, so that a loader that starts in
+    between does not count. Loader workers have their own generators. On XLA, ranks are threads of one process and share
+    the host's generators: there only the device's is seeded. Without a model, evaluations cannot be recognized.
     """
 
     def __init__(
@@ -58,13 +51,6 @@ class MinibatchSeeder:
         if is_on and self._is_on and self._model is not None:
             # compiled or not, the model must draw from the seed of its minibatch
             self._hooks = [add_hook(self._model, self._before_forward, is_compiled=False, replaces=True)]
-
-    def _watch_again(self) -> None:
-        """Have the hook that a seeder of another source has replaced since, if the model has optimizers for both."""
-        for hook in self._hooks:
-            if hook.id not in (hook.hooks_dict_ref() or ()):
-                self.watch(True)
-                return
 
     def set(self) -> None:
         """After a minibatch, and before a pass: set the generators for the next minibatch."""
@@ -87,8 +73,9 @@ class MinibatchSeeder:
             return
         is_run_next = is_run_next and not self._is_xla
         is_seeded = _Generators.source is not None and _Generators.source() is self._source
-        if is_run_next and not is_seeded:
-            self._watch_again()
+        # have the hook again that a seeder of another source has replaced since, if the model has optimizers for both
+        if is_run_next and not is_seeded and any(hook.id not in (hook.hooks_dict_ref() or ()) for hook in self._hooks):
+            self.watch(True)
         if is_first or self._was_evaluated or (is_run_next and not is_seeded):
             self._set()
         if is_run_next:

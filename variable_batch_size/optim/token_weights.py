@@ -24,9 +24,8 @@ class TokenWeights:
         checked = None if weight is None else self._checked(weight)
         if self.is_weighted not in (None, weight is not None):
             got, before = ("none", "had one") if weight is None else ("one", "had none")
-            raise ValueError(
-                f"`weight` must be passed for all minibatches of a run or for none, got {got} after some {before}"
-            )
+            rule = "`weight` must be passed for all minibatches of a run or for none"
+            raise ValueError(f"{rule}, got {got} after some {before}")
         self.is_weighted = weight is not None
         return checked
 
@@ -37,10 +36,8 @@ class TokenWeights:
         if isinstance(weight, torch.Tensor):
             # these represent all integers up to 2,048 and 256 only
             if weight.dtype in (torch.float16, torch.bfloat16) or weight.is_complex():
-                raise ValueError(
-                    f"`weight` must have a dtype that represents large integers, as int64 or float32, got "
-                    f"{weight.dtype}: sum a mask before converting it"
-                )
+                rule = "`weight` must have a dtype that represents large integers, as int64 or float32"
+                raise ValueError(f"{rule}, got {weight.dtype}: sum a mask before converting it")
             if weight.device.type != "cpu":
                 return weight.detach().reshape(()).to(self._device, self._dtype)
         try:

@@ -26,10 +26,8 @@ from variable_batch_size.optim.proxy import optimizers_of
 from variable_batch_size.rules.rule import Rule
 
 _FSDP2 = "torch.distributed.fsdp.FSDPModule"
-_FSDP1 = (
-    "FullyShardedDataParallel (FSDP1) is not supported, because it reduces gradients in every backward pass: use "
-    "fully_shard (FSDP2) of torch.distributed.fsdp, available since torch 2.6"
-)
+_FSDP1 = "FullyShardedDataParallel (FSDP1) is not supported, because it reduces gradients in every backward pass: "
+_FSDP1 += "use fully_shard (FSDP2) of torch.distributed.fsdp, available since torch 2.6"
 _UNSUPPORTED = {
     "torch.distributed.pipelining.stage._PipelineStageBase": "pipeline parallelism is not supported, because its "
     "schedule runs the minibatches itself: use fully_shard or tensor parallelism for a model that does not fit on one "
@@ -46,21 +44,21 @@ _USE_INTEGRATION = (
     "use prepare(accelerator, …) of variable_batch_size.integrations.accelerate instead, or in Transformers the "
     "VariableBatchTrainer of variable_batch_size.integrations.transformers"
 )
-_LOADER = "accelerator.prepare() was given a loader that is already sharded by its sampler or stream: "
+_PREPARED = f"accelerator.prepare() was given {{}}: {_USE_INTEGRATION}"
+_LOADER = _PREPARED.format("a loader that is already sharded by its sampler or stream")
 _SKIP = (
     "skip_first_batches() would skip minibatches that the optimizer counts: resume with "
     "`for epoch in vbs.epochs(optimizer, …)`, which starts after the saved step"
 )
 _ACCELERATE = {
-    "accelerate.optimizer.AcceleratedOptimizer": "accelerator.prepare() was given an optimizer of this library, or its "
-    f"inner one: {_USE_INTEGRATION}",
-    "accelerate.scheduler.AcceleratedScheduler": "accelerator.prepare() was given a scheduler, which would count "
-    f"minibatches: {_USE_INTEGRATION}",
-    "accelerate.data_loader.DataLoaderShard": _LOADER + _USE_INTEGRATION,
-    "accelerate.data_loader.DataLoaderDispatcher": _LOADER + _USE_INTEGRATION,
+    "accelerate.optimizer.AcceleratedOptimizer": _PREPARED.format("an optimizer of this library, or its inner one"),
+    "accelerate.scheduler.AcceleratedScheduler": _PREPARED.format("a scheduler, which would count minibatches"),
+    "accelerate.data_loader.DataLoaderShard": _LOADER,
+    "accelerate.data_loader.DataLoaderDispatcher": _LOADER,
     "accelerate.data_loader.SkipBatchSampler": _SKIP,
     "accelerate.data_loader.SkipDataLoader": _SKIP,
 }
+_ddp_made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # since the first optimizer
 
 
 def _imported(path: str) -> Any:
@@ -78,9 +76,6 @@ def is_zero(inner: Any) -> bool:
 def forget_partition(zero: Any) -> None:
     """Let a ZeroRedundancyOptimizer assign its parameters to ranks again."""
     zero._clear_cache()
-
-
-_ddp_made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # since the first optimizer
 
 
 @cache
@@ -184,9 +179,8 @@ class Wrappers:
                 _disable_before_forward(ddp, None)
                 ddp.register_forward_pre_hook(_disable_before_forward)  # loops that accumulate switch it on again
         if self.has_sync_batch_norm and not is_alone:
-            raise ValueError(
-                "SyncBatchNorm waits for all ranks in every minibatch, but some may be idle: use BatchNorm"
-            )
+            reason = "waits for all ranks in every minibatch, but some may be idle"
+            raise ValueError(f"SyncBatchNorm {reason}: use BatchNorm")
 
     def refuse_unsupported(self, rule: Rule, inner: Optimizer) -> None:
         """Raise if a wrapper is not supported, or not together with the rule."""
@@ -196,22 +190,15 @@ class Wrappers:
             refuse_left_out([p for p in self.parameters if not is_dtensor(p)])
         if rule.preconditions and (self.fsdp or any(map(is_zero, optimizers_of(inner)))):
             sharded = "fully_shard" if self.fsdp else "ZeroRedundancyOptimizer"
-            raise ValueError(
-                f"{type(rule).__name__} needs the full second moments on every rank, but {sharded} shards them: use "
-                "AdaScaleRule or AdamRule"
-            )
+            problem = f"{type(rule).__name__} needs the full second moments on every rank, but {sharded} shards them"
+            raise ValueError(f"{problem}: use AdaScaleRule or AdamRule")
 
     def check_first_minibatch(self, optimizer: Any, communicator: Communicator) -> None:
-        """At the first minibatch of each pass, raise if something was wrapped or prepared since the optimizer was made.
-
-        Another optimizer must not train parameters of the same model either: their gradients are not reduced.
-        """
+        """At the first minibatch of each pass, raise if something was wrapped or prepared since, or others train it."""
         is_several, own = is_running() and communicator.num_replicas > 1, {*self.parameters}
         if is_several and any(ddp.require_backward_grad_sync and _has_some(ddp, own) for ddp in _ddp_made):
-            raise RuntimeError(
-                "the model was wrapped in DistributedDataParallel after the optimizer was made, so its gradients were "
-                "reduced twice: wrap the model first"
-            )
+            late = "the model was wrapped in DistributedDataParallel after the optimizer was made"
+            raise RuntimeError(f"{late}, so its gradients were reduced twice: wrap the model first")
         is_initialized = _imported("accelerate.state.is_initialized")
         accelerate = [*map(_imported, _ACCELERATE)] if is_initialized is not None and is_initialized() else []
         left_out = self._left_out() if is_several else set()
@@ -224,10 +211,9 @@ class Wrappers:
             _refuse_prepared(optimizer, found, is_blind=is_blind and not self.is_prepared)
         modules = self.model.modules() if self.model is not None else ()
         if fsdp and ((is_blind and self.model is None) or any(isinstance(one, fsdp) for one in (*found, *modules))):
-            raise RuntimeError(
-                "no parameter of the optimizer has a gradient; fully_shard replaces the parameters of a model: apply "
-                "it first, then make the optimizer from model.parameters(), before the model runs"
-            )
+            problem = "no parameter of the optimizer has a gradient; fully_shard replaces the parameters of a model"
+            advice = "apply it first, then make the optimizer from model.parameters(), before the model runs"
+            raise RuntimeError(f"{problem}: {advice}")
         self._refuse_other_optimizers([one for one in found if isinstance(one, Optimizer)], left_out)
         is_unknown = self.model is None and bool(self._uncovered())
         if is_several and not self.is_checked and (is_unknown or (left_out and is_blind)):
@@ -251,10 +237,9 @@ class Wrappers:
         for one in optimizers:
             if not left_out.isdisjoint(_parameters_of(one)):
                 ddp = "whose DistributedDataParallel no longer reduces" if self.ddp else "on several cores"
-                raise RuntimeError(
-                    f"all trained parameters of {'a fully_shard model' if self.fsdp else f'a model {ddp}'} must belong "
-                    f"to optimizers of this library, but {type(one).__name__} has some: pass both optimizers as a list"
-                )
+                model = "a fully_shard model" if self.fsdp else f"a model {ddp}"
+                rule = f"all trained parameters of {model} must belong to optimizers of this library"
+                raise RuntimeError(f"{rule}, but {type(one).__name__} has some: pass both optimizers as a list")
 
     def _watch_other_optimizers(self) -> None:
         """Check every optimizer when it makes its first step: where the model is not known, or may have been hidden."""
@@ -314,8 +299,7 @@ def _is_costly(p: torch.Tensor) -> bool:
 def _hooked(parameters: Iterable[torch.Tensor]) -> set[torch.Tensor]:
     """The parameters whose AccumulateGrad node something keeps alive, as the reducer of DDP does for its hooks.
 
-    Otherwise the node and its metadata are gone when nothing refers to it. A graph that is still in use keeps it alive,
-    too, so that only the other parameters are certain.
+    A graph that is still in use keeps it alive, too, so that only the other parameters are certain.
     """
     key, trained = "variable_batch_size", [p for p in parameters if p.requires_grad and p.is_leaf]
     for p in trained:
@@ -335,13 +319,6 @@ def _disable_before_forward(ddp: DistributedDataParallel, args: Any) -> None:
             "DistributedDataParallel.join() waits for all ranks in every forward pass, but ranks run different numbers "
             "of minibatches: call the model outside of join(), as the sampler ends an epoch on all ranks together"
         )
-
-
-def wrapped_by_framework(wrappers: Wrappers, communicator: Communicator) -> None:
-    """Search again after an integration has let its framework wrap the model, and switch DDP off."""
-    wrappers.update(wrappers.parameters)
-    wrappers.is_prepared = True
-    wrappers.disable_ddp_allreduce(communicator)
 
 
 def _sharded_parameters(module: Module) -> set[torch.Tensor]:
@@ -377,28 +354,21 @@ def refuse_divide_factor(modules: Iterable[Any]) -> None:
     factors = [getattr(group, "gradient_divide_factor", None) for module in modules for group in _fsdp_groups(module)]
     for factor in factors:
         if factor is not None:
-            raise RuntimeError(
-                f"set_gradient_divide_factor({factor}) was called after the optimizer was made, which needs the mean "
-                "over the ranks: leave it out, and multiply the loss by a factor instead"
-            )
+            called = f"set_gradient_divide_factor({factor}) was called after the optimizer was made"
+            raise RuntimeError(f"{called}, which needs the mean over the ranks: multiply the loss by a factor instead")
 
 
 def refuse_left_out(others: Collection[torch.Tensor]) -> None:
     """Raise if some parameters are not in fully_shard although others are."""
     if others:
         shapes = ", ".join(str(tuple(p.shape)) for p in list(others)[:3]) + ("…" if len(others) > 3 else "")
-        raise ValueError(
-            f"either all parameters must be in fully_shard or none, but {len(others)} are not (of shape {shapes}): "
-            "apply fully_shard to the outermost module as well, then make the inner optimizer, before the model runs"
-        )
+        rule = f"either all parameters must be in fully_shard or none, but {len(others)} are not (of shape {shapes})"
+        advice = "apply fully_shard to the outermost module, too, then make the inner optimizer, before the model runs"
+        raise ValueError(f"{rule}: {advice}")
 
 
 def _refuse_prepared(optimizer: Any, found: list[Any], *, is_blind: bool) -> None:
-    """Raise if Accelerate has prepared the optimizer, its loader or its scheduler.
-
-    A prepared optimizer skips minibatches when Accelerate accumulates, a prepared loader is sharded a second time, and
-    a prepared scheduler makes a step for each minibatch of each process.
-    """
+    """Raise if Accelerate has prepared the optimizer, its loader or its scheduler: minibatches would be skipped."""
     own = [optimizer, optimizer.sampler, optimizer.inner, *optimizers_of(optimizer.inner)]
     for path, advice in _ACCELERATE.items():
         theirs = [thing for thing in found if isinstance(thing, _imported(path) or ())]
@@ -409,10 +379,8 @@ def _refuse_prepared(optimizer: Any, found: list[Any], *, is_blind: bool) -> Non
         reason = "the trace defines the minibatches of a step"
         raise RuntimeError(f"Accelerate's `gradient_accumulation_steps` must be 1, got {num_steps}: {reason}")
     if is_blind:
-        raise RuntimeError(
-            "gc.freeze() may hide an optimizer or a loader that accelerator.prepare() has made: call gc.freeze() after "
-            f"the first step, or {_USE_INTEGRATION}"
-        )
+        hidden = "gc.freeze() may hide an optimizer or a loader that accelerator.prepare() has made"
+        raise RuntimeError(f"{hidden}: call gc.freeze() after the first step, or {_USE_INTEGRATION}")
 
 
 def _parts(prepared: Any) -> list[Any]:

@@ -12,19 +12,13 @@ from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.schedules.schedule import Schedule
 
 RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}  # by default
+Factors = Callable[[int, int], dict[str, float]]  # of each rule, in a step of some batch size, after some steps
 
 
 def planned_rules(names: Sequence[str], *, noise_scale: float | None = None) -> dict[str, Rule]:
     """Create rules by name (:func:`make_rule`); with a noise scale, AdaScale is added if no rule uses it.
 
-    Args:
-        names: of the rules.
-        noise_scale: V/G², in samples, assumed to be measured in every step.
-
-    >>> list(planned_rules(["root", "legw:5000", "surge"], noise_scale=1000))
-    ['root', 'legw:5000', 'surge@1000']
-    >>> list(planned_rules(["root"], noise_scale=1000))
-    ['root', 'adascale@1000']
+    The noise scale, V/G² in samples, is assumed to be measured in every step. It follows the names: ``adascale@1000``.
     """
     if noise_scale is not None:
         check_positive_number(noise_scale=noise_scale)
@@ -61,9 +55,7 @@ class PlannedEpoch(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A step of the run, and the position of the run before it."""
-
-    step: int
+    step: int  # with the position of the run before it
     epoch: int
     samples_before: int
     batch_size: int
@@ -73,20 +65,13 @@ class Moment(NamedTuple):
 
 
 class Position(NamedTuple):
-    """The position of a run after some steps, as in a checkpoint."""
-
-    epoch: int
+    epoch: int  # in which the last completed step is
     epoch_step: int
     steps_done: int
     samples_done: int
 
 
-Factors = Callable[[int, int], dict[str, float]]
-"""The learning-rate factor of each rule in a step of some batch size, after some steps."""
-
-
 def _planned_sizes(schedule: Schedule, steps: range, factors: Factors) -> tuple[PlannedSize, ...]:
-    """The distinct batch sizes of these steps, ascending."""
     found, cores = [], schedule.num_replicas
     for size, count in zip(*(values.tolist() for values in schedule.size_counts(steps)), strict=True):
         number = size // schedule.minibatch_size
@@ -116,17 +101,13 @@ class Plan:
         checkpoint_every: list the position every N steps.
         tokens_per_sample: also count tokens, with this many per sample.
 
+    It has these options as attributes, the name of the `trace`, `dataset_size`, `minibatch_size`, `num_cores`, `on_end`
+    and `lockstep` of the schedule, and
+
     Attributes:
-        trace: the name of the trace.
-        dataset_size: samples in an epoch.
-        minibatch_size: samples that one core runs at once.
-        num_cores: the number of cores.
-        on_end: what follows the last row of the trace.
-        lockstep: whether all cores run the same number of minibatches in a step.
         num_epochs: number of epochs, including an incomplete last one.
         num_steps: number of updates.
         num_samples: samples used by these.
-        tokens_per_sample: None if tokens are not counted.
         num_tokens: tokens of all samples; None if tokens are not counted.
         num_left_over: samples of the data set not used, summed over all epochs that don't end with the trace.
         num_rows_unused: rows of the trace after the last epoch.
@@ -139,8 +120,6 @@ class Plan:
         core_idle_steps: idle steps of each core.
         idle_share: the fraction of idle cores, mean over the steps.
         busy_share: the fraction of time in which cores are busy if all minibatches take equally long.
-        ref_batchsize: the batch size of an unscaled learning rate.
-        rules: the names of the rules.
         sizes: the distinct batch sizes, ascending.
         epochs: the epochs, in order.
         moments: evenly spaced steps of the run, including the first and the last.

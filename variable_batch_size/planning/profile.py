@@ -16,6 +16,8 @@ from variable_batch_size.files import write_text
 from variable_batch_size.policies.throughput import Throughput
 
 _FARTHEST = 2  # the largest factor of extrapolation in cores and samples without `extrapolates`
+_TINY = 1e-8
+_LARGEST_GAMMA = 10.0
 
 
 class Measured(NamedTuple):
@@ -40,19 +42,14 @@ class Times(NamedTuple):
 class Profile:
     """Measured times of a workload.
 
-    Args:
-        rows: the measurements.
-        name: of their source, for messages.
-        extrapolates: allow times beyond twice the measured range.
-
     >>> profile = Profile((Measured(1, 1, 32, 0.04, 0.05), Measured(1, 4, 32, 0.04, 0.11)))
     >>> profile.times(cores=2, minibatch_size=32)
     Times(accumulating=0.04, updating=0.07)
     """
 
-    rows: Sequence[Measured]
-    name: str = "profile"
-    extrapolates: bool = False
+    rows: Sequence[Measured]  # the measurements
+    name: str = "profile"  # of their source, for messages
+    extrapolates: bool = False  # allow times beyond twice the measured range
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, extrapolates: bool = False) -> "Profile":
@@ -73,8 +70,7 @@ class Profile:
     def times(self, *, cores: int, minibatch_size: int, machines: int = 1) -> Times:
         """The times of minibatches: measured, interpolated between numbers of cores, or from the fitted model.
 
-        Raises:
-            ValueError: beyond twice the measured range or for an unmeasured network, unless `extrapolates`.
+        Beyond twice the measured range or for an unmeasured network it raises, unless `extrapolates`.
         """
         rows = [row for row in self.rows if (row.machines, row.minibatch_size) == (machines, minibatch_size)]
         numbers = sorted({row.cores for row in rows})
@@ -119,10 +115,6 @@ def _rows(lines: Iterator[str], name: str) -> Iterator[Measured]:
         if min(row[:3]) < 1 or not all(0 < seconds < math.inf for seconds in row[3:]):
             refuse(place, "counts and seconds must be positive", line.strip())
         yield row
-
-
-_TINY = 1e-8
-_LARGEST_GAMMA = 10.0
 
 
 def fit_throughput(rows: Sequence[Measured]) -> Throughput:

@@ -1,7 +1,5 @@
 """simulate: the decisions of a policy for a given availability of cores, without training."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -31,11 +29,7 @@ class Span(NamedTuple):
 
 
 class Availability:
-    """The number of cores over time, as consecutive spans that repeat after the last one.
-
-    Args:
-        spans: neighbours with the same number of cores are merged.
-        name: of their source, for messages.
+    """The number of cores over time, as consecutive spans that repeat after the last one; `name` is for messages.
 
     >>> spans = iter(Availability.of_recording(Recording.from_counts([0, 30, 60, 90], [2, 2, 3])))
     >>> [next(spans) for _ in range(3)]
@@ -50,18 +44,18 @@ class Availability:
             raise ValueError(f"{name}: no cores are available at any time")
 
     @classmethod
-    def constant(cls, cores: int) -> Availability:
+    def constant(cls, cores: int) -> "Availability":
         """The same number of cores at all times."""
         check_positive(cores=cores)
         return cls([Span(cores, math.inf)], name=f"{cores} cores")
 
     @classmethod
-    def of_recording(cls, recording: Recording) -> Availability:
+    def of_recording(cls, recording: Recording) -> "Availability":
         """As many cores as a recording has devices."""
         return cls(map(Span, recording.counts.tolist(), recording.durations.tolist()), name=recording.places[0])
 
     @classmethod
-    def of_market(cls, trace: Trace, *, seconds_per_row: float) -> Availability:
+    def of_market(cls, trace: Trace, *, seconds_per_row: float) -> "Availability":
         """As many cores as the rows of a trace, such as :func:`spot_market` with one sample per device."""
         check_positive_number(seconds_per_row=seconds_per_row)
         return cls((Span(count, seconds_per_row) for count in trace.sizes.tolist()), name=trace.name)
@@ -81,30 +75,26 @@ class Availability:
 class NoiseCurve:
     """The noise scale as a function of progress, by linear interpolation of its logarithm.
 
-    Args:
-        progress: ascending, in steps at the reference batch size.
-        noise_scales: V/G² at these points, in samples, positive.
-
     >>> curve = NoiseCurve([0.0, 100.0], [10.0, 1000.0])
     >>> [round(curve(progress)) for progress in (0, 50, 100, 10_000)]
     [10, 100, 1000, 1000]
     """
 
-    progress: Sequence[float]
-    noise_scales: Sequence[float]
+    progress: Sequence[float]  # ascending, in steps at the reference batch size
+    noise_scales: Sequence[float]  # V/G² at these points, in samples, positive
 
     def __call__(self, progress: float) -> float:
         """The noise scale at this progress; constant outside the given points."""
         return math.exp(float(np.interp(progress, self.progress, np.log(self.noise_scales))))
 
     @classmethod
-    def constant(cls, noise_scale: float) -> NoiseCurve:
+    def constant(cls, noise_scale: float) -> "NoiseCurve":
         """A constant noise scale."""
         check_positive_number(noise_scale=noise_scale)
         return cls([0.0], [noise_scale])
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> NoiseCurve:
+    def read(cls, path: str | os.PathLike[str]) -> "NoiseCurve":
         """Read the noise scales from the log of a run, written by :class:`JsonLines`.
 
         With weighted minibatches they are converted to samples with the mean weight of a sample.
@@ -131,27 +121,16 @@ class Moment(NamedTuple):
 
 @dataclass(kw_only=True)
 class Simulation:
-    """The result of a simulated run.
+    """The result of a simulated run."""
 
-    Args:
-        seconds: wall-clock time, including time without cores.
-        device_seconds: summed over cores, including restarts.
-        updates: number of steps.
-        samples: in these steps.
-        progress: of these steps, in steps at the reference batch size.
-        restarts: number of restarts on another number of cores.
-        made: the batch sizes of consecutive steps, with numbers of steps.
-        moments: the changes of cores or batch size, and the end.
-    """
-
-    seconds: float = 0.0
-    device_seconds: float = 0.0
-    updates: int = 0
-    samples: int = 0
-    progress: float = 0.0
-    restarts: int = 0
-    made: list[tuple[int, int]] = field(default_factory=list)
-    moments: list[Moment] = field(default_factory=list)
+    seconds: float = 0.0  # wall-clock time, including time without cores
+    device_seconds: float = 0.0  # summed over cores, including restarts
+    updates: int = 0  # number of steps
+    samples: int = 0  # in these steps
+    progress: float = 0.0  # of these steps, in steps at the reference batch size
+    restarts: int = 0  # number of restarts on another number of cores
+    made: list[tuple[int, int]] = field(default_factory=list)  # batch sizes of consecutive steps, with numbers of steps
+    moments: list[Moment] = field(default_factory=list)  # the changes of cores or batch size, and the end
 
     @property
     def trace(self) -> Trace:
@@ -255,7 +234,15 @@ class _Run(Simulation):
             wanted = min(number, until_next, max(1, math.ceil((self.goal - self.progress) / worth - 1e-9)))
             made = wanted if wanted * seconds <= left else int(left / seconds)
             if made:
-                self._execute(size, made, depth, seconds, worth)
+                if not self.moments or self.moments[-1][1:3] != (self.cores, size):
+                    self.moments.append(Moment(self.seconds, self.cores, size, self.progress))
+                self.made.append((size, made))
+                self.timing.note_steps(size, depth, seconds, made)
+                self.has_noise = self.has_noise or size > self.minibatch_size
+                self._wait(made * seconds, self.cores)
+                self.updates += made
+                self.samples += made * size
+                self.progress += made * worth
             left -= made * seconds
             if made < wanted:
                 break
@@ -280,14 +267,3 @@ class _Run(Simulation):
             self.rows.append((self.timing.answer(situation).batch_size, number))
             ahead += number
         return ahead - self.timing.policy.lead
-
-    def _execute(self, size: int, number: int, depth: int, seconds: float, worth: float) -> None:
-        if not self.moments or self.moments[-1][1:3] != (self.cores, size):
-            self.moments.append(Moment(self.seconds, self.cores, size, self.progress))
-        self.made.append((size, number))
-        self.timing.note_steps(size, depth, seconds, number)
-        self.has_noise = self.has_noise or size > self.minibatch_size
-        self._wait(number * seconds, self.cores)
-        self.updates += number
-        self.samples += number * size
-        self.progress += number * worth

@@ -23,14 +23,6 @@ def gain(batch_size: float, *, ref_batchsize: float, noise_scale: float) -> floa
 class Goodput:
     """Progress per second as a function of the number of minibatches per step.
 
-    Args:
-        cores: number of cores.
-        minibatch_size: samples per forward and backward pass of one core.
-        ref_batchsize: the batch size of the steps in which progress is counted.
-        noise_scale: V/G², in samples; may be 0 or infinite.
-        accumulating: a, seconds of an accumulating minibatch.
-        updating: u > 0, seconds of the minibatch that completes a step.
-
     >>> shape = dict(cores=4, minibatch_size=32, ref_batchsize=128)
     >>> goodput = Goodput(noise_scale=10_000.0, accumulating=1.0, updating=4.0, **shape)
     >>> [round(goodput(n), 3) for n in (4, 8, 16, 60)]
@@ -39,12 +31,12 @@ class Goodput:
     60
     """
 
-    cores: int
-    minibatch_size: int
-    ref_batchsize: int
-    noise_scale: float
-    accumulating: float
-    updating: float
+    cores: int  # number of cores
+    minibatch_size: int  # samples per forward and backward pass of one core
+    ref_batchsize: int  # the batch size of the steps in which progress is counted
+    noise_scale: float  # V/G², in samples; may be 0 or infinite
+    accumulating: float  # a, seconds of an accumulating minibatch
+    updating: float  # u > 0, seconds of the minibatch that completes a step
 
     def __call__(self, num_minibatches: int) -> float:
         """Progress per second, in steps at the reference batch size."""
@@ -55,17 +47,13 @@ class Goodput:
     def best(self, allowed: range) -> int:
         """The number of minibatches in a contiguous range that has the largest goodput."""
         first, last = (-(-n // self.cores) for n in (allowed[0], allowed[-1]))
-        middle = self._best_depth()
+        middle, overhead = math.inf, max(self.updating - self.accumulating, 0.0)
+        if self.accumulating > 0 and not math.isinf(self.noise_scale):
+            middle = math.sqrt(self.noise_scale / self.accumulating * overhead / (self.cores * self.minibatch_size))
         below = first if middle <= first else last if middle >= last else math.floor(middle)
         # a bound may truncate the last depth, and the one before may then be better
         depths = sorted({min(max(depth, first), last) for depth in (below, below + 1, last - 1, last)})
         return max((min(depth * self.cores, allowed[-1]) for depth in depths), key=self)
-
-    def _best_depth(self) -> float:
-        overhead = max(self.updating - self.accumulating, 0.0)
-        if self.accumulating <= 0 or math.isinf(self.noise_scale):
-            return math.inf
-        return math.sqrt(self.noise_scale / self.accumulating * overhead / (self.cores * self.minibatch_size))
 
 
 @final
@@ -73,17 +61,12 @@ class Autoscale(Policy):
     """Maximizes goodput, gain / time, computed from measured step times and gradient noise (Qiao et al. 2021).
 
     Until both are known it tries two depths of accumulation: the noise needs at least two minibatches, and the
-    difference between two depths is the time of an accumulating minibatch.
+    difference between two depths is the time of an accumulating minibatch. See :class:`Bounds` and :class:`Policy` for
+    other arguments.
 
     Args:
         max_batch_size: the largest batch size; beyond it, no measurement shows whether training still converges well.
         min_batch_size: the smallest; None for the reference batch size.
-        max_growth: see :class:`Bounds`.
-        threshold: see :class:`Bounds`.
-        min_per_core: see :class:`Bounds`.
-        max_per_core: see :class:`Bounds`.
-        every: steps from one decision to the next.
-        lead: how many steps ahead batch sizes are decided.
 
     >>> policy = Autoscale(max_batch_size=4096)
     >>> known = dict(cores=4, minibatch_size=32, ref_batchsize=128, noise_scale=10_000.0)
@@ -111,7 +94,10 @@ class Autoscale(Policy):
         super().__init__(every=every, lead=lead, **bounds)
 
     def decide(self, situation: Situation) -> float:
-        allowed = self._allowed(situation)
+        allowed = self.bounds.reachable(situation)
+        if self.bounds.min_batch_size is None:  # not below the reference batch size
+            reference = -(-situation.ref_batchsize // situation.minibatch_size)
+            allowed = range(min(max(allowed.start, reference), allowed.stop - 1), allowed.stop)
         if situation.batch_size is None:
             self.why = "first decision"
             return _size(situation, -(-allowed[0] // situation.cores), allowed)
@@ -126,14 +112,6 @@ class Autoscale(Policy):
     def worth(self, situation: Situation, batch_size: int) -> float:
         goodput = _goodput(situation)
         return float(batch_size) if goodput is None else goodput(-(-batch_size // situation.minibatch_size))
-
-    def _allowed(self, situation: Situation) -> range:
-        """The reachable sizes; not below the reference batch size unless `min_batch_size` is set."""
-        reachable = self.bounds.reachable(situation)
-        if self.bounds.min_batch_size is not None:
-            return reachable
-        reference = -(-situation.ref_batchsize // situation.minibatch_size)
-        return range(min(max(reachable.start, reference), reachable.stop - 1), reachable.stop)
 
     def _probe(self, situation: Situation, size: int, allowed: range) -> float:
         """Alternate between two depths, one twice the other."""

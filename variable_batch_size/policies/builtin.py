@@ -13,11 +13,7 @@ from variable_batch_size.policies.policy import FunctionPolicy, Policy, PolicyOp
 
 @final
 class PerCore(Policy):
-    """A fixed number of samples per core.
-
-    Args:
-        samples: per core and step; None for one minibatch.
-        options: see :class:`Policy`.
+    """A fixed number of samples per core and step, by default one minibatch; with the options of :class:`Policy`.
 
     >>> PerCore(64).answer(Situation(cores=3, minibatch_size=32, ref_batchsize=128)).batch_size
     192
@@ -153,9 +149,8 @@ class OnPlateau(Policy):
     def tell(self, value: float) -> None:
         """Add a value of the metric, like ``ReduceLROnPlateau.step(metric)``; replaces the loss of the log."""
         if self._is_recipe:
-            raise RuntimeError(
-                "a sampler decides with its own copy of this policy: pass the value to sampler.policy.tell(value)"
-            )
+            advice = "pass the value to sampler.policy.tell(value)"
+            raise RuntimeError(f"a sampler decides with its own copy of this policy: {advice}")
         if not self._is_told:
             self._best, self._num_worse, self._is_told = None, 0, True
         self._add(float(value))

@@ -16,39 +16,24 @@ from variable_batch_size.checks import check_positive, copy_for_run, is_integer
 class Situation:
     """The inputs of a policy's decision; None for unknown values.
 
-    Args:
-        cores: number of cores.
-        minibatch_size: samples per forward and backward pass of one core.
-        ref_batchsize: the batch size for which the inner optimizer's settings were chosen.
-        batch_size: of the last decision; None before the first.
-        noise_scale: V/G² of the gradient, in samples; infinite if the estimate of G² is not positive.
-        seconds_accumulating: of an accumulating minibatch.
-        seconds_updating: of the minibatch that completes a step, including all-reduce and update.
-        is_fresh: whether no step was timed yet on these cores.
-        steps_done: steps so far.
-        samples_done: samples so far.
-        progress: steps at `ref_batchsize` that these are worth.
-        loss: the last loss recorded by a log.
-        capacity: the most samples in a step, which is the capacity of an epoch.
-
     >>> situation = Situation(cores=4, minibatch_size=32, ref_batchsize=128, batch_size=320)
     >>> situation.depth, situation.knows_noise
     (3, False)
     """
 
-    cores: int
-    minibatch_size: int
-    ref_batchsize: int
-    batch_size: int | None = None
-    noise_scale: float | None = None
-    seconds_accumulating: float | None = None
-    seconds_updating: float | None = None
-    is_fresh: bool = False
-    steps_done: int = 0
-    samples_done: int = 0
-    progress: float = 0.0
-    loss: float | None = None
-    capacity: int | None = None
+    cores: int  # number of cores
+    minibatch_size: int  # samples per forward and backward pass of one core
+    ref_batchsize: int  # the batch size for which the inner optimizer's settings were chosen
+    batch_size: int | None = None  # of the last decision; None before the first
+    noise_scale: float | None = None  # V/G² of the gradient, in samples; infinite if the estimate of G² is not positive
+    seconds_accumulating: float | None = None  # of an accumulating minibatch
+    seconds_updating: float | None = None  # of the minibatch that completes a step, including all-reduce and update
+    is_fresh: bool = False  # whether no step was timed yet on these cores
+    steps_done: int = 0  # steps so far
+    samples_done: int = 0  # samples so far
+    progress: float = 0.0  # steps at `ref_batchsize` that these are worth
+    loss: float | None = None  # the last loss recorded by a log
+    capacity: int | None = None  # the most samples in a step, which is the capacity of an epoch
 
     @property
     def depth(self) -> int | None:
@@ -83,27 +68,18 @@ class PolicyOptions(BoundsOptions, total=False):
 class Bounds:
     """The allowed batch sizes: multiples of the minibatch size within limits.
 
-    Args:
-        min_batch_size: the smallest batch size; None for one minibatch.
-        max_batch_size: the largest; None for the capacity of an epoch.
-        min_per_core: the fewest samples of any core in a step; None if cores may be idle.
-        max_per_core: the most samples of any core in a step; None for no bound.
-        max_growth: the largest factor for one decision, unless the other bounds require more, or all cores could not
-            have a minibatch after the number of cores has changed.
-        threshold: the smallest factor by which a change must affect :meth:`Policy.worth`.
-
     >>> bounds = Bounds(max_batch_size=1000, max_growth=2.0)
     >>> situation = Situation(cores=4, minibatch_size=32, ref_batchsize=128, batch_size=320)
     >>> [bounds.nearest(size, situation) for size in (1, 100, 640, 100_000)]
     [32, 96, 640, 640]
     """
 
-    min_batch_size: int | None = None
-    max_batch_size: int | None = None
-    min_per_core: int | None = None
-    max_per_core: int | None = None
-    max_growth: float = math.inf
-    threshold: float = 1.0
+    min_batch_size: int | None = None  # the smallest batch size; None for one minibatch
+    max_batch_size: int | None = None  # the largest; None for the capacity of an epoch
+    min_per_core: int | None = None  # the fewest samples of any core in a step; None if cores may be idle
+    max_per_core: int | None = None  # the most samples of any core in a step; None for no bound
+    max_growth: float = math.inf  # the largest factor for one decision, unless other bounds or idle cores require more
+    threshold: float = 1.0  # the smallest factor by which a change must affect :meth:`Policy.worth`
 
     def __post_init__(self) -> None:
         for low, high in (("min_batch_size", "max_batch_size"), ("min_per_core", "max_per_core")):
@@ -123,7 +99,15 @@ class Bounds:
         limits = ((self.max_batch_size, 1), (self.max_per_core, cores), (situation.capacity, 1), (2**62, 1))
         most = min(times * (limit // m) for limit, times in limits if limit is not None)
         if max(least) > most:
-            raise ValueError(self._contradiction(situation))
+            parts = {
+                "at least {} in total": self.min_batch_size,
+                "at least {} per core": self.min_per_core,
+                "at most {} in total": self.max_batch_size,
+                "at most {} per core": self.max_per_core,
+                "at most {} in an epoch": situation.capacity,
+            }
+            named = ", ".join(text.format(limit) for text, limit in parts.items() if limit is not None)
+            raise ValueError(f"no batch size satisfies all bounds on {cores} cores with minibatches of {m}: {named}")
         return range(max(least), most + 1)
 
     def reachable(self, situation: Situation) -> range:
@@ -147,18 +131,6 @@ class Bounds:
 
     def is_worth_it(self, worth: float, worth_now: float) -> bool:
         return not worth_now / self.threshold < worth < worth_now * self.threshold
-
-    def _contradiction(self, situation: Situation) -> str:
-        parts = {
-            "at least {} in total": self.min_batch_size,
-            "at least {} per core": self.min_per_core,
-            "at most {} in total": self.max_batch_size,
-            "at most {} per core": self.max_per_core,
-            "at most {} in an epoch": situation.capacity,
-        }
-        named = ", ".join(text.format(limit) for text, limit in parts.items() if limit is not None)
-        where = f"{situation.cores} cores with minibatches of {situation.minibatch_size}"
-        return f"no batch size satisfies all bounds on {where}: {named}"
 
 
 class Decision(NamedTuple):

@@ -61,29 +61,18 @@ class Throughput(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A batch split into minibatches.
+    """A batch split into minibatches."""
 
-    Attributes:
-        minibatch_size: samples per minibatch.
-        num_minibatches: per step, summed over cores.
-        shares: number of minibatches of each core.
-    """
-
-    minibatch_size: int
-    num_minibatches: int
-    shares: tuple[int, ...]
+    minibatch_size: int  # samples per minibatch
+    num_minibatches: int  # per step, summed over cores
+    shares: tuple[int, ...]  # number of minibatches of each core
 
 
 def split(batch_size: int, *, max_minibatch: int, cores: int) -> Split:
-    """Split a batch into equal minibatches that need the fewest rounds.
+    """Split a batch into equal minibatches of at most `max_minibatch` samples that need the fewest rounds.
 
     The minibatch size divides the batch size, so every step has exactly `batch_size` samples on any number of cores. Of
     the sizes with the fewest rounds it is the smallest, which leaves the fewest cores idle.
-
-    Args:
-        batch_size: samples of a step, summed over cores.
-        max_minibatch: the most samples in a minibatch.
-        cores: number of cores.
 
     >>> split(256, max_minibatch=64, cores=3)
     Split(minibatch_size=64, num_minibatches=4, shares=(2, 1, 1))
@@ -98,17 +87,11 @@ def split(batch_size: int, *, max_minibatch: int, cores: int) -> Split:
 
 
 class BestSplit(NamedTuple):
-    """A choice of minibatch size and accumulation depth.
+    """A choice of minibatch size and accumulation depth."""
 
-    Attributes:
-        goodput: progress per second, in samples at the reference batch size.
-        minibatch_size: samples per minibatch.
-        depth: minibatches per core and step.
-    """
-
-    goodput: float
-    minibatch_size: int
-    depth: int
+    goodput: float  # progress per second, in samples at the reference batch size
+    minibatch_size: int  # samples per minibatch
+    depth: int  # minibatches per core and step
 
 
 def best_split(
@@ -140,9 +123,6 @@ def best_split(
         max_minibatch: the most; None for no bound.
         may_accumulate: whether cores may run several minibatches in a step.
 
-    Raises:
-        ValueError: if an argument is invalid or no split satisfies all bounds.
-
     >>> model = Throughput(0.01, 0.001, 0.2, 0.01, 0.05, 0.005, 1.0)
     >>> best_split(model, noise_scale=1000.0, ref_batchsize=128, cores=4, max_batch_size=4096, max_minibatch=64)[1:]
     (64, 2)
@@ -165,10 +145,8 @@ def best_split(
         if num > 1 or size <= ref_batchsize
     ]
     if not splits:
-        raise ValueError(
-            f"no split satisfies all bounds on {cores} cores: {ref_batchsize} to {max_batch_size} samples in total, "
-            f"{min_minibatch} to {largest} in a minibatch, equally many on every core"
-        )
+        total = f"{ref_batchsize} to {max_batch_size} samples in total, {min_minibatch} to {largest} in a minibatch"
+        raise ValueError(f"no split satisfies all bounds on {cores} cores: {total}, equally many on every core")
     return max(splits)
 
 

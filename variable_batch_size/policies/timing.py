@@ -12,11 +12,10 @@ _FEWEST, _MOST = 5, 40
 
 
 class StepTimes:
-    """Fits a line to the median step times of each depth.
+    """Fits a line to the median step times of each depth: a step of depth d takes (d − 1)·a + u seconds.
 
-    A step of depth d takes (d − 1)·a + u seconds; a line through two or more depths gives a and u. Only full steps are
-    timed, because asynchronous devices don't expose the time of single minibatches. On other cores the time of an
-    accumulating minibatch is assumed to stay until two depths were timed again, and u until one was.
+    Only full steps are timed, because asynchronous devices don't expose the time of single minibatches. On other cores
+    the time a is assumed to stay until two depths were timed again, and u until one was.
     """
 
     def __init__(self) -> None:
@@ -60,11 +59,7 @@ class StepTimes:
 
 
 class PolicyTiming:
-    """Lets a policy decide the batch size of the next `every` steps, `lead` steps ahead.
-
-    A decision is executed some steps later. The policy does not decide again until a few steps of its last decision
-    were executed and its measurements reflect the change.
-    """
+    """Lets a policy decide the next `every` steps, `lead` steps ahead, after some steps of its last decision."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.times = policy, StepTimes()
@@ -77,10 +72,7 @@ class PolicyTiming:
         return lead + every - ahead if ahead <= lead else 0
 
     def note_steps(self, batch_size: int, depth: int, seconds: float | None, number: int = 1) -> None:
-        """Record executed steps, in each of which the busiest core ran `depth` minibatches.
-
-        `seconds` is None if the time is not representative, as when a step waited for a DataLoader to start.
-        """
+        """Record steps in which the busiest core ran `depth` minibatches; `seconds` is None if not representative."""
         if batch_size == self._batch_size:
             self._num_made += number
         for _ in range(min(number, _FEWEST) if seconds is not None else 0):

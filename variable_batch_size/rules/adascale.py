@@ -1,6 +1,5 @@
 """Rules whose factor depends on the measured gradient noise: AdaScale, AdamScale, surge."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -8,6 +7,7 @@ from typing import Any, final
 from variable_batch_size.checks import check_positive
 from variable_batch_size.rules.adam import check_adam
 from variable_batch_size.rules.noise import Noise, NoiseMeter
+from variable_batch_size.rules.numbers import Number, sqrt
 from variable_batch_size.rules.rule import Norms, Rule, Step
 
 
@@ -25,7 +25,7 @@ class NoiseRule(Rule):
         self.meter = NoiseMeter(starts_with_mean=starts_with_mean)
 
     @abstractmethod
-    def scaled(self, gain: float, step: Step) -> float:
+    def scaled(self, gain: Number, step: Step) -> Number:
         """The factor for a step with this gain."""
 
     def observe(self, step: Step, norms: Sequence[Norms | None]) -> None:
@@ -35,14 +35,14 @@ class NoiseRule(Rule):
         """See :meth:`NoiseMeter.noise`."""
         return self.meter.noise(group)
 
-    def gain(self, batch_size: int, ref_batchsize: int, group: int | None = None) -> float:
+    def gain(self, batch_size: Number, ref_batchsize: Number, group: int | None = None) -> Number:
         """See :meth:`NoiseMeter.gain`."""
         return self.meter.gain(batch_size, ref_batchsize, group)
 
-    def factor(self, step: Step) -> float:
+    def factor(self, step: Step) -> Number:
         return self.scaled(self.gain(step.batch_size, step.ref_batchsize), step)
 
-    def group_factor(self, step: Step, group: int) -> float:
+    def group_factor(self, step: Step, group: int) -> Number:
         return self.scaled(self.gain(step.batch_size, step.ref_batchsize, group), step)
 
     def report(self, step: Step) -> dict[str, float]:
@@ -59,7 +59,7 @@ class NoiseRule(Rule):
 class AdaScaleRule(NoiseRule):
     """lr = lr0 · gain (:meth:`Noise.gain`), per parameter group (Johnson et al. 2020, "AdaScale SGD")."""
 
-    def scaled(self, gain: float, step: Step) -> float:
+    def scaled(self, gain: Number, step: Step) -> Number:
         return gain
 
 
@@ -87,10 +87,10 @@ class AdamScaleRule(NoiseRule):
     def check(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
         check_adam(optimizer, groups)
 
-    def scaled(self, gain: float, step: Step) -> float:
-        return math.sqrt(gain)
+    def scaled(self, gain: Number, step: Step) -> Number:
+        return sqrt(gain)
 
-    def worth(self, step: Step, factor: float) -> float:
+    def worth(self, step: Step, factor: Number) -> Number:
         return factor**2
 
 
@@ -109,8 +109,8 @@ class SurgeRule(NoiseRule):
     0.8
     """
 
-    def scaled(self, gain: float, step: Step) -> float:
-        return gain / math.sqrt(step.scale)
+    def scaled(self, gain: Number, step: Step) -> Number:
+        return gain / sqrt(step.scale)
 
-    def worth(self, step: Step, factor: float) -> float:
-        return factor * math.sqrt(step.scale)
+    def worth(self, step: Step, factor: Number) -> Number:
+        return factor * sqrt(step.scale)

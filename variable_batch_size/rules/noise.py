@@ -8,16 +8,21 @@ measured L = Σ w_i ‖g_i‖² and T = ‖ḡ‖² of n minibatches satisfy
 
 Both are *per sample*: they do not depend on the batch size, minibatch size or number of cores, and are never rescaled
 when one of these changes. If b_i are numbers of tokens, B is the number of tokens of the step, and V is *per token*.
+
+All numbers may be scalar tensors on a device: then every estimate is computed there, and the host waits for none.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
+from variable_batch_size.rules.numbers import Condition, Number, at_least, at_most, is_tensor, where
 from variable_batch_size.rules.rule import Norms, Step
 
 logger = logging.getLogger(__name__)
@@ -33,8 +38,8 @@ _OUTLIER = (
 class Noise:
     """Trace V of the covariance of per-sample gradients, and squared norm G² of their mean."""
 
-    variance: float
-    square_norm: float
+    variance: Number
+    square_norm: Number
 
     @classmethod
     def from_norms(
@@ -54,13 +59,13 @@ class Noise:
         variance = (mean_of_squares - square_of_mean) * batch_size / (num_minibatches - 1)
         return cls(variance, square_of_mean - variance / batch_size)
 
-    def gain(self, batch_size: float, ref_batchsize: float) -> float:
+    def gain(self, batch_size: Number, ref_batchsize: Number) -> Number:
         """The worth of a step in steps at the reference batch size: (V/B0 + G²) / (V/B + G²), between 1 and S = B/B0.
 
         >>> Noise(variance=100.0, square_norm=1.0).gain(400, 100)
         1.6
         """
-        variance, square_norm = max(self.variance, _TINY), max(self.square_norm, 0.0)
+        variance, square_norm = at_least(self.variance, _TINY), at_least(self.square_norm, 0.0)
         return (variance / ref_batchsize + square_norm) / (variance / batch_size + square_norm)
 
     @property
@@ -96,20 +101,36 @@ class NoiseAverage:
         self.starts_with_mean = starts_with_mean
         self._sum, self._weight, self.count = Noise(0.0, 0.0), 0.0, 0
 
-    def add(self, noise: Noise, scale: float) -> float:
-        """Add the estimate of one step at scale S; returns the part of the average that it makes."""
-        self.count += 1
-        decay = max(0.0, 1.0 - scale / 1000)
+    def add(self, noise: Noise, scale: Number, is_counted: Condition = True) -> Number:
+        """Add the estimate of one step at scale S, if it counts; returns the part of the average that it makes."""
+        decay = at_least(1.0 - scale / 1000, 0.0)
         if self.starts_with_mean:
-            decay = min(decay, 1 - 1 / self.count)
-        self._sum = self._sum * decay + noise * (1 - decay)
-        self._weight = decay * self._weight + (1 - decay)
-        return abs(noise.variance * (1 - decay) / self._sum.variance) if self._sum.variance else 0.0
+            decay = at_most(decay, 1 - 1 / (self.count + 1))
+        total = self._sum * decay + noise * (1 - decay)
+        self._sum = Noise(
+            where(is_counted, total.variance, self._sum.variance),
+            where(is_counted, total.square_norm, self._sum.square_norm),
+        )
+        self._weight = where(is_counted, decay * self._weight + (1 - decay), self._weight)
+        self.count = self.count + is_counted
+        if is_tensor(total.variance):
+            return 0.0
+        return abs(noise.variance * (1 - decay) / total.variance) if total.variance else 0.0
 
     @property
     def noise(self) -> Noise | None:
         """The average, or None before the first estimate."""
-        return self._sum * (1 / self._weight) if self.count else None
+        return self.mean if self.count else None
+
+    @property
+    def mean(self) -> Noise:
+        """The average, once there is an estimate."""
+        return self._sum * (1 / self._weight)
+
+    def map_(self, function: Callable[[Number], Number]) -> None:
+        """Replace each number by a function of it."""
+        self._sum = Noise(function(self._sum.variance), function(self._sum.square_norm))
+        self._weight, self.count = function(self._weight), function(self.count)
 
     def state_dict(self) -> dict[str, float]:
         """The weighted sum, the sum of the weights and the number of estimates."""
@@ -145,44 +166,66 @@ class NoiseMeter:
         self._weight = 0.0  # of all weighted steps, which had _samples samples
         self._samples = 0
 
-    def observe(self, step: Step, norms: Sequence[Norms | None]) -> None:
-        """Add a step's norms, one entry per parameter group; None for a group without any yet."""
+    def observe(self, step: Step, norms: Sequence[Norms | None], is_counted: Condition = True) -> None:
+        """Add a step's norms, one entry per parameter group, if it counts; None for a group without any yet."""
         while len(self.averages) < len(norms):
             self.averages.append(NoiseAverage(starts_with_mean=self.starts_with_mean))
+            self._active.append(False)
         size, num_minibatches = step.batch_size, step.num_minibatches
         if step.weight is not None and step.num_weighted is not None:
             size, num_minibatches = step.weight, step.num_weighted  # type: ignore[assignment]
-            self._weight += step.weight
-            self._samples += step.batch_size
-        if num_minibatches < 2:
+            self._weight = where(is_counted, self._weight + step.weight, self._weight)
+            self._samples = where(is_counted, self._samples + step.batch_size, self._samples)
+        is_estimate = num_minibatches >= 2
+        if not is_tensor(is_estimate) and not is_estimate:
             return
         active = [measured is not None and measured.mean_of_squares != 0 for measured in norms]
-        if not any(active):
+        is_estimate = reduce(or_, active) & is_estimate & is_counted
+        if not is_tensor(is_estimate) and not is_estimate:
             return
-        self._active = active
+        self._active = [where(is_estimate, now, was) for now, was in zip(active, self._active, strict=True)]
         for average, measured, is_active in zip(self.averages, norms, active, strict=True):
-            if is_active and measured is not None:
-                noise = Noise.from_norms(*measured, batch_size=size, num_minibatches=num_minibatches)
-                part, count = average.add(noise, step.scale), average.count
+            if (is_tensor(is_active) or is_active) and measured is not None:
+                noise = Noise.from_norms(*measured, batch_size=size, num_minibatches=at_least(num_minibatches, 2))
+                part, count = average.add(noise, step.scale, is_estimate & is_active), average.count
                 if part > 0.5 and count >= 10 and not self._has_warned:
                     self._has_warned = True
                     logger.warning(_OUTLIER, step.steps_done, 100 * part, count)
 
     def noise(self, group: int | None = None) -> Noise | None:
         """The average noise of one parameter group, or of all groups; None before the first estimate."""
-        if group is None:
-            chosen = [average for average, is_active in zip(self.averages, self._active, strict=False) if is_active]
-        else:
-            chosen = self.averages[group : group + 1]
-        known = [noise for average in chosen if (noise := average.noise) is not None]
+        known = [average.mean for average, is_known in self._known(group) if is_known]
         return sum(known[1:], start=known[0]) if known else None
 
-    def gain(self, batch_size: int, ref_batchsize: int, group: int | None = None) -> float:
+    def gain(self, batch_size: Number, ref_batchsize: Number, group: int | None = None) -> Number:
         """How many steps at the reference batch size one step of this batch size is worth."""
-        noise = self.noise(group)
-        if noise is None:
-            return min(1.0, batch_size / ref_batchsize)
-        return noise.gain(batch_size * self._weight_of_a_sample, ref_batchsize * self._weight_of_a_sample)
+        known = [(average.mean, is_) for average, is_ in self._known(group) if is_tensor(is_) or is_]
+        lower_bound = at_most(batch_size / ref_batchsize, 1.0)
+        if not known:
+            return lower_bound
+        parts = [Noise(where(is_, mean.variance, 0.0), where(is_, mean.square_norm, 0.0)) for mean, is_ in known]
+        of_all, weight = sum(parts[1:], start=parts[0]), self._weight_of_a_sample
+        gain = of_all.gain(batch_size * weight, ref_batchsize * weight)
+        return where(reduce(or_, [is_known for _, is_known in known]), gain, lower_bound)
+
+    def _known(self, group: int | None) -> list[tuple[NoiseAverage, Condition]]:
+        """The averages of one group, or of all, and whether each is part of the noise."""
+        if group is None:
+            pairs = zip(self.averages, self._active, strict=True)
+            return [(average, is_active & (average.count > 0)) for average, is_active in pairs]
+        return [(average, average.count > 0) for average in self.averages[group : group + 1]]
+
+    def has_observed(self, num_groups: int, *, is_weighted: bool) -> bool:
+        """Whether a step of so many groups was observed, with weights or without."""
+        return len(self.averages) == num_groups and (is_tensor(self._weight) or bool(self._weight)) == is_weighted
+
+    def map_(self, function: Callable[[Number], Number]) -> None:
+        """Replace every number that a step may change by a function of it, always in the same order."""
+        for average in self.averages:
+            average.map_(function)
+        self._active = [function(is_active) for is_active in self._active]
+        if is_tensor(self._weight) or self._weight:  # without weights there is nothing to compute
+            self._weight, self._samples = function(self._weight), function(self._samples)
 
     def scale_in_samples(self) -> float | None:
         """V/G² in samples, with weighted minibatches as well; None before the first estimate."""
@@ -190,8 +233,8 @@ class NoiseMeter:
         return None if noise is None else noise.scale / self._weight_of_a_sample
 
     @property
-    def _weight_of_a_sample(self) -> float:
-        return self._weight / self._samples if self._weight else 1.0
+    def _weight_of_a_sample(self) -> Number:
+        return where(self._weight != 0, self._weight / at_least(self._samples, 1), 1.0)
 
     def report(self, step: Step) -> dict[str, float]:
         """The values to log for a step."""
@@ -209,3 +252,4 @@ class NoiseMeter:
         for average, saved in zip(self.averages, state["averages"], strict=True):
             average.load_state_dict(saved)
         self._active, self._weight, self._samples = list(state["active"]), state["weight"], state["samples"]
+        self._active += [False] * (len(self.averages) - len(self._active))

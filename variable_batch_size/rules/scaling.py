@@ -65,10 +65,9 @@ class LinearMomentumRule(Rule):
 
     def check(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
         if optimizer in _DIVIDE_BY_THE_SIZE or any("betas" in group for group in groups):
-            raise ValueError(
-                f"`inner` must be an SGD-style optimizer, got {optimizer}: the rule sums gradients, but updates of "
-                f"{optimizer} do not grow with them. Use LinearRule, RootRule or AdamRule"
-            )
+            reason = f"the rule sums gradients, but updates of {optimizer} do not grow with them"
+            advice = "Use LinearRule, RootRule or AdamRule"
+            raise ValueError(f"`inner` must be an SGD-style optimizer, got {optimizer}: {reason}. {advice}")
 
     def factor(self, step: Step) -> float:
         return step.scale
@@ -84,10 +83,7 @@ class LinearMomentumRule(Rule):
 class LEGWRule(Rule):
     """The root rule with a warm-up of a fixed number of steps (You et al. 2019, "Large-batch training for LSTM").
 
-        lr = lr0 · √S · min(1, (t + 1) · B0/W)
-
-    Args:
-        warmup_samples: W, the length of the warm-up in samples at the reference batch size.
+        lr = lr0 · √S · min(1, (t + 1) · B0/W),   W = `warmup_samples` at the reference batch size
 
     >>> rule = LEGWRule(warmup_samples=1280)
     >>> [rule.factor(Step(512, 32, 128, steps_done)) for steps_done in (0, 4, 9, 20)]
@@ -140,9 +136,8 @@ class MuonRule(Rule):
         if "muon" not in optimizer.lower():
             raise ValueError(f"`inner` must be Muon, got {optimizer}")
         if any("betas" in group for group in groups):
-            raise ValueError(
-                f"`inner` must have no parameter groups with betas, got {optimizer}: use AdamRule for Adam's groups"
-            )
+            advice = "use AdamRule for Adam's groups"
+            raise ValueError(f"`inner` must have no parameter groups with betas, got {optimizer}: {advice}")
 
     def factor(self, step: Step) -> float:
         return math.sqrt(step.scale)

@@ -1,26 +1,27 @@
 """Checkpoint: saves a run so that it can stop at any time and resume on any number of cores."""
 
 import contextlib
+import itertools
 import logging
 import os
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from variable_batch_size.checks import check_not_negative, check_one_of, check_positive
 from variable_batch_size.cores import devices, signals
+from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.runs import state_file
-from variable_batch_size.runs.coordination import RankCoordinator
-from variable_batch_size.runs.executed import ExecutedTrace
 from variable_batch_size.runs.log import Metrics
 from variable_batch_size.runs.sinks import JsonLines
-from variable_batch_size.runs.store import DECISIONS, EXECUTED, CheckpointStore, Format
+from variable_batch_size.runs.store import DECISIONS, EXECUTED, CheckpointStore, ExecutedTrace, Format
 from variable_batch_size.schedules.schedule import BaseSchedule, ScheduleHistory
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,70 @@ _MAY_CHANGE = (  # not the inner optimizer, whose state would mean something els
     *("trace", "on_end", "dataset_size", "minibatch_size", "seed", "shuffle"),
     *("rule", "ref_batchsize", "exact", "seed_minibatches", "threads"),
 )
+_POLL_SECONDS = 1.0
+_MAX_MINIBATCHES_BETWEEN_POLLS = 1_000_000
+
+
+class CheckpointSignal(NamedTuple):
+    """The result of a poll, the same on all ranks."""
+
+    save_due: bool  # by the clock of rank 0
+    stop_requested: bool  # on any rank
+
+
+class RankCoordinator:
+    """Polls all ranks about once a second, with an all-reduce of three integers at the end of a step.
+
+    Time is measured by the clock of rank 0, and SIGTERM may reach one rank first. Rank 0 determines the number of
+    minibatches until the next poll from the duration of the latest ones; a larger batch delays it by at most one step.
+    """
+
+    def __init__(self, communicator: Communicator, device: torch.device, *, every_seconds: float | None) -> None:
+        if every_seconds is not None and not every_seconds > 0:
+            raise ValueError(f"`every_seconds` must be positive, got {every_seconds!r}")
+        self.every_seconds, self._communicator, self._device = every_seconds, communicator, device
+        self._minibatches = 0  # run by rank 0 since the last poll
+        self._poll_after = 1
+        self._saved_at = self._polled_at = time.monotonic()
+
+    def after_minibatches(self, number: int) -> CheckpointSignal:
+        """Poll if it is time, at the end of a step in which rank 0 has run `number` minibatches."""
+        self._minibatches += number
+        return self.poll() if self._minibatches >= self._poll_after else CheckpointSignal(False, False)
+
+    def poll(self) -> CheckpointSignal:
+        """Poll now. Every rank must call it."""
+        now = time.monotonic()
+        save_due = self.every_seconds is not None and now - self._saved_at >= self.every_seconds
+        if self._communicator.num_replicas == 1:
+            return CheckpointSignal(save_due, signals.was_told())
+        is_first = self._communicator.rank == 0
+        per_poll = self._minibatches * _POLL_SECONDS / max(now - self._polled_at, 1e-9)
+        poll_after = round(min(max(per_poll, 1), _MAX_MINIBATCHES_BETWEEN_POLLS))
+        numbers = [is_first * save_due, signals.was_told(), is_first * poll_after]
+        num_due, num_stops, self._poll_after = self.all_reduce(numbers)
+        self._minibatches, self._polled_at = 0, time.monotonic()
+        return CheckpointSignal(num_due > 0, num_stops > 0)
+
+    def mark_saved(self) -> None:
+        """Restart the time until the next save."""
+        self._saved_at = time.monotonic()
+
+    def all_reduce(self, numbers: list[int]) -> list[int]:
+        """All-reduce integers. Every rank must call it, and it returns once all have."""
+        return [int(number) for number in self._total(torch.tensor(numbers, dtype=torch.int64))]
+
+    def gather_rows(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Gather byte tensors into tables with one row per rank. Every rank must call it."""
+        table = torch.zeros(self._communicator.num_replicas, sum(map(len, own.values())), dtype=torch.int32)
+        table[self._communicator.rank] = torch.cat(list(own.values()))
+        table = self._total(table).to(torch.uint8)
+        ends = itertools.accumulate(map(len, own.values()))
+        return {name: table[:, end - len(own[name]) : end].clone() for name, end in zip(own, ends, strict=True)}
+
+    def _total(self, tensor: torch.Tensor) -> torch.Tensor:
+        with devices.preserve_rng(self._device):
+            return self._communicator.total(tensor.to(self._device))
 
 
 class Checkpoint:
@@ -125,10 +190,7 @@ class Checkpoint:
 
         An epoch that was interrupted continues after its completed steps; if all were completed, its loader is empty
         and the code after the loop runs. The end of the last epoch is saved. The loop may leave an epoch early, even in
-        the middle of a step, which is then discarded.
-
-        Raises:
-            ValueError: at the start, if the trace has fewer epochs.
+        the middle of a step, which is then discarded. If the trace has fewer epochs, it raises at the start.
         """
         check_not_negative(num_epochs=num_epochs)
         if num_epochs:
@@ -202,10 +264,11 @@ class Checkpoint:
         completed = self._optimizer.steps_done - self._steps_before
         step, optimizer = self._first_step + completed, self._optimizer
         if completed and (optimizer.epoch, optimizer.epoch_step) != (self._epoch, step):
-            raise RuntimeError(
-                f"Optimizer is at epoch {optimizer.epoch}, step {optimizer.epoch_step}, but checkpoint.epochs() "
-                f"expected epoch {self._epoch}, step {step}. Don't call set_epoch() inside checkpoint.epochs()."
+            found = f"epoch {optimizer.epoch}, step {optimizer.epoch_step}"
+            expected = (
+                f"checkpoint.epochs() expected epoch {self._epoch}, step {step}. Don't call set_epoch() inside it."
             )
+            raise RuntimeError(f"Optimizer is at {found}, but {expected}")
         return step
 
     def _begin_epoch(self) -> None:

@@ -215,6 +215,7 @@ class Log(AbstractContextManager["Log"]):
         optimizer.note_loss(record["loss"])
         record |= {"graphs": xla.num_programs()} if self._device.type == "xla" else {}
         record |= {"exact": 1} if optimizer.exact else {}
+        record |= {"late_gain": 1} if optimizer.description.get("gain") == "one step late" else {}
         self._send(record)
         self._restart()
 

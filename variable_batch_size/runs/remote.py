@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,7 +15,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from variable_batch_size.files import TEMPORARY
-from variable_batch_size.runs.async_writer import call_at_exit
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +23,14 @@ _BROKEN_URL = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]", re.IGNORECASE)
 _SECONDS_BETWEEN_UPLOADS = 30.0
 
 
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is the URL of a remote directory, and not a path on this machine.
+def call_at_exit(finish: Callable[[], Any]) -> None:
+    """Call a function, which must not raise, when this process ends, but not in processes forked from it."""
+    process = os.getpid()  # atexit would be too late, as asyncio cannot look up host names by then
+    threading._register_atexit(lambda: finish() if os.getpid() == process else None)  # type: ignore[attr-defined]
 
-    >>> is_url("s3://bucket/run"), is_url("runs/a"), is_url("file:///runs/a")
-    (True, False, False)
-    """
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is the URL of a remote directory, as ``s3://bucket/run``, and not a path on this machine."""
     text = os.fspath(path)
     if not isinstance(path, str) and _BROKEN_URL.match(text):
         raise ValueError(f'pass remote URLs as str, because pathlib turns "://" into ":/", got {path!r}')
@@ -46,18 +48,24 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 class RemoteDirectory:
     """A temporary local folder, and the remote directory to which its files are uploaded.
 
-    Each file is one object, and object stores show an object once it is complete: nothing is renamed, and no truncated
-    file is found. The folder may have an empty placeholder for a large file that is only needed remotely. A file that
-    did not change is not uploaded again, as another run may have appended to it.
-
-    Args:
-        url: the remote directory, as ``s3://bucket/run``.
-        upload_at_exit: upload changed files when this object is dropped or the process ends.
+    Each file is one object, which is complete once it is visible. A file that is only needed remotely has an empty
+    placeholder here. A file that did not change is not uploaded again, as another run may have appended to it.
     """
 
     def __init__(self, url: str, *, upload_at_exit: bool = False) -> None:
+        import fsspec
+        from fsspec.registry import known_implementations
+
         self.url = url.rstrip("/")
-        self._filesystem, self._root = _filesystem_of(self.url)
+        try:
+            self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+        except ImportError as error:
+            driver = known_implementations.get(url.partition("://")[0], {}).get("class", "fsspec").partition(".")[0]
+            needed = f": {error}" if driver == "fsspec" else f" needs {driver}: pip install {driver}"
+            raise ImportError(f"{self.url}{needed}") from error
+        except ValueError as error:
+            raise ValueError(f"{self.url} is not a URL that fsspec supports: {error}") from error
+        self._root = root.rstrip("/")
         self._put = partial(_put, self._filesystem, self._root, self.url)
         self.folder = Path(tempfile.mkdtemp(prefix="variable_batch_size-"))
         self._versions: dict[str, tuple[int, int]] = {}
@@ -123,22 +131,6 @@ class RemoteDirectory:
         """Remove a remote file, if it exists."""
         with _as_os_error(f"{self.url}/{name} could not be removed"), suppress(FileNotFoundError):
             self._filesystem.rm_file(f"{self._root}/{name}")
-
-
-def _filesystem_of(url: str) -> tuple[Any, str]:
-    """The filesystem of a URL, and its name for the directory."""
-    import fsspec
-    from fsspec.registry import known_implementations
-
-    try:
-        filesystem, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
-    except ImportError as error:
-        driver = known_implementations.get(url.partition("://")[0], {}).get("class", "fsspec").partition(".")[0]
-        needed = f": {error}" if driver == "fsspec" else f" needs {driver}: pip install {driver}"
-        raise ImportError(f"{url}{needed}") from error
-    except ValueError as error:
-        raise ValueError(f"{url} is not a URL that fsspec supports: {error}") from error
-    return filesystem, root.rstrip("/")
 
 
 @contextmanager

@@ -80,11 +80,8 @@ def _finite_or_none(value: Any) -> Any:
 class TensorBoard:
     """Writes each number of a record for TensorBoard twice: ``steps/loss`` over steps, ``samples/loss`` over samples.
 
-    Non-finite numbers are skipped. When a run resumes from a checkpoint, the points that it repeats are purged.
-
-    Args:
-        directory: for the event files, created if necessary; or a URL, uploaded to twice a minute and when the sink is
-            closed.
+    Non-finite numbers are skipped. When a run resumes from a checkpoint, the points that it repeats are purged. The
+    directory may be a URL, uploaded to twice a minute and when the sink is closed.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -125,11 +122,7 @@ class TensorBoard:
 
 
 class ProgressBar:
-    """Shows the progress of a run, followed by the numbers of the latest record.
-
-    Args:
-        num_steps: steps of the whole run, including earlier sessions.
-    """
+    """Shows the progress of a run of `num_steps` steps, with earlier sessions, and the numbers of the latest record."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps

@@ -15,16 +15,19 @@ import torch
 from variable_batch_size.cores.dtensor import is_dtensor
 from variable_batch_size.files import TEMPORARY, write
 
+# name of a file, or of a directory; a step may have several directories, the newest with the largest number
+_NAME = re.compile(r"step-([0-9]{9,})(?:\.pt|-([0-9]+))")
+REST = "run.pt"  # the file in a sharded checkpoint with everything but the sharded tensors
+EXTRA_STATE = "_extra_state"  # the end of names in a module's state dict for what ``get_extra_state`` returns
+_MARK, _VERSION = "variable_batch_size checkpoint", 1
+
 
 def tree_map(value: Any, change: Callable[[Any, str], Any], place: str = "") -> Any:
-    """Apply a function to a value and, where it returns the same object, to everything nested in it.
+    """Apply a function to a value and its place, as keys in brackets; and to all parts of a value that it returns as it
+    is.
 
     Containers are lists, tuples and dicts with their keys and, of a module's state, the ``_metadata`` that
-    ``load_state_dict`` reads. They are copied; a named tuple becomes a tuple, as it does in a file. The function also
-    gets the place of the value, as keys in brackets.
-
-    >>> tree_map({"a": [1, "text"], "b": (2,)}, lambda part, place: f"{part} at {place}" if part == 2 else part)
-    {'a': [1, 'text'], 'b': ("2 at ['b'][0]",)}
+    ``load_state_dict`` reads. They are copied; a named tuple becomes a tuple, as it does in a file.
     """
     changed = change(value, place)
     if changed is not value:
@@ -41,13 +44,6 @@ def tree_map(value: Any, change: Callable[[Any, str], Any], place: str = "") -> 
         parts = [tree_map(part, change, f"{place}[{number}]") for number, part in enumerate(value)]
         return parts if isinstance(value, list) else tuple(parts)
     return value
-
-
-# name of a file, or of a directory; a step may have several directories, the newest with the largest number
-_NAME = re.compile(r"step-([0-9]{9,})(?:\.pt|-([0-9]+))")
-REST = "run.pt"  # the file in a sharded checkpoint with everything but the sharded tensors
-EXTRA_STATE = "_extra_state"  # the end of names in a module's state dict for what ``get_extra_state`` returns
-_MARK, _VERSION = "variable_batch_size checkpoint", 1
 
 
 def path_of(directory: Path, steps_done: int, number: int | None = None) -> Path:

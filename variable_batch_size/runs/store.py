@@ -1,7 +1,10 @@
-"""CheckpointStore: writes and loads the checkpoints of a run, as single files or sharded directories."""
+"""CheckpointStore: writes and loads the checkpoints of a run, in the background if wanted, and its executed trace."""
 
+import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,12 +17,163 @@ from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.optim.lr_scheduler import Stateful, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.runs import sharded_state, state_file
-from variable_batch_size.runs.async_writer import AsyncWriter, HostStaging
-from variable_batch_size.runs.remote import RemoteDirectory, is_url, local_path
+from variable_batch_size.runs.remote import RemoteDirectory, call_at_exit, is_url, local_path
+from variable_batch_size.runs.state_file import tree_map
 from variable_batch_size.schedules.schedule import BaseSchedule
+from variable_batch_size.traces.trace import COLUMNS
+
+logger = logging.getLogger(__name__)
 
 Format = Literal["file", "sharded"]
 EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"  # files that grow next to the checkpoints
+
+
+class HostStaging:
+    """Copies a state to the host between two steps, into the memory of the previous copy: allocation takes longest."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def reserve(self, state: dict[str, Any]) -> None:
+        """Allocate memory for a copy, and touch it so that the system really provides it."""
+
+        def allocate(part: Any, place: str) -> Any:
+            if isinstance(part, torch.Tensor) and part.layout == torch.strided:
+                self._copies[place] = torch.zeros(part.shape, dtype=part.dtype).fill_(1)
+            return part
+
+        tree_map(state, allocate)
+
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Copy all tensors of a state; tensors that share memory share their copy."""
+        before, self._copies = self._copies, {}
+        seen: dict[tuple[Any, ...], torch.Tensor] = {}
+
+        def copy_of(part: Any, place: str) -> Any:
+            if not isinstance(part, torch.Tensor):
+                return part
+            tensor, memory = part.detach(), _memory_of(part)
+            if memory in seen:
+                return seen[memory]
+            copy = before.get(place)
+            is_dense = tensor.layout == torch.strided
+            if copy is None or not is_dense or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                copy = tensor.to("cpu", copy=True)
+            else:
+                copy.copy_(tensor)
+            self._copies[place] = copy
+            if memory:
+                seen[memory] = copy
+            return copy
+
+        return tree_map(state, copy_of)  # type: ignore[no-any-return]
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The address of a tensor and how it is read from there; empty if it has no address."""
+    if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided or not tensor.numel():
+        return ()
+    view = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), *view)
+
+
+class AsyncWriter:
+    """A thread that writes while training continues; the process waits for it. An error is raised or logged once."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._pending: Future[None] | None = None
+        finish = weakref.WeakMethod(self._finish)
+        call_at_exit(lambda: method() if (method := finish()) else None)
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Begin a write once the previous one is complete."""
+        self.wait()
+        self._pending = self._thread.submit(write)
+
+    def wait(self) -> None:
+        """Wait until the write is complete, and raise if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def check(self) -> None:
+        """Raise if a write has failed, without waiting for one that is running."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def _finish(self) -> None:
+        try:
+            self.wait()
+        except BaseException as error:
+            logger.error("a write that was running when the process ended has failed: %s", error)
+
+
+class ExecutedTrace:
+    """Appends a row for each completed step, and leaves existing rows as they are.
+
+    A crash may leave rows of steps that the checkpoint does not have: :meth:`truncate` drops them. Comments name the
+    run at the top (`origin`) and, after each number of completed steps in `changes`, what changed then.
+    """
+
+    def __init__(
+        self, path: Path, schedule: BaseSchedule, *, origin: str, changes: Sequence[tuple[int, str]] = ()
+    ) -> None:
+        self.path, self._schedule, self._changes = path, schedule, changes
+        self._header = f"# executed from {schedule.name}: {origin}\n{','.join(COLUMNS)}\n"
+        self._num_rows = self._num_bytes = 0
+
+    def truncate(self, steps_of_epochs: Sequence[int]) -> None:
+        """Drop the rows beyond the completed steps of each epoch, and comments without a row after them."""
+        if self.path.exists():
+            self._num_rows = self._num_bytes = position = 0
+            for line in self.path.read_bytes().splitlines(keepends=True):
+                position += len(line)
+                step = line.partition(b",")[0]
+                if step.isdigit() and int(step) < sum(steps_of_epochs) and line.endswith(b"\n"):
+                    self._num_rows, self._num_bytes = int(step) + 1, position
+            os.truncate(self.path, self._num_bytes)
+
+    def append(self, steps_of_epochs: Sequence[int]) -> None:
+        """Append rows for those completed steps of each epoch that have none."""
+        if not self.path.exists() or self.path.stat().st_size != self._num_bytes:
+            self._num_rows = self._num_bytes = 0
+        lines = "".join(self._lines(steps_of_epochs))
+        if lines:
+            self._write(lines if self._num_rows else self._header + lines)
+            self._num_rows = sum(steps_of_epochs)
+
+    def _lines(self, steps_of_epochs: Sequence[int]) -> Iterator[str]:
+        row = 0  # of the epoch's first step
+        for epoch, number in enumerate(steps_of_epochs):
+            first = max(0, self._num_rows - row)
+            if first < number:
+                if not first:
+                    yield from self._comments_before(epoch, steps_of_epochs)
+                steps = self._schedule.steps(epoch)
+                for step in range(first, number):
+                    yield from (f"# from here on: {text}\n" for after, text in self._changes if after == row + step)
+                    yield f"{row + step},{self._schedule.batch_size(steps[step])}\n"
+            row += number
+
+    def _comments_before(self, epoch: int, steps_of_epochs: Sequence[int]) -> Iterator[str]:
+        """A comment for each epoch since the last row that ended early."""
+        for before in range(next((e for e in reversed(range(epoch)) if steps_of_epochs[e]), 0), epoch):
+            number, full = steps_of_epochs[before], len(self._schedule.steps(before))
+            if self._schedule.ended_early(before, number):
+                of_its = f" of its {full}" if number < full else ""
+                yield f"# epoch {before} was left after {number}{of_its} steps: replayed, the epochs begin elsewhere\n"
+
+    def _write(self, text: str) -> None:
+        try:
+            with open(self.path, "ab") as file:
+                file.truncate(self._num_bytes)
+                num_written = file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise OSError(f"{self.path} could not be written: {error}") from error
+        self._num_bytes += num_written
 
 
 class CheckpointStore:
@@ -105,8 +259,7 @@ class CheckpointStore:
     def check(self) -> None:
         """Raise if an asynchronous write has failed. Every rank must call it after each step.
 
-        After the first step, the optimizer has all of its state and loaders among the schedulers have begun: what a
-        file cannot hold raises, and the memory of the first asynchronous copy is allocated while training continues.
+        After the first step, when all state exists, what a file cannot hold raises, and memory for copies is allocated.
         """
         if self._writer is not None:
             self._writer.check()

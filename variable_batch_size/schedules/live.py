@@ -7,8 +7,7 @@ from typing import Any, final
 import numpy as np
 
 from variable_batch_size.policies.policy import Policy
-from variable_batch_size.schedules.batch_sizes import Integers
-from variable_batch_size.schedules.schedule import BaseSchedule, ScheduleHistory
+from variable_batch_size.schedules.schedule import BaseSchedule, Integers, ScheduleHistory
 from variable_batch_size.traces.trace import Trace
 
 
@@ -17,14 +16,8 @@ class PolicySchedule(BaseSchedule):
     """A schedule whose rows are appended as the policy decides them; executed rows never change.
 
     Epochs depend on the rows as in :class:`Schedule`, so the rows of a run replayed as a trace give the same epochs.
-    The end of the current epoch is unknown until it is reached. Until then :meth:`steps` and
-    :meth:`num_minibatches_for` assume that all further steps have the batch size decided last.
-
-    >>> from variable_batch_size.policies.builtin import PerCore
-    >>> schedule = PolicySchedule(PerCore(), dataset_size=300, minibatch_size=32, num_replicas=4)
-    >>> schedule.append(128, number=3)
-    >>> schedule.steps(epoch=0), schedule.steps(epoch=1), schedule.num_ahead
-    (range(0, 2), range(2, 4), 3)
+    The end of the current epoch is unknown until it is reached: :meth:`steps` and :meth:`num_minibatches_for` assume
+    that all further steps have the batch size decided last.
     """
 
     on_end = "hold"
@@ -68,10 +61,9 @@ class PolicySchedule(BaseSchedule):
         return len(self._rows) - self.num_done
 
     def cut(self) -> None:
-        """Drop the rows that were not executed.
+        """Drop the rows that were not executed, except one that ended an epoch because it did not fit.
 
-        A row that ended an epoch because it did not fit is kept: a smaller one might fit, and a replay of the run would
-        then have other epochs. It is dropped if it is not a multiple of the current minibatch size.
+        A smaller one might fit, and a replay would then have other epochs. It must be a multiple of the minibatch size.
         """
         first = self._rows[self.num_done : self.num_done + 1] if 0 < self.num_done in self._starts else []
         kept = [size for size in first if size % self.minibatch_size == 0]
@@ -152,10 +144,8 @@ class PolicySchedule(BaseSchedule):
             return self._rows[step]
         if not self._rows:
             raise RuntimeError("no batch size is decided yet: create the optimizer before iterating over the sampler")
-        raise RuntimeError(
-            f"step {step} was read before its batch size was decided: the policy's `lead` must be at least the "
-            f"DataLoader's num_workers * prefetch_factor, got {self.policy.lead}"
-        )
+        rule = "the policy's `lead` must be at least the DataLoader's num_workers * prefetch_factor"
+        raise RuntimeError(f"step {step} was read before its batch size was decided: {rule}, got {self.policy.lead}")
 
     def num_minibatches_for(self, epoch: int, rank: int, first_step: int = 0) -> int:
         """An estimate for the current epoch, as for :meth:`steps`."""

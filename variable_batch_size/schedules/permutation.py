@@ -29,10 +29,6 @@ class Permutation:
 
     This permutes ``range(a · b)``, which barely exceeds `size` from 256 elements on. Elements at or above `size` are
     permuted again until they are below it (cycle walking), which permutes ``range(size)``.
-
-    >>> shuffle = Permutation(10, key=(0, 0))
-    >>> sorted(shuffle(np.arange(10)).tolist()) == list(range(10))
-    True
     """
 
     def __init__(self, size: int, key: tuple[int, ...]) -> None:
@@ -64,21 +60,14 @@ class Permutation:
 
 @lru_cache  # the same in every epoch
 def _bases(size: int) -> tuple[int, int]:
-    """Two bases near √size: the pair of 16 with the smallest product; the first is even.
-
-    Shifting a digit of an odd base is an even permutation: with both odd, half of all orders would never occur.
-    """
+    """Two bases near √size with the smallest product; one is even, as shifts of odd digits are even permutations."""
     least = max(_SMALLEST_BASE, math.isqrt(size - 1) + 1)
     evens = range(least + least % 2, least + 32, 2)
     return min(((base, max(_SMALLEST_BASE, -(-size // base))) for base in evens), key=math.prod)
 
 
 def _move(digit: Words, base: Words, *, by: Words) -> None:
-    """Add the hash of a number to a digit, modulo its base; `by` is overwritten.
-
-    The multiplications propagate bits upwards, the shift between them downwards. The top half, as a fraction of 2**32,
-    is scaled to the base.
-    """
+    """Add a hash of `by`, which is overwritten, to a digit: mixed upwards and downwards, then scaled to the base."""
     by *= _ODD
     by ^= by >> _HALF
     by *= _OTHER_ODD

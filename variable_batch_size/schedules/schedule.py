@@ -5,15 +5,20 @@ import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import NamedTuple, final
+from typing import Literal, NamedTuple, final, get_args
 
 import numpy as np
+import numpy.typing as npt
 
-from variable_batch_size.checks import check_not_negative, check_positive
-from variable_batch_size.schedules.batch_sizes import BatchSizes, Integers, OnEnd, counted
+from variable_batch_size.checks import check_not_negative, check_one_of, check_positive
 from variable_batch_size.traces.trace import Trace
 
+Integers = npt.NDArray[np.int64]
+OnEnd = Literal["stop", "hold", "cycle"]
+ON_END: tuple[OnEnd, ...] = get_args(OnEnd)
+
 _ALL = 2**62  # more samples than any run has, and within int64
+_ROWS_PER_MARK = 64
 _STEPS_AT_ONCE, _ROWS_PER_SEARCH = 4096, 512
 
 
@@ -40,15 +45,10 @@ class BaseSchedule(ABC):
     An epoch contains as many steps as fit into its capacity, `dataset_size` rounded down to a multiple of
     `minibatch_size`; the first step that does not fit starts the next epoch. Minibatch j of a step is assigned to core
     ``j % num_replicas``. Steps are numbered from 0 through the whole run.
-
-    Attributes:
-        capacity: the maximum number of samples in an epoch.
-        on_end: the continuation after the last row of the trace.
-        name: that of the trace or policy, for messages.
     """
 
-    on_end: OnEnd
-    name: str
+    on_end: OnEnd  # the continuation after the last row of the trace
+    name: str  # that of the trace or policy, for messages
 
     def __init__(self, dataset_size: int | None, minibatch_size: int, num_replicas: int, lockstep: bool) -> None:
         room = _ALL if dataset_size is None else dataset_size
@@ -135,10 +135,7 @@ class BaseSchedule(ABC):
             raise ValueError(f"data without a `dataset_size` have only epoch 0, got epoch {epoch}")
 
     def offsets(self, epoch: int, rank: int, *, at_once: int, first_step: int = 0) -> Iterator[Integers]:
-        """The start of each minibatch of a core in the epoch's order of samples, in arrays of at most `at_once`.
-
-        A padding minibatch repeats a minibatch of the same step.
-        """
+        """The start of each minibatch of a core in the epoch's samples, in arrays; padding repeats one of its step."""
         for _, begin, sizes in self._blocks(epoch, first_step):
             begins = begin + sizes.cumsum() - sizes
             in_step = sizes // self.minibatch_size
@@ -177,6 +174,8 @@ class BaseSchedule(ABC):
 class Schedule(BaseSchedule):
     """Assigns the steps of a trace to epochs and cores, as described at :class:`BaseSchedule`.
 
+    Lookups take the same time at any step, and rows that `on_end` repeats are not stored.
+
     Args:
         trace: the batch size of every step; a multiple of `minibatch_size`, at most the capacity of an epoch.
         on_end: after the last row of the trace, ``"stop"`` ends the last epoch, ``"hold"`` repeats the last batch size
@@ -207,8 +206,8 @@ class Schedule(BaseSchedule):
         lockstep: bool = False,
     ) -> None:
         super().__init__(dataset_size, minibatch_size, num_replicas, lockstep)
-        self._sizes = BatchSizes(trace, on_end)
-        self.name, self.on_end = trace.name, self._sizes.on_end
+        check_one_of(ON_END, on_end=on_end)
+        self.name, self.on_end = trace.name, "hold" if trace.is_endless else on_end
         for is_wrong, rule in (
             (trace.sizes % minibatch_size != 0, f"a multiple of {minibatch_size} (the minibatch size)"),
             (trace.sizes > self.capacity, f"at most {self.capacity} (the full minibatches in {dataset_size} samples)"),
@@ -217,23 +216,32 @@ class Schedule(BaseSchedule):
                 row = int(is_wrong.argmax())
                 raise ValueError(f"{trace.place(row)}: batchsize must be {rule}, got {trace.sizes[row]}")
         self._epoch_of_row: dict[int, int] = {}  # epoch by the row it starts at, to find a period
+        self._set_trace(trace)
+
+    def _set_trace(self, trace: Trace) -> None:
+        self._trace, self._rows = trace, trace.sizes
+        # samples before each block of rows; one entry per row would take as much memory as the trace
+        of_blocks = np.add.reduceat(self._rows, np.arange(0, len(self._rows), _ROWS_PER_MARK))
+        self._marks = np.cumsum(of_blocks) - of_blocks
+        self._total = int(of_blocks.sum())
+        self._repeated = range(len(self._rows) - 1 if self.on_end == "hold" else 0, len(self._rows))
+        self._before_repeated = self._samples_before_row(self._repeated.start)
 
     @property
     def trace(self) -> Trace:
-        return self._sizes.trace
+        return self._trace
 
     @property
     def description(self) -> str:
-        sizes = self.trace.sizes
         if self.trace.is_endless:
-            return f"always {sizes[0]}"
-        return f"{len(sizes)} steps, sha256 {hashlib.sha256(sizes.astype('<i8').tobytes()).hexdigest()[:16]}"
+            return f"always {self._rows[0]}"
+        return f"{len(self._rows)} steps, sha256 {hashlib.sha256(self._rows.astype('<i8').tobytes()).hexdigest()[:16]}"
 
     def steps(self, epoch: int) -> range:
         self._check_epoch(epoch)
         start, stop = self._start(epoch), self._start(epoch + 1)
         if start == stop:
-            found = f"{self.name} holds {counted(self.num_epochs or 0, 'epoch')} of {self.dataset_size} samples"
+            found = f"{self.name} holds {_counted(self.num_epochs or 0, 'epoch')} of {self.dataset_size} samples"
             advice = 'use on_end="hold" or "cycle" to continue'
             raise ValueError(f"{found}, got epoch {epoch} (counting from 0); {advice}")
         return range(start, stop)
@@ -252,11 +260,11 @@ class Schedule(BaseSchedule):
         """The first step of an epoch; cached, and found by bisection."""
         while epoch >= len(self._starts):
             last = self._starts[-1]
-            if self.on_end == "stop" and last == len(self.trace.sizes):
+            if self.on_end == "stop" and last == len(self._rows):
                 return last
             if self.on_end != "stop":
                 # once two epochs have started at the same row, everything repeats
-                first = self._epoch_of_row.setdefault(self._sizes.row_of(last), len(self._starts) - 1)
+                first = self._epoch_of_row.setdefault(self._row_of(last), len(self._starts) - 1)
                 period = len(self._starts) - 1 - first
                 if period:
                     cycles, rest = divmod(epoch - first, period)
@@ -267,51 +275,103 @@ class Schedule(BaseSchedule):
     def _append_starts(self) -> None:
         """Find all epochs that start in the next block of rows, or else the next epoch."""
         last = self._starts[-1]
-        ends = self.trace.sizes[last : last + _ROWS_PER_SEARCH].cumsum().tolist()
+        ends = self._rows[last : last + _ROWS_PER_SEARCH].cumsum().tolist()
         used = row = 0
         while (row := bisect_right(ends, used + self.capacity, row)) < len(ends):
             self._starts.append(last + row)
             used = ends[row - 1]
         if self._starts[-1] == last:
-            self._starts.append(self._sizes.step_at(self.samples_before(last) + self.capacity))
-
-    def samples_before(self, step: int) -> int:
-        return self._sizes.samples_before(step)
+            self._starts.append(self._step_at(self.samples_before(last) + self.capacity))
 
     def batch_size(self, step: int) -> int:
-        return self._sizes.of_step(step)
+        num_rows = len(self._rows)
+        if step < 0:
+            raise ValueError(f"`step` must be a non-negative integer, got {step}")
+        if step >= num_rows and self.on_end == "stop":
+            raise ValueError(f"{self.name} holds {_counted(num_rows, 'step')}, got step {step} (counting from 0)")
+        return int(self._rows[self._row_of(step)])
+
+    def _row_of(self, step: int) -> int:
+        beyond = step - len(self._rows)
+        return step if beyond < 0 else self._repeated[beyond % len(self._repeated)]
+
+    def _batch_sizes(self, steps: range) -> Integers:
+        num_rows = len(self._rows)
+        if steps.stop <= num_rows:
+            return self._rows[steps.start : steps.stop]
+        numbers = np.arange(steps.start, steps.stop)
+        repeated = self._repeated.start + (numbers - num_rows) % len(self._repeated)
+        return self._rows[np.where(numbers < num_rows, numbers, repeated)]
+
+    def samples_before(self, step: int) -> int:
+        beyond = step - len(self._rows)
+        if beyond <= 0:
+            return self._samples_before_row(step)
+        cycles, rest = divmod(beyond, len(self._repeated))
+        before = self._samples_before_row(self._repeated.start + rest) - self._before_repeated
+        return self._total + cycles * (self._total - self._before_repeated) + before
+
+    def _step_at(self, samples: int) -> int:
+        """The last step that has at most this many samples before it."""
+        beyond = samples - self._total
+        if beyond < 0 or self.on_end == "stop":
+            return self._row_at(samples)
+        cycles, rest = divmod(beyond, self._total - self._before_repeated)
+        row = self._row_at(self._before_repeated + rest) - self._repeated.start
+        return len(self._rows) + cycles * len(self._repeated) + row
+
+    def _samples_before_row(self, row: int) -> int:
+        mark = min(row // _ROWS_PER_MARK, len(self._marks) - 1)
+        return int(self._marks[mark] + self._rows[mark * _ROWS_PER_MARK : row].sum())
+
+    def _row_at(self, samples: int) -> int:
+        """Like :meth:`_step_at`, within the trace; the number of rows if `samples` is its total or more."""
+        mark = int(self._marks.searchsorted(samples, side="right")) - 1
+        start = mark * _ROWS_PER_MARK
+        used = self._rows[start : start + _ROWS_PER_MARK].cumsum()
+        return start + int(used.searchsorted(samples - self._marks[mark], side="right"))
 
     def num_minibatches_for(self, epoch: int, rank: int, first_step: int = 0) -> int:
         sizes, counts = self.size_counts(self.steps(epoch)[first_step:])
         return int(self._num_yielded(sizes, rank) @ counts)
 
     def _next_sizes(self, epoch: int, step: int, used: int) -> Integers:
-        return self._sizes.of_steps(range(step, max(step, min(step + _STEPS_AT_ONCE, self.steps(epoch).stop))))
+        return self._batch_sizes(range(step, max(step, min(step + _STEPS_AT_ONCE, self.steps(epoch).stop))))
 
     def past(self, epoch: int, first_step: int) -> ScheduleHistory:
         starts = tuple(self._start(number) for number in range(epoch + 1))
         num_rows = starts[-1] + first_step
         has_ended = self.on_end == "stop" and num_rows == len(self.trace)
-        return ScheduleHistory(*self._sizes.runs(num_rows), starts, has_ended)
+        return ScheduleHistory(*self._runs(num_rows), starts, has_ended)
+
+    def _runs(self, num_steps: int) -> tuple[Integers, Integers]:
+        """Run-length encoding of the first steps: batch sizes, and number of consecutive steps with each."""
+        num_held = max(0, num_steps - len(self._rows)) if self.on_end == "hold" else 0
+        sizes = self._batch_sizes(range(num_steps - num_held))
+        changes = np.flatnonzero(np.diff(sizes, prepend=0))
+        counts = np.diff(changes, append=len(sizes))
+        if num_held:
+            counts[-1] += num_held
+        return sizes[changes], counts
 
     def after(self, past: ScheduleHistory) -> "Schedule":
         """The schedule whose first steps are those of the history and whose step r is row r of this trace otherwise.
 
         The current epoch continues after the samples it has used. If these exceed the capacity, the next one begins.
         """
-        num_rows, rows = past.num_rows, self.trace.sizes
-        done = counted(num_rows, "step")
+        num_rows, rows = past.num_rows, self._rows
+        done = _counted(num_rows, "step")
         if self.on_end == "stop" and num_rows > len(rows):
-            found = f"{self.name} has {counted(len(rows), 'row')}"
+            found = f"{self.name} has {_counted(len(rows), 'row')}"
             raise ValueError(f"{found}, but the run has already completed {done}")
         schedule = copy.copy(self)
-        sizes, counts = self._sizes.runs(num_rows)
+        sizes, counts = self._runs(num_rows)
         if not (np.array_equal(sizes, past.sizes) and np.array_equal(counts, past.counts)):
             if self.on_end == "cycle":
                 rule = f"{self.name} must begin with the {done} that the run has completed"
                 raise ValueError(f'{rule}, because on_end="cycle" repeats them')
             first = min(num_rows, len(rows) - (self.on_end == "hold"))
-            schedule._sizes = BatchSizes(self.trace.with_rows(np.concatenate([past.rows(), rows[first:]])), self.on_end)
+            schedule._set_trace(self.trace.with_rows(np.concatenate([past.rows(), rows[first:]])))
         schedule._starts, schedule._epoch_of_row = list(past.starts), {}
         if schedule.samples_before(num_rows) - schedule.samples_before(past.starts[-1]) > self.capacity:
             schedule._starts.append(num_rows)
@@ -319,7 +379,19 @@ class Schedule(BaseSchedule):
 
     def size_counts(self, steps: range) -> tuple[Integers, Integers]:
         """The distinct batch sizes of consecutive steps, ascending, and the number of steps with each."""
-        return self._sizes.counts(steps)
+        if not steps:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        self.batch_size(steps[-1])  # raises beyond the end
+        # short ranges that together have the same batch sizes as these steps, in any order, and how often each counts
+        within = range(steps.start, min(steps.stop, len(self._rows)))
+        cycles, rest = divmod(len(steps) - len(within), len(self._repeated))
+        parts = ((1, within), (cycles, self._repeated), (1, range(steps.stop - rest, steps.stop)))
+        used = [(times, part) for times, part in parts if times and part]
+        found = [(times, *np.unique(self._batch_sizes(part), return_counts=True)) for times, part in used]
+        sizes, where = np.unique(np.concatenate([sizes for _, sizes, _ in found]), return_inverse=True)
+        counts = np.zeros(len(sizes), dtype=np.int64)
+        np.add.at(counts, where, np.concatenate([times * counts for times, _, counts in found]))
+        return sizes, counts
 
     def core_minibatches(self, steps: range) -> Integers:
         """Number of minibatches each core runs in consecutive steps, excluding padding."""
@@ -337,3 +409,8 @@ class Schedule(BaseSchedule):
         by_cores = np.zeros(self.num_replicas + 1, dtype=np.int64)
         np.add.at(by_cores, cores, counts)
         return by_cores[::-1].cumsum()[-2::-1]
+
+
+def _counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural unless the number is 1."""
+    return f"{number} {noun}" + ("s" if number != 1 else "")

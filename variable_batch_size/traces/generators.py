@@ -12,6 +12,9 @@ from variable_batch_size.checks import check_positive, check_within
 from variable_batch_size.traces.stages import Stages
 from variable_batch_size.traces.trace import MOST_STEPS, Trace
 
+_LEAST_FACTOR = 1.001
+_QUARTER = 2 / math.pi  # radians to quarters of a turn
+
 
 def _check_sizes(minibatch_size: int, **sizes: int) -> None:
     """Reject batch sizes that are not positive multiples of the minibatch size."""
@@ -126,10 +129,6 @@ def _check_at_least_one_step(start: int, num_samples: int) -> None:
     check_positive(num_samples=num_samples)
     if num_samples < start:
         raise ValueError(f"`num_samples` must be at least one step of {start}, got {num_samples}")
-
-
-_LEAST_FACTOR = 1.001
-_QUARTER = 2 / math.pi  # radians to quarters of a turn
 
 
 def growth_for_decay(

@@ -27,13 +27,6 @@ class Stages:
     accumulate; a stage of less than half an update may have no step. In tokens, each sample counts as
     `tokens_per_sample`; sizes remain in samples.
 
-    Args:
-        starts: the start of each stage, in `unit`; the first is 0.
-        sizes: the batch size of each stage, in samples.
-        until: the end of the last stage, in `unit`.
-        unit: ``"steps"``, ``"samples"`` or ``"tokens"``.
-        tokens_per_sample: the sequence length if `unit` is ``"tokens"``, else None.
-
     >>> stages = Stages.parse("0:768 250K:1536 500K:3072", until=1_000_000, unit="samples")
     >>> stages.trace()
     <Trace of 651 steps: 768, 768, 768, 768, 768, 768, …>
@@ -44,11 +37,11 @@ class Stages:
     ('0:768 318:1536', 317.8914388020833)
     """
 
-    starts: tuple[int, ...]
-    sizes: tuple[int, ...]
-    until: int
-    unit: Unit
-    tokens_per_sample: int | None = None
+    starts: tuple[int, ...]  # the start of each stage, in `unit`; the first is 0
+    sizes: tuple[int, ...]  # the batch size of each stage, in samples
+    until: int  # the end of the last stage, in `unit`
+    unit: Unit  # ``"steps"``, ``"samples"`` or ``"tokens"``
+    tokens_per_sample: int | None = None  # the sequence length if `unit` is ``"tokens"``, else None
 
     def __post_init__(self) -> None:
         check_one_of(UNITS, unit=self.unit)

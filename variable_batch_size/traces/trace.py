@@ -1,10 +1,4 @@
-"""Trace: the batch size of every step, made from numbers or read from a CSV file.
-
-The file has a header ``step,batchsize``, then one row per step. pandas reads millions of rows in a fraction of a
-second. Only if the result is unusual is the file read row by row, to name the first invalid row.
-"""
-
-from __future__ import annotations
+"""Trace: the batch size of every step, made from numbers or read from a CSV file with the columns step,batchsize."""
 
 import csv
 import io
@@ -12,9 +6,9 @@ import itertools
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -29,16 +23,11 @@ MOST_STEPS = 20_000_000  # of generated traces: more is probably a typo. A file 
 Integer: TypeAlias = int | np.integer[Any]
 
 
-class Column(Protocol):
-    """Convertible to an array by numpy, such as a pandas column."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Any]: ...
-    def __array__(self) -> npt.NDArray[Any]: ...
-
-
-Sizes: TypeAlias = Sequence[Integer] | npt.NDArray[np.integer[Any]] | Column
+Sizes: TypeAlias = Collection[Any]  # integers in a list, a tuple, an array or a pandas column
 Rows: TypeAlias = npt.NDArray[np.int64]
+_INTEGER = re.compile(r"[+-]?[0-9]{1,99}")
+_LINE = re.compile(rb"[^\n]*\n?")
+_COMMENT = re.compile(rb"#[^\n]*")
 
 
 class Trace:
@@ -62,7 +51,7 @@ class Trace:
         self._kept = content  # of a source that can be read only once
 
     @classmethod
-    def of(cls, source: TraceLike) -> Trace:
+    def of(cls, source: "TraceLike") -> "Trace":
         """Convert a path, sequence, array, column, integer or trace to a trace."""
         if isinstance(source, Trace):
             return source
@@ -75,12 +64,12 @@ class Trace:
         raise ValueError(f"`trace` must be a path, a sequence of batch sizes or an integer, got {source!r}")
 
     @classmethod
-    def constant(cls, size: Integer) -> Trace:
+    def constant(cls, size: Integer) -> "Trace":
         """The same batch size forever."""
         return cls(np.array([_checked_size(size, "trace")], dtype=np.int64), is_endless=True)
 
     @classmethod
-    def from_sequence(cls, sizes: Sizes) -> Trace:
+    def from_sequence(cls, sizes: Sizes) -> "Trace":
         """A trace of the given batch sizes: a list, a tuple, an array or a pandas column."""
         # numpy would convert a True among integers to 1, so untyped sequences are checked value by value
         array = np.asarray(sizes, dtype=None if hasattr(sizes, "dtype") else object)
@@ -93,21 +82,18 @@ class Trace:
         return cls(np.array(array, dtype=np.int64))
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Trace:
+    def read(cls, path: str | os.PathLike[str]) -> "Trace":
         """Read a CSV file with the columns ``step`` and ``batchsize``.
 
         Rows in file order are the steps; ``step`` counts 0, 1, 2 … and may restart at 0 (several recordings in one
         file). Spaces around numbers, trailing commas, any line endings, blank lines, ``#`` comments and additional
-        columns are allowed.
-
-        Raises:
-            ValueError: with file, line and value of the first row that breaks a rule.
+        columns are allowed. A ValueError has file, line and value of the first row that breaks a rule.
         """
         source = os.fspath(path)
         content = Path(source).read_bytes()
         return cls(_read_sizes(source, content), source=source, content=None if os.path.isfile(source) else content)
 
-    def with_rows(self, sizes: Rows) -> Trace:
+    def with_rows(self, sizes: Rows) -> "Trace":
         """A finite trace of the given batch sizes, with the name of this one."""
         return Trace(sizes, source=self._source, content=self._kept)
 
@@ -161,8 +147,8 @@ class Trace:
     @overload
     def __getitem__(self, row: int) -> int: ...
     @overload
-    def __getitem__(self, row: slice) -> Trace: ...
-    def __getitem__(self, row: int | slice) -> int | Trace:
+    def __getitem__(self, row: slice) -> "Trace": ...
+    def __getitem__(self, row: int | slice) -> "int | Trace":
         if isinstance(row, slice):
             if self.is_endless:
                 raise ValueError("a constant trace is endless and has no slices")
@@ -191,11 +177,6 @@ class Trace:
 
 TraceLike: TypeAlias = str | os.PathLike[str] | Sizes | Integer | Trace
 """Accepted as a trace: a path, the batch sizes, or an integer for a constant batch size."""
-
-
-_INTEGER = re.compile(r"[+-]?[0-9]{1,99}")
-_LINE = re.compile(rb"[^\n]*\n?")
-_COMMENT = re.compile(rb"#[^\n]*")
 
 
 def _read_sizes(source: str, content: bytes) -> npt.NDArray[np.int64]:
@@ -230,7 +211,7 @@ def _rows(text: bytes) -> Iterator[tuple[int, str]]:
 
 
 def _sizes_at_once(file: str | io.BytesIO, header_line: int, names: list[str]) -> npt.NDArray[np.int64] | None:
-    """The batch sizes after the header if all rows are valid, else None."""
+    """The batch sizes after the header if all rows are valid, else None; pandas reads millions in a moment."""
     import pandas as pd
 
     try:

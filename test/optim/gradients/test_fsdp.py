@@ -314,6 +314,30 @@ def test_numbers_are_reduced_only_in_the_first_step_and_if_needed(on_cores, rule
     assert on_cores(2, when_numbers_are_reduced, rule) == [expected] * 2
 
 
+def num_sums(rule):
+    """How many times the ranks sum numbers in each step."""
+    model, sampler = parts(sharded_models.sharded, trace=[8, 8, sharded_models.NUM_SAMPLES - 16])
+    optimizer = vbs.CustomOptimizer(
+        sharded_models.sgd(model.parameters()), sampler, rule=vbs.make_rule(rule), ref_batchsize=8, model=model
+    )
+    everyone, found = optimizer._accumulator._everyone, []
+    add = everyone.sum
+
+    def noted(tensors):
+        found.append(optimizer.steps_done)
+        add(tensors)
+
+    everyone.sum = noted
+    run(model, sampler, optimizer, num_epochs=1)
+    return [found.count(step) for step in range(optimizer.steps_done)]
+
+
+def test_norms_are_summed_with_the_other_numbers(on_cores):
+    for counts in on_cores(2, num_sums, "adascale"):
+        assert len(counts) > 2
+        assert set(counts) == {1}
+
+
 def with_minibatches_left_out(spread, rule="linear", **options):
     """Minibatches with certain samples are left out, after a forward pass whose activations are not finite."""
     model, sampler = parts(spread, trace=[8, 16, 12, 8])

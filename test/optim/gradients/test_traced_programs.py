@@ -10,10 +10,11 @@ from threaded_cores import run_on
 from torch import nn
 
 import variable_batch_size as vbs
+from variable_batch_size.optim import flow
 from variable_batch_size.optim import optimizer as module
 
 FIRST = [12, 4, 8, 20]  # samples in minibatches of 4: on three cores even and uneven shares, and idle cores
-LATER = [16, 4, 28, 8, 32, 24, 36, 40]
+LATER = [16, 4, 28, 8, 32, 40]
 MOST = 6  # as docs/cores.md has it
 MOST_EXACT = 9  # units are measured and broadcast, minibatches added and summed over cores by graphs of their own
 
@@ -33,18 +34,21 @@ RUNS |= {
     "exact": {"rule": "linear", "exact": True},
     "exact and AdaScale": {"rule": "adascale", "exact": True},
     "exact and weights": {"rule": "linear", "exact": True, "is_weighted": True},
+    "AdaScale on the device": {"rule": "adascale", "is_on_device": True},
+    "weights and AdaScale on the device": {"rule": "adascale", "is_weighted": True, "is_on_device": True},
+    "surge on the device": {"rule": "surge", "is_on_device": True, "smooth_steps": 3},
 }
 
 
-def inner_for(rule, model, lr):
+def inner_for(rule, model, lr, is_on_device):
     if rule == "muon":
         return torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=lr)
-    if rule in ADAMS:
+    if rule in ADAMS and not is_on_device:
         return torch.optim.AdamW(model.parameters(), lr=lr)
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
-def train(core, here, *, rule, lr=0.01, is_weighted=False, **options):
+def train(core, here, *, rule, lr=0.01, is_weighted=False, is_on_device=False, **options):
     """The graphs before the first minibatch; then for each step whether the core is idle, the graphs of minibatches
     that do not complete it, and those of the minibatch that does."""
     programs = Programs()
@@ -52,7 +56,7 @@ def train(core, here, *, rule, lr=0.01, is_weighted=False, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     data = torch.randn(400, 3)
-    inner = inner_for(rule, model, lr)
+    inner = inner_for(rule, model, lr, is_on_device)
     sampler = vbs.CustomSampler(
         dataset_size=400, trace=FIRST + LATER, minibatch_size=4, num_replicas=core.num_replicas, rank=core.rank
     )
@@ -60,6 +64,7 @@ def train(core, here, *, rule, lr=0.01, is_weighted=False, **options):
         # AdamScale measures from the first update on: later ones would begin with new graphs
         rule = vbs.rules.AdamScaleRule(min_updates=1) if rule == "adamscale" else vbs.make_rule(rule)
         optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=8, rule=rule, model=model, **options)
+        assert (optimizer._flow.way == "on the device") == is_on_device
         if core.num_replicas == 1:
             assert not programs.current  # otherwise it would be part of the first minibatch's graph
         programs.current = []  # several cores compare their settings, on the host
@@ -91,6 +96,8 @@ def found_on():
     def run(name, cores):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "communicator_for", lambda *_: here.core)
+            if RUNS[name].get("is_on_device"):
+                patch.setattr(flow, "_HOSTS", ())  # as on XLA
             return run_on(cores, lambda core: train(core, here, **RUNS[name]))
 
     return run

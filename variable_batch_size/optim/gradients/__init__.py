@@ -6,8 +6,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.cores import dtensor, xla
 from variable_batch_size.cores.communicator import Communicator, SingleProcess, group_of, ranks_of
-from variable_batch_size.cores.detect import everyone_for
-from variable_batch_size.cores.process_group import ProcessGroups
+from variable_batch_size.cores.detect import ProcessGroups, everyone_for
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.gradients.accumulator import GradientAccumulator
 from variable_batch_size.optim.gradients.buckets import BucketAccumulator
@@ -40,12 +39,10 @@ def make_accumulator(
     if exact and parameters[0].device.type == "tpu":
         raise ValueError("`exact` must be False on TorchTPU: it sums in float64, which a TPU only emulates")
     if exact and parameters[0].device.type == "xla" and not xla.has_fixed_threads():
-        raise ValueError(
-            f"`exact` on XLA's CPU needs the thread pools of vbs.launch, on at most {xla.NUM_THREADS // 2} cores: use "
-            'vbs.launch(train, cores=…, backend="xla"), also for one core'
-        )
+        problem = f"`exact` on XLA's CPU needs the thread pools of vbs.launch, on at most {xla.NUM_THREADS // 2} cores"
+        raise ValueError(f'{problem}: use vbs.launch(train, cores=…, backend="xla"), also for one core')
     options["model"] = wrappers.model
-    if not dtensor.any_dtensor(parameters):
+    if not any(map(dtensor.is_dtensor, parameters)):
         if not communicator.keeps_flat_gradients:
             return TracedAccumulator(inner, communicator, exact=exact, **options)
         views = gradient_as_bucket_view
@@ -62,9 +59,7 @@ def make_accumulator(
         options |= {"wrappers": wrappers, "ranks": ranks, "everyone": everyone_for(parameters, sampler.process_group)}
         return FSDPAccumulator(inner, communicator, reduce_scatter_once=reduce_scatter_once, **options)
     if any(set(ranks).issuperset(dimension.ranks) for p in parameters for dimension in dtensor.dimensions_of(p)):
-        raise ValueError(
-            "Parameters are sharded over ranks that the sampler assigns different samples to. Pass it the other "
-            'dimension of the mesh, as process_group=mesh["data"]; or pass `model`, if gc.freeze() hides its '
-            "fully_shard."
-        )
+        problem = "Parameters are sharded over ranks that the sampler assigns different samples to"
+        advice = 'Pass it the other dimension of the mesh, as process_group=mesh["data"]'
+        raise ValueError(f"{problem}. {advice}; or pass `model`, if gc.freeze() hides its fully_shard.")
     return BucketAccumulator(inner, communicator, **options)

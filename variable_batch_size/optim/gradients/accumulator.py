@@ -17,6 +17,7 @@ from variable_batch_size.cores.dtensor import is_dtensor, to_local
 from variable_batch_size.data.cursor import StepPlan
 from variable_batch_size.optim.gradients.fixed_point import FixedPoint32, FixedPoint64
 from variable_batch_size.optim.token_weights import Weight
+from variable_batch_size.rules.numbers import Number, is_tensor
 from variable_batch_size.rules.rule import Norms
 
 Divisors = dict[torch.Tensor, torch.Tensor]
@@ -49,6 +50,7 @@ class StepGradient:
         self.weight = weight  # W, the sum of all minibatches' weights, maybe on the device; None without weights
         self._num_minibatches = plan.num_minibatches
         self._multiple = plan.num_minibatches if accumulator.sums_gradients else 1
+        self._are_measured: list[bool] = []  # the parameter groups
 
     @property
     def weighs_nothing(self) -> bool:
@@ -58,29 +60,45 @@ class StepGradient:
 
     def measure(self) -> Measured:
         """The norms of the minibatch gradients and of the mean gradient. Waits for the device, once."""
-        own, n, groups = self._accumulator, self._num_minibatches, self._accumulator.inner.param_groups
+        return self.interpret(self._accumulator._read(self.numbers()))
+
+    def numbers(self) -> torch.Tensor:
+        """What :meth:`measure` reads, on the device."""
+        own = self._accumulator
         numbers = [own._numbers(), own._squared_norms_by_group(own._gradients_by_group())]
         if own.divisors is not None:  # what has no divisor must be finite, too
-            numbers.append(own._squared_norm(own._gradients()).view(1))
-        values = own._read(torch.cat([number.to(numbers[-1].dtype) for number in numbers]))
-        *squares, weight, num_weighted = values[: len(groups) + 2]
+            numbers.append(own._squared_norm_of_step().view(1))
+        groups, divisors = own.inner.param_groups, own.divisors
+        self._are_measured = [divisors is None or any(p in divisors for p in group["params"]) for group in groups]
+        return torch.cat([number.to(numbers[-1].dtype) for number in numbers])
+
+    def interpret(
+        self, values: Sequence[Number], *, is_finite: bool | None = None, n: Number | None = None
+    ) -> Measured:
+        """The norms in the values of :meth:`numbers`, which are floats, or tensors that nothing here waits for.
+
+        If they are tensors, `n` is the number of minibatches, which is one as well where numbers are parts of graphs.
+        """
+        num_groups, n = len(self._are_measured), self._num_minibatches if n is None else n
+        *squares, weight, num_weighted = values[: num_groups + 2]
         total = n if self.weight is None else weight
-        pairs = zip(squares, values[len(groups) + 2 : 2 * len(groups) + 2], strict=True)
-        are_measured = [own.divisors is None or any(p in own.divisors for p in group["params"]) for group in groups]
+        is_something = is_tensor(total) or bool(total)
+        pairs = zip(squares, values[num_groups + 2 : 2 * num_groups + 2], strict=True)
         norms = [
-            Norms(of_each / total, of_mean / self._multiple**2) if total and is_measured else None
-            for is_measured, (of_each, of_mean) in zip(are_measured, pairs, strict=True)
+            Norms(of_each / total, of_mean / self._multiple**2) if is_something and is_measured else None
+            for is_measured, (of_each, of_mean) in zip(self._are_measured, pairs, strict=True)
         ]
-        if n == 1:  # the minibatch need not have been measured by itself
+        if not is_tensor(values[0]) and n == 1:  # the minibatch need not have been measured by itself
             norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
-        is_finite = all(map(math.isfinite, values))
-        is_weighted = is_finite and self.weight is not None
-        return Measured(norms, is_finite, *((weight, round(num_weighted)) if is_weighted else (None, None)))
+        is_finite = all(map(math.isfinite, values)) if is_finite is None else is_finite
+        if not is_finite or self.weight is None:
+            return Measured(norms, is_finite, None, None)
+        return Measured(norms, True, weight, num_weighted if is_tensor(weight) else round(num_weighted))
 
     def norm(self) -> torch.Tensor:
         """The norm of the mean gradient over all parameters, on the device."""
         own = self._accumulator
-        return own._squared_norm(own._gradients()).sqrt() / own.communicator.traced_scalar(self._multiple)
+        return own._squared_norm_of_step().sqrt() / own.communicator.traced_scalar(self._multiple)
 
     def clip_(self, max_norm: float) -> None:
         """Scale the gradient so that the norm of the mean over all parameters is at most `max_norm`."""
@@ -258,16 +276,22 @@ class GradientAccumulator(ABC):
     def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """The squared norm of several tensors together, in float32 at least; 0 of none."""
 
+    def _squared_norm_of_step(self) -> torch.Tensor:
+        return self._squared_norm(self._gradients())
+
     def _squared_norms(self, lists: list[list[torch.Tensor]]) -> torch.Tensor:
         """The squared norm of each of several lists of tensors."""
         return torch.stack([self._squared_norm(gradients) for gradients in lists])
 
     def _squared_norms_by_group(self, groups: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> torch.Tensor:
         """The squared norm of each group's gradients, divided by their divisors."""
+        return self._squared_norms(self._divided(groups))
+
+    def _divided(self, groups: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> list[list[torch.Tensor]]:
         if self.divisors is None:
-            return self._squared_norms([[gradient for _, gradient in pairs] for pairs in groups])
+            return [[gradient for _, gradient in pairs] for pairs in groups]
         divided = [[(gradient, self._divisor_of(p)) for p, gradient in pairs] for pairs in groups]
-        return self._squared_norms([[g / divisor for g, divisor in pairs if divisor is not None] for pairs in divided])
+        return [[g / divisor for g, divisor in pairs if divisor is not None] for pairs in divided]
 
     def _divisor_of(self, p: torch.Tensor) -> torch.Tensor | None:
         return self.divisors.get(p)  # type: ignore[union-attr]

@@ -20,20 +20,18 @@ from variable_batch_size.optim.token_weights import Weight
 class BucketAccumulator(GradientAccumulator):
     """Copies and adds the gradients of minibatches into buckets (:class:`GradientBuckets`).
 
-    Autograd returns the gradients of a minibatch as new tensors, which costs nothing. The only gradients of a step are
-    used as they are, without a copy, unless they are sparse. Gradients of float16 and bfloat16 parameters are summed
-    and reduced in float32, which takes 4 bytes for each element, and rounded once: float16 would overflow, and bfloat16
-    would lose small terms, differently on each number of ranks.
+    The only gradients of a step are used as they are, without a copy, unless they are sparse. Gradients of float16 and
+    bfloat16 parameters are summed and reduced in float32 and rounded once: float16 would overflow, and bfloat16 would
+    lose small terms, differently on each number of ranks.
 
     With `gradient_as_bucket_view`, ``p.grad`` is a view of a bucket for the whole run and autograd accumulates there:
-    for CUDA graphs, which need static addresses, and to save the memory of one gradient. Then ``p.grad`` is the sum of
-    the step's minibatches so far and must not be replaced, and every trainable parameter has a gradient in each update,
-    0 where none arrived. If norms are measured, or parameters are float16 or bfloat16, each minibatch has the buckets
-    to itself, and a second set of tensors holds the sum of the minibatches before, in float32 at least.
+    for CUDA graphs, which need static addresses, and to save memory. Then ``p.grad`` is the sum of the step's
+    minibatches so far and must not be replaced, and every trainable parameter has a gradient in each update, 0 where
+    none arrived. If norms are measured, or parameters are float16 or bfloat16, a second set of tensors holds the sum in
+    float32 at least.
 
     With `exact`, gradients are summed in fixed point (:class:`FixedPoint64`). With tensor parallelism, the buckets hold
-    local shards, and norms are completed over `model_parallel`, the ranks that have this rank's samples and other
-    shards; it consists of `model_groups`.
+    local shards, and norms are completed over `model_parallel`, the ranks with this rank's samples and other shards.
     """
 
     _samples_weights = True
@@ -71,22 +69,19 @@ class BucketAccumulator(GradientAccumulator):
 
     def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
         fixed_point, is_several = self._fixed_point, self.communicator.num_replicas > 1
-        if fixed_point is None or not fixed_point.is_unscaled or not (self.is_one_of_several and is_several):
+        if fixed_point is None or fixed_point.scale.has_asked or not (self.is_one_of_several and is_several):
             self._accumulate(plan, weight)
             return
         # the first units are broadcast right before the reduction: otherwise another optimizer would reduce in between
         # on a rank with one minibatch, and broadcast first on a rank with several
-        self._held_minibatches.append((plan, weight, self._take_gradients()))
+        taken = {p: p.grad.clone() for p in self._parameters() if p.grad is not None}
+        self.zero_grad()
+        self._held_minibatches.append((plan, weight, taken))
         while plan.is_last and self._held_minibatches:
             *minibatch, gradients = self._held_minibatches.pop(0)
             for p, gradient in gradients.items():
                 p.grad = gradient
             self._accumulate(*minibatch)
-
-    def _take_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
-        found = {p: p.grad.clone() for p in self._parameters() if p.grad is not None}
-        self.zero_grad()
-        return found
 
     def _accumulate(self, plan: StepPlan, weight: Weight | None) -> None:
         if plan.is_padding and not plan.is_idle:  # in lockstep; an idle rank drops all of the step in reduce()
@@ -235,11 +230,7 @@ class BucketAccumulator(GradientAccumulator):
             self._is_present = buckets.present_on_any_rank()
 
     def _agree_on_layout(self, buckets: GradientBuckets) -> None:
-        """Compare a new layout in tensors of the previous one, which have the same sizes on all ranks.
-
-        A rank whose layout is still the previous one reduces its gradients at this time, and finds the difference, too.
-        Tensors of different sizes would abort the process.
-        """
+        """Compare a new layout in tensors of the previous one, as others may still have that and sizes must match."""
         _, parameters, num_numbers = self._agreed
         sent = GradientBuckets(parameters, num_numbers=num_numbers, dtype=self._sum_dtype)
         own = self._checksums()
@@ -313,10 +304,9 @@ class BucketAccumulator(GradientAccumulator):
         """Check that every trainable parameter's gradient is its view, and rebuild the buckets for new parameters."""
         for index, (p, view) in enumerate(zip(self._buckets.parameters, self._buckets.views, strict=True)):
             if p.grad is not view and (p.grad is not None or p.requires_grad):
-                raise RuntimeError(
-                    f"With `gradient_as_bucket_view`, p.grad must not be replaced, but the gradient of parameter "
-                    f"{index} (shape {tuple(p.shape)}) was replaced between backward() and step(). Modify it in place."
-                )
+                which = f"the gradient of parameter {index} (shape {tuple(p.shape)})"
+                problem = f"p.grad must not be replaced, but {which} was replaced between backward() and step()"
+                raise RuntimeError(f"With `gradient_as_bucket_view`, {problem}. Modify it in place.")
         trainable = [p for p in parameters if p.requires_grad]
         num_numbers = self._num_numbers()
         if self._buckets.matches(trainable, num_numbers) and self._buckets.is_in_place():

@@ -26,7 +26,11 @@ _LIMB_BITS = 16  # of each of three limbs: few enough for the sum over 2¹⁴ mi
 _MIN_LIMIT = -78  # below, the unit of the last limb would be no normal number of float32
 _NUMBERS_HEADROOM = 12  # of squares and weights, beyond that of gradients
 
+Tensors = list[torch.Tensor]
 Gradients = Mapping[torch.Tensor, torch.Tensor]
+# of the units of a number's parts: all of float32's range, so that no number is out of range
+_EXPONENTS_OF_PARTS = tuple(range(88, -153, -40))
+NUM_PARTS = len(_EXPONENTS_OF_PARTS)
 
 
 class FixedPointScale:
@@ -95,16 +99,8 @@ class _FixedPoint:
             raise ValueError(f"With `exact`, a step can have at most {limit} minibatches, got {number}.")
 
 
-# of the units of a number's parts: all of float32's range, so that no number is out of range
-_EXPONENTS_OF_PARTS = tuple(range(88, -153, -40))
-NUM_PARTS = len(_EXPONENTS_OF_PARTS)
-
-
 def split_into_parts(numbers: torch.Tensor) -> torch.Tensor:
-    """Split each number, at least 0, into parts that add up exactly over up to 2¹³ minibatches; a row for each part.
-
-    A number that is not finite stays so; from 2¹²⁸ on, a number counts as infinite.
-    """
+    """Split each number ≥ 0 into parts that add up exactly over 2¹³ minibatches, a row each; 2¹²⁸ is infinite."""
     rest, parts = torch.where(numbers < 2.0**128, numbers.double(), math.inf), []
     for exponent in _EXPONENTS_OF_PARTS:
         constant = math.ldexp(1.5, 52 + exponent)
@@ -138,11 +134,6 @@ class FixedPoint64(_FixedPoint):
         """Elements beside the gradients: the parts of the numbers, and a flag for each rung."""
         return NUM_PARTS * (len(self._inner.param_groups) + 2) + 2 * MAX_RUNGS + 1
 
-    @property
-    def is_unscaled(self) -> bool:
-        """Whether rank 0 has not broadcast the first units."""
-        return not self.scale.has_asked
-
     def update_scale(self, communicator: Communicator) -> None:
         """Before the first minibatch of a step: set the units by the previous step, in the same way on all ranks."""
         self._read_previous()
@@ -174,9 +165,7 @@ class FixedPoint64(_FixedPoint):
             raise RuntimeError("With `exact`, no parameter group can be added within a step.")
         self._parts = parts if self._parts is None else self._parts + parts
 
-    def add_(
-        self, buckets: GradientBuckets, indices: list[int], gradients: list[torch.Tensor], n: int, *, is_first: bool
-    ) -> None:
+    def add_(self, buckets: GradientBuckets, indices: list[int], gradients: Tensors, n: int, *, is_first: bool) -> None:
         """Add the gradients of some of the buckets' parameters; those of a step's first minibatch are written."""
         largest = _largest_of_each(gradients).tolist() if gradients else []
         views, constants, are_new, written = [], [], [], set()
@@ -264,7 +253,7 @@ class FixedPoint64(_FixedPoint):
             self.scale.load_state_dict(state, self._parameters())
 
 
-def _largest_of_each(gradients: list[torch.Tensor]) -> torch.Tensor:
+def _largest_of_each(gradients: Tensors) -> torch.Tensor:
     if all(gradient.device.type != "cpu" and gradient.numel() for gradient in gradients):
         # one kernel, which is much faster on a GPU
         return torch.stack([norm.double() for norm in torch._foreach_norm(gradients, math.inf)])
@@ -279,9 +268,7 @@ def _largest_of(gradient: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-smallest, largest).double()
 
 
-def _add_rounded(
-    views: list[torch.Tensor], gradients: list[torch.Tensor], constants: list[float], are_new: list[bool]
-) -> None:
+def _add_rounded(views: Tensors, gradients: Tensors, constants: list[float], are_new: list[bool]) -> None:
     """Add gradients, rounded to whole units, to views of the buckets; or write those that are new."""
     if all(gradient.device.type == "cpu" for gradient in gradients):
         for view, gradient, constant, is_new in zip(views, gradients, constants, are_new, strict=True):
@@ -323,10 +310,10 @@ class FixedPoint32(_FixedPoint):
     def __init__(self, inner: Optimizer) -> None:
         super().__init__(inner)
         self._number_scale = FixedPointScale()
-        self.limbs: dict[torch.Tensor, list[torch.Tensor]] = {}
-        self._number_limbs: list[torch.Tensor] = []
+        self.limbs: dict[torch.Tensor, Tensors] = {}
+        self._number_limbs: Tensors = []
         # for each parameter and number, how often it was out of range, not finite, and not 0
-        self._flags: list[torch.Tensor] = []
+        self._flags: Tensors = []
 
     def _num_numbers(self) -> int:
         return len(self._inner.param_groups) + 2
@@ -371,7 +358,7 @@ class FixedPoint32(_FixedPoint):
                     limb.add_(0)  # keeps the order of results
         self._add_limbs(self._number_limbs, numbers, slice(len(self.limbs), None))
 
-    def _add_limbs(self, limbs: list[torch.Tensor], values: torch.Tensor, here: slice) -> None:
+    def _add_limbs(self, limbs: Tensors, values: torch.Tensor, here: slice) -> None:
         """Each limb takes the whole multiples of its unit and leaves the rest to the next."""
         inverse, unit = self._inverse[here], self._unit[here]
         rest = torch.where(_is_finite(values), values, torch.zeros_like(values))
@@ -385,7 +372,7 @@ class FixedPoint32(_FixedPoint):
         nothing = torch.zeros(1).to(self._flags[0].device)
         return torch.cat([values[p].abs().max().view(1) if p in values else nothing for p in self.limbs])
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> Tensors:
         """All that is summed over ranks."""
         return [*(limb for limbs in self.limbs.values() for limb in limbs), *self._number_limbs, *self._flags]
 
@@ -396,7 +383,7 @@ class FixedPoint32(_FixedPoint):
             totals[p] = self._join(limbs, slice(index, index + 1)).view(p.shape)
         return totals, self._join(self._number_limbs, slice(len(self.limbs), None))
 
-    def _join(self, limbs: list[torch.Tensor], here: slice) -> torch.Tensor:
+    def _join(self, limbs: Tensors, here: slice) -> torch.Tensor:
         """The numbers, from sums of their limbs, the smallest first."""
         unit = self._unit[here]
         parts = [limb.float() * (unit * 2.0 ** (-_LIMB_BITS * number)) for number, limb in enumerate(limbs)]
@@ -411,11 +398,9 @@ class FixedPoint32(_FixedPoint):
         """Set the units of the next step; raise if a minibatch of this one was out of range."""
         *values, num_out = values
         if num_out:
-            raise RuntimeError(
-                "Gradient overflow in exact mode on XLA: the gradient of a minibatch is more than 4096 times as large "
-                "as in the previous step. Resume from the last checkpoint with `exact=False`, and pass "
-                '`allow_changes=["exact"]` to it.'
-            )
+            grown = "the gradient of a minibatch is more than 4096 times as large as in the previous step"
+            advice = 'Resume from the last checkpoint with `exact=False` and `allow_changes=["exact"]`.'
+            raise RuntimeError(f"Gradient overflow in exact mode on XLA: {grown}. {advice}")
         num_sizes = len(values) // 2
         means = [value / num_minibatches for value in values[:num_sizes]]
         self.update_scale(means)

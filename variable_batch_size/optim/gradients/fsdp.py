@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -15,7 +15,12 @@ from variable_batch_size.cores.communicator import Communicator, Ranks
 from variable_batch_size.cores.dtensor import to_local, to_locals
 from variable_batch_size.data.cursor import StepPlan
 from variable_batch_size.optim.gradients.accumulator import NUM_CHECKSUMS, UNWEIGHTED, GradientAccumulator, StepGradient
-from variable_batch_size.optim.gradients.norms import norms_of, sharded_squared_norms, squared_norm
+from variable_batch_size.optim.gradients.norms import (
+    norms_of,
+    sharded_squared_norms,
+    squared_norm,
+    squared_norms_of_shards,
+)
 from variable_batch_size.optim.token_weights import Weight
 from variable_batch_size.optim.wrappers import Wrappers, fsdp_states, refuse_divide_factor, refuse_left_out
 
@@ -40,6 +45,7 @@ class FSDPAccumulator(GradientAccumulator):
     _held: list[tuple[torch.nn.Parameter, torch.Tensor]]  # local gradients that are not measured yet
     _num_held: int  # elements of these
     _norms: list[dict[int, list[torch.Tensor]]]  # of local gradients, by group and by how many ranks have the same
+    _squares: torch.Tensor | None  # of the norms of the step's gradient, for each group, if they are measured
 
     def __init__(
         self,
@@ -202,23 +208,19 @@ class FSDPAccumulator(GradientAccumulator):
     def _check_seen(self, found: Iterable[torch.nn.Parameter]) -> None:
         for p in found:
             if p not in self._num_seen and not self._num_unreduced:
-                raise RuntimeError(
-                    f"fully_shard reduced the gradient of a parameter of shape {tuple(p.shape)} without calling its "
-                    "hook. Construct the optimizer after fully_shard(model) and after moving the model to its device."
-                )
+                which = f"a parameter of shape {tuple(p.shape)} without calling its hook"
+                advice = "Construct the optimizer after fully_shard(model) and after moving the model to its device."
+                raise RuntimeError(f"fully_shard reduced the gradient of {which}. {advice}")
         if self._reduces and any(p.grad is None for p in self._num_seen):
             for state in fsdp_states(self._modules):
                 full = getattr(state, "_unsharded_param", None)
                 if state.unsharded_accumulated_grad is not None or (full is not None and full.grad is not None):
-                    raise RuntimeError(
-                        "fully_shard has not reduced the gradients. Don't call set_requires_gradient_sync() between "
-                        "forward and backward; pass `reduce_scatter_once=True` to reduce once a step."
-                    )
+                    advice = "Pass `reduce_scatter_once=True` to reduce once a step."
+                    cause = "set_requires_gradient_sync() was called between forward and backward"
+                    raise RuntimeError(f"fully_shard has not reduced the gradients: {cause}. {advice}")
         if self._measures and any(number > 1 for number in self._num_seen.values()):
-            raise RuntimeError(
-                "Cannot measure a gradient that fully_shard reduced in several parts. Run one backward pass per "
-                "minibatch, and no reentrant checkpointing of tied parameters."
-            )
+            advice = "Run one backward pass per minibatch, and no reentrant checkpointing of tied parameters."
+            raise RuntimeError(f"Cannot measure a gradient that fully_shard reduced in several parts. {advice}")
 
     def _measure(self) -> torch.Tensor:
         """This rank's share of the squared norm of the minibatch, for each group."""
@@ -241,8 +243,10 @@ class FSDPAccumulator(GradientAccumulator):
             module.reshard()  # a module that has kept unsharded parameters must all-gather the updated ones
         if self._measures or self._is_weighted or not self._has_checked_weights:  # the same on all ranks
             self._all_reduce_numbers()
-        factor = self._factor(plan) * self.communicator.num_replicas
-        self._scale_(factor * self._inverse_weight())
+        factor = self._factor(plan) * self.communicator.num_replicas * self._inverse_weight()
+        self._scale_(factor)
+        if self._squares is not None:
+            self._squares = self._squares * (factor * factor)
         self._sums = {p: gradient.to(p.dtype) for p, gradient in self._sums.items()}
         for p, gradient in self._sums.items():
             p.grad = gradient
@@ -254,10 +258,16 @@ class FSDPAccumulator(GradientAccumulator):
             numbers[-1:].fill_(UNWEIGHTED)
         if self._model_parallel.num_replicas > 1:  # ranks that share samples have the same weights
             numbers[-2:].div_(self._model_parallel.num_replicas)
-        numbers = torch.cat([numbers, numbers.new_empty(NUM_CHECKSUMS)])
+        squares = numbers.new_empty(0)
+        if self._measures:
+            groups = [[p for p in group["params"] if p in self._sums] for group in self.inner.param_groups]
+            pairs = [[(p, self._sums[p]) for p in group] for group in groups]
+            squares = squared_norms_of_shards(self._divided(pairs), self._model_groups, like=self._like)
+        numbers = torch.cat([numbers, squares.to(numbers), numbers.new_empty(NUM_CHECKSUMS)])
         self._write_digest(numbers[-NUM_CHECKSUMS:])
         self._everyone.sum([numbers])
-        numbers, digest = numbers[:-NUM_CHECKSUMS], numbers[-NUM_CHECKSUMS:]
+        self._squares = numbers[-NUM_CHECKSUMS - len(squares) : -NUM_CHECKSUMS] if self._measures else None
+        digest, numbers = numbers[-NUM_CHECKSUMS:], numbers[: -NUM_CHECKSUMS - len(squares)]
         self._check_weights(numbers[-1])
         self._check_digest(digest, self._everyone.num_replicas)
         self._read_numbers(numbers)
@@ -271,19 +281,25 @@ class FSDPAccumulator(GradientAccumulator):
         self._scale_(gradient.clip_factor(limit))
 
     def reset(self) -> None:
-        self._sums, self._num_unreduced = {}, 0
+        self._sums, self._num_unreduced, self._squares = {}, 0, None
         self._reset_numbers()
         self._reset_minibatch()
 
     def zero_grad(self) -> None:
         if self._num_seen and self._reduces_once:
             if self._num_unreduced:
-                raise RuntimeError(
-                    "With `reduce_scatter_once`, zero_grad() cannot drop the gradient of a minibatch that is not the "
-                    "first of its step: fully_shard has added it to the others."
-                )
+                which = "a minibatch that is not the first of its step: fully_shard has added it to the others."
+                raise RuntimeError(f"With `reduce_scatter_once`, zero_grad() cannot drop the gradient of {which}")
             self._drop_unreduced()
         self._reset_minibatch()
+
+    def _squared_norms_by_group(self, groups: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> torch.Tensor:
+        # of the step's gradient: they came with the numbers, in one collective
+        return super()._squared_norms_by_group(groups) if self._squares is None else self._squares
+
+    def _squared_norm_of_step(self) -> torch.Tensor:
+        is_known = self._squares is not None and self.divisors is None
+        return self._squares.sum() if is_known else super()._squared_norm_of_step()  # type: ignore[union-attr]
 
     def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         return self._squared_norms([gradients])[0] if gradients else squared_norm([], like=self._like)

@@ -19,10 +19,9 @@ _shape_and_device_of = attrgetter("shape", "device")
 class GradientBuckets:
     """One flat tensor for all gradients of a device and dtype; each gradient is a view with the parameter's strides.
 
-    Of a DTensor it holds the gradient of the local shard. After the gradients, a bucket has one element for each of its
-    parameters, which marks that this rank had a gradient. One bucket of at least float32 has some elements for numbers,
-    such as squared norms, so that all are reduced together; if all gradients are narrower, they are a tensor by
-    themselves. `views` are the gradients in the order of the parameters, and `dtype` is the narrowest of the buckets.
+    Of a DTensor it holds the local shard. After the gradients, a bucket has an element for each parameter, which marks
+    that this rank had a gradient. The numbers, such as squared norms, are at the end of a bucket of at least float32,
+    or a tensor by themselves. `views` are the gradients in the order of the parameters.
     """
 
     def __init__(self, parameters: Parameters, *, num_numbers: int, dtype: torch.dtype | None = None) -> None:

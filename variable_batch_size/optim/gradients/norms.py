@@ -41,10 +41,22 @@ def _norm_of(tensor: torch.Tensor) -> torch.Tensor:
 def sharded_squared_norms(
     lists: Sequence[Sequence[torch.Tensor]], everyone: Communicator, groups: Collection[Ranks], *, like: torch.Tensor
 ) -> torch.Tensor:
-    """The squared norm of each of several lists of DTensors: local squares ÷ number of replicas, summed over ranks.
+    """The squared norm of each of several lists of DTensors.
 
-    Every rank that has a shard must call it. There is no collective if all lists are empty. `groups` are those of the
-    ranks that share the samples: a tensor that is not sharded over one is replicated there.
+    Every rank that has a shard must call it. There is no collective if all lists are empty.
+    """
+    of_all = squared_norms_of_shards(lists, groups, like=like)
+    if any(map(len, lists)):
+        everyone.sum([of_all])
+    return of_all
+
+
+def squared_norms_of_shards(
+    lists: Sequence[Sequence[torch.Tensor]], groups: Collection[Ranks], *, like: torch.Tensor
+) -> torch.Tensor:
+    """This rank's part of the squared norms of lists of DTensors, to be summed over ranks: squares ÷ replicas.
+
+    `groups` are those of the ranks that share the samples: a tensor that is not sharded over one is replicated there.
     """
     of_lists = []
     for tensors in lists:
@@ -53,7 +65,4 @@ def sharded_squared_norms(
             by_replicas.setdefault(replication_factor(tensor, groups), []).append(local)
         squares = [squared_norm(locals_, like=like) / replicas for replicas, locals_ in by_replicas.items()]
         of_lists.append(torch.stack(squares).sum() if squares else squared_norm([], like=like))
-    of_all = torch.stack(of_lists)
-    if any(map(len, lists)):
-        everyone.sum([of_all])
-    return of_all
+    return torch.stack(of_lists)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from outcomes import SETTINGS, arm
 
-from variable_batch_size.comparison.report.summary import ranking, ranking_in_words, verdict
+from variable_batch_size.comparison.report import ranking, ranking_in_words, verdict
 
 REFERENCE = arm("constant", 98.2, 98.4, 98.5, trace="reference")
 
@@ -14,7 +14,7 @@ REFERENCE = arm("constant", 98.2, 98.4, 98.5, trace="reference")
 def test_verdict_names_the_best_rule_the_gaps_and_failed_runs():
     arms = [
         arm("constant", 96.0, 96.1, 96.2),  # differences −2.0, −2.1, −2.2
-        arm("linear", 98.0, 98.2, 98.4),  # from the yardstick −0.2, −0.2, −0.1
+        arm("linear", 98.0, 98.2, 98.4),  # from the baseline −0.2, −0.2, −0.1
         arm("root", "diverged", "diverged", "failed"),
     ]
     assert verdict(SETTINGS, arms, REFERENCE) == (
@@ -81,8 +81,8 @@ def test_the_ranking_ends_with_the_rules_without_a_result():
 
 def test_rules_without_a_common_seed_are_not_distinguished():
     arms = [arm("linear", 98.0, "failed"), arm("root", "failed", 97.0)]
-    yardstick = arm("constant", "failed", 98.0, trace="reference")
-    assert verdict(SETTINGS, arms, yardstick) == (
+    baseline = arm("constant", "failed", 98.0, trace="reference")
+    assert verdict(SETTINGS, arms, baseline) == (
         "undecided, as linear with 98.00 % is not clearly ahead of root (without a seed in common). "
         "linear: 1 of 2 failed. root: 1 of 2 failed. A single seed cannot tell a difference from chance."
     )

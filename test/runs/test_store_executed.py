@@ -5,7 +5,7 @@ import resource
 import pytest
 
 import variable_batch_size as vbs
-from variable_batch_size.runs.executed import ExecutedTrace
+from variable_batch_size.runs.store import ExecutedTrace
 
 SIZES = [8, 16, 8, 4, 12, 8, 24, 8, 4]  # the steps of three epochs of 40 samples: 4, 2 and 3
 

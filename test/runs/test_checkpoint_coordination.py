@@ -9,8 +9,8 @@ import torch
 
 from variable_batch_size.cores import signals
 from variable_batch_size.cores.detect import communicator_for
-from variable_batch_size.runs import coordination
-from variable_batch_size.runs.coordination import CheckpointSignal, RankCoordinator
+from variable_batch_size.runs import checkpoint
+from variable_batch_size.runs.checkpoint import CheckpointSignal, RankCoordinator
 
 CPU = torch.device("cpu")
 SECONDS_PER_MINIBATCH, NUM_MINIBATCHES = 1 / 256, 2_600  # on core 0; 10 s of its time
@@ -45,7 +45,7 @@ def agree_on_two_cores():
         ).poll()
 
     clock = Clock()
-    coordination.time = clock.time
+    checkpoint.time = clock.time
     agreement = Counting(communicator, CPU, every_seconds=None)
     for _ in range(NUM_MINIBATCHES):
         clock.now += SECONDS_PER_MINIBATCH if is_first else 1.0
@@ -83,7 +83,7 @@ def test_cores_synchronize_about_once_a_second(cores):
 
 def test_single_core_checks_after_every_step(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(coordination, "time", clock.time)
+    monkeypatch.setattr(checkpoint, "time", clock.time)
     agreement = RankCoordinator(communicator_for([]), CPU, every_seconds=0.01)
     assert agreement.after_minibatches(1) == CheckpointSignal(save_due=False, stop_requested=False)
     clock.now += 0.02

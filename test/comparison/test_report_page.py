@@ -11,7 +11,7 @@ from outcomes import HOSTILE, HOSTILE_FOLDER, SETTINGS, ended, write_hostile_res
 
 from variable_batch_size.command.main import main
 from variable_batch_size.comparison.experiment import Run
-from variable_batch_size.comparison.report.page import write_report
+from variable_batch_size.comparison.report import write_report
 
 
 class Elements(HTMLParser):

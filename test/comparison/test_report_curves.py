@@ -6,8 +6,7 @@ import pytest
 from outcomes import ended, write_records, write_results
 
 from variable_batch_size.comparison.experiment import Run
-from variable_batch_size.comparison.report.page import curves
-from variable_batch_size.comparison.report.summary import arms_of
+from variable_batch_size.comparison.report import arms_of, curves
 
 
 def records(*, losses, metrics, progress):

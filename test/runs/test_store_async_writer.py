@@ -15,7 +15,7 @@ from torch import nn
 
 import variable_batch_size as vbs
 from variable_batch_size.runs import state_file
-from variable_batch_size.runs.async_writer import AsyncWriter, HostStaging
+from variable_batch_size.runs.store import AsyncWriter, HostStaging
 
 
 def run(directory, *, every_steps=1, size=4, num_steps=100):
@@ -133,7 +133,7 @@ def test_named_tuple_is_copied_like_in_a_file():
 def test_exiting_process_logs_failures_and_its_children_do_not_wait():
     program = """
 import os, time
-from variable_batch_size.runs.async_writer import AsyncWriter
+from variable_batch_size.runs.store import AsyncWriter
 
 def fail():
     time.sleep(1)

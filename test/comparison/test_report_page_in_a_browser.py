@@ -9,7 +9,7 @@ from outcomes import HOSTILE, HOSTILE_FOLDER, write_hostile_results
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from variable_batch_size.comparison.report.page import write_report
+from variable_batch_size.comparison.report import write_report
 
 pytestmark = pytest.mark.browser
 
@@ -97,10 +97,10 @@ def test_table_of_a_trace_agrees_with_results_csv(results, trace):
     with browser(DESKTOP) as driver:
         show(driver, results)
         shown = table(driver, f"#trace-{trace} table.results")
-    assert [row["rule"] for row in shown][-2:] == ["linear", "always 8 (yardstick)"]
+    assert [row["rule"] for row in shown][-2:] == ["linear", "always 8 (baseline)"]
     assert {row["rule"] for row in shown[:-2]} == {"adascale", "constant"}
     for row in shown:
-        is_reference = "yardstick" in row["rule"]
+        is_reference = "baseline" in row["rule"]
         key = ("reference", "constant") if is_reference else (trace, row["rule"])
         of_arm = [r for r in rows(results) if (r["trace"], r["rule"]) == key]
         done = [r for r in of_arm if r["status"] == "done"]
@@ -115,7 +115,7 @@ def test_table_of_a_trace_agrees_with_results_csv(results, trace):
         assert row["updates"] == f"{statistics.mean(int(r['updates']) for r in done):,.0f}"
         assert row["samples"] == f"{statistics.mean(int(r['samples']) for r in done):,.0f}"
         gap = f"{statistics.mean(final) - reference:+.2f}".replace("-", "−")
-        assert row["against the yardstick"] == ("–" if is_reference else gap)
+        assert row["against the baseline"] == ("–" if is_reference else gap)
 
 
 def test_table_of_all_runs_and_verdict_agree_with_results_csv(results):

@@ -1,0 +1,97 @@
+"""Train on a GPU and on the CPU, and print how far the weights are apart and whether the host has waited for the GPU.
+
+PYTHONPATH=. python tools/on_gpu.py
+"""
+
+import argparse
+import logging
+import math
+
+import torch
+from torch import nn
+
+import variable_batch_size as vbs
+
+TRACE = [4 * n for n in (2, 1, 3, 6, 1, 2, 5, 4, 4, 1, 2, 8)] * 4
+NUM_WARM = 32  # steps in which state is made, and 20 estimates
+INNER = {
+    "SGD": lambda groups, **form: torch.optim.SGD(groups, lr=0.05, momentum=0.9, **form),
+    "Adam": lambda groups, **form: torch.optim.Adam(groups, lr=0.01, eps=0.01, weight_decay=0.01, **form),
+    "AdamW": lambda groups, **form: torch.optim.AdamW(groups, lr=0.01, eps=0.01, **form),
+}
+RULES = ("linear", "root", "adascale", "surge", "adamscale", "adam")
+
+
+class Training:
+    """A small network on fixed data; the gradients of some steps are not finite."""
+
+    def __init__(self, rule, inner, device, *, smooth_steps=0, **form):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+        self.model.to(device, torch.float64)
+        groups = [{"params": list(self.model[:2].parameters())}, {"params": list(self.model[3].parameters())}]
+        self.sampler = vbs.CustomSampler(dataset_size=10_000, trace=TRACE, minibatch_size=4)
+        self.optimizer = vbs.CustomOptimizer(
+            INNER[inner](groups, **form),
+            self.sampler,
+            rule=vbs.make_rule(rule),
+            ref_batchsize=8,
+            model=self.model,
+            smooth_steps=smooth_steps,
+            clip_grad_norm=1.0,
+        )
+        generator = torch.Generator().manual_seed(1)
+        self.minibatches = torch.randn(sum(TRACE) // 4, 4, 6, generator=generator).to(device, torch.float64)
+        self.device = device
+
+    def run(self, bad=()):
+        """The weights after all steps; raises if the host waits for the GPU after the first steps."""
+        optimizer = self.optimizer
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+        for number, _ in enumerate(self.sampler):
+            if self.device == "cuda":
+                torch.cuda.set_sync_debug_mode("error" if optimizer.steps_done >= NUM_WARM else "default")
+            loss = self.model(self.minibatches[number]).square().mean()
+            (loss * math.inf if optimizer.steps_done in bad else loss).backward()
+            if optimizer.step():
+                cosine.step()
+        if self.device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        return self.model.state_dict()
+
+
+def main():
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    logging.disable(logging.WARNING)
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    print(f"{'rule':12}{'inner':8}{'form':12}{'smooth':8}{'way':18}{'difference':14}{'skipped':10}waits")
+    for rule in RULES:
+        for inner in INNER:
+            if rule in ("adamscale", "adam") and inner == "SGD":
+                continue
+            for form in ({"fused": True}, {}):
+                for smooth_steps in (0, 3):
+                    one(rule, inner, form, smooth_steps)
+
+
+def one(rule, inner, form, smooth_steps):
+    training = Training(rule, inner, "cuda", smooth_steps=smooth_steps, **form)
+    host = Training(rule, inner, "cpu", smooth_steps=smooth_steps, **form)
+    way = training.optimizer._flow.way
+    name = "fused" if form else "default"
+    bad = (4, 7, 11) if training.optimizer.skip_nonfinite else ()
+    head = f"{rule:12}{inner:8}{name:12}{smooth_steps:<8}{way:18}"
+    try:
+        found = training.run(bad)
+    except RuntimeError as error:
+        torch.cuda.set_sync_debug_mode("default")
+        print(f"{head}{error}")
+        return
+    expected = host.run(bad)
+    apart = max((found[name].cpu().double() - expected[name].double()).abs().max().item() for name in expected)
+    skipped = f"{training.optimizer.steps_skipped}/{host.optimizer.steps_skipped}"
+    print(f"{head}{apart:<14.1e}{skipped:10}none")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""Flow: how the numbers measured in a step reach the rule, and the learning rate that they make the optimizer."""
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from variable_batch_size.cores import xla
+from variable_batch_size.cores.communicator import Communicator
+from variable_batch_size.cores.dtensor import is_dtensor
+from variable_batch_size.optim.gradients.accumulator import Measured, StepGradient
+from variable_batch_size.optim.proxy import optimizers_of
+from variable_batch_size.rules import RULES
+from variable_batch_size.rules.adascale import NoiseRule
+from variable_batch_size.rules.noise import NoiseMeter
+from variable_batch_size.rules.numbers import Number
+from variable_batch_size.rules.rule import Rule, Step
+from variable_batch_size.rules.transition import LRScaler
+
+logger = logging.getLogger(__name__)
+
+_HOSTS = ("cpu",)  # devices whose numbers the host reads without a wait
+_MAX_GROUPS = 8  # each takes some small operations on the device
+_NUM_AT_ONCE = 20  # estimates: until then, one step changes the average much, and weights and gradients change fast
+_NONFINITE = "the gradient is not finite"
+_NOTHING = "all minibatches have the weight 0"
+
+
+class Outcome(NamedTuple):
+    """What becomes of a step."""
+
+    factors: list[Number]  # of the parameter groups; none if the update is skipped
+    reason: str | None = None  # why it is skipped, if the host has decided that
+    is_skipped: torch.Tensor | None = None  # whether it is, if the device has
+
+
+class Flow:
+    """Passes the norms of each step to the rule and the noise meter, and returns the factors of the step.
+
+    Reading a number from an accelerator makes the host wait for all work queued there. Hence there are three ways:
+
+    - *At once*: the host reads the norms before it makes the update. On CPUs, where it need not wait, and wherever
+      non-finite updates are to be skipped with an inner optimizer that cannot skip by itself.
+    - *On the device*: noise, gain, learning rate, progress, and whether the update is skipped are tensors there, which
+      the host reads only if they are asked for. It needs an inner optimizer that takes them there: fused SGD, Adam and
+      AdamW, and on XLA SGD and capturable Adam and AdamW; and a rule of this library. Results are the same.
+    - *One step late*: the norms of a step are copied while the next one runs, and make the gain of that. For all other
+      inner optimizers and rules. The first steps are read at once.
+
+    Args:
+        rule, scaler, meter: the rule, its factors, and another meter if there is one: what the host knows.
+        inner: the inner optimizer.
+        communicator: of the cores.
+        is_read: whether the host is to look at each step on XLA, where it also learns which parameters have a gradient.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        scaler: LRScaler,
+        meter: NoiseMeter | None,
+        inner: Optimizer,
+        communicator: Communicator,
+        *,
+        is_read: bool = False,
+    ) -> None:
+        self.rule, self.scaler, self.meter, self.inner = rule, scaler, meter, inner
+        self.num_skipped = 0
+        self._measures = rule.measures_noise or meter is not None
+        self._communicator, self._is_traced = communicator, communicator.is_one_program
+        self._device = next(p for group in inner.param_groups for p in group["params"]).device
+        self._twin: _Twin | None = None
+        self._pending: _Pending | None = None
+        self._saved_progress: float | None = None  # before the latest step, until the next one
+        if self._device.type in _HOSTS or (self._is_traced and is_read):
+            self.way = "at once"
+        elif _stays_on_device(rule, inner, self._device, is_traced=self._is_traced):
+            self.way = "on the device"
+        else:
+            self.way = "at once" if self._is_traced or not self._measures else "one step late"
+
+    @property
+    def time_of_gain(self) -> str:
+        """From which step the gain is, in words; it is part of a run's description."""
+        return "one step late" if self.way == "one step late" else "of the step itself"
+
+    @property
+    def skips_by_default(self) -> bool:
+        """Whether looking for gradients that are not finite costs no further wait."""
+        return self._measures and self.way != "one step late"
+
+    def scale(self, step: Step, gradient: StepGradient, *, skips: bool) -> Outcome:
+        """Observe the gradient of a step, and return its factors; or skip it."""
+        if gradient.weighs_nothing:
+            return Outcome([], _NOTHING)
+        is_weight_traced = gradient.weight is not None and self._is_traced
+        looks = skips or self._measures or is_weight_traced
+        num_groups = len(self.inner.param_groups)
+        if looks and self.way == "on the device" and self._has_state(is_weighted=gradient.weight is not None):
+            if self._twin is None:
+                self._twin = _Twin(self.rule, self.scaler, self.meter, self._device, is_traced=self._is_traced)
+            return self._twin.scale(step, gradient, num_groups, skips=skips)
+        if self._twin is not None or self._pending is not None:
+            self.settle()
+        self._twin = self._saved_progress = None
+        if looks and self.way == "one step late" and not skips and not self._is_new(step, num_groups):
+            self._pending = _Pending(step, gradient)
+        elif looks:
+            measured = gradient.measure()
+            if skips and not measured.is_finite:
+                return Outcome([], _NONFINITE)
+            if measured.weight == 0:
+                return Outcome([], _NOTHING)
+            self._observe(step, measured)
+        return Outcome(self.scaler.move(step, num_groups))
+
+    def _is_new(self, step: Step, num_groups: int) -> bool:
+        """Whether the rule has few estimates, and this step gives another."""
+        if not isinstance(self.rule, NoiseRule):
+            return self.rule.measures_noise and step.steps_done < _NUM_AT_ONCE
+        counts = [average.count for average in self.rule.meter.averages]
+        is_known = len(counts) == num_groups and any(counts)
+        return step.num_minibatches >= 2 and not (is_known and all(n >= _NUM_AT_ONCE for n in counts if n))
+
+    def _observe(self, step: Step, measured: Measured) -> None:
+        observed = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
+        self.rule.observe(observed, measured.norms)
+        if self.meter is not None:
+            self.meter.observe(observed, measured.norms)
+
+    def settle(self) -> None:
+        """Let the host know all numbers of the steps so far; waits for the device if they are still there."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            measured = pending.read()
+            if measured.is_finite and measured.weight != 0:  # otherwise the averages would never be finite again
+                self._observe(pending.step, measured)
+        if self._twin is not None:
+            if self._is_traced:
+                self._communicator.flush(is_extra=True)  # reading would start graphs of several threads at once
+            num_skipped = self._twin.read_into(self.rule, self.scaler, self.meter)
+            self.num_skipped += num_skipped
+            if num_skipped and self._communicator.rank == 0:
+                message = "%d updates were skipped up to step %d: %s, or %s"
+                logger.warning(message, num_skipped, self._twin.latest, _NONFINITE, _NOTHING)
+
+    def release(self) -> None:
+        """Let the host know all numbers, and take them from there in the next step: the rule may be changed."""
+        self.settle()
+        self.forget(self.late_progress)
+
+    def forget(self, late_progress: float | None = None) -> None:
+        """After another state was loaded: what is on the device is that of another run."""
+        self._twin, self._pending, self._saved_progress = None, None, late_progress
+
+    @property
+    def late_progress(self) -> float:
+        """The progress before the latest step, or after it if that is known to the host; never waits for that step."""
+        if self._twin is not None:
+            return self._twin.read_progress_before()
+        return float(self.scaler.progress) if self._saved_progress is None else self._saved_progress
+
+    def _has_state(self, *, is_weighted: bool) -> bool:
+        """Whether each parameter was updated before: a first update that is skipped would leave a state behind."""
+        num_groups = len(self.inner.param_groups)
+        meters = [part for part in _parts(self.rule, self.scaler, self.meter) if isinstance(part, NoiseMeter)]
+        if not self.scaler.has_moved(num_groups):
+            return False
+        if not all(meter.has_observed(num_groups, is_weighted=is_weighted) for meter in meters):
+            return False
+        for optimizer in optimizers_of(self.inner):
+            if not _takes_tensors(optimizer, is_traced=self._is_traced):  # a state or a group may have changed that
+                return False
+            for group in optimizer.param_groups:
+                if group.get("momentum", 1) and any(
+                    p.grad is not None and not optimizer.state.get(p) for p in group["params"]
+                ):
+                    return False
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return {**self.__dict__, "_twin": None, "_pending": None, "_saved_progress": self.late_progress}
+
+
+def _stays_on_device(rule: Rule, inner: Optimizer, device: torch.device, *, is_traced: bool) -> bool:
+    groups = inner.param_groups
+    parameters = [p for group in groups for p in group["params"]]
+    if type(rule) not in RULES.values() or rule.corrects_bias or len(groups) > _MAX_GROUPS:
+        return False
+    if is_traced and (not isinstance(rule, NoiseRule) or xla.is_spmd()):  # there, each number would need a sharding
+        return False
+    if any(p.device != device or is_dtensor(p) for p in parameters):
+        return False
+    return all(_takes_tensors(optimizer, is_traced=is_traced) for optimizer in optimizers_of(inner))
+
+
+def _takes_tensors(optimizer: Optimizer, *, is_traced: bool) -> bool:
+    """Whether an optimizer takes its learning rate on the device, and can leave out a step there."""
+    if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        return False
+    if not is_traced:
+        return all(group.get("fused") for group in optimizer.param_groups)
+    is_sgd = type(optimizer) is torch.optim.SGD
+    return all((is_sgd or group.get("capturable")) and not group.get("foreach") for group in optimizer.param_groups)
+
+
+class _Pending:
+    """The numbers of a step, on their way to the host."""
+
+    def __init__(self, step: Step, gradient: StepGradient) -> None:
+        self.step, self._gradient = step, gradient
+        self._numbers = _Travelling(gradient.numbers())
+
+    def read(self) -> Measured:
+        return self._gradient.interpret(self._numbers.read())
+
+
+class _Travelling:
+    """A tensor that is copied to the host while the device continues with other work."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._numbers, self._event = numbers, None  # type: tuple[torch.Tensor, Any]
+        if numbers.device.type == "cuda":
+            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
+
+
+class _Twin:
+    """The rule, its factors and the meter with all their numbers on the device."""
+
+    def __init__(
+        self, rule: Rule, scaler: LRScaler, meter: NoiseMeter | None, device: torch.device, *, is_traced: bool
+    ) -> None:
+        self._device, self._is_traced = device, is_traced
+        self._dtype = torch.float32 if is_traced or device.type not in ("cpu", "cuda") else torch.float64
+        # together, as the scaler refers to the rule
+        self._rule, self._scaler, self._meter = copy.deepcopy((rule, scaler, meter))
+        for part in _parts(self._rule, self._scaler, self._meter):
+            part.map_(self._to_device)
+        self._skipped = self._to_device(0.0)
+        self.latest = self._latest_read = -1  # steps, by their number
+        self._num_skipped = 0  # of those that were read
+        self._before = self._scaler.progress  # the latest step
+        self._travelling: _Travelling | None = None  # the same
+
+    def _to_device(self, number: float) -> torch.Tensor:
+        dtype = torch.bool if isinstance(number, bool) else self._dtype
+        if self._is_traced:  # made on the host, not as a scalar: there it would be a graph of its own, or a constant
+            return torch.tensor([number], dtype=dtype).to(self._device)
+        return torch.full((), number, dtype=dtype, device=self._device)
+
+    def scale(self, step: Step, gradient: StepGradient, num_groups: int, *, skips: bool) -> Outcome:
+        """The factors of a step, and whether it is skipped, on the device."""
+        self.latest = step.steps_done + 1
+        self._before = self._scaler.progress
+        numbers = gradient.numbers()
+        is_finite = numbers.isfinite().all()
+        is_made = is_finite if skips else torch.ones_like(is_finite)
+        step = self._traced(step)
+        measured = gradient.interpret(numbers.to(self._dtype).unbind(), is_finite=True, n=step.num_minibatches)
+        if measured.weight is not None:
+            is_made = is_made & (measured.weight != 0)
+        is_counted = is_made & is_finite
+        observed = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
+        if isinstance(self._rule, NoiseRule):
+            self._rule.meter.observe(observed, measured.norms, is_counted)
+        if self._meter is not None:
+            self._meter.observe(observed, measured.norms, is_counted)
+        factors = self._scaler.move(step, num_groups, is_made)
+        is_skipped = is_made.logical_not()
+        self._skipped = self._skipped + is_skipped
+        if self._is_traced:  # in the graph of the update, of which old numbers must not be results: their age differs
+            self._packed, self._before = self._pack(), None
+        else:
+            self._travelling = _Travelling(self._before)
+        return Outcome(factors, is_skipped=is_skipped)
+
+    def _traced(self, step: Step) -> Step:
+        """The step with its numbers as data, where a number of Python would be part of the graph."""
+        if not self._is_traced:
+            return step
+        sizes = torch.tensor([step.batch_size, step.minibatch_size, step.ref_batchsize], dtype=self._dtype)
+        batch_size, minibatch_size, ref_batchsize = sizes.to(self._device).unbind()
+        return Step(batch_size, minibatch_size, ref_batchsize, step.steps_done)  # type: ignore[arg-type]
+
+    def read_into(self, rule: Rule, scaler: LRScaler, meter: NoiseMeter | None) -> int:
+        """Set the numbers of the host to those on the device; returns how many steps were skipped since last time."""
+        if self.latest == self._latest_read:
+            return 0
+        _, num_skipped, *values = (self._packed if self._is_traced else self._pack()).cpu().tolist()
+        numbers = iter(values)
+        for part in _parts(rule, scaler, meter):
+            part.map_(lambda number: type(number)(next(numbers)))
+        num_before, self._num_skipped, self._latest_read = self._num_skipped, int(num_skipped), self.latest
+        return self._num_skipped - num_before
+
+    def _pack(self) -> torch.Tensor:
+        found = [self._before, self._skipped]
+        for part in _parts(self._rule, self._scaler, self._meter):
+            part.map_(lambda number: found.append(number) or number)  # type: ignore[func-returns-value]
+        return torch.cat([number.to(self._dtype).view(1) for number in found])
+
+    def read_progress_before(self) -> float:
+        """The progress before the latest step."""
+        if self._is_traced:
+            return float(self._packed.cpu()[0])
+        return float(self._travelling.read())  # type: ignore[union-attr, arg-type]
+
+
+def _parts(rule: Rule, scaler: LRScaler, meter: NoiseMeter | None) -> Iterator[Any]:
+    """What has numbers that change in a step."""
+    yield scaler
+    if isinstance(rule, NoiseRule):
+        yield rule.meter
+    if meter is not None:
+        yield meter
+
+
+def step_unless(is_skipped: torch.Tensor, inner: Optimizer, *, is_traced: bool) -> None:
+    """Let an inner optimizer make a step, unless the device has decided otherwise.
+
+    Fused ones leave it out by themselves. On XLA, the weights and the state are computed, and not used.
+    """
+    optimizers = optimizers_of(inner)
+    if is_traced:
+        before = [(tensor, tensor.detach().clone()) for tensor in _tensors_of(optimizers)]
+        inner.step()
+        for tensor, value in before:
+            tensor.copy_(torch.where(is_skipped, value, tensor))
+        return
+    for optimizer in optimizers:
+        optimizer.found_inf, optimizer.grad_scale = is_skipped.float(), None  # type: ignore[attr-defined]
+    try:
+        inner.step()
+    finally:
+        for optimizer in optimizers:
+            del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+
+
+def _tensors_of(optimizers: list[Optimizer]) -> Iterator[torch.Tensor]:
+    """All that a step changes."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                yield p
+                yield from (value for value in optimizer.state.get(p, {}).values() if torch.is_tensor(value))
