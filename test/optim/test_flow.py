@@ -148,7 +148,7 @@ class GainOfTheStepBefore(vbs.rules.Rule):
             self.meter.observe(*self.latest)
         self.latest = step, norms
         num_estimates = max((average.count for average in self.meter.averages), default=0)
-        if num_estimates < NUM_AT_ONCE and step.num_minibatches > 1:
+        if num_estimates < NUM_AT_ONCE and (step.num_minibatches > 1 or (step.weight is not None and num_estimates)):
             self.meter.observe(*self.latest)
             self.latest = None
 
@@ -169,7 +169,8 @@ def test_other_optimizers_get_the_gain_of_the_step_before(monkeypatch, weights):
     not_fused(monkeypatch)
     monkeypatch.setattr(vbs, "make_rule", lambda _: GainOfTheStepBefore())
     names = ("lr", "progress", "model", "inner")
-    expected = [{name: one[name] for name in names} for one in Run(skip_nonfinite=False).steps(bad=())]
+    steps = Run(skip_nonfinite=False).steps(bad=(), weights=weights)
+    expected = [{name: one[name] for name in names} for one in steps]
     monkeypatch.undo()
     not_fused(monkeypatch)
     monkeypatch.setattr(flow, "_HOSTS", ())
@@ -177,18 +178,18 @@ def test_other_optimizers_get_the_gain_of_the_step_before(monkeypatch, weights):
     assert run.optimizer._flow.way == "one step late"
     assert run.optimizer.description["gain"] == "one step late"
     assert not run.optimizer.skip_nonfinite
-    for found, one in zip(run.steps(bad=()), expected, strict=True):
+    for found, one in zip(run.steps(bad=(), weights=weights), expected, strict=True):
         assert_same({name: found[name] for name in names}, one, tolerance=0)
 
 
-def test_the_first_gains_are_not_late(monkeypatch):
+# steps 0, 2 and 3 give estimates; then step 4 changes the mean weight of a sample, and step 5 has the gain 1
+@pytest.mark.parametrize(("weights", "num_same"), [(None, 6), ("weighted", 4)])
+def test_the_first_gains_are_not_late(monkeypatch, weights, num_same):
     """In the first steps, weights and gradients change fast: late gains would cost AdaScale 5 to 10 % more updates."""
     not_fused(monkeypatch)
-    expected = list(Run(skip_nonfinite=False).steps(bad=()))
+    expected = list(Run(skip_nonfinite=False).steps(bad=(), weights=weights))
     monkeypatch.setattr(flow, "_HOSTS", ())
-    run = Run(skip_nonfinite=None)
-    found = list(run.steps(bad=()))
-    num_same = 6  # three steps with several minibatches; the first late one is at the reference batch size: gain 1
+    found = list(Run(skip_nonfinite=None).steps(bad=(), weights=weights))
     assert_same([one["lr"] for one in found[:num_same]], [one["lr"] for one in expected[:num_same]], tolerance=0)
     assert found[num_same]["lr"] != expected[num_same]["lr"]
 

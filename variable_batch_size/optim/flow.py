@@ -107,7 +107,7 @@ class Flow:
         if self._twin is not None or self._pending is not None:
             self.settle()
         self._twin = self._saved_progress = None
-        if looks and self.way == "one step late" and not skips and not self._is_new(step, num_groups):
+        if looks and self.way == "one step late" and not skips and not self._is_new(step, gradient):
             self._pending = _Pending(step, gradient)
         elif looks:
             measured = gradient.measure()
@@ -118,13 +118,15 @@ class Flow:
             self._observe(step, measured)
         return Outcome(self.scaler.move(step, num_groups))
 
-    def _is_new(self, step: Step, num_groups: int) -> bool:
-        """Whether the rule has few estimates, and this step gives another."""
+    def _is_new(self, step: Step, gradient: StepGradient) -> bool:
+        """Whether the rule has few estimates, and this step gives another, or changes the mean weight of a sample."""
         if not isinstance(self.rule, NoiseRule):
             return self.rule.measures_noise and step.steps_done < _NUM_AT_ONCE
         counts = [average.count for average in self.rule.meter.averages]
-        is_known = len(counts) == num_groups and any(counts)
-        return step.num_minibatches >= 2 and not (is_known and all(n >= _NUM_AT_ONCE for n in counts if n))
+        is_known = len(counts) == len(self.inner.param_groups) and any(counts)
+        if is_known and all(count >= _NUM_AT_ONCE for count in counts if count):
+            return False
+        return step.num_minibatches >= 2 or (gradient.weight is not None and any(counts))
 
     def _observe(self, step: Step, measured: Measured) -> None:
         observed = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
