@@ -2,6 +2,7 @@
 
 import scenarios
 import torch
+from count_reads import CountReads
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
@@ -24,6 +25,14 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
 
 
+def fused_sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3, fused=True)
+
+
+def fused_adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, fused=True)
+
+
 # name: rule, inner optimizer, options of the optimizer
 RUNS = {
     "linear": ("linear", sgd, {}),
@@ -44,6 +53,12 @@ RUNS = {
     "bucket views": ("linear", sgd, {"gradient_as_bucket_view": True}),
     "seeded": ("linear", sgd, {"seed_minibatches": True}),
 }
+FUSED = {
+    name: (rule, {sgd: fused_sgd, adamw: fused_adamw}[inner], {"smooth_steps": 3, **options})
+    for name, (rule, inner, options) in RUNS.items()
+    if name not in ("bucket views", "seeded", "smooth", "smooth adascale")
+}
+MANY_SIZES = [MINIBATCH * n for n in (*(s // MINIBATCH for s in SIZES[:WARM_UP]), *range(48, 0, -1))]
 WEIGHTED = {"weighted": RUNS["linear"], "weighted adascale": RUNS["adascale"], "weighted adam": RUNS["adam"]}
 SCHEDULES = {
     "cosine, samples": lambda scheduler, optimizer: vbs.follow_samples(scheduler, optimizer, per=REF_BATCHSIZE),
@@ -52,7 +67,7 @@ SCHEDULES = {
 
 
 def cosine(optimizer):
-    parts = [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, T_max=60)]
+    parts = [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, T_max=400)]
     return SequentialLR(optimizer, parts, milestones=[4])
 
 
@@ -61,8 +76,9 @@ def network():
     return scenarios.Net()
 
 
-def train(device, rule, inner, options=None, *, trace=SIZES, weight=None, follow=None, num_steps=NUM_STEPS):
-    """One run: the weights, the factors, and the number of programs that each step has compiled."""
+def train(device, rule, inner, options=None, *, trace=SIZES, weight=None, follow=None, asks=True):
+    """One run: the weights, the factors, and the programs that each step has compiled and the reads it has made."""
+    num_steps = len(trace) if isinstance(trace, list) else NUM_STEPS
     model, (x, y) = network().to(device), scenarios.data()
     sampler = vbs.CustomSampler(dataset_size=100_000, trace=trace, minibatch_size=MINIBATCH)
     settings = {"min_updates": 1} if rule == "adamscale" else {}
@@ -75,26 +91,31 @@ def train(device, rule, inner, options=None, *, trace=SIZES, weight=None, follow
         **(options or {}),
     )
     scheduler = None if follow is None else cosine(optimizer)
-    programs, factors, lrs, before = [], [], [], num_programs(device)
+    programs, reads, factors, lrs, before = [], [0], [], [], num_programs(device)
     for number, indices in enumerate(sampler):
         samples = [index % len(x) for index in indices]
         losses = cross_entropy(model(x[samples].to(device)), y[samples].to(device), reduction="none")
         tokens = 1 + number % 5
         (losses.mean() if weight is None else losses.mean() * tokens).backward()
-        optimizer.step(weight=None if weight is None else weight(tokens, device))
-        if scheduler is not None:
-            follow(scheduler, optimizer)
+        with CountReads() as count:
+            optimizer.step(weight=None if weight is None else weight(tokens, device))
+            if scheduler is not None:
+                follow(scheduler, optimizer)
+        reads[-1] += count.num_reads
         if optimizer.steps_done > len(programs):
             now = num_programs(device)
             programs.append(now - before)
             before = now
-            factors.append(optimizer.factor())
-            lrs.append(optimizer.current_lr())
+            reads.append(0)
+            if asks:  # which reads
+                factors.append(optimizer.factor())
+                lrs.append(optimizer.current_lr())
         if optimizer.steps_done == num_steps:
             break
     return {
         "state": scenarios.state_of(model),
         "programs": programs,
+        "reads": reads[:-1],
         "factors": factors,
         "lrs": lrs,
         "sizes": list(sampler.schedule.trace)[:num_steps],

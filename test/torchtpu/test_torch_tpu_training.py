@@ -58,6 +58,22 @@ def test_weights_are_those_of_the_cpu_and_no_batch_size_compiles_a_program(on_cp
     check(runs.train("tpu", *RUNS[name]), on_cpu(*RUNS[name]))
 
 
+@pytest.mark.parametrize("name", runs.FUSED)
+def test_fused_optimizers_read_nothing_and_compile_nothing_over_48_batch_sizes(eager_mode, name):
+    how = {"trace": runs.MANY_SIZES, "follow": SCHEDULES["cosine, samples"], "asks": False}
+    result = runs.train("tpu", *runs.FUSED[name], **how)
+    assert len(set(runs.MANY_SIZES)) == 48
+    assert sum(result["programs"][WARM_UP:]) == 0, result["programs"]
+    assert sum(result["reads"][1:]) == 0, result["reads"]
+    expected = runs.train("cpu", *runs.FUSED[name], **how)
+    assert runs.largest_difference(result["state"], expected["state"]) < 1e-5
+
+
+def test_a_schedule_by_progress_reads_one_number_a_step(eager_mode):
+    result = runs.train("tpu", *runs.FUSED["adascale"], follow=vbs.follow_progress, asks=False)
+    assert set(result["reads"][2:]) == {1}
+
+
 @pytest.mark.parametrize("weight", [runs.number, runs.tensor])
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_with_weights(on_cpu, eager_mode, name, weight):
