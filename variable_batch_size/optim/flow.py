@@ -226,17 +226,19 @@ class _Travelling:
     """A tensor that is copied to the host while the device continues with other work."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
-        self._numbers, self._event = numbers, None  # type: tuple[torch.Tensor, Any]
+        self._numbers, self._event = numbers, None  # type: tuple[Any, Any]
         if numbers.device.type == "cuda":
             self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def read(self) -> list[float]:
+    def read(self) -> Any:
         if self._event is not None:
             self._event.synchronize()
-        return self._numbers.tolist()
+        if isinstance(self._numbers, torch.Tensor):
+            self._numbers = self._numbers.tolist()
+        return self._numbers
 
 
 class _Twin:
@@ -318,7 +320,7 @@ class _Twin:
         """The progress before the latest step."""
         if self._is_traced:
             return float(self._packed.cpu()[0])
-        return float(self._travelling.read())  # type: ignore[union-attr, arg-type]
+        return float(self._travelling.read())  # type: ignore[union-attr]
 
 
 def _parts(rule: Rule, scaler: LRScaler, meter: NoiseMeter | None) -> Iterator[Any]:
