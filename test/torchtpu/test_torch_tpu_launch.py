@@ -1,4 +1,4 @@
-"""launch(backend="tpu_dist") and torchrun with a single process; several need the interconnect of real TPUs."""
+"""Process groups: that of TorchTPU with a single process, as several need the links of real TPUs; and two over gloo."""
 
 import json
 import os
@@ -11,17 +11,37 @@ import torch
 import torch_tpu_runs as runs
 
 SCRIPT = Path(runs.__file__).with_name("torch_tpu_launch.py")
+STAGED = SCRIPT.with_name("torch_tpu_staged.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
 
 
-def run(*arguments):
+def start(*arguments):
     root = SCRIPT.parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root}:{SCRIPT.parent}", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    found = [json.loads(line.split(" ", 1)[1]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert done.returncode == 0, done.stderr[-4000:]
-    return found
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def results_of(process):
+    output, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors[-4000:]
+    return [json.loads(line.split(" ", 1)[1]) for line in output.splitlines() if line.startswith("RESULT ")]
+
+
+def check(weights, run):
+    expected = runs.train("cpu", *run)["state"]
+    found = {key: torch.tensor(value) for key, value in weights.items()}
+    assert runs.largest_difference(found, expected) < 1e-5
+
+
+def test_two_processes_have_the_weights_of_one_and_a_sum_a_step(tmp_path):
+    """Over gloo and the host, in place of TorchTPU's process group."""
+    names = ["linear", "adascale", "adam"]
+    processes = [start(STAGED, rank, 2, tmp_path / "store", *names) for rank in range(2)]
+    for results in [results_of(process) for process in processes]:
+        for name, result in zip(names, results, strict=True):
+            check(result["weights"], runs.FUSED[name])
+            assert result["num_reduced"] <= runs.NUM_STEPS + 2  # at the start, settings and weights are compared
 
 
 @pytest.mark.xfail(reason="over the CPU plugin: 'expected exactly one TPU device per PyTorch process'", strict=False)
@@ -29,13 +49,11 @@ def run(*arguments):
     "arguments", [(SCRIPT, "tpu_dist"), (SCRIPT, "tpu_dist", 1), (*TORCHRUN, SCRIPT, "default")], ids=str
 )
 def test_one_process_trains_in_a_process_group_of_torch_tpu(arguments):
-    (result,) = run(*arguments)
+    (result,) = results_of(start(*arguments))
     assert result["backend"] in ("tpu_dist", "tpu")
     assert result["world"] == 1
     assert result["total"] == [1, 1, 1]
     assert (result["environment"]["RANK"], result["environment"]["WORLD_SIZE"]) == ("0", "1")
     for name, programs in result["programs"].items():
         assert sum(programs[runs.WARM_UP :]) == 0, programs
-        expected = runs.train("cpu", *runs.RUNS[name])["state"]
-        found = {key: torch.tensor(value) for key, value in result["weights"][name].items()}
-        assert runs.largest_difference(found, expected) < 1e-5
+        check(result["weights"][name], runs.RUNS[name])
