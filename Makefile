@@ -16,14 +16,18 @@ SETS_UP := $(or $(filter .venv,$(VENV)),$(if $(wildcard $(BIN)/python),$(IS_OWN)
 FOR_DEMO := $(if $(SETS_UP),$(VENV)/.demo,complete)
 FOR_ALL := $(if $(SETS_UP),$(VENV)/.test,complete)
 
+# all processes of the tests read bytecode that the first one has written, instead of compiling the sources again
+test check soak: export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo check test lint docs browser bench tpu torchtpu soak mutants clean complete
 
 demo: EXTRAS = demo
 demo: $(FOR_DEMO)
 	$(BIN)/python examples/demo.py
 
+# more workers than cores: some wait for other processes
 test: lint browser
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # quick check, in two minutes: tests that need no other process
 CHECKED = $(addprefix test/,traces rules schedules policies planning test_layers.py)

@@ -17,7 +17,9 @@ import variable_batch_size
 ROOT = Path(__file__).parent.parent
 SOURCES = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 
+# backward() of torch has no types
 RIGHT = """
+# mypy: untyped-calls-exclude=torch
 from pathlib import Path
 
 import numpy as np
@@ -137,9 +139,8 @@ def check(python, scripts, directory, cache):
     """The output of mypy for scripts: script, line, severity and message."""
     for name, text in scripts.items():
         (directory / name).write_text(text)
-    command = [python, "-m", "mypy", "--strict", "--config-file=", "--no-pretty", f"--cache-dir={cache}"]
-    command += ["--untyped-calls-exclude=torch"]  # torch's backward() has no types
-    done = run([*command, *scripts], directory)
+    command = [python, "-m", "mypy", "--strict", "--warn-unreachable", "--config-file=", "--no-pretty"]
+    done = run([*command, f"--cache-dir={cache}", *scripts], directory)
     assert not done.stderr, done.stderr
     return re.findall(r"^(\w+)\.py:(\d+): (error|note): (.*)$", done.stdout, re.MULTILINE)
 
@@ -154,15 +155,21 @@ def python(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def messages(python, tmp_path_factory, request):
-    """The output of mypy for all scripts in one run, because it spends most of its time on torch."""
+def messages(python, tmp_path_factory):
+    """The output of mypy for all scripts in one run, because it spends most of its time on torch.
+
+    With the options of ``make lint`` it need not do this again.
+    """
+    cache = tmp_path_factory.mktemp("cache")
+    if (ROOT / ".mypy_cache").exists():
+        shutil.copytree(ROOT / ".mypy_cache", cache, dirs_exist_ok=True)
     names = [f"reveal_type(vbs.{name})" for name in variable_batch_size.__all__]
     scripts = {
         "right.py": RIGHT,
         "wrong.py": ABOVE_WRONG + "\n".join(WRONG),
         "names.py": "\n".join(["import variable_batch_size as vbs", *names]),
     }
-    return check(python, scripts, tmp_path_factory.mktemp("scripts"), request.config.cache.mkdir("mypy"))
+    return check(python, scripts, tmp_path_factory.mktemp("scripts"), cache)
 
 
 def test_the_wheel_has_every_public_name(python, tmp_path):

@@ -97,7 +97,8 @@ def test_background_process_ignores_ctrl_c_of_the_foreground(tmp_path):
 
 
 def test_sigterm_leaves_no_process_running(tmp_path):
-    running = start_vbs_compare(*DIGITS, "--out", tmp_path, start_new_session=True)
+    options = ["--workload", "comparisons:line", "--seeds", 20, "--rules", "linear", "--jobs", 1, "--out", tmp_path]
+    running = start_vbs_compare(*options, start_new_session=True)
     wait_for_runs(1, running, tmp_path)
     running.terminate()
     assert running.wait() == 130
@@ -149,7 +150,7 @@ def test_workload_of_the_documentation_runs_with_its_command(tmp_path):
     (tmp_path / "spirals.py").write_text(block)
     (line,) = re.findall(r"^vbs compare --workload spirals.*$", page, re.MULTILINE)
     arguments = shlex.split(line)[2:]
-    done = fork_vbs_compare(*arguments, "--seeds", 1, folder=tmp_path).finish()
+    done = fork_vbs_compare(*arguments, "--seeds", 1, "--samples", 8 * 4096, folder=tmp_path).finish()
     assert done.returncode == 0, done.stderr
     found = rows(tmp_path / "results" / "spirals")
     assert [row["status"] for row in found] == ["done"] * 5

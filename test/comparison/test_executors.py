@@ -16,7 +16,8 @@ from comparisons import command, environment, rows, rows_by_run, sigterm_as_it_i
 
 from variable_batch_size.command.main import main
 
-DIGITS = ["--workload", "digits", "--samples", 480, "--seeds", 2, "--rules", "linear"]
+# a file instead of the digits, for which every worker would import scikit-learn
+LINE = ["--workload", f"{comparisons.HERE / 'plain_line.py'}:line", "--seeds", 2, "--rules", "linear"]
 NUM_RUNS = 6
 PAGE = comparisons.ROOT / "docs" / "clusters.md"
 RECIPES = {
@@ -28,7 +29,7 @@ RECIPES = {
 def local(tmp_path_factory):
     """The results of a process on this machine."""
     directory = tmp_path_factory.mktemp("local")
-    vbs_compare(*DIGITS, "--out", directory)
+    vbs_compare(*LINE, "--out", directory)
     return (directory / "results.csv").read_bytes()
 
 
@@ -38,10 +39,14 @@ def sigterm():
         yield
 
 
-def options_for(recipe, folder):
-    """The options of a comparison with a recipe of the documentation."""
-    (folder / recipe).write_text(RECIPES[recipe])
-    return ["compare", *map(str, DIGITS), "--out", str(folder / "out"), "--executor", f"{folder / recipe}:executor"]
+def options_for(recipe, folder, **changes):
+    """The options of a comparison with a recipe of the documentation, or with changes to it."""
+    text = RECIPES[recipe]
+    for name, value in changes.items():
+        text, number = re.subn(rf"{name}=\d+", f"{name}={value}", text)
+        assert number == 1
+    (folder / recipe).write_text(text)
+    return ["compare", *map(str, LINE), "--out", str(folder / "out"), "--executor", f"{folder / recipe}:executor"]
 
 
 def until(question):
@@ -119,7 +124,7 @@ def ends_with(expected, options, *, while_killing):
 
 
 def test_loky_resumes_after_an_interruption_and_a_killed_worker(local, tmp_path):
-    options = options_for("on_loky.py", tmp_path)
+    options = options_for("on_loky.py", tmp_path, max_workers=1)  # each has to import torch, and again after the kill
     made = interrupted(options)
     assert ends_with(local, options, while_killing="popen_loky")
     assert made_in(tmp_path / "out").items() >= made.items()

@@ -11,11 +11,13 @@ from spmd_runs import SIZES, Small
 
 pytestmark = pytest.mark.xla
 
-# number of virtual devices, sharding, model, runs
+# number of virtual devices, sharding, model, runs; "nan" has the linear rule, "linear-momentum" clips as "root" does
 CASES = [
-    *((4, "laid_out", Small, name) for name in ("adascale", "linear", "adam", "weighted", "nan")),
-    *((4, "wrapped", Small, name) for name in ("adascale", "root", "linear-momentum")),
+    *((4, "laid_out", Small, name) for name in ("adascale", "adam", "weighted", "nan")),
+    *((4, "wrapped", Small, name) for name in ("adascale", "linear-momentum")),
     *((4, "laid_out", Normed, name) for name in ("adascale",)),
+    *((8, "laid_out", Small, name) for name in ("linear",)),
+    *((8, "wrapped", Small, name) for name in ("root",)),
     *((8, "wrapped", Small, name) for name in ("adascale",)),
     *((8, "laid_out", Normed, name) for name in ("adascale", "linear-momentum")),
 ]
@@ -83,7 +85,7 @@ def test_run_resumes_in_one_plain_process_and_back(on_xla, tmp_path):
     stopped = tmp_path / "stopped"
     spmd_runs.go(stopped, "plain", Small, "adascale", until=3)
     meanwhile = {"asynchronous": True}
-    turns = [("laid_out", 7, {}), ("wrapped", 10, meanwhile), ("laid_out", 13, meanwhile)]
+    turns = [("laid_out", 5, {}), ("wrapped", 7, meanwhile), ("laid_out", 9, meanwhile)]
     (layouts,) = on_xla(4, spmd_runs.in_turns, stopped, Small, "adascale", turns, spmd=True)
     for of_momentum, of_parameters in layouts:
         assert of_momentum == of_parameters
@@ -91,7 +93,7 @@ def test_run_resumes_in_one_plain_process_and_back(on_xla, tmp_path):
     state, _, _ = spmd_runs.go(stopped, "plain", Small, "adascale")
     assert largest_difference(state, uninterrupted) < 1e-5
     records = [json.loads(line) for line in (stopped / "log.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [3, 6, 9, 12, 15, 18]
+    assert [record["step"] for record in records] == [3, 6, 9, 12]
 
 
 def test_unsupported_options_raise(on_xla):

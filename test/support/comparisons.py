@@ -203,10 +203,10 @@ def troubled():
         test=TensorDataset(points.inputs, points.targets),
         loss=mse_loss,
         metric=lambda outputs, targets: 100 - mse_loss(outputs, targets),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.2),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.3),
         minibatch_size=8,
         ref_batchsize=8,
-        num_samples=8192,
+        num_samples=4096,
         metric_name="100 minus error",
         unit=" u",
     )

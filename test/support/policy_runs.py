@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 
-MINIBATCH, REF_BATCHSIZE, NUM_SAMPLES, NUM_EPOCHS = 8, 16, 600, 3
+MINIBATCH, REF_BATCHSIZE, NUM_SAMPLES, NUM_EPOCHS = 8, 16, 400, 3
 
 POLICIES = {
     "autoscale": lambda: vbs.Autoscale(max_batch_size=160, every=6, lead=4),
@@ -62,13 +62,13 @@ def train(trace, *, backend="gloo", directory=None, workers=0, stop_after=None, 
     return weights, list(sampler.schedule.trace)[: optimizer.steps_done]
 
 
-def run_all(backend, stopped, stop_after):
-    """Every policy with its replay on these cores; and a run stopped on other cores, resumed and stopped again."""
+def run_all(backend, names, stopped=None, stop_after=None):
+    """Policies with their replays on these cores; and a run stopped on other cores, resumed and stopped again."""
     torch.set_num_threads(1)
     results = {}
-    for name, make in POLICIES.items():
+    for name in names:
         workers = 2 if name == "autoscale" and backend == "gloo" else 0
-        weights, rows = train(make(), backend=backend, workers=workers)
+        weights, rows = train(POLICIES[name](), backend=backend, workers=workers)
         results[name] = {"weights": weights, "rows": rows, "replayed": train(rows, backend=backend)[0]}
     if backend == "gloo":
         results["exact"] = train(POLICIES["norm test"](), exact=True)

@@ -16,14 +16,14 @@ NUM_EPOCHS = 5
 
 
 def names_on(backend: str, cores: int) -> list[str]:
-    """The runs for some cores: on many XLA cores, which are slow, only the most informative ones.
+    """The runs for some cores: on several XLA cores, which are slow, only the most informative ones, or in a long test.
 
     On several of them AdaScale is the first run, before any graph is compiled.
     """
-    first = ["adascale", "sgd", "adamw"]
+    first = ["adascale", "sgd", "adamscale", "clipped"]
     if backend != "xla" or cores == 1:
         return list(RUNS)
-    return {2: [*first, *(name for name in RUNS if name not in first)], 4: first, 8: first[:1]}[cores]
+    return {2: first, 4: [*first, *(name for name in RUNS if name not in first)], 8: first[:1]}[cores]
 
 
 class Net(nn.Module):

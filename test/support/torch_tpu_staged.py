@@ -12,6 +12,7 @@ torch_tpu_on_cpu.start()
 import json
 import sys
 
+import torch
 import torch.distributed as dist
 import torch_tpu_runs as runs
 
@@ -35,6 +36,7 @@ def stage(name):
 
 if __name__ == "__main__":
     rank, world_size, store, *names = sys.argv[1:]
+    torch.ones(1, device="tpu").cpu()  # starts TorchTPU's runtime, which would otherwise wait for links to all ranks
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world_size))
     reduced, _ = stage("all_reduce"), stage("broadcast")
     for name in names:

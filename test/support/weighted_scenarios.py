@@ -169,11 +169,19 @@ def train(backend, rule, inner, options, *, dtype=torch.float64, weight=int):
     }
 
 
-def run_all(backend):
-    in_single = RUNS if backend == "xla" else IN_SINGLE_TOO  # XLA uses single precision
+# what a rule computes on the host does not depend on XLA, and what a core measures does not depend on their number
+ON_ONE_XLA_CORE = [name for name in RUNS if name not in ("root", "adam:half-life", "surge")]
+ON_TWO_XLA_CORES = ["linear", "adam", "adascale", "careful", "measured", "measured at rest", "adascale at rest"]
+
+
+def run_all(backend, cores):
+    """All runs that cores of a backend need; XLA uses single precision."""
+    on_xla = {1: ON_ONE_XLA_CORE, 2: ON_TWO_XLA_CORES, 4: RUNS}
+    in_single = on_xla[cores] if backend == "xla" else IN_SINGLE_TOO if cores < 4 else ()
     results = {(name, torch.float32): train(backend, *ALL_RUNS[name], dtype=torch.float32) for name in in_single}
     if backend != "xla":
         results |= {(name, torch.float64): train(backend, *run) for name, run in ALL_RUNS.items()}
+    if backend != "xla" and cores < 4:
         results |= {kind: train(backend, *RUNS["adascale"], weight=weight) for kind, weight in WEIGHTS.items()}
     return results
 
