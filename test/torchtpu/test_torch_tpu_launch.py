@@ -41,6 +41,7 @@ def test_two_processes_have_the_weights_of_one_and_a_sum_a_step(tmp_path):
     for results in [results_of(process) for process in processes]:
         for name, result in zip(names, results, strict=True):
             check(result["weights"], runs.FUSED[name])
+            assert sum(result["programs"][runs.WARM_UP :]) == 0, result["programs"]
             assert result["num_reduced"] <= runs.NUM_STEPS + 2  # at the start, settings and weights are compared
 
 
