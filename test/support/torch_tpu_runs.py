@@ -139,6 +139,9 @@ def tensor(tokens, device):
 
 
 def largest_difference(state, other):
-    """Of weights: TorchTPU 0.2.0 does not update the statistics of BatchNorm as the CPU does, with plain PyTorch."""
-    names = [name for name in state if "running" not in name]
+    """Of weights: TorchTPU 0.2.0 does not update the statistics of BatchNorm as the CPU does, with plain PyTorch.
+
+    Each process counts its own minibatches there.
+    """
+    names = [name for name in state if "running" not in name and "tracked" not in name]
     return max((state[name] - other[name]).abs().max().item() for name in names)

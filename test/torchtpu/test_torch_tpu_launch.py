@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,17 @@ def start(*arguments):
     root = SCRIPT.parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root}:{SCRIPT.parent}", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read later; a full pipe would stop the process)
+    return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT), output
 
 
-def results_of(process):
-    output, errors = process.communicate(timeout=600)
-    assert process.returncode == 0, errors[-4000:]
-    return [json.loads(line.split(" ", 1)[1]) for line in output.splitlines() if line.startswith("RESULT ")]
+def results_of(process, output):
+    process.wait(timeout=600)
+    output.seek(0)
+    lines = output.read().splitlines()
+    output.close()
+    assert process.returncode == 0, "\n".join(lines)[-4000:]
+    return [json.loads(line.split(" ", 1)[1]) for line in lines if line.startswith("RESULT ")]
 
 
 def check(weights, run):
@@ -38,7 +43,7 @@ def test_two_processes_have_the_weights_of_one_and_a_sum_a_step(tmp_path):
     """Over gloo and the host, in place of TorchTPU's process group."""
     names = ["linear", "adascale", "adam"]
     processes = [start(STAGED, rank, 2, tmp_path / "store", *names) for rank in range(2)]
-    for results in [results_of(process) for process in processes]:
+    for results in [results_of(*process) for process in processes]:
         for name, result in zip(names, results, strict=True):
             check(result["weights"], runs.FUSED[name])
             assert sum(result["programs"][runs.WARM_UP :]) == 0, result["programs"]
@@ -50,7 +55,7 @@ def test_two_processes_have_the_weights_of_one_and_a_sum_a_step(tmp_path):
     "arguments", [(SCRIPT, "tpu_dist"), (SCRIPT, "tpu_dist", 1), (*TORCHRUN, SCRIPT, "default")], ids=str
 )
 def test_one_process_trains_in_a_process_group_of_torch_tpu(arguments):
-    (result,) = results_of(start(*arguments))
+    (result,) = results_of(*start(*arguments))
     assert result["backend"] in ("tpu_dist", "tpu")
     assert result["world"] == 1
     assert result["total"] == [1, 1, 1]
