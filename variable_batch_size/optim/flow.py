@@ -13,6 +13,7 @@ from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.dtensor import is_dtensor
 from variable_batch_size.optim.gradients.accumulator import Measured, StepGradient
+from variable_batch_size.optim.gradients.norms import is_finite
 from variable_batch_size.optim.proxy import optimizers_of
 from variable_batch_size.rules import RULES
 from variable_batch_size.rules.adascale import NoiseRule
@@ -270,13 +271,13 @@ class _Twin:
         self.latest = step.steps_done + 1
         self._before = self._scaler.progress
         numbers = gradient.numbers()
-        is_finite = numbers.isfinite().all()
-        is_made = is_finite if skips else torch.ones_like(is_finite)
+        is_all_finite = is_finite(numbers).all()
+        is_made = is_all_finite if skips else torch.ones_like(is_all_finite)
         step = self._traced(step)
         measured = gradient.interpret(numbers.to(self._dtype).unbind(), is_finite=True, n=step.num_minibatches)
         if measured.weight is not None:
             is_made = is_made & (measured.weight != 0)
-        is_counted = is_made & is_finite
+        is_counted = is_made & is_all_finite
         observed = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
         if isinstance(self._rule, NoiseRule):
             self._rule.meter.observe(observed, measured.norms, is_counted)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.optim.gradients.gradient_buckets import GradientBuckets
+from variable_batch_size.optim.gradients.norms import is_finite
 from variable_batch_size.optim.token_weights import Weight
 
 HEADROOM = 12  # powers of two by which a gradient may differ from the previous step's mean in the same unit
@@ -346,9 +347,9 @@ class FixedPoint32(_FixedPoint):
 
     def add_(self, gradients: Gradients, numbers: torch.Tensor) -> None:
         sizes = torch.cat([self.largest_of(gradients), numbers])
-        is_finite = _is_finite(sizes)
-        self._flags[0].add_((is_finite & (sizes > self._limits)).int())
-        self._flags[1].add_((~is_finite).int())
+        are_finite = is_finite(sizes)
+        self._flags[0].add_((are_finite & (sizes > self._limits)).int())
+        self._flags[1].add_((~are_finite).int())
         self._flags[2].add_((sizes > 0).int())
         for index, (p, limbs) in enumerate(self.limbs.items()):
             if p in gradients:
@@ -361,7 +362,7 @@ class FixedPoint32(_FixedPoint):
     def _add_limbs(self, limbs: Tensors, values: torch.Tensor, here: slice) -> None:
         """Each limb takes the whole multiples of its unit and leaves the rest to the next."""
         inverse, unit = self._inverse[here], self._unit[here]
-        rest = torch.where(_is_finite(values), values, torch.zeros_like(values))
+        rest = torch.where(is_finite(values), values, torch.zeros_like(values))
         for number, limb in enumerate(limbs):
             whole = torch.round(rest * (inverse * 2.0 ** (_LIMB_BITS * number)))
             limb.add_(whole.to(torch.int32).view_as(limb))
@@ -422,8 +423,3 @@ class FixedPoint32(_FixedPoint):
 def _zeros(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """Made on the host: zeros made on the device would be a graph of their own."""
     return torch.zeros(tuple(shape), dtype=torch.int32).to(device)
-
-
-def _is_finite(values: torch.Tensor) -> torch.Tensor:
-    """As ``torch.isfinite``, which on XLA converts to float64 to compare with a Python number."""
-    return values.abs() < torch.full_like(values, math.inf)

@@ -1,5 +1,6 @@
-"""Squared norms of tensors, local and sharded."""
+"""Squared norms of tensors, local and sharded, and which numbers are finite."""
 
+import math
 from collections.abc import Collection, Sequence
 
 import torch
@@ -11,6 +12,11 @@ _EXACT = (torch.float32, torch.float64)  # dtypes in which squared norms are sum
 _FOREACH = {*_EXACT}
 if "dtype" in str(torch.ops.aten._foreach_norm.Scalar._schema):  # older versions compute in the tensors' dtype only
     _FOREACH |= {torch.bfloat16, torch.float16}
+
+
+def is_finite(values: torch.Tensor) -> torch.Tensor:
+    """As ``torch.isfinite``, which on XLA converts to float64 to compare with a Python number."""
+    return values.abs() < torch.full_like(values, math.inf)
 
 
 def squared_norm(tensors: list[torch.Tensor], *, like: torch.Tensor) -> torch.Tensor:
