@@ -24,14 +24,14 @@ EXPECTED = {
     "linear": ([2, 0, 1, 1, 1], 1),
     "clipped": ([1, 1], 0),
     "linear momentum": ([], 0),
-    "adascale": ([0, 1, 0, 0], 0),
-    "adamscale": ([0, 1, 0, 0], 0),
+    "adascale": ([2, 0, 1, 0, 0], 0),
+    "adamscale": ([2, 0, 1, 0, 0], 0),
     "adam": ([1, 1], 0),
     "weighted linear": ([2, 0, 0, 1, 0, 1, 0, 0, 0, 0], 2),
-    "weighted adascale": ([0, 0], 0),
+    "weighted adascale": ([2, 0, 0, 1, 0, 1], 0),
     "gpt": ([2, 0, 1, 0, 0], 0),
     "exact adascale": ([2, 0, 0, 1, 0, 1, 0, 0, 0], 3),
-    "exact weighted": ([0, 0, 0, 1, 0, 0, 0, 0], 3),
+    "exact weighted": ([2, 0, 0, 0, 1, 0, 0, 0], 3),
 }
 
 
@@ -74,7 +74,7 @@ def test_a_step_has_one_all_reduce_and_donates_its_buffers(compiled, name):
 
 def test_the_second_all_reduce_at_the_start_has_the_hashes_of_the_settings(compiled):
     starts = [program for name in EXPECTED for program in compiled[name] if program.count("all-reduce") == 2]
-    assert {program.collectives[0][1] for program in starts} == {300}
+    assert {program.collectives[0][1] for program in starts} == {300, 312}  # the longer ones are of rules that measure
 
 
 def test_no_tensor_has_64_bit_floats_except_for_the_total_weight_of_an_epoch(compiled):
@@ -140,7 +140,7 @@ def test_command_prints_a_table_and_writes_a_page_from_a_cache_the_second_time(c
 def test_command_refuses_what_does_not_fit_and_finds_the_largest_minibatch(command, monkeypatch):
     _, out, _ = command("train", "--minibatch-size", "8", "--json")
     needed = max(program["needed"] for program in json.loads(out)["programs"])
-    monkeypatch.setitem(CHIPS, "v5e", CHIPS["v5e"]._replace(memory=needed + 300_000))
+    monkeypatch.setitem(CHIPS, "v5e", CHIPS["v5e"]._replace(memory=needed + 60_000))
     status, out, err = command("train", "--minibatch-size", "512", "--largest-minibatch", "4096")
     assert "minibatches of 4096: program" in err
     assert "the largest minibatch that fits: " in out
