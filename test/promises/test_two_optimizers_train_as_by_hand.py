@@ -10,7 +10,8 @@ import two_optimizer_programs as programs
 import two_optimizers_by_hand as by_hand
 
 DRAWN = [programs.draw(seed) for seed in range(47, 75)]  # they cover what is drawn
-ON_CORES = {cores: [p for p in DRAWN if p.seed % 3 == cores % 3] for cores in (2, 3)}
+ON_CORES = [(cores, [p for p in DRAWN if p.seed % 3 == cores % 3]) for cores in (2, 3)]
+ON_CORES += [pytest.param(cores, DRAWN, marks=pytest.mark.long) for cores in (2, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +25,8 @@ def test_weights_are_those_by_hand(alone, program):
     assert by_hand.first_difference(program, by_hand.run(program), alone[program.seed], 0) is None
 
 
-@pytest.mark.parametrize("cores", ON_CORES)
-def test_weights_are_those_by_hand_on_several_cores(on_cores, alone, cores):
-    drawn = ON_CORES[cores]
+@pytest.mark.parametrize(("cores", "drawn"), ON_CORES, ids=lambda value: str(value) if isinstance(value, int) else "")
+def test_weights_are_those_by_hand_on_several_cores(on_cores, alone, cores, drawn):
     expected = [by_hand.run(program, cores) if program.batch_norm else None for program in drawn]
     for rank, results in enumerate(on_cores(cores, programs.run_all, drawn)):
         for program, right, found in zip(drawn, expected, results, strict=True):

@@ -245,9 +245,9 @@ def expected():
     return all_of_them("plain")
 
 
-@pytest.fixture(scope="module")
-def found(on_cores):
-    return on_cores(2, all_of_them, "sharded")
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
+def found(on_cores, request):
+    return on_cores(request.param, all_of_them, "sharded")
 
 
 @pytest.fixture(scope="module")
