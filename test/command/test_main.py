@@ -203,7 +203,7 @@ def test_invalid_command_line_has_its_own_exit_code(run, command, message):
             vbs.traces.Stages((0, 25 * 10**10), (768, 1536), 10**12, "tokens", 4096).trace(change="after"),
         ),
         ("rampup 16 16 960 --final 64", vbs.traces.rampup(16, 16, 960, final=64)),
-        ("rampup 16 16 960 --final 64 --samples 10K", vbs.traces.rampup(16, 16, 960, final=64, num_samples=10_000)),
+        ("rampup 16 16 960 --final 64 --until 10K", vbs.traces.rampup(16, 16, 960, final=64, until=10_000)),
         (
             "decay 640 --factor 5 --at 60 120 160 --epochs 200 --dataset-size 50K --minibatch-size 32 --cap 5120",
             vbs.traces.growth_for_decay(

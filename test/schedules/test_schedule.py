@@ -362,7 +362,7 @@ def test_dataset_smaller_than_a_minibatch_is_rejected():
         Schedule(Trace.of([32]), dataset_size=31, minibatch_size=32)
 
 
-@pytest.mark.parametrize("on_end", ["Stop", "", None, 1])
+@pytest.mark.parametrize("on_end", ["Stop", "", 1])
 def test_unknown_on_end_is_rejected(on_end):
     message = f"`on_end` must be one of 'stop', 'hold', 'cycle', got {on_end!r}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -106,7 +106,7 @@ def test_seesaw_respects_its_cap_and_is_off_by_at_most_a_step(size, start, growt
         ),
         (
             lambda: vbs.traces.seesaw(256, num_samples=200, minibatch_size=128),
-            "`num_samples` must be at least one step of 256, got 200",
+            "`num_samples` must be at least one step of 256 samples, got 200",
         ),
     ],
 )

@@ -75,11 +75,11 @@ def test_rampup_equals_megatrons_calculator(arguments, expected):
 def test_rampup_continues_to_num_samples_in_full_steps():
     # 20 · 16 + 10 · 32 + 7 · 48 = 976 samples, then (10,000 − 976) / 64 = 141 steps
     ramp = [(16, 20), (32, 10), (48, 7)]
-    assert runs_of(vbs.traces.rampup(16, 16, 960, final=64, num_samples=10_000)) == [*ramp, (64, 141)]
-    assert runs_of(vbs.traces.rampup(16, 16, 960, final=64, num_samples=9_999)) == [*ramp, (64, 140)]
-    assert runs_of(vbs.traces.rampup(16, 16, 960, final=64, num_samples=976)) == ramp
-    assert runs_of(vbs.traces.rampup(16, 16, 960, final=64, num_samples=975)) == [(16, 20), (32, 10), (48, 6)]
-    assert runs_of(vbs.traces.rampup(16, 16, 960, final=64, num_samples=16)) == [(16, 1)]
+    assert runs_of(vbs.traces.rampup(16, 16, 960, final=64, until=10_000)) == [*ramp, (64, 141)]
+    assert runs_of(vbs.traces.rampup(16, 16, 960, final=64, until=9_999)) == [*ramp, (64, 140)]
+    assert runs_of(vbs.traces.rampup(16, 16, 960, final=64, until=976)) == ramp
+    assert runs_of(vbs.traces.rampup(16, 16, 960, final=64, until=975)) == [(16, 20), (32, 10), (48, 6)]
+    assert runs_of(vbs.traces.rampup(16, 16, 960, final=64, until=16)) == [(16, 1)]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_rampup_continues_to_num_samples_in_full_steps():
             "`every` must be a positive integer, got 0",
         ),
         (lambda: vbs.traces.rampup(16, 0, 960, final=64), "`increment` must be a positive integer, got 0"),
-        (lambda: vbs.traces.rampup(16, 16, 0, final=64), "`ramp_samples` must be a positive integer, got 0"),
+        (lambda: vbs.traces.rampup(16, 16, 0, final=64), "`length` must be a positive integer, got 0"),
         (
             lambda: vbs.traces.rampup(16, 16, 960, final=72),
             "`final` must be 16 plus one or more increments of 16, got 72",
@@ -109,8 +109,8 @@ def test_rampup_continues_to_num_samples_in_full_steps():
             "`final` must be 16 plus one or more increments of 16, got 16",
         ),
         (
-            lambda: vbs.traces.rampup(16, 16, 960, final=64, num_samples=15),
-            "`num_samples` must be at least one step of 16, got 15",
+            lambda: vbs.traces.rampup(16, 16, 960, final=64, until=15),
+            "`until` must be at least one step of 16 samples, got 15",
         ),
         (
             lambda: vbs.traces.rampup(1, 1, 10**12, final=2),
@@ -121,3 +121,24 @@ def test_rampup_continues_to_num_samples_in_full_steps():
 def test_invalid_arguments_are_rejected(call, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         call()
+
+
+def test_rampup_in_tokens_is_the_one_in_samples():
+    in_samples = vbs.traces.rampup(16, 16, 960, final=64, until=10_000)
+    assert in_samples == vbs.traces.rampup(
+        16, 16, 960 * 1024, final=64, until=10_000 * 1024 + 1023, unit="tokens", tokens_per_sample=1024
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"unit": "tokens"}, "`tokens_per_sample` must be a positive integer, got None"),
+        ({"tokens_per_sample": 8}, "`tokens_per_sample` must be None unless `unit` is 'tokens', got 8"),
+        ({"unit": "steps"}, "`unit` must be one of 'samples', 'tokens', got 'steps'"),
+        ({"unit": "tokens", "tokens_per_sample": 961}, "`length` must be at least one sample of 961 tokens, got 960"),
+    ],
+)
+def test_rampup_refuses_units_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        vbs.traces.rampup(16, 16, 960, final=64, **options)

@@ -3,9 +3,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import variable_batch_size as vbs
 from variable_batch_size import Trace
 from variable_batch_size.traces import Stages
-from variable_batch_size.traces.stages import format_count, parse_count
+from variable_batch_size.traces.trace import format_count, parse_count
 
 TRACES = st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 50)), min_size=1, max_size=20).map(
     lambda runs: Trace.from_sequence(np.repeat([size for size, _ in runs], [length for _, length in runs]))
@@ -172,3 +173,71 @@ def test_last_step_fits_if_its_stage_is_not_the_last():
     stages = Stages.parse("0:40 90:8", until=100, unit="samples")
     assert list(stages.trace(change="after")) == [40, 40]  # the third begins at 80, before the change, and ends at 120
     assert list(Stages.parse("0:40 80:8", until=100, unit="samples").trace(change="after")) == [40, 40, 8, 8]
+
+
+OPEN = [64, 64, 128, 128, 256]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "0:64 2:128 4:256",
+        " 0:64, 2:128, 4:256",
+        {0: 64, 2: 128, 4: 256},
+        {np.int64(0): np.int64(64), 2: 128, 4: 256},
+        vbs.traces.Stages.parse("0:64 2:128 4:256", unit="steps"),
+        vbs.traces.Stages.parse("0:64 128:128 384:256", unit="samples"),
+        vbs.traces.Stages.parse("0:64 128K:128 384K:256", unit="tokens", tokens_per_sample=1000),
+    ],
+)
+def test_stages_without_an_end_are_a_trace_whose_last_size_lasts(source):
+    trace = vbs.Trace.of(source)
+    assert list(trace) == OPEN and trace.is_open
+    for on_end, expected in ((None, "hold"), ("hold", "hold"), ("stop", "stop"), ("cycle", "cycle")):
+        schedule = vbs.Schedule(source, dataset_size=1024, minibatch_size=64, on_end=on_end)
+        assert schedule.on_end == expected
+    sampler = vbs.CustomSampler(dataset_size=1024, trace=source, minibatch_size=64)
+    assert sampler.get_epochtrace(0) == [*OPEN, 256] and sampler.get_epochtrace(7) == [256] * 4
+
+
+def test_stages_with_an_end_are_a_trace_that_ends():
+    stages = vbs.traces.Stages.parse("0:64 2:128", unit="steps", until=3)
+    assert not vbs.Trace.of(stages).is_open
+    assert vbs.Schedule(stages, dataset_size=1024, minibatch_size=64).on_end == "stop"
+
+
+def test_a_trace_that_is_open_differs_from_one_that_ends_and_is_not_written(tmp_path):
+    trace = vbs.Trace.of("0:64 2:128")
+    assert trace != vbs.Trace.of([64, 64, 128]) and trace == vbs.Trace.of({0: 64, 2: 128})
+    with pytest.raises(ValueError, match="stages without an end cannot be written to a file: make them with `until`"):
+        trace.write(tmp_path / "trace.csv")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("0:64 20", r"stage 2 must have the form start:size, got '20'"),
+        ("0:64 20:x", r"expected an integer such as 96, 250K, 1.5M or 2B, got 'x'"),
+        ("0:64 0:128", r"stage 1 must end after its start at 0, got 0"),
+        ({}, r"the first stage must begin at 0, got no stage"),
+        ({5: 64}, r"the first stage must begin at 0, got 5"),
+        ({0: 64.0}, r"stages must map integer steps to integer batch sizes, got 0: 64.0"),
+        ({"0": 64}, r"stages must map integer steps to integer batch sizes, got '0': 64"),
+        ({0: 64, 20: 0}, r"the batch size of stage 2 must be positive, got 0"),
+        ({64}, r"`trace` must be a path, stages, a sequence of batch sizes or an integer, got \{64\}"),
+    ],
+)
+def test_stages_that_are_wrong_are_refused_as_a_trace(source, message):
+    with pytest.raises(ValueError, match=message):
+        vbs.CustomSampler(dataset_size=1024, trace=source, minibatch_size=64)
+
+
+def test_the_column_may_be_called_batch_size(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("step,batch_size\n0,64\n1,128\n")
+    assert list(vbs.Trace.read(path)) == [64, 128]
+    path.write_text("step,batch_size\n0,64\n1,x\n")
+    with pytest.raises(ValueError, match=r"trace\.csv:3: batchsize must be an integer, got x"):
+        vbs.Trace.read(path)
+    path.write_text("step,batch_size,batchsize\n0,1,64\n")  # a further column
+    assert list(vbs.Trace.read(path)) == [64]

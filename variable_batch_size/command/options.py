@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from variable_batch_size.traces.recording import TIME_UNITS
-from variable_batch_size.traces.stages import parse_count
+from variable_batch_size.traces.trace import parse_count
 
 RECORDING = ("time_column", "count_column", "time_unit")  # the options of add_recording, arguments of Recording.read
 

@@ -13,8 +13,7 @@ from variable_batch_size.files import read_records
 from variable_batch_size.planning.reports import conversion_report, decisions_report, plot_decisions, trace_report
 from variable_batch_size.traces import generators
 from variable_batch_size.traces.recording import ROUNDING, WHEN_EMPTY, Recording, convert_recording, step_seconds
-from variable_batch_size.traces.stages import CHANGES, UNITS, Change, Stages, Unit
-from variable_batch_size.traces.trace import Trace
+from variable_batch_size.traces.trace import CHANGES, UNITS, Change, Stages, Trace, Unit
 
 EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"
 
@@ -40,7 +39,7 @@ _ARGUMENTS = {  # option, placeholder and help of the arguments of the functions
     "start": ("", "START", "the first batch size"),
     "end": ("", "END", "the last batch size"),
     "increment": ("", "INCREMENT", "by which the batch size grows"),
-    "ramp_samples": ("", "SAMPLES", "samples over which it grows"),
+    "length": ("", "LENGTH", "samples, or tokens, over which it grows"),
     "num_steps": ("--steps", "N", "steps of the trace"),
     "num_samples": ("--samples", "N", "samples of the whole training"),
     "num_epochs": ("--epochs", "E", "epochs to train"),
@@ -58,13 +57,15 @@ _ARGUMENTS = {  # option, placeholder and help of the arguments of the functions
     "samples_per_device": ("--samples-per-device", "N", "what each device adds to the batch size"),
     "seed": ("--seed", "S", "of the random generator"),
     "stages": ("", "STAGES", "start:size pairs, such as '0:768 250K:1536 500K:3072'"),
-    "unit": ("--unit", None, "of the starts and the end"),
-    "until": ("--until", "END", "the end of the last stage"),
+    "unit": ("--unit", None, "of positions and lengths"),
+    "until": ("--until", "END", "the end of the trace"),
     "tokens_per_sample": ("--tokens-per-sample", "T", "with --unit tokens: the tokens of a sample"),
     "change": ("--change", None, "begin a stage at the nearest step, or at the first one after, as Megatron-LM does"),
 }
 _CHOICES = {"unit": UNITS, "change": CHANGES}
 _DEFAULTS = {  # what it means to omit an option
+    "unit": "samples",
+    "until": "up to the first step of the last batch size",
     "num_steps": "K for each batch size",
     "num_samples": "up to the first step of the last batch size",
     "cap": "no bound",

@@ -18,7 +18,7 @@ from variable_batch_size.policies.policy import Policy, Situation, policy_of
 from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.schedules.permutation import Permutation
 from variable_batch_size.schedules.schedule import BaseSchedule, OnEnd, Schedule
-from variable_batch_size.traces.trace import Trace, TraceLike
+from variable_batch_size.traces.trace import TraceLike
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class MinibatchSource(ABC):
         rank: int | None,
         process_group: Any,
         seed: int,
-        on_end: OnEnd,
+        on_end: OnEnd | None,
         lockstep: bool,
     ) -> None:
         check_integer(seed=seed)
@@ -68,7 +68,7 @@ class MinibatchSource(ABC):
         if is_decided(trace):
             self.schedule = PolicySchedule(policy_of(trace), lockstep=lockstep, **how)  # type: ignore[arg-type]
         else:
-            self.schedule = Schedule(Trace.of(trace), on_end=on_end, lockstep=lockstep, **how)  # type: ignore[arg-type]
+            self.schedule = Schedule(trace, on_end=on_end, lockstep=lockstep, **how)  # type: ignore[arg-type]
         check_within(num_replicas - 1, rank=rank)
         self.rank = int(rank)
         self.process_group = process_group
@@ -238,8 +238,9 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
     Args:
         dataset: the data set, of which only the length is used, or its length; or else
         dataset_size: its length.
-        trace: the batch size of every step: a path, a sequence, an array, a pandas column, or an integer for a constant
-            one; multiples of `minibatch_size`. Or a policy, or a function of the situation, that decides as it runs.
+        trace: the batch size of every step: a path, stages such as ``"0:64 20:128 40:256"`` or ``{0: 64, 20: 128}``, a
+            sequence, an array, a pandas column, or an integer for a constant one; multiples of `minibatch_size`. Or a
+            policy, or a function of the situation, that decides as it runs.
         num_replicas: cores that share the work; those of the running backend if None.
         rank: which of them this is; that of the running backend if None.
         process_group: the cores that share the work, where they are not all processes of torch.distributed: a group, or
@@ -248,7 +249,8 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         minibatch_size: samples that one core runs at once.
         seed: selects the order of the samples, together with the epoch.
         shuffle: whether samples are shuffled, differently in each epoch.
-        on_end: what follows the last row of the trace: ``"stop"``, ``"hold"`` the last size or ``"cycle"``.
+        on_end: what follows the last row of the trace: ``"stop"``, ``"hold"`` the last size or ``"cycle"``; None for
+            ``"hold"`` with stages without an end, else ``"stop"``.
         lockstep: whether all cores get the same number of minibatches in a step, the last one perhaps padding, for
             models whose forward pass waits for all cores; the optimizer turns it on for models in ``fully_shard``.
         verbose: log on core 0 how many epochs the trace has.
@@ -272,7 +274,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         process_group: Any = None,
         seed: int = 0,
         shuffle: bool = True,
-        on_end: OnEnd = "stop",
+        on_end: OnEnd | None = None,
         lockstep: bool = False,
         verbose: bool = False,
     ) -> None:

@@ -310,7 +310,7 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         rank: int | None = None,
         process_group: Any = None,
         seed: int = 0,
-        on_end: OnEnd = "stop",
+        on_end: OnEnd | None = None,
         lockstep: bool = False,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         is_sharded: bool = False,

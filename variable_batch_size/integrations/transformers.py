@@ -66,7 +66,7 @@ class VariableBatchMixin:
         trace: TraceLike | Policy | Callable[[Situation], float],
         rule: Rule | Sequence[Rule],
         ref_batchsize: int,
-        on_end: OnEnd = "stop",
+        on_end: OnEnd | None = None,
         options: Options | None = None,
         callbacks: list[Any] | None = None,
         **kwargs: Any,

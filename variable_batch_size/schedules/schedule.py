@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size.checks import check_not_negative, check_one_of, check_positive
-from variable_batch_size.traces.trace import Trace
+from variable_batch_size.traces.trace import Trace, TraceLike
 
 Integers = npt.NDArray[np.int64]
 OnEnd = Literal["stop", "hold", "cycle"]
@@ -177,16 +177,17 @@ class Schedule(BaseSchedule):
     Lookups take the same time at any step, and rows that `on_end` repeats are not stored.
 
     Args:
-        trace: the batch size of every step; a multiple of `minibatch_size`, at most the capacity of an epoch.
+        trace: the batch size of every step, as for :class:`CustomSampler`; multiples of `minibatch_size`, at most the
+            capacity of an epoch.
         on_end: after the last row of the trace, ``"stop"`` ends the last epoch, ``"hold"`` repeats the last batch size
-            forever, and ``"cycle"`` starts over.
+            forever, and ``"cycle"`` starts over; None for ``"hold"`` with stages without an end, else ``"stop"``.
         dataset_size: samples in the data set; None for data without a length, which form a single unlimited epoch.
         minibatch_size: samples per forward and backward pass of one core.
         num_replicas: number of cores.
         lockstep: whether all cores run as many minibatches in a step as the busiest one, for models whose forward pass
             communicates; cores with fewer run a padding minibatch in the last round.
 
-    >>> schedule = Schedule(Trace.from_sequence([64, 96, 32, 256]), dataset_size=300, minibatch_size=32, num_replicas=4)
+    >>> schedule = Schedule([64, 96, 32, 256], dataset_size=300, minibatch_size=32, num_replicas=4)
     >>> schedule.steps(epoch=0), schedule.steps(epoch=1), schedule.num_epochs
     (range(0, 3), range(3, 4), 2)
     >>> [schedule.minibatches(step=1, rank=rank) for rank in range(4)]
@@ -197,15 +198,17 @@ class Schedule(BaseSchedule):
 
     def __init__(
         self,
-        trace: Trace,
+        trace: TraceLike,
         *,
         dataset_size: int | None,
         minibatch_size: int,
         num_replicas: int = 1,
-        on_end: OnEnd = "stop",
+        on_end: OnEnd | None = None,
         lockstep: bool = False,
     ) -> None:
         super().__init__(dataset_size, minibatch_size, num_replicas, lockstep)
+        trace = Trace.of(trace)
+        on_end = ("hold" if trace.is_open else "stop") if on_end is None else on_end
         check_one_of(ON_END, on_end=on_end)
         self.name, self.on_end = trace.name, "hold" if trace.is_endless else on_end
         for is_wrong, rule in (

@@ -10,6 +10,6 @@ from .generators import spot_market as spot_market
 from .recording import Recording as Recording
 from .recording import convert_recording as convert_recording
 from .recording import step_seconds as step_seconds
-from .stages import Stages as Stages
+from .trace import Stages as Stages
 from .trace import Trace as Trace
 from .trace import TraceLike as TraceLike

@@ -3,14 +3,16 @@
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size.checks import check_positive, check_within
-from variable_batch_size.traces.stages import Stages
-from variable_batch_size.traces.trace import MOST_STEPS, Trace
+from variable_batch_size.checks import check_not_negative, check_one_of, check_positive, check_within
+from variable_batch_size.traces.trace import MOST_STEPS, Stages, Trace
+
+RampUnit = Literal["samples", "tokens"]
+RAMP_UNITS: tuple[RampUnit, ...] = get_args(RampUnit)
 
 _LEAST_FACTOR = 1.001
 _QUARTER = 2 / math.pi  # radians to quarters of a turn
@@ -83,31 +85,54 @@ def doubling_ramp(start: int, end: int, *, every: int, minibatch_size: int, num_
     return Trace.from_sequence(np.append(_whole_minibatches(sizes, minibatch_size), end)[changes])
 
 
-def rampup(start: int, increment: int, ramp_samples: int, *, final: int, num_samples: int | None = None) -> Trace:
+def rampup(
+    start: int,
+    increment: int,
+    length: int,
+    *,
+    final: int,
+    until: int | None = None,
+    unit: RampUnit = "samples",
+    tokens_per_sample: int | None = None,
+) -> Trace:
     """Megatron-LM's ``--rampup-batch-size START INCREMENT SAMPLES``: equal increments over a number of samples.
 
     With N = (final − start) / increment, a step after s samples has the batch size
 
-        B(s) = start + increment · ⌊s / (ramp_samples / N)⌋   up to s = ramp_samples,   `final` from then on.
+        B(s) = start + increment · ⌊s / (length / N)⌋   up to s = length,   `final` from then on.
+
+    Batch sizes are in samples, also with tokens as the unit of lengths.
 
     Args:
         start: the first batch size.
         increment: the size of one increment.
-        ramp_samples: the length of the ramp in samples.
+        length: of the ramp, in `unit`.
         final: the last batch size, `start` plus a multiple of `increment`.
-        num_samples: the length of the trace in samples, rounded down to full steps; by default the trace ends with the
-            first step of the final size, for use with ``on_end="hold"``.
+        until: the length of the trace, in `unit`, rounded down to full steps; by default the trace ends with the first
+            step of the final size, for use with ``on_end="hold"``.
+        unit: ``"samples"``, or ``"tokens"``, which are rounded down to samples.
+        tokens_per_sample: the sequence length, if `unit` is ``"tokens"``.
 
     >>> list(rampup(16, 16, 120, final=48))
     [16, 16, 16, 16, 32, 32, 48]
-    >>> len(rampup(16, 16, 120, final=48, num_samples=1000))
+    >>> len(rampup(16, 16, 120, final=48, until=1000))
+    24
+    >>> len(rampup(16, 16, 120_000, final=48, until=1_000_000, unit="tokens", tokens_per_sample=1000))
     24
     """
-    check_positive(start=start, increment=increment, ramp_samples=ramp_samples, final=final)
+    check_one_of(RAMP_UNITS, unit=unit)
+    check_positive(start=start, increment=increment, length=length, final=final)
+    if unit == "tokens":
+        check_positive(tokens_per_sample=tokens_per_sample)
+    elif tokens_per_sample is not None:
+        raise ValueError(f"`tokens_per_sample` must be None unless `unit` is 'tokens', got {tokens_per_sample!r}")
+    ramp_samples, num_samples = (None if one is None else one // (tokens_per_sample or 1) for one in (length, until))
+    if not ramp_samples:
+        raise ValueError(f"`length` must be at least one sample of {tokens_per_sample} tokens, got {length}")
     if final <= start or (final - start) % increment:
         raise ValueError(f"`final` must be {start} plus one or more increments of {increment}, got {final}")
     if num_samples is not None:
-        _check_at_least_one_step(start, num_samples)
+        _check_at_least_one_step(start, until=num_samples)
     _check_num_steps(ramp_samples // final)
     # a float, as in Megatron-LM: its rounding decides the size of a step that begins exactly at a change
     samples_per_size = ramp_samples / ((final - start) // increment)
@@ -125,10 +150,11 @@ def rampup(start: int, increment: int, ramp_samples: int, *, final: int, num_sam
     return Trace.from_sequence(np.append(fitting, np.full(num_final, final)))
 
 
-def _check_at_least_one_step(start: int, num_samples: int) -> None:
-    check_positive(num_samples=num_samples)
-    if num_samples < start:
-        raise ValueError(f"`num_samples` must be at least one step of {start}, got {num_samples}")
+def _check_at_least_one_step(start: int, **num_samples: int) -> None:
+    for name, number in num_samples.items():
+        check_not_negative(**{name: number})
+        if number < start:
+            raise ValueError(f"`{name}` must be at least one step of {start} samples, got {number}")
 
 
 def growth_for_decay(
@@ -196,7 +222,7 @@ def seesaw(
     '0:256 26042:512 29410:1024 30202:2048'
     """
     _check_growth(start, cap, minibatch_size, factor)
-    _check_at_least_one_step(start, num_samples)
+    _check_at_least_one_step(start, num_samples=num_samples)
     whole = num_samples // minibatch_size * minibatch_size
     largest = whole if cap is None else min(cap, whole)
     if factor is None:

@@ -1,4 +1,4 @@
-"""Trace: the batch size of every step, made from numbers or read from a CSV file with the columns step,batchsize."""
+"""Trace: the batch size of every step, from numbers, stages (``0:64 20:128``) or a CSV file of step,batchsize."""
 
 import csv
 import io
@@ -6,14 +6,16 @@ import itertools
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size.checks import is_integer, refuse
+from variable_batch_size.checks import check_one_of, check_positive, is_integer, refuse
 from variable_batch_size.files import write
 
 COLUMNS = ("step", "batchsize")
@@ -28,13 +30,23 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 _INTEGER = re.compile(r"[+-]?[0-9]{1,99}")
 _LINE = re.compile(rb"[^\n]*\n?")
 _COMMENT = re.compile(rb"#[^\n]*")
+_STAGES = re.compile(r"\s*0:")  # the first stage begins at 0
+_OTHER_NAME = "batch_size"  # of the column of batch sizes
+
+Unit = Literal["steps", "samples", "tokens"]
+UNITS: tuple[Unit, ...] = get_args(Unit)
+Change = Literal["nearest", "after"]
+CHANGES: tuple[Change, ...] = get_args(Change)
+
+_SUFFIXES = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3, "": 1}
+_COUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMBT]?)", re.IGNORECASE)
 
 
 class Trace:
     """The global batch size of every optimizer step, in order.
 
-    A trace is finite, or constant and endless. It is immutable, takes 8 bytes per step, and keeps the source of each
-    number, so that errors can name file and line.
+    A trace is finite; or constant and endless; or open, where its last batch size lasts as long as the run. It is
+    immutable, takes 8 bytes per step, and keeps the source of each number, so that errors can name file and line.
 
     >>> trace = Trace.from_sequence([64, 96, 32])
     >>> len(trace), trace[1], list(trace)
@@ -44,24 +56,41 @@ class Trace:
     """
 
     def __init__(
-        self, sizes: Rows, *, is_endless: bool = False, source: str | None = None, content: bytes | None = None
+        self,
+        sizes: Rows,
+        *,
+        is_endless: bool = False,
+        is_open: bool = False,
+        source: str | None = None,
+        content: bytes | None = None,
     ) -> None:
-        self.sizes, self.is_endless, self._source = sizes, is_endless, source
+        self.sizes, self.is_endless, self.is_open, self._source = sizes, is_endless, is_open, source
         self.sizes.flags.writeable = False
         self._kept = content  # of a source that can be read only once
 
     @classmethod
     def of(cls, source: "TraceLike") -> "Trace":
-        """Convert a path, sequence, array, column, integer or trace to a trace."""
+        """Convert a path, stages, a sequence, array, column, integer or trace to a trace.
+
+        Stages are text such as ``"0:64 20:128 40:256"``, a dictionary such as ``{0: 64, 20: 128, 40: 256}``, in steps,
+        or :class:`Stages`, in any unit.
+
+        >>> Trace.of("0:64 2:128"), Trace.of({0: 64, 2: 128}) == Trace.of("0:64 2:128")
+        (<open Trace of 3 steps: 64, 64, 128>, True)
+        """
         if isinstance(source, Trace):
             return source
+        if isinstance(source, Mapping) or (isinstance(source, str) and _STAGES.match(source)):
+            source = Stages.of_steps(source)
+        if isinstance(source, Stages):
+            return source.trace()
         if isinstance(source, (str, os.PathLike)):
             return cls.read(source)
         if is_integer(source):
             return cls.constant(source)
-        if hasattr(source, "__len__") and not isinstance(source, (int, np.integer, bytes, dict, set)):
+        if hasattr(source, "__len__") and not isinstance(source, (int, np.integer, bytes, set)):
             return cls.from_sequence(source)
-        raise ValueError(f"`trace` must be a path, a sequence of batch sizes or an integer, got {source!r}")
+        raise ValueError(f"`trace` must be a path, stages, a sequence of batch sizes or an integer, got {source!r}")
 
     @classmethod
     def constant(cls, size: Integer) -> "Trace":
@@ -83,7 +112,7 @@ class Trace:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Trace":
-        """Read a CSV file with the columns ``step`` and ``batchsize``.
+        """Read a CSV file with the columns ``step`` and ``batchsize`` (or ``batch_size``).
 
         Rows in file order are the steps; ``step`` counts 0, 1, 2 … and may restart at 0 (several recordings in one
         file). Spaces around numbers, trailing commas, any line endings, blank lines, ``#`` comments and additional
@@ -101,6 +130,8 @@ class Trace:
         """Write a CSV file for :meth:`read`, with the lines of `comment` at the top, after ``#``."""
         if self.is_endless:
             raise ValueError("a constant trace is endless and cannot be written to a file")
+        if self.is_open:
+            raise ValueError("stages without an end cannot be written to a file: make them with `until`")
 
         def fill(path: Path) -> None:
             # the comment may be a command line, which need not be Unicode
@@ -163,7 +194,8 @@ class Trace:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Trace):
             return NotImplemented
-        return self.is_endless == other.is_endless and np.array_equal(self.sizes, other.sizes)
+        is_alike = (self.is_endless, self.is_open) == (other.is_endless, other.is_open)
+        return is_alike and np.array_equal(self.sizes, other.sizes)
 
     def __hash__(self) -> int:
         return hash((self.is_endless, self.sizes.tobytes()))
@@ -172,11 +204,153 @@ class Trace:
         if self.is_endless:
             return f"Trace.constant({self[0]})"
         shown = ", ".join(map(str, self.sizes[:6].tolist())) + (", …" if len(self.sizes) > 6 else "")
-        return f"<Trace of {len(self.sizes)} steps: {shown}>"
+        return f"<{'open ' if self.is_open else ''}Trace of {len(self.sizes)} steps: {shown}>"
 
 
-TraceLike: TypeAlias = str | os.PathLike[str] | Sizes | Integer | Trace
-"""Accepted as a trace: a path, the batch sizes, or an integer for a constant batch size."""
+@dataclass(frozen=True)
+class Stages:
+    """A piecewise constant batch size.
+
+    In samples, a stage begins at the step nearest to the cumulative number of updates, so rounding errors don't
+    accumulate; a stage of less than half an update may have no step. In tokens, each sample counts as
+    `tokens_per_sample`; sizes remain in samples.
+
+    >>> stages = Stages.parse("0:768 250K:1536 500K:3072", until=1_000_000, unit="samples")
+    >>> stages.trace()
+    <Trace of 651 steps: 768, 768, 768, 768, 768, 768, …>
+    >>> str(Stages.of(stages.trace(), unit="steps"))
+    '0:768 326:1536 488:3072'
+    >>> stages = Stages.parse("0:768 1B:1536", until=2 * 10**9, unit="tokens", tokens_per_sample=4096)
+    >>> str(Stages.of(stages.trace(), unit="steps")), 10**9 / (768 * 4096)
+    ('0:768 318:1536', 317.8914388020833)
+    >>> Stages.parse("0:64 2:128", unit="steps").trace()
+    <open Trace of 3 steps: 64, 64, 128>
+    """
+
+    starts: tuple[int, ...]  # the start of each stage, in `unit`; the first is 0
+    sizes: tuple[int, ...]  # the batch size of each stage, in samples
+    until: int | None  # the end of the last stage, in `unit`; None if it lasts as long as the run
+    unit: Unit  # ``"steps"``, ``"samples"`` or ``"tokens"``
+    tokens_per_sample: int | None = None  # the sequence length if `unit` is ``"tokens"``, else None
+
+    def __post_init__(self) -> None:
+        check_one_of(UNITS, unit=self.unit)
+        if self.unit == "tokens":
+            check_positive(tokens_per_sample=self.tokens_per_sample)
+        elif (tokens := self.tokens_per_sample) is not None:
+            found = f"{tokens!r} with {self.unit!r}"
+            raise ValueError(f"`tokens_per_sample` must be None unless `unit` is 'tokens', got {found}")
+        if not self.starts or self.starts[0] != 0:
+            raise ValueError(f"the first stage must begin at 0, got {self.starts[0] if self.starts else 'no stage'}")
+        for number, (start, end, size) in enumerate(zip(self.starts, self._ends, self.sizes, strict=True), start=1):
+            if end is not None and end <= start:
+                raise ValueError(f"stage {number} must end after its start at {start}, got {end}")
+            if size <= 0:
+                raise ValueError(f"the batch size of stage {number} must be positive, got {size}")
+
+    @classmethod
+    def parse(
+        cls, text: str, *, until: int | None = None, unit: Unit, tokens_per_sample: int | None = None
+    ) -> "Stages":
+        """Parse ``start:size`` pairs, separated by whitespace or commas; numbers may end in K, M, B or T."""
+        pairs = []
+        for number, stage in enumerate(re.split(r"[\s,]+", text.strip()), start=1):
+            start, colon, size = stage.partition(":")
+            if not colon:
+                raise ValueError(f"stage {number} must have the form start:size, got {stage!r}")
+            pairs.append((parse_count(start), parse_count(size)))
+        starts, sizes = zip(*pairs, strict=True)
+        return cls(starts, sizes, until, unit, tokens_per_sample)
+
+    @classmethod
+    def of_steps(cls, stages: str | Mapping[int, int]) -> "Stages":
+        """Stages in steps without an end: text for :meth:`parse`, or the batch size by the step at which it begins."""
+        if isinstance(stages, str):
+            return cls.parse(stages, unit="steps")
+        for start, size in stages.items():
+            if not (is_integer(start) and is_integer(size)):
+                raise ValueError(f"stages must map integer steps to integer batch sizes, got {start!r}: {size!r}")
+        return cls(tuple(map(int, stages)), tuple(map(int, stages.values())), None, "steps")
+
+    @classmethod
+    def of(cls, trace: Trace, *, unit: Unit, tokens_per_sample: int | None = None) -> "Stages":
+        """The stages of a trace; :meth:`trace` converts them back to the same trace, in any unit."""
+        if trace.is_endless:
+            raise ValueError("a constant trace is endless and has no stages")
+        changes = np.concatenate(([0], np.flatnonzero(np.diff(trace.sizes)) + 1))
+        ends = np.arange(len(trace) + 1) if unit == "steps" else np.concatenate(([0], np.cumsum(trace.sizes)))
+        per = tokens_per_sample or 1
+        starts = tuple(per * end for end in ends[changes].tolist())
+        return cls(starts, tuple(trace.sizes[changes].tolist()), per * int(ends[-1]), unit, tokens_per_sample)
+
+    def trace(self, *, change: Change = "nearest") -> Trace:
+        """Convert the stages to a trace.
+
+        Args:
+            change: in samples or tokens, a stage begins at the ``"nearest"`` step, or as in Megatron-LM at the first
+                step at or ``"after"`` its start (tokens are rounded down to samples). With ``"after"`` the trace ends
+                with the last step that fits.
+        """
+        check_one_of(CHANGES, change=change)
+        if self.until is None:
+            return self._open_trace(change)
+        if self.unit == "steps":
+            last_steps = [*self.starts[1:], self.until]
+        elif change == "after":
+            last_steps = self._last_steps_after(self.until)
+        else:
+            lengths = np.diff(np.array([*self.starts[1:], self.until], dtype=np.int64), prepend=0)
+            updates = np.cumsum(lengths / np.array(self.sizes, dtype=np.int64) / (self.tokens_per_sample or 1))
+            last_steps = [int(number) for number in np.floor(updates + 0.5)]
+        if not 0 < last_steps[-1] <= MOST_STEPS:
+            raise ValueError(f"the stages must make 1 to {MOST_STEPS} steps, got {last_steps[-1]}")
+        return Trace.from_sequence(np.repeat(np.array(self.sizes, dtype=np.int64), np.diff(last_steps, prepend=0)))
+
+    def _open_trace(self, change: Change) -> Trace:
+        """The stages before the last one, and one step of that."""
+        sizes = np.array(self.sizes[-1:], dtype=np.int64)
+        if len(self.starts) > 1:
+            before = replace(self, starts=self.starts[:-1], sizes=self.sizes[:-1], until=self.starts[-1])
+            sizes = np.concatenate((before.trace(change=change).sizes, sizes))
+        return Trace(sizes, is_open=True)
+
+    def _last_steps_after(self, until: int) -> list[int]:
+        steps = samples = 0
+        found, fits = list[int](), True
+        ends = [end // (self.tokens_per_sample or 1) for end in (*self.starts[1:], until)]
+        for size, end in zip(self.sizes, ends, strict=True):
+            wanted = -(-max(0, end - samples) // size)
+            number = min(wanted, (ends[-1] - samples) // size) if fits else 0
+            fits = fits and number == wanted  # otherwise the next step of this size exceeds the end
+            steps, samples = steps + number, samples + number * size
+            found.append(steps)
+        return found
+
+    @property
+    def _ends(self) -> tuple[int | None, ...]:
+        return (*self.starts[1:], self.until)
+
+    def __str__(self) -> str:
+        return " ".join(f"{format_count(s)}:{format_count(b)}" for s, b in zip(self.starts, self.sizes, strict=True))
+
+
+def parse_count(text: str) -> int:
+    """Parse an integer that may end in K (thousand), M (million), B (billion) or T (trillion): ``1.5M``."""
+    found = _COUNT.fullmatch(text)
+    value = Fraction(found[1]) * _SUFFIXES[found[2].upper()] if found else None
+    if value is None or value.denominator != 1 or value >= 2**63:
+        raise ValueError(f"expected an integer such as 96, 250K, 1.5M or 2B, got {text!r}")
+    return int(value)
+
+
+def format_count(value: int) -> str:
+    """The shortest text for :func:`parse_count` without a decimal point: ``250K``, ``1500K``, ``96``."""
+    suffix, factor = next((s, f) for s, f in _SUFFIXES.items() if value % f == 0 and (value or not s))
+    return f"{value // factor}{suffix}"
+
+
+TraceLike: TypeAlias = str | os.PathLike[str] | Sizes | Mapping[int, int] | Integer | Trace | Stages
+"""Accepted as a trace: a path, stages, the batch sizes, or an integer for a constant batch size."""
 
 
 def _read_sizes(source: str, content: bytes) -> npt.NDArray[np.int64]:
@@ -186,6 +360,7 @@ def _read_sizes(source: str, content: bytes) -> npt.NDArray[np.int64]:
     if not header:
         raise ValueError(f"{source}:1: the file is empty, expected the columns {','.join(COLUMNS)}")
     names = [name.strip().strip('"') for name in header.split(",")]
+    names = names if COLUMNS[1] in names else [COLUMNS[1] if name == _OTHER_NAME else name for name in names]
     for column in COLUMNS:
         if names.count(column) != 1:
             refuse(f"{source}:{line}", f"the header must name the column {column!r} once", repr(names)[:80])
