@@ -46,7 +46,7 @@ def train(training: Images, test: Images, *, scale: int, lr: float, seed: int) -
     sampler = vbs.CustomSampler(y, trace=scale * REF_BATCHSIZE, minibatch_size=REF_BATCHSIZE, seed=seed)
     inner = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4)
     optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=REF_BATCHSIZE, model=model, skip_nonfinite=False)
-    for _ in vbs.epochs(optimizer, 1000):
+    for _ in optimizer.epochs(1000):
         for indices in sampler:
             nn.functional.cross_entropy(model(x[indices]), y[indices]).backward()
             if optimizer.step() and optimizer.progress >= PROGRESS:

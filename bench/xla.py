@@ -94,7 +94,7 @@ def ours(rule: str, model: nn.Module, sizes: list[int]) -> Callable[[list[Any]],
     is_adam = rule.startswith("adam")
     parameters = model.parameters()
     inner = torch.optim.AdamW(parameters) if is_adam else torch.optim.SGD(parameters, lr=0.01, momentum=0.5)
-    optimizer = vbs.CustomOptimizer(inner, sampler, rule=vbs.make_rule(rule), ref_batchsize=CONSTANT * MINIBATCH)
+    optimizer = vbs.CustomOptimizer(inner, sampler, rule=vbs.rules.make_rule(rule), ref_batchsize=CONSTANT * MINIBATCH)
 
     def step(minibatches: list[Any]) -> None:
         for x, y in minibatches:

@@ -131,6 +131,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         milestones=[num_steps // 10],
     )
 
+    optimizer.attach(scheduler, per="tokens", every=per)
+
     started = time.monotonic()
     log = vbs.Log(optimizer, every=options.log_steps, to=[show])
     for epoch in range(sampler.schedule.num_epochs):
@@ -139,7 +141,6 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
             loss, weight = loss_and_weight(model, tokens.to(device))
             loss.backward()  # the sum of the losses
             optimizer.step(weight=weight)
-            vbs.follow_weight(scheduler, optimizer, per=per)
             log.step(loss)
     return {
         "rank": sampler.rank,

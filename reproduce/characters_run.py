@@ -64,13 +64,12 @@ def train(run: Run, options: argparse.Namespace, folder: Path, *, seed: int) -> 
     sampler = vbs.CustomSampler(text, trace=run.trace, minibatch_size=run.minibatch_size, seed=seed)
     inner = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=run.betas, weight_decay=0.0)
     optimizer = vbs.CustomOptimizer(
-        inner, sampler, rule=vbs.make_rule(run.rule), ref_batchsize=run.ref_batchsize, clip_grad_norm=1.0
+        inner, sampler, rule=vbs.rules.make_rule(run.rule), ref_batchsize=run.ref_batchsize, clip_grad_norm=1.0
     )
     per = run.minibatch_size
     scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: run.schedule(step * per))
-    checkpoint = vbs.Checkpoint(
-        folder, model=model, optimizer=optimizer, schedulers=[scheduler], every_seconds=120, keep=1
-    )
+    optimizer.attach(scheduler, per="samples", every=per)
+    checkpoint = vbs.Checkpoint(folder, model=model, optimizer=optimizer, every_seconds=120, keep=1)
     num_tests, windows = (NUM_SMALL_TESTS, SMALL_TEST_WINDOWS) if options.small else (NUM_TESTS, TEST_WINDOWS)
     tested = optimizer.samples_done * num_tests // run.num_samples
     sinks = [vbs.JsonLines(folder / "records.jsonl"), Progress(folder.name, "samples", run.num_samples)]
@@ -80,7 +79,6 @@ def train(run: Run, options: argparse.Namespace, folder: Path, *, seed: int) -> 
                 loss = loss_of(model, text(indices))
                 loss.backward()
                 has_updated = optimizer.step()
-                vbs.follow_samples(scheduler, optimizer, per=per)
                 log.step(loss)
                 if not has_updated:
                     continue

@@ -86,14 +86,13 @@ def train(run: Run, options: argparse.Namespace, folder: Path, *, seed: int) -> 
         train_set, trace=run.trace, minibatch_size=run.minibatch_size, seed=seed, on_end=run.on_end
     )
     inner = torch.optim.SGD(model.parameters(), lr=run.lr, momentum=run.momentum, weight_decay=run.weight_decay)
-    rule = vbs.make_rule(run.rule)
+    rule = vbs.rules.make_rule(run.rule)
     optimizer = vbs.CustomOptimizer(
         inner, sampler, rule=rule, ref_batchsize=run.ref_batchsize, model=model, smooth_steps=run.smooth_steps
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(inner, run.schedule)
-    checkpoint = vbs.Checkpoint(
-        folder, model=model, optimizer=optimizer, schedulers=[scheduler], every_seconds=240, keep=1
-    )
+    optimizer.attach(scheduler, per=run.follows)
+    checkpoint = vbs.Checkpoint(folder, model=model, optimizer=optimizer, every_seconds=240, keep=1)
     is_done = run.done(optimizer) >= run.num_steps
     most_tests = NUM_SMALL_TESTS if options.small else NUM_TESTS
     num_tests = _tests_due(run, optimizer, most_tests)
@@ -106,7 +105,6 @@ def train(run: Run, options: argparse.Namespace, folder: Path, *, seed: int) -> 
                     loss = nn.functional.cross_entropy(forward(x), y)
                 loss.backward()
                 has_updated = optimizer.step()
-                _follow(run, scheduler, optimizer)
                 log.step(loss)
                 if not has_updated:
                     continue
@@ -141,13 +139,6 @@ def _data(options: argparse.Namespace, device: torch.device) -> tuple[cifar10.Im
     if options.datadir is None:
         raise SystemExit("--datadir must be the folder that contains cifar-10-batches-py; --small needs no data")
     return cifar10.read(options.datadir, cifar10.TRAIN, device), cifar10.read(options.datadir, cifar10.TEST, device)
-
-
-def _follow(run: Run, scheduler: torch.optim.lr_scheduler.LambdaLR, optimizer: vbs.CustomOptimizer) -> None:
-    if run.follows == "progress":
-        vbs.follow_progress(scheduler, optimizer)
-    else:
-        vbs.follow_samples(scheduler, optimizer, per=run.ref_batchsize)
 
 
 def _goal(run: Run) -> float:

@@ -69,7 +69,7 @@ def _train(seed: int, name: str, options: argparse.Namespace, folder: Path) -> e
     trace = [MINIBATCH] * before + [SCALE * MINIBATCH] * after
     sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES - 4096, trace=trace, minibatch_size=MINIBATCH, seed=seed)
     inner = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-    rule = vbs.make_rule(kind.pop("rule"))
+    rule = vbs.rules.make_rule(kind.pop("rule"))
     optimizer = vbs.CustomOptimizer(inner, sampler, rule=rule, ref_batchsize=MINIBATCH, **kind)
     checkpoint = vbs.Checkpoint(folder, model=model, optimizer=optimizer, every_seconds=60, keep=1)
     sinks = [vbs.JsonLines(folder / "records.jsonl"), Progress(folder.name, "step", before + after)]

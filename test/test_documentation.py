@@ -81,7 +81,7 @@ def test_the_readme_is_a_front_page():
 
 
 def test_readme_and_rules_page_list_every_rule():
-    optimizers = {name for name in vbs.__all__ if name.endswith("Optimizer")}
+    optimizers = {name for name in vbs.__all__ if name.endswith("Optimizer")} - {"Optimizer"}
     for document in (README, ROOT / "docs" / "rules.md"):
         assert set(re.findall(r"^\| `(\w+)", document.read_text(encoding="utf-8"), re.MULTILINE)) >= optimizers
 

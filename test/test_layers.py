@@ -25,7 +25,8 @@ LAYERS = {
     "optim": {"cores", "rules", "policies", "schedules", "data"},
     "runs": {"cores", "traces", "schedules", "optim"},
     "comparison": {"cores", "rules", "traces", "policies", "schedules", "planning", "data", "optim", "runs"},
-    "integrations": {"cores", "rules", "traces", "policies", "schedules", "data", "optim"},
+    "integrations": {"cores", "traces", "policies", "schedules", "data", "optim"},
+    "deprecated": {"rules", "optim"},
     "command": {"traces", "policies", "schedules", "planning", "comparison"},
 }
 FRAMEWORKS = {"lightning", "pytorch_lightning", "accelerate", "transformers", "keras", "ray"}
@@ -121,6 +122,7 @@ LONG_CONSTRUCTORS = {
     "optim/optimizer.py": {"CustomOptimizer"},  # each is a user option
 }
 SHORT_MODULES = {
+    "deprecated.py",  # imported when an old name is used
     "version.py",  # read by setup.cfg, so it imports nothing
 }
 

@@ -97,7 +97,6 @@ WRONG = {
     'vbs.Schedule(vbs.Trace.of(64), dataset_size=100, minibatch_size=32, on_end="halt")': '"on_end"',
     'vbs.Stream(range(9), trace=64, minibatch_size=32, on_end="halt")': '"on_end"',
     "vbs.Stream(9, trace=64, minibatch_size=32)": '"Stream"',
-    "vbs.LinearRuleOptimizer(inner, sampler)": '"ref_batchsize"',
     "vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=128, log_step=5)": '"log_step"',
     'vbs.RootRuleOptimizer(inner, sampler, ref_batchsize=128, log_steps="5")': '"log_steps"',
     "vbs.LinearRuleOptimiser(inner, sampler, ref_batchsize=128)": '"LinearRuleOptimiser"',

@@ -34,7 +34,7 @@ class Training:
         self.optimizer = vbs.CustomOptimizer(
             INNER[inner](groups, **form),
             self.sampler,
-            rule=vbs.make_rule(rule),
+            rule=vbs.rules.make_rule(rule),
             ref_batchsize=8,
             model=self.model,
             smooth_steps=smooth_steps,

@@ -1,10 +1,11 @@
 """Checks of arguments, with errors that contain name, rule and value."""
 
 import copy
+import difflib
 import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, NoReturn, TypeGuard, TypeVar
 
 T = TypeVar("T")
@@ -24,7 +25,11 @@ def check_positive(**values: Any) -> None:
 
 
 def check_positive_number(**values: Any) -> None:
-    _check(values, "a positive number", lambda value: 0 < value < math.inf)
+    _check(values, "a positive number", lambda value: _is_number(value) and 0 < value < math.inf)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_not_negative(**values: Any) -> None:
@@ -36,7 +41,16 @@ def check_within(largest: int, **values: Any) -> None:
 
 
 def check_one_of(choices: Iterable[str], **values: Any) -> None:
-    _check(values, f"one of {', '.join(map(repr, choices))}", lambda value: value in choices)
+    for name, value in values.items():
+        if value not in choices:
+            known = ", ".join(map(repr, choices))
+            raise ValueError(f"`{name}` must be one of {known}, got {value!r}{did_you_mean(value, choices)}")
+
+
+def did_you_mean(value: Any, choices: Iterable[str]) -> str:
+    """A hint at the choice that resembles a wrong value; empty if there is none."""
+    found = difflib.get_close_matches(value, choices, n=1, cutoff=0.75) if isinstance(value, str) else []
+    return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 def _check(values: Mapping[str, Any], rule: str, is_right: Callable[[Any], bool]) -> None:

@@ -352,7 +352,7 @@ def test_seed_that_is_not_an_integer_raises(seed):
         ({"minibatch_size": 0}, "`minibatch_size` must be a positive integer, got 0"),
         ({"dataset_size": -1}, "`dataset_size` must be a positive integer, got -1"),
         ({"on_end": "repeat"}, "`on_end` must be one of 'stop', 'hold', 'cycle', got 'repeat'"),
-        ({"trace": None}, "`trace` must be a path, a sequence of batch sizes or an integer, got None"),
+        ({"trace": 64.0}, "`trace` must be a path, stages, a sequence of batch sizes or an integer, got 64.0"),
         ({"trace": [64, 100]}, "trace[1]: batchsize must be a multiple of 32 (the minibatch size), got 100"),
         ({"trace": 1024}, "trace: batchsize must be at most 992 (the full minibatches in 1000 samples), got 1024"),
     ],

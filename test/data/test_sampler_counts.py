@@ -96,7 +96,7 @@ def test_loader_without_the_stream_raises_at_the_first_step():
 def test_a_pass_that_is_not_read_raises_though_an_earlier_one_was():
     sampler = make_sampler()
     model, optimizer = make_optimizer(sampler)
-    for _ in vbs.epochs(optimizer, 1):
+    for _ in optimizer.epochs(1):
         for minibatch in loader_of(sampler):
             backward(model, minibatch)
             optimizer.step()
@@ -159,7 +159,7 @@ def test_minibatches_that_are_left_out_at_the_start_raise_where_the_last_epoch_e
     model, optimizer = make_optimizer(sampler)
     checkpoint = vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer)
     with pytest.raises(RuntimeError, match=LEFT_OUT.format(2, 0)):
-        for _ in vbs.epochs(optimizer, 1) if kind == "epochs" else checkpoint.epochs(1):
+        for _ in optimizer.epochs(1) if kind == "epochs" else checkpoint.epochs(1):
             for number, minibatch in enumerate(loader_of(sampler, num_workers)):
                 if number >= 2:
                     backward(model, minibatch)
@@ -324,7 +324,7 @@ def read_in_a_thread(minibatches):
 def test_loops_may_read_ahead(read, num_workers):
     sampler = make_sampler()
     model, optimizer = make_optimizer(sampler)
-    for _ in vbs.epochs(optimizer, 2):
+    for _ in optimizer.epochs(2):
         for minibatch in read(loader_of(sampler, num_workers)):
             backward(model, minibatch)
             optimizer.step()
@@ -354,7 +354,7 @@ def test_an_optimizer_may_stop_within_a_pass_or_leave_passes_to_another():
     sampler = make_sampler()
     _, optimizer = make_optimizer(sampler)
     _, other = make_optimizer(sampler)
-    for epoch in vbs.epochs(optimizer, 4):
+    for epoch in optimizer.epochs(4):
         for number, _ in enumerate(sampler):
             optimizer.step()
             if epoch % 2 and number < 6:
@@ -366,7 +366,7 @@ def test_pass_that_is_only_read_is_right():
     sampler = make_sampler()
     model, optimizer = make_optimizer(sampler)
     assert len(list(loader_of(sampler))) == MINIBATCHES
-    for _ in vbs.epochs(optimizer, 1):
+    for _ in optimizer.epochs(1):
         for minibatch in loader_of(sampler):
             backward(model, minibatch)
             optimizer.step()
@@ -394,7 +394,7 @@ def test_padding_counts_as_any_other_minibatch(rank):
 def test_stream_counts_what_is_read(num_workers):
     stream = vbs.Stream(list(DATA), trace=2 * SIZE, minibatch_size=SIZE, dataset_size=len(DATA))
     model, optimizer = make_optimizer(stream)
-    for _ in vbs.epochs(optimizer, 2):
+    for _ in optimizer.epochs(2):
         for minibatch in DataLoader(stream, batch_size=None, num_workers=num_workers):
             backward(model, minibatch)
             optimizer.step()
@@ -415,7 +415,7 @@ def test_sampler_need_not_be_read_where_the_loop_says_so():
     sampler = make_sampler()
     sampler.must_be_read = False
     model, optimizer = make_optimizer(sampler)
-    for _ in vbs.epochs(optimizer, 1):
+    for _ in optimizer.epochs(1):
         for indices in list(make_sampler()):
             backward(model, DATA[indices])
             optimizer.step()

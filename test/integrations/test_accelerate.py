@@ -57,7 +57,7 @@ def test_saving_within_a_step_warns(tmp_path, caplog):
     session.train(accelerator.backward, stop_at=1)
     accelerator.save_state(str(tmp_path))
     assert "within a step" not in caplog.text
-    next(vbs.epochs(session.optimizer, 2))
+    next(session.optimizer.epochs(2))
     data, target = next(iter(session.loader))
     accelerator.backward(torch.nn.functional.cross_entropy(session.model(data), target))
     session.optimizer.step()
@@ -171,7 +171,7 @@ def with_two_inner_optimizers():
 def test_scheduler_of_one_of_several_inner_optimizers_is_allowed():
     model, optimizer, scheduler = with_two_inner_optimizers()
     model, optimizer, scheduler = prepare(Accelerator(cpu=True), model, optimizer, scheduler)
-    for _ in vbs.epochs(optimizer, 1):
+    for _ in optimizer.epochs(1):
         for _ in optimizer.sampler:
             model(torch.ones(2, 2)).sum().backward()
             optimizer.step()

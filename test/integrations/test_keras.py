@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 from variable_batch_size.integrations.keras import VariableBatchModel
+from variable_batch_size.optim.attachments import Follower
 
 # two epochs of 64 samples, of six and four steps
 TRACE = [8, 16, 4, 20, 12, 4, 24, 8, 4, 20]
@@ -54,7 +55,7 @@ class Session:
 def by_own_loop(rule):
     session = Session(rule, kind=keras.Model)
     losses = []
-    for _ in vbs.epochs(session.optimizer, 2):
+    for _ in session.optimizer.epochs(2):
         losses.append([])
         for data, target in session.loader:
             loss = torch.nn.functional.cross_entropy(session.model(data, training=True), target)
@@ -142,7 +143,7 @@ def test_stopped_run_resumes_from_the_backup_of_keras(tmp_path, save_freq):
 
 STEPPED = {
     "each batch": lambda scheduler, optimizer: scheduler.step(),
-    "by samples": lambda scheduler, optimizer: vbs.follow_samples(scheduler, optimizer, per=8),
+    "by samples": lambda scheduler, optimizer: Follower.checked(scheduler, "samples", 8).follow(optimizer),
 }
 
 

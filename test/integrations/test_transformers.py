@@ -88,7 +88,7 @@ def test_minibatches_without_tokens_have_equal_weights(tmp_path):
     model = Regression()
     sampler = vbs.CustomSampler(data, trace=TRACE, minibatch_size=2, seed=42)
     optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), sampler, ref_batchsize=8)
-    for _ in vbs.epochs(optimizer, 2):
+    for _ in optimizer.epochs(2):
         for indices in sampler:
             model(*(torch.stack([data[i][name] for i in indices]) for name in "xy"))["loss"].backward()
             optimizer.step()
@@ -171,7 +171,7 @@ def test_minibatches_have_equal_weights_if_the_trainer_requests_it(tmp_path):
     model = trainer_runs.model_of_llama()
     sampler = vbs.CustomSampler(data, trace=[8, 4, 12, 8], minibatch_size=2, seed=42)
     optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), sampler, ref_batchsize=8)
-    for _ in vbs.epochs(optimizer, 1):
+    for _ in optimizer.epochs(1):
         for indices in sampler:
             model(**{name: torch.stack([data[i][name] for i in indices]) for name in data[0]}).loss.backward()
             optimizer.step()

@@ -38,7 +38,7 @@ def build(**different):
     )
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=how["lr"])
     model[2].bias.requires_grad_(not how["frozen"])
-    rule = vbs.make_rule(how["rule"])
+    rule = vbs.rules.make_rule(how["rule"])
     options = {"clip_grad_norm": how["clip"], "exact": how["exact"], **how["options"]}
     optimizer = vbs.CustomOptimizer(
         inner, sampler, rule=rule, ref_batchsize=how["ref_batchsize"], model=model, **options
@@ -134,7 +134,7 @@ def plain_run(between=lambda *_: None, *, model=None, passes_model=True, trace=(
     optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=8, **options)
     x = torch.linspace(-1, 1, 24 * 3).view(24, 3)
     try:
-        for _ in vbs.epochs(optimizer, 3):
+        for _ in optimizer.epochs(3):
             for indices in sampler:
                 between(model, inner, optimizer)
                 model(x[indices]).square().mean().backward()

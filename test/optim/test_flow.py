@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 import variable_batch_size as vbs
 from variable_batch_size.optim import flow
+from variable_batch_size.optim.attachments import Follower
 from variable_batch_size.rules.noise import NoiseMeter
 
 TRACE = [4 * n for n in (2, 1, 3, 6, 1, 2, 5, 4, 4, 1, 2, 8)]
@@ -39,7 +40,7 @@ class Run:
         self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
         groups = [{"params": list(self.model[:2].parameters())}, {"params": list(self.model[3].parameters())}]
         self.sampler = vbs.CustomSampler(dataset_size=1000, trace=TRACE, minibatch_size=4)
-        rule = vbs.make_rule(rule)
+        rule = vbs.rules.make_rule(rule)
         self.dtype, self.inner = dtype, INNER[inner](groups)
         options = {"model": self.model, "ref_batchsize": 8, "skip_nonfinite": True, **options}
         self.optimizer = vbs.CustomOptimizer(self.inner, self.sampler, rule=rule, **options)
@@ -167,7 +168,7 @@ def not_fused(monkeypatch):
 @pytest.mark.parametrize("weights", [None, "weighted"])
 def test_other_optimizers_get_the_gain_of_the_step_before(monkeypatch, weights):
     not_fused(monkeypatch)
-    monkeypatch.setattr(vbs, "make_rule", lambda _: GainOfTheStepBefore())
+    monkeypatch.setattr(vbs.rules, "make_rule", lambda _: GainOfTheStepBefore())
     names = ("lr", "progress", "model", "inner")
     steps = Run(skip_nonfinite=False).steps(bad=(), weights=weights)
     expected = [{name: one[name] for name in names} for one in steps]
@@ -327,7 +328,7 @@ def test_schedule_by_progress_resumes_as_if_never_stopped(on_device, stop):
 
         def followed(**options):
             is_complete = step(**options)
-            vbs.follow_progress(scheduler, run.optimizer)
+            Follower.checked(scheduler, "progress", 1).follow(run.optimizer)
             return is_complete
 
         run.optimizer.step = followed

@@ -11,7 +11,7 @@ from variable_batch_size.cores.communicator import Communicator, SingleProcess
 from variable_batch_size.optim.hyperparameters import BetaHistory, Preconditioner, StepHyperparameters, is_decoupled
 from variable_batch_size.optim.proxy import MultiOptimizer
 
-STEP = vbs.Step(batch_size=4, minibatch_size=1, ref_batchsize=1)
+STEP = vbs.rules.Step(batch_size=4, minibatch_size=1, ref_batchsize=1)
 
 
 def parameters(number, gradient=1.0):
@@ -92,7 +92,7 @@ def test_parameters_with_different_beta_histories_are_separate_groups_in_a_step(
     inner = torch.optim.Adam([old, new], lr=0.25, betas=(0.75, 0.875), eps=0.5, amsgrad=True)
     settings = StepHyperparameters(inner, Marking())
     new.grad = None
-    with settings.applied(vbs.rules.AdamRule(), vbs.Step(1, 1, 1), [1.0]):
+    with settings.applied(vbs.rules.AdamRule(), vbs.rules.Step(1, 1, 1), [1.0]):
         assert len(inner.param_groups) == 1
         inner.state[old]["step"] = torch.tensor(1.0)  # as after an update
     new.grad = torch.ones_like(new)

@@ -42,7 +42,7 @@ SCALES = pytest.mark.parametrize("scale", [0.5, 2, 16])
 )
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_decay_per_sample_of_sgd_is_constant_only_under_the_linear_rules(rule, power, scale, momentum):
-    found = decay_per_sample(torch.optim.SGD, vbs.make_rule(rule), scale, momentum=momentum)
+    found = decay_per_sample(torch.optim.SGD, vbs.rules.make_rule(rule), scale, momentum=momentum)
     # momentum accumulates a coupled decay like the gradient
     at_reference = LR * DECAY / (1 - momentum) / REFERENCE
     assert found == pytest.approx(at_reference * scale**power, rel=1e-4)

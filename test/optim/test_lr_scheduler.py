@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
 import variable_batch_size as vbs
+from variable_batch_size.optim.attachments import Follower
 
 
 @dataclass
@@ -88,7 +89,7 @@ def by_progress(make, positions):
     scheduler = make(optimizer)
     optimizer.step()
     for run.late_progress in positions:
-        vbs.follow_progress(scheduler, run)
+        Follower.checked(scheduler, "progress", 1).follow(run)
         assert scheduler.get_last_lr() == [settings(optimizer)[0]]
         yield settings(optimizer)
 
@@ -118,8 +119,8 @@ def test_part_of_a_chain_stays_at_its_final_value_while_others_continue():
 
 
 def test_metric_based_scheduler_raises():
-    with pytest.raises(ValueError, match=r"^`scheduler` must depend on its steps only, got ReduceLROnPlateau"):
-        vbs.follow_progress(schedulers.ReduceLROnPlateau(new_optimizer()), Run(1.0))
+    with pytest.raises(ValueError, match=r"^a scheduler that is attached must depend on its steps only, got Red"):
+        Follower.checked(schedulers.ReduceLROnPlateau(new_optimizer()), "progress", 1).follow(Run(1.0))
 
 
 # ------------------------------------------------------------------------------------- by samples, whatever the trace
@@ -150,13 +151,13 @@ def steps_of(optimizer, **options):
         yield
 
 
-def by_samples(make, trace, per, follow=vbs.follow_samples, **options):
+def by_samples(make, trace, per, unit="samples", **options):
     """The learning rate and momentum at each number of samples."""
     optimizer = optimizer_of(trace)
     scheduler = make(optimizer)
     found = {}
     for _ in steps_of(optimizer, **options):
-        follow(scheduler, optimizer, per=per)
+        Follower.checked(scheduler, unit, per).follow(optimizer)
         found[optimizer.samples_done] = settings(optimizer)
     return found
 
@@ -174,7 +175,7 @@ def test_learning_rate_at_the_same_samples_is_bitwise_equal_under_any_trace(name
 @pytest.mark.parametrize("name", KINDS)
 def test_learning_rate_at_the_same_weight_is_bitwise_equal_under_any_trace(name):
     for trace in TRACES.values():
-        by_weight = by_samples(KINDS[name], trace, 7 * 8, vbs.follow_weight, weight=7 * 2)
+        by_weight = by_samples(KINDS[name], trace, 7 * 8, "tokens", weight=7 * 2)
         assert by_weight == by_samples(KINDS[name], trace, 8)
 
 
@@ -182,7 +183,7 @@ def test_fractional_weights_may_sum_to_slightly_less_than_a_step():
     optimizer = optimizer_of([2] * 10)
     scheduler = linear(optimizer)
     for _ in steps_of(optimizer, weight=0.1):
-        vbs.follow_weight(scheduler, optimizer, per=0.5)
+        Follower.checked(scheduler, "tokens", 0.5).follow(optimizer)
     assert optimizer.weight_done < 1
     assert scheduler.last_epoch == 2
 
@@ -191,7 +192,7 @@ def test_scheduler_of_the_inner_optimizer_follows():
     optimizer = optimizer_of([4, 8, 4])
     scheduler = linear(optimizer.inner)
     for _ in steps_of(optimizer):
-        vbs.follow_samples(scheduler, optimizer, per=4)
+        Follower.checked(scheduler, "samples", 4).follow(optimizer)
     assert settings(optimizer) == by_steps(linear, 4)[-1]
 
 
@@ -200,25 +201,25 @@ def test_following_before_the_first_update_changes_nothing_and_does_not_warn():
     scheduler = linear(optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        vbs.follow_samples(scheduler, optimizer, per=2)
+        Follower.checked(scheduler, "samples", 2).follow(optimizer)
         assert scheduler.last_epoch == 0
         next(steps_of(optimizer))  # one of the two minibatches of the first step
-        vbs.follow_samples(scheduler, optimizer, per=2)
+        Follower.checked(scheduler, "samples", 2).follow(optimizer)
     assert scheduler.last_epoch == 0
 
 
-@pytest.mark.parametrize("per", [0, -8, 2.5, True, None])
-def test_samples_per_step_must_be_a_positive_integer(per):
+@pytest.mark.parametrize("per", [0, -8, True, "64"])
+def test_samples_per_step_must_be_a_positive_number(per):
     optimizer = optimizer_of([4])
-    with pytest.raises(ValueError, match=r"^`per` must be a positive integer, got"):
-        vbs.follow_samples(linear(optimizer), optimizer, per=per)
+    with pytest.raises(ValueError, match=r"^`every` must be a positive number, got"):
+        Follower.checked(linear(optimizer), "samples", per).follow(optimizer)
 
 
 @pytest.mark.parametrize("per", [0, -1.5, math.inf, math.nan])
 def test_weight_per_step_must_be_a_positive_number(per):
     optimizer = optimizer_of([4])
-    with pytest.raises(ValueError, match=r"^`per` must be positive and finite, got (0|-1\.5|inf|nan)$"):
-        vbs.follow_weight(linear(optimizer), optimizer, per=per)
+    with pytest.raises(ValueError, match=r"^`every` must be a positive number, got (0|-1\.5|inf|nan)$"):
+        Follower.checked(linear(optimizer), "tokens", per).follow(optimizer)
 
 
 def test_scheduler_that_is_also_stepped_elsewhere_raises():
@@ -229,6 +230,6 @@ def test_scheduler_that_is_also_stepped_elsewhere_raises():
             break
     scheduler.step()
     scheduler.step()
-    message = "^the scheduler has made 2 steps, more than the 1 it should have made: call its step\\(\\) nowhere else"
+    message = "^the scheduler has made 2 steps, more than the 1 it should have made: don't call its step"
     with pytest.raises(RuntimeError, match=message):
-        vbs.follow_samples(scheduler, optimizer, per=4)
+        Follower.checked(scheduler, "samples", 4).follow(optimizer)

@@ -1,4 +1,4 @@
-"""vbs.epochs: sampler and optimizer move through the epochs together."""
+"""optimizer.epochs: sampler and optimizer move through the epochs together."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def make(trace=(2, 1, 3, 1, 1, 2), **options):
 def steps_of(weight, optimizer, num_epochs, *, stop_after=None, save=None):
     """The epoch, samples and batch size of every minibatch."""
     found = []
-    for epoch in vbs.epochs(optimizer, num_epochs):
+    for epoch in optimizer.epochs(num_epochs):
         for indices in optimizer.sampler:
             weight.grad = torch.tensor([1.0, indices[0], epoch])
             optimizer.step()
@@ -49,13 +49,13 @@ def test_run_resumes_where_its_state_was_saved(stop_after):
 def test_completed_run_has_no_epochs_left_and_may_continue_with_more():
     weight, optimizer = make()
     steps_of(weight, optimizer, 2)
-    assert list(vbs.epochs(optimizer, 2)) == []
+    assert list(optimizer.epochs(2)) == []
     assert {epoch for epoch, _, _ in steps_of(weight, optimizer, 3)} == {2}
 
 
 def test_an_epoch_may_be_left_early(caplog):
     weight, optimizer = make()
-    for epoch in vbs.epochs(optimizer, 3):
+    for epoch in optimizer.epochs(3):
         for _ in optimizer.sampler:
             weight.grad = torch.ones(3)
             optimizer.step()
@@ -86,14 +86,12 @@ def test_policy_decides_the_epochs():
             optimizer.set_epoch(epoch)
             yield epoch
 
-    assert sizes_with(lambda optimizer: vbs.epochs(optimizer, 4)) == sizes_with(by_hand)
+    assert sizes_with(lambda optimizer: optimizer.epochs(4)) == sizes_with(by_hand)
 
 
 def test_invalid_arguments_raise_immediately():
     _, optimizer = make()
     with pytest.raises(ValueError, match="3 epochs"):
-        vbs.epochs(optimizer, 4)
-    with pytest.raises(ValueError, match=r"^`optimizer` must be a CustomOptimizer, got SGD$"):
-        vbs.epochs(optimizer.inner, 3)
+        optimizer.epochs(4)
     with pytest.raises(ValueError, match="`num_epochs`"):
-        vbs.epochs(optimizer, -1)
+        optimizer.epochs(-1)

@@ -9,6 +9,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import variable_batch_size as vbs
+from variable_batch_size.optim.attachments import Follower
 
 
 def make(
@@ -150,7 +151,7 @@ def test_a_scheduler_follows_progress():
     seen = []
     for _ in range(6):
         run(model, optimizer, [[-1, 1], [1, -1]])
-        vbs.follow_progress(scheduler, optimizer)
+        Follower.checked(scheduler, "progress", 1).follow(optimizer)
         seen.append((round(optimizer.progress, 6), scheduler.last_epoch, round(optimizer.param_groups[0]["lr"], 9)))
     assert seen == [(2, 2, 0.01), (4, 4, 0.001), (6, 6, 1e-4), (8, 8, 1e-5), (10, 10, 1e-6), (12, 12, 1e-7)]
 
@@ -381,7 +382,7 @@ def accuracy_after(kind, batch_size, seed, *, progress=None, updates=None):
             if not optimizer.step():
                 continue
             if progress:
-                vbs.follow_progress(scheduler, optimizer)
+                Follower.checked(scheduler, "progress", 1).follow(optimizer)
             else:
                 scheduler.step()
             if (optimizer.progress if progress else optimizer.steps_done) >= length:

@@ -20,7 +20,7 @@ def make(**options):
 def weights_after(run_minibatch, **options):
     model, optimizer = make(**options)
     torch.manual_seed(2)
-    for _ in vbs.epochs(optimizer, 2):
+    for _ in optimizer.epochs(2):
         for indices in optimizer.sampler:
             run_minibatch(model, optimizer, DATA[indices])
     return nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -59,7 +59,7 @@ def test_closure_runs_once_and_its_result_is_returned():
         calls.append(backward(model, DATA[:8]))
         return calls[-1]
 
-    for _ in vbs.epochs(optimizer, 1):
+    for _ in optimizer.epochs(1):
         assert optimizer.step(closure) is calls[0]
         assert optimizer.updated
         assert optimizer.step(closure) is calls[1]
@@ -78,7 +78,7 @@ def test_loop_of_a_framework_must_have_set_the_epoch():
 def test_updated_is_false_after_a_skipped_update():
     model, optimizer = make()
     assert not optimizer.updated
-    for _ in vbs.epochs(optimizer, 1):
+    for _ in optimizer.epochs(1):
         optimizer.step(lambda: backward(model, DATA[:8]))
         for _ in range(3):
             optimizer.step(lambda: backward(model, DATA[:8] * torch.nan))
@@ -88,7 +88,7 @@ def test_updated_is_false_after_a_skipped_update():
 
 def test_updated_is_false_after_a_failed_step():
     model, optimizer = make()
-    for _ in vbs.epochs(optimizer, 1):
+    for _ in optimizer.epochs(1):
         optimizer.step(lambda: backward(model, DATA[:8]))
         assert optimizer.updated
         try:

@@ -80,7 +80,7 @@ def count(rule, trace=TRACE, model=None, clip_grad_norm=1.0):
     optimizer = vbs.CustomOptimizer(
         inner,
         sampler,
-        rule=vbs.make_rule(rule),
+        rule=vbs.rules.make_rule(rule),
         ref_batchsize=8,
         model=model,
         clip_grad_norm=clip_grad_norm,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from variable_batch_size import Rule, Step
+from variable_batch_size.rules import Rule, Step
 from variable_batch_size.rules.transition import LRScaler
 
 

@@ -32,7 +32,7 @@ def test_the_trace_of_an_epoch():
 def test_get_bs_is_the_next_batch_size_and_get_lr_is_unscaled():
     model, sampler, optimizer = make(12, [4, 8, 6])
     seen = [optimizer.get_bs()]
-    for _ in vbs.epochs(optimizer, 1):
+    for _ in optimizer.epochs(1):
         for _ in sampler:
             model(torch.ones(2, 2)).sum().backward()
             optimizer.step()
@@ -52,7 +52,7 @@ def test_verbose_logs_a_summary_of_the_trace(caplog):
 
 
 def test_a_sampler_needs_one_size_and_a_trace():
-    with pytest.raises(TypeError, match=r"^`trace` must be given$"):
+    with pytest.raises(ValueError, match=r"^`trace` must be given: a path, "):
         vbs.CustomSampler(12, minibatch_size=2)
     with pytest.raises(ValueError, match=r"^pass either `dataset` or `dataset_size`, got both$"):
         vbs.CustomSampler(12, 4, dataset_size=12, minibatch_size=2)

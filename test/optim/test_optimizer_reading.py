@@ -34,8 +34,8 @@ def run(weights, optimizer, *gradients):
 
 def test_repr_names_the_inner_optimizer_and_the_reference():
     _, optimizer = make(lrs=(1.0,))
-    assert repr(optimizer).startswith("CustomOptimizer(SGD (")
-    assert repr(optimizer).endswith(", ref_batchsize=2)")
+    assert repr(optimizer).startswith("<CustomOptimizer of SGD: ")
+    assert "at batch size 2, epoch 0, 0 steps done>" in repr(optimizer)
 
 
 class Counting(vbs.Rule):
@@ -101,8 +101,8 @@ def test_minibatches_may_be_seeded_without_being_exact():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"sampler": [0]}, r"^`sampler` must be a CustomSampler or a Stream, got list$"),
-        ({"rule": "linear"}, r"^`rule` must be a Rule, got 'linear'$"),
+        ({"sampler": [0]}, r"^`sampler` must be a CustomSampler, a Stream or a DataLoader that reads one, got list$"),
+        ({"rule": 3}, r"^`rule` must be a Rule or a name such as 'linear', got 3$"),
         ({"rule": vbs.rules.AdamRule()}, r"^`inner` must be an Adam-style optimizer with betas and eps, got SGD$"),
         ({"ref_batchsize": 0}, r"^`ref_batchsize` must be a positive integer, got 0$"),
     ],

@@ -27,7 +27,7 @@ class Toy:
         self.optimizer = vbs.CustomOptimizer(self.inner, self.sampler, rule=rule, ref_batchsize=8, model=self.model)
 
     def train(self, epochs=2, each=lambda: None):
-        for epoch in vbs.epochs(self.optimizer, epochs):
+        for epoch in self.optimizer.epochs(epochs):
             for indices in self.sampler:
                 nn.functional.cross_entropy(self.model(self.data[indices]), self.target[indices]).backward()
                 if self.optimizer.step():

@@ -107,7 +107,7 @@ def train(rank, cores, run_minibatch, trace=TRACE, **options):
     critic, generator = make_models()
     sampler = make_sampler(num_replicas=cores, rank=rank, trace=trace)
     optimizers = [make_optimizer(model, sampler, **options) for model in (critic, generator)]
-    for _ in vbs.epochs(optimizers[0], 1):
+    for _ in optimizers[0].epochs(1):
         for indices in sampler:
             run_minibatch(critic, generator, optimizers, REAL[indices], NOISE[indices])
     return weights(critic, generator)

@@ -133,8 +133,10 @@ def test_other_policies_need_no_noise():
 
 
 def test_policy_class_or_other_object_raises():
-    for wrong in (vbs.policies.PerCore, None):
-        with pytest.raises(ValueError, match="`trace` must be a path, a sequence of batch sizes or an integer, got"):
+    for wrong in (vbs.policies.PerCore, 64.0):
+        with pytest.raises(
+            ValueError, match="`trace` must be a path, stages, a sequence of batch sizes or an integer, got"
+        ):
             run_with(wrong)
 
 
@@ -252,7 +254,7 @@ def test_policy_receives_the_noise_in_samples_also_with_token_weights():
         _, sampler, optimizer = run_with(vbs.policies.FunctionPolicy(lambda situation: 16, every=6, lead=2))
         optimizer.on_decision(lambda record: told.append(record["noise_scale"]))
         generator = torch.Generator().manual_seed(2)
-        for _ in vbs.epochs(optimizer, 1):
+        for _ in optimizer.epochs(1):
             for _ in sampler:
                 for p in optimizer.parameters():
                     p.grad = 1 + torch.randn(p.shape, generator=generator, dtype=p.dtype)

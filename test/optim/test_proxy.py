@@ -254,7 +254,7 @@ def test_rejected_group_has_no_effect(is_one):
             [vbs.rules.LinearMomentumRule(), vbs.rules.LinearRule()],
             r"^either all rules in `rule` must sum gradients or none, got",
         ),
-        ([vbs.rules.LinearRule(), "root"], r"^`rule` must be a Rule, got 'root'$"),
+        ([vbs.rules.LinearRule(), 3], r"^`rule` must be a Rule or a name such as 'linear', got 3$"),
     ],
 )
 def test_incompatible_rules_raise(rules, message):

@@ -158,7 +158,7 @@ def test_rules_that_measure_noise_are_planned_at_a_noise_scale():
     assert list(rules) == ["adascale@1000", "adamscale@1000", "surge@1000"]
     for size in (32, 128, 2048):
         gain = (1000 / 128 + 1) / (1000 / size + 1)
-        found = [rule.factor(vbs.Step(size, 32, 128)) for rule in rules.values()]
+        found = [rule.factor(vbs.rules.Step(size, 32, 128)) for rule in rules.values()]
         assert found == pytest.approx([gain, math.sqrt(gain), gain / math.sqrt(size / 128)])
     with pytest.raises(ValueError, match="`noise_scale` must be a positive number, got 0"):
         planned_rules(["surge"], noise_scale=0)

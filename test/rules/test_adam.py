@@ -2,8 +2,7 @@
 
 import pytest
 
-from variable_batch_size import Step
-from variable_batch_size.rules import AdamRule
+from variable_batch_size.rules import AdamRule, Step
 from variable_batch_size.rules.adam import check_adam, corrected_for_bias
 
 # after two updates 1 − β^t is 0.75 and 0.4375: 1.25 and 4 times 1 − Π β, 0.6 and 0.109375
@@ -106,7 +105,9 @@ def test_a_step_of_adam_is_worth_its_scale():
 
 
 def test_unknown_form_is_rejected():
-    with pytest.raises(ValueError, match=r"^`form` must be one of 'sde', 'half-life', got 'halflife'$"):
+    with pytest.raises(
+        ValueError, match=r"^`form` must be one of 'sde', 'half-life', got 'halflife' \(did you mean 'half-life'\?\)$"
+    ):
         AdamRule(form="halflife")
 
 

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from variable_batch_size import Step
-from variable_batch_size.rules import AdamScaleRule, AdaScaleRule, Noise, Norms
+from variable_batch_size.rules import AdamScaleRule, AdaScaleRule, Noise, Norms, Step
 
 TWO = Step(batch_size=2, minibatch_size=1, ref_batchsize=1)
 SINGLE = Step(batch_size=1, minibatch_size=1, ref_batchsize=1)

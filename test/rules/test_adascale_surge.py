@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from variable_batch_size import Step
-from variable_batch_size.rules import Norms, SurgeRule
+from variable_batch_size.rules import Norms, Step, SurgeRule
 
 
 def at_noise_scale(noise_scale):

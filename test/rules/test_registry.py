@@ -9,16 +9,16 @@ from variable_batch_size.rules.registry import RULES
 
 
 def test_a_rule_is_made_by_its_name_with_its_settings():
-    assert isinstance(vbs.make_rule("root"), vbs.rules.RootRule)
-    assert vbs.make_rule("adascale", starts_with_mean=True).starts_with_mean
-    assert vbs.make_rule("legw", warmup_samples=128).warmup_samples == 128
+    assert isinstance(vbs.rules.make_rule("root"), vbs.rules.RootRule)
+    assert vbs.rules.make_rule("adascale", starts_with_mean=True).starts_with_mean
+    assert vbs.rules.make_rule("legw", warmup_samples=128).warmup_samples == 128
 
 
 def test_unknown_rule_error_lists_the_names():
     names = "'linear', 'root', 'constant', 'linear_momentum', 'adascale', 'adam', 'adamscale', 'muon', 'surge', 'legw'"
-    message = f"`rule` must be one of {names}, got 'Linear'"
+    message = f"`rule` must be one of {names}, got 'Linear' (did you mean 'linear'?)"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        vbs.make_rule("Linear")
+        vbs.rules.make_rule("Linear")
 
 
 def test_required_settings_of_rules():
@@ -26,9 +26,9 @@ def test_required_settings_of_rules():
 
 
 def test_one_setting_may_follow_the_name():
-    assert vbs.make_rule("legw:128").warmup_samples == 128
-    assert vbs.make_rule("adam:half-life", scales_weight_decay=False).form == "half-life"
-    assert vbs.make_rule("adam").form == "sde"
+    assert vbs.rules.make_rule("legw:128").warmup_samples == 128
+    assert vbs.rules.make_rule("adam:half-life", scales_weight_decay=False).form == "half-life"
+    assert vbs.rules.make_rule("adam").form == "sde"
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_one_setting_may_follow_the_name():
 )
 def test_invalid_setting_after_the_name_is_rejected(name, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        vbs.make_rule(name)
+        vbs.rules.make_rule(name)

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from variable_batch_size import Rule, Step
 from variable_batch_size.rules import (
     AdamRule,
     ConstantRule,
@@ -12,6 +11,8 @@ from variable_batch_size.rules import (
     LinearMomentumRule,
     LinearRule,
     RootRule,
+    Rule,
+    Step,
     ema_decay,
 )
 from variable_batch_size.rules.transition import Transition

@@ -2,8 +2,7 @@
 
 import pytest
 
-from variable_batch_size import Step
-from variable_batch_size.rules import MuonRule
+from variable_batch_size.rules import MuonRule, Step
 
 GROUP = {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.95}
 

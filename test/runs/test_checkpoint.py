@@ -511,7 +511,7 @@ def test_custom_epoch_loop_raises(tmp_path):
     checkpoint, sampler, optimizer, model = make(tmp_path, every_steps=1)
     message = r"^Optimizer is at epoch 1, step 1, but checkpoint\.epochs\(\) expected epoch 0, step \d+\. "
     with pytest.raises(RuntimeError, match=message):
-        for _ in vbs.epochs(optimizer, 2):
+        for _ in optimizer.epochs(2):
             for indices in sampler:
                 model(torch.ones(len(indices), 6)).sum().backward()
                 optimizer.step()

@@ -6,6 +6,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
 import variable_batch_size as vbs
+from variable_batch_size.optim.attachments import Follower
 
 
 def sequence(optimizer):
@@ -41,7 +42,7 @@ def step(scheduler, optimizer):
 
 
 def follow(scheduler, optimizer):
-    vbs.follow_samples(scheduler, optimizer, per=3)
+    Follower.checked(scheduler, "samples", 3).follow(optimizer)
 
 
 def learning_rates(directory, make, stop_after=NUM_STEPS, *, move=step, trace=2):

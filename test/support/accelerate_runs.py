@@ -37,7 +37,7 @@ class Session:
 
     def train(self, backward, stop_at=None):
         """Train to the end, or for some steps; scheduler.step() is unconditional, as with Accelerate."""
-        for _ in vbs.epochs(self.optimizer, 2):
+        for _ in self.optimizer.epochs(2):
             for data, target in self.loader:
                 backward(nn.functional.cross_entropy(self.model(data), target))
                 self.optimizer.step()
@@ -55,7 +55,7 @@ class Session:
 
 def by_own_loop(rule):
     session = Session(rule)
-    for _ in vbs.epochs(session.optimizer, 2):
+    for _ in session.optimizer.epochs(2):
         for data, target in session.loader:
             nn.functional.cross_entropy(session.model(data), target).backward()
             if session.optimizer.step():

@@ -97,7 +97,7 @@ def own_loop(rule="linear", *, num_epochs=NUM_EPOCHS, max_steps=-1, model=None):
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = RULES[rule](inner, sampler, ref_batchsize=8, model=model, clip_grad_norm=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.8)
-    for _ in vbs.epochs(optimizer, num_epochs):
+    for _ in optimizer.epochs(num_epochs):
         for samples, target in DataLoader(data, batch_sampler=sampler):
             nn.functional.mse_loss(model(samples), target).backward()
             if optimizer.step():

@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import variable_batch_size as vbs
+from variable_batch_size.optim.attachments import Follower
 
 MINIBATCH = 8
 REF_BATCHSIZE = 32
@@ -61,8 +62,8 @@ FUSED = {
 MANY_SIZES = [MINIBATCH * n for n in (*(s // MINIBATCH for s in SIZES[:WARM_UP]), *range(48, 0, -1))]
 WEIGHTED = {"weighted": RUNS["linear"], "weighted adascale": RUNS["adascale"], "weighted adam": RUNS["adam"]}
 SCHEDULES = {
-    "cosine, samples": lambda scheduler, optimizer: vbs.follow_samples(scheduler, optimizer, per=REF_BATCHSIZE),
-    "cosine, progress": vbs.follow_progress,
+    "cosine, samples": lambda scheduler, optimizer: Follower(scheduler, "samples", REF_BATCHSIZE).follow(optimizer),
+    "cosine, progress": lambda scheduler, optimizer: Follower(scheduler, "progress", 1).follow(optimizer),
 }
 
 
@@ -85,7 +86,7 @@ def train(device, rule, inner, options=None, *, trace=SIZES, weight=None, follow
     optimizer = vbs.CustomOptimizer(
         inner(model),
         sampler,
-        rule=vbs.make_rule(rule, **settings),
+        rule=vbs.rules.make_rule(rule, **settings),
         ref_batchsize=REF_BATCHSIZE,
         model=model,
         **(options or {}),

@@ -92,7 +92,7 @@ def by_own_loop(rule):
     scheduler = get_scheduler("cosine", inner, num_warmup_steps=3, num_training_steps=len(TRACE))
     records = []
     log = vbs.Log(optimizer, every=1, to=[records.append])
-    for _ in vbs.epochs(optimizer, 2):
+    for _ in optimizer.epochs(2):
         for indices in sampler:
             tokens, labels = (torch.stack([data[i][name] for i in indices]) for name in ("input_ids", "labels"))
             loss = model(input_ids=tokens, labels=labels, num_items_in_batch=torch.tensor(1)).loss  # their sum

@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
+from variable_batch_size.optim.attachments import Follower
 
 MINIBATCH = 4
 NUM_SAMPLES = 58
@@ -485,7 +486,7 @@ class Run:
     def _minibatches(self, number: int) -> Any:
         sampler = self.samplers[number]
         leader = self.optimizers[self.program.order[0] if self.program.shares_sampler else number]
-        for _ in vbs.epochs(leader, NUM_EPOCHS):
+        for _ in leader.epochs(NUM_EPOCHS):
             yield from DataLoader(range(NUM_SAMPLES), batch_sampler=sampler) if self.program.uses_loader else sampler
 
     def run_turn(self) -> None:
@@ -539,7 +540,7 @@ class Run:
             if self.program.sides[number].schedule == "wrapper" and optimizer.updated:
                 scheduler.step()
             elif self.program.sides[number].schedule == "samples":
-                vbs.follow_samples(scheduler, optimizer, per=PER)
+                Follower.checked(scheduler, "samples", PER).follow(optimizer)
             if optimizer.sampler.policy is not None and self.program.policy == "plateau":
                 optimizer.sampler.policy.tell(TOLD[self.turn % len(TOLD)])
         if 0 in which and isinstance(self.teacher, AveragedModel) and self.optimizers[0].updated:

@@ -139,7 +139,7 @@ def train(backend, rule, inner, options, *, dtype=torch.float64, weight=int):
     optimizer = vbs.CustomOptimizer(
         inner(model),
         sampler,
-        rule=vbs.make_rule(rule, **({"min_updates": 1} if rule == "adamscale" else {})),
+        rule=vbs.rules.make_rule(rule, **({"min_updates": 1} if rule == "adamscale" else {})),
         ref_batchsize=REF_BATCHSIZE,
         model=model,
         **options,
@@ -240,7 +240,7 @@ def train_by_means(rule, inner):
     sampler = vbs.CustomSampler(
         dataset_size=len(LENGTHS), trace=trace, minibatch_size=MINIBATCH, num_replicas=1, rank=0
     )
-    optimizer = vbs.CustomOptimizer(inner(model), sampler, rule=vbs.make_rule(rule), ref_batchsize=REF_BATCHSIZE)
+    optimizer = vbs.CustomOptimizer(inner(model), sampler, rule=vbs.rules.make_rule(rule), ref_batchsize=REF_BATCHSIZE)
     read = iter(sampler)  # as a loop must
     for step, minibatches in enumerate(steps_of_samples()):
         if step == 6:

@@ -9,6 +9,7 @@ from torch_tpu_runs import largest_difference
 
 import variable_batch_size as vbs
 from variable_batch_size.cores import devices
+from variable_batch_size.optim.attachments import Follower
 
 MINIBATCH = 8
 SIZES = [MINIBATCH * n for n in (3, 1, 5, 2, 7, 1, 4, 6, 2, 3)]
@@ -31,7 +32,7 @@ def train(device, directory, *, stop_after=None, dropout=0.0, **options):
         for one, other in DataLoader(data, batch_sampler=sampler):
             nn.functional.cross_entropy(model(one.to(device)), other.to(device)).backward()
             if optimizer.step():
-                vbs.follow_samples(scheduler, optimizer, per=16)
+                Follower.checked(scheduler, "samples", 16).follow(optimizer)
             checkpoint.step()
             if stop_after and optimizer.steps_done == stop_after and not optimizer.is_accumulating:
                 return None

@@ -70,7 +70,7 @@ def test_fused_optimizers_read_nothing_and_compile_nothing_over_48_batch_sizes(e
 
 
 def test_a_schedule_by_progress_reads_one_number_a_step(eager_mode):
-    result = runs.train("tpu", *runs.FUSED["adascale"], follow=vbs.follow_progress, asks=False)
+    result = runs.train("tpu", *runs.FUSED["adascale"], follow=runs.SCHEDULES["cosine, progress"], asks=False)
     assert set(result["reads"][2:]) == {1}
 
 

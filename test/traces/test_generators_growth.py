@@ -35,7 +35,7 @@ def test_the_linear_rule_on_top_of_the_decay_gives_the_learning_rate_of_smith_et
     trace = vbs.traces.growth_for_decay(640, cap=5_120, minibatch_size=128, **SMITH)
     rule = vbs.rules.LinearRule()
     decays = {640: 1, 3_200: 5, 5_120: 25}  # the cap is reached at the second change
-    lrs = [rule.factor(vbs.Step(size, 128, 640)) / decay for size, decay in decays.items()]
+    lrs = [rule.factor(vbs.rules.Step(size, 128, 640)) / decay for size, decay in decays.items()]
     assert np.unique(trace.sizes).tolist() == list(decays)
     assert lrs == [1, 1, 8 / 25]
 

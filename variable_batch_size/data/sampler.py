@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+import torch.utils.data
+from torch.utils.data import BatchSampler, Sampler
 
-from variable_batch_size.checks import check_integer, check_within
+from variable_batch_size.checks import check_integer, check_positive, check_within
 from variable_batch_size.cores.detect import running_cores
 from variable_batch_size.data.cursor import RunCount
 from variable_batch_size.policies.policy import Policy, Situation, policy_of
@@ -25,7 +26,6 @@ logger = logging.getLogger(__name__)
 Description = dict[str, str | int | bool | None]
 
 _SAMPLES_AT_ONCE = 8192
-_NO_TRACE: Any = object()
 
 
 def is_decided(trace: Any) -> bool:
@@ -203,6 +203,15 @@ class MinibatchSource(ABC):
         # optimizers attach themselves again to a copy that is theirs
         return {**self.__dict__, "_followers": []}
 
+    def num_updates(self, num_epochs: int) -> int:
+        """The number of steps in the first epochs of a run, for example as the length of a learning-rate schedule."""
+        check_positive(num_epochs=num_epochs)
+        if isinstance(self.schedule, PolicySchedule):
+            raise ValueError(
+                "a policy decides the number of updates: let schedules depend on samples, tokens or progress"
+            )
+        return self.schedule.steps(num_epochs - 1).stop
+
     def run_in_lockstep(self) -> None:
         """Give all cores the same number of minibatches in each step. Call it before the first one is read."""
         if self.has_been_read and not self.schedule.lockstep:
@@ -265,7 +274,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
     def __init__(
         self,
         dataset: Sized | int | None = None,
-        trace: TraceLike | Policy | Callable[[Situation], float] = _NO_TRACE,
+        trace: TraceLike | Policy | Callable[[Situation], float] = "",
         *,
         dataset_size: int | None = None,
         minibatch_size: int,
@@ -278,8 +287,8 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         lockstep: bool = False,
         verbose: bool = False,
     ) -> None:
-        if trace is _NO_TRACE:
-            raise TypeError("`trace` must be given")
+        if trace is None or (isinstance(trace, str) and not trace):
+            raise ValueError("`trace` must be given: a path, stages such as '0:64 20:128', batch sizes or a policy")
         if (dataset is None) == (dataset_size is None):
             raise ValueError(f"pass either `dataset` or `dataset_size`, got {'neither' if dataset is None else 'both'}")
         given: Any = dataset_size if dataset is None else dataset
@@ -294,6 +303,11 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
     def description(self) -> Description:
         """What the samples of a step depend on, besides the trace and the minibatch size."""
         return {"dataset_size": int(self.dataset_size), "seed": self.seed, "shuffle": self.shuffle}
+
+    def __repr__(self) -> str:
+        core = f"core {self.rank} of {self.num_replicas}"
+        of = f"{self.dataset_size:,} samples, minibatches of {self.minibatch_size}, {core}, epoch {self.epoch}"
+        return f"<{type(self).__name__} of {self.schedule.name}: {of}>"
 
     def get_epochtrace(self, epoch: int) -> list[int]:
         """The batch sizes of an epoch's steps."""
@@ -316,7 +330,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
             raise ValueError(f"the sampler yields full minibatches, not samples: train with {self._loader}")
         loader: Any = caller.get("loader")  # where an iterator of a DataLoader is set up
         self._num_prefetched = 0
-        if isinstance(loader, DataLoader):
+        if isinstance(loader, torch.utils.data.DataLoader):
             self._num_prefetched = loader.num_workers * (loader.prefetch_factor or 0)
         return _Requested(self._minibatches(), self._on_request)
 
@@ -340,6 +354,86 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
                 self.num_read += 1
                 yield minibatch
         self._end_reading()
+
+
+class DataLoader(torch.utils.data.DataLoader[Any]):
+    """A :class:`torch.utils.data.DataLoader` whose minibatches follow a trace.
+
+        loader = vbs.DataLoader(dataset, trace="0:64 20:128 40:256", minibatch_size=32, num_workers=2)
+
+    It has a :class:`CustomSampler` as its `sampler`, and the arguments of both.
+
+    Args:
+        dataset: with a length.
+        trace: the batch size of every step, as for :class:`CustomSampler`.
+        minibatch_size: samples that one core runs at once.
+        seed: selects the order of the samples, together with the epoch.
+        shuffle: whether samples are shuffled, differently in each epoch.
+        on_end: what follows the last row of the trace.
+        num_replicas: cores that share the work; those of the running backend if None.
+        rank: which of them this is; that of the running backend if None.
+        process_group: the cores that share the work, as for :class:`CustomSampler`.
+        options: of torch's DataLoader, such as `num_workers`, `collate_fn` and `pin_memory`.
+    """
+
+    def __init__(
+        self,
+        dataset: torch.utils.data.Dataset[Any],
+        trace: TraceLike | Policy | Callable[[Situation], float] = "",
+        *,
+        minibatch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        on_end: OnEnd | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        process_group: Any = None,
+        **options: Any,
+    ) -> None:
+        for name in ("batch_size", "batch_sampler", "drop_last", "sampler"):
+            if name in options:
+                raise ValueError(f"`{name}` must not be given: `trace` and `minibatch_size` determine the minibatches")
+        if not options.get("in_order", True):
+            raise ValueError("`in_order` must be True: which step a minibatch belongs to depends on the order")
+        if not isinstance(dataset, Sized):
+            kind = type(dataset).__name__
+            raise ValueError(f"`dataset` must have a length, got {kind}: use vbs.Stream for data without one")
+        sampler = CustomSampler(
+            dataset,
+            trace,
+            minibatch_size=minibatch_size,
+            seed=seed,
+            shuffle=shuffle,
+            on_end=on_end,
+            num_replicas=num_replicas,
+            rank=rank,
+            process_group=process_group,
+        )
+        super().__init__(dataset, batch_sampler=sampler, **options)
+
+    @property
+    def sampler(self) -> CustomSampler:
+        """The sampler, which is the `batch_sampler` of torch's loader."""
+        return self.batch_sampler  # type: ignore[return-value]
+
+    @sampler.setter
+    def sampler(self, value: object) -> None:
+        """Torch's loader sets a sampler of single samples here, which it does not use."""
+
+    def __repr__(self) -> str:
+        return f"<DataLoader of {type(self.dataset).__name__} with {self.sampler!r}>"
+
+
+def source_of(loader: Any) -> MinibatchSource:
+    """The sampler or stream that was passed, or that a loader reads."""
+    for source in (loader, getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)):
+        if isinstance(source, MinibatchSource):
+            return source
+    if isinstance(loader, torch.utils.data.DataLoader):
+        found = "a DataLoader without one: make it with vbs.DataLoader(dataset, trace=…), or batch_sampler=sampler"
+    else:
+        found = type(loader).__name__
+    raise ValueError(f"`sampler` must be a CustomSampler, a Stream or a DataLoader that reads one, got {found}")
 
 
 class _Requested(Iterator[list[int]]):

@@ -53,7 +53,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     """Prepare a model, an optimizer of this library, its loader and its schedulers, and return them in the same order.
 
         model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
-        for epoch in vbs.epochs(optimizer, 10):
+        for epoch in optimizer.epochs(10):
             for data, target in loader:
                 accelerator.backward(loss_fn(model(data), target))
                 optimizer.step()

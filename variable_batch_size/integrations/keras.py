@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from variable_batch_size.integrations.common import Steps, load_state, state_of
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
-from variable_batch_size.optim.lr_scheduler import epochs as epochs_of
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         super(_Run, run).on_train_begin()  # may load a state
         other |= {"verbose": verbose, "callbacks": run, "shuffle": False}
         steps_before = optimizer.steps_made
-        for epoch in epochs_of(optimizer, epochs):
+        for epoch in optimizer.epochs(epochs):
             steps = _StepLoader(x, optimizer)
             run.set_params({**settings, "steps": len(steps)})
             self._initial_epoch = None  # set by a callback that has loaded a state; the optimizer has the position

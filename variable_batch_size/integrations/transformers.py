@@ -12,10 +12,8 @@ from transformers import Trainer, TrainerCallback
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations import common
 from variable_batch_size.integrations.accelerate import UpdateCountingOptimizer
-from variable_batch_size.optim.lr_scheduler import epochs
-from variable_batch_size.optim.optimizer import CustomOptimizer, Options
+from variable_batch_size.optim.optimizer import CustomOptimizer, Options, RuleLike
 from variable_batch_size.policies.policy import Policy, Situation
-from variable_batch_size.rules.rule import Rule
 from variable_batch_size.schedules.schedule import OnEnd
 from variable_batch_size.traces.trace import TraceLike
 
@@ -64,7 +62,7 @@ class VariableBatchMixin:
         self,
         *args: Any,
         trace: TraceLike | Policy | Callable[[Situation], float],
-        rule: Rule | Sequence[Rule],
+        rule: RuleLike | Sequence[RuleLike],
         ref_batchsize: int,
         on_end: OnEnd | None = None,
         options: Options | None = None,
@@ -238,7 +236,7 @@ class _Position(TrainerCallback):  # type: ignore[misc]
         if state.global_step != done:
             found = f"the checkpoint was saved after {state.global_step} steps, but the optimizer is at step {done}"
             raise RuntimeError(f"{found}: the checkpoint must contain the optimizer's state and use the same trace")
-        self._epochs = epochs(optimizer, state.num_train_epochs)
+        self._epochs = optimizer.epochs(state.num_train_epochs)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps or next(self._epochs, None) is None:

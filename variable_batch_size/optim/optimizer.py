@@ -4,18 +4,20 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypedDict, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from variable_batch_size.checks import check_not_negative, check_positive, copy_for_run
 from variable_batch_size.cores.detect import communicator_for, everyone_for
 from variable_batch_size.data.cursor import Cursor, StepPlan
-from variable_batch_size.data.sampler import CustomSampler, Description, MinibatchSource
+from variable_batch_size.data.sampler import CustomSampler, Description, MinibatchSource, source_of
 from variable_batch_size.optim import consistency
+from variable_batch_size.optim.attachments import Attachments, Per
 from variable_batch_size.optim.buffers import Buffers
 from variable_batch_size.optim.flow import Flow, Outcome, step_unless
 from variable_batch_size.optim.gradients import make_accumulator
@@ -32,6 +34,7 @@ from variable_batch_size.rules.adascale import NoiseRule
 from variable_batch_size.rules.noise import Noise, NoiseMeter
 from variable_batch_size.rules.numbers import Number
 from variable_batch_size.rules.per_optimizer import PerOptimizerRule
+from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.rules.transition import LRScaler
 from variable_batch_size.schedules.live import PolicySchedule
@@ -41,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 STATE_KEY = "variable_batch_size"
 Loss = TypeVar("Loss")
+RuleLike = Rule | str
 
 _updates = threading.local()  # `is_running`: whether an optimizer of this library calls step() of an inner one
 
@@ -48,6 +52,7 @@ _updates = threading.local()  # `is_running`: whether an optimizer of this libra
 class Options(TypedDict, total=False):
     """The options of every optimizer of the library; :class:`CustomOptimizer` documents them."""
 
+    ref_batch_size: int
     log_steps: int
     clip_grad_norm: float | None
     model: torch.nn.Module | None
@@ -71,10 +76,12 @@ class CustomOptimizer(OptimizerProxy):
 
     Args:
         inner: any optimizer of torch, with the settings that are right at `ref_batchsize`; or several for one model.
-        sampler: the source of the minibatches: a :class:`CustomSampler` or a :class:`Stream`.
-        rule: computes the settings of a step from its batch size; or a rule for each of several optimizers. It is
-            copied, so that it may be used again: what is measured is in the attribute `rule`.
+        sampler: the source of the minibatches: a :class:`CustomSampler`, a :class:`Stream`, or a loader that reads it.
+        rule: computes the settings of a step from its batch size: a rule, or its name, such as ``"linear"``,
+            ``"adascale"`` or ``"adam:half-life"``; or one for each of several optimizers. It is copied, so that it may
+            be used again: what is measured is in the attribute `rule`.
         ref_batchsize: the batch size at which the settings of `inner` are right.
+        ref_batch_size: the same.
         log_steps: log every N steps on core 0; 0 for never.
         clip_grad_norm: the largest norm of a step's mean gradient over all parameters; None for no limit.
         model: whose buffers (BatchNorm's statistics) the padding minibatch of an idle core must not change.
@@ -108,10 +115,11 @@ class CustomOptimizer(OptimizerProxy):
     def __init__(
         self,
         inner: Inner,
-        sampler: MinibatchSource,
+        sampler: MinibatchSource | DataLoader[Any],
         *,
-        rule: Rule | Sequence[Rule],
-        ref_batchsize: int,
+        rule: RuleLike | Sequence[RuleLike],
+        ref_batchsize: int | None = None,
+        ref_batch_size: int | None = None,
         log_steps: int = 0,
         clip_grad_norm: float | None = None,
         model: torch.nn.Module | None = None,
@@ -125,13 +133,12 @@ class CustomOptimizer(OptimizerProxy):
         reduce_scatter_once: bool = False,
     ) -> None:
         # what must be the same on all ranks; shapes of the model are compared by themselves
-        names = Options.__annotations__.keys() - {"model", "log_steps"}
+        names = Options.__annotations__.keys() - {"model", "log_steps", "ref_batch_size"}
         options = {name: value for name, value in locals().items() if name in names}
         super().__init__(inner)
-        if not isinstance(sampler, MinibatchSource):
-            raise ValueError(f"`sampler` must be a CustomSampler or a Stream, got {type(sampler).__name__}")
+        sampler = source_of(sampler)
         self._rule = _make_rule(rule, self.inner, model)
-        check_positive(ref_batchsize=ref_batchsize)
+        ref_batchsize = _given_ref_batchsize(ref_batchsize, ref_batch_size)
         check_not_negative(log_steps=log_steps)
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}")
@@ -186,6 +193,7 @@ class CustomOptimizer(OptimizerProxy):
         self._lrs: list[Number] = []  # likewise
         self._is_scaled = False  # whether a GradScaler has called step() in this pass
         self._has_joined = False  # whether set_epoch() was called here in this pass
+        self._attachments = Attachments()
         self._precedes = self._has_warned = False  # whether other optimizers of the sampler had no gradient at step()
 
     def _init_minibatches(self, model: torch.nn.Module | None) -> None:
@@ -203,40 +211,46 @@ class CustomOptimizer(OptimizerProxy):
                 one.register_step_pre_hook(partial(_refuse_direct_step, weakref.ref(self)))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.inner!r}, ref_batchsize={self.ref_batchsize})"
+        names = " and ".join(type(one).__name__ for one in optimizers_of(self.inner))
+        lrs = ", ".join(f"{float(group['lr']):g}" for group in self.param_groups)
+        at = f"lr {lrs} at batch size {self.ref_batchsize}, epoch {self.epoch}, {self.steps_done} steps done"
+        return f"<{type(self).__name__} of {names}: {self._rule!r}, {at}>"
 
     def __getstate__(self) -> dict[str, Any]:
         self._flow.settle()  # first: a copy has the numbers that the host knows
-        return super().__getstate__()
+        return {**super().__getstate__(), "_attachments": Attachments()}  # these belong to this optimizer
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.sampler.attach(self)
 
     @overload  # type: ignore[override]
-    def step(self, closure: None = None, *, weight: Weight | None = None) -> bool: ...
+    def step(self, closure: None = None, *, weight: Weight | None = None, loss: Number | None = None) -> bool: ...
 
     @overload
-    def step(self, closure: Callable[[], Loss], *, weight: Weight | None = None) -> Loss: ...
+    def step(
+        self, closure: Callable[[], Loss], *, weight: Weight | None = None, loss: Number | None = None
+    ) -> Loss: ...
 
-    def step(self, closure: Callable[[], Any] | None = None, *, weight: Weight | None = None) -> Any:
+    def step(self, closure: Any = None, *, weight: Weight | None = None, loss: Number | None = None) -> Any:
         """Accumulate the gradients of one minibatch, and update if it completes the step.
 
         Args:
             closure: runs the forward and the backward pass of the minibatch, and is called once; None if both have run.
             weight: of the minibatch, for example the number of its tokens, where the loss is the *sum* over them; the
                 gradient of the step is then the mean over all tokens of all cores. A number, or a tensor on the device.
+            loss: of the minibatch, for a log that is attached; by default what the closure returns.
 
         Returns:
             Whether the step is complete; False while accumulating. With a closure, what that returned. If the update
             was skipped, the step is complete, too; `updated` is whether the weights changed.
         """
         if torch.compiler.is_dynamo_compiling():  # a function that contains a whole step
-            return self._step_eagerly(closure, weight=weight)
+            return self._step_eagerly(closure, weight=weight, loss=loss)
         self._updated = False
         for hook in self._optimizer_step_pre_hooks.values():
             hook(self, (), {})
-        loss = None if closure is None else self._run(closure)
+        result = None if closure is None else self._run(closure)
         if weight is not None or self.minibatch_weights.is_weighted is not False:
             weight = self.minibatch_weights.checked(weight)
         runs, sampler = self._runs, self.sampler
@@ -264,7 +278,9 @@ class CustomOptimizer(OptimizerProxy):
         self._prepare_next()
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, (), {})
-        return plan.is_last if closure is None else loss
+        if not self._attachments.is_empty:
+            self._attachments.after_minibatch(self, result if loss is None else loss, is_complete=plan.is_last)
+        return plan.is_last if closure is None else result
 
     # torch would wrap step() for hooks and profiling, which takes longer than accumulating; the inner step() has both
     step.hooked = True  # type: ignore[attr-defined]
@@ -280,7 +296,7 @@ class CustomOptimizer(OptimizerProxy):
         """Before the first minibatch of a pass counts."""
         if is_closure and not self.sampler.num_passes:
             raise RuntimeError(
-                "step(closure) was called before set_epoch(): use `for epoch in vbs.epochs(optimizer, …)` in your own "
+                "step(closure) was called before set_epoch(): use `for epoch in optimizer.epochs(…)` in your own "
                 "loop, and with a framework its integration from variable_batch_size.integrations, such as the "
                 "callback for Lightning"
             )
@@ -293,6 +309,7 @@ class CustomOptimizer(OptimizerProxy):
                     "gradients: let one of them train the shared parameters, or make one optimizer for all, with a "
                     "list of inner optimizers where they differ"
                 )
+        self._attachments.check()
         self._watch(True)
         self._accumulator.is_one_of_several = self.sampler.is_shared
         self._is_scaled = False
@@ -448,11 +465,58 @@ class CustomOptimizer(OptimizerProxy):
         self._runs = self.sampler.new_count()
         self._accumulator.begin_epoch(self._cursor.epoch)
         self._loss_scale.reset()
+        self._attachments.begin_pass(self)
         self._factors = []
         if not self._communicator.is_one_program:
             self._buffers.expect_skips(True)  # until the first minibatch shows whether a GradScaler is in use
         self._buffers.snapshot(self._cursor.plan.is_idle)
         self._prepare_next()
+
+    def attach(self, *parts: Any, per: Per = "update", every: float | None = None) -> None:
+        """Step schedulers, a log and a checkpoint after each minibatch, and save schedulers with this optimizer.
+
+            optimizer.attach(scheduler, per="samples")
+            optimizer.attach(log, checkpoint)
+            for epoch in optimizer.epochs(10):
+                for data, target in loader:
+                    loss = loss_fn(model(data), target)
+                    loss.backward()
+                    optimizer.step(loss=loss)
+
+        Don't call ``step()`` of what is attached. A scheduler makes a step whenever the run has advanced by `every`
+        units; at the same position the learning rate is the same, whatever the batch sizes were. When its schedule has
+        ended, it stays at its end.
+
+        Args:
+            parts: schedulers of torch for this optimizer or for `inner`, a :class:`Log`, a :class:`Checkpoint`.
+            per: the unit of schedulers: ``"update"``; ``"epoch"``; ``"samples"``; ``"tokens"``, the sum of the weights
+                passed to :meth:`step`; or ``"progress"``, in steps at `ref_batchsize`, which with AdaScale is the sum
+                of the gains. Where the progress is computed on the device, it is that before the latest step.
+            every: how many units a scheduler's step takes; None for `ref_batchsize` samples, so that a schedule that
+                was written for that batch size keeps its meaning, and otherwise for 1.
+        """
+        for part in parts:
+            self._attachments.add(part, self, per=per, every=every)
+
+    def epochs(self, num_epochs: int | None = None) -> Iterator[int]:
+        """The remaining epochs of a run, with ``set_epoch`` called for each.
+
+            for epoch in optimizer.epochs(10):
+                for data, target in loader:
+                    loss_fn(model(data), target).backward()
+                    optimizer.step()
+
+        After ``load_state_dict`` the run resumes after its last step: within an epoch, or with the next one if all
+        steps of that epoch were done. The loop may leave an epoch early. With a :class:`Checkpoint` attached, these are
+        its :meth:`Checkpoint.epochs`. The logs that are attached are closed at the end.
+
+        Args:
+            num_epochs: how many epochs the whole run has, including those done before; None for all of the trace.
+
+        Raises:
+            ValueError: at the start, if the trace holds fewer epochs.
+        """
+        return self._attachments.epochs(self, num_epochs)
 
     def set_schedule(self, schedule: BaseSchedule) -> None:
         """Replace the schedule, and that of the sampler; ``set_epoch`` then selects a position in it."""
@@ -468,6 +532,11 @@ class CustomOptimizer(OptimizerProxy):
     def epoch_step(self) -> int:
         """How many steps of the epoch are done."""
         return self._cursor.epoch_step
+
+    @property
+    def has_completed_epoch(self) -> bool:
+        """Whether all steps of the epoch are done."""
+        return self._cursor.next is None
 
     @property
     def is_accumulating(self) -> bool:
@@ -639,6 +708,7 @@ class CustomOptimizer(OptimizerProxy):
             "rule": self._rule.state_dict(),
             **({"late_progress": self._flow.late_progress} if self._flow.way == "on the device" else {}),
             **self._lr_scaler.state_dict(),
+            **self._attachments.state_dict(),
             "weights": self.minibatch_weights.state_dict(),
             "gradients": self._accumulator.state_dict(),
             "noise": self._own_meter.state_dict() if self._own_meter else None,
@@ -672,6 +742,7 @@ class CustomOptimizer(OptimizerProxy):
         self._flow.num_skipped = own["steps_skipped"]
         if self._driver is not None:
             self._driver.load_state_dict(own.get("deciding"))
+        self._attachments.load_state_dict(own.get("schedulers", ()), self.param_groups)
         if own["epoch_step"] < len(self.sampler.schedule.steps(own["epoch"])):
             self.set_epoch(own["epoch"], own["epoch_step"])
         else:  # a framework must not find an empty pass in the sampler
@@ -697,16 +768,30 @@ def _refuse_direct_step(reference: weakref.ref[CustomOptimizer], inner: Optimize
         )
 
 
-def _make_rule(rule: Rule | Sequence[Rule], inner: Optimizer, model: torch.nn.Module | None) -> Rule:
+def _given_ref_batchsize(ref_batchsize: int | None, ref_batch_size: int | None) -> int:
+    """The one that was passed of two spellings."""
+    if ref_batchsize is not None and ref_batch_size is not None:
+        raise ValueError("`ref_batchsize` and `ref_batch_size` are the same: pass one of them")
+    given = ref_batch_size if ref_batchsize is None else ref_batchsize
+    if given is None:
+        raise ValueError("`ref_batchsize` must be given: the batch size at which the settings of `inner` are right")
+    check_positive(**{"ref_batch_size" if ref_batchsize is None else "ref_batchsize": given})
+    return given
+
+
+def _make_rule(rule: RuleLike | Sequence[RuleLike], inner: Optimizer, model: torch.nn.Module | None) -> Rule:
     """A copy of the rule, or one rule that combines copies of several; raises if a rule does not fit.
 
     A copy refers to the same model, parameters and inner optimizers, if the rule does.
     """
     optimizers = optimizers_of(inner)
+    rule = make_rule(rule) if isinstance(rule, str) else rule
     rules: list[Any] = list(rule) if isinstance(rule, list | tuple) else [rule] * len(optimizers)
+    rules = [make_rule(one) if isinstance(one, str) else one for one in rules]
     for one in rules:
         if not isinstance(one, Rule):
-            raise ValueError(f"`rule` must be a Rule, got {one!r}")
+            hint = ": pass an object, not the class" if isinstance(one, type) and issubclass(one, Rule) else ""
+            raise ValueError(f"`rule` must be a Rule or a name such as 'linear', got {one!r}{hint}")
     for one, optimizer in zip(rules, optimizers, strict=False):
         one.check(name_of(optimizer), optimizer.param_groups)
         check_inner(one, optimizer)

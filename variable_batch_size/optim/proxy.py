@@ -49,6 +49,10 @@ class OptimizerProxy(Optimizer):
         """The parameters of all groups."""
         return (p for group in self.inner.param_groups for p in group["params"])
 
+    def wrapped(self) -> list[Optimizer]:
+        """This optimizer and the inner ones: a scheduler may be of any of them."""
+        return [self, self.inner, *optimizers_of(self.inner)]
+
     def __getstate__(self) -> dict[str, Any]:
         # a scheduler puts a step() there that is bound to this very object
         return {name: value for name, value in self.__dict__.items() if name != "step"}

@@ -1,10 +1,11 @@
 """An optimizer for each rule: CustomOptimizer under the rule's name."""
 
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
+from torch.utils.data import DataLoader
 from typing_extensions import Unpack
 
-from variable_batch_size.data.sampler import MinibatchSource as Source
+from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.optimizer import CustomOptimizer, Options
 from variable_batch_size.optim.proxy import Inner
 from variable_batch_size.rules.adam import AdamRule, Form
@@ -12,13 +13,20 @@ from variable_batch_size.rules.adascale import AdamScaleRule, AdaScaleRule
 from variable_batch_size.rules.rule import Rule
 from variable_batch_size.rules.scaling import ConstantRule, LEGWRule, LinearMomentumRule, LinearRule, RootRule
 
+Source = MinibatchSource | DataLoader[Any]
+
+Optimizer = CustomOptimizer
+"""The name for new scripts: ``vbs.Optimizer(inner, loader, rule="adascale", ref_batchsize=64)``."""
+
 
 class _RuleOptimizer(CustomOptimizer):
     """CustomOptimizer with a rule that needs no settings."""
 
     rule_type: ClassVar[type[Rule]]
 
-    def __init__(self, inner: Inner, sampler: Source, *, ref_batchsize: int, **options: Unpack[Options]) -> None:
+    def __init__(
+        self, inner: Inner, sampler: Source, *, ref_batchsize: int | None = None, **options: Unpack[Options]
+    ) -> None:
         super().__init__(inner, sampler, rule=self.rule_type(), ref_batchsize=ref_batchsize, **options)
 
 
@@ -49,7 +57,10 @@ class ConstantOptimizer(_RuleOptimizer):
 
     rule_type = ConstantRule
 
-    def __init__(self, inner: Inner, sampler: Source, *, ref_batchsize: int = 1, **options: Unpack[Options]) -> None:
+    def __init__(
+        self, inner: Inner, sampler: Source, *, ref_batchsize: int | None = None, **options: Unpack[Options]
+    ) -> None:
+        ref_batchsize = 1 if ref_batchsize is None and "ref_batch_size" not in options else ref_batchsize
         super().__init__(inner, sampler, ref_batchsize=ref_batchsize, **options)
 
 
@@ -58,7 +69,13 @@ class LEGWRuleOptimizer(CustomOptimizer):
     """:class:`CustomOptimizer` with lr = lr0 · √S after a warm-up of S · `warmup_samples` (:class:`LEGWRule`)."""
 
     def __init__(
-        self, inner: Inner, sampler: Source, *, ref_batchsize: int, warmup_samples: int, **options: Unpack[Options]
+        self,
+        inner: Inner,
+        sampler: Source,
+        *,
+        ref_batchsize: int | None = None,
+        warmup_samples: int,
+        **options: Unpack[Options],
     ) -> None:
         rule = LEGWRule(warmup_samples=warmup_samples)
         super().__init__(inner, sampler, rule=rule, ref_batchsize=ref_batchsize, **options)
@@ -73,7 +90,7 @@ class AdamRuleOptimizer(CustomOptimizer):
         inner: Inner,
         sampler: Source,
         *,
-        ref_batchsize: int,
+        ref_batchsize: int | None = None,
         form: Form = "sde",
         scales_weight_decay: bool = True,
         **options: Unpack[Options],
@@ -91,7 +108,7 @@ class AdaScaleOptimizer(CustomOptimizer):
         inner: Inner,
         sampler: Source,
         *,
-        ref_batchsize: int,
+        ref_batchsize: int | None = None,
         starts_with_mean: bool = False,
         **options: Unpack[Options],
     ) -> None:
@@ -108,7 +125,7 @@ class AdamScaleOptimizer(CustomOptimizer):
         inner: Inner,
         sampler: Source,
         *,
-        ref_batchsize: int,
+        ref_batchsize: int | None = None,
         starts_with_mean: bool = False,
         min_updates: int = 10,
         **options: Unpack[Options],

@@ -48,7 +48,7 @@ _PREPARED = f"accelerator.prepare() was given {{}}: {_USE_INTEGRATION}"
 _LOADER = _PREPARED.format("a loader that is already sharded by its sampler or stream")
 _SKIP = (
     "skip_first_batches() would skip minibatches that the optimizer counts: resume with "
-    "`for epoch in vbs.epochs(optimizer, …)`, which starts after the saved step"
+    "`for epoch in optimizer.epochs(…)`, which starts after the saved step"
 )
 _ACCELERATE = {
     "accelerate.optimizer.AcceleratedOptimizer": _PREPARED.format("an optimizer of this library, or its inner one"),

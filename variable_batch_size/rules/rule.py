@@ -94,6 +94,11 @@ class Rule(ABC):
     Set it to False, also on an instance, for an inner optimizer that is known to fit.
     """
 
+    def __repr__(self) -> str:
+        settings = {name: value for name, value in vars(self).items() if isinstance(value, bool | int | float | str)}
+        shown = ", ".join(f"{name}={value!r}" for name, value in settings.items() if not name.startswith("_"))
+        return f"{type(self).__name__}({shown})"
+
     def check(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027 (most rules fit any)
         """Reject an unsuitable inner optimizer, given its class name and parameter groups."""
 

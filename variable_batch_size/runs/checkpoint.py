@@ -227,6 +227,15 @@ class Checkpoint:
         if signal.stop_requested:
             self._stop()
 
+    def on_attach(self, optimizer: CustomOptimizer) -> None:
+        """Called by :meth:`CustomOptimizer.attach`."""
+        if optimizer is not self._optimizer:
+            raise ValueError("the checkpoint is of another optimizer: attach it there")
+
+    def on_minibatch(self, loss: Any) -> None:
+        """Called by the optimizer to which the checkpoint is attached."""
+        self.step()
+
     def save(self) -> None:
         """Save now, between two steps. Every core must call it."""
         if self.directory is None:

@@ -91,6 +91,8 @@ class Log(AbstractContextManager["Log"]):
             optimizer.step()
             log.step(loss)
 
+    or ``optimizer.attach(log)`` and ``optimizer.step(loss=loss)``.
+
     A sink is any callable that takes a record, such as ``wandb.log``. A record has ``epoch``; ``step``, ``samples`` and
     ``progress``, completed so far in the run; ``batch_size``, ``lr``, ``factor`` and ``gradient_norm`` of the latest
     step; and ``loss``, ``samples_per_second`` and ``idle_share`` (of cores × steps) since the previous record. If
@@ -119,6 +121,7 @@ class Log(AbstractContextManager["Log"]):
         self._zeros = [torch.zeros(()).to(self._device) for _ in range(_LOSSES_AT_ONCE + 1)]
         self._losses_of_step: list[torch.Tensor] = []  # of this core's minibatches since the last completed step
         self._weight_seen = optimizer.minibatch_weights.since
+        self._is_attached = False
         self._restart()
         optimizer.record_grad_norm(every=every)
 
@@ -132,8 +135,13 @@ class Log(AbstractContextManager["Log"]):
     def step(self, loss: torch.Tensor | float) -> None:
         """Record a minibatch's loss, as ``backward()`` was called on it, but without a loss scale.
 
-        Call it after every ``optimizer.step()``.
+        Call it after every ``optimizer.step()``, unless the log is attached to the optimizer.
         """
+        if self._is_attached:
+            raise RuntimeError("log.step() was called, but the optimizer to which the log is attached does so")
+        self._record(loss)
+
+    def _record(self, loss: torch.Tensor | float) -> None:
         optimizer = self._optimizer
         loss = loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss)).to(self._device)
         if loss.dim():
@@ -147,6 +155,18 @@ class Log(AbstractContextManager["Log"]):
         self._count_step()
         if optimizer.steps_done % self.every == 0:
             self._write_step()
+
+    def on_attach(self, optimizer: CustomOptimizer) -> None:
+        """Called by :meth:`CustomOptimizer.attach`."""
+        if optimizer is not self._optimizer:
+            raise ValueError("the log is of another optimizer: attach it there")
+        self._is_attached = True
+
+    def on_minibatch(self, loss: torch.Tensor | float | None) -> None:
+        """Called by the optimizer to which the log is attached."""
+        if loss is None:
+            raise ValueError("`loss` must be passed if a log is attached: optimizer.step(loss=loss)")
+        self._record(loss)
 
     def write(self, **values: Any) -> None:
         """Pass a record with your own values, such as a test accuracy, and the position of the run to the sinks.

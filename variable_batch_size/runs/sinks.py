@@ -1,4 +1,4 @@
-"""Sinks for the records of a run: JSON lines, TensorBoard, a progress bar."""
+"""Sinks for the records of a run: the console, JSON lines, TensorBoard, a progress bar."""
 
 import json
 import math
@@ -119,6 +119,34 @@ class TensorBoard:
             suffix = "" if remote is None else f".{time.time_ns()}"
             purge_step = first[axis] + 1 if resumes else None
             self._writers.append(SummaryWriter(str(directory), purge_step=purge_step, filename_suffix=suffix))
+
+
+_DETAILS = {"progress", "factor", "gradient_norm", "idle_share", "graphs", "exact", "late_gain"}
+
+
+class Console:
+    """Prints each record as a line, with rounded numbers.
+
+    >>> Console()({"epoch": 0, "step": 40, "samples": 5120, "loss": 0.531249, "batch_size": 128, "lr": 0.02})
+    epoch 0  step 40  samples 5,120  loss 0.5312  batch size 128  lr 0.02
+
+    Args:
+        everything: print all numbers of a record; otherwise not those that follow from the others, and other details.
+    """
+
+    def __init__(self, *, everything: bool = False) -> None:
+        self.everything = everything
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        shown = {name: value for name, value in record.items() if self.everything or name not in _DETAILS}
+        line = "  ".join(f"{name.replace('_', ' ')} {_rounded(value)}" for name, value in shown.items())
+        print(line, flush=True)  # noqa: T201
+
+
+def _rounded(value: Any) -> str:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return str(value)
+    return f"{value:,.0f}" if isinstance(value, int) or 1000 <= abs(value) < math.inf else f"{value:.4g}"
 
 
 class ProgressBar:

@@ -721,7 +721,7 @@ def with_a_minibatch_that_core_0_leaves_out():
     model = nn.Linear(1, 1, bias=False).double()
     sampler = vbs.CustomSampler(dataset_size=8, trace=[4] * 4, minibatch_size=1)
     optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), sampler, ref_batchsize=4)
-    for _ in vbs.epochs(optimizer, 2):
+    for _ in optimizer.epochs(2):
         for number, _ in enumerate(sampler):
             if sampler.rank == 0 and optimizer.epoch == 0 and number == 3:  # the last one, as in a pass left early
                 continue

@@ -304,7 +304,7 @@ def when_numbers_are_reduced(rule):
     trace = [8, 8, sharded_models.NUM_SAMPLES - 16] * 2
     model, sampler = parts(sharded_models.sharded, trace=trace)
     optimizer = vbs.CustomOptimizer(
-        sharded_models.sgd(model.parameters()), sampler, rule=vbs.make_rule(rule), ref_batchsize=8, model=model
+        sharded_models.sgd(model.parameters()), sampler, rule=vbs.rules.make_rule(rule), ref_batchsize=8, model=model
     )
     gradients, found = optimizer._accumulator, []
     reduce = gradients._all_reduce_numbers
@@ -327,7 +327,7 @@ def num_sums(rule):
     """How many times the ranks sum numbers in each step."""
     model, sampler = parts(sharded_models.sharded, trace=[8, 8, sharded_models.NUM_SAMPLES - 16])
     optimizer = vbs.CustomOptimizer(
-        sharded_models.sgd(model.parameters()), sampler, rule=vbs.make_rule(rule), ref_batchsize=8, model=model
+        sharded_models.sgd(model.parameters()), sampler, rule=vbs.rules.make_rule(rule), ref_batchsize=8, model=model
     )
     everyone, found = optimizer._accumulator._everyone, []
     add = everyone.sum
@@ -353,7 +353,7 @@ def with_minibatches_left_out(spread, rule="linear", **options):
     optimizer = vbs.CustomOptimizer(
         sharded_models.sgd(model.parameters()),
         sampler,
-        rule=vbs.make_rule(rule),
+        rule=vbs.rules.make_rule(rule),
         ref_batchsize=8,
         model=model,
         **options,

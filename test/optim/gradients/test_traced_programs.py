@@ -62,7 +62,7 @@ def train(core, here, *, rule, lr=0.01, is_weighted=False, is_on_device=False, *
     )
     with torch.enable_grad(), programs:
         # AdamScale measures from the first update on: later ones would begin with new graphs
-        rule = vbs.rules.AdamScaleRule(min_updates=1) if rule == "adamscale" else vbs.make_rule(rule)
+        rule = vbs.rules.AdamScaleRule(min_updates=1) if rule == "adamscale" else vbs.rules.make_rule(rule)
         optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=8, rule=rule, model=model, **options)
         assert (optimizer._flow.way == "on the device") == is_on_device
         if core.num_replicas == 1:

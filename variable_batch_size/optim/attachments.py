@@ -1,0 +1,186 @@
+"""Attachments: what an optimizer steps after each minibatch: learning-rate schedulers, a log, a checkpoint."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from variable_batch_size.checks import check_not_negative, check_one_of, check_positive_number, is_integer
+from variable_batch_size.optim.lr_scheduler import load_schedulers, state_of_schedulers, step_to
+
+Per = Literal["update", "epoch", "samples", "tokens", "progress"]
+PER: tuple[Per, ...] = get_args(Per)
+
+_ROUNDING = 1e-9  # by which a sum of fractions may fall short of the whole number that it represents
+
+
+@dataclass
+class Follower:
+    """A scheduler that makes a step whenever the run has advanced by `every` units."""
+
+    scheduler: LRScheduler
+    per: Per
+    every: float
+
+    @classmethod
+    def checked(cls, scheduler: LRScheduler, per: Per, every: float) -> "Follower":
+        """A follower with valid arguments."""
+        check_one_of(PER, per=per)
+        check_positive_number(every=every)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            found = "ReduceLROnPlateau, which depends on a metric: call its step(metric) yourself"
+            raise ValueError(f"a scheduler that is attached must depend on its steps only, got {found}")
+        return cls(scheduler, per, every)
+
+    def follow(self, optimizer: Any) -> None:
+        """Step the scheduler to the position of the run."""
+        if self.per == "update":
+            done: float = optimizer.steps_done
+        elif self.per == "epoch":
+            done = optimizer.epoch + optimizer.has_completed_epoch
+        elif self.per == "samples":
+            done = optimizer.samples_done
+        elif self.per == "tokens":
+            done = optimizer.weight_done
+        else:
+            done = optimizer.late_progress  # without a wait
+        is_exact = is_integer(done) and is_integer(self.every)
+        step_to(self.scheduler, int(done // self.every if is_exact else done / self.every + _ROUNDING))
+
+    def __str__(self) -> str:
+        return f"{type(self.scheduler).__name__} with a step for each {self.every:g} of {self.per!r}"
+
+
+class Attachments:
+    """The schedulers, logs and checkpoints of an optimizer, stepped in this order."""
+
+    def __init__(self) -> None:
+        self.is_empty = True
+        self._followers: list[Follower] = []
+        self._parts: list[Any] = []
+        self._loaded: list[Mapping[str, Any]] = []  # states of schedulers that are not attached yet
+        self._loaded_settings: list[dict[str, Any]] = []  # of the parameter groups, when these were loaded
+
+    def add(self, part: Any, optimizer: Any, *, per: Per, every: float | None) -> None:
+        """Attach a scheduler, which continues from its loaded state if there is one, or another part."""
+        self.is_empty = False
+        if isinstance(part, LRScheduler):
+            self._add_scheduler(part, optimizer, per, every)
+        elif hasattr(part, "on_minibatch"):
+            if any(part is other for other in self._parts):
+                raise ValueError(f"{type(part).__name__} is attached already")
+            part.on_attach(optimizer)
+            self._parts.append(part)
+            self._parts.sort(key=_has_epochs)  # a checkpoint saves what the others have done
+        else:
+            kinds = "a scheduler of torch, a vbs.Log or a vbs.Checkpoint"
+            raise ValueError(f"attach() takes {kinds}, got {type(part).__name__}")
+
+    def _add_scheduler(self, scheduler: LRScheduler, optimizer: Any, per: Per, every: float | None) -> None:
+        if every is None:
+            if per == "tokens":
+                raise ValueError(
+                    '`every` must be given with per="tokens": how many tokens a step of the scheduler takes'
+                )
+            every = optimizer.ref_batchsize if per == "samples" else 1
+        follower = Follower.checked(scheduler, per, every)
+        if any(scheduler is other.scheduler for other in self._followers):
+            raise ValueError(f"{type(scheduler).__name__} is attached already")
+        if all(scheduler.optimizer is not one for one in optimizer.wrapped()):
+            raise ValueError(f"{type(scheduler).__name__} belongs to another optimizer: attach it there")
+        if self._loaded:
+            saved, *self._loaded = self._loaded
+            _load(follower, saved)
+            for group, settings in zip(optimizer.param_groups, self._loaded_settings, strict=True):
+                group.update(settings)  # a scheduler that was made after loading has begun with its first step
+        with (
+            warnings.catch_warnings()
+        ):  # torch expects an update before the first step, which may be in another session
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            follower.follow(optimizer)
+        self._followers.append(follower)
+
+    def check(self) -> None:
+        """Raise if a scheduler of the loaded state is missing, before training continues."""
+        if self._loaded:
+            names = ", ".join(saved["kind"] for saved in self._loaded)
+            raise RuntimeError(f"the loaded state has a scheduler that was attached ({names}): attach it again first")
+
+    def begin_pass(self, optimizer: Any) -> None:
+        """The run has moved to an epoch: an epoch may have been left early."""
+        for follower in self._followers:
+            if follower.per == "epoch":
+                follower.follow(optimizer)
+
+    def after_minibatch(self, optimizer: Any, loss: Any, *, is_complete: bool) -> None:
+        """Step everything after a minibatch, which may have completed a step."""
+        for follower in self._followers if is_complete else ():
+            follower.follow(optimizer)
+        for part in self._parts:
+            part.on_minibatch(loss)
+
+    def epochs(self, optimizer: Any, num_epochs: int | None) -> Iterator[int]:
+        """The remaining epochs of a run: those of the checkpoint, if there is one."""
+        schedule = optimizer.sampler.schedule
+        num_epochs = schedule.num_epochs if num_epochs is None else num_epochs
+        if num_epochs is None:
+            raise ValueError("`num_epochs` must be given: the trace has no end")
+        check_not_negative(num_epochs=num_epochs)
+        if num_epochs:
+            schedule.steps(num_epochs - 1)  # raises if the trace has fewer
+        checkpoint = next(filter(_has_epochs, self._parts), None)
+        epochs = _epochs(optimizer, num_epochs) if checkpoint is None else checkpoint.epochs(num_epochs)
+        return self._closing(epochs)
+
+    def _closing(self, epochs: Iterator[int]) -> Iterator[int]:
+        yield from epochs
+        for part in self._parts:
+            if hasattr(part, "close"):
+                part.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the schedulers; empty if there are none."""
+        saved = [
+            {"kind": type(one.scheduler).__name__, "per": one.per, "every": one.every, "state": state}
+            for one, state in zip(self._followers, state_of_schedulers(self.schedulers), strict=True)
+        ]
+        return {"schedulers": saved} if saved else {}
+
+    def load_state_dict(self, saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Load the states of attached schedulers; those of others are kept until they are attached."""
+        for follower, one in zip(self._followers, saved, strict=False):
+            _load(follower, one)
+        self._loaded = list(saved[len(self._followers) :])
+        self._loaded_settings = [{name: value for name, value in one.items() if name != "params"} for one in groups]
+
+    @property
+    def schedulers(self) -> list[LRScheduler]:
+        """The attached schedulers."""
+        return [follower.scheduler for follower in self._followers]
+
+
+def _has_epochs(part: Any) -> bool:
+    return hasattr(part, "epochs")
+
+
+def _load(follower: Follower, saved: Mapping[str, Any]) -> None:
+    found = (saved["kind"], saved["per"], saved["every"])
+    if found != (type(follower.scheduler).__name__, follower.per, follower.every):
+        before = f"{saved['kind']} with a step for each {saved['every']:g} of {saved['per']!r}"
+        raise ValueError(f"the scheduler was {before} when the state was saved, and is {follower}")
+    load_schedulers([follower.scheduler], [saved["state"]])
+
+
+def _epochs(optimizer: Any, num_epochs: int) -> Iterator[int]:
+    epoch, first_step, sampler = optimizer.epoch, optimizer.epoch_step, optimizer.sampler
+    # whether the epoch has a minibatch left is looked up in the schedule, as a policy decides where its epochs end
+    offsets = sampler.schedule.offsets(epoch, sampler.rank, at_once=1, first_step=first_step)
+    if next(offsets, None) is None:
+        epoch, first_step = epoch + 1, 0
+    for number in range(epoch, num_epochs):
+        sampler.set_epoch(number, first_step)
+        yield number
+        sampler.end_pass()
+        first_step = 0
