@@ -27,6 +27,10 @@ def check_positive_number(**values: Any) -> None:
     _check(values, "a positive number", lambda value: 0 < value < math.inf)
 
 
+def check_not_negative_number(**values: Any) -> None:
+    _check(values, "a non-negative number", lambda value: 0 <= value < math.inf)
+
+
 def check_not_negative(**values: Any) -> None:
     _check(values, "a non-negative integer", lambda value: is_integer(value) and value >= 0)
 

@@ -123,20 +123,68 @@ def test_simulate_writes_a_report_a_table_a_plot_and_the_traces(run):
     code, out, err = run(f"{SIMULATE} --noise 2000 --market m.csv --samples 1M --price 2 --restart-seconds 3 --out out")
     assert (code, err) == (0, "")
     assert out.splitlines()[0].split() == [
-        *("policy", "hours", "device-hours", "cost", "updates", "samples", "progress", "restarts", "batch", "sizes")
+        *("policy", "cores", "time", "device", "time", "cost", "updates", "samples", "progress", "restarts"),
+        *("batch", "sizes", "times"),
     ]
     page = Path("out/simulation.html").read_text()
+    verdict = out.splitlines()[-2]
+    assert verdict.startswith("Fastest")
+    assert f"<h1>Simulated policies</h1>\n<p>{verdict}</p>" in page
     assert "<svg" in page
     assert "autoscale:max_batch_size=4096" in page
     assert "http" not in page.partition("<svg")[0]
     assert Path("out/simulation.png").stat().st_size > 1000
     rows = Path("out/table.csv").read_text().splitlines()
     assert len(rows) == 3
-    updates = {row.split(",")[0]: int(row.split(",")[4]) for row in rows[1:]}
+    updates = {row.split(",")[0]: int(row.split(",")[5]) for row in rows[1:]}
     assert len(vbs.Trace.read("out/traces/256.csv")) == updates["256"]
     trace = vbs.Trace.read("out/traces/autoscale-max_batch_size=4096.csv")
     assert len(trace) == updates["autoscale:max_batch_size=4096"]
     assert "made by: vbs simulate" in trace.comment
+
+
+def test_simulate_makes_a_row_for_each_number_of_cores(run):
+    # progress of 200 steps at 128; gain of 256 at φ = 128 is 2 / 1.5, so 150 updates. On 1 core 8 minibatches of 32:
+    # 7·0.01 + 0.012 = 0.082 s; on 2 cores 3·0.01 + 0.02 = 0.05 s; on 4 cores 0.011 + 0.03 = 0.041 s
+    options = "--profile profile.csv --minibatch-size 32 --ref-batchsize 128 --samples 25600 --noise 128 --price 3600"
+    code, out, err = run(f"vbs simulate 256 {options} --cores 1 2 4 --out out")
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()[1:4]]
+    assert [row[1] for row in rows] == ["4", "2", "1"]
+    assert [" ".join(row[2:8]) for row in rows] == [
+        "6.15 s 24.6 s 24.60 150",
+        "7.5 s 15 s 15.00 150",
+        "12.3 s 12.3 s 12.30 150",
+    ]
+    fastest, cheapest = "batch size 256 on 4 cores, 6.15 s, cost 24.60", "batch size 256 on 1 core, 12.3 s, cost 12.30"
+    assert out.splitlines()[4] == f"Fastest: {fastest}. Cheapest: {cheapest}."
+    with open("out/table.csv", newline="") as file:
+        first = next(csv.DictReader(file))
+    assert (first["cores"], float(first["device-hours"]), first["times"]) == (
+        "4",
+        pytest.approx(24.6 / 3600, rel=1e-5),
+        "measured",
+    )
+    assert sorted(path.name for path in Path("out/traces").iterdir()) == [
+        *("256-on-1-core.csv", "256-on-2-cores.csv", "256-on-4-cores.csv")
+    ]
+
+
+def test_simulate_marks_times_that_were_not_measured(run):
+    code, out, _ = run(f"{SIMULATE} --noise 500 --cores 2 3 8 --samples 100K")
+    assert code == 0
+    found = {(line.split()[0], line.split()[1]): line.split()[-1] for line in out.splitlines()[1:-1]}
+    assert {found["256", cores] for cores in ("2",)} == {"measured"}
+    assert found["256", "3"] == "interpolated"
+    assert found["256", "8"] == "extrapolated"
+    assert "on 8 cores" in out.splitlines()[-1]
+    assert "(extrapolated)" in out.splitlines()[-1]
+
+
+def test_a_negative_price_is_refused(run):
+    for price in ("-1", "nan"):
+        code, out, err = run(f"{SIMULATE} --noise 500 --cores 2 --samples 100K --price {price}")
+        assert (code, out, err) == (1, "", f"vbs: `price` must be a non-negative number, got {float(price)}\n")
 
 
 def test_simulate_accepts_recorded_devices_and_the_noise_of_a_log(run):

@@ -1,10 +1,12 @@
 """``vbs plan``, ``simulate``, ``profile``, ``fit`` and ``cbs``: predict runs, and measure what predictions need."""
 
 import argparse
+import itertools
 import json
 import os
 from pathlib import Path
 
+from variable_batch_size.checks import check_not_negative_number
 from variable_batch_size.command.options import RECORDING, add_minibatch, add_recording, positive, print_text, selected
 from variable_batch_size.comparison import experiment
 from variable_batch_size.files import write_text
@@ -66,7 +68,8 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     add("--profile", required=True, metavar="FILE", help="times of minibatches, from vbs profile")
     add("--noise", required=True, metavar="LOG", help="the log of a run with AdaScale, or a constant noise scale")
     cores = parser.add_mutually_exclusive_group(required=True)
-    cores.add_argument("--cores", type=positive, metavar="C", help="a constant number of cores")
+    help = "constant numbers of cores; with several, a run on each"
+    cores.add_argument("--cores", type=positive, nargs="+", metavar="C", help=help)
     cores.add_argument("--recording", metavar="FILE", help="recorded devices, as read by vbs convert")
     cores.add_argument("--market", metavar="TRACE", help="a trace of numbers of devices, as from vbs make spot")
     add("--seconds-per-row", type=float, default=60.0, metavar="T", help="of such a trace (default: 60)")
@@ -82,34 +85,38 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_simulate(options: argparse.Namespace) -> None:
+    price = options.price
+    if price is not None:
+        check_not_negative_number(price=price)
     given = selected(options, "minibatch_size", "ref_batchsize", "restart_seconds")
     given["profile"] = Profile.read(options.profile, extrapolates=options.extrapolate)
-    given["noise"], given["availability"] = _noise(options.noise), _availability(options)
+    given["noise"] = _noise(options.noise)
     given["progress"] = options.samples / options.ref_batchsize
     given["capacity"] = options.dataset_size and options.dataset_size // options.minibatch_size * options.minibatch_size
-    runs = {text: simulate(parse_policy(text), **given) for text in dict.fromkeys(options.policies)}
-    table = reports.simulation_table(runs, price=options.price)
-    print_text(reports.as_text(table))
+    cores = _availabilities(options)
+    cases = list(itertools.product(dict.fromkeys(options.policies), cores))
+    runs = [(policy, simulate(parse_policy(policy), availability=where, **given)) for policy, where in cases]
+    print_text(reports.as_text(reports.simulation_table(runs, price=price)))
+    print_text(reports.verdict(runs, price=price))
     if options.out is None:
         return
     directory = Path(options.out)
     (directory / "traces").mkdir(parents=True, exist_ok=True)
-    for name, run in runs.items():
-        path = directory / "traces" / f"{name.replace(':', '-').replace(',', '-')}.csv"
-        run.trace.write(path, comment=f"decided by {name} in a simulation\nmade by: {options.command}")
-    # keep the commas in names, drop the thousands separators of numbers
-    rows = ([name, *(cell.replace(",", "") for cell in cells)] for name, *cells in table)
-    write_text(directory / "table.csv", reports.csv_text(rows))
-    reports.plot_simulations(runs, directory / "simulation.png", format="png")
+    for (name, run), (_, where) in zip(runs, cases, strict=True):
+        file = f"{name.replace(':', '-').replace(',', '-')}{f' on {where.name}' if len(cores) > 1 else ''}.csv"
+        comment = f"decided by {name} on {where.name} in a simulation\nmade by: {options.command}"
+        run.trace.write(directory / "traces" / file.replace(" ", "-"), comment=comment)
+    write_text(directory / "table.csv", reports.csv_text(reports.simulation_table(runs, price=price, is_csv=True)))
+    reports.plot_simulations(runs, directory / "simulation.png", price=price, format="png")
     facts = {
-        "cores": given["availability"].name,
+        "cores": ", ".join(where.name for where in cores),
         "profile": options.profile,
         "noise": options.noise,
         "minibatch": f"{options.minibatch_size} samples",
         "ends after": f"{options.samples:,} samples at a batch size of {options.ref_batchsize}, or as much worth",
-        "restart": f"{options.restart_seconds:g} s",
+        "restart": reports.duration(options.restart_seconds),
     }
-    page = reports.simulation_page(runs, table, facts=facts, command=options.command)
+    page = reports.simulation_page(runs, price=price, facts=facts, command=options.command)
     write_text(directory / "simulation.html", page)
     print_text(f"{directory / 'simulation.html'}")
 
@@ -123,16 +130,16 @@ def _noise(text: str) -> NoiseCurve:
     return NoiseCurve.read(text)
 
 
-def _availability(options: argparse.Namespace) -> Availability:
+def _availabilities(options: argparse.Namespace) -> list[Availability]:
     given = selected(options, *RECORDING)
     if options.recording is not None:
-        return Availability.of_recording(Recording.read(options.recording, **given))
+        return [Availability.of_recording(Recording.read(options.recording, **given))]
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for a --recording, got {value} without one")
     if options.cores is not None:
-        return Availability.constant(options.cores)
-    return Availability.of_market(Trace.read(options.market), seconds_per_row=options.seconds_per_row)
+        return [Availability.constant(number) for number in dict.fromkeys(options.cores)]
+    return [Availability.of_market(Trace.read(options.market), seconds_per_row=options.seconds_per_row)]
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +165,7 @@ def run_profile(options: argparse.Namespace) -> None:
     from variable_batch_size.comparison.train import checked_workload
 
     workload = checked_workload(options.workload, options.datadir, options.device, [options.rule])
-    print_text("cores  minibatch  accumulating (ms)  updating (ms)")
+    print_text("cores  minibatch  accumulating  updating")
     rows = []
     for row in measure(
         options.workload,
@@ -167,8 +174,8 @@ def run_profile(options: argparse.Namespace) -> None:
         **selected(options, "device", "threads", "rule", "steps", "datadir"),
     ):
         rows.append(row)
-        times = f"{1000 * row.seconds_accumulating:17.4g}  {1000 * row.seconds_updating:13.4g}"
-        print_text(f"{row.cores:5}  {row.minibatch_size:9}  {times}")
+        accumulating, updating = map(reports.duration, (row.seconds_accumulating, row.seconds_updating))
+        print_text(f"{row.cores:5}  {row.minibatch_size:9}  {accumulating:>12}  {updating:>8}")
         # after each row, because the next may fail after minutes
         Profile(tuple(rows)).write(options.out, comment=f"made by: {options.command}")
 

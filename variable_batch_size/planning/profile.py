@@ -17,6 +17,7 @@ from variable_batch_size.policies.throughput import Throughput
 
 _FARTHEST = 2  # the largest factor of extrapolation in cores and samples without `extrapolates`
 _TINY = 1e-8
+MEASURED, INTERPOLATED, EXTRAPOLATED = BASES = "measured", "interpolated", "extrapolated"  # ever less certain
 _LARGEST_GAMMA = 10.0
 
 
@@ -72,9 +73,9 @@ class Profile:
 
         Beyond twice the measured range or for an unmeasured network it raises, unless `extrapolates`.
         """
-        rows = [row for row in self.rows if (row.machines, row.minibatch_size) == (machines, minibatch_size)]
-        numbers = sorted({row.cores for row in rows})
-        if numbers and numbers[0] <= cores <= numbers[-1]:
+        rows = self._rows_of(machines, minibatch_size)
+        if self.basis(cores=cores, minibatch_size=minibatch_size, machines=machines) != EXTRAPOLATED:
+            numbers = sorted({row.cores for row in rows})
             means = [[fmean(row[i] for row in rows if row.cores == number) for number in numbers] for i in (3, 4)]
             return Times(*(float(np.interp(cores, numbers, mean)) for mean in means))
         self._refuse_far("cores", cores, [row.cores for row in self.rows])
@@ -82,6 +83,16 @@ class Profile:
         self.refuse_other_network(machines, cores)
         model = self.throughput
         return Times(model.accumulating(minibatch_size), model.updating(machines, cores, minibatch_size))
+
+    def basis(self, *, cores: int, minibatch_size: int, machines: int = 1) -> str:
+        """What :meth:`times` are: "measured", "interpolated" between numbers of cores, or "extrapolated"."""
+        numbers = {row.cores for row in self._rows_of(machines, minibatch_size)}
+        if cores in numbers:
+            return MEASURED
+        return INTERPOLATED if numbers and min(numbers) < cores < max(numbers) else EXTRAPOLATED
+
+    def _rows_of(self, machines: int, minibatch_size: int) -> list[Measured]:
+        return [row for row in self.rows if (row.machines, row.minibatch_size) == (machines, minibatch_size)]
 
     @cached_property
     def throughput(self) -> Throughput:
