@@ -112,6 +112,8 @@ def test_fit_prints_the_model_and_its_times(run):
     code, out, _ = run("vbs fit profile.csv --cores 4 8")
     assert code == 0
     assert "updating with it on 8 cores:" in out
+    assert "gamma     1 (fixed)" in out  # two all-reduces determine no more than two parameters of the network
+    assert [line.split()[:3] for line in out.splitlines()[8:11]] == [["1", cores, "32"] for cores in "124"]
     code, out, _ = run("vbs fit profile.csv --json")
     model = vbs.policies.Throughput(**json.loads(out))
     assert model.updating(1, 4, 32) == pytest.approx(0.03, rel=0.05)
@@ -228,6 +230,39 @@ def test_profile_needs_enough_steps_for_a_median(run):
     code, _, err = run("vbs profile digits --cores 1 --steps 4")
     assert code == 1
     assert "`steps` must be at least 5, for a meaningful median, got 4" in err
+
+
+def test_fit_prints_the_errors_of_the_model_in_each_row(run):
+    # one core: the model has the same time for both kinds of minibatches, between those of 10 and 12.1 ms
+    Path("one.csv").write_text("\n".join([*PROFILE.splitlines()[:1], "1,1,32,0.01,0.0121"]) + "\n")
+    code, out, err = run("vbs fit one.csv")
+    assert (code, err) == (0, "")
+    table = out.splitlines()[7:9]
+    assert table[0].split() == [
+        *("machines", "cores", "minibatch", "accumulating", "model", "error", "updating", "model", "error")
+    ]
+    numbers = [float(cell) for cell in table[1].replace("%", " ").replace("ms", " ").split()]
+    accumulating, model, error, updating, same_model, other_error = numbers[3:]
+    assert (accumulating, updating, same_model) == (10, 12.1, model)
+    assert 10 <= model <= 12.1
+    assert [error, other_error] == pytest.approx([100 * (model / 10 - 1), 100 * (model / 12.1 - 1)], abs=0.5)
+
+
+def test_fit_refuses_more_parameters_than_rows(run):
+    Path("few.csv").write_text("\n".join([*PROFILE.splitlines()[:1], "1,4,32,0.011,0.03", "1,4,32,0.012,0.03"]) + "\n")
+    code, out, err = run("vbs fit few.csv")
+    what = "at least 3 different combinations of cores and minibatch size to fit 3 parameters (beta_c, alpha_r, beta_r)"
+    assert (code, out, err) == (1, "", f"vbs: `rows` must have {what}, got 1: measure more with vbs profile\n")
+
+
+def test_fit_warns_of_a_busy_machine(run):
+    Path("busy.csv").write_text("\n".join([*PROFILE.splitlines()[:2], "1,2,32,0.021,0.03"]) + "\n")
+    code, out, err = run("vbs fit busy.csv --json")
+    assert (code, set(json.loads(out))) == (0, set(vbs.policies.Throughput._fields))
+    slower = "takes 21 ms on 2 cores, 2.1 times the 10 ms on 1 core, so 2 cores train no faster"
+    assert err.startswith(f"vbs: warning: accumulating a minibatch of 32 {slower}: the machine is busy with other work")
+    Path("slow.csv").write_text("\n".join([*PROFILE.splitlines()[:2], "1,2,32,0.016,0.03"]) + "\n")
+    assert "1.6 times the 10 ms on 1 core: the machine is busy" in run("vbs fit slow.csv")[2]
 
 
 def test_fit_does_not_predict_unmeasured_network_configurations(run):

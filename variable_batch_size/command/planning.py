@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import os
+import sys
 from pathlib import Path
 
 from variable_batch_size.checks import check_not_negative_number
@@ -178,6 +179,7 @@ def run_profile(options: argparse.Namespace) -> None:
         print_text(f"{row.cores:5}  {row.minibatch_size:9}  {accumulating:>12}  {updating:>8}")
         # after each row, because the next may fail after minutes
         Profile(tuple(rows)).write(options.out, comment=f"made by: {options.command}")
+    _warn_of(Profile(tuple(rows)))
 
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
@@ -192,16 +194,22 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
 def run_fit(options: argparse.Namespace) -> None:
     profile = Profile.read(options.profile)
     model = profile.throughput
+    _warn_of(profile)
     if options.json:
         print_text(json.dumps(model._asdict()))
         return
     size = options.minibatch_size or max(row.minibatch_size for row in profile.rows)
-    for name, value in model._asdict().items():
-        print_text(f"{name:<8}  {value:.4g}")
-    print_text(f"accumulating a minibatch of {size}: {1000 * model.accumulating(size):.4g} ms")
+    print_text(reports.fit_report(profile))
+    print_text(f"accumulating a minibatch of {size}: {reports.duration(model.accumulating(size))}")
     for cores in options.cores or sorted({row.cores for row in profile.rows if row.machines == options.machines}):
         profile.refuse_other_network(options.machines, cores)
-        print_text(f"updating with it on {cores} cores: {1000 * model.updating(options.machines, cores, size):.4g} ms")
+        updating = model.updating(options.machines, cores, size)
+        print_text(f"updating with it on {reports.counted(cores, 'core')}: {reports.duration(updating)}")
+
+
+def _warn_of(profile: Profile) -> None:
+    for warning in reports.profile_warnings(profile):
+        sys.stderr.write(f"vbs: warning: {warning}\n")
 
 
 def add_cbs(parser: argparse.ArgumentParser) -> None:

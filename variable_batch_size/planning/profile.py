@@ -133,8 +133,15 @@ def fit_throughput(rows: Sequence[Measured]) -> Throughput:
 
     Minimizes the sum of the root-mean-square errors of both logarithms, 0.001·(γ − 1)² and 0.01·((βn/αn)² + (βr/αr)²).
     Parameters that the rows don't determine are fixed: with one minibatch size, the constant part is half of its time;
-    an unused network takes no time; and with two cores at most, the all-reduce does not slow down with their number.
+    an unused network takes no time; with two cores at most, the all-reduce does not slow down with their number; and
+    with no more measured all-reduces than parameters of the network, nothing overlaps. Fewer different rows than the
+    other parameters raise.
     """
+    names, number = free_parameters(rows), len({row[:3] for row in rows})
+    if len(names) > number:
+        rule = f"at least {len(names)} different combinations of cores and minibatch size"
+        why = f"to fit {len(names)} parameters ({', '.join(names)})"
+        raise ValueError(f"`rows` must have {rule} {why}, got {number}: measure more with vbs profile")
     optimize = import_extra("scipy.optimize", "fitting needs scipy", "compare")
     least_squares, minimize = optimize.least_squares, optimize.minimize
     start, is_free = _start(rows)
@@ -156,6 +163,11 @@ def fit_throughput(rows: Sequence[Measured]) -> Throughput:
     return min(map(found, (1.1, 3.0, 8.0) if is_free[6] else (1.0,)), key=lambda model: _error(model, rows))
 
 
+def free_parameters(rows: Sequence[Measured]) -> list[str]:
+    """The parameters that are fitted to these rows; the others are fixed."""
+    return [name for name, is_free in zip(Throughput._fields, _start(rows)[1], strict=True) if is_free]
+
+
 def _start(rows: Sequence[Measured]) -> tuple[list[float], list[bool]]:
     """The initial parameters, and whether the rows determine each of them."""
     seconds = sorted(row.seconds_accumulating for row in rows)[len(rows) // 2]
@@ -168,7 +180,8 @@ def _start(rows: Sequence[Measured]) -> tuple[list[float], list[bool]]:
         is_slowed = any(row.cores > 2 for row in used)
         networks += [seconds / 4 if used else _TINY, seconds / 50 if is_slowed else _TINY]
         is_free += [bool(used), is_slowed]
-    return [seconds / 2, seconds / 2 / size, *networks, 1.0], [*is_free, bool(between or within)]
+    overlap_is_known = len({row[:3] for row in (*between, *within)}) > sum(is_free[2:])
+    return [seconds / 2, seconds / 2 / size, *networks, 1.0], [*is_free, overlap_is_known]
 
 
 def _log_errors(model: Throughput, rows: Sequence[Measured]) -> list[float]:

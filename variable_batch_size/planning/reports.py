@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from variable_batch_size.checks import import_extra
 from variable_batch_size.planning.plan import Plan
-from variable_batch_size.planning.profile import MEASURED
+from variable_batch_size.planning.profile import MEASURED, Profile, free_parameters
 from variable_batch_size.planning.simulate import Simulation
 from variable_batch_size.planning.tpu import GIB, Program, Programs
 from variable_batch_size.schedules.schedule import Schedule
@@ -39,6 +39,7 @@ STYLES: list[dict[str, Any]] = [
     {"color": "#56B4E9", "linestyle": (0, (4, 1, 1, 1, 1, 1))},
 ]
 _AXIS_UNITS = (("days", 86_400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
+_SLOWED = 1.5  # by this factor, a minibatch that is only accumulated takes suspiciously long on more cores
 _MOST_EPOCHS = 41  # whose borders are drawn
 _LONGEST_NAME = 120
 Curve = npt.NDArray[np.float64]  # three rows: minimum, mean and maximum of each bin of steps
@@ -231,6 +232,39 @@ def money(amount: float) -> str:
     ('1,234.57', '0.012', '0.00')
     """
     return f"{amount:.2g}" if 0 < amount < 0.095 else f"{amount:,.2f}"
+
+
+def fit_report(profile: Profile) -> str:
+    """The parameters of the fitted model, and its errors in each row of the profile."""
+    model, free = profile.throughput, free_parameters(profile.rows)
+    lines = [f"{name:<8}  {value:.4g}{'' if name in free else ' (fixed)'}" for name, value in model._asdict().items()]
+    table = [["machines", "cores", "minibatch", *("accumulating", "model", "error"), *("updating", "model", "error")]]
+    for row in profile.rows:
+        pairs = [
+            (row.seconds_accumulating, model.accumulating(row.minibatch_size)),
+            (row.seconds_updating, model.updating(*row[:3])),
+        ]
+        cells = [[duration(seen), duration(fitted), f"{100 * (fitted / seen - 1):+.1f} %"] for seen, fitted in pairs]
+        table.append([*map(_count, row[:3]), *cells[0], *cells[1]])
+    return "\n".join([*lines, as_text(table, is_left=False)])
+
+
+def profile_warnings(profile: Profile) -> list[str]:
+    """Where minibatches that are only accumulated, which need no other core, take much longer on more cores."""
+    found = []
+    for machines, size in dict.fromkeys((row.machines, row.minibatch_size) for row in profile.rows):
+        where = {"machines": machines, "minibatch_size": size}
+        numbers = sorted({row.cores for row in profile.rows if (row.machines, row.minibatch_size) == (machines, size)})
+        few, *more = [(number, profile.times(cores=number, **where).accumulating) for number in numbers]
+        for cores, seconds in more:
+            ratio = seconds / few[1]
+            if ratio > _SLOWED:
+                slower = f"{cores} cores, {ratio:.1f} times the {duration(few[1])} on {counted(few[0], 'core')}"
+                in_all = f", so {cores} cores train no faster" if ratio * few[0] >= cores else ""
+                why = "the machine is busy with other work, or has too few CPUs or too little memory bandwidth"
+                what = f"accumulating a minibatch of {size} takes {duration(seconds)} on"
+                found.append(f"{what} {slower}{in_all}: {why}")
+    return found
 
 
 def simulation_table(runs: Runs, *, price: float | None, is_csv: bool = False) -> Table:
