@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from statistics import fmean
 
 from variable_batch_size.checks import check_not_negative_number
 from variable_batch_size.command.options import RECORDING, add_minibatch, add_recording, positive, print_text, selected
@@ -219,7 +220,7 @@ def add_cbs(parser: argparse.ArgumentParser) -> None:
     add("--factors", type=positive, nargs="+", default=[1, 2, 4], metavar="F", help="of it to try (default: 1 2 4)")
     add("--after", type=positive, required=True, metavar="N", help="samples to train on before the branches")
     add("--samples", type=positive, required=True, metavar="N", help="of each branch")
-    add("--seeds", type=positive, default=3, metavar="N", help="to average over (default: 3)")
+    add("--seeds", type=positive, default=5, metavar="N", help="for the intervals, at least 2 (default: 5)")
     add("--tolerance", type=float, default=0.01, metavar="T", help="relative increase of the loss (default: 0.01)")
 
 
@@ -228,14 +229,21 @@ def run_cbs(options: argparse.Namespace) -> None:
     from variable_batch_size.comparison.measure import branches, critical_batch_size
     from variable_batch_size.comparison.train import checked_workload
 
-    if not options.tolerance >= 0:
-        raise ValueError(f"--tolerance must not be negative, got {options.tolerance!r}")
+    check_not_negative_number(tolerance=options.tolerance)
+    if options.seeds < 2:
+        raise ValueError(f"--seeds must be at least 2, because one has no interval, got {options.seeds}")
+    if max(options.factors) == 1:
+        raise ValueError("--factors must have a number above 1, got only 1: the base size is not an answer")
     workload = checked_workload(options.workload, options.datadir, "cpu", [options.rule])
     sizes = [(options.batch_size or workload.ref_batchsize) * factor for factor in sorted({1, *options.factors})]
     found = branches(workload, sizes, samples_before=options.after, **selected(options, "samples", "rule", "seeds"))
-    print_text("batch size  updates  test loss")
-    for branch in found:
-        print_text(f"{branch.batch_size:10,}  {branch.updates:7,}  {branch.loss:9.4f}")
     size = critical_batch_size(found, tolerance=options.tolerance)
-    found_after = f"after {options.after:,} samples, a batch size of {size:,}"
-    print_text(f"{found_after} costs nothing (within {options.tolerance:g})")
+    table = [["batch size", "updates", "test loss", "increase (95 % interval)"]]
+    for number, branch in enumerate(found):
+        gap = branch.increase(found[0])
+        words = "not finite" if gap is None else f"{100 * gap.mean:+.2f} ± {100 * (gap.error or 0):.2f} %"
+        loss = f"{fmean(branch.losses):.4f}"
+        table.append([f"{branch.batch_size:,}", f"{branch.updates:,}", loss, words if number else "–"])
+    print_text(reports.as_text(table, is_left=False))
+    without = f"without an increase above {100 * options.tolerance:g} %"
+    print_text(f"after {options.after:,} samples, the largest batch size {without}: {size}")

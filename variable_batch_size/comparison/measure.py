@@ -5,11 +5,13 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 
 from variable_batch_size.checks import check_positive
+from variable_batch_size.comparison.report import Estimate, difference
 from variable_batch_size.comparison.train import Training, device_of, on_cores
 from variable_batch_size.comparison.workload import Workload, load_workload
 from variable_batch_size.planning.profile import Measured
@@ -71,11 +73,21 @@ def _measure_on_this_core(
 
 
 class Branch(NamedTuple):
-    """The batch size of a branch, its number of updates, and its mean test loss, averaged over seeds."""
+    """The batch size of a branch, its number of updates, and its test loss with each seed."""
 
     batch_size: int
     updates: int
-    loss: float
+    losses: tuple[float, ...]
+
+    def increase(self, first: "Branch") -> Estimate | None:
+        """The mean increase over the losses of another branch with the same seeds, as a fraction of their mean.
+
+        With its 95 % interval if there are several seeds; None if a loss is not finite.
+        """
+        if not all(map(math.isfinite, self.losses)):
+            return None
+        loss = abs(fmean(first.losses))
+        return difference([(mine - theirs) / loss for mine, theirs in zip(self.losses, first.losses, strict=True)])
 
 
 def branches(
@@ -83,7 +95,7 @@ def branches(
 ) -> list[Branch]:
     """Train at the first of some batch sizes, branch off at each, and compare the losses after equally many samples.
 
-    Their number is rounded up to a multiple of all batch sizes, and the losses are averaged over several seeds.
+    Their number is rounded up to a multiple of all batch sizes. All branches train with each of several seeds.
     """
     check_positive(samples_before=samples_before, samples=samples, seeds=seeds)
     multiple = math.lcm(*sizes)
@@ -92,7 +104,7 @@ def branches(
     rounded_up = -(-samples // multiple) * multiple
     losses = [_branch_losses(workload, sizes, samples_before, rounded_up, rule, seed) for seed in range(seeds)]
     of_sizes = zip(sizes, zip(*losses, strict=True), strict=True)
-    return [Branch(size, rounded_up // size, sum(of_size) / seeds) for size, of_size in of_sizes]
+    return [Branch(size, rounded_up // size, of_size) for size, of_size in of_sizes]
 
 
 def _branch_losses(
@@ -119,10 +131,43 @@ def _train_on(training: Training, samples: int) -> None:
     next(loss for loss in training.losses() if training.optimizer.samples_done >= samples)
 
 
-def critical_batch_size(found: Sequence[Branch], *, tolerance: float) -> int:
-    """The largest batch size up to which no branch increases the loss of the first by more than this fraction."""
-    size, _, loss = found[0]
-    if not math.isfinite(loss):
-        raise ValueError(f"the loss of the first branch, with batch size {size}, is {loss}")
-    bound = loss + tolerance * abs(loss)
-    return list(itertools.takewhile(lambda branch: branch.loss <= bound, found))[-1].batch_size
+class CriticalBatchSize(NamedTuple):
+    """Bounds of the largest batch size without an increase of the loss, as far as the branches show them."""
+
+    at_least: int | None  # up to this one, no branch increases the loss
+    below: int | None  # the smallest one with an increase
+    undecided: tuple[int, ...]  # those in between, or above `at_least`, whose interval contains the tolerance
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{size:,}" for size in self.undecided)
+        doubt = f"{sizes} undecided: use more --seeds" if sizes else ""
+        if self.at_least is None and self.below is None:
+            return f"not found ({doubt})"
+        if self.at_least is None:
+            return f"below {self.below:,} ({doubt or 'start from a smaller --batch-size to find it'})"
+        if self.below is None:
+            return f"at least {self.at_least:,} ({doubt or 'the largest one tried'})"
+        return f"at least {self.at_least:,} and below {self.below:,}" + (f" ({doubt})" if doubt else "")
+
+
+def critical_batch_size(found: Sequence[Branch], *, tolerance: float) -> CriticalBatchSize:
+    """Bounds of the largest batch size up to which no branch increases the loss of the first by more than a fraction.
+
+    A branch does so if the 95 % interval of its increase is above the tolerance, or if its loss is not finite, and does
+    not if the interval is below. The first branch is what the others are compared with, and so is never the answer.
+    """
+    first, *others = found
+    if not all(map(math.isfinite, first.losses)) or not fmean(first.losses):
+        raise ValueError(f"the losses of the first branch, with batch size {first.batch_size}, are {first.losses}")
+    at_least, below = None, None
+    undecided: list[int] = []
+    for branch in others:
+        gap = branch.increase(first)
+        if gap is None or (gap.error is not None and gap.mean - gap.error > tolerance):
+            below = branch.batch_size
+            break
+        if undecided or gap.error is None or gap.mean + gap.error > tolerance:
+            undecided.append(branch.batch_size)
+        else:
+            at_least = branch.batch_size
+    return CriticalBatchSize(at_least, below, tuple(undecided))
