@@ -1,7 +1,9 @@
-"""vbs profile, vbs fit and vbs simulate."""
+"""vbs profile, vbs fit, vbs simulate and vbs advise."""
 
 import csv
 import json
+import os
+import re
 import shlex
 from pathlib import Path
 
@@ -263,6 +265,59 @@ def test_fit_warns_of_a_busy_machine(run):
     assert err.startswith(f"vbs: warning: accumulating a minibatch of 32 {slower}: the machine is busy with other work")
     Path("slow.csv").write_text("\n".join([*PROFILE.splitlines()[:2], "1,2,32,0.016,0.03"]) + "\n")
     assert "1.6 times the 10 ms on 1 core: the machine is busy" in run("vbs fit slow.csv")[2]
+    Path("fast.csv").write_text("\n".join([*PROFILE.splitlines()[:2], "1,2,32,0.004,0.03"]) + "\n")
+    assert "0.4 times the 10 ms on 1 core: the machine was busy" in run("vbs fit fast.csv")[2]
+
+
+ADVISE = "vbs advise digits --steps 5 --noise-steps 30 --seeds 2"
+
+
+def test_advise_measures_and_ends_with_a_choice(run, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with forked.launches():
+        code, out, err = run(f"{ADVISE} --max-cores 4 --price 3600")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert [line.split()[:2] for line in lines[1:3]] == [["1", "16"], ["2", "16"]]
+    rows = [line.split() for line in lines[4:7]]
+    assert {row[1]: row[-1] for row in rows} == {"1": "measured", "2": "measured", "4": "extrapolated"}
+    text = " ".join(" ".join(lines[7:]).split())
+    assert re.match(
+        r"The noise scale is \S+ samples \(95 % interval \S+ to \S+\) after \d+ of 900 steps at the ref", text
+    )
+    assert "Times on 1 and 2 cores were measured, for training steps alone. Times on 4 cores are a guess" in text
+    assert re.search(r" (Fastest|Fastest and cheapest): batch size \d+ on . cores?, .* Take batch size \d+ on ", text)
+
+
+def test_advise_on_one_core_has_no_guess(run, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.75, 0.0, 0.0))
+    code, out, _ = run(f"{ADVISE} --max-batch-size 64")
+    assert code == 0
+    text = " ".join(out.split())
+    assert "guess" not in text
+    assert "The times are doubtful: the load was 0.8 on 1 CPU before. One run" in text
+    assert "One run: batch size" in text
+    assert "product of time and device time" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ("digits --price -1", 1, "vbs: `price` must be a non-negative number, got -1.0"),
+        ("digits --max-cores 0", 2, "argument --max-cores: expected at least 1, got 0"),
+        ("digits --seeds 1", 1, "vbs: --seeds must be at least 2, because one has no interval, got 1"),
+        ("digit", 1, "vbs: `workload` must be digits, mnist or module:function, got 'digit': did you mean digits?"),
+        ("cifar", 1, "vbs: `workload` must be digits, mnist or module:function, got 'cifar'"),
+    ],
+)
+def test_advise_rejects_wrong_input_before_it_measures(run, capsys, options, code, message):
+    if code == 2:
+        with pytest.raises(SystemExit, match="2"):
+            run(f"vbs advise {options}")
+        assert message in capsys.readouterr().err
+        return
+    assert run(f"vbs advise {options}")[::2] == (code, f"{message}\n")
 
 
 def test_fit_does_not_predict_unmeasured_network_configurations(run):

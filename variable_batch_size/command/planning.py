@@ -1,10 +1,13 @@
-"""``vbs plan``, ``simulate``, ``profile``, ``fit`` and ``cbs``: predict runs, and measure what predictions need."""
+"""``vbs plan``, ``simulate``, ``profile``, ``fit``, ``cbs``, ``advise``: predict runs, and measure what that needs."""
 
 import argparse
 import itertools
 import json
 import os
+import shutil
 import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
@@ -13,8 +16,9 @@ from variable_batch_size.command.options import RECORDING, add_minibatch, add_re
 from variable_batch_size.comparison import experiment
 from variable_batch_size.files import write_text
 from variable_batch_size.planning import reports
+from variable_batch_size.planning.advise import advice_report, advise, core_numbers
 from variable_batch_size.planning.plan import RULES, Plan, planned_rules
-from variable_batch_size.planning.profile import Profile
+from variable_batch_size.planning.profile import Measured, Profile
 from variable_batch_size.planning.simulate import Availability, NoiseCurve, simulate
 from variable_batch_size.policies.builtin import POLICIES, parse_policy
 from variable_batch_size.schedules.schedule import ON_END, Schedule
@@ -149,10 +153,15 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     _add_workload(parser, "what to train, as for vbs compare")
     add("--cores", type=positive, nargs="+", metavar="C", help="(default: 1, 2, 4 … up to the CPUs of this machine)")
     add("--minibatch-sizes", type=positive, nargs="+", metavar="M", help="(default: the workload's)")
+    _add_measuring(parser)
+    add("--out", default="profile.csv", metavar="FILE", help="(default: profile.csv)")
+
+
+def _add_measuring(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--device", choices=experiment.DEVICES, default="cpu", help="(default: cpu)")
     add("--threads", type=positive, default=1, metavar="N", help="CPU threads of each core (default: 1)")
-    add("--steps", type=positive, default=20, metavar="N", help="of each kind (default: 20)")
-    add("--out", default="profile.csv", metavar="FILE", help="(default: profile.csv)")
+    add("--steps", type=positive, default=20, metavar="N", help="of each kind to time (default: 20)")
 
 
 def _add_workload(parser: argparse.ArgumentParser, help: str) -> None:
@@ -163,24 +172,30 @@ def _add_workload(parser: argparse.ArgumentParser, help: str) -> None:
 
 def run_profile(options: argparse.Namespace) -> None:
     # these import torch, which takes seconds, and so come after the options are parsed
-    from variable_batch_size.comparison.measure import measure
+    from variable_batch_size.comparison.measure import available_cores
     from variable_batch_size.comparison.train import checked_workload
 
     workload = checked_workload(options.workload, options.datadir, options.device, [options.rule])
-    print_text("cores  minibatch  accumulating  updating")
-    rows = []
-    for row in measure(
-        options.workload,
-        cores=options.cores or [2**k for k in range((os.cpu_count() or 1).bit_length())],
-        minibatch_sizes=options.minibatch_sizes or [workload.minibatch_size],
-        **selected(options, "device", "threads", "rule", "steps", "datadir"),
-    ):
+    cores = options.cores or core_numbers(available_cores(options.device, threads=options.threads))
+    sizes = options.minibatch_sizes or [workload.minibatch_size]
+    rows: list[Measured] = []
+    for row in _measured(options, cores, sizes):
         rows.append(row)
-        accumulating, updating = map(reports.duration, (row.seconds_accumulating, row.seconds_updating))
-        print_text(f"{row.cores:5}  {row.minibatch_size:9}  {accumulating:>12}  {updating:>8}")
         # after each row, because the next may fail after minutes
         Profile(tuple(rows)).write(options.out, comment=f"made by: {options.command}")
     _warn_of(Profile(tuple(rows)))
+
+
+def _measured(options: argparse.Namespace, cores: list[int], minibatch_sizes: list[int]) -> Iterator[Measured]:
+    """Measure a profile, and print its rows."""
+    from variable_batch_size.comparison.measure import measure
+
+    print_text("cores  minibatch  accumulating  updating")
+    settings = selected(options, "device", "threads", "rule", "steps", "datadir")
+    for row in measure(options.workload, cores=cores, minibatch_sizes=minibatch_sizes, **settings):
+        accumulating, updating = map(reports.duration, (row.seconds_accumulating, row.seconds_updating))
+        print_text(f"{row.cores:5}  {row.minibatch_size:9}  {accumulating:>12}  {updating:>8}")
+        yield row
 
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
@@ -247,3 +262,56 @@ def run_cbs(options: argparse.Namespace) -> None:
     print_text(reports.as_text(table, is_left=False))
     without = f"without an increase above {100 * options.tolerance:g} %"
     print_text(f"after {options.after:,} samples, the largest batch size {without}: {size}")
+
+
+def add_advise(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_workload(parser, "what to train, as for vbs compare")
+    add("--max-cores", type=positive, metavar="C", help="cores to choose from (default: those of this machine)")
+    add("--price", type=float, metavar="P", help="per device-hour (default: no costs)")
+    help = "to train on at the reference batch size, or the equivalent progress (default: the workload's)"
+    add("--samples", type=positive, metavar="N", help=help)
+    help = "to choose from (default: 16 times the reference, at most the data set)"
+    add("--max-batch-size", type=positive, metavar="B", help=help)
+    _add_measuring(parser)
+    help = "of each seed to measure the noise (default: 500, at most the whole training)"
+    add("--noise-steps", type=positive, default=500, metavar="N", help=help)
+    add("--seeds", type=positive, default=5, metavar="N", help="of the noise, at least 2 (default: 5)")
+
+
+def run_advise(options: argparse.Namespace) -> None:
+    if options.price is not None:
+        check_not_negative_number(price=options.price)
+    if options.seeds < 2:
+        raise ValueError(f"--seeds must be at least 2, because one has no interval, got {options.seeds}")
+    # these import torch, which takes seconds, and so come after the options are parsed
+    from variable_batch_size.comparison.measure import available_cores, measure_noise
+    from variable_batch_size.comparison.train import checked_workload
+
+    workload = checked_workload(options.workload, options.datadir, options.device, [options.rule])
+    size, ref_batchsize = workload.minibatch_size, workload.ref_batchsize
+    num_samples = options.samples or workload.num_samples
+    here = available_cores(options.device, threads=options.threads)
+    measured, doubts = core_numbers(min(options.max_cores or here, here)), _doubts_of_this_machine()
+    profile = Profile(tuple(_measured(options, measured, [size])), extrapolates=True)
+    given = selected(options, "device", "threads", "rule", "datadir", "seeds")
+    steps = min(options.noise_steps, -(-num_samples // max(2 * size, ref_batchsize)))
+    noise = measure_noise(options.workload, steps=steps, **given)
+    capacity = len(workload.train) // size * size  # type: ignore[arg-type]
+    advice = advise(
+        profile,
+        noise,
+        cores=[*measured, *core_numbers(options.max_cores or here)],
+        minibatch_size=size,
+        ref_batchsize=ref_batchsize,
+        num_samples=num_samples,
+        max_batch_size=min(options.max_batch_size or 16 * ref_batchsize, capacity),
+    )
+    print_text(reports.as_text(reports.simulation_table(advice.best, price=options.price)))
+    width = min(100, shutil.get_terminal_size().columns)
+    print_text(textwrap.fill(advice_report(advice, profile, noise, price=options.price, doubts=doubts), width))
+
+
+def _doubts_of_this_machine() -> list[str]:
+    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
+    return [f"the load was {load:.1f} on {reports.counted(cpus, 'CPU')} before"] if load > cpus / 2 else []

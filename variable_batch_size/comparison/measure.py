@@ -1,8 +1,9 @@
-"""Measures a workload: the times of its minibatches on several numbers of cores, and its critical batch size."""
+"""Measures a workload: the times of its minibatches on several numbers of cores, its noise and critical batch size."""
 
 import copy
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
@@ -14,11 +15,19 @@ from variable_batch_size.checks import check_positive
 from variable_batch_size.comparison.report import Estimate, difference
 from variable_batch_size.comparison.train import Training, device_of, on_cores
 from variable_batch_size.comparison.workload import Workload, load_workload
+from variable_batch_size.planning.advise import NoiseBand
 from variable_batch_size.planning.profile import Measured
+from variable_batch_size.planning.simulate import NoiseCurve
 from variable_batch_size.policies.timing import StepTimes
 
 _DEPTHS = (1, 3)
 _WARM_UP = 5
+
+
+def available_cores(device: str, *, threads: int) -> int:
+    """The number of GPUs of this machine, or of cores with so many threads that its CPUs suffice for, at least 1."""
+    number = torch.cuda.device_count() if device == "cuda" else (os.cpu_count() or 1) // threads
+    return max(1, number)
 
 
 def measure(
@@ -70,6 +79,67 @@ def _measure_on_this_core(
         began = clock()
     assert times.seconds is not None
     return times.seconds
+
+
+def measure_noise(
+    workload: str,
+    *,
+    rule: str,
+    steps: int,
+    seeds: int,
+    device: str = "cpu",
+    threads: int = 1,
+    datadir: str | None = None,
+) -> NoiseBand:
+    """Train for some steps with each of several seeds, and average the noise scale at 10 points of the training."""
+    check_positive(steps=steps)
+    if seeds < 2:
+        raise ValueError(f"`seeds` must be at least 2, because one has no interval, got {seeds}")
+    runs = [
+        on_cores(_noise_on_this_core, (workload, datadir, device, threads, rule, steps, seed), cores=1, device=device)
+        for seed in range(seeds)
+    ]
+    return noise_band(runs)
+
+
+def noise_band(seeds: Sequence[Sequence[tuple[float, float]]]) -> NoiseBand:
+    """The mean of noise scales over seeds, each a list of progress and noise scale at the same steps.
+
+    As noise scales are positive, means and 95 % intervals are those of their logarithms. Points where the noise scale
+    of a seed is not known yet, or not finite, are left out.
+    """
+    points = []
+    for of_seeds in zip(*seeds, strict=True):
+        if all(0 < scale < math.inf for _, scale in of_seeds):
+            found = difference([math.log(scale) for _, scale in of_seeds])
+            assert found is not None and found.error is not None
+            ends = (math.exp(found.mean + sign * found.error) for sign in (-1, 0, 1))
+            points.append((fmean(progress for progress, _ in of_seeds), *ends))
+    if not points:
+        raise ValueError(f"the noise scale of {len(seeds)} seeds is not finite at any step: measure more steps")
+    progress, *scales = zip(*points, strict=True)
+    return NoiseBand(*(NoiseCurve(progress, curve) for curve in scales))
+
+
+def _noise_on_this_core(
+    name: str, datadir: str | None, device: str, threads: int, rule: str, steps: int, seed: int
+) -> list[tuple[float, float]]:
+    """Progress and noise scale after each tenth of the steps."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    workload = load_workload(name, datadir)
+    # at least two minibatches, because one gives no estimate
+    minibatches = max(2, -(-workload.ref_batchsize // workload.minibatch_size))
+    sampler = {"trace": minibatches * workload.minibatch_size, "seed": seed}
+    training = Training(workload, workload.model().to(device_of(device)), rule, sampler, measure_noise=True)
+    optimizer, found, due = training.optimizer, [], {-(-steps * k // 10) for k in range(1, 11)}
+    for _ in training.losses():
+        if not optimizer.is_accumulating and optimizer.steps_done in due:
+            scale = optimizer.noise_scale_in_samples
+            found.append((optimizer.progress, math.nan if scale is None else scale))
+            if optimizer.steps_done >= steps:
+                break
+    return found
 
 
 class Branch(NamedTuple):

@@ -39,7 +39,7 @@ STYLES: list[dict[str, Any]] = [
     {"color": "#56B4E9", "linestyle": (0, (4, 1, 1, 1, 1, 1))},
 ]
 _AXIS_UNITS = (("days", 86_400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
-_SLOWED = 1.5  # by this factor, a minibatch that is only accumulated takes suspiciously long on more cores
+_SLOWED = 1.5  # by a larger factor, minibatches that are only accumulated should not differ between numbers of cores
 _MOST_EPOCHS = 41  # whose borders are drawn
 _LONGEST_NAME = 120
 Curve = npt.NDArray[np.float64]  # three rows: minimum, mean and maximum of each bin of steps
@@ -250,7 +250,7 @@ def fit_report(profile: Profile) -> str:
 
 
 def profile_warnings(profile: Profile) -> list[str]:
-    """Where minibatches that are only accumulated, which need no other core, take much longer on more cores."""
+    """Where minibatches that are only accumulated, which need no other core, take another time on more cores."""
     found = []
     for machines, size in dict.fromkeys((row.machines, row.minibatch_size) for row in profile.rows):
         where = {"machines": machines, "minibatch_size": size}
@@ -258,12 +258,14 @@ def profile_warnings(profile: Profile) -> list[str]:
         few, *more = [(number, profile.times(cores=number, **where).accumulating) for number in numbers]
         for cores, seconds in more:
             ratio = seconds / few[1]
-            if ratio > _SLOWED:
-                slower = f"{cores} cores, {ratio:.1f} times the {duration(few[1])} on {counted(few[0], 'core')}"
-                in_all = f", so {cores} cores train no faster" if ratio * few[0] >= cores else ""
-                why = "the machine is busy with other work, or has too few CPUs or too little memory bandwidth"
-                what = f"accumulating a minibatch of {size} takes {duration(seconds)} on"
-                found.append(f"{what} {slower}{in_all}: {why}")
+            if 1 / _SLOWED <= ratio <= _SLOWED:
+                continue
+            what = f"accumulating a minibatch of {size} takes {duration(seconds)} on {cores} cores"
+            other = f"{ratio:.1f} times the {duration(few[1])} on {counted(few[0], 'core')}"
+            in_all = f", so {cores} cores train no faster" if ratio * few[0] >= cores else ""
+            why = "the machine is busy with other work, or has too few CPUs or too little memory bandwidth"
+            why = why if ratio > 1 else "the machine was busy with other work when the fewer cores were measured"
+            found.append(f"{what}, {other}{in_all}: {why}")
     return found
 
 
