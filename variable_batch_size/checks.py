@@ -32,6 +32,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def check_not_negative_number(**values: Any) -> None:
+    _check(values, "a non-negative number", lambda value: 0 <= value < math.inf)
+
+
 def check_not_negative(**values: Any) -> None:
     _check(values, "a non-negative integer", lambda value: is_integer(value) and value >= 0)
 

@@ -1,7 +1,9 @@
-"""vbs profile, vbs fit and vbs simulate."""
+"""vbs profile, vbs fit, vbs simulate and vbs advise."""
 
 import csv
 import json
+import os
+import re
 import shlex
 from pathlib import Path
 
@@ -112,6 +114,8 @@ def test_fit_prints_the_model_and_its_times(run):
     code, out, _ = run("vbs fit profile.csv --cores 4 8")
     assert code == 0
     assert "updating with it on 8 cores:" in out
+    assert "gamma     1 (fixed)" in out  # two all-reduces determine no more than two parameters of the network
+    assert [line.split()[:3] for line in out.splitlines()[8:11]] == [["1", cores, "32"] for cores in "124"]
     code, out, _ = run("vbs fit profile.csv --json")
     model = vbs.policies.Throughput(**json.loads(out))
     assert model.updating(1, 4, 32) == pytest.approx(0.03, rel=0.05)
@@ -123,20 +127,68 @@ def test_simulate_writes_a_report_a_table_a_plot_and_the_traces(run):
     code, out, err = run(f"{SIMULATE} --noise 2000 --market m.csv --samples 1M --price 2 --restart-seconds 3 --out out")
     assert (code, err) == (0, "")
     assert out.splitlines()[0].split() == [
-        *("policy", "hours", "device-hours", "cost", "updates", "samples", "progress", "restarts", "batch", "sizes")
+        *("policy", "cores", "time", "device", "time", "cost", "updates", "samples", "progress", "restarts"),
+        *("batch", "sizes", "times"),
     ]
     page = Path("out/simulation.html").read_text()
+    verdict = out.splitlines()[-2]
+    assert verdict.startswith("Fastest")
+    assert f"<h1>Simulated policies</h1>\n<p>{verdict}</p>" in page
     assert "<svg" in page
     assert "autoscale:max_batch_size=4096" in page
     assert "http" not in page.partition("<svg")[0]
     assert Path("out/simulation.png").stat().st_size > 1000
     rows = Path("out/table.csv").read_text().splitlines()
     assert len(rows) == 3
-    updates = {row.split(",")[0]: int(row.split(",")[4]) for row in rows[1:]}
+    updates = {row.split(",")[0]: int(row.split(",")[5]) for row in rows[1:]}
     assert len(vbs.Trace.read("out/traces/256.csv")) == updates["256"]
     trace = vbs.Trace.read("out/traces/autoscale-max_batch_size=4096.csv")
     assert len(trace) == updates["autoscale:max_batch_size=4096"]
     assert "made by: vbs simulate" in trace.comment
+
+
+def test_simulate_makes_a_row_for_each_number_of_cores(run):
+    # progress of 200 steps at 128; gain of 256 at φ = 128 is 2 / 1.5, so 150 updates. On 1 core 8 minibatches of 32:
+    # 7·0.01 + 0.012 = 0.082 s; on 2 cores 3·0.01 + 0.02 = 0.05 s; on 4 cores 0.011 + 0.03 = 0.041 s
+    options = "--profile profile.csv --minibatch-size 32 --ref-batchsize 128 --samples 25600 --noise 128 --price 3600"
+    code, out, err = run(f"vbs simulate 256 {options} --cores 1 2 4 --out out")
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()[1:4]]
+    assert [row[1] for row in rows] == ["4", "2", "1"]
+    assert [" ".join(row[2:8]) for row in rows] == [
+        "6.15 s 24.6 s 24.60 150",
+        "7.5 s 15 s 15.00 150",
+        "12.3 s 12.3 s 12.30 150",
+    ]
+    fastest, cheapest = "batch size 256 on 4 cores, 6.15 s, cost 24.60", "batch size 256 on 1 core, 12.3 s, cost 12.30"
+    assert out.splitlines()[4] == f"Fastest: {fastest}. Cheapest: {cheapest}."
+    with open("out/table.csv", newline="") as file:
+        first = next(csv.DictReader(file))
+    assert (first["cores"], float(first["device-hours"]), first["times"]) == (
+        "4",
+        pytest.approx(24.6 / 3600, rel=1e-5),
+        "measured",
+    )
+    assert sorted(path.name for path in Path("out/traces").iterdir()) == [
+        *("256-on-1-core.csv", "256-on-2-cores.csv", "256-on-4-cores.csv")
+    ]
+
+
+def test_simulate_marks_times_that_were_not_measured(run):
+    code, out, _ = run(f"{SIMULATE} --noise 500 --cores 2 3 8 --samples 100K")
+    assert code == 0
+    found = {(line.split()[0], line.split()[1]): line.split()[-1] for line in out.splitlines()[1:-1]}
+    assert {found["256", cores] for cores in ("2",)} == {"measured"}
+    assert found["256", "3"] == "interpolated"
+    assert found["256", "8"] == "extrapolated"
+    assert "on 8 cores" in out.splitlines()[-1]
+    assert "(extrapolated)" in out.splitlines()[-1]
+
+
+def test_a_negative_price_is_refused(run):
+    for price in ("-1", "nan"):
+        code, out, err = run(f"{SIMULATE} --noise 500 --cores 2 --samples 100K --price {price}")
+        assert (code, out, err) == (1, "", f"vbs: `price` must be a non-negative number, got {float(price)}\n")
 
 
 def test_simulate_accepts_recorded_devices_and_the_noise_of_a_log(run):
@@ -180,6 +232,92 @@ def test_profile_needs_enough_steps_for_a_median(run):
     code, _, err = run("vbs profile digits --cores 1 --steps 4")
     assert code == 1
     assert "`steps` must be at least 5, for a meaningful median, got 4" in err
+
+
+def test_fit_prints_the_errors_of_the_model_in_each_row(run):
+    # one core: the model has the same time for both kinds of minibatches, between those of 10 and 12.1 ms
+    Path("one.csv").write_text("\n".join([*PROFILE.splitlines()[:1], "1,1,32,0.01,0.0121"]) + "\n")
+    code, out, err = run("vbs fit one.csv")
+    assert (code, err) == (0, "")
+    table = out.splitlines()[7:9]
+    assert table[0].split() == [
+        *("machines", "cores", "minibatch", "accumulating", "model", "error", "updating", "model", "error")
+    ]
+    numbers = [float(cell) for cell in table[1].replace("%", " ").replace("ms", " ").split()]
+    accumulating, model, error, updating, same_model, other_error = numbers[3:]
+    assert (accumulating, updating, same_model) == (10, 12.1, model)
+    assert 10 <= model <= 12.1
+    assert [error, other_error] == pytest.approx([100 * (model / 10 - 1), 100 * (model / 12.1 - 1)], abs=0.5)
+
+
+def test_fit_refuses_more_parameters_than_rows(run):
+    Path("few.csv").write_text("\n".join([*PROFILE.splitlines()[:1], "1,4,32,0.011,0.03", "1,4,32,0.012,0.03"]) + "\n")
+    code, out, err = run("vbs fit few.csv")
+    what = "at least 3 different combinations of cores and minibatch size to fit 3 parameters (beta_c, alpha_r, beta_r)"
+    assert (code, out, err) == (1, "", f"vbs: `rows` must have {what}, got 1: measure more with vbs profile\n")
+
+
+def test_fit_warns_of_a_busy_machine(run):
+    Path("busy.csv").write_text("\n".join([*PROFILE.splitlines()[:2], "1,2,32,0.021,0.03"]) + "\n")
+    code, out, err = run("vbs fit busy.csv --json")
+    assert (code, set(json.loads(out))) == (0, set(vbs.policies.Throughput._fields))
+    slower = "takes 21 ms on 2 cores, 2.1 times the 10 ms on 1 core, so 2 cores train no faster"
+    assert err.startswith(f"vbs: warning: accumulating a minibatch of 32 {slower}: the machine is busy with other work")
+    Path("slow.csv").write_text("\n".join([*PROFILE.splitlines()[:2], "1,2,32,0.016,0.03"]) + "\n")
+    assert "1.6 times the 10 ms on 1 core: the machine is busy" in run("vbs fit slow.csv")[2]
+    Path("fast.csv").write_text("\n".join([*PROFILE.splitlines()[:2], "1,2,32,0.004,0.03"]) + "\n")
+    assert "0.4 times the 10 ms on 1 core: the machine was busy" in run("vbs fit fast.csv")[2]
+
+
+ADVISE = "vbs advise digits --steps 5 --noise-steps 30 --seeds 2"
+
+
+def test_advise_measures_and_ends_with_a_choice(run, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with forked.launches():
+        code, out, err = run(f"{ADVISE} --max-cores 4 --price 3600")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert [line.split()[:2] for line in lines[1:3]] == [["1", "16"], ["2", "16"]]
+    rows = [line.split() for line in lines[4:7]]
+    assert {row[1]: row[-1] for row in rows} == {"1": "measured", "2": "measured", "4": "extrapolated"}
+    text = " ".join(" ".join(lines[7:]).split())
+    assert re.match(
+        r"The noise scale is \S+ samples \(95 % interval \S+ to \S+\) after \d+ of 900 steps at the ref", text
+    )
+    assert "Times on 1 and 2 cores were measured, for training steps alone. Times on 4 cores are a guess" in text
+    assert re.search(r" (Fastest|Fastest and cheapest): batch size \d+ on . cores?, .* Take batch size \d+ on ", text)
+
+
+def test_advise_on_one_core_has_no_guess(run, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.75, 0.0, 0.0))
+    code, out, _ = run(f"{ADVISE} --max-batch-size 64")
+    assert code == 0
+    text = " ".join(out.split())
+    assert "guess" not in text
+    assert "The times are doubtful: the load was 0.8 on 1 CPU before. One run" in text
+    assert "One run: batch size" in text
+    assert "product of time and device time" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ("digits --price -1", 1, "vbs: `price` must be a non-negative number, got -1.0"),
+        ("digits --max-cores 0", 2, "argument --max-cores: expected at least 1, got 0"),
+        ("digits --seeds 1", 1, "vbs: --seeds must be at least 2, because one has no interval, got 1"),
+        ("digit", 1, "vbs: `workload` must be digits, mnist or module:function, got 'digit': did you mean digits?"),
+        ("cifar", 1, "vbs: `workload` must be digits, mnist or module:function, got 'cifar'"),
+    ],
+)
+def test_advise_rejects_wrong_input_before_it_measures(run, capsys, options, code, message):
+    if code == 2:
+        with pytest.raises(SystemExit, match="2"):
+            run(f"vbs advise {options}")
+        assert message in capsys.readouterr().err
+        return
+    assert run(f"vbs advise {options}")[::2] == (code, f"{message}\n")
 
 
 def test_fit_does_not_predict_unmeasured_network_configurations(run):

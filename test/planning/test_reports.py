@@ -1,6 +1,8 @@
 import numpy as np
+import pytest
 
 import variable_batch_size as vbs
+from variable_batch_size.planning.reports import duration
 
 
 def test_report_of_a_trace():
@@ -39,8 +41,8 @@ def test_report_of_a_conversion_to_short_steps():
     options = {"samples_per_device": 32, "minibatch_size": 32, "when_empty": "skip", "rounding": "down"}
     recording = vbs.traces.Recording.from_counts([0, 1.0025], [3])
     report = vbs.planning.conversion_report(vbs.traces.convert_recording(recording, seconds_per_step=0.004, **options))
-    assert "250 steps of 0.004 s," in report
-    assert "left at end    0.0025 s," in report
+    assert "250 steps of 4 ms," in report
+    assert "left at end    2.5 ms," in report
 
 
 def test_report_of_a_plan():
@@ -130,3 +132,26 @@ def test_report_of_a_plan_in_lockstep():
     plan = vbs.planning.Plan.of(vbs.Schedule(trace, dataset_size=20, minibatch_size=1, num_replicas=4, lockstep=True))
     line = "lockstep      5 rounds of all cores, 5 padding minibatches (25.0 % of all minibatches run)"
     assert line in vbs.planning.plan_report(plan).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (2.5e-6, "2.5 µs"),
+        (0.0009999, "1 ms"),  # rounded first
+        (0.25, "250 ms"),
+        (59.94, "59.9 s"),
+        (59.96, "1 min"),
+        (60.4, "1 min"),
+        (226.872, "3 min 47 s"),  # 0.06302 hours
+        (3599.4, "59 min 59 s"),
+        (3599.6, "1 h"),
+        (3 * 3600 + 61, "3 h 1 min"),
+        (86_399, "1 d"),
+        (90_000, "1 d 1 h"),
+        (1000 * 86_400, "1,000 d"),
+    ],
+)
+def test_durations_have_the_units_of_people(seconds, text):
+    assert duration(seconds) == text

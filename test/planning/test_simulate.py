@@ -134,12 +134,27 @@ def test_extrapolation_must_be_enabled():
     assert within.seconds > 0
 
 
+def test_the_cost_has_no_negative_price():
+    with pytest.raises(ValueError, match=r"`price` must be a non-negative number, got -0\.5"):
+        simulate(fixed(128)).cost(-0.5)
+    assert simulate(fixed(128)).cost(0) == 0
+
+
+def test_the_basis_is_that_of_the_least_certain_times():
+    counts = vbs.traces.Recording.from_counts([0, 10, 20], [4, 3])
+    changing = vbs.planning.Availability.of_recording(counts)
+    assert simulate(fixed(128)).basis == "measured"
+    assert simulate(fixed(128), availability=changing, progress=7).basis == "interpolated"
+    assert simulate(fixed(128), availability=changing, progress=2).basis == "measured"  # ends on 4 cores
+    assert simulate(fixed(128), profile=profile(cores=(1, 2)), cores=4).basis == "extrapolated"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"progress": 0}, "`progress` must be a positive number, got 0"),
-        ({"restart_seconds": -1}, "`restart_seconds` must be a number of seconds, got -1"),
-        ({"restart_seconds": math.inf}, "`restart_seconds` must be a number of seconds, got inf"),
+        ({"restart_seconds": -1}, "`restart_seconds` must be a non-negative number, got -1"),
+        ({"restart_seconds": math.inf}, "`restart_seconds` must be a non-negative number, got inf"),
     ],
 )
 def test_invalid_options_are_rejected(options, message):

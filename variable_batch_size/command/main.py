@@ -24,6 +24,7 @@ COMMANDS = {  # the module of each, with the functions add_COMMAND(parser) and r
     ),
     "report": ("compare", "write that page again from existing results"),
     "profile": ("planning", "measure how long minibatches take on several numbers of cores"),
+    "advise": ("planning", "measure times and noise, and recommend a number of cores and a batch size"),
     "fit": ("planning", "fit a throughput model to such a profile, to predict other numbers of cores"),
     "cbs": ("planning", "search for the critical batch size with short branches of a run"),
     "tpu": ("tpu", "compile a training for a TPU that is not there: whether it compiles and fits, and its least time"),

@@ -1,16 +1,24 @@
-"""``vbs plan``, ``simulate``, ``profile``, ``fit`` and ``cbs``: predict runs, and measure what predictions need."""
+"""``vbs plan``, ``simulate``, ``profile``, ``fit``, ``cbs``, ``advise``: predict runs, and measure what that needs."""
 
 import argparse
+import itertools
 import json
 import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
+from variable_batch_size.checks import check_not_negative_number
 from variable_batch_size.command.options import RECORDING, add_minibatch, add_recording, positive, print_text, selected
 from variable_batch_size.comparison import experiment
 from variable_batch_size.files import write_text
 from variable_batch_size.planning import reports
+from variable_batch_size.planning.advise import advice_report, advise, core_numbers
 from variable_batch_size.planning.plan import RULES, Plan, planned_rules
-from variable_batch_size.planning.profile import Profile
+from variable_batch_size.planning.profile import Measured, Profile
 from variable_batch_size.planning.simulate import Availability, NoiseCurve, simulate
 from variable_batch_size.policies.builtin import POLICIES, parse_policy
 from variable_batch_size.schedules.schedule import ON_END, Schedule
@@ -66,7 +74,8 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     add("--profile", required=True, metavar="FILE", help="times of minibatches, from vbs profile")
     add("--noise", required=True, metavar="LOG", help="the log of a run with AdaScale, or a constant noise scale")
     cores = parser.add_mutually_exclusive_group(required=True)
-    cores.add_argument("--cores", type=positive, metavar="C", help="a constant number of cores")
+    help = "constant numbers of cores; with several, a run on each"
+    cores.add_argument("--cores", type=positive, nargs="+", metavar="C", help=help)
     cores.add_argument("--recording", metavar="FILE", help="recorded devices, as read by vbs convert")
     cores.add_argument("--market", metavar="TRACE", help="a trace of numbers of devices, as from vbs make spot")
     add("--seconds-per-row", type=float, default=60.0, metavar="T", help="of such a trace (default: 60)")
@@ -82,34 +91,38 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_simulate(options: argparse.Namespace) -> None:
+    price = options.price
+    if price is not None:
+        check_not_negative_number(price=price)
     given = selected(options, "minibatch_size", "ref_batchsize", "restart_seconds")
     given["profile"] = Profile.read(options.profile, extrapolates=options.extrapolate)
-    given["noise"], given["availability"] = _noise(options.noise), _availability(options)
+    given["noise"] = _noise(options.noise)
     given["progress"] = options.samples / options.ref_batchsize
     given["capacity"] = options.dataset_size and options.dataset_size // options.minibatch_size * options.minibatch_size
-    runs = {text: simulate(parse_policy(text), **given) for text in dict.fromkeys(options.policies)}
-    table = reports.simulation_table(runs, price=options.price)
-    print_text(reports.as_text(table))
+    cores = _availabilities(options)
+    cases = list(itertools.product(dict.fromkeys(options.policies), cores))
+    runs = [(policy, simulate(parse_policy(policy), availability=where, **given)) for policy, where in cases]
+    print_text(reports.as_text(reports.simulation_table(runs, price=price)))
+    print_text(reports.verdict(runs, price=price))
     if options.out is None:
         return
     directory = Path(options.out)
     (directory / "traces").mkdir(parents=True, exist_ok=True)
-    for name, run in runs.items():
-        path = directory / "traces" / f"{name.replace(':', '-').replace(',', '-')}.csv"
-        run.trace.write(path, comment=f"decided by {name} in a simulation\nmade by: {options.command}")
-    # keep the commas in names, drop the thousands separators of numbers
-    rows = ([name, *(cell.replace(",", "") for cell in cells)] for name, *cells in table)
-    write_text(directory / "table.csv", reports.csv_text(rows))
-    reports.plot_simulations(runs, directory / "simulation.png", format="png")
+    for (name, run), (_, where) in zip(runs, cases, strict=True):
+        file = f"{name.replace(':', '-').replace(',', '-')}{f' on {where.name}' if len(cores) > 1 else ''}.csv"
+        comment = f"decided by {name} on {where.name} in a simulation\nmade by: {options.command}"
+        run.trace.write(directory / "traces" / file.replace(" ", "-"), comment=comment)
+    write_text(directory / "table.csv", reports.csv_text(reports.simulation_table(runs, price=price, is_csv=True)))
+    reports.plot_simulations(runs, directory / "simulation.png", price=price, format="png")
     facts = {
-        "cores": given["availability"].name,
+        "cores": ", ".join(where.name for where in cores),
         "profile": options.profile,
         "noise": options.noise,
         "minibatch": f"{options.minibatch_size} samples",
         "ends after": f"{options.samples:,} samples at a batch size of {options.ref_batchsize}, or as much worth",
-        "restart": f"{options.restart_seconds:g} s",
+        "restart": reports.duration(options.restart_seconds),
     }
-    page = reports.simulation_page(runs, table, facts=facts, command=options.command)
+    page = reports.simulation_page(runs, price=price, facts=facts, command=options.command)
     write_text(directory / "simulation.html", page)
     print_text(f"{directory / 'simulation.html'}")
 
@@ -123,16 +136,16 @@ def _noise(text: str) -> NoiseCurve:
     return NoiseCurve.read(text)
 
 
-def _availability(options: argparse.Namespace) -> Availability:
+def _availabilities(options: argparse.Namespace) -> list[Availability]:
     given = selected(options, *RECORDING)
     if options.recording is not None:
-        return Availability.of_recording(Recording.read(options.recording, **given))
+        return [Availability.of_recording(Recording.read(options.recording, **given))]
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for a --recording, got {value} without one")
     if options.cores is not None:
-        return Availability.constant(options.cores)
-    return Availability.of_market(Trace.read(options.market), seconds_per_row=options.seconds_per_row)
+        return [Availability.constant(number) for number in dict.fromkeys(options.cores)]
+    return [Availability.of_market(Trace.read(options.market), seconds_per_row=options.seconds_per_row)]
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
@@ -140,10 +153,15 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     _add_workload(parser, "what to train, as for vbs compare")
     add("--cores", type=positive, nargs="+", metavar="C", help="(default: 1, 2, 4 … up to the CPUs of this machine)")
     add("--minibatch-sizes", type=positive, nargs="+", metavar="M", help="(default: the workload's)")
+    _add_measuring(parser)
+    add("--out", default="profile.csv", metavar="FILE", help="(default: profile.csv)")
+
+
+def _add_measuring(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--device", choices=experiment.DEVICES, default="cpu", help="(default: cpu)")
     add("--threads", type=positive, default=1, metavar="N", help="CPU threads of each core (default: 1)")
-    add("--steps", type=positive, default=20, metavar="N", help="of each kind (default: 20)")
-    add("--out", default="profile.csv", metavar="FILE", help="(default: profile.csv)")
+    add("--steps", type=positive, default=20, metavar="N", help="of each kind to time (default: 20)")
 
 
 def _add_workload(parser: argparse.ArgumentParser, help: str) -> None:
@@ -154,23 +172,30 @@ def _add_workload(parser: argparse.ArgumentParser, help: str) -> None:
 
 def run_profile(options: argparse.Namespace) -> None:
     # these import torch, which takes seconds, and so come after the options are parsed
-    from variable_batch_size.comparison.measure import measure
+    from variable_batch_size.comparison.measure import available_cores
     from variable_batch_size.comparison.train import checked_workload
 
     workload = checked_workload(options.workload, options.datadir, options.device, [options.rule])
-    print_text("cores  minibatch  accumulating (ms)  updating (ms)")
-    rows = []
-    for row in measure(
-        options.workload,
-        cores=options.cores or [2**k for k in range((os.cpu_count() or 1).bit_length())],
-        minibatch_sizes=options.minibatch_sizes or [workload.minibatch_size],
-        **selected(options, "device", "threads", "rule", "steps", "datadir"),
-    ):
+    cores = options.cores or core_numbers(available_cores(options.device, threads=options.threads))
+    sizes = options.minibatch_sizes or [workload.minibatch_size]
+    rows: list[Measured] = []
+    for row in _measured(options, cores, sizes):
         rows.append(row)
-        times = f"{1000 * row.seconds_accumulating:17.4g}  {1000 * row.seconds_updating:13.4g}"
-        print_text(f"{row.cores:5}  {row.minibatch_size:9}  {times}")
         # after each row, because the next may fail after minutes
         Profile(tuple(rows)).write(options.out, comment=f"made by: {options.command}")
+    _warn_of(Profile(tuple(rows)))
+
+
+def _measured(options: argparse.Namespace, cores: list[int], minibatch_sizes: list[int]) -> Iterator[Measured]:
+    """Measure a profile, and print its rows."""
+    from variable_batch_size.comparison.measure import measure
+
+    print_text("cores  minibatch  accumulating  updating")
+    settings = selected(options, "device", "threads", "rule", "steps", "datadir")
+    for row in measure(options.workload, cores=cores, minibatch_sizes=minibatch_sizes, **settings):
+        accumulating, updating = map(reports.duration, (row.seconds_accumulating, row.seconds_updating))
+        print_text(f"{row.cores:5}  {row.minibatch_size:9}  {accumulating:>12}  {updating:>8}")
+        yield row
 
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
@@ -185,16 +210,22 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
 def run_fit(options: argparse.Namespace) -> None:
     profile = Profile.read(options.profile)
     model = profile.throughput
+    _warn_of(profile)
     if options.json:
         print_text(json.dumps(model._asdict()))
         return
     size = options.minibatch_size or max(row.minibatch_size for row in profile.rows)
-    for name, value in model._asdict().items():
-        print_text(f"{name:<8}  {value:.4g}")
-    print_text(f"accumulating a minibatch of {size}: {1000 * model.accumulating(size):.4g} ms")
+    print_text(reports.fit_report(profile))
+    print_text(f"accumulating a minibatch of {size}: {reports.duration(model.accumulating(size))}")
     for cores in options.cores or sorted({row.cores for row in profile.rows if row.machines == options.machines}):
         profile.refuse_other_network(options.machines, cores)
-        print_text(f"updating with it on {cores} cores: {1000 * model.updating(options.machines, cores, size):.4g} ms")
+        updating = model.updating(options.machines, cores, size)
+        print_text(f"updating with it on {reports.counted(cores, 'core')}: {reports.duration(updating)}")
+
+
+def _warn_of(profile: Profile) -> None:
+    for warning in reports.profile_warnings(profile):
+        sys.stderr.write(f"vbs: warning: {warning}\n")
 
 
 def add_cbs(parser: argparse.ArgumentParser) -> None:
@@ -204,7 +235,7 @@ def add_cbs(parser: argparse.ArgumentParser) -> None:
     add("--factors", type=positive, nargs="+", default=[1, 2, 4], metavar="F", help="of it to try (default: 1 2 4)")
     add("--after", type=positive, required=True, metavar="N", help="samples to train on before the branches")
     add("--samples", type=positive, required=True, metavar="N", help="of each branch")
-    add("--seeds", type=positive, default=3, metavar="N", help="to average over (default: 3)")
+    add("--seeds", type=positive, default=5, metavar="N", help="for the intervals, at least 2 (default: 5)")
     add("--tolerance", type=float, default=0.01, metavar="T", help="relative increase of the loss (default: 0.01)")
 
 
@@ -213,14 +244,74 @@ def run_cbs(options: argparse.Namespace) -> None:
     from variable_batch_size.comparison.measure import branches, critical_batch_size
     from variable_batch_size.comparison.train import checked_workload
 
-    if not options.tolerance >= 0:
-        raise ValueError(f"--tolerance must not be negative, got {options.tolerance!r}")
+    check_not_negative_number(tolerance=options.tolerance)
+    if options.seeds < 2:
+        raise ValueError(f"--seeds must be at least 2, because one has no interval, got {options.seeds}")
+    if max(options.factors) == 1:
+        raise ValueError("--factors must have a number above 1, got only 1: the base size is not an answer")
     workload = checked_workload(options.workload, options.datadir, "cpu", [options.rule])
     sizes = [(options.batch_size or workload.ref_batchsize) * factor for factor in sorted({1, *options.factors})]
     found = branches(workload, sizes, samples_before=options.after, **selected(options, "samples", "rule", "seeds"))
-    print_text("batch size  updates  test loss")
-    for branch in found:
-        print_text(f"{branch.batch_size:10,}  {branch.updates:7,}  {branch.loss:9.4f}")
     size = critical_batch_size(found, tolerance=options.tolerance)
-    found_after = f"after {options.after:,} samples, a batch size of {size:,}"
-    print_text(f"{found_after} costs nothing (within {options.tolerance:g})")
+    table = [["batch size", "updates", "test loss", "increase (95 % interval)"]]
+    for number, branch in enumerate(found):
+        gap = branch.increase(found[0])
+        words = "not finite" if gap is None else f"{100 * gap.mean:+.2f} ± {100 * (gap.error or 0):.2f} %"
+        loss = f"{fmean(branch.losses):.4f}"
+        table.append([f"{branch.batch_size:,}", f"{branch.updates:,}", loss, words if number else "–"])
+    print_text(reports.as_text(table, is_left=False))
+    without = f"without an increase above {100 * options.tolerance:g} %"
+    print_text(f"after {options.after:,} samples, the largest batch size {without}: {size}")
+
+
+def add_advise(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_workload(parser, "what to train, as for vbs compare")
+    add("--max-cores", type=positive, metavar="C", help="cores to choose from (default: those of this machine)")
+    add("--price", type=float, metavar="P", help="per device-hour (default: no costs)")
+    help = "to train on at the reference batch size, or the equivalent progress (default: the workload's)"
+    add("--samples", type=positive, metavar="N", help=help)
+    help = "to choose from (default: 16 times the reference, at most the data set)"
+    add("--max-batch-size", type=positive, metavar="B", help=help)
+    _add_measuring(parser)
+    help = "of each seed to measure the noise (default: 500, at most the whole training)"
+    add("--noise-steps", type=positive, default=500, metavar="N", help=help)
+    add("--seeds", type=positive, default=5, metavar="N", help="of the noise, at least 2 (default: 5)")
+
+
+def run_advise(options: argparse.Namespace) -> None:
+    if options.price is not None:
+        check_not_negative_number(price=options.price)
+    if options.seeds < 2:
+        raise ValueError(f"--seeds must be at least 2, because one has no interval, got {options.seeds}")
+    # these import torch, which takes seconds, and so come after the options are parsed
+    from variable_batch_size.comparison.measure import available_cores, measure_noise
+    from variable_batch_size.comparison.train import checked_workload
+
+    workload = checked_workload(options.workload, options.datadir, options.device, [options.rule])
+    size, ref_batchsize = workload.minibatch_size, workload.ref_batchsize
+    num_samples = options.samples or workload.num_samples
+    here = available_cores(options.device, threads=options.threads)
+    measured, doubts = core_numbers(min(options.max_cores or here, here)), _doubts_of_this_machine()
+    profile = Profile(tuple(_measured(options, measured, [size])), extrapolates=True)
+    given = selected(options, "device", "threads", "rule", "datadir", "seeds")
+    steps = min(options.noise_steps, -(-num_samples // max(2 * size, ref_batchsize)))
+    noise = measure_noise(options.workload, steps=steps, **given)
+    capacity = len(workload.train) // size * size  # type: ignore[arg-type]
+    advice = advise(
+        profile,
+        noise,
+        cores=[*measured, *core_numbers(options.max_cores or here)],
+        minibatch_size=size,
+        ref_batchsize=ref_batchsize,
+        num_samples=num_samples,
+        max_batch_size=min(options.max_batch_size or 16 * ref_batchsize, capacity),
+    )
+    print_text(reports.as_text(reports.simulation_table(advice.best, price=options.price)))
+    width = min(100, shutil.get_terminal_size().columns)
+    print_text(textwrap.fill(advice_report(advice, profile, noise, price=options.price, doubts=doubts), width))
+
+
+def _doubts_of_this_machine() -> list[str]:
+    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
+    return [f"the load was {load:.1f} on {reports.counted(cpus, 'CPU')} before"] if load > cpus / 2 else []

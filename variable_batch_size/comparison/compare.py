@@ -29,6 +29,7 @@ from variable_batch_size.comparison.report import number, write_report
 from variable_batch_size.comparison.train import train
 from variable_batch_size.comparison.workload import load_function, source_of
 from variable_batch_size.cores.launch import end_with_parent
+from variable_batch_size.planning.reports import duration
 from variable_batch_size.traces.trace import Trace
 
 Work = tuple[Callable[..., Outcome], tuple[Any, ...], dict[str, Any]]  # a picklable function and its arguments
@@ -109,7 +110,8 @@ def _in_words(settings: Settings, outcome: Outcome) -> str:
     if outcome.status != DONE or outcome.final_metric is None:
         return f"{outcome.status}, {outcome.reason}"
     metric = f"{settings.metric_name} {number(outcome.final_metric)}{settings.unit}"
-    return f"{metric} after {outcome.updates:,} updates, {outcome.samples:,} samples, {outcome.seconds:.1f} s"
+    time = "–" if outcome.seconds is None else duration(outcome.seconds)
+    return f"{metric} after {outcome.updates:,} updates, {outcome.samples:,} samples, {time}"
 
 
 def environments(jobs: int, cores: int) -> list[dict[str, str]]:

@@ -1,22 +1,33 @@
-"""Measures a workload: the times of its minibatches on several numbers of cores, and its critical batch size."""
+"""Measures a workload: the times of its minibatches on several numbers of cores, its noise and critical batch size."""
 
 import copy
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 
 from variable_batch_size.checks import check_positive
+from variable_batch_size.comparison.report import Estimate, difference
 from variable_batch_size.comparison.train import Training, device_of, on_cores
 from variable_batch_size.comparison.workload import Workload, load_workload
+from variable_batch_size.planning.advise import NoiseBand
 from variable_batch_size.planning.profile import Measured
+from variable_batch_size.planning.simulate import NoiseCurve
 from variable_batch_size.policies.timing import StepTimes
 
 _DEPTHS = (1, 3)
 _WARM_UP = 5
+
+
+def available_cores(device: str, *, threads: int) -> int:
+    """The number of GPUs of this machine, or of cores with so many threads that its CPUs suffice for, at least 1."""
+    number = torch.cuda.device_count() if device == "cuda" else (os.cpu_count() or 1) // threads
+    return max(1, number)
 
 
 def measure(
@@ -70,12 +81,83 @@ def _measure_on_this_core(
     return times.seconds
 
 
+def measure_noise(
+    workload: str,
+    *,
+    rule: str,
+    steps: int,
+    seeds: int,
+    device: str = "cpu",
+    threads: int = 1,
+    datadir: str | None = None,
+) -> NoiseBand:
+    """Train for some steps with each of several seeds, and average the noise scale at 10 points of the training."""
+    check_positive(steps=steps)
+    if seeds < 2:
+        raise ValueError(f"`seeds` must be at least 2, because one has no interval, got {seeds}")
+    runs = [
+        on_cores(_noise_on_this_core, (workload, datadir, device, threads, rule, steps, seed), cores=1, device=device)
+        for seed in range(seeds)
+    ]
+    return noise_band(runs)
+
+
+def noise_band(seeds: Sequence[Sequence[tuple[float, float]]]) -> NoiseBand:
+    """The mean of noise scales over seeds, each a list of progress and noise scale at the same steps.
+
+    As noise scales are positive, means and 95 % intervals are those of their logarithms. Points where the noise scale
+    of a seed is not known yet, or not finite, are left out.
+    """
+    points = []
+    for of_seeds in zip(*seeds, strict=True):
+        if all(0 < scale < math.inf for _, scale in of_seeds):
+            found = difference([math.log(scale) for _, scale in of_seeds])
+            assert found is not None and found.error is not None
+            ends = (math.exp(found.mean + sign * found.error) for sign in (-1, 0, 1))
+            points.append((fmean(progress for progress, _ in of_seeds), *ends))
+    if not points:
+        raise ValueError(f"the noise scale of {len(seeds)} seeds is not finite at any step: measure more steps")
+    progress, *scales = zip(*points, strict=True)
+    return NoiseBand(*(NoiseCurve(progress, curve) for curve in scales))
+
+
+def _noise_on_this_core(
+    name: str, datadir: str | None, device: str, threads: int, rule: str, steps: int, seed: int
+) -> list[tuple[float, float]]:
+    """Progress and noise scale after each tenth of the steps."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    workload = load_workload(name, datadir)
+    # at least two minibatches, because one gives no estimate
+    minibatches = max(2, -(-workload.ref_batchsize // workload.minibatch_size))
+    sampler = {"trace": minibatches * workload.minibatch_size, "seed": seed}
+    training = Training(workload, workload.model().to(device_of(device)), rule, sampler, measure_noise=True)
+    optimizer, found, due = training.optimizer, [], {-(-steps * k // 10) for k in range(1, 11)}
+    for _ in training.losses():
+        if not optimizer.is_accumulating and optimizer.steps_done in due:
+            scale = optimizer.noise_scale_in_samples
+            found.append((optimizer.progress, math.nan if scale is None else scale))
+            if optimizer.steps_done >= steps:
+                break
+    return found
+
+
 class Branch(NamedTuple):
-    """The batch size of a branch, its number of updates, and its mean test loss, averaged over seeds."""
+    """The batch size of a branch, its number of updates, and its test loss with each seed."""
 
     batch_size: int
     updates: int
-    loss: float
+    losses: tuple[float, ...]
+
+    def increase(self, first: "Branch") -> Estimate | None:
+        """The mean increase over the losses of another branch with the same seeds, as a fraction of their mean.
+
+        With its 95 % interval if there are several seeds; None if a loss is not finite.
+        """
+        if not all(map(math.isfinite, self.losses)):
+            return None
+        loss = abs(fmean(first.losses))
+        return difference([(mine - theirs) / loss for mine, theirs in zip(self.losses, first.losses, strict=True)])
 
 
 def branches(
@@ -83,7 +165,7 @@ def branches(
 ) -> list[Branch]:
     """Train at the first of some batch sizes, branch off at each, and compare the losses after equally many samples.
 
-    Their number is rounded up to a multiple of all batch sizes, and the losses are averaged over several seeds.
+    Their number is rounded up to a multiple of all batch sizes. All branches train with each of several seeds.
     """
     check_positive(samples_before=samples_before, samples=samples, seeds=seeds)
     multiple = math.lcm(*sizes)
@@ -92,7 +174,7 @@ def branches(
     rounded_up = -(-samples // multiple) * multiple
     losses = [_branch_losses(workload, sizes, samples_before, rounded_up, rule, seed) for seed in range(seeds)]
     of_sizes = zip(sizes, zip(*losses, strict=True), strict=True)
-    return [Branch(size, rounded_up // size, sum(of_size) / seeds) for size, of_size in of_sizes]
+    return [Branch(size, rounded_up // size, of_size) for size, of_size in of_sizes]
 
 
 def _branch_losses(
@@ -119,10 +201,43 @@ def _train_on(training: Training, samples: int) -> None:
     next(loss for loss in training.losses() if training.optimizer.samples_done >= samples)
 
 
-def critical_batch_size(found: Sequence[Branch], *, tolerance: float) -> int:
-    """The largest batch size up to which no branch increases the loss of the first by more than this fraction."""
-    size, _, loss = found[0]
-    if not math.isfinite(loss):
-        raise ValueError(f"the loss of the first branch, with batch size {size}, is {loss}")
-    bound = loss + tolerance * abs(loss)
-    return list(itertools.takewhile(lambda branch: branch.loss <= bound, found))[-1].batch_size
+class CriticalBatchSize(NamedTuple):
+    """Bounds of the largest batch size without an increase of the loss, as far as the branches show them."""
+
+    at_least: int | None  # up to this one, no branch increases the loss
+    below: int | None  # the smallest one with an increase
+    undecided: tuple[int, ...]  # those in between, or above `at_least`, whose interval contains the tolerance
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{size:,}" for size in self.undecided)
+        doubt = f"{sizes} undecided: use more --seeds" if sizes else ""
+        if self.at_least is None and self.below is None:
+            return f"not found ({doubt})"
+        if self.at_least is None:
+            return f"below {self.below:,} ({doubt or 'start from a smaller --batch-size to find it'})"
+        if self.below is None:
+            return f"at least {self.at_least:,} ({doubt or 'the largest one tried'})"
+        return f"at least {self.at_least:,} and below {self.below:,}" + (f" ({doubt})" if doubt else "")
+
+
+def critical_batch_size(found: Sequence[Branch], *, tolerance: float) -> CriticalBatchSize:
+    """Bounds of the largest batch size up to which no branch increases the loss of the first by more than a fraction.
+
+    A branch does so if the 95 % interval of its increase is above the tolerance, or if its loss is not finite, and does
+    not if the interval is below. The first branch is what the others are compared with, and so is never the answer.
+    """
+    first, *others = found
+    if not all(map(math.isfinite, first.losses)) or not fmean(first.losses):
+        raise ValueError(f"the losses of the first branch, with batch size {first.batch_size}, are {first.losses}")
+    at_least, below = None, None
+    undecided: list[int] = []
+    for branch in others:
+        gap = branch.increase(first)
+        if gap is None or (gap.error is not None and gap.mean - gap.error > tolerance):
+            below = branch.batch_size
+            break
+        if undecided or gap.error is None or gap.mean + gap.error > tolerance:
+            undecided.append(branch.batch_size)
+        else:
+            at_least = branch.batch_size
+    return CriticalBatchSize(at_least, below, tuple(undecided))

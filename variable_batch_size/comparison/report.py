@@ -16,7 +16,7 @@ from variable_batch_size.checks import import_extra
 from variable_batch_size.comparison import experiment
 from variable_batch_size.comparison.experiment import DIVERGED, DONE, REFERENCE, Outcome, Results, Run, Settings
 from variable_batch_size.files import read_records, write_text
-from variable_batch_size.planning.reports import STYLES, check_suffix, csv_text, new_figure
+from variable_batch_size.planning.reports import STYLES, check_suffix, csv_text, duration, new_figure
 
 AXES = ("step", "samples", "progress")
 TRAINING = ("batch_size", "lr", "loss", "gain", "noise_scale")
@@ -303,7 +303,7 @@ def write_report(results: Results) -> None:
         settings=settings,
         num_planned=len(results.planned()),
         traces=[_trace(settings, name, arms, reference) for name, arms in on_traces.items()],
-        result_columns=("rule", "final", "against the baseline", "best", "updates", "samples", "seconds", "runs"),
+        result_columns=("rule", "final", "against the baseline", "best", "updates", "samples", "time", "runs"),
         runs=[(row["status"], [_or_dash(row[name], _FORMATS.get(name, str)) for name in columns]) for row in rows],
         run_columns=[name.replace("final_metric", "final").replace("best_metric", "best") for name in columns],
         commands=list(dict.fromkeys(origin["command"] for origin in recorded["origins"])),
@@ -350,7 +350,7 @@ def _result_cells(settings: Settings, arm: Arm, reference: Arm | None) -> list[s
         against,
         cell("best_metric", lambda found: found.text(settings.unit)),
         *(cell(quantity, lambda found: f"{found.mean:,.0f}") for quantity in ("updates", "samples")),
-        cell("seconds", lambda found: f"{found.mean:.1f}"),
+        cell("seconds", lambda found: duration(found.mean)),
         arm.failures or f"{len(arm.outcomes)} done",
     ]
 

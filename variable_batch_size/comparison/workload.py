@@ -1,5 +1,6 @@
 """Workload: what a comparison trains; the built-in ones, and those of users as ``module:function``."""
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -72,7 +73,9 @@ def load_workload(name: str, datadir: str | None) -> Workload:
     if name in BUILT_IN:
         return BUILT_IN[name](Path(datadir) if datadir is not None else None)
     if ":" not in name:
-        raise ValueError(f"`workload` must be {', '.join(BUILT_IN)} or module:function, got {name!r}")
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f": did you mean {near[0]}?" if near else ""
+        raise ValueError(f"`workload` must be {', '.join(BUILT_IN)} or module:function, got {name!r}{hint}")
     workload = load_function(name)()
     if not isinstance(workload, Workload):
         raise ValueError(f"{name} must return a Workload, got {type(workload).__name__}")

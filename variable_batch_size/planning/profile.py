@@ -17,6 +17,7 @@ from variable_batch_size.policies.throughput import Throughput
 
 _FARTHEST = 2  # the largest factor of extrapolation in cores and samples without `extrapolates`
 _TINY = 1e-8
+MEASURED, INTERPOLATED, EXTRAPOLATED = BASES = "measured", "interpolated", "extrapolated"  # ever less certain
 _LARGEST_GAMMA = 10.0
 
 
@@ -72,9 +73,9 @@ class Profile:
 
         Beyond twice the measured range or for an unmeasured network it raises, unless `extrapolates`.
         """
-        rows = [row for row in self.rows if (row.machines, row.minibatch_size) == (machines, minibatch_size)]
-        numbers = sorted({row.cores for row in rows})
-        if numbers and numbers[0] <= cores <= numbers[-1]:
+        rows = self._rows_of(machines, minibatch_size)
+        if self.basis(cores=cores, minibatch_size=minibatch_size, machines=machines) != EXTRAPOLATED:
+            numbers = sorted({row.cores for row in rows})
             means = [[fmean(row[i] for row in rows if row.cores == number) for number in numbers] for i in (3, 4)]
             return Times(*(float(np.interp(cores, numbers, mean)) for mean in means))
         self._refuse_far("cores", cores, [row.cores for row in self.rows])
@@ -82,6 +83,16 @@ class Profile:
         self.refuse_other_network(machines, cores)
         model = self.throughput
         return Times(model.accumulating(minibatch_size), model.updating(machines, cores, minibatch_size))
+
+    def basis(self, *, cores: int, minibatch_size: int, machines: int = 1) -> str:
+        """What :meth:`times` are: "measured", "interpolated" between numbers of cores, or "extrapolated"."""
+        numbers = {row.cores for row in self._rows_of(machines, minibatch_size)}
+        if cores in numbers:
+            return MEASURED
+        return INTERPOLATED if numbers and min(numbers) < cores < max(numbers) else EXTRAPOLATED
+
+    def _rows_of(self, machines: int, minibatch_size: int) -> list[Measured]:
+        return [row for row in self.rows if (row.machines, row.minibatch_size) == (machines, minibatch_size)]
 
     @cached_property
     def throughput(self) -> Throughput:
@@ -122,8 +133,15 @@ def fit_throughput(rows: Sequence[Measured]) -> Throughput:
 
     Minimizes the sum of the root-mean-square errors of both logarithms, 0.001·(γ − 1)² and 0.01·((βn/αn)² + (βr/αr)²).
     Parameters that the rows don't determine are fixed: with one minibatch size, the constant part is half of its time;
-    an unused network takes no time; and with two cores at most, the all-reduce does not slow down with their number.
+    an unused network takes no time; with two cores at most, the all-reduce does not slow down with their number; and
+    with no more measured all-reduces than parameters of the network, nothing overlaps. Fewer different rows than the
+    other parameters raise.
     """
+    names, number = free_parameters(rows), len({row[:3] for row in rows})
+    if len(names) > number:
+        rule = f"at least {len(names)} different combinations of cores and minibatch size"
+        why = f"to fit {len(names)} parameters ({', '.join(names)})"
+        raise ValueError(f"`rows` must have {rule} {why}, got {number}: measure more with vbs profile")
     optimize = import_extra("scipy.optimize", "fitting needs scipy", "compare")
     least_squares, minimize = optimize.least_squares, optimize.minimize
     start, is_free = _start(rows)
@@ -145,6 +163,11 @@ def fit_throughput(rows: Sequence[Measured]) -> Throughput:
     return min(map(found, (1.1, 3.0, 8.0) if is_free[6] else (1.0,)), key=lambda model: _error(model, rows))
 
 
+def free_parameters(rows: Sequence[Measured]) -> list[str]:
+    """The parameters that are fitted to these rows; the others are fixed."""
+    return [name for name, is_free in zip(Throughput._fields, _start(rows)[1], strict=True) if is_free]
+
+
 def _start(rows: Sequence[Measured]) -> tuple[list[float], list[bool]]:
     """The initial parameters, and whether the rows determine each of them."""
     seconds = sorted(row.seconds_accumulating for row in rows)[len(rows) // 2]
@@ -157,7 +180,8 @@ def _start(rows: Sequence[Measured]) -> tuple[list[float], list[bool]]:
         is_slowed = any(row.cores > 2 for row in used)
         networks += [seconds / 4 if used else _TINY, seconds / 50 if is_slowed else _TINY]
         is_free += [bool(used), is_slowed]
-    return [seconds / 2, seconds / 2 / size, *networks, 1.0], [*is_free, bool(between or within)]
+    overlap_is_known = len({row[:3] for row in (*between, *within)}) > sum(is_free[2:])
+    return [seconds / 2, seconds / 2 / size, *networks, 1.0], [*is_free, overlap_is_known]
 
 
 def _log_errors(model: Throughput, rows: Sequence[Measured]) -> list[float]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from variable_batch_size.checks import import_extra
 from variable_batch_size.planning.plan import Plan
+from variable_batch_size.planning.profile import MEASURED, Profile, free_parameters
 from variable_batch_size.planning.simulate import Simulation
 from variable_batch_size.planning.tpu import GIB, Program, Programs
 from variable_batch_size.schedules.schedule import Schedule
@@ -25,6 +26,7 @@ from variable_batch_size.traces.trace import Trace
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII = "_.-=+*%#"
 Table = list[list[str]]  # rows of cells, of which the first is the head
+Runs = Sequence[tuple[str, Simulation]]  # policies as text, and their simulated runs
 SUFFIXES = (".png", ".svg")
 # the colour-blind safe palette of Okabe and Ito; dashes distinguish lines that coincide
 STYLES: list[dict[str, Any]] = [
@@ -36,6 +38,8 @@ STYLES: list[dict[str, Any]] = [
     {"color": "#E69F00", "linestyle": (0, (10, 3))},
     {"color": "#56B4E9", "linestyle": (0, (4, 1, 1, 1, 1, 1))},
 ]
+_AXIS_UNITS = (("days", 86_400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
+_SLOWED = 1.5  # by a larger factor, minibatches that are only accumulated should not differ between numbers of cores
 _MOST_EPOCHS = 41  # whose borders are drawn
 _LONGEST_NAME = 120
 Curve = npt.NDArray[np.float64]  # three rows: minimum, mean and maximum of each bin of steps
@@ -74,9 +78,9 @@ def trace_report(trace: Trace, *, width: int, is_ascii: bool = False) -> str:
     steps = sparkline(sizes, width=width - 14, is_ascii=is_ascii)
     samples = sparkline(sizes, width=width - 14, weights=sizes, is_ascii=is_ascii)
     span, mean = _span(int(sizes.min()), int(sizes.max())), _number(float(sizes.mean()))
-    changes = _counted(int(np.count_nonzero(np.diff(sizes))), "change")
+    changes = counted(int(np.count_nonzero(np.diff(sizes))), "change")
     return (
-        f"{_counted(len(trace), 'step')}, {_counted(int(sizes.sum()), 'sample')}\n"
+        f"{counted(len(trace), 'step')}, {counted(int(sizes.sum()), 'sample')}\n"
         f"batch sizes   {span}, mean {mean}, {len(np.unique(sizes)):,} distinct, {changes}\n"
         f"over steps    {steps}\nover samples  {samples}"
     )
@@ -86,15 +90,15 @@ def conversion_report(conversion: Conversion) -> str:
     """A conversion as text, with the effect of rounding."""
     difference = conversion.samples - conversion.samples_before_rounding
     share = difference / conversion.samples_before_rounding
-    steps = _counted(len(conversion.trace), "step")
+    steps = counted(len(conversion.trace), "step")
     return (
-        f"recording      {_seconds(conversion.seconds_recorded)} s, of which {_seconds(conversion.seconds_empty)} "
-        f"s without a device; {_number(conversion.recorded_rate)} samples per second\n"
-        f"trace          {steps} of {_seconds(conversion.seconds_per_step)} s, "
-        f"{_counted(conversion.samples, 'sample')}; {_number(conversion.rate)} samples per second\n"
+        f"recording      {duration(conversion.seconds_recorded)}, of which {duration(conversion.seconds_empty)} "
+        f"without a device; {_number(conversion.recorded_rate)} samples per second\n"
+        f"trace          {steps} of {duration(conversion.seconds_per_step)}, "
+        f"{counted(conversion.samples, 'sample')}; {_number(conversion.rate)} samples per second\n"
         f"rounding       changed {conversion.num_steps_rounded:,} of {steps}, "
         f"{_number(difference, sign='+')} samples ({100 * share:+.2f} %)\n"
-        f"left at end    {_seconds(conversion.seconds_left)} s, less than a step"
+        f"left at end    {duration(conversion.seconds_left)}, less than a step"
     )
 
 
@@ -108,7 +112,7 @@ def decisions_report(records: Sequence[Mapping[str, Any]]) -> str:
         counts = f"{record['step']:7,}  {record['from_step']:9,}  {record['batch_size']:10,}  {record['cores']:5,}"
         lines.append(f"{counts}  {noise:>11}  {record['why']}".rstrip())
     if len(changes) < len(records):
-        lines.append(f"({_counted(len(records) - len(changes), 'more decision')} without a change)")
+        lines.append(f"({counted(len(records) - len(changes), 'more decision')} without a change)")
     return "\n".join(lines)
 
 
@@ -146,11 +150,11 @@ def _summary(plan: Plan) -> str:
     idle = _span(min(plan.core_idle_steps), max(plan.core_idle_steps))
     lines = [
         ("steps", f"{plan.num_steps:,}"),
-        ("samples", f"{plan.num_samples:,} in {_counted(plan.num_epochs, 'epoch')} of {plan.dataset_size:,}"),
-        ("left over", f"{_counted(plan.num_left_over, 'sample')} that did not fit into their epoch"),
+        ("samples", f"{plan.num_samples:,} in {counted(plan.num_epochs, 'epoch')} of {plan.dataset_size:,}"),
+        ("left over", f"{counted(plan.num_left_over, 'sample')} that did not fit into their epoch"),
         ("batch size", f"{sizes}, mean {_number(plan.mean_batch_size)}, {len(plan.sizes):,} distinct"),
         ("minibatches", f"{plan.num_minibatches:,} of {plan.minibatch_size:,} samples, {in_step} in a step"),
-        ("load", f"{load} on each of {_counted(plan.num_cores, 'core')}, {busy}"),
+        ("load", f"{load} on each of {counted(plan.num_cores, 'core')}, {busy}"),
         ("idle", f"{100 * plan.idle_share:.1f} % of all cores in all steps, {idle} steps on a core"),
         ("accumulation", f"{_span(least.depth, most.depth)} minibatches deep, mean {_number(plan.mean_depth)}"),
     ]
@@ -160,8 +164,8 @@ def _summary(plan: Plan) -> str:
         lines.insert(2, ("tokens", f"{total}; {span} in a step, mean {mean}"))
     if plan.lockstep:
         share = 100 * plan.num_padding / (plan.num_minibatches + plan.num_padding)
-        padding = _counted(plan.num_padding, "padding minibatch", "padding minibatches")
-        text = f"{_counted(plan.num_rounds, 'round')} of all cores, {padding} ({share:.1f} % of all minibatches run)"
+        padding = counted(plan.num_padding, "padding minibatch", "padding minibatches")
+        text = f"{counted(plan.num_rounds, 'round')} of all cores, {padding} ({share:.1f} % of all minibatches run)"
         lines.append(("lockstep", text))
     if last.ends_with_trace:
         share = 100 * last.num_samples / plan.dataset_size
@@ -169,7 +173,7 @@ def _summary(plan: Plan) -> str:
         lines.append(("note", f"the trace ends in epoch {last.epoch}, after {used}"))
     if plan.num_rows_unused:
         is_are = "is" if plan.num_rows_unused == 1 else "are"
-        lines.append(("note", f"{_counted(plan.num_rows_unused, 'row')} at the end of the trace {is_are} not reached"))
+        lines.append(("note", f"{counted(plan.num_rows_unused, 'row')} at the end of the trace {is_are} not reached"))
     return "\n".join(f"{name:<14}{text}" for name, text in lines)
 
 
@@ -191,7 +195,7 @@ def _span(least: int, most: int) -> str:
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
-def _counted(number: int, one: str, many: str | None = None) -> str:
+def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
@@ -200,22 +204,121 @@ def _number(value: float, sign: str = "") -> str:
     return f"{value:{sign},.2f}".rstrip("0").rstrip(".")
 
 
-def _seconds(value: float) -> str:
-    """Like :func:`_number`, but with three digits for short times."""
-    return f"{value:.3g}" if 1e-6 <= value < 0.1 else _number(value)
+def duration(seconds: float) -> str:
+    """A duration as text: three digits below a minute, the two largest units above.
+
+    >>> [duration(seconds) for seconds in (0, 0.0625, 7, 59.96, 226.9, 3600, 90_000)]
+    ['0 s', '62.5 ms', '7 s', '1 min', '3 min 47 s', '1 h', '1 d 1 h']
+    """
+    if not seconds:
+        return "0 s"
+    for unit, factor, limit in (("µs", 1e6, 1000), ("ms", 1e3, 1000), ("s", 1, 60)):
+        digits = f"{factor * seconds:.3g}"
+        if float(digits) < limit:  # after rounding
+            return f"{digits} {unit}"
+    size, units = 1, ("min", "s")
+    if round(seconds) >= 3600:
+        size, units = 60, ("h", "min")
+    if round(seconds / 60) >= 24 * 60:
+        size, units = 3600, ("d", "h")
+    whole, rest = divmod(round(seconds / size), 24 if size == 3600 else 60)
+    return f"{whole:,} {units[0]}" + (f" {rest} {units[1]}" if rest else "")
 
 
-def simulation_table(simulations: Mapping[str, Simulation], *, price: float | None) -> Table:
-    """One row per policy, the fastest first; with a cost if there is a price per device-hour."""
-    head = ["updates", "samples", "progress", "restarts", "batch sizes"]
-    table = [["policy", "hours", "device-hours", *(["cost"] if price is not None else []), *head]]
-    for name, run in sorted(simulations.items(), key=lambda item: item[1].seconds):
-        times = [f"{seconds / 3600:,.4g}" for seconds in (run.seconds, run.device_seconds)]
-        cost = [] if price is None else [f"{run.cost(price):,.2f}"]
-        sizes = [size for size, _ in run.made]
-        counts = map(_count, (run.updates, run.samples, round(run.progress), run.restarts))
-        table.append([name, *times, *cost, *counts, _span(min(sizes), max(sizes))])
+def money(amount: float) -> str:
+    """An amount with two decimals, or with two digits if it is small.
+
+    >>> money(1234.567), money(0.0123), money(0)
+    ('1,234.57', '0.012', '0.00')
+    """
+    return f"{amount:.2g}" if 0 < amount < 0.095 else f"{amount:,.2f}"
+
+
+def fit_report(profile: Profile) -> str:
+    """The parameters of the fitted model, and its errors in each row of the profile."""
+    model, free = profile.throughput, free_parameters(profile.rows)
+    lines = [f"{name:<8}  {value:.4g}{'' if name in free else ' (fixed)'}" for name, value in model._asdict().items()]
+    table = [["machines", "cores", "minibatch", *("accumulating", "model", "error"), *("updating", "model", "error")]]
+    for row in profile.rows:
+        pairs = [
+            (row.seconds_accumulating, model.accumulating(row.minibatch_size)),
+            (row.seconds_updating, model.updating(*row[:3])),
+        ]
+        cells = [[duration(seen), duration(fitted), f"{100 * (fitted / seen - 1):+.1f} %"] for seen, fitted in pairs]
+        table.append([*map(_count, row[:3]), *cells[0], *cells[1]])
+    return "\n".join([*lines, as_text(table, is_left=False)])
+
+
+def profile_warnings(profile: Profile) -> list[str]:
+    """Where minibatches that are only accumulated, which need no other core, take another time on more cores."""
+    found = []
+    for machines, size in dict.fromkeys((row.machines, row.minibatch_size) for row in profile.rows):
+        where = {"machines": machines, "minibatch_size": size}
+        numbers = sorted({row.cores for row in profile.rows if (row.machines, row.minibatch_size) == (machines, size)})
+        few, *more = [(number, profile.times(cores=number, **where).accumulating) for number in numbers]
+        for cores, seconds in more:
+            ratio = seconds / few[1]
+            if 1 / _SLOWED <= ratio <= _SLOWED:
+                continue
+            what = f"accumulating a minibatch of {size} takes {duration(seconds)} on {cores} cores"
+            other = f"{ratio:.1f} times the {duration(few[1])} on {counted(few[0], 'core')}"
+            in_all = f", so {cores} cores train no faster" if ratio * few[0] >= cores else ""
+            why = "the machine is busy with other work, or has too few CPUs or too little memory bandwidth"
+            why = why if ratio > 1 else "the machine was busy with other work when the fewer cores were measured"
+            found.append(f"{what}, {other}{in_all}: {why}")
+    return found
+
+
+def simulation_table(runs: Runs, *, price: float | None, is_csv: bool = False) -> Table:
+    """One row per run, the fastest first; with a cost if there is a price per device-hour.
+
+    In a CSV file times are hours, and numbers have no thousands separators.
+    """
+    times = ["hours", "device-hours"] if is_csv else ["time", "device time"]
+    head = ["updates", "samples", "progress", "restarts", "batch sizes", "times"]
+    table = [["policy", "cores", *times, *(["cost"] if price is not None else []), *head]]
+    for name, run in sorted(runs, key=lambda item: item[1].seconds):
+        sizes, seconds = [size for size, _ in run.made], (run.seconds, run.device_seconds)
+        cells = [_cores(run), *(f"{time / 3600:.6g}" if is_csv else duration(time) for time in seconds)]
+        if price is not None:
+            cells.append(f"{run.cost(price):.6g}" if is_csv else money(run.cost(price)))
+        cells += map(_count, (run.updates, run.samples, round(run.progress), run.restarts))
+        cells += [_span(min(sizes), max(sizes)), run.basis]
+        table.append([name, *(cell.replace(",", "") if is_csv else cell for cell in cells)])
     return table
+
+
+def _cores(run: Simulation) -> str:
+    numbers = [moment.cores for moment in run.moments]
+    return _span(min(numbers), max(numbers))
+
+
+def fastest(runs: Runs) -> tuple[str, Simulation]:
+    """Of equally fast runs, the cheapest."""
+    return min(runs, key=lambda item: (item[1].seconds, item[1].device_seconds))
+
+
+def cheapest(runs: Runs) -> tuple[str, Simulation]:
+    """The run with the least device time; of several, the fastest."""
+    return min(runs, key=lambda item: (item[1].device_seconds, item[1].seconds))
+
+
+def verdict(runs: Runs, *, price: float | None) -> str:
+    """The fastest and the cheapest run, a sentence each; cheap is little device time, at any price."""
+    first, last = fastest(runs), cheapest(runs)
+    if len(runs) == 1:
+        return f"One run: {choice(*first, price=price)}."
+    if first == last:
+        return f"Fastest and cheapest: {choice(*first, price=price)}."
+    return f"Fastest: {choice(*first, price=price)}. Cheapest: {choice(*last, price=price)}."
+
+
+def choice(name: str, run: Simulation, *, price: float | None) -> str:
+    """A simulated run in words: its policy, cores, time and cost, and whether its times are a guess."""
+    policy = f"batch size {int(name):,}" if name.isdecimal() else name
+    cost = f"{duration(run.device_seconds)} of device time" if price is None else f"cost {money(run.cost(price))}"
+    guess = "" if run.basis == MEASURED else f" ({run.basis})"
+    return f"{policy} on {_cores(run)} core{'s' * (_cores(run) != '1')}, {duration(run.seconds)}, {cost}{guess}"
 
 
 def as_text(table: Table, *, is_left: bool = True) -> str:
@@ -237,13 +340,13 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
 
 def programs_table(found: Programs) -> Table:
     """One row per compiled program of a training."""
-    table = [["program", "needs (GiB)", "donated", "GFLOP", "GB accessed", "collectives", "at least (ms)"]]
+    table = [["program", "needs (GiB)", "donated", "GFLOP", "GB accessed", "collectives", "at least"]]
     for number, program in enumerate(found.programs, start=1):
         cells = ["–"] * 6
         if program.error is None:
             costs = [f"{program.flops / 1e9:,.4g}", f"{program.bytes_accessed / 1e9:,.4g}", _collectives(program)]
-            milliseconds = f"{1000 * program.seconds(found.chip, found.devices):,.3g}"
-            cells = [f"{found.needed(program) / GIB:,.3f}", str(program.donated), *costs, milliseconds]
+            least = duration(program.seconds(found.chip, found.devices))
+            cells = [f"{found.needed(program) / GIB:,.3f}", str(program.donated), *costs, least]
         table.append([str(number), *cells])
     return table
 
@@ -269,8 +372,8 @@ def _size(num_bytes: int) -> str:
 
 def programs_summary(found: Programs) -> str:
     """Whether all programs compile and fit, and which exact mode or other code makes slow."""
-    chip, number = found.topology.partition(":")[0], _counted(len(found.programs), "program")
-    of_chip = f"{_counted(found.devices, 'device')} with {found.chip.memory / GIB:g} GiB each"
+    chip, number = found.topology.partition(":")[0], counted(len(found.programs), "program")
+    of_chip = f"{counted(found.devices, 'device')} with {found.chip.memory / GIB:g} GiB each"
     lines = [f"{number} for {found.topology}, {of_chip}"]
     if found.problems:
         lines += found.problems
@@ -284,19 +387,27 @@ def programs_summary(found: Programs) -> str:
     return "\n".join(lines)
 
 
-def simulation_page(runs: Mapping[str, Simulation], table: Table, *, facts: Mapping[str, str], command: str) -> str:
-    """An HTML page of simulated runs, their table, their common settings, and the command that generated it."""
+def simulation_page(runs: Runs, *, price: float | None, facts: Mapping[str, str], command: str) -> str:
+    """An HTML page of simulated runs: the verdict, the table, the figure, their common settings, and the command."""
     figure = io.StringIO()
-    plot_simulations(runs, figure, format="svg")
+    plot_simulations(runs, figure, price=price, format="svg")
     svg = figure.getvalue()[figure.getvalue().index("<svg") :]  # without the prologue of a file
-    return table_page("Simulated policies", table, facts=facts, command=command, figure=svg)
+    table = simulation_table(runs, price=price)
+    lead = verdict(runs, price=price)
+    return table_page("Simulated policies", table, lead=lead, facts=facts, command=command, figure=svg)
 
 
-def table_page(title: str, table: Table, *, facts: Mapping[str, str], command: str, figure: str = "") -> str:
-    """An HTML page of a table, a figure as SVG, the common settings, and the command that generated it."""
+def table_page(
+    title: str, table: Table, *, facts: Mapping[str, str], command: str, figure: str = "", lead: str = ""
+) -> str:
+    """An HTML page of a table, a figure as SVG, the common settings, and the command that generated it.
+
+    `lead` is the paragraph under the title.
+    """
     template = (files("variable_batch_size.planning") / "page.html").read_text(encoding="utf-8")
     return Template(template).substitute(
         title=escape(title),
+        lead=f"<p>{escape(lead)}</p>" if lead else "",
         head="".join(f"<th>{escape(cell)}</th>" for cell in table[0]),
         rows=_html_rows(table[1:]),
         figure=figure,
@@ -401,8 +512,9 @@ def _draw(panel: Any, positions: list[int], curves: dict[str, Curve]) -> None:
 
 
 def _draw_line(panel: Any, positions: Sequence[float], values: Any, number: int, **options: Any) -> None:
-    """Draw a line of steps in the style with this number."""
-    style = {"drawstyle": "steps-post", "linewidth": 1.5, **STYLES[number % len(STYLES)]}
+    """Draw a line of steps in the style with this number; after the last colour they repeat with other dashes."""
+    colour, dashes = STYLES[number % len(STYLES)], STYLES[(number + number // len(STYLES)) % len(STYLES)]
+    style = {"drawstyle": "steps-post", "linewidth": 1.5, **colour, "linestyle": dashes["linestyle"]}
     panel.plot(positions, values, **style | options)
 
 
@@ -442,24 +554,31 @@ def plot_decisions(trace: Trace, records: Sequence[Mapping[str, Any]], path: str
     figure.savefig(path)
 
 
-def plot_simulations(simulations: Mapping[str, Simulation], file: Any, *, format: str) -> None:
-    """Save a figure of simulated runs to a path or a file object, as PNG or SVG."""
-    figure = new_figure(10, 8)
+def plot_simulations(runs: Runs, file: Any, *, price: float | None, format: str) -> None:
+    """Save a figure of simulated runs, with the verdict as its title, to a path or a file object, as PNG or SVG."""
+    has_same = len({name for name, _ in runs}) < len(runs)
+    labels = [f"{name} on {_cores(run)}" if has_same else name for name, run in runs]
+    columns = max(1, int(10 / (0.6 + 0.08 * max(map(len, labels)))))  # about 0.08 inches per character
+    figure = new_figure(10, 8 + 0.2 * len(runs) // columns)
+    figure.suptitle(verdict(runs, price=price).replace(". ", ".\n"), fontsize=10)
     panels = figure.subplots(3, 1, sharex=True)
-    for number, (name, run) in enumerate(simulations.items()):
+    longest = max(run.seconds for _, run in runs)
+    unit, size = next((item for item in _AXIS_UNITS if longest >= 2 * item[1]), _AXIS_UNITS[-1])
+    for number, (_, run) in enumerate(runs):
         seconds, cores, sizes, progress = zip(*run.moments, strict=True)
-        hours = [value / 3600 for value in seconds]
-        _draw_line(panels[0], hours, sizes, number, label=name)
-        _draw_line(panels[1], hours, cores, number, label=name)
-        _draw_line(panels[2], hours, progress, number, label=name, drawstyle="default")
-    labels = ("batch size (samples)", "cores", "progress (steps at the reference)")
-    for panel, label in zip(panels, labels, strict=True):
+        times = [value / size for value in seconds]
+        _draw_line(panels[0], times, sizes, number, label=labels[number])
+        _draw_line(panels[1], times, cores, number)
+        _draw_line(panels[2], times, progress, number, drawstyle="default")
+    for panel, label in zip(
+        panels, ("batch size (samples)", "cores", "progress (steps at the reference)"), strict=True
+    ):
         panel.set_ylabel(label)
         _add_grid(panel)
     panels[0].set_yscale("log", base=2)
     panels[0].yaxis.set_major_formatter("{x:,g}")
-    _add_legend(panels[0])
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False)
     panels[1].set_ylim(bottom=0)
-    panels[-1].set_xlabel("hours")
+    panels[-1].set_xlabel(unit)
     panels[-1].set_xlim(left=0)
     figure.savefig(file, format=format)

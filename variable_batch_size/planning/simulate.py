@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from variable_batch_size.checks import check_positive, check_positive_number, refuse
+from variable_batch_size.checks import check_not_negative_number, check_positive, check_positive_number, refuse
 from variable_batch_size.files import read_records
-from variable_batch_size.planning.profile import Profile
+from variable_batch_size.planning.profile import BASES, MEASURED, Profile
 from variable_batch_size.policies.autoscale import gain
 from variable_batch_size.policies.policy import Policy, Situation, policy_of
 from variable_batch_size.policies.timing import PolicyTiming
@@ -47,7 +47,7 @@ class Availability:
     def constant(cls, cores: int) -> "Availability":
         """The same number of cores at all times."""
         check_positive(cores=cores)
-        return cls([Span(cores, math.inf)], name=f"{cores} cores")
+        return cls([Span(cores, math.inf)], name=f"{cores} core{'s' if cores > 1 else ''}")
 
     @classmethod
     def of_recording(cls, recording: Recording) -> "Availability":
@@ -129,6 +129,7 @@ class Simulation:
     samples: int = 0  # in these steps
     progress: float = 0.0  # of these steps, in steps at the reference batch size
     restarts: int = 0  # number of restarts on another number of cores
+    basis: str = MEASURED  # of the least certain times: measured, interpolated or extrapolated
     made: list[tuple[int, int]] = field(default_factory=list)  # batch sizes of consecutive steps, with numbers of steps
     moments: list[Moment] = field(default_factory=list)  # the changes of cores or batch size, and the end
 
@@ -140,6 +141,7 @@ class Simulation:
 
     def cost(self, price: float) -> float:
         """The cost at a price per device-hour."""
+        check_not_negative_number(price=price)
         return self.device_seconds / 3600 * price
 
 
@@ -174,8 +176,7 @@ def simulate(
     """
     check_positive(minibatch_size=minibatch_size, ref_batchsize=ref_batchsize)
     check_positive_number(progress=progress)
-    if not 0 <= restart_seconds < math.inf:
-        raise ValueError(f"`restart_seconds` must be a number of seconds, got {restart_seconds!r}")
+    check_not_negative_number(restart_seconds=restart_seconds)
     policy = policy_of(policy)
     if policy.needs_loss:
         raise ValueError(f"a simulation has no loss, which the policy {type(policy).__name__} needs")
@@ -228,12 +229,14 @@ class _Run(Simulation):
             until_next = self._decide()
             size, number = self.rows.popleft()
             worth = gain(size, ref_batchsize=self.ref_batchsize, noise_scale=self.noise(self.progress))
-            times = self.profile.times(cores=self.cores, minibatch_size=self.minibatch_size)
+            where = {"cores": self.cores, "minibatch_size": self.minibatch_size}
+            times = self.profile.times(**where)
             depth = -(-size // (self.minibatch_size * self.cores))
             seconds = (depth - 1) * times.accumulating + times.updating
             wanted = min(number, until_next, max(1, math.ceil((self.goal - self.progress) / worth - 1e-9)))
             made = wanted if wanted * seconds <= left else int(left / seconds)
             if made:
+                self.basis = max(self.basis, self.profile.basis(**where), key=BASES.index)
                 if not self.moments or self.moments[-1][1:3] != (self.cores, size):
                     self.moments.append(Moment(self.seconds, self.cores, size, self.progress))
                 self.made.append((size, made))
