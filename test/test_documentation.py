@@ -11,6 +11,7 @@ from documents import DOCUMENTS, ROOT, blocks, commands_of, name_of, output_of, 
 import variable_batch_size as vbs
 
 README = ROOT / "README.md"
+PAGES = [document for document in DOCUMENTS if document.is_relative_to(ROOT / "docs")]
 
 WITH_EXAMPLES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -93,6 +94,29 @@ def test_every_file_named_in_a_document_exists(document):
         assert (ROOT / name).exists() or (ROOT / "variable_batch_size" / name).exists(), name
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (document.parent / link).exists(), link
+
+
+# words of a page; a reader looks for one task, not for a chapter
+MOST_WORDS = 1500
+LONGER_PAGES = {
+    "docs/reproduced.md": "one table for each published result, looked up from a list at its top",
+    "docs/benchmarks.md": "bench/README.md: one table for each measurement",
+    "docs/changes.md": "CHANGELOG.md",
+}
+
+
+def text_of(page):
+    """The text of a page, with the files that it includes."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(
+        r'^--8<-- "(.+)"$', lambda found: (ROOT / found[1]).read_text(encoding="utf-8"), text, flags=re.MULTILINE
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_is_short_unless_it_is_a_record_to_look_things_up(page):
+    words = len(text_of(page).split())
+    assert (words > MOST_WORDS) == (name_of(page) in LONGER_PAGES), f"{words} words: cut the page by task"
 
 
 def test_the_citation_has_the_version():
