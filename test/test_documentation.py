@@ -11,6 +11,8 @@ from documents import DOCUMENTS, ROOT, blocks, commands_of, name_of, output_of, 
 import variable_batch_size as vbs
 
 README = ROOT / "README.md"
+FRONT_PAGE = ROOT / "docs" / "index.md"
+PAGES = [document for document in DOCUMENTS if document.is_relative_to(ROOT / "docs")]
 
 WITH_EXAMPLES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -69,7 +71,7 @@ def test_commands_print_the_documented_output(document, folder):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_every_block_has_a_known_language_or_none(document):
     languages = re.findall(r"^```(\S*)\n.*?^```$", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    assert set(languages) <= {"python", "console", "sh", ""}, "a language that no test knows"
+    assert set(languages) <= {"python", "console", "diff", "sh", ""}, "a language that no test knows"
 
 
 def test_the_readme_is_a_front_page():
@@ -78,6 +80,49 @@ def test_the_readme_is_a_front_page():
     assert "make demo" in text
     assert "make test" in text
     assert any("optimizer.step()" in block and "CustomSampler" in block for block in blocks(README, "python"))
+
+
+def sides(diff):
+    """The scripts before and after a diff."""
+    lines = diff.splitlines()
+    return ["\n".join(line[1:] for line in lines if line[:1] != sign) for sign in "+-"]
+
+
+def test_the_loop_of_the_front_page_runs_before_and_after_its_diff(folder):
+    (diff,) = blocks(FRONT_PAGE, "diff")
+    before, after = sides(diff)
+    updates = re.search(r"updates: (\d+) times instead of (\d+)", FRONT_PAGE.read_text(encoding="utf-8"))
+    assert not run_as_scripts(
+        {
+            "before": f"{before}\nassert (epoch + 1) * len(loader) == {updates[2]}\n",
+            "after": f"{after}\nassert optimizer.steps_done == {updates[1]}\n",
+        },
+        folder,
+    )
+    assert "import variable_batch_size" not in before
+    assert "zero_grad" in before
+
+
+def test_the_figure_of_the_front_page_shows_a_run_of_its_command(tmp_path):
+    text = FRONT_PAGE.read_text(encoding="utf-8")
+    (command,) = re.findall(r"`(python examples/growing_batch\.py .+)`", text)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    printed = output_of(command, tmp_path)
+    found = re.findall(r"(\w+) +([\d,]+) updates .* accuracy ([\d.]+) ± [\d.]+ %", printed)
+    assert [name for name, *_ in found] == ["constant", "growing"], printed
+    counts = [int(updates.replace(",", "")) for _, updates, _ in found]
+    assert counts[1] / counts[0] == pytest.approx(1 / 5, abs=0.01)
+    for name in ("growing.svg", "growing-dark.svg"):
+        assert (tmp_path / "docs" / name).exists()
+        figure = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        for trace, updates, accuracy in found:
+            (shown,) = re.findall(rf"{trace}: {updates} updates, ([\d.]+) %", figure)
+            assert float(shown) == pytest.approx(float(accuracy), abs=0.3)  # another CPU rounds differently
+    for document in (FRONT_PAGE, README):
+        text = " ".join(document.read_text(encoding="utf-8").split())
+        assert f"{found[1][1]} updates reach 97.1 %" in text
+        assert f"{found[0][1]} updates at a constant" in text
 
 
 def test_readme_and_rules_page_list_every_rule():
@@ -93,6 +138,29 @@ def test_every_file_named_in_a_document_exists(document):
         assert (ROOT / name).exists() or (ROOT / "variable_batch_size" / name).exists(), name
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (document.parent / link).exists(), link
+
+
+# words of a page; a reader looks for one task, not for a chapter
+MOST_WORDS = 1500
+LONGER_PAGES = {
+    "docs/reproduced.md": "one table for each published result, looked up from a list at its top",
+    "docs/benchmarks.md": "bench/README.md: one table for each measurement",
+    "docs/changes.md": "CHANGELOG.md",
+}
+
+
+def text_of(page):
+    """The text of a page, with the files that it includes."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(
+        r'^--8<-- "(.+)"$', lambda found: (ROOT / found[1]).read_text(encoding="utf-8"), text, flags=re.MULTILINE
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_is_short_unless_it_is_a_record_to_look_things_up(page):
+    words = len(text_of(page).split())
+    assert (words > MOST_WORDS) == (name_of(page) in LONGER_PAGES), f"{words} words: cut the page by task"
 
 
 def test_the_citation_has_the_version():
