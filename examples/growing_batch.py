@@ -48,7 +48,7 @@ def train(trace: list[int], seed: int) -> list[Epoch]:
     optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=16, model=model)
 
     epochs = []
-    for _ in vbs.epochs(optimizer, NUM_EPOCHS):
+    for _ in optimizer.epochs(NUM_EPOCHS):
         for indices in sampler:
             nn.functional.cross_entropy(model(data[indices]), target[indices]).backward()
             optimizer.step()

@@ -16,7 +16,7 @@ from variable_batch_size.rules.scaling import ConstantRule, LEGWRule, LinearMome
 Source = MinibatchSource | DataLoader[Any]
 
 Optimizer = CustomOptimizer
-"""The name for new scripts: ``vbs.Optimizer(inner, loader, rule="adascale", ref_batchsize=64)``."""
+"""The short name of :class:`CustomOptimizer`: ``vbs.Optimizer(inner, loader, rule="adascale", ref_batchsize=64)``."""
 
 
 class _RuleOptimizer(CustomOptimizer):
