@@ -112,14 +112,24 @@ def test_report_of_a_directory_without_results_raises(tmp_path, capsys):
     assert f"{tmp_path} has no results of vbs compare" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("library", ["plotly.offline", "scipy.special"])
+@pytest.mark.parametrize("library", ["jinja2", "plotly", "scipy"])
 def test_missing_library_is_named_with_the_package_to_install(tmp_path, capsys, monkeypatch, library):
     outcomes = {Run("ramp", rule, seed): ended(98.0) for rule in ("linear", "root") for seed in (0, 1)}
     write_results(tmp_path, outcomes)
-    monkeypatch.setitem(sys.modules, library, None)
+    for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     assert main(["report", str(tmp_path)]) == 1
     either = "pip install 'variable_batch_size[compare]', or in a clone pip install '.[compare]'"
-    assert f"needs {library.split('.')[0]}: {either}" in capsys.readouterr().err
+    assert f"needs {library}: {either}" in capsys.readouterr().err
+
+
+def test_libraries_are_missed_before_the_first_run_and_all_at_once(tmp_path, capsys, monkeypatch):
+    for library in ("jinja2", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, library, None)
+    assert main(["compare", "--out", str(tmp_path / "results")]) == 1
+    message = "vbs: vbs compare needs jinja2, tensorboardX: pip install 'variable_batch_size[compare]', or in a clone"
+    assert capsys.readouterr().err.startswith(message)
+    assert not (tmp_path / "results").exists()
 
 
 def test_what_the_page_needs_is_loaded_when_it_is_made():

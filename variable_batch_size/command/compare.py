@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from variable_batch_size.checks import check_positive_number
+from variable_batch_size.checks import check_extra, check_positive_number
 from variable_batch_size.command.options import add_minibatch, positive, print_text, selected
 from variable_batch_size.comparison import experiment
 from variable_batch_size.comparison.experiment import POLICY, REFERENCE, Results, Settings
@@ -64,6 +64,9 @@ def run_compare(options: argparse.Namespace) -> None:
         raise ValueError(f"--out must be a local directory, got {options.out}")
     if options.executor and options.jobs:
         raise ValueError("--jobs has no effect with --executor, which determines the number of concurrent runs")
+    check_extra(
+        "vbs compare needs", "compare", "jinja2", "plotly", "scipy", *(() if options.executor else ("tensorboardX",))
+    )
     # these import torch, which takes seconds, and so come after the options are parsed
     from variable_batch_size.comparison.compare import compare
     from variable_batch_size.comparison.train import checked_workload

@@ -281,8 +281,7 @@ def write_report(results: Results) -> None:
     rows = [{**asdict(run), **asdict(outcome)} for run, outcome in results.runs()]
     for file, names in (("results.csv", (*_RUN, *_ENDED)), ("timings.csv", (*_RUN, "seconds"))):
         write_text(results.directory / file, csv_text([names, *([row[name] for name in names] for row in rows)]))
-    from jinja2 import Environment, StrictUndefined
-
+    jinja2 = import_extra("jinja2", "the page needs jinja2", "compare")
     plotly = import_extra("plotly.offline", "the page needs plotly", "compare")
     recorded, settings, (reference, on_traces) = results.read_experiment(), results.settings(), arms_of(results)
 
@@ -290,7 +289,8 @@ def write_report(results: Results) -> None:
         return {"rule": REFERENCE if arm.is_reference else arm.rule, **_plain(curves(results, arm))}
 
     # with autoescape, because names may contain HTML
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    options = {"autoescape": True, "trim_blocks": True, "keep_trailing_newline": True}
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, **options)
     environment.filters["count"] = "{:,.0f}".format
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     # together with the commands, these reproduce the experiment
