@@ -17,7 +17,7 @@ from variable_batch_size.checks import check_extra, check_positive_number
 from variable_batch_size.command.options import add_minibatch, positive, print_text, selected
 from variable_batch_size.comparison import experiment
 from variable_batch_size.comparison.experiment import POLICY, REFERENCE, Results, Settings
-from variable_batch_size.comparison.report import arms_of, draw_picture, verdict, write_report
+from variable_batch_size.comparison.report import draw_picture, summaries, write_report
 from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Situation
 from variable_batch_size.schedules.schedule import ON_END, Schedule
@@ -88,7 +88,7 @@ def run_compare(options: argparse.Namespace) -> None:
         sys.stderr.write(f"vbs: interrupted; the same command resumes with the runs missing in {options.out}\n")
         sys.exit(130)
     results = Results(Path(options.out))
-    _print_verdicts(results)
+    _print_summaries(results)
     num_failed = sum(outcome.status == experiment.FAILED for _, outcome in results.runs())
     if num_failed:
         raise ValueError(f"{num_failed} runs failed: the page has the reasons, and the same command retries them")
@@ -186,11 +186,10 @@ def run_report(options: argparse.Namespace) -> None:
     write_report(results)
     if options.plot is not None:
         draw_picture(results, options.plot)
-    _print_verdicts(results)
+    _print_summaries(results)
 
 
-def _print_verdicts(results: Results) -> None:
-    reference, on_traces = arms_of(results)
-    for name, arms in on_traces.items():
-        print_text(f"{name}: {verdict(results.settings(), arms, reference)}")
+def _print_summaries(results: Results) -> None:
+    for name, text in summaries(results).items():
+        print_text(f"{name}: {text}")
     print_text(str(results.page_file))
