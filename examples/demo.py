@@ -13,7 +13,7 @@ import variable_batch_size as vbs
 TRACE = "traces/demo.csv"
 CORES = 4
 MINIBATCH = 16
-HAS_XLA = find_spec("torch_xla") is not None  # vbs.launch then starts XLA cores, otherwise gloo processes
+HAS_XLA = find_spec("torch_xla") is not None
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
@@ -36,14 +36,6 @@ def network() -> nn.Module:
     )
 
 
-def this_device() -> torch.device:
-    if not HAS_XLA:
-        return torch.device("cpu")
-    import torch_xla
-
-    return torch_xla.device()
-
-
 def num_programs() -> int:
     """The number of graphs that XLA has compiled."""
     if not HAS_XLA:
@@ -55,7 +47,7 @@ def num_programs() -> int:
 
 def train(model: nn.Module) -> dict[str, float]:
     """Train on one core."""
-    device = this_device()
+    device = vbs.device()
     model = model.to(device)
     train_data, test_data = digits()
     sampler = vbs.CustomSampler(train_data, trace=TRACE, minibatch_size=MINIBATCH)
@@ -94,7 +86,7 @@ def main() -> None:
         print(f"Replaying {TRACE} on {CORES} virtual XLA cores; starting them takes about 10 seconds.")
     else:
         print(f"Replaying {TRACE} on {CORES} gloo processes (torch_xla is not installed); the weights are the same.")
-    results = vbs.launch(train, (network(),), cores=CORES)
+    results = vbs.launch(train, (network(),), cores=CORES, backend="xla" if HAS_XLA else "gloo")
     first = results[0]
     rows = [
         ("steps", f"{first['steps']}"),

@@ -13,7 +13,7 @@ import variable_batch_size
 PACKAGE = Path(variable_batch_size.__file__).parent
 
 # the folders that each folder may import; the files next to the folders (FOR_ALL) may be used by all
-FOR_ALL = {"checks", "files", "version"}
+FOR_ALL = {"checks", "files", "urls", "version"}
 LAYERS = {
     "rules": set(),
     "policies": set(),

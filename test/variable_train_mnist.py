@@ -9,6 +9,7 @@ import argparse
 import logging
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -111,14 +112,6 @@ class Network(nn.Module):
         return self.linear2(torch.relu(self.linear1(x.flatten(1))))
 
 
-def device_of_this_core(flags: argparse.Namespace) -> torch.device:
-    if "torch_xla" in sys.modules:  # the launch has started XLA cores
-        import torch_xla
-
-        return torch_xla.device()
-    return torch.device("cuda" if torch.cuda.is_available() and flags.backend != "gloo" else "cpu")
-
-
 # ------------------------------------------------------------------------------------------------- what each core does
 
 
@@ -126,7 +119,7 @@ def train(flags: argparse.Namespace, model: nn.Module) -> float:
     """Train, and return the test accuracy after the last epoch in percent."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     train_data, test_data = load_data(flags)
-    device = device_of_this_core(flags)
+    device = vbs.device()
     model = model.to(device)
     if flags.exact and device.type == "cpu":
         torch.set_num_threads(1)  # results depend on it bit by bit, and launchers set it differently
@@ -195,7 +188,9 @@ def main() -> None:
     if flags.backend == "none":
         accuracies = [train(flags, model)]
     else:
-        accuracies = vbs.launch(train, (flags, model), cores=flags.num_cores, backend=flags.backend)
+        accuracies = vbs.launch(
+            train, (flags, model), cores=flags.num_cores, backend=flags.backend or default_backend()
+        )
 
     has_missed = accuracies[0] < flags.target_accuracy
     if is_first:
@@ -204,6 +199,11 @@ def main() -> None:
         print(f"The accuracy of {accuracies[0]:.2f} % is below the target of {flags.target_accuracy:.2f} %.")
     if has_missed:
         sys.exit(exit_code_of_a_miss())
+
+
+def default_backend() -> str | None:
+    """XLA if torch_xla is installed, as in the original script, with virtual cores if there is no TPU."""
+    return "xla" if find_spec("torch_xla") and "TORCHELASTIC_RUN_ID" not in os.environ else None
 
 
 def exit_code_of_a_miss() -> int:

@@ -5,6 +5,7 @@ from . import policies as policies
 from . import rules as rules
 from . import traces as traces
 from .comparison.workload import Workload as Workload
+from .cores.devices import device as device
 from .cores.launch import launch as launch
 from .cores.signals import EXIT_STOPPED as EXIT_STOPPED
 from .cores.signals import leave_sigterm_to_parent as leave_sigterm_to_parent

@@ -4,7 +4,9 @@ import copy
 import difflib
 import importlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
 from numbers import Integral, Real
 from typing import Any, NoReturn, TypeGuard, TypeVar
 
@@ -79,11 +81,27 @@ def install(extra: str) -> str:
 
 
 def import_extra(module: str, needs: str, extra: str) -> Any:
-    """Import a module of an extra; an ImportError says what needs it, and how to install it."""
-    try:
+    """Import a module of an extra; the ImportError of a missing package has what needs it, and how to install it."""
+    with imported_extra(module.partition(".")[0], needs, extra):
         return importlib.import_module(module)
-    except ImportError:
+
+
+@contextmanager
+def imported_extra(package: str, needs: str, extra: str) -> Iterator[None]:
+    """Like :func:`import_extra`, for the import statements within."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise  # the package is installed, and something that it needs is not
         raise ImportError(f"{needs}: {install(extra)}") from None
+
+
+def check_extra(needs: str, extra: str, *packages: str) -> None:
+    """Raise an ImportError if packages of an extra are missing, without importing them."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise ImportError(f"{needs} {', '.join(missing)}: {install(extra)}")
 
 
 def refuse(place: str, rule: str, value: Any) -> NoReturn:

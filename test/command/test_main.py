@@ -289,6 +289,30 @@ def test_convert_uses_the_time_of_minibatches_and_all_reduces(run):
     assert list(vbs.Trace.read("made.csv")) == [96, 96, 160, 160]  # steps of 2 · 70 + 10 seconds
 
 
+def test_convert_reads_json_records(run):
+    write("devices.csv", '[{"at": 0, "zone": "a", "gpus": 2}, {"at": 600, "gpus": 3}, {"at": 900, "gpus": 3}]')
+    columns = "--time-column at --count-column gpus"
+    assert run(f"{CONVERT} {columns} --seconds-per-step 300 --out made.csv")[0] == 0
+    assert list(vbs.Trace.read("made.csv")) == [96, 96, 160]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("time,a,b\n0,1,2\n", "", "devices.csv:1: pass --time-column and --count-column unless exactly two columns are "
+         "named, got ['time', 'a', 'b']"),
+        ('[{"time": 0, "a": 1, "b": 2}]', "", "devices.csv:1: pass --time-column and --count-column unless records "
+         "have the field 'time' and one other, got ['time', 'a', 'b']"),
+        ("time,a,b\n0,1,2\n", "--time-column time", "pass both --time-column and --count-column or neither"),
+        ('{"metadata": {"gap_seconds": 5}, "data": [1]}', "--time-column a --count-column b",
+         "devices.csv: --time-column is for CSV files and JSON records, got 'a' for JSON counts"),
+    ],
+)  # fmt: skip
+def test_convert_errors_name_the_options(run, text, options, message):
+    write("devices.csv", text)
+    assert run(f"{CONVERT} {options} --seconds-per-step 5") == (1, "", f"vbs: {message}\n")
+
+
 def test_convert_errors_name_the_line(run):
     write("devices.csv", "time,n\n0,2\n10,0\n20,1\n")
     command = CONVERT.replace("skip", "error") + " --seconds-per-step 5"

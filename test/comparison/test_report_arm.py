@@ -4,7 +4,7 @@ import pytest
 from outcomes import arm, ended, write_results
 
 from variable_batch_size.comparison.experiment import Run
-from variable_batch_size.comparison.report import arms_of, is_ahead, ranking
+from variable_batch_size.comparison.verdict import arms_of, is_ahead, ranking
 
 
 def test_difference_is_computed_between_pairs_of_the_same_seed():

@@ -6,7 +6,8 @@ import pytest
 from outcomes import ended, write_records, write_results
 
 from variable_batch_size.comparison.experiment import Run
-from variable_batch_size.comparison.report import arms_of, curves
+from variable_batch_size.comparison.report import curves
+from variable_batch_size.comparison.verdict import arms_of
 
 
 def records(*, losses, metrics, progress):

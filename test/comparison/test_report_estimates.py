@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from variable_batch_size.comparison.report import Estimate, difference, spread
+from variable_batch_size.comparison.verdict import Estimate, difference, spread
 
 
 def test_spread_is_mean_and_standard_deviation_of_a_sample():

@@ -10,7 +10,7 @@ import pytest
 from outcomes import HOSTILE, HOSTILE_FOLDER, SETTINGS, ended, write_hostile_results, write_results
 
 from variable_batch_size.command.main import main
-from variable_batch_size.comparison.experiment import Run
+from variable_batch_size.comparison.experiment import Results, Run
 from variable_batch_size.comparison.report import write_report
 
 
@@ -55,7 +55,7 @@ def test_names_cannot_inject_html(tmp_path):
 def test_names_are_shown_unchanged(tmp_path):
     page = page_of(write_hostile_results(tmp_path))
     assert page.texts("title") == page.texts("h1") == [f"Learning-rate rules on {HOSTILE}"]
-    assert page.texts("h2") == ["Verdict", HOSTILE_FOLDER, "Runs", "Reproduce"]
+    assert page.texts("h2") == [HOSTILE_FOLDER, "What is compared", "Runs", "Reproduce"]
     assert page.texts("b") == [HOSTILE_FOLDER]
     assert page.texts("pre") == [HOSTILE]
     assert {HOSTILE_FOLDER, HOSTILE, f"98.00{HOSTILE}", f"SHA-256 of {HOSTILE_FOLDER}"} <= set(page.texts("td"))
@@ -73,7 +73,7 @@ def test_chart_data_keeps_names_unchanged(tmp_path):
 
 def test_traces_are_in_the_requested_order(tmp_path, capsys):
     results = write_results(tmp_path, {Run(trace, "linear", 0): ended(98.0) for trace in ("late", "early")})
-    assert page_of(results).texts("h2") == ["Verdict", "late", "early", "Runs", "Reproduce"]
+    assert page_of(results).texts("h2") == ["late", "early", "What is compared", "Runs", "Reproduce"]
     assert main(["report", str(tmp_path)]) == 0
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()[:2]] == ["late", "early"]
 
@@ -93,7 +93,17 @@ def test_report_can_be_made_before_a_run_on_a_trace_has_completed(tmp_path):
 def test_report_shows_when_runs_end(tmp_path, until, words):
     settings = dataclasses.replace(SETTINGS, until=until)
     results = write_results(tmp_path, {Run("ramp", "linear", 0): ended(98.0)}, settings=settings)
-    assert words in " ".join(page_of(results).texts("p")[0].split())
+    *_, explanation = page_of(results).texts("p")
+    assert words in " ".join(explanation.split())
+
+
+def test_the_page_opens_with_the_summary_and_explains_below_the_figure(tmp_path):
+    write_report(write_results(tmp_path, {Run("ramp", "linear", 0): ended(98.0)}))
+    text = Results(tmp_path).page_file.read_text(encoding="utf-8")
+    marks = ['<section id="summary">', "linear makes 2 updates", 'class="chart"', "Verdict: best is", "Ranking: linear"]
+    marks += ["What is compared", "SGD(lr=0.05)", "95 % interval", "Progress counts"]
+    places = [text.index(mark) for mark in marks]
+    assert places == sorted(places)
 
 
 def test_report_command_rewrites_the_page_and_the_tables(tmp_path, capsys):
@@ -112,14 +122,24 @@ def test_report_of_a_directory_without_results_raises(tmp_path, capsys):
     assert f"{tmp_path} has no results of vbs compare" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("library", ["plotly.offline", "scipy.special"])
+@pytest.mark.parametrize("library", ["jinja2", "plotly", "scipy"])
 def test_missing_library_is_named_with_the_package_to_install(tmp_path, capsys, monkeypatch, library):
     outcomes = {Run("ramp", rule, seed): ended(98.0) for rule in ("linear", "root") for seed in (0, 1)}
     write_results(tmp_path, outcomes)
-    monkeypatch.setitem(sys.modules, library, None)
+    for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     assert main(["report", str(tmp_path)]) == 1
     either = "pip install 'variable_batch_size[compare]', or in a clone pip install '.[compare]'"
-    assert f"needs {library.split('.')[0]}: {either}" in capsys.readouterr().err
+    assert f"needs {library}: {either}" in capsys.readouterr().err
+
+
+def test_libraries_are_missed_before_the_first_run_and_all_at_once(tmp_path, capsys, monkeypatch):
+    for library in ("jinja2", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, library, None)
+    assert main(["compare", "--out", str(tmp_path / "results")]) == 1
+    message = "vbs: vbs compare needs jinja2, tensorboardX: pip install 'variable_batch_size[compare]', or in a clone"
+    assert capsys.readouterr().err.startswith(message)
+    assert not (tmp_path / "results").exists()
 
 
 def test_what_the_page_needs_is_loaded_when_it_is_made():

@@ -118,16 +118,16 @@ def test_table_of_a_trace_agrees_with_results_csv(results, trace):
         assert row["against the baseline"] == ("–" if is_reference else gap)
 
 
-def test_table_of_all_runs_and_verdict_agree_with_results_csv(results):
+def test_table_of_all_runs_and_summary_agree_with_results_csv(results):
     with browser(DESKTOP) as driver:
         show(driver, results)
         shown = table(driver, "table.runs")
-        verdict = texts(driver, "#verdict p")[0]
+        summary = texts(driver, "#summary p")[0]
         kinds = driver.execute_script("return [...document.querySelectorAll('.runs tbody tr')].map(e => e.className)")
     for row, run in zip(shown, rows(results), strict=True):
         assert [row[name] for name in ("trace", "rule", "seed", "status")] == list(run.values())[:4]
         assert row["final"] == (f"{float(run['final_metric']):.2f}" if run["final_metric"] else "–")
         assert row["reason"] == run["reason"]
     assert kinds == [run["status"] for run in rows(results)]
-    assert verdict.startswith("ramp: ")
-    assert "linear: 2 of 3 diverged, 1 of 3 failed." in verdict
+    assert summary.startswith("ramp: ")
+    assert "linear: 2 of 3 diverged, 1 of 3 failed." in summary

@@ -3,10 +3,12 @@
 import os
 import types
 
+import forked
 import pytest
 import torch
 
-from variable_batch_size.cores import devices
+import variable_batch_size as vbs
+from variable_batch_size.cores import devices, xla
 
 DEVICE = torch.device("hpu")
 
@@ -49,6 +51,77 @@ def test_device_backends_count_and_select_devices_and_host_backends_do_not(made_
     devices.use_device(1, "hccl")
     devices.use_device(0, "gloo")
     assert made_up.used == [1]
+
+
+def test_the_device_of_this_core_is_that_of_its_local_rank_among_the_visible_ones(made_up, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert vbs.device() == torch.device("hpu", 1)
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    assert vbs.device() == torch.device("hpu", 0)
+
+
+def test_without_a_local_rank_it_is_the_current_device_and_the_cpu_without_an_accelerator(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert vbs.device() == torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu").device
+
+
+def device_type_in_a_process_with_an_accelerator():
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.current_accelerator = lambda: DEVICE
+    return vbs.device().type
+
+
+def test_in_a_process_group_for_cpus_it_is_the_cpu():
+    with forked.launches():
+        found = vbs.launch(device_type_in_a_process_with_an_accelerator, cores=2, backend="gloo")
+    assert found == ["cpu", "cpu"]
+
+
+@pytest.fixture
+def without_pjrt(monkeypatch):
+    monkeypatch.setattr(xla, "is_installed", lambda: True)
+    monkeypatch.setattr(xla, "has_tpu", lambda: False)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+
+
+def test_xla_is_the_default_only_with_torch_xla_and_a_tpu_or_pjrt_device(without_pjrt, monkeypatch):
+    assert not xla.is_default()
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    assert xla.is_default()
+    monkeypatch.delenv("PJRT_DEVICE")
+    monkeypatch.setattr(xla, "has_tpu", lambda: True)
+    assert xla.is_default()
+    monkeypatch.setattr(xla, "is_installed", lambda: False)
+    assert not xla.is_default()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "device", "is_tpu"),
+    [("0x1ae0", "0x0063", True), ("0x1ae0", "0x0042", False), ("0x10de", "0x0063", False)],
+    ids=["TPU v5e", "network card of Google Cloud", "another vendor"],
+)
+def test_a_tpu_is_found_by_vendor_and_device(vendor, device, is_tpu, tmp_path):
+    assert not xla.has_tpu(tmp_path)
+    for number, (one, other) in enumerate([("0x8086", "0x1237"), (vendor, device)]):
+        place = tmp_path / f"0000:00:0{number}.0"
+        place.mkdir()
+        (place / "vendor").write_text(one + "\n")
+        (place / "device").write_text(other + "\n")
+    assert xla.has_tpu(tmp_path) == is_tpu
+
+
+def xla_device_of_this_core():
+    import torch_xla
+
+    return str(vbs.device()), vbs.device() == torch_xla.device()
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize("spmd", [False, True])
+def test_on_xla_cores_it_is_their_xla_device(on_xla, spmd):
+    found = on_xla(2, xla_device_of_this_core, spmd=spmd)
+    assert all(is_same for _, is_same in found)
+    assert len({name for name, _ in found}) == (1 if spmd else 2)
 
 
 def test_default_backend_is_that_of_the_accelerator_or_gloo():

@@ -130,11 +130,41 @@ def test_the_number_of_cores_must_be_positive(cores):
 
 def test_without_torch_xla_launch_uses_gloo_and_loader_workers_start_as_usual(monkeypatch):
     monkeypatch.setattr("variable_batch_size.cores.xla.is_installed", lambda: False)
+    monkeypatch.setattr("variable_batch_size.cores.devices.default_backend", lambda: "gloo")  # as without a GPU
     method = multiprocessing.get_start_method()
     assert method != "spawn"
     assert vbs.launch(rank_size_and_start_method, cores=2) == [(0, 2, method), (1, 2, method)]
     with pytest.raises(ValueError, match=r'backend="xla" needs torch_xla: pip install'):
         vbs.launch(rank_and_size, cores=2, backend="xla")
+
+
+@pytest.mark.usefixtures("forks")
+def test_torch_xla_alone_does_not_make_the_cores_xla(monkeypatch):
+    monkeypatch.setattr("variable_batch_size.cores.xla.is_installed", lambda: True)
+    monkeypatch.setattr("variable_batch_size.cores.xla.has_tpu", lambda: False)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    assert vbs.launch(backend_of_this_core, cores=1) == ["nccl" if torch.cuda.is_available() else "gloo"]
+
+
+def backend_of_this_core():
+    return dist.get_backend()
+
+
+def launch_by_pjrt_device():
+    os.environ["PJRT_DEVICE"] = "CPU"
+    return vbs.launch(rank_and_size, cores=2)
+
+
+@pytest.mark.xla
+def test_pjrt_device_makes_the_cores_xla(xla_launcher):
+    assert xla_launcher.call(launch_by_pjrt_device) == [(0, 2), (1, 2)]
+
+
+def test_more_cores_than_devices_raise_before_a_process_starts(monkeypatch):
+    monkeypatch.setattr("variable_batch_size.cores.devices.num_devices", lambda backend: 2)
+    rule = '`cores` must be at most 2, the number of devices for nccl, got 3: launch with backend="gloo"'
+    with pytest.raises(ValueError, match=rule):
+        vbs.launch(rank_and_size, cores=3, backend="nccl")
 
 
 def devices_of_this_core():

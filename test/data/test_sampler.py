@@ -298,6 +298,11 @@ def test_core_0_warns_once_about_a_trace_that_ends_inside_an_epoch(tmp_path, cap
     assert caplog.records[0].name == "variable_batch_size.data.sampler"
 
 
+def test_a_trace_of_less_than_one_epoch_is_a_short_run_and_no_warning(caplog):
+    read(make(dataset_size=300, trace=[64, 96]), 0)
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [{"trace": [96, 192, 288]}, {"trace": [64], "on_end": "hold"}, {"trace": [64], "on_end": "cycle"}, {"trace": 64}],

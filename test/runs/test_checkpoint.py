@@ -345,7 +345,7 @@ def test_none_saves_nothing(tmp_path, monkeypatch):
 def test_resume_position_is_logged(saved, caplog):
     with caplog.at_level(logging.INFO):
         make(saved)
-    assert re.search(r"resuming from .*step-000000004\.pt at epoch 2, step 0", caplog.text)
+    assert re.search(r"resumed from .*step-000000004\.pt: epoch 2, step 4 of 4", caplog.text)
 
 
 def test_saving_in_the_middle_of_a_step_raises(tmp_path):

@@ -6,6 +6,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -84,7 +86,7 @@ def test_run_resumes_from_the_latest_checkpoint_and_logs_the_position(tmp_path, 
     assert names_in(tmp_path) == [f"step-00000000{number}.pt" for number in (3, 4, 5)]
     with caplog.at_level(logging.INFO):
         run = Run(tmp_path)
-    said = f"resuming from {tmp_path}/step-000000005.pt at epoch 2, step 1"
+    said = f"resumed from {tmp_path}/step-000000005.pt: epoch 2, step 5 of 6"
     assert caplog.record_tuples == [(LOGGER, logging.INFO, said)]
     assert (run.optimizer.steps_done, run.checkpoint.directory) == (5, tmp_path)
 
@@ -92,12 +94,76 @@ def test_run_resumes_from_the_latest_checkpoint_and_logs_the_position(tmp_path, 
 def test_resuming_a_fork_logs_the_changes_and_the_step(tmp_path, caplog):
     stopped_after(2, tmp_path, keep=3)
     Run(tmp_path, seed=7, allow_changes={"seed"}).go(epochs=2)
-    said = f"resuming from {tmp_path}/step-000000002.pt with changed settings: seed was 0 and is 7"
-    assert caplog.record_tuples == [(LOGGER, logging.WARNING, said)]
+    path = f"{tmp_path}/step-000000002.pt"
+    said = (
+        f"resuming from {path} with changed settings: seed was 0 and is 7",
+        f"resumed from {path}: epoch 0, step 2 of 6",
+    )
+    assert caplog.record_tuples == [(LOGGER, logging.WARNING, line) for line in said]
     (tmp_path / "executed.csv").unlink()  # it is rebuilt from the checkpoint
     Run(tmp_path, seed=7).go()
     rows = (tmp_path / "executed.csv").read_text().splitlines()
     assert rows[-5:] == ["# from here on: seed was 0 and is 7", "2,20", "3,20", "4,20", "5,20"]
+
+
+RESUMED = """
+import logging, sys
+import torch
+import variable_batch_size as vbs
+
+def run(trace, **options):
+    model = torch.nn.Linear(6, 1)
+    sampler = vbs.CustomSampler(dataset_size=40, trace=trace, minibatch_size=4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=16, **options)
+    checkpoint = vbs.Checkpoint("runs/a", model=model, optimizer=optimizer, allow_changes={"trace", "on_end"})
+    for _ in checkpoint.epochs(1 if not optimizer.steps_done else 2):
+        for indices in sampler:
+            model(torch.ones(len(indices), 6)).sum().backward()
+            optimizer.step()
+
+if __name__ == "__main__":
+    note = lambda text: print(text, file=sys.stderr, flush=True)
+    note("begin")
+    run([20] * 6)
+    note("resume, without a configuration of logging")
+    run([20] * 6, log_steps=1)
+    note("on two processes")
+    vbs.launch(run, ([20] * 6,), cores=2, backend="gloo")
+    note("with logging")
+    logging.basicConfig(level=logging.INFO, format="LOG %(levelname)s %(module)s %(message)s")
+    run([20] * 6)
+    note("with logging that has no level, without an end")
+    logging.getLogger().setLevel(logging.WARNING)
+    run(20)
+    note("with errors alone")
+    logging.getLogger("variable_batch_size").setLevel(logging.ERROR)
+    run(20)
+"""
+
+
+def test_resuming_is_shown_once_with_and_without_a_configuration_of_logging(tmp_path):
+    (tmp_path / "script.py").write_text(RESUMED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    lines = [line for line in done.stderr.splitlines() if "[Gloo]" not in line and "with changed settings" not in line]
+    end = "resumed from runs/a/step-000000004.pt: epoch 2, step 4"
+    assert lines == [
+        "begin",
+        "resume, without a configuration of logging",
+        "resumed from runs/a/step-000000002.pt: epoch 1, step 2 of 6",
+        "epoch 1, step 1/2: batch size 20, learning rate 0.0125, 60 samples in all",
+        "epoch 1, step 2/2: batch size 20, learning rate 0.0125, 80 samples in all",
+        "on two processes",
+        f"{end} of 6",
+        "with logging",
+        f"LOG INFO checkpoint {end} of 6",
+        "with logging that has no level, without an end",
+        f"LOG WARNING checkpoint {end}",
+        "with errors alone",
+    ]
 
 
 def test_error_for_a_truncated_file_names_the_previous_one(tmp_path):

@@ -224,8 +224,33 @@ def test_a_checkpoint_that_does_not_load_is_named_by_its_address(bucket):
         bucket_run.train(f"{bucket}/broken")
 
 
+def test_a_trace_is_read_from_a_bucket(bucket):
+    remote = RemoteDirectory(f"{bucket}/traces")
+    (remote.folder / "spot.csv").write_text("# from a bucket\nstep,batchsize\n0,64\n1,96\n")
+    remote.upload()
+    trace = vbs.Trace.read(f"{bucket}/traces/spot.csv")
+    assert (list(trace), trace.name, trace.comment) == ([64, 96], f"{bucket}/traces/spot.csv", "from a bucket")
+    with pytest.raises(ValueError, match=r"^s3://bucket/traces/spot\.csv:4: batchsize must be a multiple of 64"):
+        vbs.CustomSampler(1000, f"{bucket}/traces/spot.csv", minibatch_size=64)
+    with pytest.raises(OSError, match=r"^s3://bucket/traces/none\.csv could not be read: "):
+        vbs.Trace.read(f"{bucket}/traces/none.csv")
+    with pytest.raises(
+        ValueError, match=r"a trace must be written to a path on this machine, got s3://bucket/new\.csv"
+    ):
+        trace.write(f"{bucket}/new.csv")
+
+
+def test_a_trace_at_a_url_that_cannot_be_read_names_the_extra():
+    with pytest.raises(
+        ImportError, match=r"^gs://bucket/a\.csv needs gcsfs: pip install 'variable_batch_size\[gs\]', or"
+    ):
+        vbs.Trace.read("gs://bucket/a.csv")
+    with pytest.raises(ValueError, match='pass remote URLs as str, because pathlib turns "://" into ":/"'):
+        vbs.Trace.read(Path("s3://bucket/a.csv"))
+
+
 def test_what_is_no_address_of_objects_is_refused(tmp_path):
-    with pytest.raises(ImportError, match=r"^gs://bucket/run needs gcsfs: pip install gcsfs$"):
+    with pytest.raises(ImportError, match=r"^gs://bucket/run needs gcsfs: pip install 'variable_batch_size\[gs\]', or"):
         bucket_run.train("gs://bucket/run")
     with pytest.raises(ImportError, match=r"^git://run: Install pygit2 to browse local git repos$"):
         bucket_run.train("git://run")

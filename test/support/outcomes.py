@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 from variable_batch_size.comparison.experiment import REFERENCE, Outcome, Results, Run, Settings
-from variable_batch_size.comparison.report import Arm
+from variable_batch_size.comparison.verdict import Arm
 from variable_batch_size.traces.trace import Trace
 
 SETTINGS = Settings(
@@ -36,23 +36,26 @@ RECORDS = [
     {"step": 2, "samples": 48, "progress": 2.5, "metric": 95.0, "test_loss": 0.5},
 ]
 
+NO_CURVES = {"training": {}, "tests": {}}
+
 # names with markup; those of traces and rules are also folder names, and therefore without /
 HOSTILE_FOLDER = "<img src=x onerror='window.isAttacked=1'>&lt;\""
 HOSTILE = f"</script></title></td><script>window.isAttacked=1</script>{HOSTILE_FOLDER}"
 
 
-def ended(final):
+def ended(final, updates=2):
     """The outcome of a run: a final metric, or a status other than done."""
     if isinstance(final, str):
         return Outcome(status=final, reason="so it is")
     return Outcome(
-        status="done", updates=2, samples=48, progress=2.5, final_metric=final, best_metric=final, seconds=3.0
+        status="done", updates=updates, samples=48, progress=2.5, final_metric=final, best_metric=final, seconds=3.0
     )
 
 
-def arm(rule, *finals, trace="ramp"):
+def arm(rule, *finals, trace="ramp", updates=2):
     """All seeds of a rule on a trace with these outcomes."""
-    return Arm(trace, rule, tuple((Run(trace, rule, seed), ended(final)) for seed, final in enumerate(finals)))
+    outcomes = ((Run(trace, rule, seed), ended(final, updates)) for seed, final in enumerate(finals))
+    return Arm(trace, rule, tuple(outcomes))
 
 
 def write_results(directory, outcomes, *, settings=SETTINGS, command="vbs compare", records=RECORDS):

@@ -101,10 +101,11 @@ def test_mutated_file_is_read_or_rejected_with_a_line(save, good, edits):
 
 
 @pytest.mark.parametrize(
-    ("text", "format"), [("0,add,a\n5,remove,a\n", "events"), ('{"metadata": {"gap_seconds": 1}, "data": [1]}', "JSON")]
+    ("text", "format"),
+    [("0,add,a\n5,remove,a\n", "events"), ('{"metadata": {"gap_seconds": 1}, "data": [1]}', "JSON counts")],
 )
 @pytest.mark.parametrize("option", [{"time_unit": "s"}, {"time_column": "time"}, {"count_column": "nodes"}])
 def test_options_of_csv_are_rejected_for_other_formats(save, text, format, option):
     ((name, value),) = option.items()
-    with pytest.raises(ValueError, match=f"`{name}` must be None for a file of {format}, got '{value}'"):
+    with pytest.raises(ValueError, match=f"`{name}` is for CSV files and JSON records, got '{value}' for {format}"):
         Recording.read(save(text), **option)

@@ -13,11 +13,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from variable_batch_size.checks import check_positive_number
+from variable_batch_size.checks import check_extra, check_positive_number
 from variable_batch_size.command.options import add_minibatch, positive, print_text, selected
 from variable_batch_size.comparison import experiment
 from variable_batch_size.comparison.experiment import POLICY, REFERENCE, Results, Settings
-from variable_batch_size.comparison.report import arms_of, draw_picture, verdict, write_report
+from variable_batch_size.comparison.report import draw_picture, summaries, write_report
 from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Situation
 from variable_batch_size.schedules.schedule import ON_END, Schedule
@@ -64,6 +64,9 @@ def run_compare(options: argparse.Namespace) -> None:
         raise ValueError(f"--out must be a local directory, got {options.out}")
     if options.executor and options.jobs:
         raise ValueError("--jobs has no effect with --executor, which determines the number of concurrent runs")
+    check_extra(
+        "vbs compare needs", "compare", "jinja2", "plotly", "scipy", *(() if options.executor else ("tensorboardX",))
+    )
     # these import torch, which takes seconds, and so come after the options are parsed
     from variable_batch_size.comparison.compare import compare
     from variable_batch_size.comparison.train import checked_workload
@@ -85,7 +88,7 @@ def run_compare(options: argparse.Namespace) -> None:
         sys.stderr.write(f"vbs: interrupted; the same command resumes with the runs missing in {options.out}\n")
         sys.exit(130)
     results = Results(Path(options.out))
-    _print_verdicts(results)
+    _print_summaries(results)
     num_failed = sum(outcome.status == experiment.FAILED for _, outcome in results.runs())
     if num_failed:
         raise ValueError(f"{num_failed} runs failed: the page has the reasons, and the same command retries them")
@@ -183,11 +186,10 @@ def run_report(options: argparse.Namespace) -> None:
     write_report(results)
     if options.plot is not None:
         draw_picture(results, options.plot)
-    _print_verdicts(results)
+    _print_summaries(results)
 
 
-def _print_verdicts(results: Results) -> None:
-    reference, on_traces = arms_of(results)
-    for name, arms in on_traces.items():
-        print_text(f"{name}: {verdict(results.settings(), arms, reference)}")
+def _print_summaries(results: Results) -> None:
+    for name, text in summaries(results).items():
+        print_text(f"{name}: {text}")
     print_text(str(results.page_file))

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from variable_batch_size.traces.recording import TIME_UNITS
+from variable_batch_size.traces.recording import TIME_UNITS, Recording
 from variable_batch_size.traces.trace import parse_count
 
 RECORDING = ("time_column", "count_column", "time_unit")  # the options of add_recording, arguments of Recording.read
@@ -32,9 +32,21 @@ def add_minibatch(parser: Any, *, required: bool = True) -> None:
 
 def add_recording(parser: Any) -> None:
     add = parser.add_argument
-    add("--time-column", metavar="NAME", help="CSV: the times (default: the first named column)")
-    add("--count-column", metavar="NAME", help="CSV: numbers of devices (default: the other one)")
-    add("--time-unit", choices=TIME_UNITS, help="CSV: of times that are numbers (default: s)")
+    help = "the times in CSV or JSON records (default: the first named column, the field 'time')"
+    add("--time-column", metavar="NAME", help=help)
+    add("--count-column", metavar="NAME", help="the numbers of devices there (default: the other one)")
+    add("--time-unit", choices=TIME_UNITS, help="of times there that are numbers (default: s)")
+
+
+def read_recording(path: str, options: argparse.Namespace) -> Recording:
+    """Read a recording with the options of :func:`add_recording`, which errors name in place of the arguments."""
+    try:
+        return Recording.read(path, **selected(options, *RECORDING))
+    except ValueError as error:
+        message = str(error)
+        for name in RECORDING:
+            message = message.replace(f"`{name}`", f"--{name.replace('_', '-')}")
+        raise ValueError(message) from None
 
 
 def selected(options: argparse.Namespace, *names: str) -> dict[str, Any]:

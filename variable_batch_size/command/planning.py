@@ -12,7 +12,15 @@ from pathlib import Path
 from statistics import fmean
 
 from variable_batch_size.checks import check_not_negative_number
-from variable_batch_size.command.options import RECORDING, add_minibatch, add_recording, positive, print_text, selected
+from variable_batch_size.command.options import (
+    RECORDING,
+    add_minibatch,
+    add_recording,
+    positive,
+    print_text,
+    read_recording,
+    selected,
+)
 from variable_batch_size.comparison import experiment
 from variable_batch_size.files import write_text
 from variable_batch_size.planning import reports
@@ -22,7 +30,6 @@ from variable_batch_size.planning.profile import Measured, Profile
 from variable_batch_size.planning.simulate import Availability, NoiseCurve, simulate
 from variable_batch_size.policies.builtin import POLICIES, parse_policy
 from variable_batch_size.schedules.schedule import ON_END, Schedule
-from variable_batch_size.traces.recording import Recording
 from variable_batch_size.traces.trace import Trace
 
 
@@ -137,10 +144,9 @@ def _noise(text: str) -> NoiseCurve:
 
 
 def _availabilities(options: argparse.Namespace) -> list[Availability]:
-    given = selected(options, *RECORDING)
     if options.recording is not None:
-        return [Availability.of_recording(Recording.read(options.recording, **given))]
-    for name, value in given.items():
+        return [Availability.of_recording(read_recording(options.recording, options))]
+    for name, value in selected(options, *RECORDING).items():
         if value is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for a --recording, got {value} without one")
     if options.cores is not None:

@@ -8,11 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from variable_batch_size.command.options import RECORDING, add_minibatch, add_recording, count, print_text, selected
+from variable_batch_size.command.options import (
+    add_minibatch,
+    add_recording,
+    count,
+    print_text,
+    read_recording,
+    selected,
+)
 from variable_batch_size.files import read_records
 from variable_batch_size.planning.reports import conversion_report, decisions_report, plot_decisions, trace_report
 from variable_batch_size.traces import generators
-from variable_batch_size.traces.recording import ROUNDING, WHEN_EMPTY, Recording, convert_recording, step_seconds
+from variable_batch_size.traces.recording import ROUNDING, WHEN_EMPTY, convert_recording, step_seconds
 from variable_batch_size.traces.trace import CHANGES, UNITS, Change, Stages, Trace, Unit
 
 EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"
@@ -124,7 +131,7 @@ def _print_trace(trace: Trace) -> None:
 def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a recording; with --to stages a trace")
     parser.add_argument("--to", choices=("trace", "stages"), default="trace", help="what to make (default: trace)")
-    text = "A CSV file of times and counts, rows milliseconds,add|remove,node, or JSON counts with a gap."
+    text = "A CSV file of times and counts, rows milliseconds,add|remove,node, JSON records, or JSON counts with a gap."
     add_recording(parser.add_argument_group("the recording", text))
     trace = parser.add_argument_group("the trace")
     add = trace.add_argument
@@ -159,7 +166,7 @@ def run_convert(options: argparse.Namespace) -> None:
     else:
         seconds = options.seconds_per_step
     conversion = convert_recording(
-        Recording.read(options.file, **selected(options, *RECORDING)),
+        read_recording(options.file, options),
         seconds_per_step=seconds,
         rounding=options.round,
         **selected(options, "samples_per_device", "minibatch_size", "when_empty"),

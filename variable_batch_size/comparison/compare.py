@@ -25,8 +25,9 @@ import torch
 from tqdm import tqdm
 
 from variable_batch_size.comparison.experiment import DONE, ENDED, FAILED, Outcome, Results, Run, Settings, runs_of
-from variable_batch_size.comparison.report import number, write_report
+from variable_batch_size.comparison.report import write_report
 from variable_batch_size.comparison.train import train
+from variable_batch_size.comparison.verdict import number
 from variable_batch_size.comparison.workload import load_function, source_of
 from variable_batch_size.cores.launch import end_with_parent
 from variable_batch_size.planning.reports import duration

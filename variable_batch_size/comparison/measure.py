@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from variable_batch_size.checks import check_positive
-from variable_batch_size.comparison.report import Estimate, difference
 from variable_batch_size.comparison.train import Training, device_of, on_cores
+from variable_batch_size.comparison.verdict import Estimate, difference
 from variable_batch_size.comparison.workload import Workload, load_workload
 from variable_batch_size.planning.advise import NoiseBand
 from variable_batch_size.planning.profile import Measured

@@ -34,7 +34,7 @@ function armsOf(trace) {
     .concat(reference);
 }
 
-// of all rules, or of one and the yardstick where it is the same for all rules
+// of all rules, or of one and the baseline where it is the same for all rules
 function armsIn(row, arms) {
   const found = arms.filter((arm) => arm[row.part][row.name]);
   return row.isCommon ? found.slice(0, 1).concat(found.slice(1).filter((arm) => arm.dash)) : found;

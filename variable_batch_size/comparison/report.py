@@ -1,20 +1,30 @@
-"""The report of a comparison: the verdict as text, the tables, the page report.html, and the curves as a figure."""
+"""The report of a comparison: the tables, the curves, the page report.html, and the curves as a figure."""
 
 import math
 import os
-import statistics
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size.checks import import_extra
 from variable_batch_size.comparison import experiment
-from variable_batch_size.comparison.experiment import DIVERGED, DONE, REFERENCE, Outcome, Results, Run, Settings
+from variable_batch_size.comparison.experiment import DIVERGED, DONE, REFERENCE, Results, Settings
+from variable_batch_size.comparison.summary import summary
+from variable_batch_size.comparison.verdict import (
+    Arm,
+    Estimate,
+    arms_of,
+    number,
+    ranking,
+    ranking_in_words,
+    spread,
+    verdict,
+)
 from variable_batch_size.files import read_records, write_text
 from variable_batch_size.planning.reports import STYLES, check_suffix, csv_text, duration, new_figure
 
@@ -29,182 +39,6 @@ _COLOURS = (*(style["color"] for style in STYLES[1:]), "#8E7CC3")
 Values = npt.NDArray[np.float64]
 Curves = dict[str, Any]
 """The values of each axis, the ``mean`` of each quantity, with ``low`` and ``high`` if seeds differ; gaps are NaN."""
-
-
-def number(value: float, *, like: float | None = None) -> str:
-    """A number with two decimals, more if it or what it is compared with is below 1, and fewer if it is huge.
-
-    >>> number(97.8125), number(0.97812), number(0.3, like=97.8), number(-3.2e20)
-    ('97.81', '0.9781', '0.30', '-3.2e+20')
-    """
-    size = abs(value if like is None else like)
-    if abs(value) >= 1e6:
-        return f"{value:.3g}"
-    decimals = 2 if size >= 1 or size == 0 or not math.isfinite(size) else 3 - math.floor(math.log10(size))
-    return f"{value:.{decimals}f}"
-
-
-class Estimate(NamedTuple):
-    """A mean over seeds, with its standard deviation or half of its 95 % interval; a single seed has neither."""
-
-    mean: float
-    error: float | None
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the interval excludes 0."""
-        return self.error is not None and abs(self.mean) > self.error
-
-    def text(self, unit: str, *, like: float | None = None) -> str:
-        """The estimate with the digits of `like`, by default of its mean."""
-        like = self.mean if like is None else like
-        error = "" if self.error is None else f" ± {number(self.error, like=like)}"
-        return f"{number(self.mean, like=like)}{error}{unit}"
-
-
-def spread(values: Iterable[float]) -> Estimate | None:
-    """Mean and sample standard deviation; None without values."""
-    numbers = list(values)
-    if not numbers:
-        return None
-    return Estimate(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
-
-
-def difference(values: Sequence[float]) -> Estimate | None:
-    """The mean d of n paired differences, and its 95 % interval, d ± t · s / √n with Student's t; None without any."""
-    found = spread(values)
-    if found is None or found.error is None:
-        return found
-    # scipy.stats.t.ppf calls its stdtrit, but scipy.stats takes a second to load
-    special, num = import_extra("scipy.special", "an interval needs scipy", "compare"), len(values)
-    return found._replace(error=float(special.stdtrit(num - 1, 0.975)) * found.error / math.sqrt(num))
-
-
-class Arm(NamedTuple):
-    """All runs of a rule on a trace that have ended."""
-
-    trace: str
-    rule: str
-    outcomes: tuple[tuple[Run, Outcome], ...]
-
-    @property
-    def is_reference(self) -> bool:
-        return self.trace == REFERENCE
-
-    def seeds(self, *statuses: str) -> set[int]:
-        """The seeds of the runs with one of these statuses."""
-        return {run.seed for run, outcome in self.outcomes if outcome.status in statuses}
-
-    @property
-    def share_diverged(self) -> float:
-        """The fraction of diverged runs, not counting failed ones."""
-        return len(self.seeds(DIVERGED)) / max(1, len(self.seeds(DIVERGED, DONE)))
-
-    def values(self, quantity: str) -> dict[int, float]:
-        """A field of the outcomes of the runs that are done, by seed, where it is not None."""
-        found = {run.seed: getattr(outcome, quantity) for run, outcome in self.outcomes if outcome.status == DONE}
-        return {seed: value for seed, value in found.items() if value is not None}
-
-    @property
-    def final(self) -> Estimate | None:
-        return spread(self.values("final_metric").values())
-
-    def above(self, other: "Arm") -> Estimate | None:
-        """The final metric minus that of another arm; None if they have no seed in common."""
-        mine, theirs = self.values("final_metric"), other.values("final_metric")
-        return difference([mine[seed] - theirs[seed] for seed in mine if seed in theirs])
-
-    @property
-    def failures(self) -> str:
-        """The numbers of diverged and failed runs, as text."""
-        counts = [(len(self.seeds(status)), status) for status in (DIVERGED, experiment.FAILED)]
-        return ", ".join(f"{number} of {len(self.outcomes)} {status}" for number, status in counts if number)
-
-
-def arms_of(results: Results) -> tuple[Arm | None, dict[str, list[Arm]]]:
-    """The baseline, and the arms of each trace on which a run has ended, in the order of the command."""
-    outcomes: dict[tuple[str, str], list[tuple[Run, Outcome]]] = {}
-    for run, outcome in results.runs():
-        outcomes.setdefault((run.trace, run.rule), []).append((run, outcome))
-    found = [Arm(*names, tuple(ended)) for names, ended in outcomes.items()]
-    on_traces = {name: [arm for arm in found if arm.trace == name] for name in results.read_experiment()["traces"]}
-    reference = next((arm for arm in found if arm.is_reference), None)
-    return reference, {name: arms for name, arms in on_traces.items() if arms}
-
-
-def ranking(arms: Iterable[Arm], *, is_higher_better: bool) -> list[Arm]:
-    """Arms with a final metric, from the best to the worst; an arm with fewer diverged runs is better."""
-    sign = -1 if is_higher_better else 1
-    finals = [(arm.share_diverged, sign * arm.final.mean, arm) for arm in arms if arm.final is not None]
-    return [arm for *_, arm in sorted(finals, key=lambda final: final[:2])]
-
-
-def is_ahead(arm: Arm, other: Arm, *, is_higher_better: bool) -> bool:
-    """Whether an arm is significantly better than one ranked below it, or diverged for fewer of their common seeds."""
-    gap = arm.above(other)
-    is_better = gap is not None and gap.is_clear and (gap.mean > 0) == is_higher_better
-    common = arm.seeds(DONE, DIVERGED) & other.seeds(DONE, DIVERGED)
-    return is_better or len(other.seeds(DIVERGED) & common) > len(arm.seeds(DIVERGED) & common)
-
-
-def verdict(settings: Settings, arms: Sequence[Arm], reference: Arm | None) -> str:
-    """The best rule on a trace, if one is ahead of all others, and the differences from it with 95 % intervals."""
-    ranked = ranking(arms, is_higher_better=settings.is_higher_better)
-    sentences = []
-    if ranked:
-        sentences = [_rules_sentence(settings, ranked), _reference_sentence(settings, ranked[0], reference)]
-    sentences += [f"{arm.rule}: {arm.failures}." for arm in arms if arm.failures]
-    if any(arm.final is not None and arm.final.error is None for arm in ranked):
-        sentences.append("A single seed cannot tell a difference from chance.")
-    return " ".join(sentence for sentence in sentences if sentence)
-
-
-def ranking_in_words(settings: Settings, arms: Sequence[Arm]) -> str:
-    """Rules from the best to the worst, with > where all before it are ahead of all after it; then any others."""
-    ranked = ranking(arms, is_higher_better=settings.is_higher_better)
-    words = ""
-    for number, arm in enumerate(ranked):
-        if number:
-            words += " > " if _are_ahead(settings, ranked[:number], ranked[number:]) else " ≈ "
-        words += arm.rule + (f" ({arm.failures})" if arm.failures else "")
-    without = [f"{arm.rule} ({arm.failures})" for arm in arms if arm not in ranked]
-    return "; without a result: ".join(part for part in (words, ", ".join(without)) if part)
-
-
-def _are_ahead(settings: Settings, arms: Sequence[Arm], others: Sequence[Arm]) -> bool:
-    """Whether each of some arms is ahead of each of those ranked below them."""
-    return all(is_ahead(arm, other, is_higher_better=settings.is_higher_better) for arm in arms for other in others)
-
-
-def _rules_sentence(settings: Settings, ranked: Sequence[Arm]) -> str:
-    first, others = ranked[0], ranked[1:]
-    assert first.final is not None
-    behind = [arm for arm in others if _are_ahead(settings, [first], [arm])]
-    level = [f"{arm.rule} ({_gap(settings, arm, first)})" for arm in others if arm not in behind]
-    result = f"{first.rule} with {first.final.text(settings.unit)}"
-    joined = " and ".join(part for part in (", ".join(level[:-1]), *level[-1:]) if part)
-    start = f"undecided, as {result} is not clearly ahead of {joined}" if level else f"best is {result}"
-    return "; ".join([start, *(f"{arm.rule} {_gap(settings, arm, first)}" for arm in behind)]) + "."
-
-
-def _gap(settings: Settings, arm: Arm, other: Arm) -> str:
-    """The difference from another arm, as text with the digits of that one."""
-    gap = arm.above(other)
-    if gap is None or other.final is None:
-        return "without a seed in common"
-    unit = " points" if settings.unit.strip() == "%" else settings.unit
-    size = gap._replace(mean=abs(gap.mean)).text(unit, like=other.final.mean)
-    where = " where it did not diverge" if arm.seeds(DIVERGED) and not other.is_reference else ""
-    return f"{size} {'lower' if gap.mean < 0 else 'higher'}{where}"
-
-
-def _reference_sentence(settings: Settings, first: Arm, reference: Arm | None) -> str:
-    gap = first.above(reference) if reference else None
-    if gap is None or reference is None or reference.final is None:
-        return ""
-    always = f"Against always a batch of {settings.ref_batchsize} ({reference.final.text(settings.unit)})"
-    doubt = "" if gap.is_clear else ", which may be chance"
-    return f"{always}, {first.rule} is {_gap(settings, first, reference)}{doubt}."
 
 
 def curves(results: Results, arm: Arm) -> dict[str, Curves]:
@@ -276,13 +110,25 @@ _FORMATS: dict[str, Callable[[Any], str]] = {  # of the table of runs; other cel
 }
 
 
+def summaries(results: Results) -> dict[str, str]:
+    """The summary for each trace on which a run has ended."""
+    settings, (reference, on_traces) = results.settings(), arms_of(results)
+
+    def completed(arm: Arm) -> Arm:
+        return arm._replace(outcomes=tuple((run, outcome) for run, outcome in arm.outcomes if outcome.status == DONE))
+
+    return {
+        name: summary(settings, arms, reference, {arm.rule: curves(results, completed(arm)) for arm in arms})
+        for name, arms in on_traces.items()
+    }
+
+
 def write_report(results: Results) -> None:
     """Write results.csv, timings.csv with the seconds, so that the former is reproducible, and ``report.html``."""
     rows = [{**asdict(run), **asdict(outcome)} for run, outcome in results.runs()]
     for file, names in (("results.csv", (*_RUN, *_ENDED)), ("timings.csv", (*_RUN, "seconds"))):
         write_text(results.directory / file, csv_text([names, *([row[name] for name in names] for row in rows)]))
-    from jinja2 import Environment, StrictUndefined
-
+    jinja2 = import_extra("jinja2", "the page needs jinja2", "compare")
     plotly = import_extra("plotly.offline", "the page needs plotly", "compare")
     recorded, settings, (reference, on_traces) = results.read_experiment(), results.settings(), arms_of(results)
 
@@ -290,7 +136,8 @@ def write_report(results: Results) -> None:
         return {"rule": REFERENCE if arm.is_reference else arm.rule, **_plain(curves(results, arm))}
 
     # with autoescape, because names may contain HTML
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    options = {"autoescape": True, "trim_blocks": True, "keep_trailing_newline": True}
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, **options)
     environment.filters["count"] = "{:,.0f}".format
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     # together with the commands, these reproduce the experiment
@@ -302,6 +149,7 @@ def write_report(results: Results) -> None:
     page = environment.from_string(_resource("page.html")).render(
         settings=settings,
         num_planned=len(results.planned()),
+        summaries=summaries(results),
         traces=[_trace(settings, name, arms, reference) for name, arms in on_traces.items()],
         result_columns=("rule", "final", "against the baseline", "best", "updates", "samples", "time", "runs"),
         runs=[(row["status"], [_or_dash(row[name], _FORMATS.get(name, str)) for name in columns]) for row in rows],

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from variable_batch_size.cores import xla
+from variable_batch_size.cores.communicator import is_running
 
 _ON_THE_HOST = ("gloo", "mpi", "ucc")
 _OF_TORCH_TPU = ("tpu_dist", "tpu")
@@ -20,6 +21,27 @@ _OF_TORCH_TPU = ("tpu_dist", "tpu")
 _GAUSS = struct.Struct("<?d")  # whether there is a normal number left from the pair drawn last, and which
 _NUMPY = struct.Struct("<H?d")  # the position in the state, and the same
 _SEED = struct.Struct("<Q")
+
+
+def device() -> torch.device:
+    """The device of this core, for the model and its minibatches.
+
+    The XLA device if the cores are XLA's: in a launch with ``backend="xla"``, or if torch_xla is installed and there is
+    a TPU or the environment has ``PJRT_DEVICE``. Else the accelerator of this process: that of ``LOCAL_RANK``, which
+    ``torchrun`` sets, or the current one, which :func:`launch` sets. Else the CPU, also in a process group of a backend
+    for CPUs such as gloo.
+
+    >>> model = torch.nn.Linear(4, 2).to(device())
+    """
+    backend = dist.get_backend() if is_running() else None
+    if xla.is_spmd() or (backend in (None, "xla") and xla.is_default()):
+        return xla.device()
+    accelerator = current()
+    if accelerator is None or backend in _ON_THE_HOST:
+        return torch.device("cpu")
+    if "LOCAL_RANK" in os.environ and accelerator.type != "tpu":  # TorchTPU selects the device of a process
+        return torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]) % _device_count())
+    return torch.empty(0, device=accelerator.type).device
 
 
 def module_of(device: torch.device) -> Any:
@@ -51,6 +73,10 @@ def num_devices(backend: str) -> int:
     """Number of devices for a backend of torch.distributed; 0 if it runs on the host."""
     if current() is None or backend in _ON_THE_HOST:
         return 0
+    return _device_count()
+
+
+def _device_count() -> int:
     # torch.tpu.device_count() raises unless torch itself calls it
     return torch.accelerator.device_count() if hasattr(torch, "accelerator") else torch.cuda.device_count()
 

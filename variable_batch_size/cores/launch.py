@@ -10,7 +10,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
@@ -20,7 +19,6 @@ from variable_batch_size.cores import devices, signals, xla
 
 _START_METHOD: Final = "spawn"  # a forked process would inherit locks held by other threads
 _SECONDS_BETWEEN_LOOKS = 0.2
-_GOOGLE_PCI_VENDOR = "0x1ae0"
 _RESULT, _FAILURE, _EXIT = "result", "failure", "exit"
 _send_one_at_a_time = threading.Lock()
 
@@ -149,7 +147,8 @@ def launch(
         cores: number of cores; all TPU cores, all GPUs, or one core per CPU if None.
         backend: ``"xla"`` for TPU cores, or virtual XLA cores on the CPU if there is no TPU; or a backend of
             torch.distributed such as ``"gloo"``, ``"nccl"`` or ``"tpu_dist"``. By default XLA if torch_xla is
-            installed, else gloo; under ``torchrun`` that of the accelerator, nccl for GPUs, else gloo.
+            installed and there is a TPU or the environment has ``PJRT_DEVICE``; else, and under ``torchrun``, that of
+            the accelerator: nccl for GPUs, and gloo if there is none.
         spmd: on XLA, run `fn` once, in one process that drives all devices of this host as one core (SPMD mode).
             `cores` is then the number of devices, and `fn` shards tensors over them.
     """
@@ -161,11 +160,15 @@ def launch(
         raise ValueError(f'`spmd` must be False with {where}: only backend="xla" has this mode')
     if is_under_torchrun:
         return [_run_under_torchrun(fn, args, backend)]
-    backend = backend or ("xla" if spmd or xla.is_installed() else "gloo")
+    backend = backend or ("xla" if spmd or xla.is_default() else devices.default_backend())
     work = pickle.dumps((fn, args))
     if backend == "xla":
         return run_processes(_xla_processes(cores, spmd), work)
-    num_cores = cores or devices.num_devices(backend) or os.cpu_count() or 1
+    num_devices = devices.num_devices(backend)
+    if num_devices and cores is not None and cores > num_devices:
+        rule = f"`cores` must be at most {num_devices}, the number of devices for {backend}"
+        raise ValueError(f'{rule}, got {cores}: launch with backend="gloo" for processes on the CPU')
+    num_cores = cores or num_devices or os.cpu_count() or 1
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_cores)))}
     with tempfile.TemporaryDirectory() as directory:
         group = (backend, f"file://{directory}/store", num_cores, multiprocessing.get_start_method(allow_none=True))
@@ -180,8 +183,7 @@ def _xla_processes(cores: int | None, spmd: bool) -> list[Process]:
     """The processes of this host's TPU cores, or one with virtual cores if there is no TPU."""
     if not xla.is_installed():
         raise ValueError(f'backend="xla" needs torch_xla: {install("xla")}')
-    vendors = (file.read_text().strip() for file in Path("/sys/bus/pci/devices").glob("*/vendor"))
-    device = os.environ.get("PJRT_DEVICE") or ("TPU" if _GOOGLE_PCI_VENDOR in vendors else "CPU")
+    device = os.environ.get("PJRT_DEVICE") or ("TPU" if xla.has_tpu() else "CPU")
     if device == "TPU":
         if cores not in (None, xla.num_tpu_cores()):
             raise ValueError(f"`cores` must be None or all {xla.num_tpu_cores()} TPU cores of this host, got {cores}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -16,6 +17,9 @@ import torch.distributed as dist
 from variable_batch_size.cores.communicator import Communicator
 
 NUM_THREADS = 64  # of up to 32 virtual cores: the order in which XLA's CPU sums depends on the size of its thread pool
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_GOOGLE = "0x1ae0"  # also the vendor of network cards and disks on Google Cloud
+_TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x007c", "0x0083")
 _ALMOST_ONE = math.nextafter(1.0, 0.0)
 
 
@@ -47,6 +51,17 @@ def has_fixed_threads() -> bool:
 def is_installed() -> bool:
     """Whether torch_xla can be imported."""
     return find_spec("torch_xla") is not None
+
+
+def is_default() -> bool:
+    """Whether cores are XLA's unless asked otherwise: with a TPU or PJRT_DEVICE, as in a launch on XLA."""
+    return is_installed() and (bool(os.environ.get("PJRT_DEVICE")) or has_tpu())
+
+
+def has_tpu(pci_devices: Path = _PCI_DEVICES) -> bool:
+    """Whether this machine has a TPU; found without torch_xla, whose import takes seconds."""
+    vendors = (file for file in pci_devices.glob("*/vendor") if file.read_text().strip() == _GOOGLE)
+    return any(file.with_name("device").read_text().strip() in _TPUS for file in vendors)
 
 
 def is_running() -> bool:

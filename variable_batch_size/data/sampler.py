@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, Sampler
 
 from variable_batch_size.checks import check_integer, check_positive, check_within
 from variable_batch_size.cores.detect import running_cores
+from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import RunCount
 from variable_batch_size.policies.policy import Policy, Situation, policy_of
 from variable_batch_size.schedules.live import PolicySchedule
@@ -297,7 +298,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         self.dataset_size, self.shuffle = size, shuffle
         if verbose and self.rank == 0:
             num_epochs = self.schedule.num_epochs
-            logger.info("%s: %s epochs", self.schedule.name, "endless" if num_epochs is None else num_epochs)
+            show(logger, "%s: %s epochs", self.schedule.name, "endless" if num_epochs is None else num_epochs)
 
     @property
     def description(self) -> Description:
@@ -314,8 +315,14 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         return [self.schedule.batch_size(step) for step in self.schedule.steps(epoch)]
 
     def _warn_if_truncated(self) -> None:
+        """Warn if the trace ends within an epoch, unless that is the only one: its length is then that of the run."""
         schedule, steps = self.schedule, self.schedule.steps(self.epoch)
-        if isinstance(schedule, Schedule) and schedule.on_end == "stop" and steps.stop == len(schedule.trace):
+        if (
+            steps.start
+            and isinstance(schedule, Schedule)
+            and schedule.on_end == "stop"
+            and steps.stop == len(schedule.trace)
+        ):
             used = schedule.samples_before(steps.stop) - schedule.samples_before(steps.start)
             if used < schedule.capacity and self.rank == 0:
                 share = (used, schedule.capacity, 100 * used / schedule.capacity)

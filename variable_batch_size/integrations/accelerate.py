@@ -4,15 +4,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, send_to_device
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from variable_batch_size.checks import imported_extra
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.integrations import common
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.proxy import OptimizerProxy, optimizers_of
+
+with imported_extra("accelerate", "variable_batch_size.integrations.accelerate needs accelerate", "accelerate"):
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType, send_to_device
 
 _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.XLA)
 

@@ -5,14 +5,17 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from variable_batch_size.checks import imported_extra
 from variable_batch_size.integrations.common import Steps, load_state, state_of
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import CustomOptimizer
+
+with imported_extra("keras", "variable_batch_size.integrations.keras needs keras", "keras"):
+    import keras
 
 logger = logging.getLogger(__name__)
 

@@ -4,17 +4,20 @@ import warnings
 from typing import Any, final
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from variable_batch_size.checks import imported_extra
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.common import TRACE_DECIDES, check_same_run, check_setting
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.schedules.live import PolicySchedule
+
+with imported_extra("lightning", "variable_batch_size.integrations.lightning needs lightning", "lightning"):
+    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
+    from lightning.pytorch.utilities.model_helpers import is_overridden
 
 NO_SHARDED_CHECKPOINTS = "those of ModelParallelStrategy lack the optimizer's position. Use vbs.Checkpoint in a loop"
 _CALLBACKS = {

@@ -7,15 +7,19 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerCallback
 
+from variable_batch_size.checks import imported_extra
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations import common
-from variable_batch_size.integrations.accelerate import UpdateCountingOptimizer
 from variable_batch_size.optim.optimizer import CustomOptimizer, Options, RuleLike
 from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.schedules.schedule import OnEnd
 from variable_batch_size.traces.trace import TraceLike
+
+with imported_extra("transformers", "variable_batch_size.integrations.transformers needs transformers", "transformers"):
+    from transformers import Trainer, TrainerCallback
+
+    from variable_batch_size.integrations.accelerate import UpdateCountingOptimizer
 
 _SET_ELSEWHERE = {
     "clip_grad_norm": "set `max_grad_norm` of the training arguments",

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from variable_batch_size.checks import check_not_negative, check_positive, copy_for_run
 from variable_batch_size.cores.detect import communicator_for, everyone_for
+from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import Cursor, StepPlan
 from variable_batch_size.data.sampler import CustomSampler, Description, MinibatchSource, source_of
 from variable_batch_size.optim import consistency
@@ -82,7 +83,7 @@ class CustomOptimizer(OptimizerProxy):
             be used again: what is measured is in the attribute `rule`.
         ref_batchsize: the batch size at which the settings of `inner` are right.
         ref_batch_size: the same.
-        log_steps: log every N steps on core 0; 0 for never.
+        log_steps: log every N steps on core 0, also if logging is not configured; 0 for never.
         clip_grad_norm: the largest norm of a step's mean gradient over all parameters; None for no limit.
         model: whose buffers (BatchNorm's statistics) the padding minibatch of an idle core must not change.
         smooth_steps: spread a jump of the factor over N steps (:class:`Transition`).
@@ -384,7 +385,7 @@ class CustomOptimizer(OptimizerProxy):
             self._cursor.look_ahead()
         if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
             message = "%s: batch size %d, learning rate %g, %d samples in all"
-            logger.info(message, str(self._cursor), step.batch_size, self.current_lr(), self.samples_done)
+            show(logger, message, str(self._cursor), step.batch_size, self.current_lr(), self.samples_done)
         return outcome.reason is None if outcome.is_skipped is None else outcome.is_skipped.logical_not()
 
     def _update(self, step: Step, gradient: StepGradient, outcome: Outcome) -> None:

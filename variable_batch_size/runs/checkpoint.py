@@ -15,6 +15,7 @@ from variable_batch_size.checks import check_not_negative, check_one_of, check_p
 from variable_batch_size.cores import devices, signals
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.detect import everyone_for
+from variable_batch_size.cores.messages import show
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
@@ -329,8 +330,10 @@ class Checkpoint:
         self._executed = ExecutedTrace(path, schedule, origin=origin, changes=self._changes)
         if state is not None and self._communicator.rank == 0:
             self._executed.truncate([*self._steps_of_epochs, self._first_step])
-            name = f"{self.directory}/{paths[-1].name}"
-            logger.info("resuming from %s at epoch %d, step %d", name, self._epoch, self._first_step)
+            schedule = self._sampler.schedule
+            of_all = f" of {len(schedule.trace)}" if schedule.on_end == "stop" else ""
+            position = f"epoch {self._epoch}, step {self._optimizer.steps_done}{of_all}"
+            show(logger, "resumed from %s/%s: %s", self.directory, paths[-1].name, position)
 
     def _read(self, paths: list[Path]) -> dict[str, Any]:
         path = paths[-1]

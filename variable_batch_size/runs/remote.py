@@ -2,24 +2,22 @@
 
 import logging
 import os
-import re
 import shutil
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from variable_batch_size.files import TEMPORARY
+from variable_batch_size.urls import as_os_error, filesystem_of
 
 logger = logging.getLogger(__name__)
 
-_URL = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
-_BROKEN_URL = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]", re.IGNORECASE)
 _SECONDS_BETWEEN_UPLOADS = 30.0
 
 
@@ -27,22 +25,6 @@ def call_at_exit(finish: Callable[[], Any]) -> None:
     """Call a function, which must not raise, when this process ends, but not in processes forked from it."""
     process = os.getpid()  # atexit would be too late, as asyncio cannot look up host names by then
     threading._register_atexit(lambda: finish() if os.getpid() == process else None)  # type: ignore[attr-defined]
-
-
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is the URL of a remote directory, as ``s3://bucket/run``, and not a path on this machine."""
-    text = os.fspath(path)
-    if not isinstance(path, str) and _BROKEN_URL.match(text):
-        raise ValueError(f'pass remote URLs as str, because pathlib turns "://" into ":/", got {path!r}')
-    if isinstance(path, str) and "::" in text.partition("://")[0] and "://" in text:
-        raise ValueError(f"a chained URL is not supported: pass one protocol, as in s3://bucket/run, got {path!r}")
-    match = _URL.match(text)
-    return match is not None and match[1].lower() not in ("file", "local")
-
-
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """A path on this machine, which may be written as ``file:///…``."""
-    return Path(_URL.sub("", os.fspath(path)))
 
 
 class RemoteDirectory:
@@ -53,18 +35,8 @@ class RemoteDirectory:
     """
 
     def __init__(self, url: str, *, upload_at_exit: bool = False) -> None:
-        import fsspec
-        from fsspec.registry import known_implementations
-
         self.url = url.rstrip("/")
-        try:
-            self._filesystem, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
-        except ImportError as error:
-            driver = known_implementations.get(url.partition("://")[0], {}).get("class", "fsspec").partition(".")[0]
-            needed = f": {error}" if driver == "fsspec" else f" needs {driver}: pip install {driver}"
-            raise ImportError(f"{self.url}{needed}") from error
-        except ValueError as error:
-            raise ValueError(f"{self.url} is not a URL that fsspec supports: {error}") from error
+        self._filesystem, root = filesystem_of(self.url)
         self._root = root.rstrip("/")
         self._put = partial(_put, self._filesystem, self._root, self.url)
         self.folder = Path(tempfile.mkdtemp(prefix="variable_batch_size-"))
@@ -89,7 +61,7 @@ class RemoteDirectory:
 
     def names(self) -> list[str]:
         found = []
-        with _as_os_error(f"{self.url} could not be listed"), suppress(FileNotFoundError):
+        with as_os_error(f"{self.url} could not be listed"), suppress(FileNotFoundError):
             found = self._filesystem.ls(self._root, detail=True)
         return sorted(PurePosixPath(entry["name"]).name for entry in found if entry["type"] == "file")
 
@@ -99,7 +71,7 @@ class RemoteDirectory:
         self._versions[path.name] = _version(path)
 
     def download(self, path: Path) -> None:
-        with _as_os_error(f"{self.url}/{path.name} could not be read"):
+        with as_os_error(f"{self.url}/{path.name} could not be read"):
             self._filesystem.get_file(f"{self._root}/{path.name}", str(path))
         self._versions[path.name] = _version(path)
 
@@ -129,21 +101,12 @@ class RemoteDirectory:
 
     def remove(self, name: str) -> None:
         """Remove a remote file, if it exists."""
-        with _as_os_error(f"{self.url}/{name} could not be removed"), suppress(FileNotFoundError):
+        with as_os_error(f"{self.url}/{name} could not be removed"), suppress(FileNotFoundError):
             self._filesystem.rm_file(f"{self._root}/{name}")
 
 
-@contextmanager
-def _as_os_error(message: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # of many types, depending on the driver
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise OSError(f"{message}: {reason}") from error
-
-
 def _put(filesystem: Any, root: str, url: str, path: Path) -> None:
-    with _as_os_error(f"{url}/{path.name} could not be written"):
+    with as_os_error(f"{url}/{path.name} could not be written"):
         filesystem.put_file(str(path), f"{root}/{path.name}")
 
 

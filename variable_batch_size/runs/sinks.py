@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from variable_batch_size.checks import import_extra
 from variable_batch_size.files import write_text
-from variable_batch_size.runs.remote import RemoteDirectory, is_url, local_path
+from variable_batch_size.runs.remote import RemoteDirectory
+from variable_batch_size.urls import is_url, local_path
 
 _AXES = {"step": "steps", "samples": "samples"}  # the x-axes of plots, and the folder of each
 
@@ -85,6 +87,7 @@ class TensorBoard:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._tensorboard = import_extra("tensorboardX", "vbs.TensorBoard needs tensorboardX", "tensorboard")
         self.directory = str(directory) if is_url(directory) else local_path(directory)
         urls = [f"{str(directory).rstrip('/')}/{folder}" for folder in _AXES.values()] if is_url(directory) else []
         self._remotes = [RemoteDirectory(url, upload_at_exit=True) for url in urls]
@@ -108,8 +111,6 @@ class TensorBoard:
         self._writers = []
 
     def _open(self, first: Mapping[str, Any]) -> None:
-        from tensorboardX import SummaryWriter
-
         # each axis has its own files, as purge_step is one number
         for number, (axis, folder) in enumerate(_AXES.items()):
             remote = self._remotes[number] if self._remotes else None
@@ -118,7 +119,8 @@ class TensorBoard:
             # tensorboardX names files by the second, and would not see the remote file of another session
             suffix = "" if remote is None else f".{time.time_ns()}"
             purge_step = first[axis] + 1 if resumes else None
-            self._writers.append(SummaryWriter(str(directory), purge_step=purge_step, filename_suffix=suffix))
+            options = {"purge_step": purge_step, "filename_suffix": suffix}
+            self._writers.append(self._tensorboard.SummaryWriter(str(directory), **options))
 
 
 _DETAILS = {"progress", "factor", "gradient_norm", "idle_share", "graphs", "exact", "late_gain"}

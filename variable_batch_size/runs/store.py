@@ -17,10 +17,11 @@ from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.optim.lr_scheduler import Stateful, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.runs import sharded_state, state_file
-from variable_batch_size.runs.remote import RemoteDirectory, call_at_exit, is_url, local_path
+from variable_batch_size.runs.remote import RemoteDirectory, call_at_exit
 from variable_batch_size.runs.state_file import tree_map
 from variable_batch_size.schedules.schedule import BaseSchedule
 from variable_batch_size.traces.trace import COLUMNS
+from variable_batch_size.urls import is_url, local_path
 
 logger = logging.getLogger(__name__)
 

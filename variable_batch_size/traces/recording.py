@@ -1,6 +1,7 @@
 """Recording: the number of available devices over time, read from CSV tables, event logs and JSON; and as a trace."""
 
 import csv
+import io
 import json
 import math
 import os
@@ -10,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import chain, islice
-from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size.checks import check_one_of, check_positive, check_positive_number, refuse
 from variable_batch_size.traces.trace import MOST_STEPS, Trace
+from variable_batch_size.urls import read_bytes
 
 WhenEmpty = Literal["skip", "hold", "error"]
 WHEN_EMPTY: tuple[WhenEmpty, ...] = get_args(WhenEmpty)
@@ -26,6 +27,7 @@ ROUNDING: tuple[Rounding, ...] = get_args(Rounding)
 TimeUnit = Literal["ms", "s", "min", "h"]
 TIME_UNITS: Mapping[TimeUnit, float] = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
+_Cells = tuple[str, str, str]  # a place in a file, and the texts of a time and a number of devices
 _Row = tuple[str, float, int]  # a place in a file, the time in seconds, and the number of devices from then on
 _LATEST = 1e15  # seconds
 _MOST_DEVICES = 10**9
@@ -35,6 +37,7 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _WHOLE = re.compile(r"[+-]?[0-9]+(?:\.0*)?")
 _QUOTED_OR_COMMENT = re.compile(r"""(?:^|(?<=[,\n]))[ \t]*("[^"]*(?:""[^"]*)*")[ \t]*|\#[^\n]*""")
 _EVENTS = ("add", "remove")
+_STRUCTURES = 'the file must be [{"time": t, "cores": n}, …] or {"metadata": {"gap_seconds": g}, "data": [counts]}'
 _NUMBERS = (int, float)  # of JSON, without bool
 
 
@@ -68,35 +71,45 @@ class Recording:
         count_column: str | None = None,
         time_unit: TimeUnit | None = None,
     ) -> "Recording":
-        """Read a file in one of three formats, which is detected from the content.
+        """Read a file, at a path or a URL, in one of four formats, which is detected from the content.
 
         - CSV: a header, then rows of a time and the number of devices until the next row's time. The last row only
           gives the end of the recording. Times are numbers or dates such as ``2026-03-01T12:00:00Z``.
         - Events: rows ``milliseconds,add|remove,node``; the last event only gives the end of the recording.
-        - JSON: ``{"metadata": {"gap_seconds": g}, "data": [counts]}``, each count for g seconds.
+        - JSON records: ``[{"time": t, "cores": n}, …]``, with the meaning of the rows of a CSV file.
+        - JSON counts: ``{"metadata": {"gap_seconds": g}, "data": [counts]}``, each count for g seconds.
 
         In the first two, quoted cells, blank lines and ``#`` comments are allowed. A ValueError has file, line and
         value of the first invalid row.
 
         Args:
             path: the file.
-            time_column: the name of the time column in a CSV file; by default the first of two named columns.
-            count_column: the name of the count column; by default the second of two named columns.
-            time_unit: of numeric times in a CSV file: ``"ms"``, ``"s"``, ``"min"`` or ``"h"``; seconds if None.
+            time_column: the name of the time column in a CSV file, by default the first of two named columns; or of the
+                field in JSON records, by default ``time``.
+            count_column: the name of the count column or field; by default the other one of two.
+            time_unit: of numeric times in these files: ``"ms"``, ``"s"``, ``"min"`` or ``"h"``; seconds if None.
         """
         if time_unit is not None:
             check_one_of(TIME_UNITS, time_unit=time_unit)
         source = os.fspath(path)
-        text = Path(source).read_text(encoding="utf-8-sig", errors="replace")
-        if text.lstrip()[:1] in ("{", "["):
-            format, rows = "JSON", _json_rows(source, text)
-        elif any(cell.lower() in _EVENTS for _, cells in islice(_table(source, text), 2) for cell in cells[1:2]):
+        with io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding="utf-8-sig", errors="replace") as file:
+            text = file.read()
+        first = text.lstrip()[:1]
+        if first == "{":
+            format, rows = "JSON counts", _json_rows(source, text)
+        elif first != "[" and any(
+            cell.lower() in _EVENTS for _, cells in islice(_table(source, text), 2) for cell in cells[1:2]
+        ):
             format, rows = "events", _event_rows(source, text)
         else:
-            return cls._of(_count_rows(source, text, (time_column, count_column), TIME_UNITS[time_unit or "s"]))
+            if (time_column is None) != (count_column is None):
+                raise ValueError("pass both `time_column` and `count_column` or neither")
+            names = None if time_column is None or count_column is None else (time_column, count_column)
+            cells_of = _record_cells if first == "[" else _table_cells
+            return cls._of(_count_rows(cells_of(source, text, names), TIME_UNITS[time_unit or "s"]))
         for name, value in {"time_column": time_column, "count_column": count_column, "time_unit": time_unit}.items():
             if value is not None:
-                raise ValueError(f"{source}: `{name}` must be None for a file of {format}, got {value!r}")
+                raise ValueError(f"{source}: `{name}` is for CSV files and JSON records, got {value!r} for {format}")
         return cls._of(rows)
 
     @classmethod
@@ -152,41 +165,74 @@ def _table(source: str, text: str) -> Iterator[tuple[int, list[str]]]:
             yield line, cells
 
 
-def _count_rows(source: str, text: str, names: tuple[str | None, str | None], unit: float) -> Iterator[_Row]:
-    """The rows of a table of times and counts, with a header."""
-    table = _table(source, text)
-    line, header = next(table, (1, []))
-    columns = _columns(f"{source}:{line}", header, *names)
+def _count_rows(rows: Iterable[_Cells], unit: float) -> Iterator[_Row]:
+    """The rows of a table of times and counts."""
     has_dates: bool | None = None
-    for line, cells in table:
-        place = f"{source}:{line}"
-        if len(cells) != len(header):
-            refuse(place, f"a row must have {len(header)} values", len(cells))
-        time, count = (cells[column] for column in columns)
+    for place, time, count in rows:
         has_dates = not _NUMBER.fullmatch(time) if has_dates is None else has_dates
         seconds = _date(place, time) if has_dates else _number(place, time) * unit
         if not _WHOLE.fullmatch(count) or len(count) > 40:
             refuse(place, "the number of devices must be an integer", repr(count)[:80])
         yield place, seconds, int(count.split(".")[0])
-    if has_dates is None:
+
+
+def _table_cells(source: str, text: str, names: tuple[str, str] | None) -> Iterator[_Cells]:
+    """The times and counts of a CSV text with a header."""
+    table = _table(source, text)
+    line, header = next(table, (1, []))
+    columns = _columns(f"{source}:{line}", header, names)
+    header_line = line
+    for line, cells in table:
+        if len(cells) != len(header):
+            refuse(f"{source}:{line}", f"a row must have {len(header)} values", len(cells))
+        time, count = (cells[column] for column in columns)
+        yield f"{source}:{line}", time, count
+    if line == header_line:
         refuse(f"{source}:{line + 1}", "expected a row below the header", "nothing")
 
 
-def _columns(place: str, header: list[str], time_column: str | None, count_column: str | None) -> list[int]:
+def _columns(place: str, header: list[str], names: tuple[str, str] | None) -> list[int]:
     named = [name for name in header if name]
     if not header:
         refuse(place, "the file must have a header with column names", "an empty file")
     if all(map(_NUMBER.fullmatch, named)):
         refuse(place, "the first row must be a header with column names", repr(",".join(header))[:80])
-    if (time_column is None) != (count_column is None):
-        raise ValueError("pass both `time_column` and `count_column` or neither")
-    if time_column is None and len(named) != 2:
+    if names is None and len(named) != 2:
         refuse(place, "pass `time_column` and `count_column` unless exactly two columns are named", repr(named)[:80])
-    columns = named if time_column is None or count_column is None else [time_column, count_column]
-    for name in columns:
+    for name in names or named:
         if header.count(name) != 1:
             refuse(place, f"the header must name the column {name!r} once", repr(header)[:80])
-    return [header.index(name) for name in columns]
+    return [header.index(name) for name in names or named]
+
+
+def _record_cells(source: str, text: str, names: tuple[str, str] | None) -> Iterator[_Cells]:
+    """The times and counts of a list of JSON records, as text."""
+    records = _parsed_json(source, text)
+    if not records or not all(isinstance(record, dict) for record in records):
+        refuse(f"{source}:1", _STRUCTURES, repr(text.strip()[:60]))
+    if names is None:
+        others = [name for name in records[0] if name != "time"]
+        if len(others) != 1 or "time" not in records[0]:
+            rule = "pass `time_column` and `count_column` unless records have the field 'time' and one other"
+            refuse(f"{source}:1", rule, repr(list(records[0]))[:80])
+        names = ("time", others[0])
+    for place, record in zip(_places_of_records(source, text), records, strict=True):
+        for name in names:
+            if name not in record:
+                refuse(place, f"a record must have the field {name!r}", repr(list(record))[:80])
+        time, count = (str(record[name]) for name in names)
+        yield place, time, count
+
+
+def _places_of_records(source: str, text: str) -> Iterator[str]:
+    """The line of each record in a valid list of them."""
+    decoder, between = json.JSONDecoder(parse_int=float), re.compile(r"[\s,\[]*")
+    position, line = 0, 1
+    while text[(start := between.match(text, position).end())] != "]":  # type: ignore[union-attr]
+        line += text.count("\n", position, start)
+        yield f"{source}:{line}"
+        _, end = decoder.raw_decode(text, start)
+        line, position = line + text.count("\n", start, end), end
 
 
 def _event_rows(source: str, text: str) -> Iterator[_Row]:
@@ -229,20 +275,25 @@ def _date(place: str, text: str) -> float:
         refuse(place, "times must be all numbers, or all dates like 2026-03-01T12:00:00Z", repr(text)[:80])
 
 
-def _json_rows(source: str, text: str) -> Iterator[_Row]:
+def _parsed_json(source: str, text: str) -> Any:
     try:
         # int() rejects thousands of digits, without naming a line
-        content = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 20 else math.inf)
-        gap, counts = content["metadata"]["gap_seconds"], content["data"]
+        return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 20 else math.inf)
     except json.JSONDecodeError as error:
         refuse(f"{source}:{error.lineno}", f"the file must be JSON ({error.msg})", repr(text[error.pos :][:20]))
     except RecursionError:
         refuse(f"{source}:1", "the file must be JSON", "JSON that is nested too deeply")
+
+
+def _json_rows(source: str, text: str) -> Iterator[_Row]:
+    """The rows of JSON counts with a gap."""
+    content = _parsed_json(source, text)
+    try:
+        gap, counts = content["metadata"]["gap_seconds"], content["data"]
     except (KeyError, TypeError):
         gap = counts = None
     if gap is None or not isinstance(counts, list) or not counts:
-        rule = 'the file must be {"metadata": {"gap_seconds": g}, "data": [counts]}'
-        refuse(f"{source}:1", rule, repr(text.strip()[:60]))
+        refuse(f"{source}:1", _STRUCTURES, repr(text.strip()[:60]))
     line_ends = [found.end() for found in re.finditer("\n", text)]
 
     def line_of(position: int) -> str:

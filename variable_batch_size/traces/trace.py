@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from variable_batch_size.checks import check_one_of, check_positive, is_integer, refuse
 from variable_batch_size.files import write
+from variable_batch_size.urls import is_url, read_bytes
 
 COLUMNS = ("step", "batchsize")
 LARGEST = 2**63 - 1
@@ -112,14 +113,14 @@ class Trace:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Trace":
-        """Read a CSV file with the columns ``step`` and ``batchsize`` (or ``batch_size``).
+        """Read a CSV file with the columns ``step`` and ``batchsize`` (or ``batch_size``), at a path or a URL.
 
         Rows in file order are the steps; ``step`` counts 0, 1, 2 … and may restart at 0 (several recordings in one
         file). Spaces around numbers, trailing commas, any line endings, blank lines, ``#`` comments and additional
         columns are allowed. A ValueError has file, line and value of the first row that breaks a rule.
         """
         source = os.fspath(path)
-        content = Path(source).read_bytes()
+        content = read_bytes(path)
         return cls(_read_sizes(source, content), source=source, content=None if os.path.isfile(source) else content)
 
     def with_rows(self, sizes: Rows) -> "Trace":
@@ -132,6 +133,8 @@ class Trace:
             raise ValueError("a constant trace is endless and cannot be written to a file")
         if self.is_open:
             raise ValueError("stages without an end cannot be written to a file: make them with `until`")
+        if is_url(path):
+            raise ValueError(f"a trace must be written to a path on this machine, got {path}")
 
         def fill(path: Path) -> None:
             # the comment may be a command line, which need not be Unicode
