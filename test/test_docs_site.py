@@ -1,5 +1,6 @@
 """The documentation site: no build warnings, no broken links, nothing loaded from the network."""
 
+import html
 import json
 import os
 import re
@@ -116,6 +117,20 @@ def test_every_public_name_is_in_the_reference_once(pages):
         places |= {f"{submodule}.{name}": f"variable_batch_size.{submodule}.{name}" for name in names}
     for name, place in places.items():
         assert headings.count(place) == 1, name
+
+
+# private names in the reference, until the code that shows them is mended
+LEAKED = {"_NO_TRACE"}
+
+
+def test_the_reference_shows_no_private_name_and_no_address(pages):
+    shown = set()
+    for path in pages:
+        if path.parent.name == "reference":
+            for code in re.findall(r"<code[^>]*>(.*?)</code>", path.read_text(encoding="utf-8"), re.DOTALL):
+                text = html.unescape(re.sub(r"<[^>]+>", "", code))
+                shown |= set(re.findall(r"(?<!\w)_[A-Za-z]\w*| at 0x\w+", text))
+    assert shown <= LEAKED
 
 
 def test_equations_roles_and_examples_are_rendered(pages):
