@@ -159,6 +159,13 @@ def test_latex_that_cannot_be_rendered_fails_the_build(tmp_path, latex, is_known
     assert (done.returncode == 0) == is_known, done.stderr
 
 
+WITH_WIDE_TABLES = {"benchmarks", "long-tests"}  # of numbers, on a phone: they scroll by themselves
+RIGHT_OF_TABLES = """
+    const tables = [...document.querySelectorAll(".md-typeset table:not([class])")];
+    return Math.max(0, ...tables.map(table => table.getBoundingClientRect().right));
+"""
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "default"), (PHONE, "slate")])
 def test_no_page_is_wider_than_the_screen_or_sends_requests(pages, size, scheme):
@@ -167,6 +174,8 @@ def test_no_page_is_wider_than_the_screen_or_sends_requests(pages, size, scheme)
             driver.get(path.as_uri())
             assert driver.execute_script("return document.documentElement.scrollWidth") <= size[0], path.name
             assert driver.execute_script("return document.body.getAttribute('data-md-color-scheme')") == scheme
+            if path.stem not in WITH_WIDE_TABLES:
+                assert driver.execute_script(RIGHT_OF_TABLES) <= size[0], path.name
         assert {urlsplit(address).scheme for address in requested_by(driver)} <= {"file", "data", "blob"}
 
 
