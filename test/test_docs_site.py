@@ -1,5 +1,6 @@
 """The documentation site: no build warnings, no broken links, nothing loaded from the network."""
 
+import html
 import json
 import os
 import re
@@ -118,6 +119,20 @@ def test_every_public_name_is_in_the_reference_once(pages):
         assert headings.count(place) == 1, name
 
 
+# private names in the reference, until the code that shows them is mended
+LEAKED = {"_NO_TRACE"}
+
+
+def test_the_reference_shows_no_private_name_and_no_address(pages):
+    shown = set()
+    for path in pages:
+        if path.parent.name == "reference":
+            for code in re.findall(r"<code[^>]*>(.*?)</code>", path.read_text(encoding="utf-8"), re.DOTALL):
+                text = html.unescape(re.sub(r"<[^>]+>", "", code))
+                shown |= set(re.findall(r"(?<!\w)_[A-Za-z]\w*| at 0x\w+", text))
+    assert shown <= LEAKED
+
+
 def test_equations_roles_and_examples_are_rendered(pages):
     for path, page in pages.items():
         assert not re.search(r"\$|\\\(|\\\[|:(class|meth|func|data):|>>>", page.text), path.name
@@ -144,6 +159,13 @@ def test_latex_that_cannot_be_rendered_fails_the_build(tmp_path, latex, is_known
     assert (done.returncode == 0) == is_known, done.stderr
 
 
+WITH_WIDE_TABLES = {"benchmarks", "long-tests"}  # of numbers, on a phone: they scroll by themselves
+RIGHT_OF_TABLES = """
+    const tables = [...document.querySelectorAll(".md-typeset table:not([class])")];
+    return Math.max(0, ...tables.map(table => table.getBoundingClientRect().right));
+"""
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "default"), (PHONE, "slate")])
 def test_no_page_is_wider_than_the_screen_or_sends_requests(pages, size, scheme):
@@ -152,6 +174,8 @@ def test_no_page_is_wider_than_the_screen_or_sends_requests(pages, size, scheme)
             driver.get(path.as_uri())
             assert driver.execute_script("return document.documentElement.scrollWidth") <= size[0], path.name
             assert driver.execute_script("return document.body.getAttribute('data-md-color-scheme')") == scheme
+            if path.stem not in WITH_WIDE_TABLES:
+                assert driver.execute_script(RIGHT_OF_TABLES) <= size[0], path.name
         assert {urlsplit(address).scheme for address in requested_by(driver)} <= {"file", "data", "blob"}
 
 

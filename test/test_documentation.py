@@ -3,12 +3,14 @@
 import doctest
 import importlib
 import re
+import shlex
 import shutil
 
 import pytest
 from documents import DOCUMENTS, ROOT, blocks, commands_of, name_of, output_of, run_as_scripts
 
 import variable_batch_size as vbs
+from variable_batch_size.command.main import COMMANDS, main
 
 README = ROOT / "README.md"
 FRONT_PAGE = ROOT / "docs" / "index.md"
@@ -70,8 +72,7 @@ def test_commands_print_the_documented_output(document, folder):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_every_block_has_a_known_language_or_none(document):
-    languages = re.findall(r"^```(\S*)\n.*?^```$", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    assert set(languages) <= {"python", "console", "diff", "sh", ""}, "a language that no test knows"
+    assert set(languages_of(document)) <= {"python", "console", "diff", "sh", ""}, "a language that no test knows"
 
 
 def test_the_readme_is_a_front_page():
@@ -138,6 +139,69 @@ def test_every_file_named_in_a_document_exists(document):
         assert (ROOT / name).exists() or (ROOT / "variable_batch_size" / name).exists(), name
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (document.parent / link).exists(), link
+
+
+# pages whose first block is not Python or a command with its output, with where else it is run
+FIRST_BLOCK_RUNS_IN = {
+    "docs/clusters.md": "test/comparison/test_executors.py",
+    "docs/comparing.md": "test/comparison/test_compare.py",
+    "docs/frameworks/ray.md": "test/integrations/test_ray.py",
+    "docs/getting-started.md": "test/test_first_minutes.py",  # make demo
+    "docs/house.md": "test/test_documentation.py",  # the folders
+    "docs/index.md": "test/test_documentation.py",  # pip; the block after it is the diff
+    "docs/language-models.md": "test/test_language_model.py",
+    "docs/simulate.md": "test/command/test_simulation_commands.py",
+    "docs/spot.md": "test/test_documentation.py",  # the shell loop
+    "docs/tpus.md": "test/planning/test_tpu_compiler.py",  # an environment of its own
+    "docs/traces.md": "test/test_documentation.py",  # the file
+}
+
+
+def languages_of(page):
+    return re.findall(r"^```(\S*)\n.*?^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def test_the_first_block_of_every_page_runs_here_or_in_a_named_test():
+    first = {name_of(page): languages_of(page)[0] for page in PAGES if languages_of(page)}
+    others = {name for name, language in first.items() if language not in ("python", "console")}
+    assert others == set(FIRST_BLOCK_RUNS_IN)
+    assert all((ROOT / test).exists() for test in FIRST_BLOCK_RUNS_IN.values())
+
+
+def test_the_shell_loop_restarts_a_run_until_it_is_complete(tmp_path):
+    loop = blocks(ROOT / "docs" / "spot.md", "sh")[0]
+    source = "import pathlib, sys\nstarts = pathlib.Path('starts')\nstarts.open('a').write('x')\n"
+    (tmp_path / "train.py").write_text(f"{source}sys.exit(0 if len(starts.read_text()) == 3 else {vbs.EXIT_STOPPED})\n")
+    assert output_of(loop, tmp_path) == ""
+    assert (tmp_path / "starts").read_text() == "xxx"
+
+
+def test_the_file_on_the_page_about_traces_is_a_trace(tmp_path):
+    (tmp_path / "trace.csv").write_text(blocks(ROOT / "docs" / "traces.md", "")[0])
+    assert list(vbs.Trace.read(tmp_path / "trace.csv").sizes) == [64, 96, 32]
+
+
+def test_the_code_layout_lists_every_folder():
+    listed = re.findall(r"^  (\w+)/ ", blocks(ROOT / "docs" / "house.md", "")[0], re.MULTILINE)
+    assert sorted(listed) == sorted(path.parent.name for path in (ROOT / "variable_batch_size").glob("*/__init__.py"))
+
+
+def shown_vbs_commands():
+    """The arguments of the vbs commands that pages show without their output."""
+    for document in DOCUMENTS:
+        for block in blocks(document, "sh"):
+            for line in block.replace("\\\n", " ").splitlines():
+                if line.startswith("vbs "):
+                    yield pytest.param(shlex.split(line, comments=True)[1:], id=f"{name_of(document)}: {line}")
+
+
+@pytest.mark.parametrize("arguments", list(shown_vbs_commands()))
+def test_a_command_without_output_has_valid_options(arguments, monkeypatch):
+    module, _ = COMMANDS[arguments[0]]
+    ran = []
+    monkeypatch.setattr(f"variable_batch_size.command.{module}.run_{arguments[0]}", ran.append)
+    assert main(arguments) == 0
+    assert len(ran) == 1
 
 
 # words of a page; a reader looks for one task, not for a chapter
