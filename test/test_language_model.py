@@ -1,10 +1,11 @@
 """The language model example: it runs, learns, and gives the same result on two cores."""
 
+import difflib
 import re
 
 import forked
 import pytest
-from documents import ROOT
+from documents import ROOT, blocks
 
 TOKENS = 12_000
 
@@ -50,3 +51,29 @@ def test_padded_paragraphs_of_a_file_on_two_cores(run, tmp_path):
     for name, of_rounding in (("noise scale", {"abs": 1, "rel": 0.01}), ("test loss", {"abs": 0.002})):
         assert number(on_two[name]) == pytest.approx(number(alone[name]), **of_rounding), name
     assert len(others) == len(records)
+
+
+# ------------------------------------------------------------------------------------------- nanogpt and its plain twin
+TWINS = [ROOT / "examples" / "nanogpt_plain.py", ROOT / "examples" / "nanogpt.py"]
+
+
+def test_nanogpt_is_at_most_12_lines_longer_than_its_plain_twin_and_the_page_shows_the_difference():
+    plain, own = (path.read_text().splitlines() for path in TWINS)
+    assert len(own) - len(plain) <= 12
+    lines = list(difflib.unified_diff(plain[6:], own[6:], lineterm="", n=2))[2:]
+    shown = "\n".join(line if line.strip() else "" for line in lines if not line.startswith("@@"))
+    (block,) = blocks(ROOT / "docs" / "nanogpt.md", "diff")
+    assert block.strip("\n") == shown.strip("\n")
+
+
+def test_nanogpt_learns_as_its_plain_twin_in_fewer_updates_and_resumes(tmp_path):
+    done = [forked.run_script(path, 0.1, folder=tmp_path) for path in TWINS]
+    assert [one.returncode for one in done] == [0, 0], done[1].stderr
+    plain = re.findall(r"epoch (\d), (\d+) updates, test loss ([\d.]+)", done[0].stdout)
+    own = re.findall(r"epoch (\d)  step (\d+) .* test loss ([\d.]+)", done[1].stdout)
+    assert [epoch for epoch, *_ in plain] == [epoch for epoch, *_ in own] == ["0", "1"]
+    assert int(own[-1][1]) < 0.5 * int(plain[-1][1])
+    untrained = 4.6  # the logarithm of the number of characters
+    assert float(own[-1][2]) < 0.9 * untrained and float(plain[-1][2]) < 0.9 * untrained
+    again = forked.run_script(TWINS[1], 0.1, folder=tmp_path)
+    assert again.returncode == 0 and "test loss" not in again.stdout  # it was complete
