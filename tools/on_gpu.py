@@ -13,7 +13,7 @@ from torch import nn
 import variable_batch_size as vbs
 
 TRACE = [4 * n for n in (2, 1, 3, 6, 1, 2, 5, 4, 4, 1, 2, 8)] * 4
-NUM_WARM = 32  # steps in which state is made, and 20 estimates
+NUM_WARM = 40  # steps in which state is made, and 20 estimates, which begin with the tenth update for AdamScale
 INNER = {
     "SGD": lambda groups, **form: torch.optim.SGD(groups, lr=0.05, momentum=0.9, **form),
     "Adam": lambda groups, **form: torch.optim.Adam(groups, lr=0.01, eps=0.01, weight_decay=0.01, **form),
