@@ -146,15 +146,29 @@ def test_per_core_follows_the_cores():
     assert vbs.policies.PerCore(96, max_batch_size=200).answer(situation(cores=3))[0] == 192
 
 
-def test_the_norm_test_grows_to_the_first_size_that_passes_and_never_shrinks():
-    policy = vbs.policies.NormTest(eta=0.5)
+def test_the_norm_test_grows_to_the_first_size_that_passes():
+    policy = vbs.policies.NormTest(eta=0.5, max_growth=math.inf)
+    first = policy.answer(situation(noise_scale=100.0, batch_size=128))
+    assert first == Decision(128, "first estimate of the noise")
     assert policy.answer(situation(noise_scale=100.0, batch_size=128))[0] == 320  # 100·0.75/0.25 = 300
-    assert policy.answer(situation(noise_scale=100.0, batch_size=640))[0] == 640
     assert policy.answer(situation(noise_scale=math.inf, batch_size=64, capacity=1000))[0] == 992
     assert policy.answer(situation(noise_scale=math.nan, batch_size=32))[0] == 64
     for size in (128, 320, 640):
         mean_square = 1 + 100.0 / size  # ‖ḡ‖² with G² = 1 and V = 100
         assert (100.0 / size > 0.25 * mean_square) == (size < 300)
+
+
+def test_the_norm_test_returns_from_a_leap():
+    policy = vbs.policies.NormTest(eta=0.5)
+    policy.answer(situation(noise_scale=1e6, batch_size=64))
+    size, sizes = 64, []
+    for noise_scale in (1e6, 1e6, 100.0, 100.0, 100.0, 10.0):
+        size = policy.answer(situation(noise_scale=noise_scale, batch_size=size))[0]
+        sizes.append(size)
+    assert sizes == [128, 256, 320, 320, 320, 160]  # at most doubled; halved where a half would still pass
+    other = vbs.policies.NormTest(eta=0.5)
+    other.load_state_dict(policy.state_dict())
+    assert other.answer(situation(noise_scale=100.0, batch_size=256))[0] == 320  # it resumes with known noise
 
 
 def test_critical_batch_doubles_while_the_cost_is_low():
@@ -172,7 +186,7 @@ def test_on_plateau_uses_the_metric_or_else_the_loss():
     policy.tell(0.3)
     policy.tell(0.7)
     assert policy.answer(situation(batch_size=64, loss=9.0))[0] == 64
-    policy.tell(math.nan)
+    policy.tell(0.8)
     assert policy.answer(situation(batch_size=64)) == Decision(256, "2 values no better than 0.3")
 
 
@@ -185,12 +199,24 @@ def test_on_plateau_with_higher_is_better():
     assert policy.answer(situation(batch_size=64))[0] == 128
 
 
-@pytest.mark.parametrize(("first", "is_higher_better"), [(math.inf, False), (-math.inf, True)])
-def test_any_value_improves_on_an_infinite_metric(first, is_higher_better):
-    policy = vbs.policies.OnPlateau(patience=1, is_higher_better=is_higher_better)
-    policy.tell(first)
-    policy.tell(3.0)
-    assert policy.answer(situation(batch_size=64))[0] == 64
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_metric_that_is_not_finite_grows_nothing_and_is_logged_once(value, is_first, caplog):
+    policy = vbs.policies.OnPlateau(patience=2)
+    if not is_first:
+        policy.tell(1.0)
+    for _ in range(5):
+        policy.tell(value)
+        assert policy.answer(situation(batch_size=64)) == Decision(64, "the metric is not finite")
+    assert [record.message for record in caplog.records] == [
+        f"OnPlateau: the metric is {value}, so the run may have diverged; it is not a plateau"
+    ]
+    other = vbs.policies.OnPlateau(patience=2)
+    other.load_state_dict(policy.state_dict())
+    assert other.answer(situation(batch_size=64)) == Decision(64, "the metric is not finite")
+    for loss, size in ((0.9, 64), (0.9, 64), (0.95, 128)):
+        other.tell(loss)
+        assert other.answer(situation(batch_size=64))[0] == size
 
 
 def test_on_plateau_resumes_from_its_state():

@@ -64,3 +64,41 @@ def test_on_other_cores_one_depth_is_enough():
     for _ in range(5):
         times.add(2, 3.0)  # faster machines
     assert times.seconds == (1.5, 1.5)
+
+
+def test_a_machine_that_becomes_slower_or_faster_is_noticed_at_one_depth():
+    times = times_of({1: [4.0] * 9, 2: [5.0] * 9})
+    for _ in range(2):
+        times.add(2, 50.0)
+    assert times.seconds == (1.0, 4.0)  # these may be outliers
+    times.add(2, 50.0)
+    assert times.seconds == (pytest.approx(10.0), pytest.approx(40.0))  # ten times as slow, as the other depth will be
+    for _ in range(60):
+        times.add(2, 50.0)
+    for _ in range(5):
+        times.add(1, 39.0)
+    assert times.seconds == (pytest.approx(11.0), pytest.approx(39.0))  # measured again
+    for _ in range(5):
+        times.add(1, 4.0)
+    assert times.seconds[1] == pytest.approx(4.0)
+    assert times.seconds[0] == pytest.approx(11.0 * 4 / 39)
+
+
+def test_another_speed_is_noticed_at_a_depth_that_was_not_timed_before():
+    times = times_of({1: [4.0] * 5, 2: [5.0] * 5})
+    for _ in range(5):
+        times.add(4, 70.0)  # 7 expected
+    assert times.seconds == (pytest.approx(10.0), pytest.approx(40.0))
+
+
+def test_times_after_a_resume_on_faster_machines_replace_the_saved_ones():
+    times = StepTimes()
+    times.load_state_dict(times_of({1: [4.0] * 40, 5: [8.0] * 40}).state_dict())
+    for _ in range(5):
+        times.add(5, 0.8)
+    assert times.seconds == (pytest.approx(0.1), pytest.approx(0.4))
+
+
+def test_steps_that_vary_by_less_change_nothing():
+    times = times_of({1: [4.0] * 9, 2: [5.0, 6.9] * 9})
+    assert {depth: len(found) for depth, found in times.state_dict()["seconds"].items()} == {1: 9, 2: 18}

@@ -32,7 +32,7 @@ class PolicyDriver:
         self._timing = PolicyTiming(schedule.policy)
         self._listeners: list[Callable[[Record], Any]] = []
         self._began: float | None = None  # when the current step did
-        self._pass = 0  # of the sampler, that of the latest step
+        self._pass = self._num_in_pass = 0  # of the sampler, that of the latest step; its steps so far
         situation = self._situation()
         self._append(self._timing.answer(situation), situation)
 
@@ -46,8 +46,10 @@ class PolicyDriver:
         """Record a step, by its number in the run, and decide if it is time. Every rank must call it."""
         schedule, num_passes = self._schedule, self._optimizer.sampler.num_passes
         seconds = None if self._began is None else time.perf_counter() - self._began
-        if num_passes != self._pass:  # in the first step of a pass a loader starts
-            seconds, self._pass = None, num_passes
+        if num_passes != self._pass:  # in the first step of a pass a loader starts, which counts if there is no other
+            seconds = seconds if self._num_in_pass == 1 else None
+            self._pass, self._num_in_pass = num_passes, 0
+        self._num_in_pass += 1
         size = schedule.batch_size(step)
         depth = -(-size // (schedule.minibatch_size * schedule.num_replicas))
         self._timing.note_steps(size, depth, seconds)

@@ -1,5 +1,6 @@
 """The policies PerCore, NormTest, CriticalBatch and OnPlateau, and all policies by name."""
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, final
@@ -9,6 +10,8 @@ from typing_extensions import Unpack
 from variable_batch_size.checks import check_one_of, check_positive
 from variable_batch_size.policies.autoscale import Autoscale
 from variable_batch_size.policies.policy import FunctionPolicy, Policy, PolicyOptions, Situation
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -34,25 +37,31 @@ class PerCore(Policy):
 class NormTest(Policy):
     """Grows when V/B > η²·‖ḡ‖²: the variance of a step's mean gradient against its squared norm (Byrd et al. 2012).
 
-    On average ‖ḡ‖² is G² + V/B, so the smallest batch size that passes is B = φ·(1 − η²)/η², with φ = V/G². The batch
-    size never shrinks.
+    On average ‖ḡ‖² is G² + V/B, so the smallest batch size that passes is B = φ·(1 − η²)/η², with φ = V/G². The first
+    estimates of φ may be far off. So the first decision with a known noise scale changes nothing, a decision at most
+    doubles the batch size (`max_growth`), and one that is more than twice as large as necessary is halved.
 
     Args:
         eta: η, between 0 and 1; smaller values give larger batch sizes.
         options: see :class:`Policy`.
 
     >>> policy = NormTest(eta=0.5)
-    >>> policy.answer(Situation(cores=2, minibatch_size=32, ref_batchsize=64, batch_size=64, noise_scale=100.0))
+    >>> situation = Situation(cores=2, minibatch_size=32, ref_batchsize=64, batch_size=256, noise_scale=100.0)
+    >>> policy.answer(situation)
+    Decision(batch_size=256, reason='first estimate of the noise')
+    >>> policy.answer(situation)
     Decision(batch_size=320, reason='noise exceeds 0.5 of the gradient')
     """
 
     needs_noise = True
 
     def __init__(self, *, eta: float, **options: Unpack[PolicyOptions]) -> None:
+        options.setdefault("max_growth", 2.0)
         super().__init__(**options)
         if not 0 < eta < 1:
             raise ValueError(f"`eta` must be between 0 and 1, got {eta!r}")
         self.eta = eta
+        self._has_noise = False  # whether the noise was known at an earlier decision
 
     def decide(self, situation: Situation) -> float:
         now = situation.batch_size or situation.ref_batchsize
@@ -61,11 +70,23 @@ class NormTest(Policy):
             if now < 2 * m:
                 self.why = "estimating noise needs two minibatches"
             return max(now, 2 * m)
+        if not self._has_noise:
+            self._has_noise, self.why = True, "first estimate of the noise"
+            return now
         passing = situation.noise_scale * (1 - self.eta**2) / self.eta**2
         if passing <= now:
-            return now
+            if 2 * passing > now:
+                return now
+            self.why = f"noise below {self.eta:g} of the gradient at half the size"
+            return math.ceil(now / 2 / m) * m
         self.why = f"noise exceeds {self.eta:g} of the gradient"
         return passing if math.isinf(passing) else math.ceil(passing / m) * m
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"has_noise": self._has_noise}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._has_noise = state["has_noise"]
 
 
 @final
@@ -107,7 +128,8 @@ class OnPlateau(Policy):
     """Multiplies the batch size when a metric has stopped improving.
 
     The metric, such as a validation loss, is passed to ``sampler.policy.tell(value)``. Until then it is the loss
-    recorded by a :class:`Log`.
+    recorded by a :class:`Log`. A value that is not finite is no plateau: it is logged, and the batch size stays until
+    the next finite one.
 
     Args:
         factor: multiplies the batch size on each plateau.
@@ -143,7 +165,7 @@ class OnPlateau(Policy):
         self.factor, self.patience = factor, patience
         self.min_delta, self.is_higher_better = min_delta, is_higher_better
         self._best: float | None = None
-        self._num_worse, self._is_told = 0, False
+        self._num_worse, self._is_told, self._has_diverged = 0, False, False
         self._latest: float | None = None  # loss, so that each counts once
 
     def tell(self, value: float) -> None:
@@ -160,6 +182,9 @@ class OnPlateau(Policy):
         if not self._is_told and situation.loss is not None and situation.loss != self._latest:
             self._latest = situation.loss
             self._add(situation.loss)
+        if self._has_diverged:
+            self.why = "the metric is not finite"
+            return now
         if self._num_worse < self.patience:
             return now
         self.why = f"{self._num_worse} values no better than {self._best:g}"
@@ -167,23 +192,29 @@ class OnPlateau(Policy):
         return now * self.factor
 
     def _add(self, value: float) -> None:
+        if not math.isfinite(value):
+            if not self._has_diverged:
+                logger.warning("OnPlateau: the metric is %s, so the run may have diverged; it is not a plateau", value)
+            self._has_diverged = True
+            return
+        self._has_diverged = False
         if self._best is None or self._is_better(value, self._best):
             self._best, self._num_worse = value, 0
         else:
             self._num_worse += 1
 
     def _is_better(self, value: float, best: float) -> bool:
-        if math.isnan(best):
-            return not math.isnan(value)
-        margin = self.min_delta * abs(best) if math.isfinite(best) else 0.0
+        margin = self.min_delta * abs(best)
         return value > best + margin if self.is_higher_better else value < best - margin
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "num_worse": self._num_worse, "is_told": self._is_told, "latest": self._latest}
+        own = {"best": self._best, "num_worse": self._num_worse, "is_told": self._is_told, "latest": self._latest}
+        return {**own, "has_diverged": self._has_diverged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._best, self._num_worse = state["best"], state["num_worse"]
         self._is_told, self._latest = state["is_told"], state["latest"]
+        self._has_diverged = state["has_diverged"]
 
 
 POLICIES: Mapping[str, type[Policy]] = {

@@ -2,44 +2,63 @@
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from variable_batch_size.policies.policy import Decision, Policy, Situation
 
 _FEWEST, _MOST = 5, 40
+_CHANGED = 1.5  # the factor from which on steps that take longer or shorter are those of a slower or faster machine
 
 
 class StepTimes:
     """Fits a line to the median step times of each depth: a step of depth d takes (d − 1)·a + u seconds.
 
     Only full steps are timed, because asynchronous devices don't expose the time of single minibatches. On other cores
-    the time a is assumed to stay until two depths were timed again, and u until one was.
+    the time a is assumed to stay until two depths were timed again, and u until one was. If steps take much longer or
+    shorter than before, on the same cores, all earlier times are forgotten: a and u then change by the same factor,
+    until two depths were timed again.
     """
 
     def __init__(self) -> None:
         self._of_depth: dict[int, deque[float]] = {}
+        self._latest: deque[tuple[int, float]] = deque(maxlen=_FEWEST)  # steps, each with its depth
         self._before: tuple[float, float] | None = None  # a and u on the cores before
 
     def add(self, depth: int, seconds: float) -> None:
         """Add the duration of a step in which the busiest core ran `depth` minibatches."""
         self._of_depth.setdefault(depth, deque(maxlen=_MOST)).append(seconds)
+        self._latest.append((depth, seconds))
+        if len(self._latest) == _FEWEST and all(other == depth for other, _ in self._latest):
+            self._compare(depth, [found for _, found in self._latest])
+
+    def _compare(self, depth: int, latest: list[float]) -> None:
+        """Forget all earlier times if the latest steps, all of one depth, were much slower or faster."""
+        earlier = {d: list(found) for d, found in self._of_depth.items()}
+        earlier[depth] = earlier[depth][:-_FEWEST]
+        expected = statistics.median(earlier[depth]) if len(earlier[depth]) >= _FEWEST else None
+        times = _fit(earlier)
+        if expected is None and times is not None:
+            expected = (depth - 1) * times[0] + times[1]
+        ratio = statistics.median(latest) / expected if expected else 1.0
+        if not 1 / _CHANGED < ratio < _CHANGED:
+            known = times or self._before
+            self._before = None if known is None else (known[0] * ratio, known[1] * ratio)
+            self._of_depth = {depth: deque(latest, maxlen=_MOST)}
 
     @property
     def seconds(self) -> tuple[float, float] | None:
         """a and u, the times of an accumulating and an updating minibatch; None before two depths were ever timed."""
-        points = [(d, statistics.median(found)) for d, found in self._of_depth.items() if len(found) >= _FEWEST]
-        if len(points) < 2:
+        times = _fit(self._of_depth)
+        if times is None:
+            points = _points(self._of_depth)
             if self._before is None or not points:
                 return self._before
             ((depth, seconds),) = points
             accumulating = min(self._before[0], seconds / depth)
             return accumulating, seconds - (depth - 1) * accumulating
-        line = statistics.linear_regression(*zip(*points, strict=True))
-        accumulating = max(line.slope, 0.0)
-        mean_depth, mean_seconds = (statistics.fmean(column) for column in zip(*points, strict=True))
-        return accumulating, max(mean_seconds - (mean_depth - 1) * accumulating, accumulating)
+        return times
 
     @property
     def is_empty(self) -> bool:
@@ -48,6 +67,7 @@ class StepTimes:
     def restart(self, *, on_same_minibatches: bool = True) -> None:
         """Go to other cores; minibatches of another size take other times."""
         self._before, self._of_depth = self.seconds if on_same_minibatches else None, {}
+        self._latest.clear()
 
     def state_dict(self) -> dict[str, Any]:
         of_depth = {depth: list(found) for depth, found in self._of_depth.items()}
@@ -56,6 +76,22 @@ class StepTimes:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._of_depth = {int(depth): deque(found, maxlen=_MOST) for depth, found in state["seconds"].items()}
         self._before = tuple(state["before"]) if state["before"] else None
+
+
+def _points(of_depth: Mapping[int, Iterable[float]]) -> list[tuple[int, float]]:
+    """Each depth that was timed often enough, with its median time."""
+    return [(d, statistics.median(found)) for d, found in of_depth.items() if len(list(found)) >= _FEWEST]
+
+
+def _fit(of_depth: Mapping[int, Iterable[float]]) -> tuple[float, float] | None:
+    """a and u of the line through the median times; None for fewer than two depths."""
+    points = _points(of_depth)
+    if len(points) < 2:
+        return None
+    line = statistics.linear_regression(*zip(*points, strict=True))
+    accumulating = max(line.slope, 0.0)
+    mean_depth, mean_seconds = (statistics.fmean(column) for column in zip(*points, strict=True))
+    return accumulating, max(mean_seconds - (mean_depth - 1) * accumulating, accumulating)
 
 
 class PolicyTiming:
