@@ -365,3 +365,15 @@ def test_different_policy_does_not_resume(tmp_path):
         ValueError, match=r"was saved by another run: trace was decided by PerCore\(.*samples=16.* and is "
     ):
         saved_run(tmp_path, vbs.policies.PerCore(24), epochs=2)
+
+
+def test_steps_of_epochs_of_one_step_are_timed(monkeypatch):
+    seconds = []
+    monkeypatch.setattr(policy_driver, "time", SimpleNamespace(perf_counter=lambda: float(len(seconds))))
+    times = {}
+    for size in (400, 200):  # one and two steps in an epoch; the first of two starts the loader, and is not timed
+        made = run_with(vbs.policies.PerCore(size, every=2, lead=1))
+        made[2].register_step_pre_hook(lambda *_: seconds.append(1))
+        train(*made, epochs=8)
+        times[size] = made[2]._driver._timing.times.state_dict()["seconds"]
+    assert times == {400: {50: [50.0] * 7}, 200: {25: [25.0] * 8}}
