@@ -292,7 +292,8 @@ def test_exact_run_resumes_with_the_same_number_of_threads(tmp_path, monkeypatch
         (
             {"batch_size"},
             "`allow_changes` must be one of 'trace', 'on_end', 'dataset_size', 'minibatch_size', 'seed', 'shuffle', "
-            "'rule', 'ref_batchsize', 'exact', 'seed_minibatches', 'threads', got 'batch_size'",
+            "'rule', 'ref_batchsize', 'exact', 'seed_minibatches', 'threads', got 'batch_size' "
+            r"\(did you mean 'minibatch_size'\?\)",
         ),
         ({"optimizer"}, "`allow_changes` must be one of .*, got 'optimizer'"),
         ("trace", "`allow_changes` must be a set of names, got the str 'trace'"),
