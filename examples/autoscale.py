@@ -15,7 +15,7 @@ import argparse
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import variable_batch_size as vbs
 
@@ -29,16 +29,15 @@ def main(directory: str, until: int) -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
     policy = vbs.Autoscale(max_batch_size=1024)
-    sampler = vbs.CustomSampler(dataset, trace=policy, minibatch_size=16)
-    loader = DataLoader(dataset, batch_sampler=sampler)
+    loader = vbs.DataLoader(dataset, trace=policy, minibatch_size=16)
     inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=32, model=model)
+    optimizer = vbs.Optimizer(inner, loader, rule="adascale", ref_batchsize=32, model=model)
     checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer)
-    for _ in checkpoint.epochs(1000):
+    optimizer.attach(checkpoint)
+    for _ in optimizer.epochs(1000):
         for images, targets in loader:
             nn.functional.cross_entropy(model(images), targets).backward()
             optimizer.step()
-            checkpoint.step()
             if optimizer.steps_done >= until:
                 checkpoint.save()
                 return

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 from tqdm import tqdm
 
 import variable_batch_size as vbs
@@ -50,16 +50,13 @@ def train(model: nn.Module) -> dict[str, float]:
     device = vbs.device()
     model = model.to(device)
     train_data, test_data = digits()
-    sampler = vbs.CustomSampler(train_data, trace=TRACE, minibatch_size=MINIBATCH)
-    loader = DataLoader(train_data, batch_sampler=sampler)
+    loader = vbs.DataLoader(train_data, trace=TRACE, minibatch_size=MINIBATCH)
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=128, model=model)
-    schedule = sampler.schedule
+    optimizer = vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=128, model=model)
 
     idle = 0
-    with tqdm(total=len(schedule.trace), desc="steps", disable=sampler.rank != 0) as bar:
-        for epoch in range(schedule.num_epochs):
-            sampler.set_epoch(epoch)
+    with tqdm(total=len(loader.sampler.schedule.trace), desc="steps", disable=loader.sampler.rank != 0) as bar:
+        for _ in optimizer.epochs():
             for images, labels in loader:
                 nn.functional.cross_entropy(model(images.to(device)), labels.to(device)).backward()
                 if optimizer.step():

@@ -2,12 +2,14 @@
 
     python examples/growing_batch.py --plot docs/growing
 
-It takes about a minute on a CPU, and writes docs/growing.svg and docs/growing-dark.svg.
+It takes about a minute on a CPU, and writes docs/growing.svg, docs/growing-dark.svg and docs/growing.csv, with a row
+for each seed.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
@@ -19,10 +21,7 @@ import variable_batch_size as vbs
 
 TRAIN_SIZE = 1280  # of 1797 images; all batch sizes divide it
 NUM_EPOCHS = 24
-TRACES = {
-    "constant": [16] * 80 * NUM_EPOCHS,
-    "growing": [16] * 160 + [32] * 80 + [64] * 40 + [128] * 20 + [256] * 80,  # two epochs each, then the rest
-}
+TRACES = {"constant": 16, "growing": "0:16 160:32 240:64 280:128 300:256"}  # two epochs each, then the rest
 COLOURS = {"constant": "#d9822b", "growing": "#3f7fd6"}  # readable on white and on black
 
 
@@ -36,21 +35,22 @@ class Epoch(NamedTuple):
     accuracy: float  # on the test images, in percent
 
 
-def train(trace: list[int], seed: int) -> list[Epoch]:
+def train(trace: int | str, seed: int) -> list[Epoch]:
     """Train a small network; both traces start from the same weights and end after the same samples."""
     pixels, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     data, target = torch.tensor(pixels / 16, dtype=torch.float32)[order], torch.tensor(labels)[order]
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    sampler = vbs.CustomSampler(dataset_size=TRAIN_SIZE, trace=trace, minibatch_size=16, seed=seed)
+    dataset = torch.utils.data.TensorDataset(data[:TRAIN_SIZE], target[:TRAIN_SIZE])
+    loader = vbs.DataLoader(dataset, trace=trace, minibatch_size=16, seed=seed)
     inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)  # tuned for batches of 16
-    optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=16, model=model)
+    optimizer = vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=16, model=model)
 
     epochs = []
     for _ in optimizer.epochs(NUM_EPOCHS):
-        for indices in sampler:
-            nn.functional.cross_entropy(model(data[indices]), target[indices]).backward()
+        for images, labels in loader:
+            nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
         with torch.no_grad():
             is_right = model(data[TRAIN_SIZE:]).argmax(1) == target[TRAIN_SIZE:]
@@ -96,6 +96,14 @@ def plot(runs: dict[str, list[list[Epoch]]], path: str, *, is_dark: bool) -> Non
     pyplot.close(figure)
 
 
+def write(runs: dict[str, list[list[Epoch]]], path: str) -> None:
+    """The end of each run."""
+    lines = ["trace,seed,updates,accuracy"]
+    for name, seeds in runs.items():
+        lines += [f"{name},{seed},{run[-1].updates},{run[-1].accuracy:.2f}" for seed, run in enumerate(seeds)]
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def main(num_seeds: int, path: str | None) -> None:
     """Train with both traces and print a line for each."""
     torch.set_num_threads(1)
@@ -108,11 +116,12 @@ def main(num_seeds: int, path: str | None) -> None:
     if path is not None:
         plot(runs, f"{path}.svg", is_dark=False)
         plot(runs, f"{path}-dark.svg", is_dark=True)
+        write(runs, f"{path}.csv")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10, help="number of runs with each trace")
-    parser.add_argument("--plot", metavar="PATH", help="draw PATH.svg and PATH-dark.svg; needs matplotlib")
+    parser.add_argument("--plot", metavar="PATH", help="write PATH.svg, PATH-dark.svg and PATH.csv; needs matplotlib")
     options = parser.parse_args()
     main(options.seeds, options.plot)

@@ -22,7 +22,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
-from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 
@@ -115,11 +114,10 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     # three stages, given in tokens: from 16 to 64 samples
     starts, sizes = (0, options.tokens // 8, options.tokens // 3), (16, 32, 64)
     stages = vbs.traces.Stages(starts, sizes, options.tokens, "tokens", text.tokens_per_sample)
-    sampler = vbs.CustomSampler(text.train, trace=stages.trace(), minibatch_size=MINIBATCH)
-    loader = DataLoader(text.train, batch_sampler=sampler, collate_fn=padded)
+    loader = vbs.DataLoader(text.train, trace=stages, minibatch_size=MINIBATCH, collate_fn=padded)
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
-    optimizer = vbs.AdamRuleOptimizer(
-        inner, sampler, ref_batchsize=REF_BATCHSIZE, form="half-life", clip_grad_norm=1.0, measure_noise=True
+    optimizer = vbs.Optimizer(
+        inner, loader, rule="adam:half-life", ref_batchsize=REF_BATCHSIZE, clip_grad_norm=1.0, measure_noise=True
     )
 
     # warm-up over the first tenth of the tokens, then a cosine to 0 at the last token
@@ -130,18 +128,16 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         [LinearLR(inner, 0.05, total_iters=num_steps // 10), CosineAnnealingLR(inner, num_steps - num_steps // 10)],
         milestones=[num_steps // 10],
     )
-
     optimizer.attach(scheduler, per="tokens", every=per)
+    optimizer.attach(vbs.Log(optimizer, every=options.log_steps, to=[show]))
 
     started = time.monotonic()
-    log = vbs.Log(optimizer, every=options.log_steps, to=[show])
-    for epoch in range(sampler.schedule.num_epochs):
-        sampler.set_epoch(epoch)
+    for _ in optimizer.epochs():
         for tokens in loader:
             loss, weight = loss_and_weight(model, tokens.to(device))
             loss.backward()  # the sum of the losses
-            optimizer.step(weight=weight)
-            log.step(loss)
+            optimizer.step(weight=weight, loss=loss)
+    sampler = loader.sampler
     return {
         "rank": sampler.rank,
         "text": text.name,

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import variable_batch_size as vbs
 from variable_batch_size.integrations.lightning import VariableBatchSize
@@ -30,15 +30,15 @@ class Classifier(LightningModule):
         points = torch.randn(2048, 2, generator=torch.Generator().manual_seed(0))
         self.dataset = TensorDataset(points, (points.norm(dim=1) > 1.2).long())
         # made after Lightning has started its processes; in lockstep because they wait for each other in minibatches
-        self.sampler = vbs.CustomSampler(self.dataset, TRACE, minibatch_size=32, lockstep=True)
+        self.loader = vbs.DataLoader(self.dataset, trace=TRACE, minibatch_size=32, lockstep=True)
 
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.dataset, batch_sampler=self.sampler)
+    def train_dataloader(self) -> vbs.DataLoader:
+        return self.loader
 
     def configure_optimizers(self) -> dict:
         inner = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        optimizer = vbs.AdaScaleOptimizer(inner, self.sampler, ref_batchsize=64, model=self, clip_grad_norm=5.0)
-        num_updates = self.sampler.schedule.steps(self.trainer.max_epochs - 1).stop
+        optimizer = vbs.Optimizer(inner, self.loader, rule="adascale", ref_batchsize=64, model=self, clip_grad_norm=5.0)
+        num_updates = self.loader.sampler.num_updates(self.trainer.max_epochs)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=num_updates)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -63,7 +63,7 @@ def main() -> None:
         strategy="ddp" if flags.devices > 1 else "auto",
         max_epochs=4,
         callbacks=callbacks,
-        use_distributed_sampler=False,  # CustomSampler already assigns samples to processes
+        use_distributed_sampler=False,  # the loader already assigns samples to processes
         logger=False,
         enable_checkpointing=bool(flags.directory),
     )

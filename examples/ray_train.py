@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import variable_batch_size as vbs
 
@@ -29,25 +29,23 @@ def train(options: dict[str, Any]) -> dict[str, torch.Tensor]:
     dataset = TensorDataset(torch.randn(512, 20, generator=generator), torch.randint(0, 5, (512,), generator=generator))
     model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
 
-    sampler = vbs.CustomSampler(dataset, trace=TRACE, minibatch_size=16)
-    loader = DataLoader(dataset, batch_sampler=sampler)
+    loader = vbs.DataLoader(dataset, trace=TRACE, minibatch_size=16)
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=32, model=model)
+    optimizer = vbs.Optimizer(inner, loader, rule="adascale", ref_batchsize=32, model=model)
     # a directory that all workers share
-    checkpoint = vbs.Checkpoint(options["directory"], model=model, optimizer=optimizer, every_steps=5)
+    optimizer.attach(vbs.Checkpoint(options["directory"], model=model, optimizer=optimizer, every_steps=5))
 
-    for _ in checkpoint.epochs(sampler.schedule.num_epochs):
+    for _ in optimizer.epochs():
         for data, target in loader:
             nn.functional.cross_entropy(model(data), target).backward()
             optimizer.step()
             disturb(options, optimizer)
-            checkpoint.step()
-    if sampler.rank == 0:
+    if loader.sampler.rank == 0:
         torch.save(model.state_dict(), Path(options["directory"]) / "weights.pt")
     return model.state_dict()
 
 
-def disturb(options: dict[str, Any], optimizer: vbs.CustomOptimizer) -> None:
+def disturb(options: dict[str, Any], optimizer: vbs.Optimizer) -> None:
     """Simulate a spot market: the second worker is lost after one step, and a preemption is announced after another."""
     if not optimizer.updated:
         return

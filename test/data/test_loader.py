@@ -37,6 +37,15 @@ def test_loader_on_a_core_of_several():
     assert sorted(value for core in found for minibatch in core for value in minibatch) == list(range(96))
 
 
+@pytest.mark.parametrize(("lockstep", "numbers"), [(False, [8, 4]), (True, [8, 8])])
+def test_loaders_in_lockstep_have_the_same_number_of_minibatches_on_all_cores(lockstep, numbers):
+    loaders = [
+        vbs.DataLoader(DATASET, trace=24, minibatch_size=8, num_replicas=2, rank=rank, lockstep=lockstep)
+        for rank in range(2)
+    ]
+    assert [len(list(loader)) for loader in loaders] == numbers
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -368,7 +368,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
         loader = vbs.DataLoader(dataset, trace="0:64 20:128 40:256", minibatch_size=32, num_workers=2)
 
-    It has a :class:`CustomSampler` as its `sampler`, and the arguments of both.
+    Its `sampler` is a :class:`CustomSampler`, to which the named arguments go; the others are those of torch's loader.
 
     Args:
         dataset: with a length.
@@ -380,6 +380,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         num_replicas: cores that share the work; those of the running backend if None.
         rank: which of them this is; that of the running backend if None.
         process_group: the cores that share the work, as for :class:`CustomSampler`.
+        lockstep: whether all cores get the same number of minibatches in a step, as for :class:`CustomSampler`.
         options: of torch's DataLoader, such as `num_workers`, `collate_fn` and `pin_memory`.
     """
 
@@ -395,6 +396,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         num_replicas: int | None = None,
         rank: int | None = None,
         process_group: Any = None,
+        lockstep: bool = False,
         **options: Any,
     ) -> None:
         for name in ("batch_size", "batch_sampler", "drop_last", "sampler"):
@@ -415,6 +417,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             num_replicas=num_replicas,
             rank=rank,
             process_group=process_group,
+            lockstep=lockstep,
         )
         super().__init__(dataset, batch_sampler=sampler, **options)
 

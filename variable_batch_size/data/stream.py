@@ -267,9 +267,9 @@ class Stream(MinibatchSource, IterableDataset[Any]):
 
         stream = vbs.Stream(samples, trace="trace.csv", minibatch_size=32)
         loader = DataLoader(stream, batch_size=None, num_workers=2)
-        optimizer = vbs.LinearRuleOptimizer(inner, stream, ref_batchsize=128)
+        optimizer = vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=128)
 
-    It takes the place of the sampler. Steps take samples in the order of the stream, as a :class:`CustomSampler` with
+    Steps take samples in the order of the stream, as a :class:`CustomSampler` with
     ``shuffle=False`` does: the same on any number of cores, with any number of loader workers. Each of these reads the
     full stream and skips what is assigned to others. So samples must come in the same order wherever they are read, and
     costly work belongs in `collate_fn`, which sees only a core's own minibatches. If the stream ends within a step, no

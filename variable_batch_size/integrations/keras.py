@@ -28,11 +28,12 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
 
         model = VariableBatchModel(inputs, outputs)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=128, model=model)
+        loader = vbs.DataLoader(dataset, trace="0:64 20:128 40:256", minibatch_size=32)
+        optimizer = vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=128, model=model)
         model.compile(optimizer, loss="sparse_categorical_crossentropy")
-        model.fit(DataLoader(dataset, batch_sampler=sampler), epochs=10)
+        model.fit(loader, epochs=10)
 
-    Epochs are those of the sampler. The progress bar and callbacks count updates, and the history has one entry per
+    Epochs are those of the loader. The progress bar and callbacks count updates, and the history has one entry per
     epoch. Weights saved by Keras include the state of the optimizer and its schedulers, and ``fit`` resumes from it.
     """
 

@@ -200,7 +200,7 @@ class VariableBatchTrainer(VariableBatchMixin, Trainer):  # type: ignore[misc]
 
         args = TrainingArguments("out", per_device_train_batch_size=8, learning_rate=1e-3, max_steps=1000)
         trainer = VariableBatchTrainer(
-            model, args, train_dataset=dataset, trace="trace.csv", rule=vbs.rules.AdamRule(), ref_batchsize=64
+            model, args, train_dataset=dataset, trace="trace.csv", rule="adam", ref_batchsize=64
         )
         trainer.train()
 
@@ -210,7 +210,7 @@ class VariableBatchTrainer(VariableBatchMixin, Trainer):  # type: ignore[misc]
     Args:
         trace: the batch size of every step, summed over ranks; multiples of `per_device_train_batch_size`, the
             minibatch size. Or a policy, or a function of the situation; the run then needs `max_steps`.
-        rule: maps the batch size of a step to the optimizer's settings.
+        rule: maps the batch size of a step to the optimizer's settings; a rule or its name.
         ref_batchsize: the batch size for which `learning_rate` and the other training arguments were chosen.
         on_end: after the last row of the trace, ``"stop"``, ``"hold"`` the last size or ``"cycle"``.
         options: further options of the optimizer.

@@ -70,6 +70,13 @@ class Options(TypedDict, total=False):
 class CustomOptimizer(OptimizerProxy):
     """Makes one update for every step of the schedule, with the inner optimizer and the settings that the rule returns.
 
+        loader = vbs.DataLoader(dataset, trace="0:64 20:128 40:256", minibatch_size=32)
+        optimizer = vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=64, model=model)
+        for epoch in optimizer.epochs(10):
+            for data, target in loader:
+                loss_fn(model(data), target).backward()
+                optimizer.step()
+
     Call :meth:`step` after the backward pass of each minibatch. It takes ``p.grad`` of all parameters as that
     minibatch's gradient and leaves ``p.grad`` None. It accumulates until this core has run its share of the step; then
     all cores sum their gradients, and each makes the same update with the mean over the step's samples. Parameters and
@@ -77,7 +84,8 @@ class CustomOptimizer(OptimizerProxy):
 
     Args:
         inner: any optimizer of torch, with the settings that are right at `ref_batchsize`; or several for one model.
-        sampler: the source of the minibatches: a :class:`CustomSampler`, a :class:`Stream`, or a loader that reads it.
+        sampler: the source of the minibatches: a :class:`DataLoader`, a :class:`CustomSampler`, a :class:`Stream`, or
+            another loader that reads one of these.
         rule: computes the settings of a step from its batch size: a rule, or its name, such as ``"linear"``,
             ``"adascale"`` or ``"adam:half-life"``; or one for each of several optimizers. It is copied, so that it may
             be used again: what is measured is in the attribute `rule`.

@@ -101,15 +101,18 @@ class Checkpoint:
     """Saves a run periodically; when constructed, resumes from the newest checkpoint in its directory.
 
         checkpoint = vbs.Checkpoint("runs/a", model=model, optimizer=optimizer, every_seconds=600)
-        for epoch in checkpoint.epochs(5):
+        optimizer.attach(checkpoint)
+        for epoch in optimizer.epochs(5):
             for data, target in loader:
                 loss_fn(model(data), target).backward()
                 optimizer.step()
-                checkpoint.step()
 
-    A checkpoint contains the model, the optimizer with its rule, the schedulers, the position and the random number
-    generators of every core. Core 0 writes it and all cores read it, so machines must share the directory. The model's
-    buffers are those of core 0. A run that resumes on the same cores is bitwise identical to one that was never
+    An attached checkpoint saves inside ``optimizer.step()``. If the loop body changes saved state after that, such as a
+    ``GradScaler``, use ``for epoch in checkpoint.epochs(5)`` and call ``checkpoint.step()`` at the end of the body.
+
+    A checkpoint contains the model, the optimizer with its rule and attached schedulers, the position and the random
+    number generators of every core. Core 0 writes it and all cores read it, so machines must share the directory. The
+    model's buffers are those of core 0. A run that resumes on the same cores is bitwise identical to one that was never
     stopped, with three exceptions: random numbers drawn by loader workers start over; virtual XLA cores share the
     generators of the host; and on a different number or kind of cores only the generators that existed before are
     restored, so dropout differs unless minibatches are seeded.
@@ -122,7 +125,8 @@ class Checkpoint:
             nothing, for scripts that leave the choice to their user.
         model: the model.
         optimizer: its optimizer, whose sampler has the schedule.
-        schedulers: of torch, or other objects with ``state_dict`` and ``load_state_dict``, the same on all cores.
+        schedulers: that are not attached, or other objects with ``state_dict`` and ``load_state_dict``, the same on all
+            cores.
         metrics: sums over all cores to save and restore, such as those of an unfinished epoch.
         every_steps: save every N steps.
         every_seconds: save when that many seconds have passed since the last save, by the clock of core 0.

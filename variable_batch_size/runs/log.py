@@ -30,7 +30,7 @@ class Metrics:
     Args:
         names: of the sums, in the same order on all cores.
         device: of the values to be added; the CPU works on cores of any kind.
-        process_group: the cores, as in :class:`CustomSampler`.
+        process_group: the cores, as in :class:`DataLoader`.
     """
 
     def __init__(self, *names: str, device: torch.device | str, process_group: Any = None) -> None:
@@ -85,13 +85,15 @@ _LOSSES_AT_ONCE = 32
 class Log(AbstractContextManager["Log"]):
     """Passes a record of the run, a dictionary, to every sink on core 0 every N steps.
 
-        log = vbs.Log(optimizer, every=50, to=[vbs.JsonLines("runs/a/log.jsonl"), vbs.TensorBoard("runs/a"), print])
-        ...
-            loss.backward()
-            optimizer.step()
-            log.step(loss)
+        log = vbs.Log(optimizer, every=50, to=[vbs.JsonLines("runs/a/log.jsonl"), vbs.TensorBoard("runs/a")])
+        optimizer.attach(log)
+        for epoch in optimizer.epochs(10):
+            for data, target in loader:
+                loss = loss_fn(model(data), target)
+                loss.backward()
+                optimizer.step(loss=loss)
 
-    or ``optimizer.attach(log)`` and ``optimizer.step(loss=loss)``.
+    Without ``attach``, call ``log.step(loss)`` after each ``optimizer.step()``.
 
     A sink is any callable that takes a record, such as ``wandb.log``. A record has ``epoch``; ``step``, ``samples`` and
     ``progress``, completed so far in the run; ``batch_size``, ``lr``, ``factor`` and ``gradient_norm`` of the latest
