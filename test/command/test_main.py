@@ -55,6 +55,16 @@ def test_plan_prints_the_results_of_the_functions(run):
     assert json.loads(out) == {**json.loads(json.dumps(plan.as_dict())), "comment": ""}
 
 
+def test_plan_of_stages_is_that_of_a_run_with_them(run):
+    options = "--dataset-size 300 --minibatch-size 32 --cores 4 --epochs 3 --json"
+    code, out, _ = run(f"vbs plan '0:32 3:64 6:96' {options}")
+    plan = json.loads(out)
+    assert (code, plan["on_end"], plan["num_steps"]) == (0, "hold", 3 + 3 + 3 + 3)  # 288 of 300 samples in each epoch
+    code, _, err = run("vbs plan '0:32 3:64' --dataset-size 300 --minibatch-size 32 --cores 4")
+    assert code == 1 and "the number of epochs must be given" in err
+    assert run(f"vbs plan '0:32 3:64' {options} --on-end stop")[0] == 1
+
+
 def test_plan_accepts_all_its_options(run):
     write("trace.csv", "# recorded by run 7\nstep,batchsize\n0,64\n1,96\n2,32\n3,256\n")
     options = "--epochs 5 --on-end cycle --rule root --rule linear --ref-batchsize 128 --checkpoint-every 2"

@@ -1,5 +1,7 @@
 """vbs.DataLoader, loaders in the place of samplers, rules by name, and other short ways to write a training."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -27,6 +29,15 @@ def test_loader_yields_what_a_loader_with_a_sampler_yields(options):
         assert [x.tolist() for x, _ in loader] == [x.tolist() for x, _ in by_hand]
         assert len(loader) == len(by_hand) > 5
     assert loader.sampler is loader.batch_sampler
+
+
+def test_loader_has_all_arguments_of_the_sampler(caplog):
+    own = {"lockstep": True, "verbose": True, "num_replicas": 3, "rank": 0}
+    with caplog.at_level("INFO"):
+        loader = vbs.DataLoader(DATASET, trace=[16, 24], minibatch_size=8, **own)
+    assert loader.sampler.schedule.lockstep and "trace: 1 epochs" in caplog.text
+    names = set(inspect.signature(vbs.CustomSampler).parameters)
+    assert names - set(inspect.signature(vbs.DataLoader).parameters) == {"dataset_size"}
 
 
 def test_loader_on_a_core_of_several():

@@ -311,17 +311,103 @@ def test_log_needs_the_loss_and_is_not_called_by_hand():
         optimizer.step()
 
 
-def test_scheduler_that_is_also_stepped_by_hand_raises():
+@pytest.mark.parametrize("per", ["update", "samples", "epoch"])
+def test_scheduler_that_is_also_stepped_by_hand_raises(per):
     model, loader, optimizer = make()
     scheduler = MAKE["lambda"](optimizer)
-    optimizer.attach(scheduler)
-    with pytest.raises(RuntimeError, match=r"more than the 2 it should have made: don't call its step\(\)"):
-        for _ in optimizer.epochs(1):
+    optimizer.attach(scheduler, per=per)
+    message = (
+        r"LambdaLR has made \d steps, and not the \d to which .* has stepped it: don't call step\(\) of a scheduler"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        for _ in optimizer.epochs(2):
             for x, y in loader:
                 nn.functional.cross_entropy(model(x), y).backward()
                 if optimizer.step():
                     scheduler.step()
-                    scheduler.step()
+
+
+def test_scheduler_does_not_go_back_without_a_state():
+    model, loader, optimizer = make()
+    optimizer.attach(MAKE["lambda"](optimizer), per="epoch")
+    train(model, loader, optimizer, epochs=2)
+    message = r"LambdaLR has made 2 steps, more than the 0 that the run has come to: .* load a state that holds both"
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.set_epoch(0)
+
+
+def test_scheduler_that_was_loaded_by_hand_goes_on():
+    model, loader, optimizer = make()
+    train(model, loader, optimizer, epochs=1)
+    state = copy.deepcopy(optimizer.state_dict())
+    model, loader, optimizer = make()
+    scheduler = MAKE["lambda"](optimizer)
+    optimizer.attach(scheduler)
+    optimizer.load_state_dict(state)
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": optimizer.steps_done})
+    train(model, loader, optimizer, epochs=2)
+    assert scheduler.last_epoch == optimizer.steps_done
+
+
+def test_scheduler_by_tokens_needs_weights():
+    model, loader, optimizer = make()
+    optimizer.attach(MAKE["lambda"](optimizer), per="tokens", every=10)
+    with pytest.raises(
+        ValueError, match=r'per="tokens" needs the tokens of each minibatch: optimizer.step\(weight=…\)'
+    ):
+        train(model, loader, optimizer)
+
+
+def test_attached_checkpoint_saves_nothing_that_changes_after_the_step(tmp_path):
+    model, loader, optimizer = make()
+    scheduler = MAKE["lambda"](optimizer)
+    optimizer.attach(Checkpoint(tmp_path, model=model, optimizer=optimizer, schedulers=[scheduler]))
+    message = (
+        r"a checkpoint with LambdaLR in `schedulers`, which is not attached, must not be attached: .*checkpoint\.step"
+    )
+    with pytest.raises(ValueError, match=message):
+        train(model, loader, optimizer)
+    optimizer.attach(scheduler)
+    train(model, loader, optimizer)
+    metrics = vbs.Metrics("seen", device="cpu")
+    _, _, other = make()
+    with pytest.raises(ValueError, match="a checkpoint with `metrics` must not be attached: it would save within"):
+        other.attach(Checkpoint(tmp_path / "other", model=model, optimizer=other, metrics=[metrics]))
+
+
+def test_attached_checkpoint_saves_the_state_of_a_stream(tmp_path):
+    model = nn.Linear(1, 1)
+    stream = vbs.Stream((torch.ones(1) for _ in range(64)), trace=8, minibatch_size=4)
+    optimizer = vbs.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), stream, rule="linear", ref_batchsize=8)
+    optimizer.attach(Checkpoint(tmp_path, model=model, optimizer=optimizer, schedulers=[stream], every_steps=1))
+    for _ in optimizer.epochs(1):
+        for x in torch.utils.data.DataLoader(stream, batch_size=None):
+            model(x).sum().backward()
+            optimizer.step()
+    assert optimizer.steps_done == 8 and list(tmp_path.glob("step-*.pt"))
+
+
+def test_run_has_one_checkpoint(tmp_path):
+    model, _, optimizer = make()
+    optimizer.attach(Checkpoint(tmp_path / "a", model=model, optimizer=optimizer))
+    with pytest.raises(ValueError, match="another Checkpoint is attached already, and a run has one position"):
+        optimizer.attach(Checkpoint(tmp_path / "b", model=model, optimizer=optimizer))
+
+
+def test_log_is_closed_where_the_loop_is_left():
+    class Sink(list):
+        def __call__(self, record):
+            self.append(record)
+
+        def close(self):
+            self.append("closed")
+
+    _, _, optimizer = make()
+    sink = Sink()
+    optimizer.attach(vbs.Log(optimizer, every=1, to=[sink]))
+    for _ in optimizer.epochs(2):
+        break
+    assert sink == ["closed"]
 
 
 @pytest.mark.parametrize("name", ["epochs", "follow_samples", "follow_weight", "follow_progress", "make_rule", "Step"])

@@ -216,6 +216,24 @@ def half_of_a_model(passes_model):
     return str(raised.value)
 
 
+def log_on_one_core(*, is_attached):
+    """A log, whose records are sums over all cores, on core 0 only."""
+    model = nn.Linear(3, 3)
+    sampler = vbs.CustomSampler(dataset_size=8, trace=[8], minibatch_size=4)
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=8)
+    log = vbs.Log(optimizer, every=1, to=[]) if dist.get_rank() == 0 else None
+    if log is not None and is_attached:
+        optimizer.attach(log)
+    with pytest.raises(RuntimeError) as raised:
+        for _ in sampler:
+            loss = model(torch.ones(4, 3)).sum()
+            loss.backward()
+            optimizer.step(loss=loss)
+            if log is not None and not is_attached:
+                log.step(loss)
+    return str(raised.value)
+
+
 def what_became_different():
     found = {
         change.__name__: plain_run(change)
@@ -224,6 +242,7 @@ def what_became_different():
     found["unfreeze_on_one_core"] = plain_run(unfreeze_on_one_core)
     found["freeze_alike"] = plain_run(freeze_alike)
     found["momentum encoder"] = plain_run(model=MomentumEncoder())
+    found["log"] = [log_on_one_core(is_attached=is_attached) for is_attached in (True, False)]
     found["half"] = [half_of_a_model(passes_model) for passes_model in (True, False)]
     return found
 
@@ -239,6 +258,13 @@ def test_different_learning_rates_are_detected_in_the_next_step(differences):
         assert found["change_lr"].startswith("after step 1: Ranks have different learning rates")
         assert f"before the rule, are [{lr}]" in found["change_lr"]
         assert found["plateau"].startswith("after step 1: Ranks have different learning rates")
+
+
+def test_log_on_one_core_is_detected_before_it_communicates(differences):
+    for rank, found in enumerate(differences):
+        for text, has in zip(found["log"], ("Log, ", ""), strict=True):
+            own = (f"{has}the gradient norm every 1 steps", "none")[rank]
+            assert text.startswith(f"Ranks have different logs, checkpoints or schedulers; this one has {own}. Make")
 
 
 def test_different_weights_are_detected_in_the_first_step_of_an_epoch(differences):

@@ -193,11 +193,25 @@ OPEN = [64, 64, 128, 128, 256]
 def test_stages_without_an_end_are_a_trace_whose_last_size_lasts(source):
     trace = vbs.Trace.of(source)
     assert list(trace) == OPEN and trace.is_open
-    for on_end, expected in ((None, "hold"), ("hold", "hold"), ("stop", "stop"), ("cycle", "cycle")):
-        schedule = vbs.Schedule(source, dataset_size=1024, minibatch_size=64, on_end=on_end)
-        assert schedule.on_end == expected
+    for on_end in (None, "hold"):
+        assert vbs.Schedule(source, dataset_size=1024, minibatch_size=64, on_end=on_end).on_end == "hold"
+    for on_end in ("stop", "cycle"):
+        message = rf"`on_end` must be 'hold' or None with stages without an end, got '{on_end}': give them an end with"
+        with pytest.raises(ValueError, match=message):
+            vbs.Schedule(source, dataset_size=1024, minibatch_size=64, on_end=on_end)
     sampler = vbs.CustomSampler(dataset_size=1024, trace=source, minibatch_size=64)
     assert sampler.get_epochtrace(0) == [*OPEN, 256] and sampler.get_epochtrace(7) == [256] * 4
+
+
+@pytest.mark.parametrize("change", ["nearest", "after"])
+@pytest.mark.parametrize("text", ["0:64 100:128", "0:64 100:128 1000:96", "0:256 100:64", "0:256 20:128 30:64", "0:32"])
+@pytest.mark.parametrize("tokens", [None, 7])
+def test_stages_without_an_end_change_where_those_with_an_end_do(text, change, tokens):
+    how = {"unit": "tokens" if tokens else "samples", "tokens_per_sample": tokens}
+    without = vbs.traces.Stages.parse(text, **how).trace(change=change)
+    until = vbs.traces.Stages.parse(text, until=100_000, **how).trace(change=change)
+    assert list(without) == list(until)[: len(without)] and set(until[len(without) - 1 :]) == {without[-1]}
+    assert without[-2] != without[-1] if len(without) > 1 else without[-1] == until[0]
 
 
 def test_stages_with_an_end_are_a_trace_that_ends():
@@ -224,6 +238,7 @@ def test_a_trace_that_is_open_differs_from_one_that_ends_and_is_not_written(tmp_
         ({0: 64.0}, r"stages must map integer steps to integer batch sizes, got 0: 64.0"),
         ({"0": 64}, r"stages must map integer steps to integer batch sizes, got '0': 64"),
         ({0: 64, 20: 0}, r"the batch size of stage 2 must be positive, got 0"),
+        ({0: 64, 20: 2**63}, r"the batch size of stage 2 must be below 2\*\*63, got 9223372036854775808"),
         ({64}, r"`trace` must be a path, stages, a sequence of batch sizes or an integer, got \{64\}"),
     ],
 )

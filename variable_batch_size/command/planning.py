@@ -35,12 +35,13 @@ from variable_batch_size.traces.trace import Trace
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("trace", metavar="TRACE", help="a trace file, or a number for a constant batch size")
+    add("trace", metavar="TRACE", help="a trace file, stages as in '0:64 20:128', or a constant batch size")
     add("--dataset-size", type=positive, required=True, metavar="N", help="samples in the data set")
     add_minibatch(parser)
     add("--cores", type=positive, required=True, metavar="C", help="the number of cores")
     add("--epochs", type=positive, metavar="E", help="epochs to train (default: all epochs of the trace)")
-    add("--on-end", choices=ON_END, default="stop", help="what follows the last row of the trace (default: stop)")
+    help = "what follows the last row of the trace (default: stop; hold for stages)"
+    add("--on-end", choices=ON_END, help=help)
     add("--lockstep", action="store_true", help="all cores run equally many minibatches in a step, as with fully_shard")
     add("--tokens-per-sample", type=positive, metavar="T", help="also count tokens: the tokens of a sample")
     help = f"a rule to show, one of {', '.join(experiment.RULES)}, some with a setting as in legw:5000; may be repeated"
@@ -58,7 +59,7 @@ def run_plan(options: argparse.Namespace) -> None:
     if options.plot is not None:
         reports.check_suffix(options.plot)
     is_number = options.trace.isdecimal() and not Path(options.trace).exists()
-    trace = Trace.constant(int(options.trace)) if is_number else Trace.read(options.trace)
+    trace = Trace.of(int(options.trace) if is_number else options.trace)
     given = selected(options, "dataset_size", "minibatch_size", "on_end", "lockstep")
     schedule = Schedule(trace, num_replicas=options.cores, **given)
     rules = planned_rules(options.rule or list(RULES), noise_scale=options.noise_scale)

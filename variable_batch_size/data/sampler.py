@@ -381,6 +381,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         rank: which of them this is; that of the running backend if None.
         process_group: the cores that share the work, as for :class:`CustomSampler`.
         lockstep: whether all cores get the same number of minibatches in a step, as for :class:`CustomSampler`.
+        verbose: log on core 0 how many epochs the trace has.
         options: of torch's DataLoader, such as `num_workers`, `collate_fn` and `pin_memory`.
     """
 
@@ -397,6 +398,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         rank: int | None = None,
         process_group: Any = None,
         lockstep: bool = False,
+        verbose: bool = False,
         **options: Any,
     ) -> None:
         for name in ("batch_size", "batch_sampler", "drop_last", "sampler"):
@@ -418,6 +420,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             rank=rank,
             process_group=process_group,
             lockstep=lockstep,
+            verbose=verbose,
         )
         super().__init__(dataset, batch_sampler=sampler, **options)
 

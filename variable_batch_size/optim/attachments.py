@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from variable_batch_size.checks import check_not_negative, check_one_of, check_positive_number, is_integer
-from variable_batch_size.optim.lr_scheduler import load_schedulers, state_of_schedulers, step_to
+from variable_batch_size.optim.lr_scheduler import load_schedulers, position_of, state_of_schedulers, step_to
 
 Per = Literal["update", "epoch", "samples", "tokens", "progress"]
 PER: tuple[Per, ...] = get_args(Per)
@@ -23,6 +23,7 @@ class Follower:
     scheduler: LRScheduler
     per: Per
     every: float
+    reached: int | None = None  # the scheduler's steps when it was stepped here; None if that is unknown
 
     @classmethod
     def checked(cls, scheduler: LRScheduler, per: Per, every: float) -> "Follower":
@@ -36,6 +37,12 @@ class Follower:
 
     def follow(self, optimizer: Any) -> None:
         """Step the scheduler to the position of the run."""
+        if self.reached not in (None, position_of(self.scheduler)):
+            kind, found = type(self.scheduler).__name__, position_of(self.scheduler)
+            raise RuntimeError(
+                f"{kind} has made {found} steps, and not the {self.reached} to which the optimizer has stepped it: "
+                "don't call step() of a scheduler that is attached"
+            )
         if self.per == "update":
             done: float = optimizer.steps_done
         elif self.per == "epoch":
@@ -43,11 +50,14 @@ class Follower:
         elif self.per == "samples":
             done = optimizer.samples_done
         elif self.per == "tokens":
+            if optimizer.minibatch_weights.is_weighted is False:
+                raise ValueError('per="tokens" needs the tokens of each minibatch: optimizer.step(weight=…)')
             done = optimizer.weight_done
         else:
             done = optimizer.late_progress  # without a wait
         is_exact = is_integer(done) and is_integer(self.every)
         step_to(self.scheduler, int(done // self.every if is_exact else done / self.every + _ROUNDING))
+        self.reached = position_of(self.scheduler)
 
     def __str__(self) -> str:
         return f"{type(self.scheduler).__name__} with a step for each {self.every:g} of {self.per!r}"
@@ -71,6 +81,8 @@ class Attachments:
         elif hasattr(part, "on_minibatch"):
             if any(part is other for other in self._parts):
                 raise ValueError(f"{type(part).__name__} is attached already")
+            if _has_epochs(part) and any(map(_has_epochs, self._parts)):
+                raise ValueError(f"another {type(part).__name__} is attached already, and a run has one position")
             part.on_attach(optimizer)
             self._parts.append(part)
             self._parts.sort(key=_has_epochs)  # a checkpoint saves what the others have done
@@ -103,10 +115,17 @@ class Attachments:
         self._followers.append(follower)
 
     def check(self) -> None:
-        """Raise if a scheduler of the loaded state is missing, before training continues."""
+        """Raise if a scheduler of the loaded state or of the checkpoint is not attached, before training continues."""
         if self._loaded:
             names = ", ".join(saved["kind"] for saved in self._loaded)
             raise RuntimeError(f"the loaded state has a scheduler that was attached ({names}): attach it again first")
+        for checkpoint in filter(_has_epochs, self._parts):
+            checkpoint.check_attached(self.schedulers)
+
+    @property
+    def names(self) -> list[str]:
+        """What is attached, in words."""
+        return [*map(str, self._followers), *(type(part).__name__ for part in self._parts)]
 
     def begin_pass(self, optimizer: Any) -> None:
         """The run has moved to an epoch: an epoch may have been left early."""
@@ -135,10 +154,12 @@ class Attachments:
         return self._closing(epochs)
 
     def _closing(self, epochs: Iterator[int]) -> Iterator[int]:
-        yield from epochs
-        for part in self._parts:
-            if hasattr(part, "close"):
-                part.close()
+        try:
+            yield from epochs
+        finally:  # also where a loop is left early
+            for part in self._parts:
+                if hasattr(part, "close"):
+                    part.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the schedulers; empty if there are none."""
@@ -150,6 +171,8 @@ class Attachments:
 
     def load_state_dict(self, saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Load the states of attached schedulers; those of others are kept until they are attached."""
+        for follower in self._followers:
+            follower.reached = None
         for follower, one in zip(self._followers, saved, strict=False):
             _load(follower, one)
         self._loaded = list(saved[len(self._followers) :])

@@ -16,19 +16,21 @@ def step_to(scheduler: LRScheduler, position: int) -> None:
     It makes its steps one by one: at the same position the learning rate is the same, to the last bit, however the run
     has come there.
     """
-    if _position(scheduler) > position:
+    if position_of(scheduler) > position:
         raise RuntimeError(
-            f"the scheduler has made {_position(scheduler)} steps, more than the {position} it should have made: don't "
-            "call its step(), as the optimizer to which it is attached does"
+            f"{type(scheduler).__name__} has made {position_of(scheduler)} steps, more than the {position} that the "
+            "run has come to: don't call its step(), and to go back load a state that holds both, with "
+            "optimizer.load_state_dict()"
         )
     # one by one, so that a schedule that multiplies always computes the same products
-    while _position(scheduler) < position and not _has_ended(scheduler):
+    while position_of(scheduler) < position and not _has_ended(scheduler):
         _step(scheduler)
 
 
-def _position(scheduler: LRScheduler) -> int:
+def position_of(scheduler: LRScheduler) -> int:
+    """How many steps a scheduler has made."""
     if isinstance(scheduler, ChainedScheduler):
-        return max(map(_position, scheduler._schedulers))
+        return max(map(position_of, scheduler._schedulers))
     return scheduler.last_epoch
 
 

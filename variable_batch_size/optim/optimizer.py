@@ -319,6 +319,8 @@ class CustomOptimizer(OptimizerProxy):
                     "list of inner optimizers where they differ"
                 )
         self._attachments.check()
+        norms = [f"the gradient norm every {every} steps" for every in sorted(self._norm_every)]
+        self._accumulator.attached = ", ".join([*self._attachments.names, *norms])
         self._watch(True)
         self._accumulator.is_one_of_several = self.sampler.is_shared
         self._is_scaled = False

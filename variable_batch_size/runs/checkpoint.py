@@ -31,6 +31,10 @@ _MAY_CHANGE = (  # not the inner optimizer, whose state would mean something els
     *("trace", "on_end", "dataset_size", "minibatch_size", "seed", "shuffle"),
     *("rule", "ref_batchsize", "exact", "seed_minibatches", "threads"),
 )
+_SAVES_EARLY = (
+    "must not be attached: it would save within optimizer.step(), before these have changed. Attach the schedulers, "
+    "and for other objects call checkpoint.step() at the end of the loop instead"
+)
 _POLL_SECONDS = 1.0
 _MAX_MINIBATCHES_BETWEEN_POLLS = 1_000_000
 
@@ -236,6 +240,16 @@ class Checkpoint:
         """Called by :meth:`CustomOptimizer.attach`."""
         if optimizer is not self._optimizer:
             raise ValueError("the checkpoint is of another optimizer: attach it there")
+        if self._metrics:
+            raise ValueError(f"a checkpoint with `metrics` {_SAVES_EARLY}")
+
+    def check_attached(self, attached: Sequence[Stateful]) -> None:
+        """Called by the optimizer to which the checkpoint is attached: raise if a state would be saved too early."""
+        for one in self._schedulers:
+            reads = (one, getattr(one, "dataset", None), getattr(one, "batch_sampler", None))
+            if not any(one is other for other in attached) and not any(source is self._sampler for source in reads):
+                kind = type(one).__name__
+                raise ValueError(f"a checkpoint with {kind} in `schedulers`, which is not attached, {_SAVES_EARLY}")
 
     def on_minibatch(self, loss: Any) -> None:
         """Called by the optimizer to which the checkpoint is attached."""
@@ -279,10 +293,9 @@ class Checkpoint:
         step, optimizer = self._first_step + completed, self._optimizer
         if completed and (optimizer.epoch, optimizer.epoch_step) != (self._epoch, step):
             found = f"epoch {optimizer.epoch}, step {optimizer.epoch_step}"
-            expected = (
-                f"checkpoint.epochs() expected epoch {self._epoch}, step {step}. Don't call set_epoch() inside it."
-            )
-            raise RuntimeError(f"Optimizer is at {found}, but {expected}")
+            expected = f"checkpoint.epochs() expected epoch {self._epoch}, step {step}"
+            advice = "Loop with `for epoch in checkpoint.epochs(…)`, and don't call set_epoch() inside it."
+            raise RuntimeError(f"Optimizer is at {found}, but {expected}. {advice}")
         return step
 
     def _begin_epoch(self) -> None:

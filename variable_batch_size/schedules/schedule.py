@@ -210,6 +210,9 @@ class Schedule(BaseSchedule):
         trace = Trace.of(trace)
         on_end = ("hold" if trace.is_open else "stop") if on_end is None else on_end
         check_one_of(ON_END, on_end=on_end)
+        if trace.is_open and on_end != "hold":
+            rule = "`on_end` must be 'hold' or None with stages without an end"
+            raise ValueError(f"{rule}, got {on_end!r}: give them an end with vbs.traces.Stages.parse(…, until=N)")
         self.name, self.on_end = trace.name, "hold" if trace.is_endless else on_end
         for is_wrong, rule in (
             (trace.sizes % minibatch_size != 0, f"a multiple of {minibatch_size} (the minibatch size)"),

@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, overload
@@ -248,8 +248,9 @@ class Stages:
         for number, (start, end, size) in enumerate(zip(self.starts, self._ends, self.sizes, strict=True), start=1):
             if end is not None and end <= start:
                 raise ValueError(f"stage {number} must end after its start at {start}, got {end}")
-            if size <= 0:
-                raise ValueError(f"the batch size of stage {number} must be positive, got {size}")
+            if not 0 < size <= LARGEST:
+                rule = "positive" if size <= 0 else "below 2**63"
+                raise ValueError(f"the batch size of stage {number} must be {rule}, got {size}")
 
     @classmethod
     def parse(
@@ -295,36 +296,33 @@ class Stages:
                 with the last step that fits.
         """
         check_one_of(CHANGES, change=change)
-        if self.until is None:
-            return self._open_trace(change)
+        ends = [end for end in self._ends if end is not None]
         if self.unit == "steps":
-            last_steps = [*self.starts[1:], self.until]
+            last_steps = ends
         elif change == "after":
-            last_steps = self._last_steps_after(self.until)
+            last_steps = self._last_steps_after(ends)
         else:
-            lengths = np.diff(np.array([*self.starts[1:], self.until], dtype=np.int64), prepend=0)
-            updates = np.cumsum(lengths / np.array(self.sizes, dtype=np.int64) / (self.tokens_per_sample or 1))
+            lengths = np.diff(np.array(ends, dtype=np.int64), prepend=0)
+            sizes = np.array(self.sizes[: len(ends)], dtype=np.int64)
+            updates: npt.NDArray[np.float64] = np.cumsum(lengths / sizes / (self.tokens_per_sample or 1))
             last_steps = [int(number) for number in np.floor(updates + 0.5)]
+        if self.until is None:  # one step of the last stage, which lasts
+            last_steps = [*last_steps, 1 + (last_steps[-1] if last_steps else 0)]
         if not 0 < last_steps[-1] <= MOST_STEPS:
             raise ValueError(f"the stages must make 1 to {MOST_STEPS} steps, got {last_steps[-1]}")
-        return Trace.from_sequence(np.repeat(np.array(self.sizes, dtype=np.int64), np.diff(last_steps, prepend=0)))
+        of_steps = np.repeat(np.array(self.sizes, dtype=np.int64), np.diff(last_steps, prepend=0))
+        return Trace(of_steps, is_open=self.until is None)
 
-    def _open_trace(self, change: Change) -> Trace:
-        """The stages before the last one, and one step of that."""
-        sizes = np.array(self.sizes[-1:], dtype=np.int64)
-        if len(self.starts) > 1:
-            before = replace(self, starts=self.starts[:-1], sizes=self.sizes[:-1], until=self.starts[-1])
-            sizes = np.concatenate((before.trace(change=change).sizes, sizes))
-        return Trace(sizes, is_open=True)
-
-    def _last_steps_after(self, until: int) -> list[int]:
+    def _last_steps_after(self, ends: list[int]) -> list[int]:
         steps = samples = 0
         found, fits = list[int](), True
-        ends = [end // (self.tokens_per_sample or 1) for end in (*self.starts[1:], until)]
-        for size, end in zip(self.sizes, ends, strict=True):
+        ends = [end // (self.tokens_per_sample or 1) for end in ends]
+        for size, end in zip(self.sizes, ends, strict=self.until is not None):
             wanted = -(-max(0, end - samples) // size)
-            number = min(wanted, (ends[-1] - samples) // size) if fits else 0
-            fits = fits and number == wanted  # otherwise the next step of this size exceeds the end
+            number = wanted
+            if self.until is not None:
+                number = min(wanted, (ends[-1] - samples) // size) if fits else 0
+                fits = fits and number == wanted  # otherwise the next step of this size exceeds the end
             steps, samples = steps + number, samples + number * size
             found.append(steps)
         return found

@@ -26,7 +26,7 @@ Divisors = dict[torch.Tensor, torch.Tensor]
 UNWEIGHTED = -(2.0**20)
 
 _NUM_SAMPLES = 8  # weights that are compared in the first step of an epoch
-NUM_CHECKSUMS = 3
+NUM_CHECKSUMS = 4
 NUM_DIGEST = _NUM_SAMPLES + NUM_CHECKSUMS
 _MAX_DRIFT = 1e-4  # of weights between ranks; processors of different kinds may round differently
 
@@ -124,6 +124,7 @@ class GradientAccumulator(ABC):
     """
 
     is_one_of_several = False  # whether other optimizers run the same minibatches
+    attached = ""  # what else the optimizer has that must be the same on all ranks
     is_summed_by_autograd = False  # whether ``p.grad`` is the sum over the step's minibatches so far
     inverse_scale: torch.Tensor | None = None  # of the latest minibatch, where a GradScaler is in use
     _fixed_point: FixedPoint64 | FixedPoint32 | None = None  # the number format in exact mode
@@ -322,9 +323,10 @@ class GradientAccumulator(ABC):
             digest[place].fill_(number)
 
     def _checksums(self) -> list[int]:
-        """Of learning rates, the epoch and the layout: small enough for an exact sum over ranks."""
+        """Of what is attached, learning rates, the epoch and the layout: small enough for an exact sum over ranks."""
         lrs = str([_on_host(group.get("lr")) for group in self.inner.param_groups])
-        return [zlib.crc32(lrs.encode()) % 2**12, self._epoch % 2**12, self._layout % 2**12]
+        numbers = [zlib.crc32(self.attached.encode()), zlib.crc32(lrs.encode()), self._epoch, self._layout]
+        return [number % 2**12 for number in numbers]
 
     def _sample_weights(self, like: torch.Tensor) -> torch.Tensor:
         """One element of some parameters, of others in each epoch."""
@@ -364,7 +366,7 @@ class GradientAccumulator(ABC):
             )
 
     def _refuse_different(self, reduced: list[float], expected: list[int]) -> None:
-        are_same_lrs, is_same_epoch, is_same_layout = (
+        are_same_attached, are_same_lrs, is_same_epoch, is_same_layout = (
             one == other for one, other in zip(reduced, expected, strict=True)
         )
         if not is_same_layout:
@@ -376,6 +378,11 @@ class GradientAccumulator(ABC):
             raise RuntimeError(
                 f"Ranks are in different epochs; this one is in epoch {self._epoch}. Call step() after every minibatch "
                 "on every rank; to leave a minibatch out, call step() without backward()."
+            )
+        if not are_same_attached:
+            raise RuntimeError(
+                f"Ranks have different logs, checkpoints or schedulers; this one has {self.attached or 'none'}. Make "
+                "and attach them on every rank: they communicate, and write files on rank 0 only."
             )
         if not are_same_lrs:
             lrs = [_on_host(group.get("lr")) for group in self.inner.param_groups]
