@@ -181,5 +181,5 @@ def test_squared_norm_of_complex_numbers_uses_both_parts():
 
 
 def test_squared_norm_of_a_sparse_tensor_equals_that_of_the_dense_one():
-    twice_the_same = torch.sparse_coo_tensor([[1, 1, 2]], [1.0, 2.0, 4.0], (5,))
+    twice_the_same = torch.sparse_coo_tensor([[1, 1, 2]], [1.0, 2.0, 4.0], (5,), check_invariants=True)
     assert squared_norm([twice_the_same], like=torch.zeros(1)).item() == pytest.approx(25)
