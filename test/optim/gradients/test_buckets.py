@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import variable_batch_size as vbs
 from variable_batch_size.optim.gradients.gradient_buckets import GradientBuckets
 from variable_batch_size.optim.gradients.norms import squared_norm
 
@@ -183,3 +184,22 @@ def test_squared_norm_of_complex_numbers_uses_both_parts():
 def test_squared_norm_of_a_sparse_tensor_equals_that_of_the_dense_one():
     twice_the_same = torch.sparse_coo_tensor([[1, 1, 2]], [1.0, 2.0, 4.0], (5,), check_invariants=True)
     assert squared_norm([twice_the_same], like=torch.zeros(1)).item() == pytest.approx(25)
+
+
+def test_buckets_are_made_anew_where_references_cannot_be_counted(monkeypatch):
+    """Before torch 2.6."""
+
+    def train():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3)
+        sampler = vbs.CustomSampler(dataset_size=24, trace=[8, 4, 12], minibatch_size=4)
+        optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=4)
+        data = torch.randn(24, 4)
+        for indices in sampler:
+            model(data[indices]).square().mean().backward()
+            optimizer.step()
+        return model.weight
+
+    expected = train()
+    monkeypatch.setattr("variable_batch_size.optim.gradients.gradient_buckets._COUNTS_REFERENCES", False)
+    assert torch.equal(train(), expected)

@@ -12,6 +12,8 @@ from variable_batch_size.optim.token_weights import Weight
 
 Parameters = list[torch.nn.Parameter]
 
+_COUNTS_REFERENCES = hasattr(torch._C, "_storage_Use_Count")  # from torch 2.6 on
+
 _dtype_of = attrgetter("dtype")
 _shape_and_device_of = attrgetter("shape", "device")
 
@@ -77,10 +79,12 @@ class GradientBuckets:
         return [view.data_ptr() for view in self.views] == self._addresses
 
     def is_held(self) -> bool:
-        """Whether a gradient is referenced elsewhere, as by an optimizer that keeps the previous one."""
-        return self._count_references() != self._references
+        """Whether a gradient is referenced elsewhere, as by an optimizer that keeps the previous one, or may be."""
+        return not _COUNTS_REFERENCES or self._count_references() != self._references
 
     def _count_references(self) -> list[int]:
+        if not _COUNTS_REFERENCES:
+            return []
         of_storages = [torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self.flats]
         return [*of_storages, sum(map(getrefcount, self.views))]
 
