@@ -362,9 +362,9 @@ def test_dataset_smaller_than_a_minibatch_is_rejected():
         Schedule(Trace.of([32]), dataset_size=31, minibatch_size=32)
 
 
-@pytest.mark.parametrize("on_end", ["Stop", "", 1])
-def test_unknown_on_end_is_rejected(on_end):
-    message = f"`on_end` must be one of 'stop', 'hold', 'cycle', got {on_end!r}"
+@pytest.mark.parametrize(("on_end", "hint"), [("Stop", " (did you mean 'stop'?)"), ("", ""), (1, "")])
+def test_unknown_on_end_is_rejected(on_end, hint):
+    message = f"`on_end` must be one of 'stop', 'hold', 'cycle', got {on_end!r}{hint}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Schedule(Trace.of([64]), dataset_size=1000, minibatch_size=32, on_end=on_end)
 
