@@ -220,6 +220,14 @@ def test_under_torchrun_launch_runs_the_function_after_a_barrier(tmp_path):
     assert [(results / rank).read_text() for rank in "01"] == ["[(0, 2)] ['1']", "[(1, 2)] ['1']"]
 
 
+def test_script_without_a_main_guard_is_named(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text('import variable_batch_size as vbs\nvbs.launch(print, cores=1, backend="gloo")\n')
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    said = 'died with exit code 1: see its output, and call launch() under `if __name__ == "__main__":` in a script'
+    assert done.returncode == 1 and done.stderr.rstrip().endswith(said)
+
+
 PARENT = """
 import sys, time
 import variable_batch_size as vbs

@@ -230,7 +230,7 @@ def test_epoch_that_was_left_early_can_be_resumed(num_workers):
 # ------------------------------------------------------------------------------------------------------ calls in order
 
 
-SECOND_TIME = r"^epoch 0 is read for the second time: call set_epoch\(\) before each pass over the loader$"
+SECOND_TIME = r"^epoch 0 is read for the second time: call set_epoch\(\) before each pass over the loader, as "
 
 
 def test_second_pass_without_set_epoch_raises():

@@ -41,7 +41,9 @@ def test_every_group_must_have_betas_and_eps(groups):
 
 
 def test_adam_rule_checks_the_groups():
-    with pytest.raises(ValueError, match=r"^`inner` must be an Adam-style optimizer with betas and eps, got SGD$"):
+    with pytest.raises(
+        ValueError, match=r"^`inner` must be an Adam-style optimizer with betas and eps, got SGD: use AdaScale"
+    ):
         AdamRule().check("SGD", [{"lr": 1}])
     assert AdamRule().check("AdamW", [SETTINGS]) is None
 

@@ -28,7 +28,9 @@ def test_weight_decay_is_unchanged_if_requested_or_absent():
 
 
 def test_other_optimizers_are_rejected():
-    with pytest.raises(ValueError, match=r"^`inner` must be Muon, got SGD$"):
+    with pytest.raises(
+        ValueError, match=r"^`inner` must be Muon, got SGD: use AdamRule for Adam, and LinearRule for SGD$"
+    ):
         MuonRule().check("SGD", [GROUP])
     groups = [GROUP, {"lr": 0.5, "betas": (0.9, 0.95)}]
     message = "^`inner` must have no parameter groups with betas, got MuonWithAuxAdam: use AdamRule for Adam's groups$"

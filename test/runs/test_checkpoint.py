@@ -82,7 +82,9 @@ def test_checkpoint_of_another_run_raises_and_names_the_difference(saved, change
 
 def test_checkpoint_of_another_model_raises(saved):
     before = contents(saved)
-    with pytest.raises(ValueError, match=r"step-000000004\.pt does not match the model: .*"):
+    with pytest.raises(
+        ValueError, match=r"step-000000004\.pt does not match the model, use another directory for it: .*"
+    ):
         make(saved, model=nn.Linear(6, 2))
     assert contents(saved) == before
 

@@ -272,7 +272,10 @@ def test_changes_are_logged_with_old_and_new_values(tmp_path, caplog):
 
 def test_changes_that_are_not_accepted_raise(tmp_path):
     Run(tmp_path, LONG).go(until=3)
-    with pytest.raises(ValueError, match=r"step-000000003\.pt was saved by another run: seed was 0 and is 5$"):
+    with pytest.raises(
+        ValueError,
+        match=r"step-000000003\.pt was saved by another run: seed was 0 and is 5; use another directory, or `allow_",
+    ):
         Run(tmp_path, OTHER, seed=5, allow_changes={"trace"})
 
 
@@ -281,7 +284,7 @@ def test_exact_run_resumes_with_the_same_number_of_threads(tmp_path, monkeypatch
         Run(tmp_path / str(exact), LONG, exact=exact).go(until=3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     Run(tmp_path / "False", LONG)  # has nothing to lose
-    with pytest.raises(ValueError, match=r"step-000000003\.pt was saved by another run: threads was 1 and is 7$"):
+    with pytest.raises(ValueError, match=r"step-000000003\.pt was saved by another run: threads was 1 and is 7; use"):
         Run(tmp_path / "True", LONG, exact=True)
     Run(tmp_path / "True", LONG, exact=True, allow_changes={"threads"})
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from variable_batch_size.checks import check_one_of
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import is_running
 
@@ -74,6 +75,15 @@ def num_devices(backend: str) -> int:
     if current() is None or backend in _ON_THE_HOST:
         return 0
     return _device_count()
+
+
+def check_backend(backend: str, num_devices: int) -> None:
+    """Raise for an unknown backend of torch.distributed, and for nccl without a GPU."""
+    if ":" not in backend:  # otherwise one for each type of device
+        known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+        check_one_of([*known, *_OF_TORCH_TPU, "xla"], backend=backend)
+    if backend == "nccl" and not num_devices:
+        raise ValueError('backend="nccl" needs a GPU: launch with backend="gloo" for processes on the CPU')
 
 
 def _device_count() -> int:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
 
@@ -80,7 +80,9 @@ def _receive(running: dict[Any, Any], results: dict[int, Any], forwards: bool) -
                 child = running.pop(pipe)
                 child.join()
                 if child.exitcode != 0:
-                    raise RuntimeError(f"a process of the launch died with exit code {child.exitcode}") from None
+                    guard = ': see its output, and call launch() under `if __name__ == "__main__":` in a script'
+                    hint = guard if child.exitcode == 1 else ""  # a script without it fails when it is imported
+                    raise RuntimeError(f"a process of the launch died with exit code {child.exitcode}{hint}") from None
                 continue
             if outcome == _EXIT:
                 sys.exit(payload)
@@ -154,6 +156,10 @@ def launch(
     """
     if cores is not None:
         check_positive(cores=cores)
+    if not callable(fn):
+        raise ValueError(f"`fn` must be a function, got {fn!r}: pass main, not main()")
+    if not isinstance(args, tuple | list):
+        raise ValueError(f"`args` must be a tuple, got {args!r}: write ({args!r},) for one argument")
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if spmd and (backend not in (None, "xla") or is_under_torchrun):
         where = f'backend="{backend}"' if backend not in (None, "xla") else "torchrun"
@@ -161,10 +167,11 @@ def launch(
     if is_under_torchrun:
         return [_run_under_torchrun(fn, args, backend)]
     backend = backend or ("xla" if spmd or xla.is_default() else devices.default_backend())
-    work = pickle.dumps((fn, args))
+    work = _pickled(fn, args)
     if backend == "xla":
         return run_processes(_xla_processes(cores, spmd), work)
     num_devices = devices.num_devices(backend)
+    devices.check_backend(backend, num_devices)
     if num_devices and cores is not None and cores > num_devices:
         rule = f"`cores` must be at most {num_devices}, the number of devices for {backend}"
         raise ValueError(f'{rule}, got {cores}: launch with backend="gloo" for processes on the CPU')
@@ -177,6 +184,15 @@ def launch(
             for rank, own in enumerate(devices.process_environments(backend, num_cores))
         ]
         return run_processes(processes, work)
+
+
+def _pickled(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    try:
+        return pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        needs = "`fn` must be a function at the top level of a module, and `args` must be picklable"
+        advice = "make the model and the loader in `fn`"
+        raise ValueError(f"{needs}, to be sent to other processes, got {error}: {advice}") from error
 
 
 def _xla_processes(cores: int | None, spmd: bool) -> list[Process]:

@@ -6,13 +6,13 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sized
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch.utils.data
 from torch.utils.data import BatchSampler, Sampler
 
-from variable_batch_size.checks import check_integer, check_positive, check_within
+from variable_batch_size.checks import check_integer, check_positive, check_within, is_integer
 from variable_batch_size.cores.detect import running_cores
 from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import RunCount
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 Description = dict[str, str | int | bool | None]
 
 _SAMPLES_AT_ONCE = 8192
+_OUT_OF_ORDER = "`in_order` must be True: which step a minibatch belongs to depends on the order"
 
 
 def is_decided(trace: Any) -> bool:
@@ -79,6 +80,7 @@ class MinibatchSource(ABC):
         self.num_passes = 0  # how many passes set_epoch() has begun
         self._pass_read = -1  # the latest pass of which a minibatch was requested
         self.num_read = 0  # minibatches of this pass, in this process
+        self._is_read = False  # whether these are all
         self._num_prefetched = 0  # how many of these the workers of the loader may be ahead
         self._thread: int | None = None  # in which an optimizer has run a minibatch of this pass
         self._followers: list[weakref.ref[Any]] = []  # optimizers that are attached
@@ -139,7 +141,7 @@ class MinibatchSource(ABC):
         check_within(len(self.schedule.steps(epoch)), first_step=first_step)
         self.epoch, self.first_step = int(epoch), int(first_step)
         self.num_passes += 1
-        self.num_read, self._thread, self._on_first_read = 0, None, None
+        self.num_read, self._is_read, self._thread, self._on_first_read = 0, False, None, None
         for follower in self.followers():
             follower._follow()
 
@@ -177,6 +179,7 @@ class MinibatchSource(ABC):
 
     def _end_reading(self) -> None:
         """Raise if an optimizer has left out minibatches of a pass of which all were read."""
+        self._is_read = True
         for follower in self.followers():
             runs = follower._runs
             runs.number_at_end = runs.number
@@ -192,6 +195,17 @@ class MinibatchSource(ABC):
             if runs.number_at_end and 0 < number <= self.num_read - runs.number:
                 runs.number_at_end = 0  # refused once
                 self._refuse_left_out(follower, number)
+
+    def end_epoch(self) -> None:
+        """Raise as :meth:`end_pass` does, and if all minibatches were read to train, but no optimizer has run one."""
+        self.end_pass()
+        runs = [follower._runs.number for follower in self.followers()]
+        # workers may have read the rest of an epoch that was left early
+        if self._is_read and self.num_read > self._num_prefetched + 1 and runs and not any(runs):
+            raise RuntimeError(
+                f"step() was not called in epoch {self.epoch}, of which {self.num_read} minibatches were read: call it "
+                "once after each minibatch"
+            )
 
     def _refuse_left_out(self, follower: Any, number: int) -> None:
         raise RuntimeError(
@@ -231,7 +245,7 @@ class MinibatchSource(ABC):
 
     def _refuse_second_pass(self) -> None:
         rule = "call set_epoch() before each pass over the loader"
-        raise RuntimeError(f"epoch {self.epoch} is read for the second time: {rule}")
+        raise RuntimeError(f"epoch {self.epoch} is read for the second time: {rule}, as optimizer.epochs() does")
 
     def __len__(self) -> int:
         """How many minibatches this core gets in the epoch, padding included."""
@@ -293,6 +307,8 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if (dataset is None) == (dataset_size is None):
             raise ValueError(f"pass either `dataset` or `dataset_size`, got {'neither' if dataset is None else 'both'}")
         given: Any = dataset_size if dataset is None else dataset
+        if dataset is not None and not isinstance(dataset, Sized) and not is_integer(dataset):
+            _refuse_without_length(dataset)
         size: int = len(given) if isinstance(given, Sized) else given
         super().__init__(trace, size, minibatch_size, num_replicas, rank, process_group, seed, on_end, lockstep)
         self.dataset_size, self.shuffle = size, shuffle
@@ -338,6 +354,8 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         loader: Any = caller.get("loader")  # where an iterator of a DataLoader is set up
         self._num_prefetched = 0
         if isinstance(loader, torch.utils.data.DataLoader):
+            if not getattr(loader, "in_order", True):
+                raise ValueError(_OUT_OF_ORDER)
             self._num_prefetched = loader.num_workers * (loader.prefetch_factor or 0)
         return _Requested(self._minibatches(), self._on_request)
 
@@ -405,10 +423,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if name in options:
                 raise ValueError(f"`{name}` must not be given: `trace` and `minibatch_size` determine the minibatches")
         if not options.get("in_order", True):
-            raise ValueError("`in_order` must be True: which step a minibatch belongs to depends on the order")
-        if not isinstance(dataset, Sized):
-            kind = type(dataset).__name__
-            raise ValueError(f"`dataset` must have a length, got {kind}: use vbs.Stream for data without one")
+            raise ValueError(_OUT_OF_ORDER)
+        if issubclass(type(dataset), torch.utils.data.IterableDataset) or not isinstance(dataset, Sized):
+            _refuse_without_length(dataset)
         sampler = CustomSampler(
             dataset,
             trace,
@@ -435,6 +452,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __repr__(self) -> str:
         return f"<DataLoader of {type(self.dataset).__name__} with {self.sampler!r}>"
+
+
+def _refuse_without_length(dataset: Any) -> NoReturn:
+    kind = type(dataset).__name__
+    raise ValueError(
+        f"`dataset` must have a length, got {kind}: use vbs.Stream for data without one or without indices"
+    )
 
 
 def source_of(loader: Any) -> MinibatchSource:

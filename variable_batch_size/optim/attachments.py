@@ -205,5 +205,5 @@ def _epochs(optimizer: Any, num_epochs: int) -> Iterator[int]:
     for number in range(epoch, num_epochs):
         sampler.set_epoch(number, first_step)
         yield number
-        sampler.end_pass()
+        sampler.end_epoch()
         first_step = 0

@@ -367,6 +367,8 @@ class CustomOptimizer(OptimizerProxy):
         try:
             gradient = self._accumulator.reduce(plan)
             weight = gradient.weight
+            if not self.steps_made:
+                self._warn_without_gradients()
             is_recorded = self._norm_every and any((self.steps_done + 1) % every == 0 for every in self._norm_every)
             self.gradient_norm = gradient.norm() if is_recorded else None
             outcome = self._flow.scale(step, gradient, skips=self.skip_nonfinite or self._is_scaled)
@@ -397,6 +399,14 @@ class CustomOptimizer(OptimizerProxy):
             message = "%s: batch size %d, learning rate %g, %d samples in all"
             show(logger, message, str(self._cursor), step.batch_size, self.current_lr(), self.samples_done)
         return outcome.reason is None if outcome.is_skipped is None else outcome.is_skipped.logical_not()
+
+    def _warn_without_gradients(self) -> None:
+        """Warn if nothing will be trained: a minibatch may be left out, but hardly all of the first step."""
+        if self.sampler.rank == 0 and all(p.grad is None for p in self.parameters()):
+            logger.warning(
+                "No parameter has a gradient in the first step. Call backward() before step(), on the loss of the "
+                "model whose parameters the optimizer has, and zero_grad() not in between."
+            )
 
     def _update(self, step: Step, gradient: StepGradient, outcome: Outcome) -> None:
         """Make a step of the inner optimizer, with the settings that the rule returns."""
@@ -741,7 +751,8 @@ class CustomOptimizer(OptimizerProxy):
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         if STATE_KEY not in state_dict:
-            raise ValueError(f"the state has no {STATE_KEY!r}: it was saved by another kind of optimizer")
+            advice = "load the state of an optimizer of torch into `optimizer.inner`"
+            raise ValueError(f"the state has no {STATE_KEY!r}, so it is not of this library: {advice}")
         own = state_dict[STATE_KEY]
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != STATE_KEY})
         self._flow.forget(own.get("late_progress"))

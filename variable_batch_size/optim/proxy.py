@@ -15,9 +15,9 @@ class OptimizerProxy(Optimizer):
     def __init__(self, inner: Inner) -> None:
         inner = inner if isinstance(inner, Optimizer) or not isinstance(inner, Sequence) else MultiOptimizer(inner)
         if not isinstance(inner, Optimizer) or isinstance(inner, OptimizerProxy):
-            raise ValueError(f"`inner` must be an optimizer of torch, got {type(inner).__name__}")
+            raise ValueError(f"`inner` must be an optimizer of torch, {_found(inner)}")
         if any(isinstance(one, torch.optim.LBFGS) for one in optimizers_of(inner)):
-            raise ValueError("`inner` must update from one gradient, got LBFGS, which evaluates the loss several times")
+            raise ValueError("`inner` must update from one gradient, got LBFGS, which needs several: use SGD or Adam")
         if any(isinstance(one, torch.optim.SparseAdam) for one in optimizers_of(inner)):
             raise ValueError("`inner` must take dense gradients, got SparseAdam: use Adam or SGD, also for embeddings")
         if any(len(set(group["params"])) < len(group["params"]) for group in inner.param_groups):
@@ -59,6 +59,14 @@ class OptimizerProxy(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def _found(inner: Any) -> str:
+    """What was passed in the place of an optimizer of torch, and what to do."""
+    if isinstance(inner, OptimizerProxy):
+        return f"got {type(inner).__name__}, which has one already: pass its `inner`"
+    found = f"the class {inner.__name__}" if isinstance(inner, type) else type(inner).__name__
+    return f"got {found}: make one, such as torch.optim.SGD(model.parameters(), lr=0.1)"
 
 
 def optimizers_of(inner: Optimizer) -> list[Optimizer]:

@@ -74,7 +74,8 @@ def check_adam(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
         betas, eps = group.get("betas"), group.get("eps")
         if not isinstance(betas, tuple | list) or len(betas) != 2 or eps is None or isinstance(eps, tuple | list):
             found = f" with betas {betas} and eps {eps}" if betas else ""
-            raise ValueError(f"`inner` must be an Adam-style optimizer with betas and eps, got {optimizer}{found}")
+            rule = "`inner` must be an Adam-style optimizer with betas and eps"
+            raise ValueError(f"{rule}, got {optimizer}{found}: use AdaScaleRule, LinearRule or RootRule for others")
 
 
 def corrected_for_bias(

@@ -23,6 +23,9 @@ RULES: Mapping[str, type[Rule]] = {
 }
 
 
+OTHER_NAMES = {"sqrt": "root", "square_root": "root", "none": "constant", "adamw": "adam"}  # for hints
+
+
 def make_rule(name: str, **settings: Any) -> Rule:
     """Create a rule by name; its ``text_setting`` may follow the name after a colon, as on a command line.
 
@@ -30,6 +33,9 @@ def make_rule(name: str, **settings: Any) -> Rule:
     (1280, 'half-life')
     """
     plain_name, colon, text = name.partition(":")
+    if plain_name in OTHER_NAMES:
+        known = ", ".join(map(repr, RULES))
+        raise ValueError(f"`rule` must be one of {known}, got {name!r} (did you mean {OTHER_NAMES[plain_name]!r}?)")
     check_one_of(RULES, rule=plain_name)
     kind = RULES[plain_name]
     if colon:

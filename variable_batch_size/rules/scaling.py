@@ -134,7 +134,7 @@ class MuonRule(Rule):
 
     def check(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
         if "muon" not in optimizer.lower():
-            raise ValueError(f"`inner` must be Muon, got {optimizer}")
+            raise ValueError(f"`inner` must be Muon, got {optimizer}: use AdamRule for Adam, and LinearRule for SGD")
         if any("betas" in group for group in groups):
             advice = "use AdamRule for Adam's groups"
             raise ValueError(f"`inner` must have no parameter groups with betas, got {optimizer}: {advice}")

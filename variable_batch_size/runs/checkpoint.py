@@ -16,7 +16,7 @@ from variable_batch_size.cores import devices, signals
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.cores.messages import show
-from variable_batch_size.optim.consistency import differences
+from variable_batch_size.optim.consistency import check_model, differences
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.runs import state_file
@@ -161,6 +161,7 @@ class Checkpoint:
     ) -> None:
         if not isinstance(optimizer, CustomOptimizer):
             raise ValueError(f"`optimizer` must be a CustomOptimizer, got {type(optimizer).__name__}")
+        check_model(model, optimizer.parameters())
         check_positive(keep=keep, **({} if every_steps is None else {"every_steps": every_steps}))
         if isinstance(allow_changes, str):
             raise ValueError(f"`allow_changes` must be a set of names, got the str {allow_changes!r}")
@@ -314,7 +315,7 @@ class Checkpoint:
             devices.restore(self._random, self._device)
 
     def _end_epoch(self) -> None:
-        self._sampler.end_pass()
+        self._sampler.end_epoch()
         if self._optimizer.is_accumulating:
             self._optimizer.set_epoch(self._epoch, self._optimizer.epoch_step)  # discards the partial step
         self._steps_of_epochs.append(self._optimizer.epoch_step)
@@ -365,7 +366,8 @@ class Checkpoint:
             if len(state[name]) != here:
                 different.append(f"{name} were {len(state[name])} and are {here}")
         if different:
-            raise ValueError(f"{path} was saved by another run: {'; '.join(different)}")
+            advice = "use another directory, or `allow_changes` to resume that run with other settings"
+            raise ValueError(f"{path} was saved by another run: {'; '.join(different)}; {advice}")
         changed = [name for name in ("rule", "minibatch_size") if state["run"].get(name) != self._fingerprint[name]]
         if changed and (self._optimizer.rule.sums_gradients or state["sums_gradients"]):
             cannot = f"Cannot change {' and '.join(changed)} when resuming with a rule that sums gradients"

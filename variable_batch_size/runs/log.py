@@ -112,8 +112,13 @@ class Log(AbstractContextManager["Log"]):
 
     def __init__(self, optimizer: CustomOptimizer, *, every: int, to: Iterable[Callable[[Record], Any]]) -> None:
         check_positive(every=every)
+        if not isinstance(optimizer, CustomOptimizer):
+            raise ValueError(f"`optimizer` must be a CustomOptimizer, got {type(optimizer).__name__}")
+        sinks = list(to) if isinstance(to, Iterable) else [to]  # a str has characters, which are no functions
+        if not isinstance(to, Iterable) or not all(map(callable, sinks)):
+            raise ValueError(f"`to` must be a list of functions, such as [vbs.JsonLines(path), print], got {to!r}")
         self.every = every
-        self._optimizer, self._schedule, self._sinks = optimizer, optimizer.sampler.schedule, list(to)
+        self._optimizer, self._schedule, self._sinks = optimizer, optimizer.sampler.schedule, sinks
         parameters = list(optimizer.parameters())
         self._communicator = communicator_for(parameters, optimizer.sampler.process_group)
         self._is_first = everyone_for(parameters, optimizer.sampler.process_group).rank == 0

@@ -300,7 +300,7 @@ class CheckpointStore:
         try:
             sharded_state.load_model(self._model, state["model"])
         except RuntimeError as error:
-            raise ValueError(f"{path} does not match the model: {error}") from error
+            raise ValueError(f"{path} does not match the model, use another directory for it: {error}") from error
         optimizer = self._optimizer
         optimizer.set_schedule(schedule)
         sharded = sharded_state.map_params(optimizer.inner, state["optimizer"], sharded_state.shard)

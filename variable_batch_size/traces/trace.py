@@ -81,6 +81,10 @@ class Trace:
         """
         if isinstance(source, Trace):
             return source
+        if isinstance(source, type):
+            raise ValueError(
+                f"`trace` must be an object, got the class {source.__name__}: make one, {source.__name__}(…)"
+            )
         if isinstance(source, Mapping) or (isinstance(source, str) and _STAGES.match(source)):
             source = Stages.of_steps(source)
         if isinstance(source, Stages):
@@ -120,7 +124,13 @@ class Trace:
         columns are allowed. A ValueError has file, line and value of the first row that breaks a rule.
         """
         source = os.fspath(path)
-        content = read_bytes(path)
+        try:
+            content = read_bytes(path)
+        except (FileNotFoundError, IsADirectoryError) as error:
+            kinds = (
+                "a CSV file of step,batchsize, stages that begin at 0, as in '0:64 20:128', or a list of batch sizes"
+            )
+            raise type(error)(f"`trace` must be {kinds}, but there is no file {source!r}") from None
         return cls(_read_sizes(source, content), source=source, content=None if os.path.isfile(source) else content)
 
     def with_rows(self, sizes: Rows) -> "Trace":
