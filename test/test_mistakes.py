@@ -280,7 +280,6 @@ MISTAKES = {
         lambda: optimizer(source=torch.utils.data.DataLoader(DATA)),
         "make it with vbs.DataLoader(dataset, trace=…), or batch_sampler=sampler",
     ),
-    "another model": (lambda: optimizer(model=model()), AS_MODEL),
     "no step": (
         lambda: Run().train(step=lambda: None),
         f"step() was not called in epoch 0, of which 10 minibatches were read: {ONCE}",

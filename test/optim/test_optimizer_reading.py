@@ -103,7 +103,7 @@ def test_minibatches_may_be_seeded_without_being_exact():
     [
         ({"sampler": [0]}, r"^`sampler` must be a CustomSampler, a Stream or a DataLoader that reads one, got list$"),
         ({"rule": 3}, r"^`rule` must be a Rule or a name such as 'linear', got 3$"),
-        ({"rule": vbs.rules.AdamRule()}, r"^`inner` must be an Adam-style optimizer with betas and eps, got SGD$"),
+        ({"rule": vbs.rules.AdamRule()}, r"^`inner` must be an Adam-style optimizer with betas and eps, got SGD: use "),
         ({"ref_batchsize": 0}, r"^`ref_batchsize` must be a positive integer, got 0$"),
     ],
 )

@@ -133,11 +133,12 @@ def test_other_policies_need_no_noise():
 
 
 def test_policy_class_or_other_object_raises():
-    for wrong in (vbs.policies.PerCore, 64.0):
-        with pytest.raises(
-            ValueError, match="`trace` must be a path, stages, a sequence of batch sizes or an integer, got"
-        ):
-            run_with(wrong)
+    with pytest.raises(ValueError, match=r"`trace` must be an object, got the class PerCore: make one, PerCore\(…\)"):
+        run_with(vbs.policies.PerCore)
+    with pytest.raises(
+        ValueError, match="`trace` must be a path, stages, a sequence of batch sizes or an integer, got"
+    ):
+        run_with(64.0)
 
 
 def test_what_cannot_read_a_stream_as_it_is_decided_is_refused():

@@ -60,7 +60,7 @@ def contents(directory):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"trace": (8, 16, 8, 28)}, r"trace was 4 steps, sha256 \w{16} and is 4 steps, sha256 \w{16}$"),
+        ({"trace": (8, 16, 8, 28)}, r"trace was 4 steps, sha256 \w{16} and is 4 steps, sha256 \w{16}; use another"),
         ({"trace": 8}, r"trace was 4 steps, sha256 \w{16} and is always 8; on_end was stop and is hold"),
         ({"on_end": "cycle"}, "on_end was stop and is cycle"),
         ({"dataset_size": 41}, "dataset_size was 40 and is 41"),

@@ -37,14 +37,6 @@ def fingerprint_of(sampler: MinibatchSource, rule: Rule, inner: Optimizer, ref_b
     }
 
 
-def check_model(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise if a model has none of an optimizer's parameters."""
-    own = set(model.parameters())
-    if own.isdisjoint(parameters):
-        kind = type(model).__name__
-        raise ValueError(f"`model` must be the model that the optimizer trains, got {kind} with other parameters")
-
-
 def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Every difference from a saved fingerprint, as "seed was 0 and is 3"; names that were not saved are skipped."""
     changed = [name for name in now if name in saved and saved[name] != now[name]]
@@ -124,8 +116,6 @@ def sync_and_check_ranks(
     """
     parameters, sampler, model = list(optimizer.parameters()), optimizer.sampler, wrappers.model
     wrappers.refuse_unsupported(optimizer.rule, optimizer.inner)
-    if model is not None:
-        check_model(model, parameters)
     expected, found = (f"rank {one.rank} of {one.num_replicas}" for one in (sampler, communicator))
     if expected != found:
         raise ValueError(f"the sampler is for {expected}, but this is {found}")

@@ -16,7 +16,7 @@ from variable_batch_size.cores import devices, signals
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.cores.messages import show
-from variable_batch_size.optim.consistency import check_model, differences
+from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.runs import state_file
@@ -161,7 +161,9 @@ class Checkpoint:
     ) -> None:
         if not isinstance(optimizer, CustomOptimizer):
             raise ValueError(f"`optimizer` must be a CustomOptimizer, got {type(optimizer).__name__}")
-        check_model(model, optimizer.parameters())
+        if set(model.parameters()).isdisjoint(optimizer.parameters()):
+            kind = type(model).__name__
+            raise ValueError(f"`model` must be the model that the optimizer trains, got {kind} with other parameters")
         check_positive(keep=keep, **({} if every_steps is None else {"every_steps": every_steps}))
         if isinstance(allow_changes, str):
             raise ValueError(f"`allow_changes` must be a set of names, got the str {allow_changes!r}")
