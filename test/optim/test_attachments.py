@@ -269,7 +269,9 @@ WRONG = {
     ),
     "log of another": (lambda optimizer, other: optimizer.attach(_log_of(other)), "the log is of another optimizer"),
     "checkpoint of another": (
-        lambda optimizer, other: optimizer.attach(Checkpoint(None, model=nn.Linear(1, 1), optimizer=other)),
+        lambda optimizer, other: optimizer.attach(
+            Checkpoint(None, model=nn.ParameterList(other.parameters()), optimizer=other)
+        ),
         "the checkpoint is of another optimizer",
     ),
     "unit": (
