@@ -372,9 +372,9 @@ def test_attached_checkpoint_saves_nothing_that_changes_after_the_step(tmp_path)
     optimizer.attach(scheduler)
     train(model, loader, optimizer)
     metrics = vbs.Metrics("seen", device="cpu")
-    _, _, other = make()
+    own, _, other = make()
     with pytest.raises(ValueError, match="a checkpoint with `metrics` must not be attached: it would save within"):
-        other.attach(Checkpoint(tmp_path / "other", model=model, optimizer=other, metrics=[metrics]))
+        other.attach(Checkpoint(tmp_path / "other", model=own, optimizer=other, metrics=[metrics]))
 
 
 def test_attached_checkpoint_saves_the_state_of_a_stream(tmp_path):
