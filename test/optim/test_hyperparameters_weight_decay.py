@@ -114,7 +114,7 @@ def test_muon_equals_plain_muon_with_the_settings_of_each_step():
 
 def test_muon_rule_rejects_sgd():
     weight = nn.Parameter(torch.ones(2, 2))
-    with pytest.raises(ValueError, match=r"^`inner` must be Muon, got SGD$"):
+    with pytest.raises(ValueError, match=r"^`inner` must be Muon, got SGD: use AdamRule"):
         next(run(weight, torch.optim.SGD([weight], lr=0.1), vbs.rules.MuonRule(), 1))
 
 
