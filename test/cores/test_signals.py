@@ -78,6 +78,30 @@ print("ended")
 """
 
 
+LATE = """
+import os, signal
+from variable_batch_size.cores import signals
+
+def handler(number, frame):
+    print("user")
+
+signal.signal(signal.SIGTERM, handler)
+first, second = signals.listening(), signals.listening()
+first.__enter__()
+second.__enter__()
+first.__exit__(None, None, None)  # as a generator that an exception has left and that is collected later
+os.kill(os.getpid(), signal.SIGTERM)
+print(signals.was_told())
+signals.obey()
+second.__exit__(None, None, None)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_loop_that_ends_late_does_not_take_the_signal_from_another():
+    assert fork(LATE) == (0, ["True", "user"])
+
+
 def test_signal_may_interrupt_the_recording_of_another():
     """As when a signal is sent to a process group, and again by the launching process."""
     assert fork(INTERRUPTED) == (0, ["ended"])

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 EXIT_STOPPED = 75
 """The exit code of a run that was requested to stop, has saved a checkpoint and can resume: EX_TEMPFAIL of sysexits.h.
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _is_requested = False  # not a threading.Event: a handler that interrupts another one would deadlock on its lock
 _listeners: list[int] = []  # the pid of each: a forked process has a copy of all this and does not listen
+_before: Any = signal.SIG_DFL  # the handler before the first listener
 _acknowledged_at = -float("inf")
 _is_shielding = False  # whether workers that this process forks leave SIGTERM to it
 
@@ -71,9 +73,11 @@ def note_sigterm() -> None:
 @contextmanager
 def listening() -> Iterator[None]:
     """Within, SIGTERM is a request and does not end the process; if it is not acknowledged, it takes effect on exit."""
-    global _is_requested
+    global _is_requested, _before
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
+    if not _is_listened_for():
+        _before = before
     _listeners.append(os.getpid())
     if is_main:
         note_sigterm()
@@ -84,9 +88,11 @@ def listening() -> Iterator[None]:
         yield
     finally:
         _listeners.remove(os.getpid())
-        if is_main and not (_was_just_acknowledged() and before == signal.SIG_DFL):
-            signal.signal(signal.SIGTERM, before)
-        if not _is_listened_for() and _is_requested:
+        # the last one restores it: a loop that an exception has left may end during another one
+        is_last = not _is_listened_for()
+        if is_main and is_last and not (_was_just_acknowledged() and _before == signal.SIG_DFL):
+            signal.signal(signal.SIGTERM, _before)
+        if is_last and _is_requested:
             _is_requested = False
             os.kill(os.getpid(), signal.SIGTERM)
 
