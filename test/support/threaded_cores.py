@@ -1,4 +1,7 @@
-"""Cores as threads of one process: fast, and their state can be inspected."""
+"""Cores as threads of one process: fast, and their state can be inspected.
+
+One runs at a time, until it waits for the others: several modes of torch's dispatcher at once may end the process.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +16,11 @@ MOST_SECONDS = 600  # exceeded only by a hang
 class Threads(Communicator):
     """One of several threads that synchronize at every sum."""
 
-    def __init__(self, rank, num_replicas, barrier, shown, *, is_one_program=False):
+    def __init__(self, rank, num_replicas, barrier, turn, shown, *, is_one_program=False):
         self.rank = rank
         self.num_replicas = num_replicas
         self.is_one_program = is_one_program
-        self._barrier = barrier
+        self._barrier, self._turn = barrier, turn
         self._shown = shown
 
     def sum(self, tensors):
@@ -30,20 +33,27 @@ class Threads(Communicator):
 
     def _of_all(self, tensors):
         self._shown[self.rank] = [tensor.detach().clone() for tensor in tensors]
-        self._barrier.wait(timeout=MOST_SECONDS)
+        self._wait()
         found = list(self._shown)
-        self._barrier.wait(timeout=MOST_SECONDS)
+        self._wait()
         return found
+
+    def _wait(self):
+        self._turn.release()
+        try:
+            self._barrier.wait(timeout=MOST_SECONDS)
+        finally:
+            self._turn.acquire()
 
 
 def run_on(num_replicas, function, **options):
     """Run ``function(communicator)`` on each core; returns the results."""
-    barrier, shown = threading.Barrier(num_replicas), [None] * num_replicas
-    cores = [Threads(rank, num_replicas, barrier, shown, **options) for rank in range(num_replicas)]
+    barrier, turn, shown = threading.Barrier(num_replicas), threading.Lock(), [None] * num_replicas
+    cores = [Threads(rank, num_replicas, barrier, turn, shown, **options) for rank in range(num_replicas)]
 
     def run(core):
         try:
-            with torch.no_grad():
+            with turn, torch.no_grad():
                 return function(core)
         except BaseException:
             barrier.abort()  # otherwise the others would wait for this core

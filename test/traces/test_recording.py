@@ -69,6 +69,7 @@ GOOD = [
     b",when,n\n0,2026-03-01T12:00:00Z,3\n1,2026-03-01T12:30:00Z,4\n",
     b"0,add,a\n500,add,b\n900,remove,a\n",
     b'{"metadata": {"gap_seconds": 300},\n "data": [1, 2,\n 0, 4]}',
+    b'[{"time": 0, "n": 3},\n {"n": 4, "time": 60},\n {"time": 90.5, "n": 2}]',
 ]
 
 
