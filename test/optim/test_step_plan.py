@@ -180,7 +180,7 @@ def test_index_of_the_next_minibatch_equals_a_count(counts, num_replicas, capaci
     assert isinstance(position.next_minibatch, int)
     assert position.next_minibatch == sum(of_steps)  # after the last, for random numbers of an evaluation
     offsets = schedule.offsets(epoch, rank, at_once=5, first_step=first_step)
-    assert found == [int(offset) // 32 for part in offsets for offset in part]
+    assert found == [int(offset) // 32 for part in offsets for offset in part.starts]
 
 
 def test_another_schedule_starts_at_its_beginning():

@@ -45,11 +45,17 @@ def model(schedule, num_epochs):
     return epochs_by_hand(list(schedule.trace), schedule.capacity, schedule.on_end, num_epochs)
 
 
+def starts(minibatches):
+    return np.concatenate([part.starts for part in minibatches]).tolist()
+
+
 def assert_offsets(schedule, epoch, rank, at_once, sizes, first_step=0):
     """Compare a core's minibatches of an epoch with the definition, one by one."""
     blocks = list(schedule.offsets(epoch, rank, at_once=at_once, first_step=first_step))
-    assert all(len(block) <= at_once and block.dtype == np.int64 for block in blocks)
-    found = iter(np.concatenate(blocks).tolist() if blocks else [])
+    assert all(len(starts) <= at_once and starts.dtype == np.int64 for starts, _ in blocks)
+    found = [(start, size) for starts, size in blocks for start in starts.tolist()]
+    assert all(size == schedule.minibatch_size for _, size in found)
+    found = iter([start for start, _ in found])
     begin = sum(sizes[:first_step])
     num_yielded = num_idle = 0
     for size in sizes[first_step:]:
@@ -171,7 +177,7 @@ def test_ten_billion_samples_are_counted():
     assert schedule.core_idle_steps(schedule.steps(0)).tolist() == [0, 0, 156_250_000]
     assert schedule.num_minibatches_for(10**6, rank=0, first_step=156_249_999) == 1
     first = next(schedule.offsets(10**6, rank=1, at_once=3, first_step=156_249_990))
-    assert first.tolist() == [64 * 156_249_990 + 32, 64 * 156_249_991 + 32, 64 * 156_249_992 + 32]
+    assert first.starts.tolist() == [64 * 156_249_990 + 32, 64 * 156_249_991 + 32, 64 * 156_249_992 + 32]
 
 
 def test_step_as_large_as_the_capacity_is_one_epoch():
@@ -273,8 +279,8 @@ def test_in_lockstep_all_cores_run_the_same_number_of_rounds_with_padding():
     assert padding[0] == [[False, False], [False, True], [False, True], [False, True]]
     assert padding[1] == [[False], [False], [True], [True]]
     assert padding[2] == [[False, False]] * 4
-    starts = [np.concatenate(list(schedule.offsets(0, rank, at_once=3))).tolist() for rank in range(4)]
-    assert starts == [[0, 4, 5, 7, 11], [1, 0, 6, 8, 12], [2, 1, 5, 9, 13], [3, 2, 6, 10, 14]]
+    found = [starts(schedule.offsets(0, rank, at_once=3)) for rank in range(4)]
+    assert found == [[0, 4, 5, 7, 11], [1, 0, 6, 8, 12], [2, 1, 5, 9, 13], [3, 2, 6, 10, 14]]
 
 
 def test_schedule_in_lockstep_has_the_same_steps_after_resuming():
@@ -298,10 +304,10 @@ def test_minibatches_of_four_cores_by_hand():
 
 def test_offsets_by_hand():
     schedule = Schedule(Trace.of([64, 96, 32]), dataset_size=1000, minibatch_size=32, num_replicas=2)
-    assert np.concatenate(list(schedule.offsets(0, 0, at_once=2))).tolist() == [0, 64, 128, 160]
+    assert starts(schedule.offsets(0, 0, at_once=2)) == [0, 64, 128, 160]
     # in the last step, of one minibatch, core 1 repeats that of core 0 as padding
-    assert np.concatenate(list(schedule.offsets(0, 1, at_once=2))).tolist() == [32, 96, 160]
-    assert np.concatenate(list(schedule.offsets(0, 1, at_once=2, first_step=1))).tolist() == [96, 160]
+    assert starts(schedule.offsets(0, 1, at_once=2)) == [32, 96, 160]
+    assert starts(schedule.offsets(0, 1, at_once=2, first_step=1)) == [96, 160]
 
 
 # ----------------------------------------------------------------------------------------------------- without a length
@@ -440,3 +446,54 @@ def test_step_after_the_trace_is_rejected():
         Schedule(Trace.of([64]), dataset_size=1000, minibatch_size=32).batch_size(1)
     with pytest.raises(ValueError, match=r"^trace holds 2 steps, got step 4 \(counting from 0\)$"):
         schedule.size_counts(range(5))
+
+
+def test_larger_steps_have_larger_minibatches():
+    how = {"dataset_size": 10_000, "minibatch_size": 32, "max_minibatch_size": 300}
+    sizes = [32, 64, 96, 128, 192, 256, 512, 1024, 3072]
+    found = {
+        cores: [Schedule(sizes, num_replicas=cores, **how).minibatch_size_of(size) for size in sizes]
+        for cores in (1, 4)
+    }
+    assert found[1] == [32, 32, 32, 64, 64, 128, 256, 256, 256]
+    # 192 samples on four cores: two minibatches of 32 on the busiest one are as many as one of 64
+    assert found[4] == [32, 32, 32, 32, 64, 64, 128, 256, 256]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=20),
+    st.integers(1, 5),
+    st.integers(1, 20),
+    st.booleans(),
+    st.integers(1, 9),
+)
+def test_larger_minibatches_are_of_the_same_steps_and_no_slower(units, cores, largest, lockstep, at_once):
+    how = {"dataset_size": 160, "minibatch_size": 4, "num_replicas": cores, "lockstep": lockstep}
+    trace = [4 * unit for unit in units]
+    small, large = Schedule(trace, **how), Schedule(trace, max_minibatch_size=4 * largest, **how)
+    assert small.num_epochs == large.num_epochs
+    for epoch in range(small.num_epochs):
+        assert small.steps(epoch) == large.steps(epoch)
+        for rank in range(cores):
+            parts = list(large.offsets(epoch, rank, at_once=at_once))
+            read = iter([(start, size) for starts, size in parts for start in starts.tolist()])
+            assert sum(len(part.starts) for part in parts) == large.num_minibatches_for(epoch, rank)
+            for step in large.steps(epoch):
+                size, begin = large.minibatch_size_of(trace[step]), large.samples_before(step)
+                begin -= large.samples_before(large.steps(epoch).start)
+                number = large.num_minibatches(step)
+                assert size * number == trace[step]
+                assert size <= max(4, 4 * largest)
+                assert number >= min(2, small.num_minibatches(step))
+                assert large.rounds_for(step, 0) * size <= small.rounds_for(step, 0) * 4
+                for round in range(large.rounds_for(step, rank)):
+                    place = (rank + round * cores) % number
+                    assert next(read) == (begin + place * size, size)
+            assert next(read, None) is None
+    assert len({large.minibatch_size_of(size) for size in trace}) <= 1 + largest.bit_length()
+
+
+def test_largest_minibatch_size_must_not_be_below_the_smallest():
+    with pytest.raises(ValueError, match="`max_minibatch_size` must be at least `minibatch_size`, which is 32, got 16"):
+        Schedule([64], dataset_size=100, minibatch_size=32, max_minibatch_size=16)

@@ -92,7 +92,7 @@ class Cursor:
         """Of a step's minibatches before the last one, and of the last one."""
         schedule, rank = self.schedule, self._rank
         batch_size = schedule.batch_size(step)
-        number = batch_size // schedule.minibatch_size
+        number = batch_size // schedule.minibatch_size_of(batch_size)
         first = 0 if schedule.lockstep else rank  # in lockstep all run as many as rank 0, which has most
         rounds = max(1, -((first - number) // schedule.num_replicas))
         of_step = (self.epoch, step, batch_size, rounds)
@@ -115,14 +115,17 @@ class Cursor:
 
     @property
     def next_minibatch(self) -> int:
-        """The number of the next minibatch in the epoch, over all ranks; of padding, that of the one it copies."""
+        """The place of the next minibatch in the epoch, over all ranks, in minibatches of the smallest size.
+
+        Of padding, that of the one it copies.
+        """
         plan, offset, place = self.next, self._offset, self._rank
         if self._num_left:
             place += (self._last.num_rounds - self._num_left) * self.schedule.num_replicas
         else:
             offset += self._last.batch_size
-        within = 0 if plan is None else place % plan.num_minibatches
-        return offset // self.schedule.minibatch_size + within
+        within = 0 if plan is None else place % plan.num_minibatches * (plan.batch_size // plan.num_minibatches)
+        return (offset + within) // self.schedule.minibatch_size
 
     @property
     def is_accumulating(self) -> bool:

@@ -59,6 +59,7 @@ class MinibatchSource(ABC):
         seed: int,
         on_end: OnEnd | None,
         lockstep: bool,
+        max_minibatch_size: int | None,
     ) -> None:
         check_integer(seed=seed)
         if num_replicas is None or rank is None:
@@ -66,11 +67,12 @@ class MinibatchSource(ABC):
             num_replicas = running_replicas if num_replicas is None else num_replicas
             rank = running_rank if rank is None else rank
         how: Any = {"dataset_size": dataset_size, "minibatch_size": minibatch_size, "num_replicas": num_replicas}
+        how |= {"lockstep": lockstep, "max_minibatch_size": max_minibatch_size}
         self.schedule: BaseSchedule
         if is_decided(trace):
-            self.schedule = PolicySchedule(policy_of(trace), lockstep=lockstep, **how)  # type: ignore[arg-type]
+            self.schedule = PolicySchedule(policy_of(trace), **how)  # type: ignore[arg-type]
         else:
-            self.schedule = Schedule(trace, on_end=on_end, lockstep=lockstep, **how)  # type: ignore[arg-type]
+            self.schedule = Schedule(trace, on_end=on_end, **how)  # type: ignore[arg-type]
         check_within(num_replicas - 1, rank=rank)
         self.rank = int(rank)
         self.process_group = process_group
@@ -234,6 +236,12 @@ class MinibatchSource(ABC):
             raise ValueError(f"{needs}, but the sampler has been read already: construct it with `lockstep=True`")
         self.schedule.lockstep = True
 
+    def require_equal_minibatches(self, option: str) -> None:
+        """Raise if the size of minibatches depends on the number of cores."""
+        if self.schedule.max_minibatch_size >= 2 * self.minibatch_size:
+            rule = f"`max_minibatch_size` of the sampler must be None with `{option}`"
+            raise ValueError(f"{rule}: the size of minibatches would depend on the number of cores")
+
     def on_first_read(self, callback: Callable[[], None]) -> None:
         """Call a function at the first request of this pass: after the loader has drawn a random number to set up."""
         self._on_first_read = callback
@@ -277,6 +285,9 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
             ``"hold"`` with stages without an end, else ``"stop"``.
         lockstep: whether all cores get the same number of minibatches in a step, the last one perhaps padding, for
             models whose forward pass waits for all cores; the optimizer turns it on for models in ``fully_shard``.
+        max_minibatch_size: let steps with more samples have larger minibatches, up to this size, so that cores run
+            fewer of them: 2, 4, … times `minibatch_size`, where these divide the work among cores as evenly. The
+            samples of a step stay the same. None for minibatches of equal size.
         verbose: log on core 0 how many epochs the trace has.
 
     >>> sampler = CustomSampler(dataset_size=7, trace=[4, 2], minibatch_size=2, num_replicas=2, rank=0, shuffle=False)
@@ -300,6 +311,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         shuffle: bool = True,
         on_end: OnEnd | None = None,
         lockstep: bool = False,
+        max_minibatch_size: int | None = None,
         verbose: bool = False,
     ) -> None:
         if trace is None or (isinstance(trace, str) and not trace):
@@ -310,7 +322,8 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if dataset is not None and not isinstance(dataset, Sized) and not is_integer(dataset):
             _refuse_without_length(dataset)
         size: int = len(given) if isinstance(given, Sized) else given
-        super().__init__(trace, size, minibatch_size, num_replicas, rank, process_group, seed, on_end, lockstep)
+        where = (num_replicas, rank, process_group)
+        super().__init__(trace, size, minibatch_size, *where, seed, on_end, lockstep, max_minibatch_size)
         self.dataset_size, self.shuffle = size, shuffle
         if verbose and self.rank == 0:
             num_epochs = self.schedule.num_epochs
@@ -367,11 +380,10 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if self._on_first_read is not None:
             self._on_first_read()
         self._warn_if_truncated()
-        within = np.arange(self.minibatch_size)
         order = Permutation(self.dataset_size, key=(self.seed, self.epoch)) if self.shuffle else None
         at_once = max(1, _SAMPLES_AT_ONCE // self.minibatch_size)
-        for offsets in self.schedule.offsets(self.epoch, self.rank, at_once=at_once, first_step=self.first_step):
-            positions = offsets[:, None] + within
+        for starts, size in self.schedule.offsets(self.epoch, self.rank, at_once=at_once, first_step=self.first_step):
+            positions = starts[:, None] + np.arange(size)
             for minibatch in (order(positions) if order else positions).tolist():
                 if self.num_passes != number:
                     advice = "begin another one, as with iter(loader)"
@@ -399,6 +411,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         rank: which of them this is; that of the running backend if None.
         process_group: the cores that share the work, as for :class:`CustomSampler`.
         lockstep: whether all cores get the same number of minibatches in a step, as for :class:`CustomSampler`.
+        max_minibatch_size: let steps with more samples have larger minibatches, as for :class:`CustomSampler`.
         verbose: log on core 0 how many epochs the trace has.
         options: of torch's DataLoader, such as `num_workers`, `collate_fn` and `pin_memory`.
     """
@@ -416,6 +429,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         rank: int | None = None,
         process_group: Any = None,
         lockstep: bool = False,
+        max_minibatch_size: int | None = None,
         verbose: bool = False,
         **options: Any,
     ) -> None:
@@ -437,6 +451,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             rank=rank,
             process_group=process_group,
             lockstep=lockstep,
+            max_minibatch_size=max_minibatch_size,
             verbose=verbose,
         )
         super().__init__(dataset, batch_sampler=sampler, **options)

@@ -198,16 +198,17 @@ class StreamReader:
                 yield minibatch
 
     def _from_full(self) -> Iterator[Any]:
-        source, schedule, size = self.source, self.schedule, self.schedule.minibatch_size
+        source, schedule = self.source, self.schedule
         for step in schedule.steps_from(self.epoch, self.first_step):
             begin, number = source.num_read, schedule.num_minibatches(step)
+            size = schedule.batch_size(step) // number
             num_rounds = schedule.rounds_for(step, self.rank)
             for round in range(num_rounds):
                 place = self.rank + round * schedule.num_replicas
                 if place < number or not round:  # otherwise padding repeats the core's last minibatch
                     source.skip(begin + place % number * size - source.num_read)
                     is_repeated = round + 1 < num_rounds and place + schedule.num_replicas >= number
-                    minibatch = self._take_or_skip(times=1 + is_repeated)
+                    minibatch = self._take_or_skip(size, times=1 + is_repeated)
                 in_round = (round + 1) * schedule.num_replicas if schedule.lockstep else 0
                 num_needed = number if round + 1 == num_rounds else in_round
                 source.skip(max(0, begin + num_needed * size - source.num_read))
@@ -222,7 +223,7 @@ class StreamReader:
         for step in schedule.steps_from(self.epoch, self.first_step):
             own = schedule.minibatches(step, self.rank)
             for _ in own:
-                minibatch = self._take_or_skip()
+                minibatch = self._take_or_skip(schedule.minibatch_size)
                 if source.has_ended:
                     self._raise_ended(step)
                 latest = minibatch or latest
@@ -236,11 +237,11 @@ class StreamReader:
                         self._raise_ended(step)
                 yield padding
 
-    def _take_or_skip(self, times: int = 1) -> list[Any] | None:
+    def _take_or_skip(self, size: int, times: int = 1) -> list[Any] | None:
         """The next minibatch, or None if this process yields it in none of the next `times` rounds."""
         if any(self._is_own(self._number + time) for time in range(times)):
-            return self.source.take(self.schedule.minibatch_size)
-        self.source.skip(self.schedule.minibatch_size)
+            return self.source.take(size)
+        self.source.skip(size)
         return None
 
     def _log_end(self, step: int, num_left_over: int) -> None:
@@ -282,9 +283,9 @@ class Stream(MinibatchSource, IterableDataset[Any]):
     Args:
         samples: an iterable such as an ``IterableDataset`` or a stream of Hugging Face ``datasets``, an iterator, which
             can be read once, or a function that returns one. Its ``set_epoch`` is called if it has one.
-        trace: the batch size of every step, as for :class:`CustomSampler`, as are `minibatch_size`, `num_replicas`,
-            `rank`, `process_group`, `on_end` and `lockstep`. With a policy, the loader must have no workers, as
-            decisions do not reach them.
+        trace: the batch size of every step, as for :class:`CustomSampler`, as are `minibatch_size`,
+            `max_minibatch_size`, `num_replicas`, `rank`, `process_group`, `on_end` and `lockstep`. With a policy, the
+            loader must have no workers, as decisions do not reach them.
         dataset_size: samples in an epoch, each of which reads the stream from its beginning; None for a single epoch.
         seed: of the random numbers of minibatches, with ``seed_minibatches=True``; it shuffles nothing.
         collate_fn: makes a minibatch of a list of samples; the default of DataLoader if not given.
@@ -312,12 +313,16 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         seed: int = 0,
         on_end: OnEnd | None = None,
         lockstep: bool = False,
+        max_minibatch_size: int | None = None,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         is_sharded: bool = False,
     ) -> None:
         if is_decided(trace) and is_sharded:
             raise ValueError("`is_sharded` must be False with a policy, which decides how many samples a core reads")
-        super().__init__(trace, dataset_size, minibatch_size, num_replicas, rank, process_group, seed, on_end, lockstep)
+        if max_minibatch_size is not None and is_sharded:
+            raise ValueError("`max_minibatch_size` must be None with `is_sharded`, which counts equal minibatches")
+        where = (num_replicas, rank, process_group)
+        super().__init__(trace, dataset_size, minibatch_size, *where, seed, on_end, lockstep, max_minibatch_size)
         self.collate_fn = collate_fn
         self.is_sharded = is_sharded
         self._samples = samples

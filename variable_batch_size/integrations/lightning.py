@@ -227,8 +227,8 @@ class VariableBatchSize(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Copy the buffers before a step of several minibatches."""
         optimizer = self._loop.optimizer
-        at_once = optimizer.sampler.minibatch_size * optimizer.sampler.num_replicas
-        if not optimizer.is_accumulating and optimizer.get_bs() > at_once:
+        size, sampler = optimizer.get_bs(), optimizer.sampler
+        if not optimizer.is_accumulating and size > sampler.schedule.minibatch_size_of(size) * sampler.num_replicas:
             self._buffers = {name: buffer.detach().clone() for name, buffer in pl_module.named_buffers()}
 
     def on_train_batch_end(

@@ -157,7 +157,7 @@ class VariableBatchMixin:
             return torch.zeros_like(losses)
         share = optimizer.weight_done - weight_before
         if not optimizer.minibatch_weights.is_weighted:
-            share = optimizer.batch_size // optimizer.sampler.minibatch_size
+            share = optimizer.batch_size // optimizer.sampler.schedule.minibatch_size_of(optimizer.batch_size)
         return losses * (optimizer.sampler.num_replicas / max(share, 1))
 
     def _run_minibatch(self, model: Any, inputs: Any, optimizer: CustomOptimizer) -> torch.Tensor:

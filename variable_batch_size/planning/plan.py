@@ -74,7 +74,7 @@ class Position(NamedTuple):
 def _planned_sizes(schedule: Schedule, steps: range, factors: Factors) -> tuple[PlannedSize, ...]:
     found, cores = [], schedule.num_replicas
     for size, count in zip(*(values.tolist() for values in schedule.size_counts(steps)), strict=True):
-        number = size // schedule.minibatch_size
+        number = size // schedule.minibatch_size_of(size)
         depth, num_idle = -(-number // cores), max(0, cores - number)
         found.append(PlannedSize(size, count, number, depth, num_idle, factors(size, steps.stop - 1)))
     return tuple(found)

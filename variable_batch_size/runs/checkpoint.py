@@ -232,8 +232,8 @@ class Checkpoint:
         if self.directory is not None:
             self._store.check()
         is_due = self.every_steps is not None and optimizer.steps_done % self.every_steps == 0
-        minibatches = -(-optimizer.batch_size // (self._sampler.minibatch_size * self._sampler.num_replicas))
-        signal = self._coordinator.after_minibatches(minibatches)
+        at_once = self._sampler.schedule.minibatch_size_of(optimizer.batch_size) * self._sampler.num_replicas
+        signal = self._coordinator.after_minibatches(-(-optimizer.batch_size // at_once))
         if is_due or signal.save_due or signal.stop_requested:
             self.save()
         if signal.stop_requested:

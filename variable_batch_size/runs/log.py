@@ -194,14 +194,16 @@ class Log(AbstractContextManager["Log"]):
 
     def _count_step(self) -> None:
         optimizer, cores = self._optimizer, self._schedule.num_replicas
-        num_minibatches = optimizer.batch_size // self._schedule.minibatch_size
+        size = self._schedule.minibatch_size_of(optimizer.batch_size)
+        num_minibatches, factor = optimizer.batch_size // size, size // self._schedule.minibatch_size
         own, given = len(range(self._communicator.rank, num_minibatches, cores)), len(self._losses_of_step)
         if given < own:
             raise RuntimeError(
                 f"log.step() was called for {given} of this core's {own} minibatches in a step of batch size "
                 f"{optimizer.batch_size}: call it after every optimizer.step(), not only if that returns True"
             )
-        self._losses += self._losses_of_step[given - own :]  # those before belong to a step that was not completed
+        counted = self._losses_of_step[given - own :]  # those before belong to a step that was not completed
+        self._losses += [loss * factor for loss in counted] if factor > 1 else counted
         self._losses_of_step = []
         while len(self._losses) >= _LOSSES_AT_ONCE:
             self._add_losses()

@@ -30,8 +30,9 @@ class PolicySchedule(BaseSchedule):
         minibatch_size: int,
         num_replicas: int = 1,
         lockstep: bool = False,
+        max_minibatch_size: int | None = None,
     ) -> None:
-        super().__init__(dataset_size, minibatch_size, num_replicas, lockstep)
+        super().__init__(dataset_size, minibatch_size, num_replicas, lockstep, max_minibatch_size)
         self.policy, self.name = policy, type(policy).__name__
         self.num_done = 0  # executed rows
         self._rows: list[int] = []

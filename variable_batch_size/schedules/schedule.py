@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import itertools
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -39,22 +40,44 @@ class ScheduleHistory(NamedTuple):
         return np.repeat(self.sizes, self.counts)
 
 
+class Minibatches(NamedTuple):
+    """Minibatches of the same size."""
+
+    starts: Integers  # of each in the samples of the epoch
+    size: int  # samples in each
+
+
 class BaseSchedule(ABC):
     """Assigns steps to epochs, and the minibatches of a step to cores.
 
     An epoch contains as many steps as fit into its capacity, `dataset_size` rounded down to a multiple of
     `minibatch_size`; the first step that does not fit starts the next epoch. Minibatch j of a step is assigned to core
     ``j % num_replicas``. Steps are numbered from 0 through the whole run.
+
+    With a `max_minibatch_size`, the minibatches of a step have the largest size of 1, 2, 4, … times `minibatch_size`
+    that divides the batch size, makes at least two of them, and gives no core more samples than the smallest would.
     """
 
     on_end: OnEnd  # the continuation after the last row of the trace
     name: str  # that of the trace or policy, for messages
 
-    def __init__(self, dataset_size: int | None, minibatch_size: int, num_replicas: int, lockstep: bool) -> None:
+    def __init__(
+        self,
+        dataset_size: int | None,
+        minibatch_size: int,
+        num_replicas: int,
+        lockstep: bool,
+        max_minibatch_size: int | None,
+    ) -> None:
         room = _ALL if dataset_size is None else dataset_size
         check_positive(dataset_size=room, minibatch_size=minibatch_size, num_replicas=num_replicas)
         if room < minibatch_size:
             raise ValueError(f"`dataset_size` must be at least one minibatch of {minibatch_size}, got {room}")
+        self.max_minibatch_size = minibatch_size if max_minibatch_size is None else max_minibatch_size
+        check_positive(max_minibatch_size=self.max_minibatch_size)
+        if self.max_minibatch_size < minibatch_size:
+            rule = f"at least `minibatch_size`, which is {minibatch_size}"
+            raise ValueError(f"`max_minibatch_size` must be {rule}, got {max_minibatch_size}")
         self.dataset_size = None if dataset_size is None else int(dataset_size)
         self.minibatch_size, self.num_replicas, self.lockstep = int(minibatch_size), int(num_replicas), lockstep
         self.capacity = int(room) // self.minibatch_size * self.minibatch_size
@@ -134,22 +157,50 @@ class BaseSchedule(ABC):
         if self.dataset_size is None and epoch:
             raise ValueError(f"data without a `dataset_size` have only epoch 0, got epoch {epoch}")
 
-    def offsets(self, epoch: int, rank: int, *, at_once: int, first_step: int = 0) -> Iterator[Integers]:
-        """The start of each minibatch of a core in the epoch's samples, in arrays; padding repeats one of its step."""
+    def offsets(self, epoch: int, rank: int, *, at_once: int, first_step: int = 0) -> Iterator[Minibatches]:
+        """The minibatches of a core, several at once; padding repeats one of its step."""
         for _, begin, sizes in self._blocks(epoch, first_step):
             begins = begin + sizes.cumsum() - sizes
-            in_step = sizes // self.minibatch_size
+            of_minibatches = self.minibatch_sizes(sizes)
+            in_step = self._in_step(sizes)
             yielded = self._num_yielded(sizes, rank)
             ends = yielded.cumsum()
-            for first in range(0, int(ends[-1]), at_once):
-                number = np.arange(first, min(first + at_once, int(ends[-1])))
-                row = ends.searchsorted(number, side="right")
-                places = rank + (number - (ends - yielded)[row]) * self.num_replicas
-                yield begins[row] + places % in_step[row] * self.minibatch_size
+            changes = ends[np.flatnonzero(np.diff(of_minibatches))].tolist()
+            for start, stop in itertools.pairwise([0, *changes, int(ends[-1])]):
+                for first in range(start, stop, at_once):
+                    number = np.arange(first, min(first + at_once, stop))
+                    row = ends.searchsorted(number, side="right")
+                    places = rank + (number - (ends - yielded)[row]) * self.num_replicas
+                    starts = begins[row] + places % in_step[row] * of_minibatches[row]
+                    yield Minibatches(starts, int(of_minibatches[row[0]]))
+
+    def minibatch_sizes(self, sizes: Integers) -> Integers:
+        """The samples of a minibatch in steps of these batch sizes."""
+        found: Integers = np.full_like(sizes, self.minibatch_size)
+        units = sizes // self.minibatch_size
+        most, factor = -(-units // self.num_replicas), 2  # of the busiest core
+        while factor * self.minibatch_size <= self.max_minibatch_size:
+            number = units // factor
+            is_fit = (units % factor == 0) & (number >= 2) & (-(-number // self.num_replicas) * factor <= most)
+            found[is_fit] = factor * self.minibatch_size
+            factor *= 2
+        return found
+
+    def _in_step(self, sizes: Integers) -> Integers:
+        """Number of minibatches of steps of these batch sizes, summed over cores."""
+        numbers: Integers = sizes // self.minibatch_sizes(sizes)
+        return numbers
+
+    def minibatch_size_of(self, batch_size: int) -> int:
+        """The samples of a minibatch in a step of this batch size."""
+        if self.max_minibatch_size < 2 * self.minibatch_size:
+            return self.minibatch_size
+        return int(self.minibatch_sizes(np.array([batch_size]))[0])
 
     def num_minibatches(self, step: int) -> int:
         """Number of minibatches of a step, summed over cores."""
-        return self.batch_size(step) // self.minibatch_size
+        size = self.batch_size(step)
+        return size // self.minibatch_size_of(size)
 
     def minibatches(self, step: int, rank: int) -> range:
         """Indices of the minibatches of a step assigned to a core; empty if it is idle."""
@@ -167,7 +218,7 @@ class BaseSchedule(ABC):
     def _num_yielded(self, sizes: Integers, rank: int) -> Integers:
         """Like :meth:`rounds_for`, for many steps of the given batch sizes."""
         first = 0 if self.lockstep else rank
-        return np.maximum(-((first - sizes // self.minibatch_size) // self.num_replicas), 1)
+        return np.maximum(-((first - self._in_step(sizes)) // self.num_replicas), 1)
 
 
 @final
@@ -186,6 +237,7 @@ class Schedule(BaseSchedule):
         num_replicas: number of cores.
         lockstep: whether all cores run as many minibatches in a step as the busiest one, for models whose forward pass
             communicates; cores with fewer run a padding minibatch in the last round.
+        max_minibatch_size: let steps with more samples have larger minibatches, up to this size; None for equal ones.
 
     >>> schedule = Schedule([64, 96, 32, 256], dataset_size=300, minibatch_size=32, num_replicas=4)
     >>> schedule.steps(epoch=0), schedule.steps(epoch=1), schedule.num_epochs
@@ -205,8 +257,9 @@ class Schedule(BaseSchedule):
         num_replicas: int = 1,
         on_end: OnEnd | None = None,
         lockstep: bool = False,
+        max_minibatch_size: int | None = None,
     ) -> None:
-        super().__init__(dataset_size, minibatch_size, num_replicas, lockstep)
+        super().__init__(dataset_size, minibatch_size, num_replicas, lockstep, max_minibatch_size)
         trace = Trace.of(trace)
         on_end = ("hold" if trace.is_open else "stop") if on_end is None else on_end
         check_one_of(ON_END, on_end=on_end)
@@ -402,13 +455,13 @@ class Schedule(BaseSchedule):
     def core_minibatches(self, steps: range) -> Integers:
         """Number of minibatches each core runs in consecutive steps, excluding padding."""
         sizes, counts = self.size_counts(steps)
-        for_all, for_some = np.divmod(sizes // self.minibatch_size, self.num_replicas)
+        for_all, for_some = np.divmod(self._in_step(sizes), self.num_replicas)
         return int(for_all @ counts) + self._num_steps_above(for_some, counts)
 
     def core_idle_steps(self, steps: range) -> Integers:
         """Number of consecutive steps in which each core is idle."""
         sizes, counts = self.size_counts(steps)
-        return len(steps) - self._num_steps_above(np.minimum(sizes // self.minibatch_size, self.num_replicas), counts)
+        return len(steps) - self._num_steps_above(np.minimum(self._in_step(sizes), self.num_replicas), counts)
 
     def _num_steps_above(self, cores: Integers, counts: Integers) -> Integers:
         """For each rank, the number of steps with work for more than `rank` cores."""

@@ -1,0 +1,104 @@
+"""Minibatches that grow with the steps: the same samples in a step, so the same weights, and fewer minibatches."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import variable_batch_size as vbs
+
+TRACE = [8, 16, 24, 32, 48, 64, 128, 96]
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(500, 6, generator=generator, dtype=torch.float64), torch.randint(0, 3, (500,), generator=generator)
+    )
+
+
+def train(largest, trace=TRACE, rule="linear", steps=8, **options):
+    """The weights, the sizes of this core's minibatches, and on core 0 the mean losses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    sampler = vbs.CustomSampler(data(), trace=trace, minibatch_size=8, max_minibatch_size=largest)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = vbs.Optimizer(inner, sampler, ref_batchsize=16, rule=rule, model=model, **options)
+    records, sizes = [], []
+    optimizer.attach(vbs.Log(optimizer, to=[records.append], every=1))
+    for x, y in DataLoader(data(), batch_sampler=sampler):
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step(loss=loss)
+        sizes.append(len(x))
+        if optimizer.steps_done == steps:
+            break
+    losses = [record["loss"] for record in records if "loss" in record]
+    return [p.detach().clone() for p in model.parameters()], sizes, losses
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_weights_and_losses_are_those_of_small_minibatches(on_cores, cores):
+    small = train(None)
+    of_cores = on_cores(cores, train, 32)
+    assert of_cores[0][2] == pytest.approx(small[2], rel=1e-6)
+    for weights, sizes, *_ in of_cores:
+        assert max(sizes) == 32
+        for found, expected in zip(weights, small[0], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_cores_run_fewer_minibatches():
+    assert train(None)[1] == [8] * (sum(TRACE) // 8)
+    assert train(16)[1] == [8, 8, 8, 8, 8, 8] + [16] * (sum(TRACE[3:]) // 16)
+    assert train(64)[1] == [8, 8, 8, 8, 8, 8, 16, 16, 16, 16, 16, 32, 32, 64, 64, 32, 32, 32]
+
+
+def test_noise_of_larger_minibatches_has_the_same_mean():
+    """Of per-sample gradients, whatever the minibatches: over many draws from one state of the weights."""
+
+    x, y = data().tensors
+
+    def noise(largest, seed):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3).double()
+        sampler = vbs.CustomSampler(data(), trace=64, minibatch_size=8, max_minibatch_size=largest, seed=seed)
+        inner = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = vbs.Optimizer(inner, sampler, ref_batchsize=16, rule="linear", measure_noise=True)
+        for minibatch in sampler:
+            nn.functional.cross_entropy(model(x[minibatch]), y[minibatch]).backward()
+            if optimizer.step():
+                return optimizer.noise.variance
+        raise AssertionError
+
+    small, large = (torch.tensor([noise(largest, seed) for seed in range(80)]) for largest in (None, 32))
+    error = (small.var() / 80 + large.var() / 80).sqrt()
+    assert abs(small.mean() - large.mean()) < 3 * error
+    assert error < 0.15 * small.mean()
+
+
+def test_stream_has_the_same_minibatches():
+    how = {"trace": TRACE, "minibatch_size": 8, "max_minibatch_size": 32, "num_replicas": 3}
+    for rank in range(3):
+        sampler = vbs.CustomSampler(dataset_size=500, shuffle=False, rank=rank, **how)
+        stream = vbs.Stream(range(500), rank=rank, dataset_size=500, **how)
+        assert [part.tolist() for part in stream] == list(sampler)
+    with pytest.raises(ValueError, match="`max_minibatch_size` must be None with `is_sharded`"):
+        vbs.Stream(range(500), is_sharded=True, rank=0, **how)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("exact", {"exact": True, "seed_minibatches": False}), ("seed_minibatches", {"seed_minibatches": True})],
+)
+def test_sizes_that_depend_on_cores_are_refused_where_bits_must_not(name, options):
+    with pytest.raises(ValueError, match=f"with `{name}`: the size of minibatches would depend on the number of cores"):
+        train(32, **options)
+    train(15, **options)  # less than twice the smallest
+
+
+def test_a_policy_chooses_larger_minibatches_with_the_batch_size():
+    policy = vbs.policies.FunctionPolicy(lambda now: 16 if now.steps_done < 2 else 64, every=1, lead=1)
+    sizes = train(32, trace=policy, steps=10)[1]
+    assert sizes == [8] * sizes.count(8) + [32] * sizes.count(32)
+    assert sizes.count(32) >= 4
