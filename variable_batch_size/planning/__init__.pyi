@@ -9,4 +9,5 @@ from .reports import plot_plan as plot_plan
 from .reports import trace_report as trace_report
 from .simulate import Availability as Availability
 from .simulate import NoiseCurve as NoiseCurve
+from .simulate import NoiseCurves as NoiseCurves
 from .simulate import simulate as simulate

@@ -5,7 +5,7 @@ these, one for each number of cores, the advice is the one with the smallest pro
 twice as fast is worth twice the cost.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from variable_batch_size.checks import check_positive
@@ -76,7 +76,7 @@ def advise(
         raise ValueError(f"`max_batch_size` must be {rule}, got {max_batch_size}")
     sizes = tuple(smallest * 2**k for k in range((max_batch_size // smallest).bit_length()))
 
-    def run(size: int, number: int, curve: Callable[[float], float]) -> tuple[str, Simulation]:
+    def run(size: int, number: int, curve: NoiseCurve) -> tuple[str, Simulation]:
         return str(size), simulate(
             parse_policy(str(size)),
             profile=profile,

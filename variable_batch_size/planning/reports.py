@@ -17,7 +17,7 @@ import numpy.typing as npt
 from variable_batch_size.checks import import_extra
 from variable_batch_size.planning.plan import Plan
 from variable_batch_size.planning.profile import MEASURED, Profile, free_parameters
-from variable_batch_size.planning.simulate import Simulation
+from variable_batch_size.planning.simulate import NoiseCurve, NoiseCurves, Simulation
 from variable_batch_size.planning.tpu import GIB, Program, Programs
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.recording import Conversion
@@ -275,17 +275,40 @@ def simulation_table(runs: Runs, *, price: float | None, is_csv: bool = False) -
     In a CSV file times are hours, and numbers have no thousands separators.
     """
     times = ["hours", "device-hours"] if is_csv else ["time", "device time"]
-    head = ["updates", "samples", "progress", "restarts", "batch sizes", "times"]
+    head = ["updates", "samples", "progress", "restarts", "lost hours" if is_csv else "lost", "batch sizes", "times"]
     table = [["policy", "cores", *times, *(["cost"] if price is not None else []), *head]]
     for name, run in sorted(runs, key=lambda item: item[1].seconds):
         sizes, seconds = [size for size, _ in run.made], (run.seconds, run.device_seconds)
-        cells = [_cores(run), *(f"{time / 3600:.6g}" if is_csv else duration(time) for time in seconds)]
+        cells = [_cores(run), *(_time(time, is_csv=is_csv) for time in seconds)]
         if price is not None:
             cells.append(f"{run.cost(price):.6g}" if is_csv else money(run.cost(price)))
         cells += map(_count, (run.updates, run.samples, round(run.progress), run.restarts))
-        cells += [_span(min(sizes), max(sizes)), run.basis]
+        cells += [_time(run.lost_seconds, is_csv=is_csv), _span(min(sizes), max(sizes)), run.basis]
         table.append([name, *(cell.replace(",", "") if is_csv else cell for cell in cells)])
     return table
+
+
+def _time(seconds: float, *, is_csv: bool) -> str:
+    return f"{seconds / 3600:.6g}" if is_csv else duration(seconds)
+
+
+def noise_warnings(runs: Runs, noise: NoiseCurve | NoiseCurves) -> list[str]:
+    """How far the simulated runs are beyond the progress and the batch sizes at which the noise was measured."""
+    curves, found = noise.curves if isinstance(noise, NoiseCurves) else [noise], []
+    ends = [curve.progress[-1] for curve in curves if not curve.is_constant]
+    goal = max(run.progress for _, run in runs)
+    if ends and min(ends) < goal / 1.01:
+        steps = f"{min(ends):,.0f} of {goal:,.0f} steps at the reference batch size"
+        found.append(f"the noise was measured for {steps}, and is assumed to stay as it was at the end of these")
+    used = [size for _, run in runs for size, _ in run.made]
+    sizes = [size for curve in curves for size in curve.batch_sizes or ()]
+    if sizes and (min(used) < min(sizes) / 1.01 or max(used) > max(sizes) * 1.01):
+        measured = _span(round(min(sizes)), round(max(sizes)))
+        where = f"at batch size {measured}, and used at {_span(min(used), max(used))}"
+        found.append(f"the noise was measured {where}: beyond, it is assumed to be as at the nearest one measured")
+    elif not sizes and ends:
+        found.append("the noise has no batch sizes, and is assumed to be the same at all of them")
+    return found
 
 
 def _cores(run: Simulation) -> str:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -31,34 +32,50 @@ class Span(NamedTuple):
 class Availability:
     """The number of cores over time, as consecutive spans that repeat after the last one; `name` is for messages.
 
+    Machines are filled one after the other; `cores_per_machine` is None if it is not known.
+
     >>> spans = iter(Availability.of_recording(Recording.from_counts([0, 30, 60, 90], [2, 2, 3])))
     >>> [next(spans) for _ in range(3)]
     [Span(cores=2, seconds=60.0), Span(cores=3, seconds=30.0), Span(cores=2, seconds=60.0)]
     """
 
-    def __init__(self, spans: Iterable[Span], *, name: str) -> None:
+    def __init__(self, spans: Iterable[Span], *, name: str, cores_per_machine: int | None = None) -> None:
+        if cores_per_machine is not None:
+            check_positive(cores_per_machine=cores_per_machine)
         merged = itertools.groupby(spans, key=lambda span: span.cores)
         self.spans = [Span(cores, sum(span.seconds for span in group)) for cores, group in merged]
-        self.name = name
+        self.name, self.cores_per_machine = name, cores_per_machine
         if not any(span.cores for span in self.spans):
             raise ValueError(f"{name}: no cores are available at any time")
 
     @classmethod
-    def constant(cls, cores: int) -> "Availability":
+    def constant(cls, cores: int, *, cores_per_machine: int | None = None) -> "Availability":
         """The same number of cores at all times."""
         check_positive(cores=cores)
-        return cls([Span(cores, math.inf)], name=f"{cores} core{'s' if cores > 1 else ''}")
+        name = f"{cores} core{'s' if cores > 1 else ''}"
+        return cls([Span(cores, math.inf)], name=name, cores_per_machine=cores_per_machine)
 
     @classmethod
-    def of_recording(cls, recording: Recording) -> "Availability":
+    def of_recording(cls, recording: Recording, *, cores_per_machine: int | None = None) -> "Availability":
         """As many cores as a recording has devices."""
-        return cls(map(Span, recording.counts.tolist(), recording.durations.tolist()), name=recording.places[0])
+        spans = map(Span, recording.counts.tolist(), recording.durations.tolist())
+        return cls(spans, name=recording.places[0], cores_per_machine=cores_per_machine)
 
     @classmethod
-    def of_market(cls, trace: Trace, *, seconds_per_row: float) -> "Availability":
+    def of_market(cls, trace: Trace, *, seconds_per_row: float, cores_per_machine: int | None = None) -> "Availability":
         """As many cores as the rows of a trace, such as :func:`spot_market` with one sample per device."""
         check_positive_number(seconds_per_row=seconds_per_row)
-        return cls((Span(count, seconds_per_row) for count in trace.sizes.tolist()), name=trace.name)
+        spans = (Span(count, seconds_per_row) for count in trace.sizes.tolist())
+        return cls(spans, name=trace.name, cores_per_machine=cores_per_machine)
+
+    def machines(self, cores: int, profile: Profile) -> int:
+        """The machines that so many cores are on; ValueError if the profile depends on them and they are not known."""
+        if self.cores_per_machine is not None:
+            return -(-cores // self.cores_per_machine)
+        if cores > 1 and profile.has_several_machines:
+            needed = "set `cores_per_machine` (--cores-per-machine), to tell how many machines they are on"
+            raise ValueError(f"{profile.name} has times on several machines, but {self.name} no placement: {needed}")
+        return 1
 
     def __iter__(self) -> Iterator[Span]:
         first, last = self.spans[0], self.spans[-1]
@@ -73,7 +90,7 @@ class Availability:
 
 @dataclass(frozen=True)
 class NoiseCurve:
-    """The noise scale as a function of progress, by linear interpolation of its logarithm.
+    """The noise scale of a run as a function of progress, by linear interpolation of its logarithm.
 
     >>> curve = NoiseCurve([0.0, 100.0], [10.0, 1000.0])
     >>> [round(curve(progress)) for progress in (0, 50, 100, 10_000)]
@@ -82,32 +99,110 @@ class NoiseCurve:
 
     progress: Sequence[float]  # ascending, in steps at the reference batch size
     noise_scales: Sequence[float]  # V/G² at these points, in samples, positive
+    batch_sizes: Sequence[float] | None = None  # of the run at these points; None if not known
 
-    def __call__(self, progress: float) -> float:
-        """The noise scale at this progress; constant outside the given points."""
-        return math.exp(float(np.interp(progress, self.progress, np.log(self.noise_scales))))
+    def __call__(self, progress: float, batch_size: float | None = None) -> float:
+        """The noise scale at this progress, for any batch size; constant outside the given points."""
+        return self._at(progress, self.noise_scales)
+
+    def batch_size(self, progress: float) -> float:
+        """The batch size of the run at this progress."""
+        assert self.batch_sizes is not None
+        return self._at(progress, self.batch_sizes)
+
+    def _at(self, progress: float, values: Sequence[float]) -> float:
+        return math.exp(float(np.interp(progress, self.progress, np.log(values))))
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it was assumed, and so has no points beyond which it is extrapolated."""
+        return len(self.progress) == 1 and not self.progress[0]
 
     @classmethod
-    def constant(cls, noise_scale: float) -> "NoiseCurve":
-        """A constant noise scale."""
+    def constant(cls, noise_scale: float, *, batch_size: int | None = None) -> "NoiseCurve":
+        """A noise scale that does not depend on progress."""
         check_positive_number(noise_scale=noise_scale)
-        return cls([0.0], [noise_scale])
+        if batch_size is None:
+            return cls([0.0], [noise_scale])
+        check_positive(batch_size=batch_size)
+        return cls([0.0], [noise_scale], [batch_size])
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "NoiseCurve":
-        """Read the noise scales from the log of a run, written by :class:`JsonLines`.
+        """Read the noise scales of a run: its log, written by :class:`JsonLines`, or a CSV file.
 
-        With weighted minibatches they are converted to samples with the mean weight of a sample.
+        A CSV file has the columns ``progress,noise_scale`` or ``progress,noise_scale,batch_size``. With weighted
+        minibatches, the noise scales of a log are converted to samples with the mean weight of a sample.
         """
-        found: dict[float, float] = {}
+        name = os.fspath(path)
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
+        if numbered and not numbered[0][1].lstrip().startswith("{"):
+            return cls(*zip(*_noise_rows(numbered, name), strict=True))
+        found: dict[float, tuple[float, ...]] = {}
         for record in read_records(Path(path)):
             scale = record.get("noise_scale")
             if scale is not None and 0 < scale < math.inf:
                 in_samples = record["samples"] / record["weight"] if "weight" in record else 1.0
-                found[record["progress"]] = scale * in_samples
+                size = (record["batch_size"],) if "batch_size" in record else ()
+                found[record["progress"]] = (scale * in_samples, *size)
         if not found:
-            refuse(os.fspath(path), "the log must have records with a noise scale, as of runs with AdaScale", "none")
-        return cls(sorted(found), [found[progress] for progress in sorted(found)])
+            refuse(name, "the log must have records with a noise scale, as of runs with AdaScale", "none")
+        if len({len(values) for values in found.values()}) > 1:
+            refuse(name, "all records with a noise scale must have a batch_size, or none", "some")
+        return cls(sorted(found), *map(list, zip(*(found[progress] for progress in sorted(found)), strict=True)))
+
+
+def _noise_rows(numbered: Sequence[tuple[int, str]], name: str) -> Iterator[tuple[float, ...]]:
+    """The rows of a CSV file of noise scales."""
+    (line, head), *rows = numbered
+    columns = [cell.strip() for cell in head.split(",")]
+    if columns not in (["progress", "noise_scale"], ["progress", "noise_scale", "batch_size"]):
+        refuse(f"{name}:{line}", "the columns must be progress,noise_scale or progress,noise_scale,batch_size", head)
+    if not rows:
+        refuse(name, "a table of noise scales must have a row", "none")
+    before = -math.inf
+    for line, text in rows:
+        try:
+            row = tuple(map(float, text.split(",")))
+        except ValueError:
+            row = ()
+        if len(row) != len(columns) or not all(math.isfinite(value) for value in row) or min(row[1:]) <= 0:
+            refuse(f"{name}:{line}", "a row must be a progress and positive numbers", text.strip())
+        if row[0] <= before:
+            refuse(
+                f"{name}:{line}", "progress must ascend: each run, or batch size, is a file of its own", f"{row[0]:g}"
+            )
+        before = row[0]
+        yield row
+
+
+@dataclass(frozen=True)
+class NoiseCurves:
+    """The noise scale as a function of progress and batch size, from runs at several batch sizes.
+
+    Its logarithm is on a line over the logarithm of the batch size, between those of the runs at the same progress, and
+    constant outside. Runs at the same batch size are averaged.
+
+    >>> runs = [NoiseCurve.constant(100.0, batch_size=64), NoiseCurve.constant(400.0, batch_size=256)]
+    >>> [round(NoiseCurves(runs)(0.0, size)) for size in (32, 64, 128, 256, 512)]
+    [100, 100, 200, 400, 400]
+    """
+
+    curves: Sequence[NoiseCurve]  # all with batch sizes
+
+    def __post_init__(self) -> None:
+        if not self.curves or any(curve.batch_sizes is None for curve in self.curves):
+            raise ValueError("the noise of several runs needs the batch size of each: one has none")
+
+    def __call__(self, progress: float, batch_size: float) -> float:
+        """The noise scale of a run with this batch size at this progress."""
+        found: dict[float, list[float]] = {}
+        for curve in self.curves:
+            found.setdefault(curve.batch_size(progress), []).append(math.log(curve(progress)))
+        sizes = sorted(found)
+        means = [fmean(found[size]) for size in sizes]
+        return math.exp(float(np.interp(math.log(batch_size), np.log(sizes), means)))
 
 
 class Moment(NamedTuple):
@@ -129,6 +224,7 @@ class Simulation:
     samples: int = 0  # in these steps
     progress: float = 0.0  # of these steps, in steps at the reference batch size
     restarts: int = 0  # number of restarts on another number of cores
+    lost_seconds: float = 0.0  # of steps that were interrupted, or not in the checkpoint of a restart
     basis: str = MEASURED  # of the least certain times: measured, interpolated or extrapolated
     made: list[tuple[int, int]] = field(default_factory=list)  # batch sizes of consecutive steps, with numbers of steps
     moments: list[Moment] = field(default_factory=list)  # the changes of cores or batch size, and the end
@@ -149,62 +245,85 @@ def simulate(
     policy: Policy | Callable[[Situation], float],
     *,
     profile: Profile,
-    noise: Callable[[float], float],
+    noise: Callable[[float, int], float],
     availability: Availability,
     minibatch_size: int,
     ref_batchsize: int,
     progress: float,
     capacity: int | None = None,
     restart_seconds: float = 0.0,
+    checkpoint_seconds: float | None = None,
 ) -> Simulation:
     """Simulate a run with a policy, using measured times instead of training.
 
     A step of depth d takes (d − 1)·a + u seconds, given by the profile, and makes the progress gain(B) at the current
     noise. When the number of cores changes, the current step is lost, rows decided ahead are dropped, and the run
-    resumes after a restart.
+    resumes after a restart. With `checkpoint_seconds`, it resumes from the last checkpoint, and the steps since then
+    are lost as well.
 
     Args:
         policy: a policy or a function of the situation.
         profile: the times of minibatches.
-        noise: the noise scale as a function of progress, such as a :class:`NoiseCurve`.
-        availability: the number of cores over time.
+        noise: the noise scale as a function of progress and batch size, such as a :class:`NoiseCurve` or
+            :class:`NoiseCurves`.
+        availability: the number of cores over time, and the machines that they are on.
         minibatch_size: samples per forward and backward pass of one core.
         ref_batchsize: the batch size of the steps in which progress is counted.
         progress: at which the run ends.
         capacity: the most samples in a step, which is the capacity of an epoch; None for no bound.
         restart_seconds: duration of a restart, on the new cores.
+        checkpoint_seconds: time between checkpoints, which are saved at the end of a step, if cores leave without
+            notice; None if a signal lets the run save before.
     """
     check_positive(minibatch_size=minibatch_size, ref_batchsize=ref_batchsize)
     check_positive_number(progress=progress)
     check_not_negative_number(restart_seconds=restart_seconds)
+    if checkpoint_seconds is not None:
+        check_positive_number(checkpoint_seconds=checkpoint_seconds)
     policy = policy_of(policy)
     if policy.needs_loss:
         raise ValueError(f"a simulation has no loss, which the policy {type(policy).__name__} needs")
-    run = _Run(PolicyTiming(policy), profile, noise, minibatch_size, ref_batchsize, capacity, progress)
+    settings = (noise, availability, minibatch_size, ref_batchsize, capacity, progress, checkpoint_seconds)
+    run = _Run(PolicyTiming(policy), profile, *settings)
     num_empty, spans = 0, iter(availability)
     while run.progress < progress:
         num_empty = 0 if run.spend(next(spans), restart_seconds) else num_empty + 1
         if num_empty > 10_000:
-            raise ValueError(f"{availability.name}: no step fits between two changes of the number of cores")
+            what = "step" if checkpoint_seconds is None else "checkpoint"
+            raise ValueError(f"{availability.name}: no {what} fits between two changes of the number of cores")
     run.moments.append(Moment(run.seconds, run.cores, run.made[-1][0], run.progress))
     return run
+
+
+class _Saved(NamedTuple):
+    """What a checkpoint restores."""
+
+    progress: float = 0.0
+    updates: int = 0
+    samples: int = 0
+    num_made: int = 0  # entries of `made`
 
 
 @dataclass
 class _Run(Simulation):
     timing: PolicyTiming
     profile: Profile
-    noise: Callable[[float], float]
+    noise: Callable[[float, int], float]
+    availability: Availability
     minibatch_size: int
     ref_batchsize: int
     capacity: int | None
     goal: float
+    checkpoint_seconds: float | None
     cores: int = 0
-    has_noise: bool = False  # true after a step with several minibatches
+    machines: int = 1
+    noise_size: int | None = None  # the latest batch size with several minibatches, which tell the noise
     rows: deque[tuple[int, int]] = field(default_factory=deque)  # like `made`, decided and not executed
+    saved: _Saved = field(default_factory=_Saved)
+    unsaved_seconds: float = 0.0  # of the steps since then
 
     def spend(self, span: Span, restart_seconds: float) -> bool:
-        """Run for one span; False if no step fits into it."""
+        """Run for one span; False if no step, or no checkpoint, fits into it."""
         begun, left = self.updates, span.seconds
         if span.cores:
             if self.cores:
@@ -212,10 +331,13 @@ class _Run(Simulation):
                 left -= self._wait(min(restart_seconds, left), span.cores)
                 self.timing.restart(self.made[-1][0] if self.made else None)
                 self.rows.clear()
-            self.cores = span.cores
+            self.cores, self.machines = span.cores, self.availability.machines(span.cores, self.profile)
             left = self._run_for(left)
         if self.progress < self.goal:
             self._wait(left, span.cores)
+            if span.cores:
+                self.lost_seconds += left
+                self._return_to_checkpoint()
         return self.updates > begun
 
     def _wait(self, seconds: float, cores: int) -> float:
@@ -225,15 +347,17 @@ class _Run(Simulation):
 
     def _run_for(self, left: float) -> float:
         """Make steps while time remains, up to the goal; returns the remaining time."""
+        where = {"cores": self.cores, "minibatch_size": self.minibatch_size, "machines": self.machines}
+        times = self.profile.times(**where)
         while self.progress < self.goal:
             until_next = self._decide()
             size, number = self.rows.popleft()
-            worth = gain(size, ref_batchsize=self.ref_batchsize, noise_scale=self.noise(self.progress))
-            where = {"cores": self.cores, "minibatch_size": self.minibatch_size}
-            times = self.profile.times(**where)
+            worth = gain(size, ref_batchsize=self.ref_batchsize, noise_scale=self.noise(self.progress, size))
             depth = -(-size // (self.minibatch_size * self.cores))
             seconds = (depth - 1) * times.accumulating + times.updating
             wanted = min(number, until_next, max(1, math.ceil((self.goal - self.progress) / worth - 1e-9)))
+            if self.checkpoint_seconds is not None:
+                wanted = min(wanted, max(1, math.ceil((self.checkpoint_seconds - self.unsaved_seconds) / seconds)))
             made = wanted if wanted * seconds <= left else int(left / seconds)
             if made:
                 self.basis = max(self.basis, self.profile.basis(**where), key=BASES.index)
@@ -241,11 +365,15 @@ class _Run(Simulation):
                     self.moments.append(Moment(self.seconds, self.cores, size, self.progress))
                 self.made.append((size, made))
                 self.timing.note_steps(size, depth, seconds, made)
-                self.has_noise = self.has_noise or size > self.minibatch_size
+                self.noise_size = size if size > self.minibatch_size else self.noise_size
                 self._wait(made * seconds, self.cores)
                 self.updates += made
                 self.samples += made * size
                 self.progress += made * worth
+                self.unsaved_seconds += made * seconds
+                if self.unsaved_seconds >= (self.checkpoint_seconds or 0.0):
+                    self.saved = _Saved(self.progress, self.updates, self.samples, len(self.made))
+                    self.unsaved_seconds = 0.0
             left -= made * seconds
             if made < wanted:
                 break
@@ -253,15 +381,28 @@ class _Run(Simulation):
                 self.rows.appendleft((size, number - made))
         return left
 
+    def _return_to_checkpoint(self) -> None:
+        """Drop the steps since the last checkpoint, which have taken their time."""
+        if self.unsaved_seconds:
+            last = self.moments[-1]
+            self.moments += [
+                last._replace(seconds=self.seconds, progress=at) for at in (self.progress, self.saved.progress)
+            ]
+            self.lost_seconds += self.unsaved_seconds
+            self.unsaved_seconds = 0.0
+            self.progress, self.updates, self.samples, num_made = self.saved
+            del self.made[num_made:]
+
     def _decide(self) -> int:
         """Let the policy decide rows if due; returns the number of steps until the next decision."""
         ahead = sum(number for _, number in self.rows)
         while number := self.timing.num_rows(ahead):
             situation = Situation(
                 cores=self.cores,
+                machines=self.machines,
                 minibatch_size=self.minibatch_size,
                 ref_batchsize=self.ref_batchsize,
-                noise_scale=self.noise(self.progress) if self.has_noise else None,
+                noise_scale=None if self.noise_size is None else self.noise(self.progress, self.noise_size),
                 steps_done=self.updates,
                 samples_done=self.samples,
                 progress=self.progress,
