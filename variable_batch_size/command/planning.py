@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -305,7 +306,8 @@ def add_cbs(parser: argparse.ArgumentParser) -> None:
     add("--after", type=positive, required=True, metavar="N", help="samples to train on before the branches")
     add("--samples", type=positive, required=True, metavar="N", help="of each branch")
     add("--seeds", type=positive, default=5, metavar="N", help="for the intervals, at least 2 (default: 5)")
-    add("--tolerance", type=float, default=0.01, metavar="T", help="relative increase of the loss (default: 0.01)")
+    help = "more samples to the same loss, as a fraction (default: 0.2)"
+    add("--tolerance", type=float, default=0.2, metavar="T", help=help)
 
 
 def run_cbs(options: argparse.Namespace) -> None:
@@ -322,15 +324,18 @@ def run_cbs(options: argparse.Namespace) -> None:
     sizes = [(options.batch_size or workload.ref_batchsize) * factor for factor in sorted({1, *options.factors})]
     found = branches(workload, sizes, samples_before=options.after, **selected(options, "samples", "rule", "seeds"))
     size = critical_batch_size(found, tolerance=options.tolerance)
-    table = [["batch size", "updates", "test loss", "increase (95 % interval)"]]
+    table = [["batch size", "updates", "test loss", "samples to the same loss (95 % interval)"]]
     for number, branch in enumerate(found):
-        gap = branch.increase(found[0])
-        words = "not finite" if gap is None else f"{100 * gap.mean:+.2f} ± {100 * (gap.error or 0):.2f} %"
+        cost = branch.cost(found[0])
+        words = "not reached"
+        if cost is not None:
+            low, mean, high = (math.exp(cost.mean + sign * (cost.error or 0)) for sign in (-1, 0, 1))
+            words = f"× {mean:.2f} ({low:.2f} to {high:.2f})"
         loss = f"{fmean(branch.losses):.4f}"
-        table.append([f"{branch.batch_size:,}", f"{branch.updates:,}", loss, words if number else "–"])
+        table.append([f"{branch.batch_size:,}", f"{branch.updates:,}", loss, words if number else "× 1"])
     print_text(reports.as_text(table, is_left=False))
-    without = f"without an increase above {100 * options.tolerance:g} %"
-    print_text(f"after {options.after:,} samples, the largest batch size {without}: {size}")
+    within = f"with at most {100 * options.tolerance:g} % more samples to the same loss"
+    print_text(f"after {options.after:,} samples, the largest batch size {within}: {size}")
 
 
 def add_advise(parser: argparse.ArgumentParser) -> None:
