@@ -463,3 +463,27 @@ def test_fit_prints_the_best_split(run):
         1,
         "vbs: the best split needs --noise-scale, --ref-batchsize and --max-batch-size, got only some\n",
     )
+
+
+def test_simulate_rents_cores_at_prices_of_a_file(run):
+    # 200 of progress: 150 updates of 256, as above. 3,600 an hour for 5 s, then 7,200; 50 ms on 2 cores: 7.5 s
+    Path("prices.csv").write_text("time,price\n0,3600\n5,7200\n100,0\n")
+    options = "--profile profile.csv --noise 128 --prices prices.csv"
+    code, out, err = run(f"{SIMULATE_256} {options} --cores 2")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "One run: batch size 256 on 2 cores, 7.5 s, cost 20.00."
+    rentals = "cheapest:max_batch_size=256 by_deadline:hours=0.001,max_batch_size=256"
+    code, out, err = run(f"{SIMULATE_256.replace('256', rentals, 1)} {options} --cores 4 --out out")
+    assert (code, err) == (0, "")
+    with open("out/table.csv", newline="") as file:
+        rows = {row["policy"].partition(":")[0]: row for row in csv.DictReader(file)}
+    # 3 cores are the fastest: gain(192) = 1.2 in 0.0103 + 0.025 s, against 4/3 in 0.011 + 0.03 s on 4
+    assert [rows[name]["cores"] for name in ("cheapest", "by_deadline")] == ["1", "3"]
+    assert float(rows["cheapest"]["cost"]) < float(rows["by_deadline"]["cost"])
+    assert "Cheapest: cheapest:max_batch_size=256 on 1 core" in out
+    assert "prices.csv" in Path("out/simulation.html").read_text()
+    code, _, err = run(f"{SIMULATE_256} {options} --cores 2 --price 1")
+    assert (code, err) == (1, "vbs: pass --price or --prices, not both\n")
+    no_prices = options.removesuffix("--prices prices.csv")
+    code, _, err = run(f"{SIMULATE_256.replace('256', 'cheapest:max_batch_size=256', 1)} {no_prices} --cores 2")
+    assert (code, err) == (1, "vbs: Cheapest needs a price, to choose the number of cores\n")

@@ -29,14 +29,14 @@ def fixed(size):
 
 
 def test_fixed_batch_by_hand():
-    run = simulate(fixed(512))
+    run = simulate(fixed(512), price=2.0)
     worth = vbs.rules.Noise(1000.0, 1.0).gain(512, REF)
     assert run.updates == math.ceil(100 / worth)
     assert run.samples == 512 * run.updates
     assert run.progress == pytest.approx(worth * run.updates)
     assert run.seconds == pytest.approx(run.updates * (3 * 1.0 + 2.3))
     assert run.device_seconds == pytest.approx(4 * run.seconds)
-    assert run.cost(2.0) == pytest.approx(2 * 4 * run.seconds / 3600)
+    assert run.cost == pytest.approx(2 * 4 * run.seconds / 3600)
     assert list(run.trace) == [512] * run.updates
     assert run.restarts == 0
 
@@ -135,9 +135,11 @@ def test_extrapolation_must_be_enabled():
 
 
 def test_the_cost_has_no_negative_price():
-    with pytest.raises(ValueError, match=r"`price` must be a non-negative number, got -0\.5"):
-        simulate(fixed(128)).cost(-0.5)
-    assert simulate(fixed(128)).cost(0) == 0
+    for price in (-0.5, math.nan, math.inf):
+        with pytest.raises(ValueError, match=rf"`price` must be a non-negative number, got {price}"):
+            simulate(fixed(128), price=price)
+    assert simulate(fixed(128), price=0).cost == 0
+    assert simulate(fixed(128)).cost is None
 
 
 def test_the_basis_is_that_of_the_least_certain_times():

@@ -29,8 +29,9 @@ from variable_batch_size.planning import reports
 from variable_batch_size.planning.advise import advice_report, advise, core_numbers
 from variable_batch_size.planning.plan import RULES, Plan, planned_rules
 from variable_batch_size.planning.profile import Measured, Profile
+from variable_batch_size.planning.rental import RENTALS, Prices, Rental
 from variable_batch_size.planning.simulate import Availability, NoiseCurve, NoiseCurves, simulate
-from variable_batch_size.policies.builtin import POLICIES, parse_policy
+from variable_batch_size.policies.builtin import POLICIES, parse_named, parse_policy
 from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.policies.throughput import best_split
 from variable_batch_size.schedules.schedule import ON_END, Schedule
@@ -82,7 +83,8 @@ def run_plan(options: argparse.Namespace) -> None:
 def add_simulate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     named = f"one of {', '.join(POLICIES)}, as in autoscale:max_batch_size=4096,threshold=1.1"
-    help = f"a batch size, {named}, or file.py:name of a policy, or of a function of the situation"
+    help = f"a batch size, {named}; {', '.join(RENTALS)}, which also choose the cores, as in by_deadline:hours=9,…"
+    help += "; or file.py:name of a policy, or of a function of the situation"
     add("policies", nargs="+", metavar="POLICY", help=help)
     add("--profile", required=True, metavar="FILE", help="times of minibatches, from vbs profile")
     help = "the log of a run with AdaScale, a CSV file (progress,noise_scale,batch_size), or a constant noise scale"
@@ -105,24 +107,26 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     help = "seconds between checkpoints, if devices leave without notice (default: a signal saves before)"
     add("--checkpoint-seconds", type=float, metavar="T", help=help)
     add("--price", type=float, metavar="P", help="per device-hour (default: no costs)")
+    help = "a CSV file of times, as dates or in seconds, and prices per device-hour, repeated after its end"
+    add("--prices", metavar="FILE", help=help)
     add("--extrapolate", action="store_true", help="allow more than twice the cores and samples of the profile")
     add("--out", metavar="DIR", help="for a page, a picture, the table and the traces (default: none)")
 
 
 def run_simulate(options: argparse.Namespace) -> None:
-    price = options.price
-    if price is not None:
-        check_not_negative_number(price=price)
+    if options.price is not None and options.prices is not None:
+        raise ValueError("pass --price or --prices, not both")
     given = selected(options, "minibatch_size", "ref_batchsize", "restart_seconds", "checkpoint_seconds")
     given["profile"] = Profile.read(options.profile, extrapolates=options.extrapolate)
     given["noise"] = noise = _noises(options.noise)
+    given["price"] = options.price if options.prices is None else Prices.read(options.prices)
     given["progress"] = options.samples / options.ref_batchsize
     given["capacity"] = options.dataset_size and options.dataset_size // options.minibatch_size * options.minibatch_size
     cores = _availabilities(options)
     cases = list(itertools.product(dict.fromkeys(options.policies), cores))
     runs = [(policy, simulate(_policy(policy), availability=where, **given)) for policy, where in cases]
-    print_text(reports.as_text(reports.simulation_table(runs, price=price)))
-    print_text(reports.verdict(runs, price=price))
+    print_text(reports.as_text(reports.simulation_table(runs)))
+    print_text(reports.verdict(runs))
     doubts = reports.noise_warnings(runs, noise)
     _warn(doubts)
     if options.out is None:
@@ -133,8 +137,8 @@ def run_simulate(options: argparse.Namespace) -> None:
         file = f"{re.sub('[:,/]', '-', name)}{f' on {where.name}' if len(cores) > 1 else ''}.csv"
         comment = f"decided by {name} on {where.name} in a simulation\nmade by: {options.command}"
         run.trace.write(directory / "traces" / file.replace(" ", "-"), comment=comment)
-    write_text(directory / "table.csv", reports.csv_text(reports.simulation_table(runs, price=price, is_csv=True)))
-    reports.plot_simulations(runs, directory / "simulation.png", price=price, format="png")
+    write_text(directory / "table.csv", reports.csv_text(reports.simulation_table(runs, is_csv=True)))
+    reports.plot_simulations(runs, directory / "simulation.png", format="png")
     facts = {
         "cores": ", ".join(where.name for where in cores),
         "profile": options.profile,
@@ -143,20 +147,23 @@ def run_simulate(options: argparse.Namespace) -> None:
         "ends after": f"{options.samples:,} samples at a batch size of {options.ref_batchsize}, or as much worth",
         "restart": reports.duration(options.restart_seconds),
     }
+    if options.prices is not None:
+        facts["prices"] = options.prices
     if options.cores_per_machine is not None:
         facts["machines"] = f"of {reports.counted(options.cores_per_machine, 'core')}"
     if options.checkpoint_seconds is not None:
         facts["checkpoints"] = f"every {reports.duration(options.checkpoint_seconds)}"
-    page = reports.simulation_page(runs, price=price, facts=facts, command=options.command)
+    page = reports.simulation_page(runs, facts=facts, command=options.command)
     write_text(directory / "simulation.html", page)
     print_text(f"{directory / 'simulation.html'}")
 
 
-def _policy(text: str) -> Policy | Callable[[Situation], float]:
-    """A policy by its name and settings, or what ``file.py:name`` is."""
+def _policy(text: str) -> Policy | Rental | Callable[[Situation], float]:
+    """A policy or rental by its name and settings, or what ``file.py:name`` is."""
     file, _, name = text.rpartition(":")
     if not file.endswith(".py"):
-        return parse_policy(text)
+        named: dict[str, Callable[..., Policy | Rental]] = {**POLICIES, **RENTALS}
+        return parse_policy(text) if text.isdecimal() else parse_named(text, named)
     # this imports torch, which takes seconds
     from variable_batch_size.comparison.workload import load_module
 
@@ -380,10 +387,11 @@ def run_advise(options: argparse.Namespace) -> None:
         ref_batchsize=ref_batchsize,
         num_samples=num_samples,
         max_batch_size=min(options.max_batch_size or 16 * ref_batchsize, capacity),
+        price=options.price,
     )
-    print_text(reports.as_text(reports.simulation_table(advice.best, price=options.price)))
+    print_text(reports.as_text(reports.simulation_table(advice.best)))
     width = min(100, shutil.get_terminal_size().columns)
-    print_text(textwrap.fill(advice_report(advice, profile, noise, price=options.price, doubts=doubts), width))
+    print_text(textwrap.fill(advice_report(advice, profile, noise, doubts=doubts), width))
 
 
 def _doubts_of_this_machine() -> list[str]:

@@ -269,19 +269,20 @@ def profile_warnings(profile: Profile) -> list[str]:
     return found
 
 
-def simulation_table(runs: Runs, *, price: float | None, is_csv: bool = False) -> Table:
-    """One row per run, the fastest first; with a cost if there is a price per device-hour.
+def simulation_table(runs: Runs, *, is_csv: bool = False) -> Table:
+    """One row per run, the fastest first; with costs if there was a price.
 
     In a CSV file times are hours, and numbers have no thousands separators.
     """
     times = ["hours", "device-hours"] if is_csv else ["time", "device time"]
+    has_cost = any(run.cost is not None for _, run in runs)
     head = ["updates", "samples", "progress", "restarts", "lost hours" if is_csv else "lost", "batch sizes", "times"]
-    table = [["policy", "cores", *times, *(["cost"] if price is not None else []), *head]]
+    table = [["policy", "cores", *times, *(["cost"] if has_cost else []), *head]]
     for name, run in sorted(runs, key=lambda item: item[1].seconds):
         sizes, seconds = [size for size, _ in run.made], (run.seconds, run.device_seconds)
         cells = [_cores(run), *(_time(time, is_csv=is_csv) for time in seconds)]
-        if price is not None:
-            cells.append(f"{run.cost(price):.6g}" if is_csv else money(run.cost(price)))
+        if run.cost is not None:
+            cells.append(f"{run.cost:.6g}" if is_csv else money(run.cost))
         cells += map(_count, (run.updates, run.samples, round(run.progress), run.restarts))
         cells += [_time(run.lost_seconds, is_csv=is_csv), _span(min(sizes), max(sizes)), run.basis]
         table.append([name, *(cell.replace(",", "") if is_csv else cell for cell in cells)])
@@ -322,24 +323,24 @@ def fastest(runs: Runs) -> tuple[str, Simulation]:
 
 
 def cheapest(runs: Runs) -> tuple[str, Simulation]:
-    """The run with the least device time; of several, the fastest."""
-    return min(runs, key=lambda item: (item[1].device_seconds, item[1].seconds))
+    """The run with the least cost, or device time without a price; of several, the fastest."""
+    return min(runs, key=lambda item: (item[1].cost or 0.0, item[1].device_seconds, item[1].seconds))
 
 
-def verdict(runs: Runs, *, price: float | None) -> str:
-    """The fastest and the cheapest run, a sentence each; cheap is little device time, at any price."""
+def verdict(runs: Runs) -> str:
+    """The fastest and the cheapest run, a sentence each; without a price, cheap is little device time."""
     first, last = fastest(runs), cheapest(runs)
     if len(runs) == 1:
-        return f"One run: {choice(*first, price=price)}."
+        return f"One run: {choice(*first)}."
     if first == last:
-        return f"Fastest and cheapest: {choice(*first, price=price)}."
-    return f"Fastest: {choice(*first, price=price)}. Cheapest: {choice(*last, price=price)}."
+        return f"Fastest and cheapest: {choice(*first)}."
+    return f"Fastest: {choice(*first)}. Cheapest: {choice(*last)}."
 
 
-def choice(name: str, run: Simulation, *, price: float | None) -> str:
+def choice(name: str, run: Simulation) -> str:
     """A simulated run in words: its policy, cores, time and cost, and whether its times are a guess."""
     policy = f"batch size {int(name):,}" if name.isdecimal() else name
-    cost = f"{duration(run.device_seconds)} of device time" if price is None else f"cost {money(run.cost(price))}"
+    cost = f"{duration(run.device_seconds)} of device time" if run.cost is None else f"cost {money(run.cost)}"
     guess = "" if run.basis == MEASURED else f" ({run.basis})"
     return f"{policy} on {_cores(run)} core{'s' * (_cores(run) != '1')}, {duration(run.seconds)}, {cost}{guess}"
 
@@ -410,13 +411,13 @@ def programs_summary(found: Programs) -> str:
     return "\n".join(lines)
 
 
-def simulation_page(runs: Runs, *, price: float | None, facts: Mapping[str, str], command: str) -> str:
+def simulation_page(runs: Runs, *, facts: Mapping[str, str], command: str) -> str:
     """An HTML page of simulated runs: the verdict, the table, the figure, their common settings, and the command."""
     figure = io.StringIO()
-    plot_simulations(runs, figure, price=price, format="svg")
+    plot_simulations(runs, figure, format="svg")
     svg = figure.getvalue()[figure.getvalue().index("<svg") :]  # without the prologue of a file
-    table = simulation_table(runs, price=price)
-    lead = verdict(runs, price=price)
+    table = simulation_table(runs)
+    lead = verdict(runs)
     return table_page("Simulated policies", table, lead=lead, facts=facts, command=command, figure=svg)
 
 
@@ -577,13 +578,13 @@ def plot_decisions(trace: Trace, records: Sequence[Mapping[str, Any]], path: str
     figure.savefig(path)
 
 
-def plot_simulations(runs: Runs, file: Any, *, price: float | None, format: str) -> None:
+def plot_simulations(runs: Runs, file: Any, *, format: str) -> None:
     """Save a figure of simulated runs, with the verdict as its title, to a path or a file object, as PNG or SVG."""
     has_same = len({name for name, _ in runs}) < len(runs)
     labels = [f"{name} on {_cores(run)}" if has_same else name for name, run in runs]
     columns = max(1, int(10 / (0.6 + 0.08 * max(map(len, labels)))))  # about 0.08 inches per character
     figure = new_figure(10, 8 + 0.2 * len(runs) // columns)
-    figure.suptitle(verdict(runs, price=price).replace(". ", ".\n"), fontsize=10)
+    figure.suptitle(verdict(runs).replace(". ", ".\n"), fontsize=10)
     panels = figure.subplots(3, 1, sharex=True)
     longest = max(run.seconds for _, run in runs)
     unit, size = next((item for item in _AXIS_UNITS if longest >= 2 * item[1]), _AXIS_UNITS[-1])

@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from variable_batch_size.checks import check_not_negative_number, check_positive, check_positive_number, refuse
 from variable_batch_size.files import read_records
 from variable_batch_size.planning.profile import BASES, MEASURED, Profile
-from variable_batch_size.policies.autoscale import gain
+from variable_batch_size.planning.rental import Offer, Prices, Rental
+from variable_batch_size.policies.autoscale import Goodput, gain
 from variable_batch_size.policies.policy import Policy, Situation, policy_of
 from variable_batch_size.policies.timing import PolicyTiming
 from variable_batch_size.traces.recording import Recording
@@ -220,6 +221,7 @@ class Simulation:
 
     seconds: float = 0.0  # wall-clock time, including time without cores
     device_seconds: float = 0.0  # summed over cores, including restarts
+    cost: float | None = None  # of these; None without a price
     updates: int = 0  # number of steps
     samples: int = 0  # in these steps
     progress: float = 0.0  # of these steps, in steps at the reference batch size
@@ -235,14 +237,9 @@ class Simulation:
         sizes, numbers = zip(*self.made, strict=True)
         return Trace.from_sequence(np.repeat(np.array(sizes, dtype=np.int64), numbers))
 
-    def cost(self, price: float) -> float:
-        """The cost at a price per device-hour."""
-        check_not_negative_number(price=price)
-        return self.device_seconds / 3600 * price
-
 
 def simulate(
-    policy: Policy | Callable[[Situation], float],
+    policy: Policy | Rental | Callable[[Situation], float],
     *,
     profile: Profile,
     noise: Callable[[float, int], float],
@@ -253,6 +250,7 @@ def simulate(
     capacity: int | None = None,
     restart_seconds: float = 0.0,
     checkpoint_seconds: float | None = None,
+    price: float | Prices | None = None,
 ) -> Simulation:
     """Simulate a run with a policy, using measured times instead of training.
 
@@ -262,7 +260,7 @@ def simulate(
     are lost as well.
 
     Args:
-        policy: a policy or a function of the situation.
+        policy: a policy, a function of the situation, or a :class:`Rental`, which also chooses the number of cores.
         profile: the times of minibatches.
         noise: the noise scale as a function of progress and batch size, such as a :class:`NoiseCurve` or
             :class:`NoiseCurves`.
@@ -274,20 +272,24 @@ def simulate(
         restart_seconds: duration of a restart, on the new cores.
         checkpoint_seconds: time between checkpoints, which are saved at the end of a step, if cores leave without
             notice; None if a signal lets the run save before.
+        price: of a device-hour, constant or over time; None for no costs.
     """
     check_positive(minibatch_size=minibatch_size, ref_batchsize=ref_batchsize)
     check_positive_number(progress=progress)
     check_not_negative_number(restart_seconds=restart_seconds)
     if checkpoint_seconds is not None:
         check_positive_number(checkpoint_seconds=checkpoint_seconds)
-    policy = policy_of(policy)
+    prices = price if price is None or isinstance(price, Prices) else Prices.constant(price)
+    rental = policy if isinstance(policy, Rental) else None
+    policy = policy_of(policy.policy if isinstance(policy, Rental) else policy)
     if policy.needs_loss:
         raise ValueError(f"a simulation has no loss, which the policy {type(policy).__name__} needs")
-    settings = (noise, availability, minibatch_size, ref_batchsize, capacity, progress, checkpoint_seconds)
-    run = _Run(PolicyTiming(policy), profile, *settings)
-    num_empty, spans = 0, iter(availability)
+    sizes = (minibatch_size, ref_batchsize, capacity, progress)
+    times = (restart_seconds, checkpoint_seconds)
+    run = _Run(PolicyTiming(policy), profile, noise, availability, prices, *sizes, *times)
+    num_empty, spans = 0, iter(availability) if rental is None else run.rented(rental)
     while run.progress < progress:
-        num_empty = 0 if run.spend(next(spans), restart_seconds) else num_empty + 1
+        num_empty = 0 if run.spend(next(spans)) else num_empty + 1
         if num_empty > 10_000:
             what = "step" if checkpoint_seconds is None else "checkpoint"
             raise ValueError(f"{availability.name}: no {what} fits between two changes of the number of cores")
@@ -310,39 +312,64 @@ class _Run(Simulation):
     profile: Profile
     noise: Callable[[float, int], float]
     availability: Availability
+    prices: Prices | None
     minibatch_size: int
     ref_batchsize: int
     capacity: int | None
     goal: float
+    restart_seconds: float
     checkpoint_seconds: float | None
-    cores: int = 0
+    cores: int = 0  # of the latest span, which may be 0
     machines: int = 1
+    is_started: bool = False
+    restart_left: float = 0.0  # seconds of the current restart
+    left: float = 0.0  # seconds of that span that are too short for a step, unless the next span has the same cores
     noise_size: int | None = None  # the latest batch size with several minibatches, which tell the noise
     rows: deque[tuple[int, int]] = field(default_factory=deque)  # like `made`, decided and not executed
     saved: _Saved = field(default_factory=_Saved)
     unsaved_seconds: float = 0.0  # of the steps since then
 
-    def spend(self, span: Span, restart_seconds: float) -> bool:
-        """Run for one span; False if no step, or no checkpoint, fits into it."""
-        begun, left = self.updates, span.seconds
-        if span.cores:
-            if self.cores:
+    def __post_init__(self) -> None:
+        self.cost = None if self.prices is None else 0.0
+
+    def spend(self, span: Span) -> bool:
+        """Run for one span; False if its cores are other ones, and no step, or no checkpoint, fits into it."""
+        begun, stays = self.saved.updates, span.cores == self.cores
+        if stays:
+            self.left += span.seconds
+        else:
+            self._leave()
+            self.cores, self.left = span.cores, span.seconds
+            if self.cores and self.is_started:
                 self.restarts += 1
-                left -= self._wait(min(restart_seconds, left), span.cores)
+                self.restart_left = self.restart_seconds
                 self.timing.restart(self.made[-1][0] if self.made else None)
                 self.rows.clear()
-            self.cores, self.machines = span.cores, self.availability.machines(span.cores, self.profile)
-            left = self._run_for(left)
-        if self.progress < self.goal:
-            self._wait(left, span.cores)
-            if span.cores:
-                self.lost_seconds += left
-                self._return_to_checkpoint()
-        return self.updates > begun
+        if self.cores:
+            self.is_started, self.machines = True, self.availability.machines(self.cores, self.profile)
+            restarting = self._wait(min(self.restart_left, self.left))
+            self.restart_left, self.left = self.restart_left - restarting, self.left - restarting
+            self.left = self._run_for(self.left)
+        return stays or self.saved.updates > begun
 
-    def _wait(self, seconds: float, cores: int) -> float:
+    def _leave(self) -> None:
+        """Leave the cores, and lose the current step and the steps since the last checkpoint."""
+        self._wait(self.left)
+        if self.cores:
+            self.lost_seconds += self.left
+        if self.unsaved_seconds:
+            last = self.moments[-1]._replace(seconds=self.seconds)
+            self.moments += [last._replace(progress=at) for at in (self.progress, self.saved.progress)]
+            self.lost_seconds += self.unsaved_seconds
+            self.unsaved_seconds = 0.0
+            self.progress, self.updates, self.samples, num_made = self.saved
+            del self.made[num_made:]
+
+    def _wait(self, seconds: float) -> float:
+        if self.prices is not None and self.cost is not None:
+            self.cost += self.cores * self.prices.cost(self.seconds, seconds)
         self.seconds += seconds
-        self.device_seconds += seconds * cores
+        self.device_seconds += seconds * self.cores
         return seconds
 
     def _run_for(self, left: float) -> float:
@@ -366,7 +393,7 @@ class _Run(Simulation):
                 self.made.append((size, made))
                 self.timing.note_steps(size, depth, seconds, made)
                 self.noise_size = size if size > self.minibatch_size else self.noise_size
-                self._wait(made * seconds, self.cores)
+                self._wait(made * seconds)
                 self.updates += made
                 self.samples += made * size
                 self.progress += made * worth
@@ -375,23 +402,57 @@ class _Run(Simulation):
                     self.saved = _Saved(self.progress, self.updates, self.samples, len(self.made))
                     self.unsaved_seconds = 0.0
             left -= made * seconds
-            if made < wanted:
-                break
             if made < number:
                 self.rows.appendleft((size, number - made))
+            if made < wanted:
+                break
         return left
 
-    def _return_to_checkpoint(self) -> None:
-        """Drop the steps since the last checkpoint, which have taken their time."""
-        if self.unsaved_seconds:
-            last = self.moments[-1]
-            self.moments += [
-                last._replace(seconds=self.seconds, progress=at) for at in (self.progress, self.saved.progress)
-            ]
-            self.lost_seconds += self.unsaved_seconds
-            self.unsaved_seconds = 0.0
-            self.progress, self.updates, self.samples, num_made = self.saved
-            del self.made[num_made:]
+    def rented(self, rental: Rental) -> Iterator[Span]:
+        """The available cores that are rented, each until the next choice."""
+        if self.prices is None:
+            raise ValueError(f"{type(rental).__name__} needs a price, to choose the number of cores")
+        cheapest = min(self.prices.prices)
+        if rental.max_price is not None and rental.max_price < cheapest:
+            raise ValueError(f"`max_price` must be at least {cheapest:g}, the lowest price, got {rental.max_price:g}")
+        now = 0.0
+        for span in self.availability:
+            left = span.seconds
+            while left > 0:
+                price, lasts = self.prices.at(now)
+                cores, is_cheap = 0, rental.max_price is None or price <= rental.max_price
+                if span.cores and is_cheap:
+                    assert self.cost is not None
+                    offers = self._offers(rental, span.cores, price)
+                    cores = rental.choose(offers, seconds=now, spent=self.cost, cores=self.cores)
+                seconds = min(left, lasts, rental.review_seconds)
+                yield Span(cores, seconds)
+                now, left = now + seconds, left - seconds
+
+    def _offers(self, rental: Rental, most: int, price: float) -> list[Offer]:
+        """The numbers of cores whose times the profile tells."""
+        sizes: dict[str, Any] = {"minibatch_size": self.minibatch_size, "ref_batchsize": self.ref_batchsize}
+        noise = self.noise(self.progress, self.noise_size or self.ref_batchsize)
+        offers, refusal = [], None
+        for cores in range(1, most + 1):
+            machines = self.availability.machines(cores, self.profile)
+            try:
+                times = self.profile.times(cores=cores, minibatch_size=self.minibatch_size, machines=machines)
+            except ValueError as error:
+                refusal = error
+                continue
+            bounds = rental.policy.bounds
+            allowed = bounds.minibatches(Situation(cores=cores, capacity=self.capacity, **sizes))
+            if bounds.min_batch_size is None:  # not below the reference batch size, like Autoscale
+                first = max(allowed.start, -(-self.ref_batchsize // self.minibatch_size))
+                allowed = range(min(first, allowed[-1]), allowed.stop)
+            goodput = Goodput(cores=cores, noise_scale=noise, **sizes, **times._asdict())
+            restart = self.restart_seconds if self.is_started and cores != self.cores else self.restart_left
+            seconds = restart + (self.goal - self.progress) / goodput(goodput.best(allowed))
+            offers.append(Offer(cores, seconds, price * cores * seconds / 3600))
+        if refusal is not None and not offers:
+            raise refusal
+        return offers
 
     def _decide(self) -> int:
         """Let the policy decide rows if due; returns the number of steps until the next decision."""
