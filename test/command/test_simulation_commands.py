@@ -487,3 +487,16 @@ def test_simulate_rents_cores_at_prices_of_a_file(run):
     no_prices = options.removesuffix("--prices prices.csv")
     code, _, err = run(f"{SIMULATE_256.replace('256', 'cheapest:max_batch_size=256', 1)} {no_prices} --cores 2")
     assert (code, err) == (1, "vbs: Cheapest needs a price, to choose the number of cores\n")
+
+
+def test_simulate_prints_the_interval_of_guessed_times(run):
+    code, out, _ = run(f"{SIMULATE_256} --profile profile.csv --noise 128 --cores 2 3 --out out")
+    assert (code, "95 % interval" in out.splitlines()[0]) == (0, True)
+    with open("out/table.csv", newline="") as file:
+        rows = {row["cores"]: row for row in csv.DictReader(file)}
+    low, mean, high = (float(rows["3"][name]) for name in ("hours from", "hours", "hours to"))
+    assert low < mean < high
+    assert mean / low == pytest.approx(high / mean, rel=1e-4)
+    assert {rows["2"][name] for name in ("hours from", "hours", "hours to")} == {rows["2"]["hours"]}
+    assert re.search(r"batch size 256 on 3 cores, \S+ s \(\S+ s to \S+ s\), ", out)
+    assert out.splitlines()[2].split()[4] == "–"

@@ -1,5 +1,7 @@
 """Profile, fit_throughput and NoiseCurve.read."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -195,3 +197,30 @@ def test_noise_of_several_batch_sizes_is_interpolated_in_both():
     assert vbs.planning.NoiseCurves([small, again])(50, 7) == pytest.approx(200)
     with pytest.raises(ValueError, match="the noise of several runs needs the batch size of each: one has none"):
         vbs.planning.NoiseCurves([small, vbs.planning.NoiseCurve.constant(5.0)])
+
+
+def test_the_interval_of_times_that_were_not_measured_is_that_of_the_errors_of_the_model():
+    # errors of ±10 % of four times and two parameters: a deviation of √(4 · 0.01 / 2); t(2) = 4.3027
+    model = vbs.policies.Throughput(0.5, 0.5 / 32, 1e-8, 1e-8, 1.0, 1e-8, 1.0)
+    low, high = math.exp(-0.1), math.exp(0.1)
+    rows = (Measured(1, 1, 32, low, high), Measured(1, 2, 32, high, 2 * low))
+    profile = vbs.planning.Profile(rows)
+    vars(profile)["throughput"] = model
+    factor = math.exp(4.3027 * math.sqrt(0.02))
+    for end, expected in zip(profile.ends, (1 / factor, factor), strict=True):
+        assert end.times(cores=2, minibatch_size=32) == (high, 2 * low)  # measured
+        assert end.times(cores=1, minibatch_size=64) == pytest.approx((1.5 * expected, 1.5 * expected), rel=1e-4)
+    between = vbs.planning.Profile((rows[0], rows[1]._replace(cores=3)), guess=2.0)
+    assert between.times(cores=2, minibatch_size=32) == pytest.approx((low + high, high + 2 * low))
+    assert vbs.planning.Profile([Measured(1, 3, 32, 1.0, 1.0)]).ends is None  # too few rows
+
+
+def test_the_interval_of_the_noise_is_that_of_runs_at_the_same_batch_size():
+    runs = [vbs.planning.NoiseCurve.constant(scale, batch_size=64) for scale in (100.0, 400.0)]
+    large = vbs.planning.NoiseCurve.constant(1000.0, batch_size=1024)
+    ends = vbs.planning.NoiseCurves([*runs, large]).ends
+    # the mean of the logarithms is log 200, their deviation log 4 / √2; t(1) = 12.7062
+    factor = math.exp(12.7062 * math.log(4) / 2)
+    assert [end(0.0, 64) for end in ends] == pytest.approx([200 / factor, 200 * factor], rel=1e-4)
+    assert [end(0.0, 1024) for end in ends] == pytest.approx([1000, 1000])
+    assert vbs.planning.NoiseCurves([runs[0], large]).ends is None

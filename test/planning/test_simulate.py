@@ -7,6 +7,7 @@ import pytest
 
 import variable_batch_size as vbs
 from variable_batch_size.planning.profile import Measured
+from variable_batch_size.planning.simulate import simulate_with_ends
 
 REF, MINIBATCH = 128, 32
 
@@ -247,3 +248,22 @@ def test_the_noise_is_that_of_the_batch_size():
     assert run.updates == 120
     assert seen[0] is None
     assert seen[-1] == pytest.approx(1536)
+
+
+def test_the_interval_of_the_time_is_that_of_guessed_times_and_the_noise():
+    given = {"minibatch_size": MINIBATCH, "ref_batchsize": REF, "progress": 100, "profile": profile()}
+    constant = vbs.planning.NoiseCurve.constant(1000.0)
+    between = vbs.planning.Availability.constant(3)
+    run = simulate_with_ends(fixed(96), noise=constant, availability=between, **given)
+    assert run.seconds == simulate(fixed(96), cores=3).seconds
+    factor = profile().ends[1].guess
+    assert factor > 1
+    assert [end.seconds for end in run.ends] == pytest.approx([run.seconds / factor, run.seconds * factor])
+    measured = {**given, "availability": vbs.planning.Availability.constant(4)}
+    assert simulate_with_ends(fixed(128), noise=constant, **measured).ends is None
+    # runs with more noise make more progress with a batch size above the reference
+    noise = vbs.planning.NoiseCurves([vbs.planning.NoiseCurve.constant(at, batch_size=512) for at in (900.0, 1100.0)])
+    run = simulate_with_ends(fixed(512), noise=noise, **measured)
+    expected = [simulate(fixed(512), noise=noise.ends[end](0.0, 512)).seconds for end in (1, 0)]
+    assert [end.seconds for end in run.ends] == expected
+    assert expected[0] < run.seconds < expected[1]

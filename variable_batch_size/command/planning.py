@@ -30,7 +30,7 @@ from variable_batch_size.planning.advise import advice_report, advise, core_numb
 from variable_batch_size.planning.plan import RULES, Plan, planned_rules
 from variable_batch_size.planning.profile import Measured, Profile
 from variable_batch_size.planning.rental import RENTALS, Prices, Rental
-from variable_batch_size.planning.simulate import Availability, NoiseCurve, NoiseCurves, simulate
+from variable_batch_size.planning.simulate import Availability, NoiseCurve, NoiseCurves, simulate_with_ends
 from variable_batch_size.policies.builtin import POLICIES, parse_named, parse_policy
 from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.policies.throughput import best_split
@@ -124,7 +124,7 @@ def run_simulate(options: argparse.Namespace) -> None:
     given["capacity"] = options.dataset_size and options.dataset_size // options.minibatch_size * options.minibatch_size
     cores = _availabilities(options)
     cases = list(itertools.product(dict.fromkeys(options.policies), cores))
-    runs = [(policy, simulate(_policy(policy), availability=where, **given)) for policy, where in cases]
+    runs = [(policy, simulate_with_ends(_policy(policy), availability=where, **given)) for policy, where in cases]
     print_text(reports.as_text(reports.simulation_table(runs)))
     print_text(reports.verdict(runs))
     doubts = reports.noise_warnings(runs, noise)

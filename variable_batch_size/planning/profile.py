@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -51,6 +51,7 @@ class Profile:
     rows: Sequence[Measured]  # the measurements
     name: str = "profile"  # of their source, for messages
     extrapolates: bool = False  # allow times beyond twice the measured range
+    guess: float = 1.0  # a factor of the times that were not measured
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, extrapolates: bool = False) -> "Profile":
@@ -74,16 +75,17 @@ class Profile:
         Lines are those between numbers of cores, then between minibatch sizes. Beyond twice the measured range or for
         an unmeasured network it raises, unless `extrapolates`.
         """
-        _, times = self._known(cores, minibatch_size, machines)
+        basis, times = self._known(cores, minibatch_size, machines)
         if times is not None:
-            return times
+            return times if basis == MEASURED else Times(*(self.guess * seconds for seconds in times))
         self.refuse_other_network(machines, cores)
         for warning in [] if self.extrapolates else self.far(cores, minibatch_size, machines):
             raise ValueError(
                 f"{warning}: set `extrapolates` to allow more than a factor of {_FARTHEST} beyond that range"
             )
         model = self.throughput
-        return Times(model.accumulating(minibatch_size), model.updating(machines, cores, minibatch_size))
+        guesses = model.accumulating(minibatch_size), model.updating(machines, cores, minibatch_size)
+        return Times(*(self.guess * seconds for seconds in guesses))
 
     def basis(self, *, cores: int, minibatch_size: int, machines: int = 1) -> str:
         """What :meth:`times` are: "measured", "interpolated" between measured ones, or "extrapolated"."""
@@ -123,6 +125,25 @@ class Profile:
     def throughput(self) -> Throughput:
         """The model fitted to the measurements."""
         return fit_throughput(self.rows)
+
+    @cached_property
+    def ends(self) -> "tuple[Profile, Profile] | None":
+        """The ends of the 95 % interval of times that were not measured, by the errors of the model in the rows.
+
+        Student's t times the standard deviation of the errors of both logarithms; None if the rows are too few to fit.
+        """
+        try:
+            model, free = self.throughput, free_parameters(self.rows)
+        except (ValueError, ImportError):
+            return None
+        errors = _log_errors(model, self.rows)
+        freedom = len(errors) - len(free)
+        special = import_extra("scipy.special", "an interval needs scipy", "compare")
+        deviation = math.sqrt(sum(error**2 for error in errors) / freedom)
+        factor = math.exp(float(special.stdtrit(freedom, 0.975)) * deviation)
+        low, high = (replace(self, guess=self.guess * end) for end in (1 / factor, factor))
+        low.__dict__["throughput"] = high.__dict__["throughput"] = model  # the same rows need no other fit
+        return low, high
 
     def refuse_other_network(self, machines: int, cores: int) -> None:
         """Reject cores without a measured all-reduce, which would take no time in the model."""

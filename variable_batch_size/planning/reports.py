@@ -275,12 +275,17 @@ def simulation_table(runs: Runs, *, is_csv: bool = False) -> Table:
     In a CSV file times are hours, and numbers have no thousands separators.
     """
     times = ["hours", "device-hours"] if is_csv else ["time", "device time"]
-    has_cost = any(run.cost is not None for _, run in runs)
+    has_cost, has_ends = (any(getattr(run, name) is not None for _, run in runs) for name in ("cost", "ends"))
+    if has_ends:
+        times[1:1] = ["hours from", "hours to"] if is_csv else ["95 % interval"]
     head = ["updates", "samples", "progress", "restarts", "lost hours" if is_csv else "lost", "batch sizes", "times"]
     table = [["policy", "cores", *times, *(["cost"] if has_cost else []), *head]]
     for name, run in sorted(runs, key=lambda item: item[1].seconds):
         sizes, seconds = [size for size, _ in run.made], (run.seconds, run.device_seconds)
         cells = [_cores(run), *(_time(time, is_csv=is_csv) for time in seconds)]
+        if has_ends:
+            between = [_time(end.seconds, is_csv=is_csv) for end in run.ends or (run, run)]
+            cells[2:2] = between if is_csv else [_interval(run) or "–"]
         if run.cost is not None:
             cells.append(f"{run.cost:.6g}" if is_csv else money(run.cost))
         cells += map(_count, (run.updates, run.samples, round(run.progress), run.restarts))
@@ -291,6 +296,12 @@ def simulation_table(runs: Runs, *, is_csv: bool = False) -> Table:
 
 def _time(seconds: float, *, is_csv: bool) -> str:
     return f"{seconds / 3600:.6g}" if is_csv else duration(seconds)
+
+
+def _interval(run: Simulation) -> str:
+    """The shortest and the longest time; empty if they read the same."""
+    times = dict.fromkeys(duration(end.seconds) for end in run.ends or ())
+    return " to ".join(times) if len(times) > 1 else ""
 
 
 def noise_warnings(runs: Runs, noise: NoiseCurve | NoiseCurves) -> list[str]:
@@ -342,7 +353,8 @@ def choice(name: str, run: Simulation) -> str:
     policy = f"batch size {int(name):,}" if name.isdecimal() else name
     cost = f"{duration(run.device_seconds)} of device time" if run.cost is None else f"cost {money(run.cost)}"
     guess = "" if run.basis == MEASURED else f" ({run.basis})"
-    return f"{policy} on {_cores(run)} core{'s' * (_cores(run) != '1')}, {duration(run.seconds)}, {cost}{guess}"
+    time = duration(run.seconds) + (f" ({_interval(run)})" if _interval(run) else "")
+    return f"{policy} on {_cores(run)} core{'s' * (_cores(run) != '1')}, {time}, {cost}{guess}"
 
 
 def as_text(table: Table, *, is_left: bool = True) -> str:
@@ -594,6 +606,10 @@ def plot_simulations(runs: Runs, file: Any, *, format: str) -> None:
         _draw_line(panels[0], times, sizes, number, label=labels[number])
         _draw_line(panels[1], times, cores, number)
         _draw_line(panels[2], times, progress, number, drawstyle="default")
+        for end in run.ends or ():
+            points = [(moment.seconds / size, moment.progress) for moment in end.moments]
+            thin = {"drawstyle": "default", "linewidth": 0.6, "alpha": 0.6}
+            _draw_line(panels[2], [at for at, _ in points], [progress for _, progress in points], number, **thin)
     for panel, label in zip(
         panels, ("batch size (samples)", "cores", "progress (steps at the reference)"), strict=True
     ):

@@ -5,14 +5,20 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from variable_batch_size.checks import check_not_negative_number, check_positive, check_positive_number, refuse
+from variable_batch_size.checks import (
+    check_not_negative_number,
+    check_positive,
+    check_positive_number,
+    import_extra,
+    refuse,
+)
 from variable_batch_size.files import read_records
 from variable_batch_size.planning.profile import BASES, MEASURED, Profile
 from variable_batch_size.planning.rental import Offer, Prices, Rental
@@ -191,6 +197,7 @@ class NoiseCurves:
     """
 
     curves: Sequence[NoiseCurve]  # all with batch sizes
+    end: int = 0  # -1 or 1 for an end of the 95 % interval of the mean over runs at the same batch size
 
     def __post_init__(self) -> None:
         if not self.curves or any(curve.batch_sizes is None for curve in self.curves):
@@ -202,8 +209,22 @@ class NoiseCurves:
         for curve in self.curves:
             found.setdefault(curve.batch_size(progress), []).append(math.log(curve(progress)))
         sizes = sorted(found)
-        means = [fmean(found[size]) for size in sizes]
+        means = [fmean(found[size]) + (self.end and self.end * _half_interval(found[size])) for size in sizes]
         return math.exp(float(np.interp(math.log(batch_size), np.log(sizes), means)))
+
+    @property
+    def ends(self) -> "tuple[NoiseCurves, NoiseCurves] | None":
+        """The ends of the 95 % interval; None if no two runs have a batch size in common."""
+        sizes = [size for curve in self.curves for size in set(curve.batch_sizes or ())]
+        return (replace(self, end=-1), replace(self, end=1)) if len(set(sizes)) < len(sizes) else None
+
+
+def _half_interval(values: Sequence[float]) -> float:
+    """Half of the 95 % interval of a mean, with Student's t; 0 for a single value."""
+    if len(values) == 1:
+        return 0.0
+    special = import_extra("scipy.special", "an interval needs scipy", "compare")
+    return float(special.stdtrit(len(values) - 1, 0.975)) * stdev(values) / math.sqrt(len(values))
 
 
 class Moment(NamedTuple):
@@ -230,6 +251,7 @@ class Simulation:
     basis: str = MEASURED  # of the least certain times: measured, interpolated or extrapolated
     made: list[tuple[int, int]] = field(default_factory=list)  # batch sizes of consecutive steps, with numbers of steps
     moments: list[Moment] = field(default_factory=list)  # the changes of cores or batch size, and the end
+    ends: "tuple[Simulation, Simulation] | None" = None  # the fastest and slowest, of :func:`simulate_with_ends`
 
     @property
     def trace(self) -> Trace:
@@ -294,6 +316,27 @@ def simulate(
             what = "step" if checkpoint_seconds is None else "checkpoint"
             raise ValueError(f"{availability.name}: no {what} fits between two changes of the number of cores")
     run.moments.append(Moment(run.seconds, run.cores, run.made[-1][0], run.progress))
+    return run
+
+
+def simulate_with_ends(
+    policy: Policy | Rental | Callable[[Situation], float],
+    *,
+    profile: Profile,
+    noise: NoiseCurve | NoiseCurves,
+    **options: Any,
+) -> Simulation:
+    """Like :func:`simulate`, also at the ends of the 95 % intervals of times that were not measured and of the noise.
+
+    The fastest and the slowest run of these are `ends`; None if there are no intervals.
+    """
+    run = simulate(policy, profile=profile, noise=noise, **options)
+    profiles = (run.basis != MEASURED and profile.ends) or (profile,)
+    noises = (isinstance(noise, NoiseCurves) and noise.ends) or (noise,)
+    if len(profiles) * len(noises) > 1:
+        pairs = itertools.product(profiles, noises)
+        others = [run, *(simulate(policy, profile=times, noise=curve, **options) for times, curve in pairs)]
+        run.ends = min(others, key=lambda other: other.seconds), max(others, key=lambda other: other.seconds)
     return run
 
 
