@@ -128,7 +128,7 @@ def test_simulate_writes_a_report_a_table_a_plot_and_the_traces(run):
     assert (code, err) == (0, "")
     assert out.splitlines()[0].split() == [
         *("policy", "cores", "time", "device", "time", "cost", "updates", "samples", "progress", "restarts"),
-        *("batch", "sizes", "times"),
+        *("lost", "batch", "sizes", "times"),
     ]
     page = Path("out/simulation.html").read_text()
     verdict = out.splitlines()[-2]
@@ -202,7 +202,10 @@ def test_simulate_accepts_recorded_devices_and_the_noise_of_a_log(run):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--noise x --cores 2", "--noise must be the log of a run or a positive number, got 'x'"),
+        (
+            "--noise x --cores 2",
+            "--noise must be the log of a run, a CSV file, a positive number, or as 128:500 one for",
+        ),
         ("100 --noise 5 --cores 2", "`policy` must be a multiple of 32 (the minibatch size), got 100"),
         ("512 --dataset-size 300 --noise 5 --cores 2", "`policy` must be at most 288 (the capacity of an epoch), got"),
         ("on_plateau --noise 5 --cores 2", "a simulation has no loss, which the policy OnPlateau needs"),
@@ -360,3 +363,140 @@ def test_simulate_reads_a_recording_in_the_given_unit(run):
     assert found[0] == found[1]
     code, _, err = run(f"{SIMULATE} --noise 500 --samples 200K --cores 2 --time-unit min")
     assert (code, err) == (1, "vbs: --time-unit is for a --recording, got min without one\n")
+
+
+ACROSS = PROFILE + "2,8,32,0.01,0.05\n"
+SIMULATE_256 = "vbs simulate 256 --minibatch-size 32 --ref-batchsize 128 --samples 25600"
+
+
+def test_simulate_places_cores_on_machines(run):
+    Path("across.csv").write_text(ACROSS)
+    code, _, err = run(f"{SIMULATE_256} --profile across.csv --noise 128 --cores 8")
+    where = "across.csv has times on several machines, but 8 cores no placement: set `cores_per_machine`"
+    assert (code, err.startswith(f"vbs: {where}")) == (1, True)
+    # 150 updates, as above: of 50 ms on two machines
+    code, out, err = run(f"{SIMULATE_256} --profile across.csv --noise 128 --cores 8 --cores-per-machine 4 --out out")
+    assert (code, err, out.splitlines()[1].split()[2:4]) == (0, "", ["7.5", "s"])
+    assert "of 4 cores" in Path("out/simulation.html").read_text()
+    Path("devices.csv").write_text("time,devices\n0,8\n1000,4\n2000,8\n")
+    options = "--noise 128 --recording devices.csv --cores-per-machine 4"
+    assert run(f"{SIMULATE_256} --profile across.csv {options}")[1].splitlines()[1].split()[2] == "7.5"
+
+
+def test_simulate_says_how_far_the_noise_is_extrapolated(run):
+    Path("noise.csv").write_text("progress,noise_scale,batch_size\n0,128,128\n50,128,128\n")
+    code, _, err = run(f"{SIMULATE_256} --profile profile.csv --noise noise.csv --cores 2")
+    assert (code, err.splitlines()) == (
+        0,
+        [
+            "vbs: warning: the noise was measured for 50 of 200 steps at the reference batch size, and is assumed to "
+            "stay as it was at the end of these",
+            "vbs: warning: the noise was measured at batch size 128, and used at 256: beyond, it is assumed to be as "
+            "at the nearest one measured",
+        ],
+    )
+    Path("old.jsonl").write_text('{"progress": 0, "noise_scale": 100}\n{"progress": 900, "noise_scale": 100}\n')
+    _, _, err = run(f"{SIMULATE_256} --profile profile.csv --noise old.jsonl --cores 2")
+    assert err == "vbs: warning: the noise has no batch sizes, and is assumed to be the same at all of them\n"
+
+
+def test_simulate_takes_the_noise_of_several_batch_sizes(run):
+    # 256 is in the middle of 64 and 1024, where φ is 128: 150 updates of 50 ms on two cores
+    code, out, err = run(f"{SIMULATE_256} --profile profile.csv --noise 64:32 --noise 1024:512 --cores 2")
+    assert (code, err, out.splitlines()[1].split()[2]) == (0, "", "7.5")
+    code, _, err = run(f"{SIMULATE_256} --profile profile.csv --noise 64:32 --noise 512 --cores 2")
+    assert (code, err) == (1, "vbs: with several --noise, each must have a batch size, got '512' without one\n")
+
+
+def test_simulate_takes_a_policy_from_a_file(run):
+    Path("own.py").write_text(
+        "import variable_batch_size as vbs\n"
+        "def double(situation):\n    return 64 * situation.cores\n"
+        "always = vbs.policies.PerCore(128)\n"
+    )
+    policies = "128 own.py:double 256 own.py:always"
+    code, out, _ = run(
+        f"{SIMULATE_256.replace('256', policies, 1)} --profile profile.csv --noise 128 --cores 2 --out out"
+    )
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[1:5]}
+    assert (code, rows["own.py:double"], rows["own.py:always"]) == (0, rows["128"], rows["256"])
+    assert set(vbs.Trace.read("out/traces/own.py-double.csv")) == {128}
+    code, _, err = run(f"{SIMULATE_256.replace('256', 'own.py:none', 1)} --profile profile.csv --noise 128 --cores 2")
+    message = "own.py must have a policy, or a function of the situation, named 'none', got None"
+    assert (code, err) == (1, f"vbs: {message}\n")
+
+
+def test_simulate_counts_work_since_the_last_checkpoint(run):
+    Path("devices.csv").write_text("time,devices\n0,4\n1,2\n2.02,4\n")
+    options = "--profile profile.csv --noise 128 --recording devices.csv --checkpoint-seconds 0.5"
+    # 150 updates. On 4 cores 41 ms each: 24 in a second, of which the first 13 are saved, so 0.467 s are lost. On 2
+    # cores 50 ms each: 20, saved after 10 and 20, so 0.02 s are lost. In 4 cycles of 2.02 s 132, then 18 in 0.738 s
+    code, out, _ = run(f"{SIMULATE_256} {options} --out out")
+    with open("out/table.csv", newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (code, row["updates"], row["restarts"]) == (0, "150", "8")
+    assert float(row["hours"]) == pytest.approx((4 * 2.02 + 0.738) / 3600, rel=1e-5)
+    assert float(row["lost hours"]) == pytest.approx(4 * 0.487 / 3600, rel=1e-5)
+    assert " 1.95 s " in out
+    assert "every 500 ms" in Path("out/simulation.html").read_text()
+
+
+def test_fit_warns_of_numbers_far_from_measured_ones(run):
+    code, out, err = run("vbs fit profile.csv --cores 8 512")
+    assert (code, "updating with it on 512 cores:" in out) == (0, True)
+    assert err == "vbs: warning: profile.csv was measured with 1 to 4 cores, got 512: the times are a guess\n"
+    assert "with 32 to 32 samples in a minibatch, got 65: the" in run("vbs fit profile.csv --minibatch-size 65")[2]
+
+
+def test_fit_prints_the_best_split(run):
+    code, out, err = run("vbs fit profile.csv --cores 4 --noise-scale 1000 --ref-batchsize 128 --max-batch-size 4096")
+    assert (code, err) == (0, "")
+    model = vbs.planning.Profile.read("profile.csv").throughput
+    best = vbs.policies.best_split(
+        model, noise_scale=1000.0, ref_batchsize=128, cores=4, max_batch_size=4096, max_minibatch=32
+    )
+    split = f"{best.depth} minibatches of {best.minibatch_size} per core and step"
+    in_all = f"batch size {4 * best.depth * best.minibatch_size:,}, worth {best.goodput:,.4g} samples per second at the"
+    assert out.splitlines()[-1].startswith(f"best split: {split}, {in_all}")
+    code, _, err = run("vbs fit profile.csv --noise-scale 1000")
+    assert (code, err) == (
+        1,
+        "vbs: the best split needs --noise-scale, --ref-batchsize and --max-batch-size, got only some\n",
+    )
+
+
+def test_simulate_rents_cores_at_prices_of_a_file(run):
+    # 200 of progress: 150 updates of 256, as above. 3,600 an hour for 5 s, then 7,200; 50 ms on 2 cores: 7.5 s
+    Path("prices.csv").write_text("time,price\n0,3600\n5,7200\n100,0\n")
+    options = "--profile profile.csv --noise 128 --prices prices.csv"
+    code, out, err = run(f"{SIMULATE_256} {options} --cores 2")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "One run: batch size 256 on 2 cores, 7.5 s, cost 20.00."
+    rentals = "cheapest:max_batch_size=256 by_deadline:hours=0.001,max_batch_size=256"
+    code, out, err = run(f"{SIMULATE_256.replace('256', rentals, 1)} {options} --cores 4 --out out")
+    assert (code, err) == (0, "")
+    with open("out/table.csv", newline="") as file:
+        rows = {row["policy"].partition(":")[0]: row for row in csv.DictReader(file)}
+    # 3 cores are the fastest: gain(192) = 1.2 in 0.0103 + 0.025 s, against 4/3 in 0.011 + 0.03 s on 4
+    assert [rows[name]["cores"] for name in ("cheapest", "by_deadline")] == ["1", "3"]
+    assert float(rows["cheapest"]["cost"]) < float(rows["by_deadline"]["cost"])
+    assert "Cheapest: cheapest:max_batch_size=256 on 1 core" in out
+    assert "prices.csv" in Path("out/simulation.html").read_text()
+    code, _, err = run(f"{SIMULATE_256} {options} --cores 2 --price 1")
+    assert (code, err) == (1, "vbs: pass --price or --prices, not both\n")
+    no_prices = options.removesuffix("--prices prices.csv")
+    code, _, err = run(f"{SIMULATE_256.replace('256', 'cheapest:max_batch_size=256', 1)} {no_prices} --cores 2")
+    assert (code, err) == (1, "vbs: Cheapest needs a price, to choose the number of cores\n")
+
+
+def test_simulate_prints_the_interval_of_guessed_times(run):
+    code, out, _ = run(f"{SIMULATE_256} --profile profile.csv --noise 128 --cores 2 3 --out out")
+    assert (code, "95 % interval" in out.splitlines()[0]) == (0, True)
+    with open("out/table.csv", newline="") as file:
+        rows = {row["cores"]: row for row in csv.DictReader(file)}
+    low, mean, high = (float(rows["3"][name]) for name in ("hours from", "hours", "hours to"))
+    assert low < mean < high
+    assert mean / low == pytest.approx(high / mean, rel=1e-4)
+    assert {rows["2"][name] for name in ("hours from", "hours", "hours to")} == {rows["2"]["hours"]}
+    assert re.search(r"batch size 256 on 3 cores, \S+ s \(\S+ s to \S+ s\), ", out)
+    assert out.splitlines()[2].split()[4] == "–"

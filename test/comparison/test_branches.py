@@ -1,6 +1,7 @@
 """vbs cbs: branches of one run at several batch sizes."""
 
 import math
+import re
 import shlex
 
 import pytest
@@ -20,6 +21,9 @@ def test_branches_train_on_the_same_number_of_samples_from_the_same_state():
     assert [(branch.batch_size, branch.updates) for branch in found] == [(16, 40), (64, 10)]
     assert found[0].losses != found[1].losses
     assert all(0 < branch.losses[0] < 2.3 for branch in found)
+    # tested at the start and after each tenth
+    assert [[samples for samples, _ in branch.curves[0]] for branch in found] == [list(range(0, 641, 64))] * 2
+    assert found[0].curves[0][0] == found[1].curves[0][0]
     # the same branch twice is the same to the last bit: neither has left a mark on the other
     twice = branches(workload, **branching(sizes=[16, 16]))
     assert twice[0] == twice[1] == found[0]
@@ -36,23 +40,55 @@ def test_later_start_has_a_lower_initial_loss():
     assert late.losses < early.losses
 
 
-def branch(size, *losses):
-    return Branch(size, 1, losses)
+def branch(size, *curves):
+    """With a loss of 1 at the start, and the given ones after 100, 200 and so on samples, for each seed."""
+    of_seeds = (tuple(zip(range(0, 100 * len(losses) + 1, 100), (1.0, *losses), strict=True)) for losses in curves)
+    return Branch(size, 1, tuple(of_seeds))
 
 
-def test_increase_is_that_of_pairs_with_its_interval():
-    # losses in pairs: +0.01, +0.02 and +0.03 of a mean of 2, so 0.5, 1 and 1.5 %; deviation 0.5 %, t(2) = 4.3027
-    gap = branch(64, 1.01, 2.02, 3.03).increase(branch(32, 1.0, 2.0, 3.0))
-    assert gap == pytest.approx((0.01, 4.3027 * 0.005 / math.sqrt(3)), rel=1e-4)
-    assert branch(64, -1.01, -2.02).increase(branch(32, -1.0, -2.0)).mean == pytest.approx(-0.01)  # a log-likelihood
-    assert branch(64, 1.0, float("nan")).increase(branch(32, 1.0, 2.0)) is None
+def factor(mine, theirs):
+    return math.exp(branch(64, mine).cost(branch(32, theirs)).mean)
 
 
-SAME, BETTER, WORSE, UNCLEAR, DIVERGED = (1.0, 1.0), (0.9, 0.91), (1.2, 1.21), (0.9, 1.2), (1.0, float("inf"))
+def test_the_cost_is_in_samples_to_the_lowest_loss_that_both_have_reached():
+    # 0.7 after 400 samples; the other has 0.8 after 100 and 0.6 after 200, so 0.7 after 150
+    assert factor((0.9, 0.8, 0.75, 0.7), (0.8, 0.6, 0.5, 0.4)) == pytest.approx(400 / 150)
+    assert factor((0.8, 0.6, 0.5, 0.4), (0.9, 0.8, 0.75, 0.7)) == pytest.approx(150 / 400)
+    assert factor((0.8, 0.6, 0.5), (0.8, 0.6, 0.5)) == 1
+    # 0.5 % of the whole loss, but twice the samples
+    assert factor((0.998, 0.995), (0.995, 0.990)) == pytest.approx(2)
+    # the lowest loss counts, not the last one, and the first time that it is reached: 0.6 after 200, and after 80
+    assert factor((0.9, 0.6, 0.9, 0.6), (0.5, 0.6, 0.7, 0.8)) == pytest.approx(200 / 80)
+    # a branch with fewer steps is tested less often
+    large = Branch(128, 1, (((0, 1.0), (200, 0.8), (400, 0.6)),))
+    assert math.exp(large.cost(branch(32, (0.8, 0.6, 0.5, 0.4))).mean) == pytest.approx(2)
+
+
+def test_the_cost_is_that_of_pairs_with_its_interval():
+    # factors of 1, 2 and 4: the logarithms have mean log 2 and deviation log 2; t(2) = 4.3027
+    base = branch(32, *[(0.75, 0.5, 0.25, 0.2)] * 3)
+    mine = branch(64, (0.75, 0.5, 0.25, 0.2), (0.875, 0.75, 0.625, 0.5), (0.9375, 0.875, 0.8125, 0.75))
+    expected = (math.log(2), 4.3027 * math.log(2) / math.sqrt(3))
+    assert mine.cost(base) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_branch_that_diverges_or_never_lowers_the_loss_has_no_cost():
+    base = branch(32, (0.5, 0.4))
+    assert branch(64, (0.5, float("nan"))).cost(base) is None
+    assert branch(64, (0.5, float("inf"))).cost(base) is None
+    assert branch(64, (1.1, 1.0)).cost(base) is None
+    for spike in (float("nan"), float("inf")):  # from which it has recovered
+        assert branch(64, (spike, 0.4)).cost(base).mean == pytest.approx(0)
+
+
+BASE = (0.8, 0.6, 0.4, 0.2)
+SAME, WORSE = (BASE, BASE), ((0.9, 0.8, 0.7, 0.6), (0.9, 0.8, 0.7, 0.59))
+BETTER = ((0.6, 0.4, 0.2, 0.1), (0.6, 0.4, 0.2, 0.11))
+UNCLEAR, DIVERGED = (BASE, WORSE[0]), (BASE, (0.8, 0.6, 0.4, float("inf")))
 
 
 @pytest.mark.parametrize(
-    ("losses", "bounds", "text"),
+    ("curves", "bounds", "text"),
     [
         ([SAME, BETTER], (128, None, ()), "at least 128 (the largest one tried)"),
         ([SAME, WORSE], (64, 128, ()), "at least 64 and below 128"),
@@ -63,27 +99,30 @@ SAME, BETTER, WORSE, UNCLEAR, DIVERGED = (1.0, 1.0), (0.9, 0.91), (1.2, 1.21), (
         ([DIVERGED, SAME], (None, 64, ()), "below 64 (start from a smaller --batch-size to find it)"),
         ([UNCLEAR, WORSE], (None, 128, (64,)), "below 128 (64 undecided: use more --seeds)"),
         ([UNCLEAR, SAME], (None, None, (64, 128)), "not found (64, 128 undecided: use more --seeds)"),
-        ([(1.0,)], (None, None, (64,)), "not found (64 undecided: use more --seeds)"),  # one seed
+        ([(BASE,)], (None, None, (64,)), "not found (64 undecided: use more --seeds)"),  # one seed
     ],
 )
-def test_critical_batch_size_has_the_bounds_that_were_seen(losses, bounds, text):
-    base = branch(32, *[1.0] * len(losses[0]))
-    found = critical_batch_size([base, *(branch(64 * 2**k, *own) for k, own in enumerate(losses))], tolerance=0.01)
+def test_critical_batch_size_has_the_bounds_that_were_seen(curves, bounds, text):
+    base = branch(32, *[BASE] * len(curves[0]))
+    found = critical_batch_size([base, *(branch(64 * 2**k, *own) for k, own in enumerate(curves))], tolerance=0.2)
     assert (found, str(found)) == (bounds, text)
 
 
-def test_a_base_without_a_loss_raises():
-    with pytest.raises(ValueError, match=r"the losses of the first branch, with batch size 32, are \(nan, 1.0\)"):
-        critical_batch_size([branch(32, float("nan"), 1.0), branch(64, 1.0, 1.0)], tolerance=0.01)
+def test_a_base_that_does_not_lower_the_loss_raises():
+    rule = "the first branch, with batch size 32, must lower the test loss, got 1 before and {} after 200 samples"
+    for losses, last in (((0.5, float("nan")), "nan"), ((1.1, 1.2), "1.2")):
+        with pytest.raises(ValueError, match=rule.format(last)):
+            critical_batch_size([branch(32, losses), branch(64, BASE)], tolerance=0.2)
 
 
 def test_command_prints_every_branch_and_the_result(capsys):
     assert main(shlex.split("cbs digits --after 320 --samples 320 --factors 2 --seeds 2 --rule linear")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["16", "32"]
-    assert lines[1].split()[-1] == "–"
-    assert lines[2].split()[-3:-1][0] == "±"
-    assert lines[-1].startswith("after 320 samples, the largest batch size without an increase above 1 %: ")
+    assert lines[1].endswith("× 1")
+    assert re.search(r"× \d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)$", lines[2])
+    within = "with at most 20 % more samples to the same loss: "
+    assert lines[-1].startswith(f"after 320 samples, the largest batch size {within}")
     assert lines[-1].split(": ")[1].startswith(("at least 32", "below 32", "not found"))
 
 

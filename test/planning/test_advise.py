@@ -45,7 +45,7 @@ def test_the_smallest_product_of_time_and_cost_is_taken(updating, taken):
 
 def test_the_paragraph_has_the_noise_the_times_and_the_choices():
     found, noise = profile(updating=1.2), band(90.0, 96.0, 100.0)
-    assert advice_report(advice(found, noise), found, noise, price=36.0) == (
+    assert advice_report(advice(found, noise, price=36.0), found, noise) == (
         "The noise scale is 96 samples (95 % interval 90 to 100) after 0 of 100 steps at the reference batch size, "
         "where it is assumed to stay. Times on 1 and 2 cores were measured, for training steps alone. "
         "Fastest: batch size 64 on 2 cores, 1 min 16 s, cost 1.51. Cheapest: batch size 32 on 1 core, 1 min 40 s, cost "
@@ -57,7 +57,7 @@ def test_the_paragraph_has_the_noise_the_times_and_the_choices():
 def test_a_choice_that_depends_on_the_noise_is_not_hidden():
     # at φ = 32 the gain of 64 is 2 / 1.5, so 75 updates, and 75 · 150 > 100 · 100; at 1e9 it is just below 2, so 51
     found, noise = profile(), band(32.0, 96.0, 1e9)
-    text = advice_report(advice(found, noise), found, noise, price=None)
+    text = advice_report(advice(found, noise), found, noise)
     assert "Take batch size 64 on 2 cores, 1 min 3 s, 2 min 6 s of device time: of these choices" in text
     changes = "it takes 51 s to 1 min 15 s, and the choice would be batch size 32 on 1 core at the lower end."
     assert f"Over the interval of the noise scale {changes}" in text
@@ -66,7 +66,7 @@ def test_a_choice_that_depends_on_the_noise_is_not_hidden():
 
 def test_guesses_are_named_as_such_next_to_the_best_measured_choice():
     found, noise = profile(), band(1e9, 1e9, 1e9)
-    text = advice_report(advice(found, noise, cores=(1, 2, 8), max_batch_size=256), found, noise, price=1.0)
+    text = advice_report(advice(found, noise, cores=(1, 2, 8), max_batch_size=256, price=1.0), found, noise)
     assert (
         "Times on 8 cores are a guess, extrapolated on the assumption that further cores are as fast, and the" in text
     )
@@ -79,21 +79,21 @@ def test_guesses_are_named_as_such_next_to_the_best_measured_choice():
 
 def test_a_guess_from_one_core_has_no_all_reduce():
     found = vbs.planning.Profile((Measured(1, 1, 32, 1.0, 1.0),), extrapolates=True)
-    text = advice_report(advice(found, band()), found, band(), price=None)
+    text = advice_report(advice(found, band()), found, band())
     assert "Times on 1 core were measured, for training steps alone. Times on 2 cores are a guess" in text
     assert "further cores are as fast, and the all-reduce takes no time." in text
 
 
 def test_times_of_a_busy_machine_are_doubtful():
     found = profile(accumulating=2.5, updating=2.5)
-    text = advice_report(advice(found, band()), found, band(), price=None, doubts=["the load was 5"])
+    text = advice_report(advice(found, band()), found, band(), doubts=["the load was 5"])
     slower = "accumulating a minibatch of 32 takes 2.5 s on 2 cores, 2.5 times the 1 s on 1 core"
     assert f"The times are doubtful: the load was 5. The times are doubtful: {slower}" in text
 
 
 def test_noise_that_covers_the_training_needs_no_assumption():
     curves = [vbs.planning.NoiseCurve([10.0, 100.0], [scale, 10 * scale]) for scale in (8.0, 9.0, 10.0)]
-    text = advice_report(advice(profile(), NoiseBand(*curves)), profile(), NoiseBand(*curves), price=None)
+    text = advice_report(advice(profile(), NoiseBand(*curves)), profile(), NoiseBand(*curves))
     first, last = "9 samples (95 % interval 8 to 10) after 10", "90 samples (95 % interval 80 to 100) after 100"
     assert text.startswith(f"The noise scale is {first} of 100 steps at the reference batch size, and {last}. Times on")
 

@@ -162,3 +162,46 @@ def test_held_out_numbers_of_cores_rank_policies_equally(cores):
         for left_out in ((), (cores,))
     )
     assert sorted(guessed, key=guessed.get) == sorted(known, key=known.get)
+
+
+def on_machines(cores, minibatch, cores_per_machine, without=(), **options):
+    whole = vbs.planning.Profile.read(RECORDED / "bert_times.csv")
+    table = vbs.planning.Profile(
+        tuple(row for row in whole.rows if row[:3] not in without), "bert_times.csv", **options
+    )
+    return vbs.planning.simulate(
+        vbs.policies.PerCore(),
+        profile=table,
+        noise=vbs.planning.NoiseCurve.constant(100.0),
+        availability=vbs.planning.Availability.constant(cores, cores_per_machine=cores_per_machine),
+        minibatch_size=minibatch,
+        ref_batchsize=12,
+        progress=100,
+    )
+
+
+@pytest.mark.parametrize("minibatch", [6, 8, 12])
+def test_steps_on_four_machines_take_the_recorded_time(minibatch):
+    rows = vbs.planning.Profile.read(RECORDED / "bert_times.csv").rows
+    (known,) = (row.seconds_updating for row in rows if row[:3] == (4, 16, minibatch))
+    run = on_machines(16, minibatch, 4)
+    assert run.seconds / run.updates == pytest.approx(known)
+    # three in each of four machines, by the rows with two and four in each
+    (left_out,) = (row.seconds_updating for row in rows if row[:3] == (4, 12, minibatch))
+    guess = on_machines(12, minibatch, 3, without=[(4, 12, size) for size in (4, 6, 8, 12)])
+    assert (guess.seconds / guess.updates, guess.basis) == (pytest.approx(left_out, rel=0.05), "interpolated")
+    # as if on one machine, it would be far too short
+    alone = on_machines(16, minibatch, 16, extrapolates=True)
+    assert alone.seconds / alone.updates < 0.7 * known
+    with pytest.raises(
+        ValueError, match=r"bert_times.csv has times on several machines, but 16 cores no placement: set"
+    ):
+        on_machines(16, minibatch, None)
+
+
+@pytest.mark.parametrize(("machines", "cores"), [(1, 1), (1, 2), (1, 4), (4, 4), (4, 8), (4, 16)])
+def test_minibatches_between_recorded_sizes_take_the_recorded_time(machines, cores):
+    rows = vbs.planning.Profile.read(RECORDED / "bert_times.csv").rows
+    (known,) = (row[3:] for row in rows if row[:3] == (machines, cores, 6))
+    others = vbs.planning.Profile([row for row in rows if row.minibatch_size != 6])
+    assert others.times(cores=cores, minibatch_size=6, machines=machines) == pytest.approx(known, rel=0.04)

@@ -7,6 +7,7 @@ import pytest
 
 import variable_batch_size as vbs
 from variable_batch_size.planning.profile import Measured
+from variable_batch_size.planning.simulate import simulate_with_ends
 
 REF, MINIBATCH = 128, 32
 
@@ -29,14 +30,14 @@ def fixed(size):
 
 
 def test_fixed_batch_by_hand():
-    run = simulate(fixed(512))
+    run = simulate(fixed(512), price=2.0)
     worth = vbs.rules.Noise(1000.0, 1.0).gain(512, REF)
     assert run.updates == math.ceil(100 / worth)
     assert run.samples == 512 * run.updates
     assert run.progress == pytest.approx(worth * run.updates)
     assert run.seconds == pytest.approx(run.updates * (3 * 1.0 + 2.3))
     assert run.device_seconds == pytest.approx(4 * run.seconds)
-    assert run.cost(2.0) == pytest.approx(2 * 4 * run.seconds / 3600)
+    assert run.cost == pytest.approx(2 * 4 * run.seconds / 3600)
     assert list(run.trace) == [512] * run.updates
     assert run.restarts == 0
 
@@ -135,9 +136,11 @@ def test_extrapolation_must_be_enabled():
 
 
 def test_the_cost_has_no_negative_price():
-    with pytest.raises(ValueError, match=r"`price` must be a non-negative number, got -0\.5"):
-        simulate(fixed(128)).cost(-0.5)
-    assert simulate(fixed(128)).cost(0) == 0
+    for price in (-0.5, math.nan, math.inf):
+        with pytest.raises(ValueError, match=rf"`price` must be a non-negative number, got {price}"):
+            simulate(fixed(128), price=price)
+    assert simulate(fixed(128), price=0).cost == 0
+    assert simulate(fixed(128)).cost is None
 
 
 def test_the_basis_is_that_of_the_least_certain_times():
@@ -182,3 +185,85 @@ def test_no_restart_between_equal_end_and_beginning_of_a_recording(times, counts
     assert run.restarts == gaps
     if not gaps:
         assert run.seconds == simulate(fixed(128)).seconds
+
+
+def test_cores_are_on_as_few_machines_as_possible():
+    rows = [Measured(1, 1, 32, 1.0, 1.0), Measured(1, 2, 32, 1.0, 1.5), Measured(2, 4, 32, 1.0, 3.0)]
+    seen = []
+
+    def decide(situation):
+        seen.append((situation.cores, situation.machines))
+        return 128
+
+    counts = vbs.traces.Recording.from_counts([0, 10, 20], [4, 2])
+    spans = vbs.planning.Availability.of_recording(counts, cores_per_machine=2)
+    run = simulate(decide, profile=vbs.planning.Profile(rows), availability=spans, progress=7)
+    # 4 cores on two machines: 3 s a step, 3 in 10 s; 2 on one: depth 2, 2.5 s, 4 in 10 s
+    assert (run.updates, run.seconds) == (7, pytest.approx(20))
+    assert {(4, 2), (2, 1)} == set(seen)
+    for unknown in (vbs.planning.Availability.of_recording(counts), vbs.planning.Availability.constant(2)):
+        with pytest.raises(
+            ValueError, match=r"no placement: set `cores_per_machine` .--cores-per-machine., to tell how"
+        ):
+            simulate(fixed(128), profile=vbs.planning.Profile(rows), availability=unknown)
+    alone = simulate(fixed(128), profile=vbs.planning.Profile(rows), cores=1)  # there is one way to place one core
+    assert alone.seconds == pytest.approx(100 * 4)
+    with pytest.raises(ValueError, match="`cores_per_machine` must be a positive integer, got 0"):
+        vbs.planning.Availability.constant(2, cores_per_machine=0)
+
+
+def test_steps_since_the_last_checkpoint_are_lost_when_cores_change():
+    availability = vbs.planning.Availability.of_recording(vbs.traces.Recording.from_counts([0, 10, 20], [4, 2]))
+    run = simulate(fixed(128), availability=availability, progress=8, checkpoint_seconds=4)
+    # 4 cores: 4 steps of 2.3 s, saved after 2, at 4.6 s, which is the first end of a step after 4 s, and after 4; 0.8 s
+    # are left. 2 cores: 3 steps of 3.1 s, saved after 2, at 6.2 s, so the third is lost, and 0.7 s. 4 cores: 2 more
+    assert (run.updates, run.samples, run.seconds) == (8, 8 * 128, pytest.approx(20 + 2 * 2.3))
+    assert run.lost_seconds == pytest.approx(0.8 + 3.1 + 0.7)
+    assert (len(run.trace), run.progress, run.restarts) == (8, pytest.approx(8), 2)
+    assert [round(moment.progress, 6) for moment in run.moments] == [0, 4, 7, 6, 6, 8]
+    signalled = simulate(fixed(128), availability=availability, progress=8)
+    assert (signalled.seconds, signalled.lost_seconds) == (pytest.approx(20 + 2.3), pytest.approx(0.8 + 0.7))
+
+
+def test_a_checkpoint_that_never_fits_is_rejected():
+    availability = vbs.planning.Availability.of_recording(vbs.traces.Recording.from_counts([0, 10, 20], [4, 2]))
+    with pytest.raises(ValueError, match="no checkpoint fits between two changes of the number of cores"):
+        simulate(fixed(128), availability=availability, checkpoint_seconds=11)
+    with pytest.raises(ValueError, match="`checkpoint_seconds` must be a positive number, got 0"):
+        simulate(fixed(128), checkpoint_seconds=0)
+
+
+def test_the_noise_is_that_of_the_batch_size():
+    noise = vbs.planning.NoiseCurves(
+        [vbs.planning.NoiseCurve.constant(scale, batch_size=size) for size, scale in ((128, 128.0), (512, 1536.0))]
+    )
+    seen = []
+
+    def decide(situation):
+        seen.append(situation.noise_scale)
+        return 512
+
+    run = simulate(decide, noise=noise, progress=390)
+    # gain of 512 at φ = 1536: (12 + 1) / (3 + 1)
+    assert run.updates == 120
+    assert seen[0] is None
+    assert seen[-1] == pytest.approx(1536)
+
+
+def test_the_interval_of_the_time_is_that_of_guessed_times_and_the_noise():
+    given = {"minibatch_size": MINIBATCH, "ref_batchsize": REF, "progress": 100, "profile": profile()}
+    constant = vbs.planning.NoiseCurve.constant(1000.0)
+    between = vbs.planning.Availability.constant(3)
+    run = simulate_with_ends(fixed(96), noise=constant, availability=between, **given)
+    assert run.seconds == simulate(fixed(96), cores=3).seconds
+    factor = profile().ends[1].guess
+    assert factor > 1
+    assert [end.seconds for end in run.ends] == pytest.approx([run.seconds / factor, run.seconds * factor])
+    measured = {**given, "availability": vbs.planning.Availability.constant(4)}
+    assert simulate_with_ends(fixed(128), noise=constant, **measured).ends is None
+    # runs with more noise make more progress with a batch size above the reference
+    noise = vbs.planning.NoiseCurves([vbs.planning.NoiseCurve.constant(at, batch_size=512) for at in (900.0, 1100.0)])
+    run = simulate_with_ends(fixed(512), noise=noise, **measured)
+    expected = [simulate(fixed(512), noise=noise.ends[end](0.0, 512)).seconds for end in (1, 0)]
+    assert [end.seconds for end in run.ends] == expected
+    assert expected[0] < run.seconds < expected[1]

@@ -3,11 +3,13 @@
 import argparse
 import itertools
 import json
+import math
 import os
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -27,8 +29,11 @@ from variable_batch_size.planning import reports
 from variable_batch_size.planning.advise import advice_report, advise, core_numbers
 from variable_batch_size.planning.plan import RULES, Plan, planned_rules
 from variable_batch_size.planning.profile import Measured, Profile
-from variable_batch_size.planning.simulate import Availability, NoiseCurve, simulate
-from variable_batch_size.policies.builtin import POLICIES, parse_policy
+from variable_batch_size.planning.rental import RENTALS, Prices, Rental
+from variable_batch_size.planning.simulate import Availability, NoiseCurve, NoiseCurves, simulate_with_ends
+from variable_batch_size.policies.builtin import POLICIES, parse_named, parse_policy
+from variable_batch_size.policies.policy import Policy, Situation
+from variable_batch_size.policies.throughput import best_split
 from variable_batch_size.schedules.schedule import ON_END, Schedule
 from variable_batch_size.traces.trace import Trace
 
@@ -77,15 +82,21 @@ def run_plan(options: argparse.Namespace) -> None:
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    help = f"a batch size or one of {', '.join(POLICIES)}, as in autoscale:max_batch_size=4096,threshold=1.1"
+    named = f"one of {', '.join(POLICIES)}, as in autoscale:max_batch_size=4096,threshold=1.1"
+    help = f"a batch size, {named}; {', '.join(RENTALS)}, which also choose the cores, as in by_deadline:hours=9,…"
+    help += "; or file.py:name of a policy, or of a function of the situation"
     add("policies", nargs="+", metavar="POLICY", help=help)
     add("--profile", required=True, metavar="FILE", help="times of minibatches, from vbs profile")
-    add("--noise", required=True, metavar="LOG", help="the log of a run with AdaScale, or a constant noise scale")
+    help = "the log of a run with AdaScale, a CSV file (progress,noise_scale,batch_size), or a constant noise scale"
+    help += ", as in 128:500 for batch size 128; may be repeated, for runs at several batch sizes"
+    add("--noise", required=True, action="append", metavar="LOG", help=help)
     cores = parser.add_mutually_exclusive_group(required=True)
     help = "constant numbers of cores; with several, a run on each"
     cores.add_argument("--cores", type=positive, nargs="+", metavar="C", help=help)
     cores.add_argument("--recording", metavar="FILE", help="recorded devices, as read by vbs convert")
     cores.add_argument("--market", metavar="TRACE", help="a trace of numbers of devices, as from vbs make spot")
+    help = "of machines that are filled one after the other (default: only for profiles of one machine)"
+    add("--cores-per-machine", type=positive, metavar="K", help=help)
     add("--seconds-per-row", type=float, default=60.0, metavar="T", help="of such a trace (default: 60)")
     add_recording(parser.add_argument_group("the recording"))
     add_minibatch(parser)
@@ -93,66 +104,104 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     add("--samples", type=positive, required=True, metavar="N", help="to train on at B0, or the equivalent progress")
     add("--dataset-size", type=positive, metavar="N", help="bounds the batch size (default: no bound)")
     add("--restart-seconds", type=float, default=0.0, metavar="T", help="of each restart (default: 0)")
+    help = "seconds between checkpoints, if devices leave without notice (default: a signal saves before)"
+    add("--checkpoint-seconds", type=float, metavar="T", help=help)
     add("--price", type=float, metavar="P", help="per device-hour (default: no costs)")
+    help = "a CSV file of times, as dates or in seconds, and prices per device-hour, repeated after its end"
+    add("--prices", metavar="FILE", help=help)
     add("--extrapolate", action="store_true", help="allow more than twice the cores and samples of the profile")
     add("--out", metavar="DIR", help="for a page, a picture, the table and the traces (default: none)")
 
 
 def run_simulate(options: argparse.Namespace) -> None:
-    price = options.price
-    if price is not None:
-        check_not_negative_number(price=price)
-    given = selected(options, "minibatch_size", "ref_batchsize", "restart_seconds")
+    if options.price is not None and options.prices is not None:
+        raise ValueError("pass --price or --prices, not both")
+    given = selected(options, "minibatch_size", "ref_batchsize", "restart_seconds", "checkpoint_seconds")
     given["profile"] = Profile.read(options.profile, extrapolates=options.extrapolate)
-    given["noise"] = _noise(options.noise)
+    given["noise"] = noise = _noises(options.noise)
+    given["price"] = options.price if options.prices is None else Prices.read(options.prices)
     given["progress"] = options.samples / options.ref_batchsize
     given["capacity"] = options.dataset_size and options.dataset_size // options.minibatch_size * options.minibatch_size
     cores = _availabilities(options)
     cases = list(itertools.product(dict.fromkeys(options.policies), cores))
-    runs = [(policy, simulate(parse_policy(policy), availability=where, **given)) for policy, where in cases]
-    print_text(reports.as_text(reports.simulation_table(runs, price=price)))
-    print_text(reports.verdict(runs, price=price))
+    runs = [(policy, simulate_with_ends(_policy(policy), availability=where, **given)) for policy, where in cases]
+    print_text(reports.as_text(reports.simulation_table(runs)))
+    print_text(reports.verdict(runs))
+    doubts = reports.noise_warnings(runs, noise)
+    _warn(doubts)
     if options.out is None:
         return
     directory = Path(options.out)
     (directory / "traces").mkdir(parents=True, exist_ok=True)
     for (name, run), (_, where) in zip(runs, cases, strict=True):
-        file = f"{name.replace(':', '-').replace(',', '-')}{f' on {where.name}' if len(cores) > 1 else ''}.csv"
+        file = f"{re.sub('[:,/]', '-', name)}{f' on {where.name}' if len(cores) > 1 else ''}.csv"
         comment = f"decided by {name} on {where.name} in a simulation\nmade by: {options.command}"
         run.trace.write(directory / "traces" / file.replace(" ", "-"), comment=comment)
-    write_text(directory / "table.csv", reports.csv_text(reports.simulation_table(runs, price=price, is_csv=True)))
-    reports.plot_simulations(runs, directory / "simulation.png", price=price, format="png")
+    write_text(directory / "table.csv", reports.csv_text(reports.simulation_table(runs, is_csv=True)))
+    reports.plot_simulations(runs, directory / "simulation.png", format="png")
     facts = {
         "cores": ", ".join(where.name for where in cores),
         "profile": options.profile,
-        "noise": options.noise,
+        "noise": "; ".join([", ".join(options.noise), *doubts]),
         "minibatch": f"{options.minibatch_size} samples",
         "ends after": f"{options.samples:,} samples at a batch size of {options.ref_batchsize}, or as much worth",
         "restart": reports.duration(options.restart_seconds),
     }
-    page = reports.simulation_page(runs, price=price, facts=facts, command=options.command)
+    if options.prices is not None:
+        facts["prices"] = options.prices
+    if options.cores_per_machine is not None:
+        facts["machines"] = f"of {reports.counted(options.cores_per_machine, 'core')}"
+    if options.checkpoint_seconds is not None:
+        facts["checkpoints"] = f"every {reports.duration(options.checkpoint_seconds)}"
+    page = reports.simulation_page(runs, facts=facts, command=options.command)
     write_text(directory / "simulation.html", page)
     print_text(f"{directory / 'simulation.html'}")
 
 
+def _policy(text: str) -> Policy | Rental | Callable[[Situation], float]:
+    """A policy or rental by its name and settings, or what ``file.py:name`` is."""
+    file, _, name = text.rpartition(":")
+    if not file.endswith(".py"):
+        named: dict[str, Callable[..., Policy | Rental]] = {**POLICIES, **RENTALS}
+        return parse_policy(text) if text.isdecimal() else parse_named(text, named)
+    # this imports torch, which takes seconds
+    from variable_batch_size.comparison.workload import load_module
+
+    policy: Policy | Callable[[Situation], float] | None = getattr(load_module(file), name, None)
+    if isinstance(policy, type) or policy is None or not (callable(policy) or isinstance(policy, Policy)):
+        raise ValueError(f"{file} must have a policy, or a function of the situation, named {name!r}, got {policy!r}")
+    return policy
+
+
+def _noises(texts: Sequence[str]) -> NoiseCurve | NoiseCurves:
+    curves = list(map(_noise, texts))
+    for text, curve in zip(texts, curves, strict=True):
+        if len(curves) > 1 and curve.batch_sizes is None:
+            raise ValueError(f"with several --noise, each must have a batch size, got {text!r} without one")
+    return NoiseCurves(curves) if len(curves) > 1 else curves[0]
+
+
 def _noise(text: str) -> NoiseCurve:
+    size, _, scale = text.rpartition(":")
     try:
-        return NoiseCurve.constant(float(text))
+        return NoiseCurve.constant(float(scale), batch_size=int(size) if size else None)
     except ValueError:
         if not os.path.exists(text):
-            raise ValueError(f"--noise must be the log of a run or a positive number, got {text!r}") from None
+            rule = "the log of a run, a CSV file, a positive number, or as 128:500 one for a batch size"
+            raise ValueError(f"--noise must be {rule}, got {text!r}") from None
     return NoiseCurve.read(text)
 
 
 def _availabilities(options: argparse.Namespace) -> list[Availability]:
+    given = selected(options, "cores_per_machine")
     if options.recording is not None:
-        return [Availability.of_recording(read_recording(options.recording, options))]
+        return [Availability.of_recording(read_recording(options.recording, options), **given)]
     for name, value in selected(options, *RECORDING).items():
         if value is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for a --recording, got {value} without one")
     if options.cores is not None:
-        return [Availability.constant(number) for number in dict.fromkeys(options.cores)]
-    return [Availability.of_market(Trace.read(options.market), seconds_per_row=options.seconds_per_row)]
+        return [Availability.constant(number, **given) for number in dict.fromkeys(options.cores)]
+    return [Availability.of_market(Trace.read(options.market), seconds_per_row=options.seconds_per_row, **given)]
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
@@ -212,26 +261,47 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
     add("--minibatch-size", type=positive, metavar="M", help="to predict (default: the largest one measured)")
     add("--machines", type=positive, default=1, metavar="N", help="on which the cores are (default: 1)")
     add("--json", action="store_true", help="print the seven parameters as JSON")
+    split = parser.add_argument_group("the best split into minibatches, at most as large as the largest one measured")
+    split.add_argument("--noise-scale", type=float, metavar="V", help="the noise scale, which the split is for")
+    split.add_argument("--ref-batchsize", type=positive, metavar="B0", help="the smallest batch size")
+    split.add_argument("--max-batch-size", type=positive, metavar="B", help="the largest batch size")
 
 
 def run_fit(options: argparse.Namespace) -> None:
-    profile = Profile.read(options.profile)
+    profile, machines = Profile.read(options.profile), options.machines
+    bounds = selected(options, "noise_scale", "ref_batchsize", "max_batch_size")
+    if len({value is None for value in bounds.values()}) > 1:
+        raise ValueError("the best split needs --noise-scale, --ref-batchsize and --max-batch-size, got only some")
     model = profile.throughput
     _warn_of(profile)
     if options.json:
         print_text(json.dumps(model._asdict()))
         return
     size = options.minibatch_size or max(row.minibatch_size for row in profile.rows)
+    numbers = options.cores or sorted({row.cores for row in profile.rows if row.machines == machines})
+    for cores in numbers:
+        profile.refuse_other_network(machines, cores)
+        _warn(f"{far}: the times are a guess" for far in profile.far(cores, size, machines))
     print_text(reports.fit_report(profile))
     print_text(f"accumulating a minibatch of {size}: {reports.duration(model.accumulating(size))}")
-    for cores in options.cores or sorted({row.cores for row in profile.rows if row.machines == options.machines}):
-        profile.refuse_other_network(options.machines, cores)
-        updating = model.updating(options.machines, cores, size)
+    for cores in numbers:
+        updating = model.updating(machines, cores, size)
         print_text(f"updating with it on {reports.counted(cores, 'core')}: {reports.duration(updating)}")
+        if None not in bounds.values():
+            largest = max(row.minibatch_size for row in profile.rows)
+            found = best_split(model, cores=cores, machines=machines, max_minibatch=largest, **bounds)
+            per_core = reports.counted(found.depth, "minibatch", "minibatches")
+            in_all = f"batch size {cores * found.depth * found.minibatch_size:,}"
+            worth = f"worth {found.goodput:,.4g} samples per second at the reference batch size"
+            print_text(f"best split: {per_core} of {found.minibatch_size} per core and step, {in_all}, {worth}")
 
 
 def _warn_of(profile: Profile) -> None:
-    for warning in reports.profile_warnings(profile):
+    _warn(reports.profile_warnings(profile))
+
+
+def _warn(warnings: Iterable[str]) -> None:
+    for warning in warnings:
         sys.stderr.write(f"vbs: warning: {warning}\n")
 
 
@@ -243,7 +313,8 @@ def add_cbs(parser: argparse.ArgumentParser) -> None:
     add("--after", type=positive, required=True, metavar="N", help="samples to train on before the branches")
     add("--samples", type=positive, required=True, metavar="N", help="of each branch")
     add("--seeds", type=positive, default=5, metavar="N", help="for the intervals, at least 2 (default: 5)")
-    add("--tolerance", type=float, default=0.01, metavar="T", help="relative increase of the loss (default: 0.01)")
+    help = "more samples to the same loss, as a fraction (default: 0.2)"
+    add("--tolerance", type=float, default=0.2, metavar="T", help=help)
 
 
 def run_cbs(options: argparse.Namespace) -> None:
@@ -260,15 +331,18 @@ def run_cbs(options: argparse.Namespace) -> None:
     sizes = [(options.batch_size or workload.ref_batchsize) * factor for factor in sorted({1, *options.factors})]
     found = branches(workload, sizes, samples_before=options.after, **selected(options, "samples", "rule", "seeds"))
     size = critical_batch_size(found, tolerance=options.tolerance)
-    table = [["batch size", "updates", "test loss", "increase (95 % interval)"]]
+    table = [["batch size", "updates", "test loss", "samples to the same loss (95 % interval)"]]
     for number, branch in enumerate(found):
-        gap = branch.increase(found[0])
-        words = "not finite" if gap is None else f"{100 * gap.mean:+.2f} ± {100 * (gap.error or 0):.2f} %"
+        cost = branch.cost(found[0])
+        words = "not reached"
+        if cost is not None:
+            low, mean, high = (math.exp(cost.mean + sign * (cost.error or 0)) for sign in (-1, 0, 1))
+            words = f"× {mean:.2f} ({low:.2f} to {high:.2f})"
         loss = f"{fmean(branch.losses):.4f}"
-        table.append([f"{branch.batch_size:,}", f"{branch.updates:,}", loss, words if number else "–"])
+        table.append([f"{branch.batch_size:,}", f"{branch.updates:,}", loss, words if number else "× 1"])
     print_text(reports.as_text(table, is_left=False))
-    without = f"without an increase above {100 * options.tolerance:g} %"
-    print_text(f"after {options.after:,} samples, the largest batch size {without}: {size}")
+    within = f"with at most {100 * options.tolerance:g} % more samples to the same loss"
+    print_text(f"after {options.after:,} samples, the largest batch size {within}: {size}")
 
 
 def add_advise(parser: argparse.ArgumentParser) -> None:
@@ -313,10 +387,11 @@ def run_advise(options: argparse.Namespace) -> None:
         ref_batchsize=ref_batchsize,
         num_samples=num_samples,
         max_batch_size=min(options.max_batch_size or 16 * ref_batchsize, capacity),
+        price=options.price,
     )
-    print_text(reports.as_text(reports.simulation_table(advice.best, price=options.price)))
+    print_text(reports.as_text(reports.simulation_table(advice.best)))
     width = min(100, shutil.get_terminal_size().columns)
-    print_text(textwrap.fill(advice_report(advice, profile, noise, price=options.price, doubts=doubts), width))
+    print_text(textwrap.fill(advice_report(advice, profile, noise, doubts=doubts), width))
 
 
 def _doubts_of_this_machine() -> list[str]:

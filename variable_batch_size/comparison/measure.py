@@ -22,6 +22,7 @@ from variable_batch_size.policies.timing import StepTimes
 
 _DEPTHS = (1, 3)
 _WARM_UP = 5
+_TESTS = 10  # of each branch
 
 
 def available_cores(device: str, *, threads: int) -> int:
@@ -142,28 +143,54 @@ def _noise_on_this_core(
     return found
 
 
+Curve = Sequence[tuple[int, float]]  # samples since the branches began, ascending from 0, and the test loss
+
+
 class Branch(NamedTuple):
-    """The batch size of a branch, its number of updates, and its test loss with each seed."""
+    """The batch size of a branch, its number of updates, and its curve with each seed."""
 
     batch_size: int
     updates: int
-    losses: tuple[float, ...]
+    curves: tuple[Curve, ...]
 
-    def increase(self, first: "Branch") -> Estimate | None:
-        """The mean increase over the losses of another branch with the same seeds, as a fraction of their mean.
+    @property
+    def losses(self) -> list[float]:
+        """The test loss at the end, with each seed."""
+        return [curve[-1][1] for curve in self.curves]
 
-        With its 95 % interval if there are several seeds; None if a loss is not finite.
+    def cost(self, first: "Branch") -> Estimate | None:
+        """The logarithm of the factor of samples to the same loss, over another branch with the same seeds.
+
+        The mean over seeds, with its 95 % interval if there are several; None if a run of this branch has diverged or
+        has not lowered the loss. The loss is the lowest that both have reached with a seed, so that the answer does not
+        depend on how low a loss may get.
         """
-        if not all(map(math.isfinite, self.losses)):
-            return None
-        loss = abs(fmean(first.losses))
-        return difference([(mine - theirs) / loss for mine, theirs in zip(self.losses, first.losses, strict=True)])
+        ratios = [_ratio(mine, theirs) for mine, theirs in zip(self.curves, first.curves, strict=True)]
+        return None if math.inf in ratios else difference(list(map(math.log, ratios)))
+
+
+def _ratio(mine: Curve, theirs: Curve) -> float:
+    """The samples of one curve to the lowest loss that both have reached, over those of the other."""
+    lowest = [min(loss for _, loss in curve if not math.isnan(loss)) for curve in (mine, theirs)]
+    if not math.isfinite(mine[-1][1]) or lowest[0] >= mine[0][1]:
+        return math.inf
+    return _samples_to(max(lowest), mine) / _samples_to(max(lowest), theirs)
+
+
+def _samples_to(loss: float, curve: Curve) -> float:
+    """The samples after which a curve first reaches a loss below its start, on the line to that point."""
+    for (samples, before), (next_samples, after) in itertools.pairwise(curve):
+        if after <= loss:
+            if not math.isfinite(before):
+                return next_samples
+            return samples + (next_samples - samples) * (before - loss) / (before - after)
+    raise AssertionError("every loss that is asked for was reached")
 
 
 def branches(
     workload: Workload, sizes: Sequence[int], *, samples_before: int, samples: int, rule: str, seeds: int
 ) -> list[Branch]:
-    """Train at the first of some batch sizes, branch off at each, and compare the losses after equally many samples.
+    """Train at the first of some batch sizes, branch off at each, and test the losses on equally many samples.
 
     Their number is rounded up to a multiple of all batch sizes. All branches train with each of several seeds.
     """
@@ -172,40 +199,47 @@ def branches(
     if samples < multiple:  # rounding up would multiply the work
         raise ValueError(f"`samples` must be at least {multiple}, a multiple of all batch sizes {sizes}, got {samples}")
     rounded_up = -(-samples // multiple) * multiple
-    losses = [_branch_losses(workload, sizes, samples_before, rounded_up, rule, seed) for seed in range(seeds)]
-    of_sizes = zip(sizes, zip(*losses, strict=True), strict=True)
+    curves = [_branch_curves(workload, sizes, samples_before, rounded_up, rule, seed) for seed in range(seeds)]
+    of_sizes = zip(sizes, zip(*curves, strict=True), strict=True)
     return [Branch(size, rounded_up // size, of_size) for size, of_size in of_sizes]
 
 
-def _branch_losses(
+def _branch_curves(
     workload: Workload, sizes: Sequence[int], samples_before: int, samples: int, rule: str, seed: int
-) -> list[float]:
-    """The test loss at the end of each branch."""
+) -> list[Curve]:
+    """The curve of each branch."""
     torch.manual_seed(seed)
     model = workload.model()
     run = Training(workload, model, rule, {"trace": sizes[0], "seed": seed})
-    _train_on(run, samples_before)
-    states = [copy.deepcopy(part.state_dict()) for part in run.parts]
-    found = []
+    next(loss for loss in run.losses() if run.optimizer.samples_done >= samples_before)
+    start, states = run.test()[0], [copy.deepcopy(part.state_dict()) for part in run.parts]
+    found: list[Curve] = []
     for size in sizes:
         # the same order of samples for all branches, different from that of the run before
         branch = Training(workload, model, rule, {"trace": size, "seed": seed + 1_000_000})
         for part, state in zip(branch.parts, states, strict=True):
             part.load_state_dict(copy.deepcopy(state))
-        _train_on(branch, samples)
-        found.append(branch.test()[0])
+        found.append([(0, start), *_tested(branch, samples)])
     return found
 
 
-def _train_on(training: Training, samples: int) -> None:
-    next(loss for loss in training.losses() if training.optimizer.samples_done >= samples)
+def _tested(training: Training, samples: int) -> Iterator[tuple[int, float]]:
+    """Train on some samples, and test the loss after each tenth of them, as far as steps end there."""
+    num_tested = 0
+    for _ in training.losses():
+        done = training.optimizer.samples_done
+        if done * _TESTS // samples > num_tested:
+            num_tested = done * _TESTS // samples
+            yield done, training.test()[0]
+        if done >= samples:
+            return
 
 
 class CriticalBatchSize(NamedTuple):
-    """Bounds of the largest batch size without an increase of the loss, as far as the branches show them."""
+    """Bounds of the largest batch size without many more samples to the same loss, as far as the branches show them."""
 
-    at_least: int | None  # up to this one, no branch increases the loss
-    below: int | None  # the smallest one with an increase
+    at_least: int | None  # up to this one, no branch needs many more samples
+    below: int | None  # the smallest one that does
     undecided: tuple[int, ...]  # those in between, or above `at_least`, whose interval contains the tolerance
 
     def __str__(self) -> str:
@@ -221,22 +255,25 @@ class CriticalBatchSize(NamedTuple):
 
 
 def critical_batch_size(found: Sequence[Branch], *, tolerance: float) -> CriticalBatchSize:
-    """Bounds of the largest batch size up to which no branch increases the loss of the first by more than a fraction.
+    """Bounds of the largest batch size up to which no branch needs a larger fraction of samples more than the first.
 
-    A branch does so if the 95 % interval of its increase is above the tolerance, or if its loss is not finite, and does
-    not if the interval is below. The first branch is what the others are compared with, and so is never the answer.
+    A branch does so if the 95 % interval of its factor of samples to the same loss is above 1 + tolerance, or if it has
+    diverged or not lowered the loss, and does not if the interval is below. The first branch is what the others are
+    compared with, and so is never the answer.
     """
     first, *others = found
-    if not all(map(math.isfinite, first.losses)) or not fmean(first.losses):
-        raise ValueError(f"the losses of the first branch, with batch size {first.batch_size}, are {first.losses}")
+    for curve in first.curves:
+        if not math.isfinite(curve[-1][1]) or min(loss for _, loss in curve) >= curve[0][1]:
+            lowers = f"must lower the test loss, got {curve[0][1]:.4g} before and {curve[-1][1]:.4g} after"
+            raise ValueError(f"the first branch, with batch size {first.batch_size}, {lowers} {curve[-1][0]:,} samples")
     at_least, below = None, None
     undecided: list[int] = []
     for branch in others:
-        gap = branch.increase(first)
-        if gap is None or (gap.error is not None and gap.mean - gap.error > tolerance):
+        cost, most = branch.cost(first), math.log1p(tolerance)
+        if cost is None or (cost.error is not None and cost.mean - cost.error > most):
             below = branch.batch_size
             break
-        if undecided or gap.error is None or gap.mean + gap.error > tolerance:
+        if undecided or cost.error is None or cost.mean + cost.error > most:
             undecided.append(branch.batch_size)
         else:
             at_least = branch.batch_size

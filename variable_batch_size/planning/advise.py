@@ -5,7 +5,7 @@ these, one for each number of cores, the advice is the one with the smallest pro
 twice as fast is worth twice the cost.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from variable_batch_size.checks import check_positive
@@ -58,6 +58,7 @@ def advise(
     ref_batchsize: int,
     num_samples: int,
     max_batch_size: int,
+    price: float | None = None,
 ) -> Advice:
     """Simulate constant batch sizes on several numbers of cores, and choose.
 
@@ -69,6 +70,7 @@ def advise(
         ref_batchsize: the smallest batch size, for which the optimizer's settings were chosen.
         num_samples: to train on at `ref_batchsize`; other batch sizes train until the same progress.
         max_batch_size: the largest batch size; the others are doubles of the smallest.
+        price: of a device-hour; None for no costs.
     """
     smallest = -(-ref_batchsize // minibatch_size) * minibatch_size
     if max_batch_size < smallest:
@@ -76,7 +78,7 @@ def advise(
         raise ValueError(f"`max_batch_size` must be {rule}, got {max_batch_size}")
     sizes = tuple(smallest * 2**k for k in range((max_batch_size // smallest).bit_length()))
 
-    def run(size: int, number: int, curve: Callable[[float], float]) -> tuple[str, Simulation]:
+    def run(size: int, number: int, curve: NoiseCurve) -> tuple[str, Simulation]:
         return str(size), simulate(
             parse_policy(str(size)),
             profile=profile,
@@ -85,6 +87,7 @@ def advise(
             minibatch_size=minibatch_size,
             ref_batchsize=ref_batchsize,
             progress=num_samples / ref_batchsize,
+            price=price,
         )
 
     numbers = sorted(set(cores))
@@ -98,21 +101,19 @@ def _best_of(runs: Runs) -> tuple[str, Simulation]:
     return min(runs, key=lambda item: item[1].seconds * item[1].device_seconds)
 
 
-def advice_report(
-    advice: Advice, profile: Profile, noise: NoiseBand, *, price: float | None, doubts: Sequence[str] = ()
-) -> str:
+def advice_report(advice: Advice, profile: Profile, noise: NoiseBand, *, doubts: Sequence[str] = ()) -> str:
     """The advice as a paragraph: the noise, the origin of the times, the fastest, the cheapest, and which to take.
 
     `doubts` are reasons not to trust the times, in addition to what the profile shows.
     """
-    product = f"the smallest product of time and {'device time' if price is None else 'cost'}"
+    product = f"the smallest product of time and {'device time' if advice.taken[1].cost is None else 'cost'}"
     sentences = [
         _noise_sentence(noise, advice.progress),
         *_times_sentences(advice, profile),
         *(f"The times are doubtful: {doubt}." for doubt in (*doubts, *profile_warnings(profile))),
-        verdict(advice.best, price=price),
-        f"Take {choice(*advice.taken, price=price)}: of these choices it has {product}.",
-        *_doubts(advice, price),
+        verdict(advice.best),
+        f"Take {choice(*advice.taken)}: of these choices it has {product}.",
+        *_doubts(advice),
     ]
     return " ".join(sentences)
 
@@ -142,7 +143,7 @@ def _cores(numbers: list[int]) -> str:
     return f"{', '.join(map(str, before))}{' and ' if before else ''}{counted(last, 'core')}"
 
 
-def _doubts(advice: Advice, price: float | None) -> list[str]:
+def _doubts(advice: Advice) -> list[str]:
     """How far the choice depends on the noise, on guessed times, and on the largest batch size."""
     name, run = advice.taken
     measured = [item for item in advice.best if item[1].basis == MEASURED]
@@ -156,7 +157,7 @@ def _doubts(advice: Advice, price: float | None) -> list[str]:
     same = f"the choice would be {' and '.join(different)}" if different else "the choice is the same"
     found = [f"Over the interval of the noise scale {takes}, and {same}."]
     if run.basis != MEASURED and measured:
-        best = choice(*_best_of(measured), price=price)
+        best = choice(*_best_of(measured))
         found.append(
             f"Its times are a guess: measure them before you rent. The best choice with measured times is {best}."
         )

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -51,6 +51,7 @@ class Profile:
     rows: Sequence[Measured]  # the measurements
     name: str = "profile"  # of their source, for messages
     extrapolates: bool = False  # allow times beyond twice the measured range
+    guess: float = 1.0  # a factor of the times that were not measured
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, extrapolates: bool = False) -> "Profile":
@@ -69,48 +70,112 @@ class Profile:
         write_text(Path(path), "\n".join([*top, ",".join(COLUMNS), *map(",".join, cells)]) + "\n")
 
     def times(self, *, cores: int, minibatch_size: int, machines: int = 1) -> Times:
-        """The times of minibatches: measured, interpolated between numbers of cores, or from the fitted model.
+        """The times of minibatches: measured, on a line between measured ones, or from the fitted model.
 
-        Beyond twice the measured range or for an unmeasured network it raises, unless `extrapolates`.
+        Lines are those between numbers of cores, then between minibatch sizes. Beyond twice the measured range or for
+        an unmeasured network it raises, unless `extrapolates`.
         """
-        rows = self._rows_of(machines, minibatch_size)
-        if self.basis(cores=cores, minibatch_size=minibatch_size, machines=machines) != EXTRAPOLATED:
-            numbers = sorted({row.cores for row in rows})
-            means = [[fmean(row[i] for row in rows if row.cores == number) for number in numbers] for i in (3, 4)]
-            return Times(*(float(np.interp(cores, numbers, mean)) for mean in means))
-        self._refuse_far("cores", cores, [row.cores for row in self.rows])
-        self._refuse_far("samples in a minibatch", minibatch_size, [row.minibatch_size for row in self.rows])
+        basis, times = self._known(cores, minibatch_size, machines)
+        if times is not None:
+            return times if basis == MEASURED else Times(*(self.guess * seconds for seconds in times))
         self.refuse_other_network(machines, cores)
+        for warning in [] if self.extrapolates else self.far(cores, minibatch_size, machines):
+            raise ValueError(
+                f"{warning}: set `extrapolates` to allow more than a factor of {_FARTHEST} beyond that range"
+            )
         model = self.throughput
-        return Times(model.accumulating(minibatch_size), model.updating(machines, cores, minibatch_size))
+        guesses = model.accumulating(minibatch_size), model.updating(machines, cores, minibatch_size)
+        return Times(*(self.guess * seconds for seconds in guesses))
 
     def basis(self, *, cores: int, minibatch_size: int, machines: int = 1) -> str:
-        """What :meth:`times` are: "measured", "interpolated" between numbers of cores, or "extrapolated"."""
-        numbers = {row.cores for row in self._rows_of(machines, minibatch_size)}
-        if cores in numbers:
-            return MEASURED
-        return INTERPOLATED if numbers and min(numbers) < cores < max(numbers) else EXTRAPOLATED
+        """What :meth:`times` are: "measured", "interpolated" between measured ones, or "extrapolated"."""
+        return self._known(cores, minibatch_size, machines)[0]
 
-    def _rows_of(self, machines: int, minibatch_size: int) -> list[Measured]:
-        return [row for row in self.rows if (row.machines, row.minibatch_size) == (machines, minibatch_size)]
+    def _known(self, *numbers: int) -> tuple[str, Times | None]:
+        """The basis of the times, and the times unless they are extrapolated."""
+        if numbers not in self._lookups:
+            self._lookups[numbers] = self._look_up(*numbers)
+        return self._lookups[numbers]
+
+    @cached_property
+    def _lookups(self) -> dict[tuple[int, ...], tuple[str, Times | None]]:
+        return {}
+
+    def _look_up(self, cores: int, minibatch_size: int, machines: int) -> tuple[str, Times | None]:
+        if machines > cores:
+            raise ValueError(f"`machines` must be at most the number of cores, which is {cores}, got {machines}")
+        same = [row for row in self.rows if row.machines == machines]
+        for rows in (same, self._alike(machines)):
+            times = _between(rows, cores, minibatch_size)
+            if times is not None:
+                is_measured = any(row[:3] == (machines, cores, minibatch_size) for row in self.rows)
+                return MEASURED if is_measured else INTERPOLATED, times
+        return EXTRAPOLATED, None
+
+    def _alike(self, machines: int) -> list[Measured]:
+        """The rows with the same network: as in the model, the number of several machines makes no difference."""
+        return [row for row in self.rows if (row.machines > 1) == (machines > 1)]
+
+    @property
+    def has_several_machines(self) -> bool:
+        """Whether the times of cores depend on how many machines they are on."""
+        return any(row.machines > 1 for row in self.rows)
 
     @cached_property
     def throughput(self) -> Throughput:
         """The model fitted to the measurements."""
         return fit_throughput(self.rows)
 
+    @cached_property
+    def ends(self) -> "tuple[Profile, Profile] | None":
+        """The ends of the 95 % interval of times that were not measured, by the errors of the model in the rows.
+
+        Student's t times the standard deviation of the errors of both logarithms; None if the rows are too few to fit.
+        """
+        try:
+            model, free = self.throughput, free_parameters(self.rows)
+        except (ValueError, ImportError):
+            return None
+        errors = _log_errors(model, self.rows)
+        freedom = len(errors) - len(free)
+        special = import_extra("scipy.special", "an interval needs scipy", "compare")
+        deviation = math.sqrt(sum(error**2 for error in errors) / freedom)
+        factor = math.exp(float(special.stdtrit(freedom, 0.975)) * deviation)
+        low, high = (replace(self, guess=self.guess * end) for end in (1 / factor, factor))
+        low.__dict__["throughput"] = high.__dict__["throughput"] = model  # the same rows need no other fit
+        return low, high
+
     def refuse_other_network(self, machines: int, cores: int) -> None:
         """Reject cores without a measured all-reduce, which would take no time in the model."""
-        is_known = any(row.cores > 1 and (row.machines > 1) == (machines > 1) for row in self.rows)
+        is_known = any(row.cores > 1 for row in self._alike(machines))
         if cores > 1 and not is_known and not self.extrapolates:
             where = "several machines" if machines > 1 else "one machine"
             raise ValueError(f"{self.name} must have a row with several cores on {where}, to time their all-reduce")
 
-    def _refuse_far(self, what: str, number: int, measured: Sequence[int]) -> None:
-        low, high = min(measured), max(measured)
-        if not self.extrapolates and not low / _FARTHEST <= number <= high * _FARTHEST:
-            advice = f"set `extrapolates` to allow more than a factor of {_FARTHEST} beyond that range"
-            raise ValueError(f"{self.name} was measured with {low} to {high} {what}, got {number}: {advice}")
+    def far(self, cores: int, minibatch_size: int, machines: int = 1) -> list[str]:
+        """In words, which of these numbers are more than a factor of 2 beyond the measured ones."""
+        found, rows = [], self._alike(machines) or self.rows
+        for what, number, field in (("cores", cores, 1), ("samples in a minibatch", minibatch_size, 2)):
+            low, high = min(row[field] for row in rows), max(row[field] for row in rows)
+            if not low / _FARTHEST <= number <= high * _FARTHEST:
+                where = " on several machines" if machines > 1 else ""
+                found.append(f"{self.name} was measured with {low} to {high} {what}{where}, got {number}")
+        return found
+
+
+def _between(rows: Sequence[Measured], cores: int, minibatch_size: int) -> Times | None:
+    """Times on lines between the numbers of cores of each minibatch size, and between these sizes; None outside."""
+    of_size: dict[int, list[float]] = {}
+    for size in sorted({row.minibatch_size for row in rows}):
+        here = [row for row in rows if row.minibatch_size == size]
+        numbers = sorted({row.cores for row in here})
+        if numbers[0] <= cores <= numbers[-1]:
+            means = [[fmean(row[i] for row in here if row.cores == number) for number in numbers] for i in (3, 4)]
+            of_size[size] = [float(np.interp(cores, numbers, mean)) for mean in means]
+    sizes = list(of_size)
+    if not sizes or not sizes[0] <= minibatch_size <= sizes[-1]:
+        return None
+    return Times(*(float(np.interp(minibatch_size, sizes, column)) for column in zip(*of_size.values(), strict=True)))
 
 
 def _rows(lines: Iterator[str], name: str) -> Iterator[Measured]:

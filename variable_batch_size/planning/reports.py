@@ -17,7 +17,7 @@ import numpy.typing as npt
 from variable_batch_size.checks import import_extra
 from variable_batch_size.planning.plan import Plan
 from variable_batch_size.planning.profile import MEASURED, Profile, free_parameters
-from variable_batch_size.planning.simulate import Simulation
+from variable_batch_size.planning.simulate import NoiseCurve, NoiseCurves, Simulation
 from variable_batch_size.planning.tpu import GIB, Program, Programs
 from variable_batch_size.schedules.schedule import Schedule
 from variable_batch_size.traces.recording import Conversion
@@ -269,23 +269,58 @@ def profile_warnings(profile: Profile) -> list[str]:
     return found
 
 
-def simulation_table(runs: Runs, *, price: float | None, is_csv: bool = False) -> Table:
-    """One row per run, the fastest first; with a cost if there is a price per device-hour.
+def simulation_table(runs: Runs, *, is_csv: bool = False) -> Table:
+    """One row per run, the fastest first; with costs if there was a price.
 
     In a CSV file times are hours, and numbers have no thousands separators.
     """
     times = ["hours", "device-hours"] if is_csv else ["time", "device time"]
-    head = ["updates", "samples", "progress", "restarts", "batch sizes", "times"]
-    table = [["policy", "cores", *times, *(["cost"] if price is not None else []), *head]]
+    has_cost, has_ends = (any(getattr(run, name) is not None for _, run in runs) for name in ("cost", "ends"))
+    if has_ends:
+        times[1:1] = ["hours from", "hours to"] if is_csv else ["95 % interval"]
+    head = ["updates", "samples", "progress", "restarts", "lost hours" if is_csv else "lost", "batch sizes", "times"]
+    table = [["policy", "cores", *times, *(["cost"] if has_cost else []), *head]]
     for name, run in sorted(runs, key=lambda item: item[1].seconds):
         sizes, seconds = [size for size, _ in run.made], (run.seconds, run.device_seconds)
-        cells = [_cores(run), *(f"{time / 3600:.6g}" if is_csv else duration(time) for time in seconds)]
-        if price is not None:
-            cells.append(f"{run.cost(price):.6g}" if is_csv else money(run.cost(price)))
+        cells = [_cores(run), *(_time(time, is_csv=is_csv) for time in seconds)]
+        if has_ends:
+            between = [_time(end.seconds, is_csv=is_csv) for end in run.ends or (run, run)]
+            cells[2:2] = between if is_csv else [_interval(run) or "–"]
+        if run.cost is not None:
+            cells.append(f"{run.cost:.6g}" if is_csv else money(run.cost))
         cells += map(_count, (run.updates, run.samples, round(run.progress), run.restarts))
-        cells += [_span(min(sizes), max(sizes)), run.basis]
+        cells += [_time(run.lost_seconds, is_csv=is_csv), _span(min(sizes), max(sizes)), run.basis]
         table.append([name, *(cell.replace(",", "") if is_csv else cell for cell in cells)])
     return table
+
+
+def _time(seconds: float, *, is_csv: bool) -> str:
+    return f"{seconds / 3600:.6g}" if is_csv else duration(seconds)
+
+
+def _interval(run: Simulation) -> str:
+    """The shortest and the longest time; empty if they read the same."""
+    times = dict.fromkeys(duration(end.seconds) for end in run.ends or ())
+    return " to ".join(times) if len(times) > 1 else ""
+
+
+def noise_warnings(runs: Runs, noise: NoiseCurve | NoiseCurves) -> list[str]:
+    """How far the simulated runs are beyond the progress and the batch sizes at which the noise was measured."""
+    curves, found = noise.curves if isinstance(noise, NoiseCurves) else [noise], []
+    ends = [curve.progress[-1] for curve in curves if not curve.is_constant]
+    goal = max(run.progress for _, run in runs)
+    if ends and min(ends) < goal / 1.01:
+        steps = f"{min(ends):,.0f} of {goal:,.0f} steps at the reference batch size"
+        found.append(f"the noise was measured for {steps}, and is assumed to stay as it was at the end of these")
+    used = [size for _, run in runs for size, _ in run.made]
+    sizes = [size for curve in curves for size in curve.batch_sizes or ()]
+    if sizes and (min(used) < min(sizes) / 1.01 or max(used) > max(sizes) * 1.01):
+        measured = _span(round(min(sizes)), round(max(sizes)))
+        where = f"at batch size {measured}, and used at {_span(min(used), max(used))}"
+        found.append(f"the noise was measured {where}: beyond, it is assumed to be as at the nearest one measured")
+    elif not sizes and ends:
+        found.append("the noise has no batch sizes, and is assumed to be the same at all of them")
+    return found
 
 
 def _cores(run: Simulation) -> str:
@@ -299,26 +334,27 @@ def fastest(runs: Runs) -> tuple[str, Simulation]:
 
 
 def cheapest(runs: Runs) -> tuple[str, Simulation]:
-    """The run with the least device time; of several, the fastest."""
-    return min(runs, key=lambda item: (item[1].device_seconds, item[1].seconds))
+    """The run with the least cost, or device time without a price; of several, the fastest."""
+    return min(runs, key=lambda item: (item[1].cost or 0.0, item[1].device_seconds, item[1].seconds))
 
 
-def verdict(runs: Runs, *, price: float | None) -> str:
-    """The fastest and the cheapest run, a sentence each; cheap is little device time, at any price."""
+def verdict(runs: Runs) -> str:
+    """The fastest and the cheapest run, a sentence each; without a price, cheap is little device time."""
     first, last = fastest(runs), cheapest(runs)
     if len(runs) == 1:
-        return f"One run: {choice(*first, price=price)}."
+        return f"One run: {choice(*first)}."
     if first == last:
-        return f"Fastest and cheapest: {choice(*first, price=price)}."
-    return f"Fastest: {choice(*first, price=price)}. Cheapest: {choice(*last, price=price)}."
+        return f"Fastest and cheapest: {choice(*first)}."
+    return f"Fastest: {choice(*first)}. Cheapest: {choice(*last)}."
 
 
-def choice(name: str, run: Simulation, *, price: float | None) -> str:
+def choice(name: str, run: Simulation) -> str:
     """A simulated run in words: its policy, cores, time and cost, and whether its times are a guess."""
     policy = f"batch size {int(name):,}" if name.isdecimal() else name
-    cost = f"{duration(run.device_seconds)} of device time" if price is None else f"cost {money(run.cost(price))}"
+    cost = f"{duration(run.device_seconds)} of device time" if run.cost is None else f"cost {money(run.cost)}"
     guess = "" if run.basis == MEASURED else f" ({run.basis})"
-    return f"{policy} on {_cores(run)} core{'s' * (_cores(run) != '1')}, {duration(run.seconds)}, {cost}{guess}"
+    time = duration(run.seconds) + (f" ({_interval(run)})" if _interval(run) else "")
+    return f"{policy} on {_cores(run)} core{'s' * (_cores(run) != '1')}, {time}, {cost}{guess}"
 
 
 def as_text(table: Table, *, is_left: bool = True) -> str:
@@ -387,13 +423,13 @@ def programs_summary(found: Programs) -> str:
     return "\n".join(lines)
 
 
-def simulation_page(runs: Runs, *, price: float | None, facts: Mapping[str, str], command: str) -> str:
+def simulation_page(runs: Runs, *, facts: Mapping[str, str], command: str) -> str:
     """An HTML page of simulated runs: the verdict, the table, the figure, their common settings, and the command."""
     figure = io.StringIO()
-    plot_simulations(runs, figure, price=price, format="svg")
+    plot_simulations(runs, figure, format="svg")
     svg = figure.getvalue()[figure.getvalue().index("<svg") :]  # without the prologue of a file
-    table = simulation_table(runs, price=price)
-    lead = verdict(runs, price=price)
+    table = simulation_table(runs)
+    lead = verdict(runs)
     return table_page("Simulated policies", table, lead=lead, facts=facts, command=command, figure=svg)
 
 
@@ -554,13 +590,13 @@ def plot_decisions(trace: Trace, records: Sequence[Mapping[str, Any]], path: str
     figure.savefig(path)
 
 
-def plot_simulations(runs: Runs, file: Any, *, price: float | None, format: str) -> None:
+def plot_simulations(runs: Runs, file: Any, *, format: str) -> None:
     """Save a figure of simulated runs, with the verdict as its title, to a path or a file object, as PNG or SVG."""
     has_same = len({name for name, _ in runs}) < len(runs)
     labels = [f"{name} on {_cores(run)}" if has_same else name for name, run in runs]
     columns = max(1, int(10 / (0.6 + 0.08 * max(map(len, labels)))))  # about 0.08 inches per character
     figure = new_figure(10, 8 + 0.2 * len(runs) // columns)
-    figure.suptitle(verdict(runs, price=price).replace(". ", ".\n"), fontsize=10)
+    figure.suptitle(verdict(runs).replace(". ", ".\n"), fontsize=10)
     panels = figure.subplots(3, 1, sharex=True)
     longest = max(run.seconds for _, run in runs)
     unit, size = next((item for item in _AXIS_UNITS if longest >= 2 * item[1]), _AXIS_UNITS[-1])
@@ -570,6 +606,10 @@ def plot_simulations(runs: Runs, file: Any, *, price: float | None, format: str)
         _draw_line(panels[0], times, sizes, number, label=labels[number])
         _draw_line(panels[1], times, cores, number)
         _draw_line(panels[2], times, progress, number, drawstyle="default")
+        for end in run.ends or ():
+            points = [(moment.seconds / size, moment.progress) for moment in end.moments]
+            thin = {"drawstyle": "default", "linewidth": 0.6, "alpha": 0.6}
+            _draw_line(panels[2], [at for at, _ in points], [progress for _, progress in points], number, **thin)
     for panel, label in zip(
         panels, ("batch size (samples)", "cores", "progress (steps at the reference)"), strict=True
     ):

@@ -5,16 +5,24 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from variable_batch_size.checks import check_not_negative_number, check_positive, check_positive_number, refuse
+from variable_batch_size.checks import (
+    check_not_negative_number,
+    check_positive,
+    check_positive_number,
+    import_extra,
+    refuse,
+)
 from variable_batch_size.files import read_records
 from variable_batch_size.planning.profile import BASES, MEASURED, Profile
-from variable_batch_size.policies.autoscale import gain
+from variable_batch_size.planning.rental import Offer, Prices, Rental
+from variable_batch_size.policies.autoscale import Goodput, gain
 from variable_batch_size.policies.policy import Policy, Situation, policy_of
 from variable_batch_size.policies.timing import PolicyTiming
 from variable_batch_size.traces.recording import Recording
@@ -31,34 +39,50 @@ class Span(NamedTuple):
 class Availability:
     """The number of cores over time, as consecutive spans that repeat after the last one; `name` is for messages.
 
+    Machines are filled one after the other; `cores_per_machine` is None if it is not known.
+
     >>> spans = iter(Availability.of_recording(Recording.from_counts([0, 30, 60, 90], [2, 2, 3])))
     >>> [next(spans) for _ in range(3)]
     [Span(cores=2, seconds=60.0), Span(cores=3, seconds=30.0), Span(cores=2, seconds=60.0)]
     """
 
-    def __init__(self, spans: Iterable[Span], *, name: str) -> None:
+    def __init__(self, spans: Iterable[Span], *, name: str, cores_per_machine: int | None = None) -> None:
+        if cores_per_machine is not None:
+            check_positive(cores_per_machine=cores_per_machine)
         merged = itertools.groupby(spans, key=lambda span: span.cores)
         self.spans = [Span(cores, sum(span.seconds for span in group)) for cores, group in merged]
-        self.name = name
+        self.name, self.cores_per_machine = name, cores_per_machine
         if not any(span.cores for span in self.spans):
             raise ValueError(f"{name}: no cores are available at any time")
 
     @classmethod
-    def constant(cls, cores: int) -> "Availability":
+    def constant(cls, cores: int, *, cores_per_machine: int | None = None) -> "Availability":
         """The same number of cores at all times."""
         check_positive(cores=cores)
-        return cls([Span(cores, math.inf)], name=f"{cores} core{'s' if cores > 1 else ''}")
+        name = f"{cores} core{'s' if cores > 1 else ''}"
+        return cls([Span(cores, math.inf)], name=name, cores_per_machine=cores_per_machine)
 
     @classmethod
-    def of_recording(cls, recording: Recording) -> "Availability":
+    def of_recording(cls, recording: Recording, *, cores_per_machine: int | None = None) -> "Availability":
         """As many cores as a recording has devices."""
-        return cls(map(Span, recording.counts.tolist(), recording.durations.tolist()), name=recording.places[0])
+        spans = map(Span, recording.counts.tolist(), recording.durations.tolist())
+        return cls(spans, name=recording.places[0], cores_per_machine=cores_per_machine)
 
     @classmethod
-    def of_market(cls, trace: Trace, *, seconds_per_row: float) -> "Availability":
+    def of_market(cls, trace: Trace, *, seconds_per_row: float, cores_per_machine: int | None = None) -> "Availability":
         """As many cores as the rows of a trace, such as :func:`spot_market` with one sample per device."""
         check_positive_number(seconds_per_row=seconds_per_row)
-        return cls((Span(count, seconds_per_row) for count in trace.sizes.tolist()), name=trace.name)
+        spans = (Span(count, seconds_per_row) for count in trace.sizes.tolist())
+        return cls(spans, name=trace.name, cores_per_machine=cores_per_machine)
+
+    def machines(self, cores: int, profile: Profile) -> int:
+        """The machines that so many cores are on; ValueError if the profile depends on them and they are not known."""
+        if self.cores_per_machine is not None:
+            return -(-cores // self.cores_per_machine)
+        if cores > 1 and profile.has_several_machines:
+            needed = "set `cores_per_machine` (--cores-per-machine), to tell how many machines they are on"
+            raise ValueError(f"{profile.name} has times on several machines, but {self.name} no placement: {needed}")
+        return 1
 
     def __iter__(self) -> Iterator[Span]:
         first, last = self.spans[0], self.spans[-1]
@@ -73,7 +97,7 @@ class Availability:
 
 @dataclass(frozen=True)
 class NoiseCurve:
-    """The noise scale as a function of progress, by linear interpolation of its logarithm.
+    """The noise scale of a run as a function of progress, by linear interpolation of its logarithm.
 
     >>> curve = NoiseCurve([0.0, 100.0], [10.0, 1000.0])
     >>> [round(curve(progress)) for progress in (0, 50, 100, 10_000)]
@@ -82,32 +106,125 @@ class NoiseCurve:
 
     progress: Sequence[float]  # ascending, in steps at the reference batch size
     noise_scales: Sequence[float]  # V/G² at these points, in samples, positive
+    batch_sizes: Sequence[float] | None = None  # of the run at these points; None if not known
 
-    def __call__(self, progress: float) -> float:
-        """The noise scale at this progress; constant outside the given points."""
-        return math.exp(float(np.interp(progress, self.progress, np.log(self.noise_scales))))
+    def __call__(self, progress: float, batch_size: float | None = None) -> float:
+        """The noise scale at this progress, for any batch size; constant outside the given points."""
+        return self._at(progress, self.noise_scales)
+
+    def batch_size(self, progress: float) -> float:
+        """The batch size of the run at this progress."""
+        assert self.batch_sizes is not None
+        return self._at(progress, self.batch_sizes)
+
+    def _at(self, progress: float, values: Sequence[float]) -> float:
+        return math.exp(float(np.interp(progress, self.progress, np.log(values))))
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it was assumed, and so has no points beyond which it is extrapolated."""
+        return len(self.progress) == 1 and not self.progress[0]
 
     @classmethod
-    def constant(cls, noise_scale: float) -> "NoiseCurve":
-        """A constant noise scale."""
+    def constant(cls, noise_scale: float, *, batch_size: int | None = None) -> "NoiseCurve":
+        """A noise scale that does not depend on progress."""
         check_positive_number(noise_scale=noise_scale)
-        return cls([0.0], [noise_scale])
+        if batch_size is None:
+            return cls([0.0], [noise_scale])
+        check_positive(batch_size=batch_size)
+        return cls([0.0], [noise_scale], [batch_size])
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "NoiseCurve":
-        """Read the noise scales from the log of a run, written by :class:`JsonLines`.
+        """Read the noise scales of a run: its log, written by :class:`JsonLines`, or a CSV file.
 
-        With weighted minibatches they are converted to samples with the mean weight of a sample.
+        A CSV file has the columns ``progress,noise_scale`` or ``progress,noise_scale,batch_size``. With weighted
+        minibatches, the noise scales of a log are converted to samples with the mean weight of a sample.
         """
-        found: dict[float, float] = {}
+        name = os.fspath(path)
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
+        if numbered and not numbered[0][1].lstrip().startswith("{"):
+            return cls(*zip(*_noise_rows(numbered, name), strict=True))
+        found: dict[float, tuple[float, ...]] = {}
         for record in read_records(Path(path)):
             scale = record.get("noise_scale")
             if scale is not None and 0 < scale < math.inf:
                 in_samples = record["samples"] / record["weight"] if "weight" in record else 1.0
-                found[record["progress"]] = scale * in_samples
+                size = (record["batch_size"],) if "batch_size" in record else ()
+                found[record["progress"]] = (scale * in_samples, *size)
         if not found:
-            refuse(os.fspath(path), "the log must have records with a noise scale, as of runs with AdaScale", "none")
-        return cls(sorted(found), [found[progress] for progress in sorted(found)])
+            refuse(name, "the log must have records with a noise scale, as of runs with AdaScale", "none")
+        if len({len(values) for values in found.values()}) > 1:
+            refuse(name, "all records with a noise scale must have a batch_size, or none", "some")
+        return cls(sorted(found), *map(list, zip(*(found[progress] for progress in sorted(found)), strict=True)))
+
+
+def _noise_rows(numbered: Sequence[tuple[int, str]], name: str) -> Iterator[tuple[float, ...]]:
+    """The rows of a CSV file of noise scales."""
+    (line, head), *rows = numbered
+    columns = [cell.strip() for cell in head.split(",")]
+    if columns not in (["progress", "noise_scale"], ["progress", "noise_scale", "batch_size"]):
+        refuse(f"{name}:{line}", "the columns must be progress,noise_scale or progress,noise_scale,batch_size", head)
+    if not rows:
+        refuse(name, "a table of noise scales must have a row", "none")
+    before = -math.inf
+    for line, text in rows:
+        try:
+            row = tuple(map(float, text.split(",")))
+        except ValueError:
+            row = ()
+        if len(row) != len(columns) or not all(math.isfinite(value) for value in row) or min(row[1:]) <= 0:
+            refuse(f"{name}:{line}", "a row must be a progress and positive numbers", text.strip())
+        if row[0] <= before:
+            refuse(
+                f"{name}:{line}", "progress must ascend: each run, or batch size, is a file of its own", f"{row[0]:g}"
+            )
+        before = row[0]
+        yield row
+
+
+@dataclass(frozen=True)
+class NoiseCurves:
+    """The noise scale as a function of progress and batch size, from runs at several batch sizes.
+
+    Its logarithm is on a line over the logarithm of the batch size, between those of the runs at the same progress, and
+    constant outside. Runs at the same batch size are averaged.
+
+    >>> runs = [NoiseCurve.constant(100.0, batch_size=64), NoiseCurve.constant(400.0, batch_size=256)]
+    >>> [round(NoiseCurves(runs)(0.0, size)) for size in (32, 64, 128, 256, 512)]
+    [100, 100, 200, 400, 400]
+    """
+
+    curves: Sequence[NoiseCurve]  # all with batch sizes
+    end: int = 0  # -1 or 1 for an end of the 95 % interval of the mean over runs at the same batch size
+
+    def __post_init__(self) -> None:
+        if not self.curves or any(curve.batch_sizes is None for curve in self.curves):
+            raise ValueError("the noise of several runs needs the batch size of each: one has none")
+
+    def __call__(self, progress: float, batch_size: float) -> float:
+        """The noise scale of a run with this batch size at this progress."""
+        found: dict[float, list[float]] = {}
+        for curve in self.curves:
+            found.setdefault(curve.batch_size(progress), []).append(math.log(curve(progress)))
+        sizes = sorted(found)
+        means = [fmean(found[size]) + (self.end and self.end * _half_interval(found[size])) for size in sizes]
+        return math.exp(float(np.interp(math.log(batch_size), np.log(sizes), means)))
+
+    @property
+    def ends(self) -> "tuple[NoiseCurves, NoiseCurves] | None":
+        """The ends of the 95 % interval; None if no two runs have a batch size in common."""
+        sizes = [size for curve in self.curves for size in set(curve.batch_sizes or ())]
+        return (replace(self, end=-1), replace(self, end=1)) if len(set(sizes)) < len(sizes) else None
+
+
+def _half_interval(values: Sequence[float]) -> float:
+    """Half of the 95 % interval of a mean, with Student's t; 0 for a single value."""
+    if len(values) == 1:
+        return 0.0
+    special = import_extra("scipy.special", "an interval needs scipy", "compare")
+    return float(special.stdtrit(len(values) - 1, 0.975)) * stdev(values) / math.sqrt(len(values))
 
 
 class Moment(NamedTuple):
@@ -125,13 +242,16 @@ class Simulation:
 
     seconds: float = 0.0  # wall-clock time, including time without cores
     device_seconds: float = 0.0  # summed over cores, including restarts
+    cost: float | None = None  # of these; None without a price
     updates: int = 0  # number of steps
     samples: int = 0  # in these steps
     progress: float = 0.0  # of these steps, in steps at the reference batch size
     restarts: int = 0  # number of restarts on another number of cores
+    lost_seconds: float = 0.0  # of steps that were interrupted, or not in the checkpoint of a restart
     basis: str = MEASURED  # of the least certain times: measured, interpolated or extrapolated
     made: list[tuple[int, int]] = field(default_factory=list)  # batch sizes of consecutive steps, with numbers of steps
     moments: list[Moment] = field(default_factory=list)  # the changes of cores or batch size, and the end
+    ends: "tuple[Simulation, Simulation] | None" = None  # the fastest and slowest, of :func:`simulate_with_ends`
 
     @property
     def trace(self) -> Trace:
@@ -139,101 +259,175 @@ class Simulation:
         sizes, numbers = zip(*self.made, strict=True)
         return Trace.from_sequence(np.repeat(np.array(sizes, dtype=np.int64), numbers))
 
-    def cost(self, price: float) -> float:
-        """The cost at a price per device-hour."""
-        check_not_negative_number(price=price)
-        return self.device_seconds / 3600 * price
-
 
 def simulate(
-    policy: Policy | Callable[[Situation], float],
+    policy: Policy | Rental | Callable[[Situation], float],
     *,
     profile: Profile,
-    noise: Callable[[float], float],
+    noise: Callable[[float, int], float],
     availability: Availability,
     minibatch_size: int,
     ref_batchsize: int,
     progress: float,
     capacity: int | None = None,
     restart_seconds: float = 0.0,
+    checkpoint_seconds: float | None = None,
+    price: float | Prices | None = None,
 ) -> Simulation:
     """Simulate a run with a policy, using measured times instead of training.
 
     A step of depth d takes (d − 1)·a + u seconds, given by the profile, and makes the progress gain(B) at the current
     noise. When the number of cores changes, the current step is lost, rows decided ahead are dropped, and the run
-    resumes after a restart.
+    resumes after a restart. With `checkpoint_seconds`, it resumes from the last checkpoint, and the steps since then
+    are lost as well.
 
     Args:
-        policy: a policy or a function of the situation.
+        policy: a policy, a function of the situation, or a :class:`Rental`, which also chooses the number of cores.
         profile: the times of minibatches.
-        noise: the noise scale as a function of progress, such as a :class:`NoiseCurve`.
-        availability: the number of cores over time.
+        noise: the noise scale as a function of progress and batch size, such as a :class:`NoiseCurve` or
+            :class:`NoiseCurves`.
+        availability: the number of cores over time, and the machines that they are on.
         minibatch_size: samples per forward and backward pass of one core.
         ref_batchsize: the batch size of the steps in which progress is counted.
         progress: at which the run ends.
         capacity: the most samples in a step, which is the capacity of an epoch; None for no bound.
         restart_seconds: duration of a restart, on the new cores.
+        checkpoint_seconds: time between checkpoints, which are saved at the end of a step, if cores leave without
+            notice; None if a signal lets the run save before.
+        price: of a device-hour, constant or over time; None for no costs.
     """
     check_positive(minibatch_size=minibatch_size, ref_batchsize=ref_batchsize)
     check_positive_number(progress=progress)
     check_not_negative_number(restart_seconds=restart_seconds)
-    policy = policy_of(policy)
+    if checkpoint_seconds is not None:
+        check_positive_number(checkpoint_seconds=checkpoint_seconds)
+    prices = price if price is None or isinstance(price, Prices) else Prices.constant(price)
+    rental = policy if isinstance(policy, Rental) else None
+    policy = policy_of(policy.policy if isinstance(policy, Rental) else policy)
     if policy.needs_loss:
         raise ValueError(f"a simulation has no loss, which the policy {type(policy).__name__} needs")
-    run = _Run(PolicyTiming(policy), profile, noise, minibatch_size, ref_batchsize, capacity, progress)
-    num_empty, spans = 0, iter(availability)
+    sizes = (minibatch_size, ref_batchsize, capacity, progress)
+    times = (restart_seconds, checkpoint_seconds)
+    run = _Run(PolicyTiming(policy), profile, noise, availability, prices, *sizes, *times)
+    num_empty, spans = 0, iter(availability) if rental is None else run.rented(rental)
     while run.progress < progress:
-        num_empty = 0 if run.spend(next(spans), restart_seconds) else num_empty + 1
+        num_empty = 0 if run.spend(next(spans)) else num_empty + 1
         if num_empty > 10_000:
-            raise ValueError(f"{availability.name}: no step fits between two changes of the number of cores")
+            what = "step" if checkpoint_seconds is None else "checkpoint"
+            raise ValueError(f"{availability.name}: no {what} fits between two changes of the number of cores")
     run.moments.append(Moment(run.seconds, run.cores, run.made[-1][0], run.progress))
     return run
+
+
+def simulate_with_ends(
+    policy: Policy | Rental | Callable[[Situation], float],
+    *,
+    profile: Profile,
+    noise: NoiseCurve | NoiseCurves,
+    **options: Any,
+) -> Simulation:
+    """Like :func:`simulate`, also at the ends of the 95 % intervals of times that were not measured and of the noise.
+
+    The fastest and the slowest run of these are `ends`; None if there are no intervals.
+    """
+    run = simulate(policy, profile=profile, noise=noise, **options)
+    profiles = (run.basis != MEASURED and profile.ends) or (profile,)
+    noises = (isinstance(noise, NoiseCurves) and noise.ends) or (noise,)
+    if len(profiles) * len(noises) > 1:
+        pairs = itertools.product(profiles, noises)
+        others = [run, *(simulate(policy, profile=times, noise=curve, **options) for times, curve in pairs)]
+        run.ends = min(others, key=lambda other: other.seconds), max(others, key=lambda other: other.seconds)
+    return run
+
+
+class _Saved(NamedTuple):
+    """What a checkpoint restores."""
+
+    progress: float = 0.0
+    updates: int = 0
+    samples: int = 0
+    num_made: int = 0  # entries of `made`
 
 
 @dataclass
 class _Run(Simulation):
     timing: PolicyTiming
     profile: Profile
-    noise: Callable[[float], float]
+    noise: Callable[[float, int], float]
+    availability: Availability
+    prices: Prices | None
     minibatch_size: int
     ref_batchsize: int
     capacity: int | None
     goal: float
-    cores: int = 0
-    has_noise: bool = False  # true after a step with several minibatches
+    restart_seconds: float
+    checkpoint_seconds: float | None
+    cores: int = 0  # of the latest span, which may be 0
+    machines: int = 1
+    is_started: bool = False
+    restart_left: float = 0.0  # seconds of the current restart
+    left: float = 0.0  # seconds of that span that are too short for a step, unless the next span has the same cores
+    noise_size: int | None = None  # the latest batch size with several minibatches, which tell the noise
     rows: deque[tuple[int, int]] = field(default_factory=deque)  # like `made`, decided and not executed
+    saved: _Saved = field(default_factory=_Saved)
+    unsaved_seconds: float = 0.0  # of the steps since then
 
-    def spend(self, span: Span, restart_seconds: float) -> bool:
-        """Run for one span; False if no step fits into it."""
-        begun, left = self.updates, span.seconds
-        if span.cores:
-            if self.cores:
+    def __post_init__(self) -> None:
+        self.cost = None if self.prices is None else 0.0
+
+    def spend(self, span: Span) -> bool:
+        """Run for one span; False if its cores are other ones, and no step, or no checkpoint, fits into it."""
+        begun, stays = self.saved.updates, span.cores == self.cores
+        if stays:
+            self.left += span.seconds
+        else:
+            self._leave()
+            self.cores, self.left = span.cores, span.seconds
+            if self.cores and self.is_started:
                 self.restarts += 1
-                left -= self._wait(min(restart_seconds, left), span.cores)
+                self.restart_left = self.restart_seconds
                 self.timing.restart(self.made[-1][0] if self.made else None)
                 self.rows.clear()
-            self.cores = span.cores
-            left = self._run_for(left)
-        if self.progress < self.goal:
-            self._wait(left, span.cores)
-        return self.updates > begun
+        if self.cores:
+            self.is_started, self.machines = True, self.availability.machines(self.cores, self.profile)
+            restarting = self._wait(min(self.restart_left, self.left))
+            self.restart_left, self.left = self.restart_left - restarting, self.left - restarting
+            self.left = self._run_for(self.left)
+        return stays or self.saved.updates > begun
 
-    def _wait(self, seconds: float, cores: int) -> float:
+    def _leave(self) -> None:
+        """Leave the cores, and lose the current step and the steps since the last checkpoint."""
+        self._wait(self.left)
+        if self.cores:
+            self.lost_seconds += self.left
+        if self.unsaved_seconds:
+            last = self.moments[-1]._replace(seconds=self.seconds)
+            self.moments += [last._replace(progress=at) for at in (self.progress, self.saved.progress)]
+            self.lost_seconds += self.unsaved_seconds
+            self.unsaved_seconds = 0.0
+            self.progress, self.updates, self.samples, num_made = self.saved
+            del self.made[num_made:]
+
+    def _wait(self, seconds: float) -> float:
+        if self.prices is not None and self.cost is not None:
+            self.cost += self.cores * self.prices.cost(self.seconds, seconds)
         self.seconds += seconds
-        self.device_seconds += seconds * cores
+        self.device_seconds += seconds * self.cores
         return seconds
 
     def _run_for(self, left: float) -> float:
         """Make steps while time remains, up to the goal; returns the remaining time."""
+        where = {"cores": self.cores, "minibatch_size": self.minibatch_size, "machines": self.machines}
+        times = self.profile.times(**where)
         while self.progress < self.goal:
             until_next = self._decide()
             size, number = self.rows.popleft()
-            worth = gain(size, ref_batchsize=self.ref_batchsize, noise_scale=self.noise(self.progress))
-            where = {"cores": self.cores, "minibatch_size": self.minibatch_size}
-            times = self.profile.times(**where)
+            worth = gain(size, ref_batchsize=self.ref_batchsize, noise_scale=self.noise(self.progress, size))
             depth = -(-size // (self.minibatch_size * self.cores))
             seconds = (depth - 1) * times.accumulating + times.updating
             wanted = min(number, until_next, max(1, math.ceil((self.goal - self.progress) / worth - 1e-9)))
+            if self.checkpoint_seconds is not None:
+                wanted = min(wanted, max(1, math.ceil((self.checkpoint_seconds - self.unsaved_seconds) / seconds)))
             made = wanted if wanted * seconds <= left else int(left / seconds)
             if made:
                 self.basis = max(self.basis, self.profile.basis(**where), key=BASES.index)
@@ -241,17 +435,67 @@ class _Run(Simulation):
                     self.moments.append(Moment(self.seconds, self.cores, size, self.progress))
                 self.made.append((size, made))
                 self.timing.note_steps(size, depth, seconds, made)
-                self.has_noise = self.has_noise or size > self.minibatch_size
-                self._wait(made * seconds, self.cores)
+                self.noise_size = size if size > self.minibatch_size else self.noise_size
+                self._wait(made * seconds)
                 self.updates += made
                 self.samples += made * size
                 self.progress += made * worth
+                self.unsaved_seconds += made * seconds
+                if self.unsaved_seconds >= (self.checkpoint_seconds or 0.0):
+                    self.saved = _Saved(self.progress, self.updates, self.samples, len(self.made))
+                    self.unsaved_seconds = 0.0
             left -= made * seconds
-            if made < wanted:
-                break
             if made < number:
                 self.rows.appendleft((size, number - made))
+            if made < wanted:
+                break
         return left
+
+    def rented(self, rental: Rental) -> Iterator[Span]:
+        """The available cores that are rented, each until the next choice."""
+        if self.prices is None:
+            raise ValueError(f"{type(rental).__name__} needs a price, to choose the number of cores")
+        cheapest = min(self.prices.prices)
+        if rental.max_price is not None and rental.max_price < cheapest:
+            raise ValueError(f"`max_price` must be at least {cheapest:g}, the lowest price, got {rental.max_price:g}")
+        now = 0.0
+        for span in self.availability:
+            left = span.seconds
+            while left > 0:
+                price, lasts = self.prices.at(now)
+                cores, is_cheap = 0, rental.max_price is None or price <= rental.max_price
+                if span.cores and is_cheap:
+                    assert self.cost is not None
+                    offers = self._offers(rental, span.cores, price)
+                    cores = rental.choose(offers, seconds=now, spent=self.cost, cores=self.cores)
+                seconds = min(left, lasts, rental.review_seconds)
+                yield Span(cores, seconds)
+                now, left = now + seconds, left - seconds
+
+    def _offers(self, rental: Rental, most: int, price: float) -> list[Offer]:
+        """The numbers of cores whose times the profile tells."""
+        sizes: dict[str, Any] = {"minibatch_size": self.minibatch_size, "ref_batchsize": self.ref_batchsize}
+        noise = self.noise(self.progress, self.noise_size or self.ref_batchsize)
+        offers, refusal = [], None
+        for cores in range(1, most + 1):
+            machines = self.availability.machines(cores, self.profile)
+            try:
+                times = self.profile.times(cores=cores, minibatch_size=self.minibatch_size, machines=machines)
+            except ValueError as error:
+                refusal = error
+                continue
+            bounds = rental.policy.bounds
+            allowed = bounds.minibatches(Situation(cores=cores, capacity=self.capacity, **sizes))
+            if bounds.min_batch_size is None:  # not below the reference batch size, like Autoscale
+                first = max(allowed.start, -(-self.ref_batchsize // self.minibatch_size))
+                allowed = range(min(first, allowed[-1]), allowed.stop)
+            goodput = Goodput(cores=cores, noise_scale=noise, **sizes, **times._asdict())
+            restart = self.restart_seconds if self.is_started and cores != self.cores else self.restart_left
+            seconds = restart + (self.goal - self.progress) / goodput(goodput.best(allowed))
+            offers.append(Offer(cores, seconds, price * cores * seconds / 3600))
+        if refusal is not None and not offers:
+            raise refusal
+        return offers
 
     def _decide(self) -> int:
         """Let the policy decide rows if due; returns the number of steps until the next decision."""
@@ -259,9 +503,10 @@ class _Run(Simulation):
         while number := self.timing.num_rows(ahead):
             situation = Situation(
                 cores=self.cores,
+                machines=self.machines,
                 minibatch_size=self.minibatch_size,
                 ref_batchsize=self.ref_batchsize,
-                noise_scale=self.noise(self.progress) if self.has_noise else None,
+                noise_scale=None if self.noise_size is None else self.noise(self.progress, self.noise_size),
                 steps_done=self.updates,
                 samples_done=self.samples,
                 progress=self.progress,

@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections.abc import Mapping
-from typing import Any, final
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, final
 
 from typing_extensions import Unpack
 
@@ -12,6 +12,7 @@ from variable_batch_size.policies.autoscale import Autoscale
 from variable_batch_size.policies.policy import FunctionPolicy, Policy, PolicyOptions, Situation
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @final
@@ -234,11 +235,15 @@ def make_policy(name: str, **settings: Any) -> Policy:
 
 def parse_policy(text: str) -> Policy:
     """Create a policy from ``name:setting=value,…``, or from a number for a constant batch size."""
+    return FunctionPolicy(_Always(int(text))) if text.isdecimal() else parse_named(text, POLICIES)
+
+
+def parse_named(text: str, classes: Mapping[str, Callable[..., T]]) -> T:
+    """Create an object of one of some classes from ``name:setting=value,…``."""
     name, _, settings = text.partition(":")
-    if name.isdecimal() and not settings:
-        return FunctionPolicy(_Always(int(name)))
+    check_one_of(classes, policy=name)
     try:
-        return make_policy(name, **dict(map(_setting, settings.split(",") if settings else ())))
+        return classes[name](**dict(map(_setting, settings.split(",") if settings else ())))
     except TypeError as error:  # an unknown or missing setting
         reason = str(error).partition("() ")[2] or str(error)
         raise ValueError(f"`policy` {name} {reason}, got {text!r}") from None

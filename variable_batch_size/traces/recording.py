@@ -165,12 +165,22 @@ def _table(source: str, text: str) -> Iterator[tuple[int, list[str]]]:
             yield line, cells
 
 
+def read_timed(path: str | os.PathLike[str]) -> Iterator[tuple[str, float, str]]:
+    """Place, time in seconds and text of each row of a CSV file with a column of times, then one of other values."""
+    return _timed(_table_cells(os.fspath(path), read_bytes(path).decode("utf-8-sig", errors="replace"), None), 1.0)
+
+
+def _timed(rows: Iterable[_Cells], unit: float) -> Iterator[tuple[str, float, str]]:
+    """Rows with their times in seconds, which are all numbers or all dates."""
+    has_dates: bool | None = None
+    for place, time, value in rows:
+        has_dates = not _NUMBER.fullmatch(time) if has_dates is None else has_dates
+        yield place, _date(place, time) if has_dates else _number(place, time) * unit, value
+
+
 def _count_rows(rows: Iterable[_Cells], unit: float) -> Iterator[_Row]:
     """The rows of a table of times and counts."""
-    has_dates: bool | None = None
-    for place, time, count in rows:
-        has_dates = not _NUMBER.fullmatch(time) if has_dates is None else has_dates
-        seconds = _date(place, time) if has_dates else _number(place, time) * unit
+    for place, seconds, count in _timed(rows, unit):
         if not _WHOLE.fullmatch(count) or len(count) > 40:
             refuse(place, "the number of devices must be an integer", repr(count)[:80])
         yield place, seconds, int(count.split(".")[0])
