@@ -1,18 +1,19 @@
 """Simulations on published times and noise, against published results and sums over the tables."""
 
 import csv
+import importlib
 import random
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
+from documents import ROOT
 
 import variable_batch_size as vbs
 from variable_batch_size.planning.simulate import Span
 from variable_batch_size.policies.autoscale import Goodput
 
-RECORDED = Path(__file__).parent / "recorded"
+RECORDED = ROOT / "reproduce" / "recorded"
 REF, PROGRESS, GRID = 128, 39_000, 10
 
 
@@ -137,7 +138,7 @@ def test_autoscale_is_close_to_an_oracle_where_cores_come_and_go(name, minibatch
         )
         return minibatch * goodput.best(range(-(-ref // minibatch), largest // minibatch + 1))
 
-    policies = [vbs.policies.FunctionPolicy(oracle, every=1, lead=1), vbs.Autoscale(max_batch_size=largest)]
+    policies = [vbs.policies.FunctionPolicy(oracle, lead=1), vbs.Autoscale(max_batch_size=largest)]
     for seed in (0, 1):
         best, found = (
             vbs.planning.simulate(
@@ -162,3 +163,45 @@ def test_held_out_numbers_of_cores_rank_policies_equally(cores):
         for left_out in ((), (cores,))
     )
     assert sorted(guessed, key=guessed.get) == sorted(known, key=known.get)
+
+
+# ------------------------------------------------------------------------------------------ reproduce/recorded_policies
+
+
+@pytest.fixture(scope="module")
+def recorded_policies():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(ROOT / "reproduce")
+        yield importlib.import_module("recorded_policies")
+
+
+@pytest.mark.parametrize(
+    ("name", "minibatch"),
+    [("bert", 12), ("cifar10", 129), ("deepspeech2", 20), ("ncf", 257), ("yolov3", 8)],
+)
+def test_autoscale_is_close_to_an_oracle_on_recorded_spot_machines(recorded_policies, name, minibatch):
+    workload = recorded_policies.Replay(name, minibatch)
+    for availability in recorded_policies.availabilities().values():
+        best, found = (
+            workload.seconds(policy, availability)
+            for policy in (
+                vbs.policies.FunctionPolicy(workload.best, lead=1),
+                vbs.Autoscale(max_batch_size=workload.largest),
+            )
+        )
+        assert best / 1.01 < found < 1.03 * best
+
+
+def test_cores_that_flap_do_not_drive_up_the_batch_size(recorded_policies):
+    workload = recorded_policies.Replay("imagenet", 200)
+    run = vbs.planning.simulate(
+        vbs.Autoscale(max_batch_size=workload.largest),
+        profile=workload.profile,
+        noise=workload.noise,
+        availability=vbs.planning.Availability([Span(16, 60), Span(15, 60)], name="flapping"),
+        minibatch_size=200,
+        ref_batchsize=200,
+        progress=20_000,
+    )
+    assert run.restarts > 20
+    assert run.samples / run.updates < 3500  # 3,200 is best

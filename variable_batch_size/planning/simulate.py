@@ -240,7 +240,7 @@ class _Run(Simulation):
                 if not self.moments or self.moments[-1][1:3] != (self.cores, size):
                     self.moments.append(Moment(self.seconds, self.cores, size, self.progress))
                 self.made.append((size, made))
-                self.timing.note_steps(size, depth, seconds, made)
+                self.timing.note_steps(size, self.cores, seconds, depth=depth, number=made)
                 self.has_noise = self.has_noise or size > self.minibatch_size
                 self._wait(made * seconds, self.cores)
                 self.updates += made

@@ -28,7 +28,8 @@ class Situation:
     noise_scale: float | None = None  # V/G² of the gradient, in samples; infinite if the estimate of G² is not positive
     seconds_accumulating: float | None = None  # of an accumulating minibatch
     seconds_updating: float | None = None  # of the minibatch that completes a step, including all-reduce and update
-    is_fresh: bool = False  # whether no step was timed yet on these cores
+    timed_depths: tuple[int, ...] = ()  # numbers of minibatches of the busiest core in steps timed on so many cores
+    is_fresh: bool = False  # whether no step was made yet since the run began or resumed on these cores
     steps_done: int = 0  # steps so far
     samples_done: int = 0  # samples so far
     progress: float = 0.0  # steps at `ref_batchsize` that these are worth
@@ -192,7 +193,7 @@ class Policy(ABC):
         if now is None or size == now:
             return Decision(size, self.why)
         minibatches, rest = divmod(now, situation.minibatch_size)
-        may_stay = rest == 0 and minibatches in self.bounds.minibatches(situation)
+        may_stay = rest == 0 and minibatches in self.bounds.minibatches(situation) and not situation.is_fresh
         if may_stay and not self.bounds.is_worth_it(self.worth(situation, size), self.worth(situation, now)):
             return Decision(now, f"{size} is not worth a change")
         return Decision(size, self.why)
