@@ -71,7 +71,8 @@ def test_after_a_restart_it_decides_immediately_with_all_times():
     asking.restart(32)
     assert asking.answer(SITUATION).batch_size == 96
     latest = asking.policy.asked[-1]
-    assert (latest.batch_size, latest.seconds_updating, latest.is_fresh) == (32, 4.0, True)
+    assert (latest.batch_size, latest.largest_batch_size) == (32, 64)
+    assert (latest.seconds_updating, latest.is_fresh) == (4.0, True)
     asking.restart(32, on_same_minibatches=False)
     asking.answer(SITUATION)
     assert asking.policy.asked[-1].seconds_updating is None
@@ -99,5 +100,8 @@ def test_state_is_saved():
     asking.note_steps(96, 2, 5.0, depth=2, number=5)
     other.load_state_dict(asking.state_dict(), cores=2)
     assert other.state_dict() == asking.state_dict()
+    old = {key: value for key, value in asking.state_dict().items() if key not in ("largest", "is_fresh")}
+    old["times"] = {"seconds": {1: [4.0] * 5, 2: [5.0] * 5}, "before": None}
+    other.load_state_dict(old, cores=2)
     assert other.times.seconds(2) == (1.0, 4.0)
     assert other.answer(SITUATION) == (128, "1 values no better than 1")

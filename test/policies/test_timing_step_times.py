@@ -128,28 +128,39 @@ def test_a_depth_that_comes_back_after_a_thousand_steps_is_measured_anew():
     assert num_kept(times)[CORES, 1] == 5
 
 
-def test_a_machine_that_becomes_slower_or_faster_is_noticed_at_one_depth():
+@pytest.mark.parametrize("factor", [10.0, 1.6, 1 / 1.6, 0.01])
+def test_a_machine_that_becomes_slower_or_faster_is_noticed_at_one_depth(factor):
     times = times_of({1: [4.0] * 9, 2: [5.0] * 9})
-    add(times, 2, 50.0, 2)
-    assert times.seconds(CORES) == (1.0, 4.0)  # these may be outliers
-    add(times, 2, 50.0, 1)
-    assert times.seconds(CORES) == (pytest.approx(10.0), pytest.approx(40.0))  # as slow as the other depth will be
-    add(times, 2, 50.0, 60)
-    add(times, 1, 39.0)
-    assert times.seconds(CORES) == (pytest.approx(11.0), pytest.approx(39.0))  # measured again
-    add(times, 1, 4.0)
-    assert times.seconds(CORES) == (pytest.approx(50 * 4 / 39 - 4), pytest.approx(4.0))
+    add(times, 2, 5.0 * factor, 4)
+    assert times.depths(CORES) == (1, 2)  # these may be outliers
+    add(times, 2, 5.0 * factor, 1)
+    assert times.depths(CORES) == (2,)
+    assert times.seconds(CORES) is None  # until it is measured again
+    add(times, 1, 4.0 * factor)
+    assert times.seconds(CORES) == (pytest.approx(factor), pytest.approx(4 * factor))
 
 
-def test_other_machines_are_noticed_for_all_numbers_of_cores():
+def test_a_machine_that_was_slow_for_a_while_leaves_nothing_behind():
+    times = times_of({1: [4.0] * 40, 2: [5.0] * 40})
+    for seconds in ({2: [50.0] * 60, 1: [40.0] * 60}, {1: [4.0] * 5, 2: [5.0] * 5}):
+        times_of(seconds, times=times)
+    assert times.seconds(CORES) == (1.0, 4.0)
+
+
+def test_on_other_machines_the_times_of_all_numbers_of_cores_are_forgotten():
     times = times_of({1: [4.0] * 9, 2: [5.0] * 9}, cores=2)
     times_of({1: [6.0] * 9, 2: [7.0] * 9}, cores=3, times=times)
     add(times, 1, 60.0, cores=3)
-    assert times.seconds(3) == (pytest.approx(10.0), pytest.approx(60.0))
-    assert times.seconds(2) == (pytest.approx(10.0), pytest.approx(40.0))
-    add(times, 1, 44.0, cores=2)
-    add(times, 2, 55.0, cores=2)
-    assert times.seconds(2) == (pytest.approx(11.0), pytest.approx(44.0))  # measured again
+    assert times.depths(2) == ()
+    assert times.seconds(2) is None
+    add(times, 2, 70.0, cores=3)
+    assert times.seconds(2) == (10.0, 60.0)
+
+
+def test_steps_of_which_one_is_as_fast_as_before_are_not_those_of_a_slower_machine():
+    times = times_of({1: [4.0] * 9, 2: [5.0] * 9})
+    times_of({2: [50.0, 50.0, 50.0, 50.0, 5.0] * 2}, times=times)
+    assert times.depths(CORES) == (1, 2)
 
 
 def test_more_time_on_more_cores_is_not_a_slower_machine():
@@ -162,14 +173,22 @@ def test_more_time_on_more_cores_is_not_a_slower_machine():
 def test_another_speed_is_noticed_at_a_depth_that_was_not_timed_before():
     times = times_of({1: [4.0] * 5, 2: [5.0] * 5})
     add(times, 4, 70.0)  # 7 expected
-    assert times.seconds(CORES) == (pytest.approx(10.0), pytest.approx(40.0))
+    assert times.depths(CORES) == (4,)
 
 
 def test_times_after_a_resume_on_faster_machines_replace_the_saved_ones():
     times = StepTimes()
     times.load_state_dict(times_of({1: [4.0] * 40, 5: [8.0] * 40}).state_dict(), cores=CORES)
     add(times, 5, 0.8)
+    assert times.depths(CORES) == (5,)
+    add(times, 1, 0.4)
     assert times.seconds(CORES) == (pytest.approx(0.1), pytest.approx(0.4))
+
+
+def test_another_speed_is_noticed_after_a_thousand_steps_as_well():
+    times = times_of({1: [4.0] * 40, 2: [5.0] * 1001})
+    add(times, 1, 40.0)
+    assert times.depths(CORES) == (1,)
 
 
 def test_steps_that_vary_by_less_change_nothing():

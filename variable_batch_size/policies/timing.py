@@ -30,11 +30,6 @@ class _Timed:
         if len(self.seconds) >= _FEWEST:
             self.median = statistics.median(self.seconds)
 
-    def expire(self, factor: float = 1.0) -> None:
-        """Measure anew, and estimate the median until then."""
-        self.seconds.clear()
-        self.median = None if self.median is None else factor * self.median
-
 
 class _Point(NamedTuple):
     depth: int
@@ -49,8 +44,7 @@ class StepTimes:
     when the number of cores changes. Cores with one timed depth have the a of all others; cores without any have the
     overhead u − a between those of fewer and of more cores, and one core alone has none. Times count half after 1,000
     timed steps, and are then measured anew at the next step of that kind. If steps take much longer or shorter than
-    before at the same depth on as many cores, the machines have changed: all other times change by the same factor,
-    until they are measured again.
+    before, at the same depth on as many cores, the machines have changed, and all earlier times are forgotten.
     """
 
     def __init__(self) -> None:
@@ -64,7 +58,7 @@ class StepTimes:
         depths = self._of.setdefault(cores, {})
         timed = depths.setdefault(depth, _Timed(at=self._num))
         if self._num - timed.at > _HALF_LIFE:
-            timed.expire()
+            timed.seconds.clear()  # its median remains until enough are timed
         expected, timed.at = timed.median, self._num
         timed.append(seconds)
         if len(depths) > _MOST_DEPTHS:
@@ -80,16 +74,8 @@ class StepTimes:
             accumulating, updating = _line(others) if len(others) > 1 else (0.0, 0.0)
             expected = (depth - 1) * accumulating + updating
         latest = [found for _, found in self._latest]
-        ratio = statistics.median(latest) / expected if expected else 1.0
-        if not 1 / _CHANGED < ratio < _CHANGED:
-            self._scale(ratio)
-            depths[depth] = _Timed(deque(latest, maxlen=_MOST), statistics.median(latest), self._num)
-
-    def _scale(self, factor: float) -> None:
-        """Multiply all times until they are measured again, and let new ones count more."""
-        for timed in (timed for depths in self._of.values() for timed in depths.values()):
-            timed.expire(factor)
-            timed.at -= 10 * _HALF_LIFE
+        if expected and not (min(latest) < _CHANGED * expected and max(latest) > expected / _CHANGED):
+            self._of = {cores: {depth: _Timed(deque(latest, maxlen=_MOST), statistics.median(latest), self._num)}}
 
     def seconds(self, cores: int) -> tuple[float, float] | None:
         """a and u on so many cores, the times of an accumulating and an updating minibatch.
@@ -180,6 +166,7 @@ class PolicyTiming:
         self.policy, self.times = policy, StepTimes()
         self._batch_size: int | None = None  # of the last decision
         self._num_made = 0  # its executed steps
+        self._largest = 0  # of all executed steps
         self._is_fresh = True  # whether no step was made yet on the current cores
 
     def num_rows(self, ahead: int) -> int:
@@ -191,7 +178,7 @@ class PolicyTiming:
 
     def note_steps(self, batch_size: int, cores: int, seconds: float | None, *, depth: int, number: int = 1) -> None:
         """Record steps in which the busiest of the cores ran `depth` minibatches; `seconds` is None if not timed."""
-        self._is_fresh = False
+        self._is_fresh, self._largest = False, max(self._largest, batch_size)
         if batch_size == self._batch_size:
             self._num_made += number
         for _ in range(min(number, _FEWEST) if seconds is not None else 0):
@@ -205,6 +192,7 @@ class PolicyTiming:
         situation = replace(
             situation,
             batch_size=self._batch_size,
+            largest_batch_size=self._largest,
             seconds_accumulating=a,
             seconds_updating=u,
             timed_depths=self.times.depths(situation.cores),
@@ -226,12 +214,18 @@ class PolicyTiming:
         self._batch_size, self._num_made, self._is_fresh = batch_size, _FEWEST, True
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"batch_size": self._batch_size, "num_made": self._num_made, "is_fresh": self._is_fresh}
-        return {"policy": self.policy.state_dict(), "times": self.times.state_dict(), **own}
+        return {
+            "policy": self.policy.state_dict(),
+            "times": self.times.state_dict(),
+            "batch_size": self._batch_size,
+            "num_made": self._num_made,
+            "largest": self._largest,
+            "is_fresh": self._is_fresh,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], *, cores: int) -> None:
         """Restore the result of :meth:`state_dict`, which was saved on so many cores."""
         self.policy.load_state_dict(state["policy"])
         self.times.load_state_dict(state["times"], cores=cores)
         self._batch_size, self._num_made = state["batch_size"], state["num_made"]
-        self._is_fresh = state.get("is_fresh", False)
+        self._largest, self._is_fresh = state.get("largest", 0), state.get("is_fresh", False)
