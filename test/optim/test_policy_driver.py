@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
-from variable_batch_size.optim import policy_driver
 
 MINIBATCH = 8
 
@@ -208,19 +206,19 @@ def test_bounds_that_do_not_fit_the_data_set_raise_at_the_start():
         run_with(vbs.policies.PerCore(min_batch_size=500))
 
 
-def test_every_decision_is_reported_with_its_reason(monkeypatch):
+def test_every_decision_is_reported_with_its_reason():
     model, sampler, optimizer = run_with(vbs.Autoscale(max_batch_size=128, every=6, lead=4))
     seconds = [0.0]  # one per minibatch, and three more per update
     model.register_forward_hook(lambda *_: seconds.append(1.0))
     optimizer.inner.register_step_post_hook(lambda *_: seconds.append(3.0))
-    monkeypatch.setattr(policy_driver, "time", SimpleNamespace(perf_counter=lambda: sum(seconds)))
+    optimizer._driver.clock = lambda: sum(seconds)
     seen = []
     optimizer.on_decision(seen.append)
     assert [record["why"] for record in seen] == ["first decision"]
     train(model, sampler, optimizer, epochs=2)
     assert [record["step"] for record in seen[:4]] == [0, 6, 12, 18]
     assert [record["from_step"] for record in seen[:4]] == [0, 10, 16, 22]
-    assert seen[1]["why"] == "times unknown, trying twice the depth"
+    assert seen[1]["why"] == "times unknown, trying 3 minibatches per core after 2"
     rows = rows_of(sampler, optimizer)
     for record in seen:
         assert rows[record["from_step"] : record["from_step"] + 1] in ([], [record["batch_size"]])
@@ -368,13 +366,14 @@ def test_different_policy_does_not_resume(tmp_path):
         saved_run(tmp_path, vbs.policies.PerCore(24), epochs=2)
 
 
-def test_steps_of_epochs_of_one_step_are_timed(monkeypatch):
+def test_steps_of_epochs_of_one_step_are_timed():
     seconds = []
-    monkeypatch.setattr(policy_driver, "time", SimpleNamespace(perf_counter=lambda: float(len(seconds))))
     times = {}
     for size in (400, 200):  # one and two steps in an epoch; the first of two starts the loader, and is not timed
         made = run_with(vbs.policies.PerCore(size, every=2, lead=1))
+        made[2]._driver.clock = lambda: float(len(seconds))
         made[2].register_step_pre_hook(lambda *_: seconds.append(1))
         train(*made, epochs=8)
-        times[size] = made[2]._driver._timing.times.state_dict()["seconds"]
+        ((_, depth, *_, found),) = made[2]._driver._timing.times.state_dict()["rows"]
+        times[size] = {depth: found}
     assert times == {400: {50: [50.0] * 7}, 200: {25: [25.0] * 8}}

@@ -1,18 +1,19 @@
 """Simulations on published times and noise, against published results and sums over the tables."""
 
 import csv
+import importlib
 import random
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
+from documents import ROOT
 
 import variable_batch_size as vbs
 from variable_batch_size.planning.simulate import Span
 from variable_batch_size.policies.autoscale import Goodput
 
-RECORDED = Path(__file__).parent / "recorded"
+RECORDED = ROOT / "reproduce" / "recorded"
 REF, PROGRESS, GRID = 128, 39_000, 10
 
 
@@ -137,7 +138,7 @@ def test_autoscale_is_close_to_an_oracle_where_cores_come_and_go(name, minibatch
         )
         return minibatch * goodput.best(range(-(-ref // minibatch), largest // minibatch + 1))
 
-    policies = [vbs.policies.FunctionPolicy(oracle, every=1, lead=1), vbs.Autoscale(max_batch_size=largest)]
+    policies = [vbs.policies.FunctionPolicy(oracle, lead=1), vbs.Autoscale(max_batch_size=largest)]
     for seed in (0, 1):
         best, found = (
             vbs.planning.simulate(
@@ -165,9 +166,9 @@ def test_held_out_numbers_of_cores_rank_policies_equally(cores):
 
 
 def on_machines(cores, minibatch, cores_per_machine, without=(), **options):
-    whole = vbs.planning.Profile.read(RECORDED / "bert_times.csv")
+    whole = vbs.planning.Profile.read(RECORDED / "bert_placements.csv")
     table = vbs.planning.Profile(
-        tuple(row for row in whole.rows if row[:3] not in without), "bert_times.csv", **options
+        tuple(row for row in whole.rows if row[:3] not in without), "bert_placements.csv", **options
     )
     return vbs.planning.simulate(
         vbs.policies.PerCore(),
@@ -182,7 +183,7 @@ def on_machines(cores, minibatch, cores_per_machine, without=(), **options):
 
 @pytest.mark.parametrize("minibatch", [6, 8, 12])
 def test_steps_on_four_machines_take_the_recorded_time(minibatch):
-    rows = vbs.planning.Profile.read(RECORDED / "bert_times.csv").rows
+    rows = vbs.planning.Profile.read(RECORDED / "bert_placements.csv").rows
     (known,) = (row.seconds_updating for row in rows if row[:3] == (4, 16, minibatch))
     run = on_machines(16, minibatch, 4)
     assert run.seconds / run.updates == pytest.approx(known)
@@ -194,14 +195,56 @@ def test_steps_on_four_machines_take_the_recorded_time(minibatch):
     alone = on_machines(16, minibatch, 16, extrapolates=True)
     assert alone.seconds / alone.updates < 0.7 * known
     with pytest.raises(
-        ValueError, match=r"bert_times.csv has times on several machines, but 16 cores no placement: set"
+        ValueError, match=r"bert_placements.csv has times on several machines, but 16 cores no placement: set"
     ):
         on_machines(16, minibatch, None)
 
 
 @pytest.mark.parametrize(("machines", "cores"), [(1, 1), (1, 2), (1, 4), (4, 4), (4, 8), (4, 16)])
 def test_minibatches_between_recorded_sizes_take_the_recorded_time(machines, cores):
-    rows = vbs.planning.Profile.read(RECORDED / "bert_times.csv").rows
+    rows = vbs.planning.Profile.read(RECORDED / "bert_placements.csv").rows
     (known,) = (row[3:] for row in rows if row[:3] == (machines, cores, 6))
     others = vbs.planning.Profile([row for row in rows if row.minibatch_size != 6])
     assert others.times(cores=cores, minibatch_size=6, machines=machines) == pytest.approx(known, rel=0.04)
+
+
+# ------------------------------------------------------------------------------------------ reproduce/recorded_policies
+
+
+@pytest.fixture(scope="module")
+def recorded_policies():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(ROOT / "reproduce")
+        yield importlib.import_module("recorded_policies")
+
+
+@pytest.mark.parametrize(
+    ("name", "minibatch"),
+    [("bert", 12), ("cifar10", 129), ("deepspeech2", 20), ("ncf", 257), ("yolov3", 8)],
+)
+def test_autoscale_is_close_to_an_oracle_on_recorded_spot_machines(recorded_policies, name, minibatch):
+    workload = recorded_policies.Replay(name, minibatch)
+    for availability in recorded_policies.availabilities().values():
+        best, found = (
+            workload.seconds(policy, availability)
+            for policy in (
+                vbs.policies.FunctionPolicy(workload.best, lead=1),
+                vbs.Autoscale(max_batch_size=workload.largest),
+            )
+        )
+        assert best / 1.01 < found < 1.03 * best
+
+
+def test_cores_that_flap_do_not_drive_up_the_batch_size(recorded_policies):
+    workload = recorded_policies.Replay("imagenet", 200)
+    run = vbs.planning.simulate(
+        vbs.Autoscale(max_batch_size=workload.largest),
+        profile=workload.profile,
+        noise=workload.noise,
+        availability=vbs.planning.Availability([Span(16, 60), Span(15, 60)], name="flapping"),
+        minibatch_size=200,
+        ref_batchsize=200,
+        progress=20_000,
+    )
+    assert run.restarts > 20
+    assert run.samples / run.updates < 3500  # 3,200 is best

@@ -98,26 +98,41 @@ def test_a_change_is_made_for_the_threshold_only(case):
 # --------------------------------------------------------------------------------------------------------- one by one
 
 
-def test_autoscale_starts_at_the_reference_on_all_cores_and_then_doubles_the_depth():
+def test_autoscale_starts_at_the_reference_on_all_cores_and_tries_a_second_depth_once():
     policy = vbs.Autoscale(max_batch_size=4096)
     assert policy.answer(situation()) == Decision(128, "first decision")
     assert policy.answer(situation(cores=3)).batch_size == 192  # the least multiple of 3 minibatches from 128 on
-    assert policy.answer(situation(batch_size=128)) == Decision(256, "noise unknown, trying twice the depth")
-    known = {"noise_scale": 500.0}
-    assert policy.answer(situation(batch_size=128, **known)) == Decision(256, "times unknown, trying twice the depth")
+    assert policy.answer(situation(batch_size=128)) == Decision(128, "noise unknown")  # nothing is timed yet
+    for depth, other in ((1, 2), (2, 3), (5, 8)):
+        decision = policy.answer(situation(batch_size=128 * depth, timed_depths=(depth,), noise_scale=500.0))
+        assert decision == Decision(128 * other, f"times unknown, trying {other} minibatches per core after {depth}")
+    both = situation(batch_size=256, timed_depths=(1, 2), seconds_accumulating=1.0, seconds_updating=4.0)
+    assert policy.answer(both) == Decision(256, "noise unknown")  # a larger batch would not tell it
 
 
-def test_autoscale_keeps_its_depth_after_a_restart_on_other_cores():
+def test_autoscale_needs_two_minibatches_to_know_the_noise():
+    known = {"seconds_accumulating": 1.0, "seconds_updating": 4.0}
+    decision = vbs.Autoscale(max_batch_size=4096).answer(situation(cores=1, ref_batchsize=32, batch_size=32, **known))
+    assert decision == Decision(64, "noise unknown, trying two minibatches")
+
+
+def test_autoscale_keeps_the_share_of_each_core_after_a_restart_on_other_cores_without_times():
     policy = vbs.Autoscale(max_batch_size=4096)
-    for cores, size in ((4, 640), (3, 672), (1, 640)):  # whole multiples of the cores
+    for cores, size in ((4, 640), (3, 672), (1, 640), (15, 480), (16, 512), (6, 576)):  # the nearest multiples
         decision = policy.answer(situation(cores=cores, batch_size=640, noise_scale=500.0, is_fresh=True))
-        assert decision == Decision(size, "restarted on other cores")
+        assert decision == Decision(size, "times unknown")
 
 
 def test_autoscale_at_its_largest_size_tries_half_the_depth():
     policy = vbs.Autoscale(max_batch_size=256)
-    assert policy.answer(situation(batch_size=256)) == Decision(128, "noise unknown, trying half the depth")
-    assert vbs.Autoscale(max_batch_size=128).answer(situation(batch_size=128)).batch_size == 128
+    decision = policy.answer(situation(batch_size=256, timed_depths=(2,)))
+    assert decision == Decision(128, "times unknown, trying 1 minibatches per core after 2")
+    assert vbs.Autoscale(max_batch_size=128).answer(situation(batch_size=128, timed_depths=(1,))).batch_size == 128
+
+
+def test_autoscale_that_may_hardly_grow_tries_a_second_depth_on_some_cores():
+    decision = vbs.Autoscale(max_batch_size=4096, max_growth=1.3).answer(situation(batch_size=128, timed_depths=(1,)))
+    assert decision.batch_size == 160
 
 
 @pytest.mark.parametrize(
@@ -139,6 +154,8 @@ def test_autoscale_does_not_change_for_a_small_gain():
     times = {"seconds_accumulating": 1.0, "seconds_updating": 4.0, "noise_scale": 10_000.0}
     decision = vbs.Autoscale(max_batch_size=4096).answer(situation(batch_size=1664, **times))
     assert decision == Decision(1664, "1920 is not worth a change")
+    resumed = vbs.Autoscale(max_batch_size=4096).answer(situation(batch_size=1664, is_fresh=True, **times))
+    assert resumed == Decision(1920, "goodput +0 %")
 
 
 def test_per_core_follows_the_cores():

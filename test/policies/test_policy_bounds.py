@@ -45,6 +45,14 @@ def test_growth_is_limited_unless_another_bound_requires_more():
     assert Bounds(max_growth=1.1).reachable(situation(batch_size=320, capacity=10_000)) == range(1, 12)
 
 
+def test_after_a_restart_no_core_is_idle_and_sizes_that_were_run_before_may_return():
+    bounds, known = Bounds(max_growth=2.0), {"batch_size": 32, "capacity": 10_000}
+    assert bounds.reachable(situation(**known)) == range(1, 3)
+    assert bounds.reachable(situation(is_fresh=True, **known)) == range(1, 5)
+    assert bounds.reachable(situation(is_fresh=True, largest_batch_size=640, **known)) == range(1, 21)
+    assert bounds.reachable(situation(largest_batch_size=640, **known)) == range(1, 3)
+
+
 @pytest.mark.parametrize(("wish", "size"), [(1, 32), (47, 32), (48, 64), (100.0, 96), (math.inf, 992), (10**30, 992)])
 def test_size_is_rounded_to_the_nearest_allowed_one(wish, size):
     assert Bounds(max_batch_size=1000).nearest(wish, situation()) == size

@@ -2,6 +2,7 @@
 
 import scenarios
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -75,3 +76,48 @@ def run_all(backend, names, stopped=None, stop_after=None):
     if stopped is not None:
         train(POLICIES["autoscale"](), directory=stopped, stop_after=stop_after)
     return results
+
+
+# ----------------------------------------------------------------- cores that change, gradients of a known noise scale
+
+NOISE_SCALE, ACCUMULATING, UPDATING = 256.0, 1.0, {1: 1.5, 2: 4.0}  # in samples; seconds, by number of cores
+
+
+def train_where_cores_change(directory, num_steps, every):
+    """Steps on one and on two cores in turn, each time resumed from the checkpoint, by a clock of exact times.
+
+    Returns:
+        the cores and the batch size of each step.
+    """
+    rank, alone, made = dist.get_rank(), dist.new_group([0]), []
+    for first in range(0, num_steps, every):
+        cores = 1 + first // every % 2
+        if rank < cores:
+            made += _train_on(cores, alone if cores == 1 else None, directory, first + every)
+        dist.barrier()
+    return made
+
+
+def _train_on(cores, process_group, directory, stop_after):
+    model = nn.Linear(100, 1, bias=False).double()
+    policy = vbs.Autoscale(max_batch_size=1024)
+    sampler = vbs.CustomSampler(200_000, policy, minibatch_size=MINIBATCH, process_group=process_group)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=REF_BATCHSIZE, model=model)
+    checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=None)
+    seconds, made = [0.0], []
+    optimizer._driver.clock = lambda: seconds[0]
+    inner.register_step_post_hook(lambda *_: seconds.append(seconds.pop() + UPDATING[cores] - ACCUMULATING))
+    generator = torch.Generator().manual_seed(stop_after + sampler.rank)
+    spread = (NOISE_SCALE / MINIBATCH) ** 0.5  # of a minibatch's mean around 1, the true gradient
+    for _ in checkpoint.epochs(1):
+        for _ in sampler:
+            seconds[0] += ACCUMULATING
+            model.weight.grad = 1 + spread * torch.randn(model.weight.shape, generator=generator, dtype=torch.float64)
+            optimizer.step()
+            if not optimizer.is_accumulating:
+                made.append((cores, optimizer.batch_size))
+                if optimizer.steps_done == stop_after:
+                    checkpoint.save()
+                    return made
+    raise AssertionError("the epoch must be longer")

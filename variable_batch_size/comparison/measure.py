@@ -74,12 +74,13 @@ def _measure_on_this_core(
             continue
         now, steps_done = clock(), optimizer.steps_done
         if steps_done > _WARM_UP * len(_DEPTHS):
-            times.add(optimizer.batch_size // trace[0], now - began)
+            times.add(cores, optimizer.batch_size // trace[0], now - began)
         if steps_done >= (_WARM_UP + steps) * len(_DEPTHS):
             break
         began = clock()
-    assert times.seconds is not None
-    return times.seconds
+    found = times.seconds(cores)
+    assert found is not None
+    return found
 
 
 def measure_noise(

@@ -30,6 +30,7 @@ class PolicyDriver:
         self.latest: Record | None = None  # of the latest decision: step, batch size, noise scale, seconds, reason
         self._optimizer, self._schedule = optimizer, schedule
         self._timing = PolicyTiming(schedule.policy)
+        self.clock: Callable[[], float] = time.perf_counter  # in seconds
         self._listeners: list[Callable[[Record], Any]] = []
         self._began: float | None = None  # when the current step did
         self._pass = self._num_in_pass = 0  # of the sampler, that of the latest step; its steps so far
@@ -45,23 +46,27 @@ class PolicyDriver:
     def after_step(self, step: int) -> None:
         """Record a step, by its number in the run, and decide if it is time. Every rank must call it."""
         schedule, num_passes = self._schedule, self._optimizer.sampler.num_passes
-        seconds = None if self._began is None else time.perf_counter() - self._began
+        seconds = None if self._began is None else self.clock() - self._began
         if num_passes != self._pass:  # in the first step of a pass a loader starts, which counts if there is no other
             seconds = seconds if self._num_in_pass == 1 else None
             self._pass, self._num_in_pass = num_passes, 0
         self._num_in_pass += 1
         size = schedule.batch_size(step)
         depth = -(-size // (schedule.minibatch_size * schedule.num_replicas))
-        self._timing.note_steps(size, depth, seconds)
+        self._timing.note_steps(size, schedule.num_replicas, seconds, depth=depth)
         schedule.note_done(step)
         if self._timing.num_rows(schedule.num_ahead):
             self._decide()
-        self._began = time.perf_counter()
+        self._began = self.clock()
 
     def report(self) -> dict[str, float]:
         """The measured times, for a log."""
-        accumulating, updating = self._timing.times.seconds or (math.nan, math.nan)
+        accumulating, updating = self._times or (math.nan, math.nan)
         return {"seconds_accumulating": accumulating, "seconds_updating": updating}
+
+    @property
+    def _times(self) -> tuple[float, float] | None:
+        return self._timing.times.seconds(self._schedule.num_replicas)
 
     def _decide(self) -> None:
         """Let rank 0 decide, and broadcast its decision to all ranks, also to those that share its samples."""
@@ -78,7 +83,7 @@ class PolicyDriver:
         self._append(decision, situation)
 
     def _append(self, decision: Decision, situation: Situation) -> None:
-        schedule, (accumulating, updating) = self._schedule, self._timing.times.seconds or (None, None)
+        schedule, (accumulating, updating) = self._schedule, self._times or (None, None)
         self.latest = {
             "step": situation.steps_done,
             "samples": situation.samples_done,
@@ -137,7 +142,7 @@ class PolicyDriver:
             saved = dict(state["schedule"])
             saved["rows"] = saved["rows"].tolist()
             schedule.load_state_dict(saved)
-            self._timing.load_state_dict(state["asking"])
+            self._timing.load_state_dict(state["asking"], cores=state["cores"])
             self.loss = state["loss"]
             if (state["cores"], state["minibatch_size"]) == (schedule.num_replicas, schedule.minibatch_size):
                 return

@@ -434,7 +434,7 @@ class _Run(Simulation):
                 if not self.moments or self.moments[-1][1:3] != (self.cores, size):
                     self.moments.append(Moment(self.seconds, self.cores, size, self.progress))
                 self.made.append((size, made))
-                self.timing.note_steps(size, depth, seconds, made)
+                self.timing.note_steps(size, self.cores, seconds, depth=depth, number=made)
                 self.noise_size = size if size > self.minibatch_size else self.noise_size
                 self._wait(made * seconds)
                 self.updates += made

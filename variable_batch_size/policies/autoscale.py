@@ -61,8 +61,8 @@ class Autoscale(Policy):
     """Maximizes goodput, gain / time, computed from measured step times and gradient noise (Qiao et al. 2021).
 
     Until both are known it tries two depths of accumulation: the noise needs at least two minibatches, and the
-    difference between two depths is the time of an accumulating minibatch. See :class:`Bounds` and :class:`Policy` for
-    other arguments.
+    difference between two depths is the time of an accumulating minibatch. On another number of cores it decides by the
+    times of all cores so far. See :class:`Bounds` and :class:`Policy` for other arguments.
 
     Args:
         max_batch_size: the largest batch size; beyond it, no measurement shows whether training still converges well.
@@ -114,18 +114,20 @@ class Autoscale(Policy):
         return float(batch_size) if goodput is None else goodput(-(-batch_size // situation.minibatch_size))
 
     def _probe(self, situation: Situation, size: int, allowed: range) -> float:
-        """Alternate between two depths, one twice the other."""
-        assert situation.depth is not None
-        if situation.is_fresh:
-            self.why = "restarted on other cores"
-            return _size(situation, situation.depth, allowed)
-        unknown = "times" if situation.knows_noise else "noise"
-        deeper = _size(situation, 2 * situation.depth, allowed)
-        if deeper > size:
-            self.why = f"{unknown} unknown, trying twice the depth"
-            return deeper
-        self.why = f"{unknown} unknown, trying half the depth"
-        return _size(situation, max(1, situation.depth // 2), allowed)
+        """Keep the share of each core, or try once what is not known yet: a second depth, or two minibatches."""
+        m, cores = situation.minibatch_size, situation.cores
+        if situation.seconds_updating is None and len(situation.timed_depths) == 1:
+            (depth,) = situation.timed_depths
+            for other in (depth + -(-depth // 2), depth // 2):
+                number = min(max(other * cores, allowed[0]), allowed[-1])
+                if -(-number // cores) != depth:
+                    self.why = f"times unknown, trying {-(-number // cores)} minibatches per core after {depth}"
+                    return number * m
+        if not situation.knows_noise and size < 2 * m:
+            self.why = "noise unknown, trying two minibatches"
+            return 2 * m
+        self.why = f"{'times' if situation.knows_noise else 'noise'} unknown"
+        return _size(situation, max(1, round(size / (m * cores))), allowed)
 
 
 def _size(situation: Situation, depth: int, allowed: range) -> int:

@@ -26,10 +26,12 @@ class Situation:
     minibatch_size: int  # samples per forward and backward pass of one core
     ref_batchsize: int  # the batch size for which the inner optimizer's settings were chosen
     batch_size: int | None = None  # of the last decision; None before the first
+    largest_batch_size: int = 0  # of all steps so far
     noise_scale: float | None = None  # V/G² of the gradient, in samples; infinite if the estimate of G² is not positive
     seconds_accumulating: float | None = None  # of an accumulating minibatch
     seconds_updating: float | None = None  # of the minibatch that completes a step, including all-reduce and update
-    is_fresh: bool = False  # whether no step was timed yet on these cores
+    timed_depths: tuple[int, ...] = ()  # numbers of minibatches of the busiest core in steps timed on so many cores
+    is_fresh: bool = False  # whether no step was made yet since the run began or resumed on these cores
     steps_done: int = 0  # steps so far
     samples_done: int = 0  # samples so far
     progress: float = 0.0  # steps at `ref_batchsize` that these are worth
@@ -79,7 +81,7 @@ class Bounds:
     max_batch_size: int | None = None  # the largest; None for the capacity of an epoch
     min_per_core: int | None = None  # the fewest samples of any core in a step; None if cores may be idle
     max_per_core: int | None = None  # the most samples of any core in a step; None for no bound
-    max_growth: float = math.inf  # the largest factor for one decision, unless other bounds or idle cores require more
+    max_growth: float = math.inf  # the largest factor for one decision; see :meth:`reachable` for what is beyond it
     threshold: float = 1.0  # the smallest factor by which a change must affect :meth:`Policy.worth`
 
     def __post_init__(self) -> None:
@@ -112,14 +114,17 @@ class Bounds:
         return range(max(least), most + 1)
 
     def reachable(self, situation: Situation) -> range:
-        """The allowed numbers of minibatches in the next step, given the current batch size."""
+        """The allowed numbers of minibatches in the next step, given the current batch size.
+
+        `max_growth` gives way to other bounds; after a restart, also to idle cores and to sizes that were run before.
+        """
         allowed = self.minibatches(situation)
         if situation.batch_size is None or math.isinf(self.max_growth):
             return allowed
         # a product such as 1.1 · 320 may be just below an integer by a rounding error
         largest = math.floor(self.max_growth * situation.batch_size / situation.minibatch_size + 1e-9)
-        if situation.is_fresh:  # no core must be idle because there were fewer before
-            largest = max(largest, situation.cores)
+        if situation.is_fresh:
+            largest = max(largest, situation.cores, situation.largest_batch_size // situation.minibatch_size)
         return range(allowed.start, max(allowed.start, min(largest, allowed.stop - 1)) + 1)
 
     def nearest(self, size: float, situation: Situation) -> int:
@@ -193,7 +198,7 @@ class Policy(ABC):
         if now is None or size == now:
             return Decision(size, self.why)
         minibatches, rest = divmod(now, situation.minibatch_size)
-        may_stay = rest == 0 and minibatches in self.bounds.minibatches(situation)
+        may_stay = rest == 0 and minibatches in self.bounds.minibatches(situation) and not situation.is_fresh
         if may_stay and not self.bounds.is_worth_it(self.worth(situation, size), self.worth(situation, now)):
             return Decision(now, f"{size} is not worth a change")
         return Decision(size, self.why)

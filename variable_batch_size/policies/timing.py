@@ -2,96 +2,161 @@
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from variable_batch_size.policies.policy import Decision, Policy, Situation
 
 _FEWEST, _MOST = 5, 40
+_MOST_DEPTHS = 8  # that are kept for each number of cores
 _CHANGED = 1.5  # the factor from which on steps that take longer or shorter are those of a slower or faster machine
+_HALF_LIFE = 1000  # timed steps after which the times of a depth count half, and are replaced when it comes back
+_MOST_HALVED = 30
+
+
+@dataclass
+class _Timed:
+    """The latest steps of one depth on one number of cores."""
+
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST))
+    median: float | None = None  # that of earlier ones until enough were timed
+    at: int = 0  # the number of the latest one among all timed steps
+
+    def append(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        if len(self.seconds) >= _FEWEST:
+            self.median = statistics.median(self.seconds)
+
+
+class _Point(NamedTuple):
+    depth: int
+    seconds: float
+    weight: float
 
 
 class StepTimes:
-    """Fits a line to the median step times of each depth: a step of depth d takes (d − 1)·a + u seconds.
+    """Fits a line to the median step times of each number of cores: a step of depth d takes (d − 1)·a + u seconds.
 
-    Only full steps are timed, because asynchronous devices don't expose the time of single minibatches. On other cores
-    the time a is assumed to stay until two depths were timed again, and u until one was. If steps take much longer or
-    shorter than before, on the same cores, all earlier times are forgotten: a and u then change by the same factor,
-    until two depths were timed again.
+    Only full steps are timed, because asynchronous devices don't expose the time of single minibatches. Times are kept
+    when the number of cores changes. Cores with one timed depth have the a of all others; cores without any have the
+    overhead u − a between those of fewer and of more cores, and one core alone has none. Times count half after 1,000
+    timed steps, and are then measured anew at the next step of that kind. If steps take much longer or shorter than
+    before, at the same depth on as many cores, the machines have changed, and all earlier times are forgotten.
     """
 
     def __init__(self) -> None:
-        self._of_depth: dict[int, deque[float]] = {}
-        self._latest: deque[tuple[int, float]] = deque(maxlen=_FEWEST)  # steps, each with its depth
-        self._before: tuple[float, float] | None = None  # a and u on the cores before
+        self._of: dict[int, dict[int, _Timed]] = {}  # by number of cores and depth
+        self._latest: deque[tuple[tuple[int, int], float]] = deque(maxlen=_FEWEST)  # cores and depth, and seconds
+        self._num = 0  # number of timed steps
 
-    def add(self, depth: int, seconds: float) -> None:
-        """Add the duration of a step in which the busiest core ran `depth` minibatches."""
-        self._of_depth.setdefault(depth, deque(maxlen=_MOST)).append(seconds)
-        self._latest.append((depth, seconds))
-        if len(self._latest) == _FEWEST and all(other == depth for other, _ in self._latest):
-            self._compare(depth, [found for _, found in self._latest])
+    def add(self, cores: int, depth: int, seconds: float) -> None:
+        """Add the duration of a step in which the busiest of these cores ran `depth` minibatches."""
+        self._num += 1
+        depths = self._of.setdefault(cores, {})
+        timed = depths.setdefault(depth, _Timed(at=self._num))
+        if self._num - timed.at > _HALF_LIFE:
+            timed.seconds.clear()  # its median remains until enough are timed
+        expected, timed.at = timed.median, self._num
+        timed.append(seconds)
+        if len(depths) > _MOST_DEPTHS:
+            del depths[min(depths, key=lambda depth: depths[depth].at)]
+        self._latest.append(((cores, depth), seconds))
+        if len(self._latest) < _FEWEST or any(where != (cores, depth) for where, _ in self._latest):
+            return
+        if len(timed.seconds) > _FEWEST:
+            earlier = list(timed.seconds)[:-_FEWEST]
+            expected = statistics.median(earlier) if len(earlier) >= _FEWEST else None
+        if expected is None:
+            others = [point for point in self._points(cores) if point.depth != depth]
+            accumulating, updating = _line(others) if len(others) > 1 else (0.0, 0.0)
+            expected = (depth - 1) * accumulating + updating
+        latest = [found for _, found in self._latest]
+        if expected and not (min(latest) < _CHANGED * expected and max(latest) > expected / _CHANGED):
+            self._of = {cores: {depth: _Timed(deque(latest, maxlen=_MOST), statistics.median(latest), self._num)}}
 
-    def _compare(self, depth: int, latest: list[float]) -> None:
-        """Forget all earlier times if the latest steps, all of one depth, were much slower or faster."""
-        earlier = {d: list(found) for d, found in self._of_depth.items()}
-        earlier[depth] = earlier[depth][:-_FEWEST]
-        expected = statistics.median(earlier[depth]) if len(earlier[depth]) >= _FEWEST else None
-        times = _fit(earlier)
-        if expected is None and times is not None:
-            expected = (depth - 1) * times[0] + times[1]
-        ratio = statistics.median(latest) / expected if expected else 1.0
-        if not 1 / _CHANGED < ratio < _CHANGED:
-            known = times or self._before
-            self._before = None if known is None else (known[0] * ratio, known[1] * ratio)
-            self._of_depth = {depth: deque(latest, maxlen=_MOST)}
+    def seconds(self, cores: int) -> tuple[float, float] | None:
+        """a and u on so many cores, the times of an accumulating and an updating minibatch.
 
-    @property
-    def seconds(self) -> tuple[float, float] | None:
-        """a and u, the times of an accumulating and an updating minibatch; None before two depths were ever timed."""
-        times = _fit(self._of_depth)
-        if times is None:
-            points = _points(self._of_depth)
-            if self._before is None or not points:
-                return self._before
-            ((depth, seconds),) = points
-            accumulating = min(self._before[0], seconds / depth)
-            return accumulating, seconds - (depth - 1) * accumulating
-        return times
+        None before two depths were timed on any number of cores.
+        """
+        own = self._points(cores)
+        if len(own) > 1:
+            return _line(own)
+        of_cores = {number: points for number in sorted(self._of) if (points := self._points(number))}
+        accumulating = _slope(of_cores.values())
+        if accumulating is None:
+            return None
+        if own:
+            return _line(own, accumulating)
+        if cores == 1:
+            return accumulating, accumulating
+        lines = [_line(points, accumulating) for points in of_cores.values()]
+        overhead = float(np.interp(cores, list(of_cores), [updating - a for a, updating in lines]))
+        return accumulating, accumulating + overhead
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._of_depth
+    def depths(self, cores: int) -> tuple[int, ...]:
+        """The depths that were timed on so many cores."""
+        return tuple(point.depth for point in self._points(cores))
 
-    def restart(self, *, on_same_minibatches: bool = True) -> None:
-        """Go to other cores; minibatches of another size take other times."""
-        self._before, self._of_depth = self.seconds if on_same_minibatches else None, {}
+    def _points(self, cores: int) -> list[_Point]:
+        """Each depth that was timed often enough, with its median time."""
+        return [
+            _Point(depth, timed.median, 0.5 ** min((self._num - timed.at) // _HALF_LIFE, _MOST_HALVED))
+            for depth, timed in self._of.get(cores, {}).items()
+            if timed.median is not None
+        ]
+
+    def clear(self) -> None:
+        """Forget all times, because minibatches of another size take other times."""
+        self._of.clear()
         self._latest.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        of_depth = {depth: list(found) for depth, found in self._of_depth.items()}
-        return {"seconds": of_depth, "before": self._before and list(self._before)}
+        rows = [
+            [cores, depth, timed.at, timed.median, list(timed.seconds)]
+            for cores, depths in self._of.items()
+            for depth, timed in depths.items()
+        ]
+        return {"rows": rows, "num": self._num}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._of_depth = {int(depth): deque(found, maxlen=_MOST) for depth, found in state["seconds"].items()}
-        self._before = tuple(state["before"]) if state["before"] else None
+    def load_state_dict(self, state: Mapping[str, Any], *, cores: int) -> None:
+        """Restore the times; a state of earlier versions has those of one number of `cores`."""
+        self.clear()
+        self._num = state.get("num", 0)
+        old = ([cores, int(depth), 0, None, found] for depth, found in state.get("seconds", {}).items())
+        for number, depth, at, median, found in state.get("rows", old):
+            timed = self._of.setdefault(number, {})[depth] = _Timed(median=median, at=at)
+            for seconds in found:
+                timed.append(seconds)
 
 
-def _points(of_depth: Mapping[int, Iterable[float]]) -> list[tuple[int, float]]:
-    """Each depth that was timed often enough, with its median time."""
-    return [(d, statistics.median(found)) for d, found in of_depth.items() if len(list(found)) >= _FEWEST]
+def _slope(of_cores: Iterable[Sequence[_Point]]) -> float | None:
+    """The slope that lines through the points of each number of cores have in common, by least squares."""
+    square, product = 0.0, 0.0
+    for points in of_cores:
+        mean_depth, mean_seconds = _means(points)
+        square += sum(point.weight * (point.depth - mean_depth) ** 2 for point in points)
+        product += sum(point.weight * (point.depth - mean_depth) * (point.seconds - mean_seconds) for point in points)
+    return max(product / square, 0.0) if square else None
 
 
-def _fit(of_depth: Mapping[int, Iterable[float]]) -> tuple[float, float] | None:
-    """a and u of the line through the median times; None for fewer than two depths."""
-    points = _points(of_depth)
-    if len(points) < 2:
-        return None
-    line = statistics.linear_regression(*zip(*points, strict=True))
-    accumulating = max(line.slope, 0.0)
-    mean_depth, mean_seconds = (statistics.fmean(column) for column in zip(*points, strict=True))
+def _line(points: Sequence[_Point], accumulating: float = 0.0) -> tuple[float, float]:
+    """a and u of the line through the points; of that with the slope a through a single one."""
+    mean_depth, mean_seconds = _means(points)
+    slope = _slope([points])
+    accumulating = min(accumulating, mean_seconds / mean_depth) if slope is None else slope
     return accumulating, max(mean_seconds - (mean_depth - 1) * accumulating, accumulating)
+
+
+def _means(points: Sequence[_Point]) -> tuple[float, float]:
+    weights = [point.weight for point in points]
+    return (
+        statistics.fmean([point.depth for point in points], weights),
+        statistics.fmean([point.seconds for point in points], weights),
+    )
 
 
 class PolicyTiming:
@@ -101,26 +166,39 @@ class PolicyTiming:
         self.policy, self.times = policy, StepTimes()
         self._batch_size: int | None = None  # of the last decision
         self._num_made = 0  # its executed steps
+        self._largest = 0  # of all executed steps
+        self._is_fresh = True  # whether no step was made yet on the current cores
 
     def num_rows(self, ahead: int) -> int:
         """Number of rows to decide now, if `ahead` rows are decided but not executed."""
         lead, every = self.policy.lead, self.policy.every
+        if self._is_fresh:  # what is not known on these cores is known soon
+            every = min(every, 2 * _FEWEST)
         return lead + every - ahead if ahead <= lead else 0
 
-    def note_steps(self, batch_size: int, depth: int, seconds: float | None, number: int = 1) -> None:
-        """Record steps in which the busiest core ran `depth` minibatches; `seconds` is None if not representative."""
+    def note_steps(self, batch_size: int, cores: int, seconds: float | None, *, depth: int, number: int = 1) -> None:
+        """Record steps in which the busiest of the cores ran `depth` minibatches; `seconds` is None if not timed."""
+        self._is_fresh, self._largest = False, max(self._largest, batch_size)
         if batch_size == self._batch_size:
             self._num_made += number
         for _ in range(min(number, _FEWEST) if seconds is not None else 0):
-            self.times.add(depth, seconds)  # type: ignore[arg-type]
+            self.times.add(cores, depth, seconds)  # type: ignore[arg-type]
 
     def answer(self, situation: Situation) -> Decision:
         """The batch size of the next rows, and why; fills in batch size and times of the situation."""
         if self._batch_size is not None and self._num_made < _FEWEST:
             return Decision(self._batch_size, "last decision not executed yet")
-        a, u = self.times.seconds or (None, None)
-        situation = replace(situation, seconds_accumulating=a, seconds_updating=u, is_fresh=self.times.is_empty)
-        decision = self.policy.answer(replace(situation, batch_size=self._batch_size))
+        a, u = self.times.seconds(situation.cores) or (None, None)
+        situation = replace(
+            situation,
+            batch_size=self._batch_size,
+            largest_batch_size=self._largest,
+            seconds_accumulating=a,
+            seconds_updating=u,
+            timed_depths=self.times.depths(situation.cores),
+            is_fresh=self._is_fresh,
+        )
+        decision = self.policy.answer(situation)
         self.take_over(decision.batch_size)
         return decision
 
@@ -130,15 +208,24 @@ class PolicyTiming:
             self._batch_size, self._num_made = batch_size, 0
 
     def restart(self, batch_size: int | None, *, on_same_minibatches: bool = True) -> None:
-        """Resume on other cores after steps of this batch size: time steps again, and decide immediately."""
-        self.times.restart(on_same_minibatches=on_same_minibatches)
-        self._batch_size, self._num_made = batch_size, _FEWEST
+        """Resume on other cores after steps of this batch size: decide immediately."""
+        if not on_same_minibatches:
+            self.times.clear()
+        self._batch_size, self._num_made, self._is_fresh = batch_size, _FEWEST, True
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"batch_size": self._batch_size, "num_made": self._num_made}
-        return {"policy": self.policy.state_dict(), "times": self.times.state_dict(), **own}
+        return {
+            "policy": self.policy.state_dict(),
+            "times": self.times.state_dict(),
+            "batch_size": self._batch_size,
+            "num_made": self._num_made,
+            "largest": self._largest,
+            "is_fresh": self._is_fresh,
+        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, cores: int) -> None:
+        """Restore the result of :meth:`state_dict`, which was saved on so many cores."""
         self.policy.load_state_dict(state["policy"])
-        self.times.load_state_dict(state["times"])
+        self.times.load_state_dict(state["times"], cores=cores)
         self._batch_size, self._num_made = state["batch_size"], state["num_made"]
+        self._largest, self._is_fresh = state.get("largest", 0), state.get("is_fresh", False)
