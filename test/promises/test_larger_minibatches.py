@@ -102,3 +102,30 @@ def test_a_policy_chooses_larger_minibatches_with_the_batch_size():
     sizes = train(32, trace=policy, steps=10)[1]
     assert sizes == [8] * sizes.count(8) + [32] * sizes.count(32)
     assert sizes.count(32) >= 4
+
+
+def test_autoscale_takes_less_time_with_larger_minibatches():
+    """With a clock by which a minibatch takes 1 s, a sample 0.01 s and an update 4 s."""
+
+    def seconds_to(progress, largest):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3).double()
+        policy = vbs.Autoscale(max_batch_size=256, every=6, lead=1)
+        sampler = vbs.CustomSampler(data(), trace=policy, minibatch_size=8, max_minibatch_size=largest)
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = vbs.Optimizer(inner, sampler, ref_batchsize=16, rule="adascale", model=model)
+        (x, y), clock, sizes = data().tensors, [0.0], set()
+        optimizer._driver.clock = lambda: clock[0]
+        for _ in optimizer.epochs(1000):
+            for minibatch in sampler:
+                nn.functional.cross_entropy(model(x[minibatch]), y[minibatch]).backward()
+                clock[0] += 1 + 0.01 * len(minibatch) + (4 if optimizer._cursor.next.is_last else 0)
+                sizes.add(len(minibatch))
+                optimizer.step()
+                if optimizer.progress > progress:
+                    return clock[0], sizes
+        raise AssertionError
+
+    (alone, _), (together, sizes) = (seconds_to(400, largest) for largest in (None, 64))
+    assert sizes <= {8, 16, 32, 64}
+    assert together < 0.7 * alone

@@ -113,6 +113,7 @@ class PolicyDriver:
         return Situation(
             cores=schedule.num_replicas,
             minibatch_size=schedule.minibatch_size,
+            max_minibatch_size=schedule.max_minibatch_size,
             ref_batchsize=optimizer.ref_batchsize,
             noise_scale=noise_scale,
             steps_done=optimizer.steps_done,

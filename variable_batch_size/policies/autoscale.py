@@ -104,7 +104,7 @@ class Autoscale(Policy):
         goodput = _goodput(situation)
         if goodput is None:
             return self._probe(situation, situation.batch_size, allowed)
-        best = goodput.best(allowed) * situation.minibatch_size
+        best = even(goodput.best(allowed), situation, allowed) * situation.minibatch_size
         now = self.worth(situation, situation.batch_size)
         self.why = f"goodput {100 * (self.worth(situation, best) / now - 1):+.0f} %" if now > 0 else ""
         return best
@@ -119,7 +119,7 @@ class Autoscale(Policy):
         if situation.seconds_updating is None and len(situation.timed_depths) == 1:
             (depth,) = situation.timed_depths
             for other in (depth + -(-depth // 2), depth // 2):
-                number = min(max(other * cores, allowed[0]), allowed[-1])
+                number = even(min(max(other * cores, allowed[0]), allowed[-1]), situation, allowed)
                 if -(-number // cores) != depth:
                     self.why = f"times unknown, trying {-(-number // cores)} minibatches per core after {depth}"
                     return number * m
@@ -133,7 +133,32 @@ class Autoscale(Policy):
 def _size(situation: Situation, depth: int, allowed: range) -> int:
     """The batch size with this depth on all cores, limited to the allowed range."""
     whole = min(depth, max(1, allowed[-1] // situation.cores)) * situation.cores
-    return min(max(whole, allowed[0]), allowed[-1]) * situation.minibatch_size
+    return even(min(max(whole, allowed[0]), allowed[-1]), situation, allowed) * situation.minibatch_size
+
+
+def even(number: int, situation: Situation, allowed: range) -> int:
+    """The nearest allowed number of minibatches for which larger ones divide the work evenly, if there are larger ones.
+
+    They are 2, 4, … times as large, so that a core's share must be such a number, or a multiple of the largest.
+
+    >>> situation = Situation(cores=2, minibatch_size=32, ref_batchsize=64, max_minibatch_size=150)
+    >>> [even(number, situation, range(1, 16)) for number in (1, 2, 6, 9, 10, 13, 14)]
+    [1, 2, 8, 8, 8, 8, 8]
+    """
+    largest, cores = (situation.max_minibatch_size or 0) // situation.minibatch_size, situation.cores
+    share = number // cores
+    if largest < 2 or not share:
+        return number
+    largest = _power_of_two(largest)
+    lower = share // largest * largest if share >= largest else _power_of_two(share)
+    upper = 2 * lower if lower < largest else lower + largest
+    nearest = sorted((lower, upper), key=lambda other: max(other * cores / number, number / (other * cores)))
+    return next((other * cores for other in nearest if other * cores in allowed), number)
+
+
+def _power_of_two(number: int) -> int:
+    """The largest one that is not above a number."""
+    return 1 << (number.bit_length() - 1)
 
 
 def _goodput(situation: Situation) -> Goodput | None:
