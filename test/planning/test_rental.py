@@ -179,6 +179,27 @@ def test_invalid_rentals_are_rejected():
         rent("cheapest", max_price=-1)
 
 
+def test_rates_are_those_of_batch_sizes_from_the_reference_on():
+    # without noise a step is worth 1, and has 4 minibatches: 4 s on one core, 1 + 1.15 on two, 1.3 on four
+    given = {"minibatch_size": 32, "ref_batchsize": 128, "progress": 100, "price": 36.0}
+    run = vbs.planning.simulate(
+        RENTALS["by_deadline"](hours=200 / 3600, max_batch_size=256),
+        profile=profile((1.0, 1.15, 1.3)),
+        noise=lambda progress, batch_size: 1e-9,
+        availability=vbs.planning.Availability.constant(4),
+        restart_seconds=100,
+        **given,
+    )
+    assert [moment.cores for moment in run.moments if moment.seconds == 0] == [4]
+    assert run.seconds <= 200
+
+
+def test_numbers_of_cores_without_an_allowed_batch_size_are_not_rented():
+    rental = RENTALS["by_deadline"](hours=0.001, max_batch_size=64, min_per_core=32)
+    run = simulate(rental, price=36.0)
+    assert {moment.cores for moment in run.moments} == {2}
+
+
 def test_only_numbers_of_cores_whose_times_are_known_are_rented():
     alone = vbs.planning.Profile([Measured(1, 1, 32, 1.0, 1.0)])
     together = vbs.planning.Profile([Measured(2, 4, 32, 1.0, 1.0)], "p.csv")

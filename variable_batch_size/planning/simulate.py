@@ -473,19 +473,18 @@ class _Run(Simulation):
                 now, left = now + seconds, left - seconds
 
     def _offers(self, rental: Rental, most: int, price: float) -> list[Offer]:
-        """The numbers of cores whose times the profile tells."""
+        """The numbers of cores for which the policy has a batch size and the profile times."""
         sizes: dict[str, Any] = {"minibatch_size": self.minibatch_size, "ref_batchsize": self.ref_batchsize}
         noise = self.noise(self.progress, self.noise_size or self.ref_batchsize)
         offers, refusal = [], None
         for cores in range(1, most + 1):
-            machines = self.availability.machines(cores, self.profile)
+            machines, bounds = self.availability.machines(cores, self.profile), rental.policy.bounds
             try:
+                allowed = bounds.minibatches(Situation(cores=cores, capacity=self.capacity, **sizes))
                 times = self.profile.times(cores=cores, minibatch_size=self.minibatch_size, machines=machines)
             except ValueError as error:
                 refusal = error
                 continue
-            bounds = rental.policy.bounds
-            allowed = bounds.minibatches(Situation(cores=cores, capacity=self.capacity, **sizes))
             if bounds.min_batch_size is None:  # not below the reference batch size, like Autoscale
                 first = max(allowed.start, -(-self.ref_batchsize // self.minibatch_size))
                 allowed = range(min(first, allowed[-1]), allowed.stop)
