@@ -159,6 +159,17 @@ def test_no_cores_are_rented_above_the_largest_price():
         simulate(rent("cheapest", max_price=35), price=prices)
 
 
+def test_a_run_saves_before_it_leaves_cores_by_choice():
+    given = {"price": 36.0, "checkpoint_seconds": 1e6}
+    chosen = simulate(rent("by_deadline", hours=700 / 3600), **given)
+    assert [moment.cores for moment in chosen.moments] == [2, 1, 1]
+    assert chosen.seconds <= 700
+    assert chosen.lost_seconds < 1.25  # the current step
+    # 2 cores leave after 100 s and come back: what they have made since the start is lost
+    forced = simulate(rent("within_budget", money=13), spans=((2, 100), (1, 1e9)), **given)
+    assert forced.lost_seconds == pytest.approx(100)
+
+
 def test_a_step_continues_where_the_cores_stay_and_a_restart_too():
     # reviews after 600 s, and steps of 7 s on a core: no step is lost; a restart of 900 s is not cut short
     run = simulate(rent("cheapest"), price=36.0, updating=(7.0, 14.0, 28.0), progress=1000)

@@ -408,6 +408,10 @@ class _Run(Simulation):
             self.progress, self.updates, self.samples, num_made = self.saved
             del self.made[num_made:]
 
+    def _save(self) -> None:
+        self.saved = _Saved(self.progress, self.updates, self.samples, len(self.made))
+        self.unsaved_seconds = 0.0
+
     def _wait(self, seconds: float) -> float:
         if self.prices is not None and self.cost is not None:
             self.cost += self.cores * self.prices.cost(self.seconds, seconds)
@@ -442,8 +446,7 @@ class _Run(Simulation):
                 self.progress += made * worth
                 self.unsaved_seconds += made * seconds
                 if self.unsaved_seconds >= (self.checkpoint_seconds or 0.0):
-                    self.saved = _Saved(self.progress, self.updates, self.samples, len(self.made))
-                    self.unsaved_seconds = 0.0
+                    self._save()
             left -= made * seconds
             if made < number:
                 self.rows.appendleft((size, number - made))
@@ -468,6 +471,8 @@ class _Run(Simulation):
                     assert self.cost is not None
                     offers = self._offers(rental, span.cores, price)
                     cores = rental.choose(offers, seconds=now, spent=self.cost, cores=self.cores)
+                if cores != self.cores <= span.cores:  # by choice, so that there is time to save
+                    self._save()
                 seconds = min(left, lasts, rental.review_seconds)
                 yield Span(cores, seconds)
                 now, left = now + seconds, left - seconds
