@@ -327,6 +327,10 @@ def test_fit_does_not_predict_unmeasured_network_configurations(run):
     code, _, err = run("vbs fit profile.csv --cores 8 --machines 2")
     assert code == 1
     assert "profile.csv must have a row with several cores on several machines" in err
+    assert (
+        "`machines` must be at most the number of cores, which is 2, got 4"
+        in run("vbs fit profile.csv --cores 2 --machines 4")[2]
+    )
 
 
 def test_measurements_before_a_failure_are_kept(run, monkeypatch):

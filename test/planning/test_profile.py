@@ -32,6 +32,7 @@ def test_profile_is_read_back(tmp_path):
             r"p.csv:2: a row of a profile must be three counts and two times in seconds, got 1,1",
         ),
         (HEAD + "1,0,32,0.1,0.2\n", r"p.csv:2: counts and seconds must be positive, got 1,0,32"),
+        (HEAD + "3,2,32,0.1,0.2\n", r"p.csv:2: a row must have at least as many cores as machines, got 3,2,32"),
         (HEAD + "1,1,32,0,0.2\n", r"p.csv:2: counts and seconds must be positive, got 1,1,32,0,0.2"),
         (HEAD + "1,1,32,0.1,inf\n", r"p.csv:2: counts and seconds must be positive"),
     ],
@@ -140,6 +141,8 @@ def test_times_on_several_machines_are_those_measured_there():
     assert profile.times(cores=2, minibatch_size=32, machines=1).updating == pytest.approx(1.2)
     assert profile.times(cores=2, minibatch_size=32, machines=2).updating == 2.4
     assert profile.times(cores=4, minibatch_size=32, machines=2).updating == pytest.approx(2.6)  # a third of the way
+    both = vbs.planning.Profile([two, two._replace(machines=4, seconds_updating=9.0)])
+    assert both.times(cores=8, minibatch_size=32, machines=2).updating == 3.0
     # nothing was measured on three machines, whose network is that of two and four
     assert profile.times(cores=12, minibatch_size=32, machines=3).updating == 4.0
     assert [

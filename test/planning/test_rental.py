@@ -159,6 +159,17 @@ def test_no_cores_are_rented_above_the_largest_price():
         simulate(rent("cheapest", max_price=35), price=prices)
 
 
+def test_a_run_saves_before_it_leaves_cores_by_choice():
+    given = {"price": 36.0, "checkpoint_seconds": 1e6}
+    chosen = simulate(rent("by_deadline", hours=700 / 3600), **given)
+    assert [moment.cores for moment in chosen.moments] == [2, 1, 1]
+    assert chosen.seconds <= 700
+    assert chosen.lost_seconds < 1.25  # the current step
+    # 2 cores leave after 100 s and come back: what they have made since the start is lost
+    forced = simulate(rent("within_budget", money=13), spans=((2, 100), (1, 1e9)), **given)
+    assert forced.lost_seconds == pytest.approx(100)
+
+
 def test_a_step_continues_where_the_cores_stay_and_a_restart_too():
     # reviews after 600 s, and steps of 7 s on a core: no step is lost; a restart of 900 s is not cut short
     run = simulate(rent("cheapest"), price=36.0, updating=(7.0, 14.0, 28.0), progress=1000)
@@ -177,6 +188,27 @@ def test_invalid_rentals_are_rejected():
         rent("within_budget", money=float("nan"))
     with pytest.raises(ValueError, match="`max_price` must be a non-negative number, got -1"):
         rent("cheapest", max_price=-1)
+
+
+def test_rates_are_those_of_batch_sizes_from_the_reference_on():
+    # without noise a step is worth 1, and has 4 minibatches: 4 s on one core, 1 + 1.15 on two, 1.3 on four
+    given = {"minibatch_size": 32, "ref_batchsize": 128, "progress": 100, "price": 36.0}
+    run = vbs.planning.simulate(
+        RENTALS["by_deadline"](hours=200 / 3600, max_batch_size=256),
+        profile=profile((1.0, 1.15, 1.3)),
+        noise=lambda progress, batch_size: 1e-9,
+        availability=vbs.planning.Availability.constant(4),
+        restart_seconds=100,
+        **given,
+    )
+    assert [moment.cores for moment in run.moments if moment.seconds == 0] == [4]
+    assert run.seconds <= 200
+
+
+def test_numbers_of_cores_without_an_allowed_batch_size_are_not_rented():
+    rental = RENTALS["by_deadline"](hours=0.001, max_batch_size=64, min_per_core=32)
+    run = simulate(rental, price=36.0)
+    assert {moment.cores for moment in run.moments} == {2}
 
 
 def test_only_numbers_of_cores_whose_times_are_known_are_rented():

@@ -102,8 +102,7 @@ class Profile:
         return {}
 
     def _look_up(self, cores: int, minibatch_size: int, machines: int) -> tuple[str, Times | None]:
-        if machines > cores:
-            raise ValueError(f"`machines` must be at most the number of cores, which is {cores}, got {machines}")
+        _check_placement(machines, cores)
         same = [row for row in self.rows if row.machines == machines]
         for rows in (same, self._alike(machines)):
             times = _between(rows, cores, minibatch_size)
@@ -147,6 +146,7 @@ class Profile:
 
     def refuse_other_network(self, machines: int, cores: int) -> None:
         """Reject cores without a measured all-reduce, which would take no time in the model."""
+        _check_placement(machines, cores)
         is_known = any(row.cores > 1 for row in self._alike(machines))
         if cores > 1 and not is_known and not self.extrapolates:
             where = "several machines" if machines > 1 else "one machine"
@@ -161,6 +161,11 @@ class Profile:
                 where = " on several machines" if machines > 1 else ""
                 found.append(f"{self.name} was measured with {low} to {high} {what}{where}, got {number}")
         return found
+
+
+def _check_placement(machines: int, cores: int) -> None:
+    if machines > cores:
+        raise ValueError(f"`machines` must be at most the number of cores, which is {cores}, got {machines}")
 
 
 def _between(rows: Sequence[Measured], cores: int, minibatch_size: int) -> Times | None:
@@ -190,6 +195,8 @@ def _rows(lines: Iterator[str], name: str) -> Iterator[Measured]:
             refuse(place, "a row of a profile must be three counts and two times in seconds", line.strip())
         if min(row[:3]) < 1 or not all(0 < seconds < math.inf for seconds in row[3:]):
             refuse(place, "counts and seconds must be positive", line.strip())
+        if row.machines > row.cores:
+            refuse(place, "a row must have at least as many cores as machines", line.strip())
         yield row
 
 

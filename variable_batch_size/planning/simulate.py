@@ -408,6 +408,10 @@ class _Run(Simulation):
             self.progress, self.updates, self.samples, num_made = self.saved
             del self.made[num_made:]
 
+    def _save(self) -> None:
+        self.saved = _Saved(self.progress, self.updates, self.samples, len(self.made))
+        self.unsaved_seconds = 0.0
+
     def _wait(self, seconds: float) -> float:
         if self.prices is not None and self.cost is not None:
             self.cost += self.cores * self.prices.cost(self.seconds, seconds)
@@ -442,8 +446,7 @@ class _Run(Simulation):
                 self.progress += made * worth
                 self.unsaved_seconds += made * seconds
                 if self.unsaved_seconds >= (self.checkpoint_seconds or 0.0):
-                    self.saved = _Saved(self.progress, self.updates, self.samples, len(self.made))
-                    self.unsaved_seconds = 0.0
+                    self._save()
             left -= made * seconds
             if made < number:
                 self.rows.appendleft((size, number - made))
@@ -468,24 +471,25 @@ class _Run(Simulation):
                     assert self.cost is not None
                     offers = self._offers(rental, span.cores, price)
                     cores = rental.choose(offers, seconds=now, spent=self.cost, cores=self.cores)
+                if cores != self.cores <= span.cores:  # by choice, so that there is time to save
+                    self._save()
                 seconds = min(left, lasts, rental.review_seconds)
                 yield Span(cores, seconds)
                 now, left = now + seconds, left - seconds
 
     def _offers(self, rental: Rental, most: int, price: float) -> list[Offer]:
-        """The numbers of cores whose times the profile tells."""
+        """The numbers of cores for which the policy has a batch size and the profile times."""
         sizes: dict[str, Any] = {"minibatch_size": self.minibatch_size, "ref_batchsize": self.ref_batchsize}
         noise = self.noise(self.progress, self.noise_size or self.ref_batchsize)
         offers, refusal = [], None
         for cores in range(1, most + 1):
-            machines = self.availability.machines(cores, self.profile)
+            machines, bounds = self.availability.machines(cores, self.profile), rental.policy.bounds
             try:
+                allowed = bounds.minibatches(Situation(cores=cores, capacity=self.capacity, **sizes))
                 times = self.profile.times(cores=cores, minibatch_size=self.minibatch_size, machines=machines)
             except ValueError as error:
                 refusal = error
                 continue
-            bounds = rental.policy.bounds
-            allowed = bounds.minibatches(Situation(cores=cores, capacity=self.capacity, **sizes))
             if bounds.min_batch_size is None:  # not below the reference batch size, like Autoscale
                 first = max(allowed.start, -(-self.ref_batchsize // self.minibatch_size))
                 allowed = range(min(first, allowed[-1]), allowed.stop)
