@@ -128,7 +128,7 @@ def test_a_depth_that_comes_back_after_a_thousand_steps_is_measured_anew():
     assert num_kept(times)[CORES, 1] == 5
 
 
-@pytest.mark.parametrize("factor", [10.0, 1.6, 1 / 1.6, 0.01])
+@pytest.mark.parametrize("factor", [10.0, 1.3, 1 / 1.3, 0.01])
 def test_a_machine_that_becomes_slower_or_faster_is_noticed_at_one_depth(factor):
     times = times_of({1: [4.0] * 9, 2: [5.0] * 9})
     add(times, 2, 5.0 * factor, 4)
@@ -172,7 +172,10 @@ def test_more_time_on_more_cores_is_not_a_slower_machine():
 
 def test_another_speed_is_noticed_at_a_depth_that_was_not_timed_before():
     times = times_of({1: [4.0] * 5, 2: [5.0] * 5})
-    add(times, 4, 70.0)  # 7 expected
+    add(times, 4, 10.0)  # 7 expected
+    assert times.depths(CORES) == (1, 2, 4)
+    times = times_of({1: [4.0] * 5, 2: [5.0] * 5})
+    add(times, 4, 10.5)
     assert times.depths(CORES) == (4,)
 
 
@@ -189,6 +192,14 @@ def test_another_speed_is_noticed_after_a_thousand_steps_as_well():
     times = times_of({1: [4.0] * 40, 2: [5.0] * 1001})
     add(times, 1, 40.0)
     assert times.depths(CORES) == (1,)
+
+
+def test_steps_that_always_vary_as_much_are_not_those_of_another_machine():
+    times = times_of({1: [4.0] * 9, 2: [5.0, 10.0] * 20})
+    add(times, 2, 10.0)
+    assert times.depths(CORES) == (1, 2)
+    add(times, 2, 20.0)
+    assert times.depths(CORES) == (2,)
 
 
 def test_steps_that_vary_by_less_change_nothing():

@@ -12,7 +12,9 @@ from variable_batch_size.policies.policy import Decision, Policy, Situation
 
 _FEWEST, _MOST = 5, 40
 _MOST_DEPTHS = 8  # that are kept for each number of cores
-_CHANGED = 1.5  # the factor from which on steps that take longer or shorter are those of a slower or faster machine
+# the factors from which on steps that take longer or shorter are those of a slower or faster machine, and the fraction
+# of earlier steps that must be on the other side; the line through other depths is less certain
+_CHANGED, _CHANGED_FROM_LINE, _MOST_STEPS = 1.25, 1.5, 0.9
 _HALF_LIFE = 1000  # timed steps after which the times of a depth count half, and are replaced when it comes back
 _MOST_HALVED = 30
 
@@ -59,22 +61,19 @@ class StepTimes:
         timed = depths.setdefault(depth, _Timed(at=self._num))
         if self._num - timed.at > _HALF_LIFE:
             timed.seconds.clear()  # its median remains until enough are timed
-        expected, timed.at = timed.median, self._num
+        expected, timed.at = timed.median, self._num  # a few steps unlike the others don't change a median
         timed.append(seconds)
         if len(depths) > _MOST_DEPTHS:
             del depths[min(depths, key=lambda depth: depths[depth].at)]
         self._latest.append(((cores, depth), seconds))
         if len(self._latest) < _FEWEST or any(where != (cores, depth) for where, _ in self._latest):
             return
-        if len(timed.seconds) > _FEWEST:
-            earlier = list(timed.seconds)[:-_FEWEST]
-            expected = statistics.median(earlier) if len(earlier) >= _FEWEST else None
+        latest, factor = [found for _, found in self._latest], _CHANGED
         if expected is None:
             others = [point for point in self._points(cores) if point.depth != depth]
             accumulating, updating = _line(others) if len(others) > 1 else (0.0, 0.0)
-            expected = (depth - 1) * accumulating + updating
-        latest = [found for _, found in self._latest]
-        if expected and not (min(latest) < _CHANGED * expected and max(latest) > expected / _CHANGED):
+            expected, factor = (depth - 1) * accumulating + updating, _CHANGED_FROM_LINE
+        if expected and _have_changed(list(timed.seconds)[:-_FEWEST], expected, latest, factor):
             self._of = {cores: {depth: _Timed(deque(latest, maxlen=_MOST), statistics.median(latest), self._num)}}
 
     def seconds(self, cores: int) -> tuple[float, float] | None:
@@ -131,6 +130,14 @@ class StepTimes:
             timed = self._of.setdefault(number, {})[depth] = _Timed(median=median, at=at)
             for seconds in found:
                 timed.append(seconds)
+
+
+def _have_changed(earlier: Sequence[float], expected: float, latest: Sequence[float], factor: float) -> bool:
+    """Whether the latest steps all took longer, or all shorter, than expected and than most of the earlier ones."""
+    most = _MOST_STEPS * len(earlier)
+    if min(latest) >= factor * expected:
+        return sum(seconds < min(latest) for seconds in earlier) >= most
+    return max(latest) <= expected / factor and sum(seconds > max(latest) for seconds in earlier) >= most
 
 
 def _slope(of_cores: Iterable[Sequence[_Point]]) -> float | None:
