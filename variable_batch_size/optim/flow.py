@@ -298,7 +298,8 @@ class _Twin:
             return step
         sizes = torch.tensor([step.batch_size, step.minibatch_size, step.ref_batchsize], dtype=self._dtype)
         batch_size, minibatch_size, ref_batchsize = sizes.to(self._device).unbind()
-        return Step(batch_size, minibatch_size, ref_batchsize, step.steps_done)  # type: ignore[arg-type]
+        data: Any = {"batch_size": batch_size, "minibatch_size": minibatch_size, "ref_batchsize": ref_batchsize}
+        return dataclasses.replace(step, **data)
 
     def read_into(self, rule: Rule, scaler: LRScaler, meter: NoiseMeter | None) -> int:
         """Set the numbers of the host to those on the device; returns how many steps were skipped since last time."""

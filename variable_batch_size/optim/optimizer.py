@@ -32,7 +32,7 @@ from variable_batch_size.optim.seeding import MinibatchSeeder
 from variable_batch_size.optim.token_weights import TokenWeights, Weight
 from variable_batch_size.optim.wrappers import Wrappers
 from variable_batch_size.rules.adascale import NoiseRule
-from variable_batch_size.rules.noise import Noise, NoiseMeter
+from variable_batch_size.rules.noise import Noise, NoiseMeter, Smoothing
 from variable_batch_size.rules.numbers import Number
 from variable_batch_size.rules.per_optimizer import PerOptimizerRule
 from variable_batch_size.rules.registry import make_rule
@@ -62,6 +62,7 @@ class Options(TypedDict, total=False):
     skip_nonfinite: bool | None
     gradient_as_bucket_view: bool
     measure_noise: bool
+    smoothing: Smoothing
     exact: bool
     seed_minibatches: bool | None
     reduce_scatter_once: bool
@@ -103,6 +104,8 @@ class CustomOptimizer(OptimizerProxy):
             CUDA graphs and to save the memory of one gradient; they must then not be modified, nor may a parameter be
             frozen, added or converted within a step.
         measure_noise: measure the gradient noise though the rule does not need it, for `noise_scale` and `gain()`.
+        smoothing: how the noise is averaged, that of a rule as well: a number, a function or ``"paper"``; None for an
+            average that remembers at least 20 steps (:class:`NoiseRule`).
         exact: sum so that the weights are the same to the last bit on any number of cores; see the page on exactness.
         seed_minibatches: seed the random generators before each minibatch, so that its random numbers do not depend on
             the core (:class:`MinibatchSeeder`); None for the value of `exact`.
@@ -137,6 +140,7 @@ class CustomOptimizer(OptimizerProxy):
         skip_nonfinite: bool | None = None,
         gradient_as_bucket_view: bool = False,
         measure_noise: bool = False,
+        smoothing: Smoothing = None,
         exact: bool = False,
         seed_minibatches: bool | None = None,
         reduce_scatter_once: bool = False,
@@ -157,7 +161,7 @@ class CustomOptimizer(OptimizerProxy):
         self.seeds_minibatches = exact if seed_minibatches is None else seed_minibatches
         self._measures = measures = self._rule.measures_noise or measure_noise
         self._lr_scaler = LRScaler(self._rule, smooth_steps=smooth_steps, max_factor=max_factor)
-        self._own_meter = NoiseMeter() if measure_noise and not isinstance(self._rule, NoiseRule) else None
+        self._own_meter = self._make_meter(smoothing, measure_noise=measure_noise)
         self._init_counters()
         self._wrappers = Wrappers(self.parameters(), model)
         if self._wrappers.fsdp:
@@ -172,6 +176,7 @@ class CustomOptimizer(OptimizerProxy):
         self._cursor = Cursor(schedule, sampler.rank)  # the policy has decided the first batch sizes
         self._cursor.move(sampler.epoch, sampler.first_step)
         options |= {"skip_nonfinite": self.skip_nonfinite, "seed_minibatches": self.seeds_minibatches}
+        options["smoothing"] = callable(smoothing) or smoothing  # the repr of a function has an address
         finish_checks = consistency.sync_and_check_ranks(self, self._wrappers, self._communicator, options)
         self._preconditioner = Preconditioner(self.inner, self._rule.min_updates) if self._rule.preconditions else None
         self._accumulator = make_accumulator(
@@ -191,6 +196,18 @@ class CustomOptimizer(OptimizerProxy):
         self._begin_epoch()
         sampler.attach(self)
         finish_checks()
+
+    def _make_meter(self, smoothing: Smoothing, *, measure_noise: bool) -> NoiseMeter | None:
+        """A meter besides those of the rules, if there is one; all of them average in the same way."""
+        rules = [one for one in getattr(self._rule, "rules", [self._rule]) if isinstance(one, NoiseRule)]
+        if smoothing is not None:
+            if not rules and not measure_noise:
+                reason = f"as {type(self._rule).__name__} measures no noise: pass `measure_noise=True` as well"
+                raise ValueError(f"`smoothing` must be None, {reason}")
+            for rule in rules:
+                rule.set_smoothing(smoothing)
+        has_own = measure_noise and not isinstance(self._rule, NoiseRule)
+        return NoiseMeter(smoothing=smoothing) if has_own else None
 
     def _init_counters(self) -> None:
         self.steps_done = self.samples_done = self.steps_made = 0
@@ -598,7 +615,8 @@ class CustomOptimizer(OptimizerProxy):
 
     def _rule_step(self) -> Step:
         size, number = self._cursor.plan.batch_size, self._cursor.plan.num_minibatches
-        return Step(size, size // number, self.ref_batchsize, self.steps_done)
+        population = self.sampler.population
+        return Step(size, size // number, self.ref_batchsize, self.steps_done, population=population)
 
     @property
     def rule(self) -> Rule:

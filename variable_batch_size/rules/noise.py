@@ -9,6 +9,15 @@ measured L = Σ w_i ‖g_i‖² and T = ‖ḡ‖² of n minibatches satisfy
 Both are *per sample*: they do not depend on the batch size, minibatch size or number of cores, and are never rescaled
 when one of these changes. If b_i are numbers of tokens, B is the number of tokens of the step, and V is *per token*.
 
+An epoch draws from N samples without replacement, which is known of a shuffled data set and not of a stream. Let G be
+the mean gradient of these N, and V their covariance with the divisor N − 1. The mean of b of them then has
+E‖g_i‖² = G² + V/b − V/N, so that for any b_i
+
+    E L = G² + V · n/B − V/N,   E T = G² + V/B − V/N,   solved without bias by the same V,   G² = T − V/B + V/N
+
+Without the last term G² would be low by V/N, and the noise scale V/G² twice too large at N/2. It is exact for samples
+whose gradients are the same in each epoch; random augmentation and dropout make it too large by their part of V/N.
+
 All numbers may be scalar tensors on a device: then every estimate is computed there, and the host waits for none.
 """
 
@@ -27,6 +36,10 @@ from variable_batch_size.rules.rule import Norms, Step
 
 logger = logging.getLogger(__name__)
 
+Smoothing = float | str | Callable[[Number], Number] | None
+
+_LEAST_DECAY = 0.95  # remembers 20 steps
+_LEAST_STEPS = 4.0  # independent ones, for an interval
 _TINY = 1e-30  # keeps V/B positive: a gradient of exactly 0 then has gain S instead of 0/0
 _OUTLIER = (
     "step %d makes %.0f %% of the gradient noise averaged over %d steps: the noise scale and the gain follow this step "
@@ -43,7 +56,13 @@ class Noise:
 
     @classmethod
     def from_norms(
-        cls, mean_of_squares: float, square_of_mean: float, *, batch_size: float, num_minibatches: int
+        cls,
+        mean_of_squares: float,
+        square_of_mean: float,
+        *,
+        batch_size: float,
+        num_minibatches: int,
+        population: float | None = None,
     ) -> Noise:
         """Estimate from the norms of a step.
 
@@ -52,12 +71,16 @@ class Noise:
             square_of_mean: T = ‖ḡ‖².
             batch_size: B, samples or tokens in all minibatches.
             num_minibatches: n, at least 2.
+            population: N, samples or tokens that those of the step are drawn from without replacement; None for no end.
 
         >>> Noise.from_norms(2.0, 1.0, batch_size=2, num_minibatches=2)
         Noise(variance=2.0, square_norm=0.0)
+        >>> Noise.from_norms(2.0, 1.0, batch_size=2, num_minibatches=2, population=4)
+        Noise(variance=2.0, square_norm=0.5)
         """
         variance = (mean_of_squares - square_of_mean) * batch_size / (num_minibatches - 1)
-        return cls(variance, square_of_mean - variance / batch_size)
+        square_norm = square_of_mean - variance / batch_size
+        return cls(variance, square_norm if population is None else square_norm + variance / population)
 
     def gain(self, batch_size: Number, ref_batchsize: Number) -> Number:
         """The worth of a step in steps at the reference batch size: (V/B0 + G²) / (V/B + G²), between 1 and S = B/B0.
@@ -81,11 +104,37 @@ class Noise:
         return Noise(self.variance * factor, self.square_norm * factor)
 
 
-class NoiseAverage:
-    """Exponential moving average of noise estimates, with decay θ = max(0, 1 − S/1000).
+def check_smoothing(smoothing: Smoothing) -> None:
+    """Raise unless it is None, ``"paper"``, a decay, or a function that returns one."""
+    is_decay = isinstance(smoothing, int | float) and not isinstance(smoothing, bool) and 0 <= smoothing < 1
+    if not (smoothing is None or smoothing == "paper" or is_decay or callable(smoothing)):
+        rule = "`smoothing` must be None, 'paper', a number from 0 to below 1, or a function of the scale"
+        raise ValueError(f"{rule}, got {smoothing!r}")
 
-    A step at a large scale S carries more information and makes more progress, so older estimates decay faster. The
-    average is debiased: the weighted sum is divided by the sum of the weights. With ``starts_with_mean`` it is the
+
+def decay_at(scale: Number, smoothing: Smoothing) -> Number:
+    """θ, the weight of the average before a step at scale S, where the step has 1 − θ.
+
+    By default θ = max(1 − S/1000, 0.95): a step at a large scale carries more information and makes more progress, but
+    no average remembers less than 20 steps. ``"paper"`` is max(1 − S/1000, 0), which from S = 1000 on averages nothing.
+
+    >>> decay_at(4.0, None), decay_at(2000.0, None), decay_at(2000.0, "paper"), decay_at(4.0, 0.9)
+    (0.996, 0.95, 0.0, 0.9)
+    """
+    if smoothing is None or smoothing == "paper":
+        return at_least(1.0 - scale / 1000, _LEAST_DECAY if smoothing is None else 0.0)
+    if not callable(smoothing):
+        return smoothing
+    decay = smoothing(scale)
+    if not is_tensor(decay) and not 0 <= decay < 1:
+        raise ValueError(f"`smoothing` must return a number from 0 to below 1, got {decay!r} at scale {scale:g}")
+    return decay
+
+
+class NoiseAverage:
+    """Exponential moving average of noise estimates, with the decay θ of :func:`decay_at`.
+
+    The average is debiased: the weighted sum is divided by the sum of the weights. With ``starts_with_mean`` it is the
     plain mean for the first 1/(1 − θ) steps, as in the AdaScale paper (Johnson et al. 2020).
 
     >>> average = NoiseAverage()
@@ -97,13 +146,13 @@ class NoiseAverage:
     Noise(variance=2.0, square_norm=1.0)
     """
 
-    def __init__(self, *, starts_with_mean: bool = False) -> None:
-        self.starts_with_mean = starts_with_mean
+    def __init__(self, *, starts_with_mean: bool = False, smoothing: Smoothing = None) -> None:
+        self.starts_with_mean, self.smoothing = starts_with_mean, smoothing
         self._sum, self._weight, self.count = Noise(0.0, 0.0), 0.0, 0
 
     def add(self, noise: Noise, scale: Number, is_counted: Condition = True) -> Number:
         """Add the estimate of one step at scale S, if it counts; returns the part of the average that it makes."""
-        decay = at_least(1.0 - scale / 1000, 0.0)
+        decay = decay_at(scale, self.smoothing)
         if self.starts_with_mean:
             decay = at_most(decay, 1 - 1 / (self.count + 1))
         total = self._sum * decay + noise * (1 - decay)
@@ -141,6 +190,73 @@ class NoiseAverage:
         self._weight, self.count = state["weight"], int(state["count"])
 
 
+class NoiseSpread:
+    """How far the estimates of single steps are from their average, for a confidence interval of the noise scale.
+
+    The covariance of the averages V and G² follows from the weighted second moments of the estimates and the sum of the
+    squared weights. Fieller's theorem turns it into an interval of V/G²: all φ with (V − φ·G²)² within t² variances. It
+    has no upper end where G² may be 0. Estimates that drift make it wider.
+    """
+
+    def __init__(self, *, smoothing: Smoothing = None) -> None:
+        self.smoothing = smoothing
+        self._moments = [0.0] * 5  # weighted sums of V, G², V², G²·G², V·G²
+        self._weight = self._square_weight = 0.0  # the sum of the weights, and of their squares
+
+    def add(self, noise: Noise, scale: Number, is_counted: Condition = True) -> None:
+        """Add the estimate of one step at scale S, if it counts."""
+        decay = decay_at(scale, self.smoothing)
+        v, g, rest = noise.variance, noise.square_norm, 1 - decay
+        new = [
+            old * decay + value * rest for old, value in zip(self._moments, (v, g, v * v, g * g, v * g), strict=True)
+        ]
+        self._moments = [where(is_counted, one, old) for one, old in zip(new, self._moments, strict=True)]
+        self._weight = where(is_counted, self._weight * decay + rest, self._weight)
+        square = self._square_weight * decay * decay + rest * rest
+        self._square_weight = where(is_counted, square, self._square_weight)
+
+    def interval(self, noise: Noise) -> tuple[float, float]:
+        """The ends of the 95 % interval of V/G² around averages V and G²; NaN with less than 4 independent steps.
+
+        >>> spread = NoiseSpread()
+        >>> for variance in (90.0, 100.0, 110.0) * 4:
+        ...     spread.add(Noise(variance, 1.0), scale=1.0)
+        >>> [round(end) for end in spread.interval(Noise(100.0, 1.0))]
+        [95, 105]
+        """
+        number = self._weight**2 / self._square_weight if self._weight else 0.0
+        if number < _LEAST_STEPS:
+            return math.nan, math.nan
+        v, g, vv, gg, vg = (moment / self._weight for moment in self._moments)
+        scale = _t_quantile(number - 1) ** 2 / (number - 1)
+        vv, gg, vg = max(vv - v * v, 0.0) * scale, max(gg - g * g, 0.0) * scale, (vg - v * g) * scale
+        variance, square_norm = noise.variance, noise.square_norm
+        # the roots of a·φ² − 2·b·φ + c
+        a, b, c = square_norm**2 - gg, variance * square_norm - vg, variance**2 - vv
+        upper = b + math.sqrt(max(b * b - a * c, 0.0))
+        low = c / upper if c > 0 and upper > 0 else 0.0
+        return low, upper / a if a > 0 and square_norm > 0 else math.inf
+
+    def map_(self, function: Callable[[Number], Number]) -> None:
+        """Replace each number by a function of it."""
+        self._moments = [function(moment) for moment in self._moments]
+        self._weight, self._square_weight = function(self._weight), function(self._square_weight)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": list(self._moments), "weight": self._weight, "square_weight": self._square_weight}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._moments = list(state["moments"])
+        self._weight, self._square_weight = state["weight"], state["square_weight"]
+
+
+def _t_quantile(degrees: float) -> float:
+    """The 97.5 % quantile of Student's t by its expansion around the normal one; 1 % off at 3 degrees of freedom."""
+    z = 1.959964
+    parts = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return sum(part / degrees**power for power, part in enumerate(parts))
+
+
 class NoiseMeter:
     """Averages the gradient noise of each parameter group over steps, and computes the gain of a batch size.
 
@@ -158,9 +274,11 @@ class NoiseMeter:
     1.5
     """
 
-    def __init__(self, *, starts_with_mean: bool = False) -> None:
-        self.starts_with_mean = starts_with_mean
+    def __init__(self, *, starts_with_mean: bool = False, smoothing: Smoothing = None) -> None:
+        check_smoothing(smoothing)
+        self.starts_with_mean, self.smoothing = starts_with_mean, smoothing
         self.averages: list[NoiseAverage] = []
+        self._spread = NoiseSpread(smoothing=smoothing)  # of all groups
         self._active: list[bool] = []  # whether each group was measured in the latest step
         self._has_warned = False
         self._weight = 0.0  # of all weighted steps, which had _samples samples
@@ -169,7 +287,7 @@ class NoiseMeter:
     def observe(self, step: Step, norms: Sequence[Norms | None], is_counted: Condition = True) -> None:
         """Add a step's norms, one entry per parameter group, if it counts; None for a group without any yet."""
         while len(self.averages) < len(norms):
-            self.averages.append(NoiseAverage(starts_with_mean=self.starts_with_mean))
+            self.averages.append(self._new_average())
             self._active.append(False)
         size, num_minibatches = step.batch_size, step.num_minibatches
         if step.weight is not None and step.num_weighted is not None:
@@ -184,13 +302,22 @@ class NoiseMeter:
         if not is_tensor(is_estimate) and not is_estimate:
             return
         self._active = [where(is_estimate, now, was) for now, was in zip(active, self._active, strict=True)]
+        population = None if step.population is None else step.population * self._weight_of_a_sample
+        options = {"batch_size": size, "num_minibatches": at_least(num_minibatches, 2), "population": population}
+        found = []
         for average, measured, is_active in zip(self.averages, norms, active, strict=True):
             if (is_tensor(is_active) or is_active) and measured is not None:
-                noise = Noise.from_norms(*measured, batch_size=size, num_minibatches=at_least(num_minibatches, 2))
+                noise = Noise.from_norms(*measured, **options)  # 0 of a group that is not active
+                found.append(noise)
                 part, count = average.add(noise, step.scale, is_estimate & is_active), average.count
                 if part > 0.5 and count >= 10 and not self._has_warned:
                     self._has_warned = True
                     logger.warning(_OUTLIER, step.steps_done, 100 * part, count)
+        if found:
+            self._spread.add(sum(found[1:], start=found[0]), step.scale, is_estimate)
+
+    def _new_average(self) -> NoiseAverage:
+        return NoiseAverage(starts_with_mean=self.starts_with_mean, smoothing=self.smoothing)
 
     def noise(self, group: int | None = None) -> Noise | None:
         """The average noise of one parameter group, or of all groups; None before the first estimate."""
@@ -223,6 +350,7 @@ class NoiseMeter:
         """Replace every number that a step may change by a function of it, always in the same order."""
         for average in self.averages:
             average.map_(function)
+        self._spread.map_(function)
         self._active = [function(is_active) for is_active in self._active]
         if is_tensor(self._weight) or self._weight:  # without weights there is nothing to compute
             self._weight, self._samples = function(self._weight), function(self._samples)
@@ -236,20 +364,59 @@ class NoiseMeter:
     def _weight_of_a_sample(self) -> Number:
         return where(self._weight != 0, self._weight / at_least(self._samples, 1), 1.0)
 
+    def interval(self) -> tuple[float, float]:
+        """The 95 % confidence interval of the noise scale V/G² of all groups; NaN with too few estimates."""
+        noise = self.noise()
+        return (math.nan, math.nan) if noise is None else self._spread.interval(noise)
+
+    def gain_interval(self, batch_size: float, ref_batchsize: float) -> tuple[float, float]:
+        """The 95 % confidence interval of the gain, which is monotonic in the noise scale."""
+        weight = self._weight_of_a_sample
+        noises = [Noise(1.0, 0.0) if math.isinf(end) else Noise(end, 1.0) for end in self.interval()]
+        low, high = sorted(noise.gain(batch_size * weight, ref_batchsize * weight) for noise in noises)
+        return low, high
+
+    def cosine(self, step: Step) -> float:
+        """The mean cosine between two minibatches of a step: (n·T − L)/((n − 1)·L) of averaged norms, G²/(G² + V/b)."""
+        noise, weight = self.noise(), self._weight_of_a_sample
+        if noise is None:
+            return math.nan
+        square = noise.square_norm
+        if step.population is not None:  # minibatches of one step have no sample in common
+            square = square - noise.variance / (step.population * weight)
+        of_one = square + noise.variance / (step.minibatch_size * weight)
+        return square / of_one if of_one > 0 else math.nan
+
     def report(self, step: Step) -> dict[str, float]:
-        """The values to log for a step."""
-        noise_scale = math.nan if (noise := self.noise()) is None else noise.scale
-        return {"gain": self.gain(step.batch_size, step.ref_batchsize), "noise_scale": noise_scale}
+        """The values to log for a step: S, gain, efficiency gain/S, noise scale, intervals, and the mean cosine."""
+        noise, sizes = self.noise(), (step.batch_size, step.ref_batchsize)
+        gain = self.gain(*sizes)
+        gain_low, gain_high = self.gain_interval(*sizes)
+        low, high = self.interval()
+        return {
+            "scale": step.scale,
+            "gain": gain,
+            "gain_low": gain_low,
+            "gain_high": gain_high,
+            "efficiency": gain / step.scale,
+            "noise_scale": math.nan if noise is None else noise.scale,
+            "noise_scale_low": low,
+            "noise_scale_high": high,
+            "cosine": self.cosine(step),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The averages of all groups, which of them count, and the totals for the mean weight of a sample."""
         averages = [average.state_dict() for average in self.averages]
         own = {"active": list(self._active), "weight": self._weight, "samples": self._samples}
-        return {"averages": averages, **own}
+        return {"averages": averages, **own, "spread": self._spread.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.averages = [NoiseAverage(starts_with_mean=self.starts_with_mean) for _ in state["averages"]]
+        self.averages = [self._new_average() for _ in state["averages"]]
         for average, saved in zip(self.averages, state["averages"], strict=True):
             average.load_state_dict(saved)
+        self._spread = NoiseSpread(smoothing=self.smoothing)
+        if "spread" in state:  # not of version 1.0
+            self._spread.load_state_dict(state["spread"])
         self._active, self._weight, self._samples = list(state["active"]), state["weight"], state["samples"]
         self._active += [False] * (len(self.averages) - len(self._active))

@@ -17,6 +17,7 @@ class Step:
         steps_done: steps before this one.
         weight: the sum of the minibatches' weights, such as the step's tokens; None without weights.
         num_weighted: number of minibatches with a positive weight; None without weights.
+        population: samples of the data set that those of the step are drawn from without replacement; None if unknown.
     """
 
     batch_size: int
@@ -25,6 +26,7 @@ class Step:
     steps_done: int = 0
     weight: float | None = None
     num_weighted: int | None = None
+    population: int | None = None
 
     @property
     def scale(self) -> float:

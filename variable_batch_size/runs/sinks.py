@@ -124,6 +124,7 @@ class TensorBoard:
 
 
 _DETAILS = {"progress", "factor", "gradient_norm", "idle_share", "graphs", "exact", "late_gain"}
+_DETAILS |= {"scale", "gain_low", "gain_high", "noise_scale_low", "noise_scale_high", "cosine"}
 
 
 class Console:
@@ -164,8 +165,10 @@ class ProgressBar:
 
             self._bar = tqdm(total=self.num_steps, unit="step", dynamic_ncols=True)
         self._bar.n = record["step"]
-        shown = {name: value for name, value in record.items() if name not in ("step", "samples", "graphs")}
-        self._bar.set_postfix(**{name: f"{value:.4g}" for name, value in shown.items()})
+        shown = {name: f"{value:.4g}" for name, value in record.items() if name not in ("step", "samples", "graphs")}
+        for name in [name for name in shown if f"{name}_low" in shown]:  # an interval follows its value
+            shown[name] += f" ({shown.pop(f'{name}_low')} to {shown.pop(f'{name}_high')})"
+        self._bar.set_postfix(**shown)
 
     def close(self) -> None:
         if self._bar is not None:
