@@ -47,6 +47,9 @@ STATE_KEY = "variable_batch_size"
 Loss = TypeVar("Loss")
 RuleLike = Rule | str
 
+_HALVES = "step() must be called once after each half that halves() yields, before another minibatch"
+_LOST = -1  # as the half that is next: the loop over halves was left
+
 _updates = threading.local()  # `is_running`: whether an optimizer of this library calls step() of an inner one
 
 
@@ -220,6 +223,7 @@ class CustomOptimizer(OptimizerProxy):
         self._is_scaled = False  # whether a GradScaler has called step() in this pass
         self._has_joined = False  # whether set_epoch() was called here in this pass
         self._attachments = Attachments()
+        self._half = 0  # of the minibatch that halves() has split: which one is next
         self._precedes = self._has_warned = False  # whether other optimizers of the sampler had no gradient at step()
 
     def _init_minibatches(self, model: torch.nn.Module | None) -> None:
@@ -279,15 +283,7 @@ class CustomOptimizer(OptimizerProxy):
         result = None if closure is None else self._run(closure)
         if weight is not None or self.minibatch_weights.is_weighted is not False:
             weight = self.minibatch_weights.checked(weight)
-        runs, sampler = self._runs, self.sampler
-        if not runs.number:
-            self._check_first_minibatch(is_closure=closure is not None)
-        if not runs.number or runs.number >= sampler.num_read:
-            sampler.check_run(runs)
-        runs.add(sampler.num_read)
-        plan = self._cursor.advance()
-        if plan.num_minibatches > 1 and sampler.is_shared:
-            self._check_order()
+        plan = self._plan_minibatch(is_closure=closure is not None)
         self._factors = []
         was_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # a function, where the public one is an object
@@ -311,6 +307,80 @@ class CustomOptimizer(OptimizerProxy):
     # torch would wrap step() for hooks and profiling, which takes longer than accumulating; the inner step() has both
     step.hooked = True  # type: ignore[attr-defined]
     _step_eagerly: Any = torch._disable_dynamo(step)  # type: ignore[attr-defined]
+
+    def _plan_minibatch(self, *, is_closure: bool) -> StepPlan:
+        """Count a minibatch, with its second half if it has halves, and advance to it."""
+        runs, sampler, half = self._runs, self.sampler, self._half
+        if half == _LOST:
+            raise RuntimeError(_HALVES)
+        if not runs.number:
+            self._check_first_minibatch(is_closure=is_closure)
+        if not runs.number or runs.number >= sampler.num_read:
+            sampler.check_run(runs)
+        if half == 1:
+            self._half = 2
+            return self._cursor.begin_half()
+        self._half = 0
+        runs.add(sampler.num_read)
+        plan = self._cursor.advance(is_half=half == 2)
+        if plan.num_minibatches > 1 and sampler.is_shared:
+            self._check_order()
+        return plan
+
+    def halves(self, *data: Any, every: int = 20) -> Iterator[Any]:
+        """Yield a minibatch, in every N-th step that consists of this one alone as two halves, to measure the noise.
+
+            for data, target in loader:
+                for x, y in optimizer.halves(data, target):
+                    loss_fn(model(x), y).backward()
+                    optimizer.step()
+
+        One minibatch tells nothing about the gradient noise. Its halves are two minibatches of half the size: their
+        mean is the gradient of the step, and their norms estimate the noise without bias. Every rank must call it, and
+        ``step()`` follows each yield. Forward and backward passes run with two batch shapes, and only those.
+
+        Args:
+            data: tensors whose first dimension is the minibatch, or lists, tuples and dictionaries of these; what has
+                no such dimension is passed on. One argument is yielded as it is, several as a tuple.
+            every: from one such step to the next.
+        """
+        check_positive(every=every)
+        if self._half:
+            raise RuntimeError(_HALVES)
+        plan = self._cursor.next
+        if not self._is_split(plan, every):
+            yield data[0] if len(data) == 1 else data
+            return
+        size, self._half = self.sampler.minibatch_size, 1
+        try:
+            for number in (1, 2):
+                if self._cursor.schedule.lockstep:
+                    self._accumulator.begin_minibatch(is_padding=plan.is_padding, is_last=number == 2)  # type: ignore[union-attr]
+                part = slice((number - 1) * size // 2, number * size // 2)
+                parts = tuple(_half_of(one, part, size) for one in data)
+                yield parts[0] if len(parts) == 1 else parts
+                if self._half != (2 if number == 1 else 0):
+                    raise RuntimeError(_HALVES)
+        finally:
+            if self._half:  # the loop was left
+                self._half = _LOST
+
+    def _is_split(self, plan: StepPlan | None, every: int) -> bool:
+        if not self._measures:
+            raise ValueError(f"halves() needs a rule that measures noise, or `measure_noise=True`, got {self._rule!r}")
+        if self.sampler.minibatch_size % 2:
+            raise ValueError(f"`minibatch_size` must be even for halves(), got {self.sampler.minibatch_size}")
+        if self._rule.sums_gradients:
+            raise ValueError(f"halves() needs a rule of mean gradients, but {type(self._rule).__name__} sums them")
+        if self.sampler.is_shared:
+            raise ValueError("halves() needs a sampler of one optimizer, but several are attached to this one")
+        return plan is not None and plan.num_minibatches == 1 and plan.step % every == 0
+
+    @property
+    def num_parts(self) -> int:
+        """In how many parts the latest minibatch is run: 2 if :meth:`halves` has split it, else 1."""
+        plan = self._cursor.plan
+        return plan.num_minibatches * self.sampler.minibatch_size // plan.batch_size
 
     def _run(self, closure: Any) -> Any:
         if not callable(closure):
@@ -444,6 +514,9 @@ class CustomOptimizer(OptimizerProxy):
 
     def _prepare_next(self) -> None:
         """Before each minibatch."""
+        if self._half:
+            self._communicator.flush()
+            return
         if self._cursor.schedule.lockstep:
             plan = self._cursor.next or StepPlan(1)
             self._accumulator.begin_minibatch(is_padding=plan.is_padding, is_last=plan.is_last)
@@ -500,7 +573,7 @@ class CustomOptimizer(OptimizerProxy):
         self._seeder.on_request(is_first, is_run_next=is_run_next)
 
     def _begin_epoch(self) -> None:
-        self._runs = self.sampler.new_count()
+        self._runs, self._half = self.sampler.new_count(), 0
         self._accumulator.begin_epoch(self._cursor.epoch)
         self._loss_scale.reset()
         self._attachments.begin_pass(self)
@@ -579,7 +652,7 @@ class CustomOptimizer(OptimizerProxy):
     @property
     def is_accumulating(self) -> bool:
         """Whether this core has run some of its minibatches of a step, but not all."""
-        return self._cursor.is_accumulating
+        return self._cursor.is_accumulating or self._half == 2
 
     @property
     def batch_size(self) -> int:
@@ -806,6 +879,19 @@ def _refuse_direct_step(reference: weakref.ref[CustomOptimizer], inner: Optimize
             f"step() of {kind} was called in the middle of a pass: call step() of the {name} that {kind} belongs to, "
             "or scaler.step() with that"
         )
+
+
+def _half_of(data: Any, part: slice, size: int) -> Any:
+    """A part of each tensor in the data whose first dimension is the minibatch."""
+    if isinstance(data, dict):
+        return {key: _half_of(value, part, size) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return type(data)(_half_of(value, part, size) for value in data)
+    if isinstance(data, torch.Tensor) and data.dim():
+        if len(data) != size:
+            raise ValueError(f"halves() needs tensors of {size} samples, the minibatch size, got {tuple(data.shape)}")
+        return data[part]
+    return data
 
 
 def _given_ref_batchsize(ref_batchsize: int | None, ref_batch_size: int | None) -> int:
