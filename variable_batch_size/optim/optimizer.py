@@ -6,13 +6,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypedDict, TypeVar, overload
+from typing import Any, Literal, TypedDict, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from variable_batch_size.checks import check_not_negative, check_positive, copy_for_run
+from variable_batch_size.checks import check_not_negative, check_one_of, check_positive, copy_for_run
 from variable_batch_size.cores.detect import communicator_for, everyone_for
 from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import Cursor, StepPlan
@@ -25,6 +25,7 @@ from variable_batch_size.optim.gradients import make_accumulator
 from variable_batch_size.optim.gradients.accumulator import StepGradient
 from variable_batch_size.optim.hyperparameters import Preconditioner, StepHyperparameters
 from variable_batch_size.optim.loss_scale import LossScale
+from variable_batch_size.optim.norm_layers import EVERY, MEASURES, NormLayers
 from variable_batch_size.optim.policy_driver import PolicyDriver, Record
 from variable_batch_size.optim.probe import check_inner
 from variable_batch_size.optim.proxy import Inner, OptimizerProxy, name_of, optimizers_of
@@ -64,7 +65,7 @@ class Options(TypedDict, total=False):
     max_factor: float | None
     skip_nonfinite: bool | None
     gradient_as_bucket_view: bool
-    measure_noise: bool
+    measure_noise: bool | Literal["norm layers"]
     smoothing: Smoothing
     exact: bool
     seed_minibatches: bool | None
@@ -107,6 +108,8 @@ class CustomOptimizer(OptimizerProxy):
             CUDA graphs and to save the memory of one gradient; they must then not be modified, nor may a parameter be
             frozen, added or converted within a step.
         measure_noise: measure the gradient noise though the rule does not need it, for `noise_scale` and `gain()`.
+            ``"norm layers"`` also measures it in steps of one minibatch, by the samples' gradients of the model's
+            normalization layers (:class:`NormLayers`).
         smoothing: how the noise is averaged, that of a rule as well: a number, a function or ``"paper"``; None for an
             average that remembers at least 20 steps (:class:`NoiseRule`).
         exact: sum so that the weights are the same to the last bit on any number of cores; see the page on exactness.
@@ -142,14 +145,14 @@ class CustomOptimizer(OptimizerProxy):
         max_factor: float | None = None,
         skip_nonfinite: bool | None = None,
         gradient_as_bucket_view: bool = False,
-        measure_noise: bool = False,
+        measure_noise: bool | Literal["norm layers"] = False,
         smoothing: Smoothing = None,
         exact: bool = False,
         seed_minibatches: bool | None = None,
         reduce_scatter_once: bool = False,
     ) -> None:
         # what must be the same on all ranks; shapes of the model are compared by themselves
-        names = Options.__annotations__.keys() - {"model", "log_steps", "ref_batch_size"}
+        names = Options.__annotations__.keys() - {"model", "log_steps", "ref_batch_size", "smoothing"}
         options = {name: value for name, value in locals().items() if name in names}
         super().__init__(inner)
         sampler = source_of(sampler)
@@ -158,13 +161,13 @@ class CustomOptimizer(OptimizerProxy):
         check_not_negative(log_steps=log_steps)
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}")
-        self.sampler = sampler
+        self.sampler, self._population = sampler, sampler.population
         self.ref_batchsize, self.log_steps = int(ref_batchsize), int(log_steps)
         self.clip_grad_norm, self.exact = clip_grad_norm, exact
         self.seeds_minibatches = exact if seed_minibatches is None else seed_minibatches
-        self._measures = measures = self._rule.measures_noise or measure_noise
+        self._measures = measures = self._rule.measures_noise or bool(measure_noise)
         self._lr_scaler = LRScaler(self._rule, smooth_steps=smooth_steps, max_factor=max_factor)
-        self._own_meter = self._make_meter(smoothing, measure_noise=measure_noise)
+        self._own_meter = self._make_meter(smoothing, measure_noise=bool(measure_noise))
         self._init_counters()
         self._wrappers = Wrappers(self.parameters(), model)
         if self._wrappers.fsdp:
@@ -179,7 +182,6 @@ class CustomOptimizer(OptimizerProxy):
         self._cursor = Cursor(schedule, sampler.rank)  # the policy has decided the first batch sizes
         self._cursor.move(sampler.epoch, sampler.first_step)
         options |= {"skip_nonfinite": self.skip_nonfinite, "seed_minibatches": self.seeds_minibatches}
-        options["smoothing"] = callable(smoothing) or smoothing  # the repr of a function has an address
         finish_checks = consistency.sync_and_check_ranks(self, self._wrappers, self._communicator, options)
         self._preconditioner = Preconditioner(self.inner, self._rule.min_updates) if self._rule.preconditions else None
         self._accumulator = make_accumulator(
@@ -190,6 +192,7 @@ class CustomOptimizer(OptimizerProxy):
             measures=measures,
             is_read=(measures or self.skip_nonfinite) and self._flow.way != "on the device",
             divisors=None if self._preconditioner is None else self._preconditioner.divisors,
+            norm_layers=self._make_norm_layers(measure_noise, model),
             sums_gradients=self._rule.sums_gradients,
             gradient_as_bucket_view=gradient_as_bucket_view,
             exact=exact,
@@ -211,6 +214,15 @@ class CustomOptimizer(OptimizerProxy):
                 rule.set_smoothing(smoothing)
         has_own = measure_noise and not isinstance(self._rule, NoiseRule)
         return NoiseMeter(smoothing=smoothing) if has_own else None
+
+    def _make_norm_layers(self, measure_noise: bool | str, model: torch.nn.Module | None) -> NormLayers | None:
+        if isinstance(measure_noise, bool):
+            return None
+        check_one_of((MEASURES,), measure_noise=measure_noise)
+        if self._rule.preconditions or self.exact:
+            what = "exact=True" if self.exact else type(self._rule).__name__
+            raise ValueError(f"`measure_noise` must not be {MEASURES!r} with {what}: use optimizer.halves(…) instead")
+        return NormLayers(model, self.parameters(), num_samples=self.sampler.minibatch_size)
 
     def _init_counters(self) -> None:
         self.steps_done = self.samples_done = self.steps_made = 0
@@ -353,6 +365,8 @@ class CustomOptimizer(OptimizerProxy):
             return
         size, self._half = self.sampler.minibatch_size, 1
         try:
+            if self._accumulator.norm_layers is not None:
+                self._accumulator.norm_layers.num_samples = size // 2
             for number in (1, 2):
                 if self._cursor.schedule.lockstep:
                     self._accumulator.begin_minibatch(is_padding=plan.is_padding, is_last=number == 2)  # type: ignore[union-attr]
@@ -514,6 +528,10 @@ class CustomOptimizer(OptimizerProxy):
 
     def _prepare_next(self) -> None:
         """Before each minibatch."""
+        if (layers := self._accumulator.norm_layers) is not None:
+            upcoming = self._cursor.next
+            layers.is_on = self._communicator.is_one_program or (upcoming is not None and upcoming.step % EVERY == 0)
+            layers.num_samples = self.sampler.minibatch_size // (2 if self._half else 1)
         if self._half:
             self._communicator.flush()
             return
@@ -688,8 +706,7 @@ class CustomOptimizer(OptimizerProxy):
 
     def _rule_step(self) -> Step:
         size, number = self._cursor.plan.batch_size, self._cursor.plan.num_minibatches
-        population = self.sampler.population
-        return Step(size, size // number, self.ref_batchsize, self.steps_done, population=population)
+        return Step(size, size // number, self.ref_batchsize, self.steps_done, population=self._population)
 
     @property
     def rule(self) -> Rule:

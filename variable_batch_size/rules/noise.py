@@ -18,6 +18,9 @@ E‖g_i‖² = G² + V/b − V/N, so that for any b_i
 Without the last term G² would be low by V/N, and the noise scale V/G² twice too large at N/2. It is exact for samples
 whose gradients are the same in each epoch; random augmentation and dropout make it too large by their part of V/N.
 
+The gradients of the B samples themselves, where they are known for some parameters, are those of minibatches of one
+sample: n = B, so that one minibatch in a step is enough.
+
 All numbers may be scalar tensors on a device: then every estimate is computed there, and the host waits for none.
 """
 
@@ -28,7 +31,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
-from operator import or_
+from operator import and_, or_
 from typing import Any
 
 from variable_batch_size.rules.numbers import Condition, Number, at_least, at_most, is_tensor, where
@@ -257,10 +260,85 @@ def _t_quantile(degrees: float) -> float:
     return sum(part / degrees**power for power, part in enumerate(parts))
 
 
+class SampleNoise:
+    """Noise of normalization layers by their samples' gradients, and the noise of each group that it predicts.
+
+    Let ψ = G²/V be the inverse of the noise scale. In steps of several minibatches, ψ of each group is measured
+    together with ψ' of the layers. The slope is the ratio ψ'/ψ of averages over these steps, and 1 before there are
+    any. In a step of one minibatch a group then has ψ = ψ'/slope, and with T = ‖ḡ‖² = G² + V/B − V/N
+
+        V = T / (ψ + 1/B − 1/N),   G² = ψ·V
+    """
+
+    def __init__(self, new_average: Callable[[], NoiseAverage]) -> None:
+        self._new_average = new_average
+        self.average = new_average()  # of the layers
+        self.beside = new_average()  # the same, in steps of several minibatches
+        self.of_groups: list[NoiseAverage] = []  # of each group, in these steps
+
+    def add(self, noise: Noise, scale: Number, is_counted: Condition, num_groups: int) -> None:
+        """Add the noise of the layers in a step, if it counts."""
+        self.average.add(noise, scale, is_counted)
+        while len(self.of_groups) < num_groups:
+            self.of_groups.append(self._new_average())
+
+    def slope(self, group: int | None = None) -> Number:
+        """The noise scale of a group, or of all, over that of the layers."""
+        parts = [one for one in self.of_groups if is_tensor(one.count) or one.count]
+        parts = parts if group is None else [self.of_groups[group]]
+        known = [one.count > 0 for one in parts]
+        if not known or not (is_tensor(known[0]) or all(known)):
+            return 1.0
+        noises = [one.mean for one in parts]
+        own, layers = _inverse_scale(sum(noises[1:], start=noises[0])), _inverse_scale(self.beside.mean)
+        is_known = reduce(and_, known) & (own > 0) & (layers > 0)
+        return where(is_known, layers / where(own > 0, own, 1.0), 1.0)
+
+    def predict(self, square_of_mean: Number, group: int, *, batch_size: Number, population: Number | None) -> Noise:
+        """The noise of a group in a step of one minibatch."""
+        inverse = at_least(_inverse_scale(self.average.mean), 0.0) / self.slope(group)
+        rest = 1 / batch_size if population is None else 1 / batch_size - 1 / population
+        variance = square_of_mean / at_least(inverse + rest, _TINY)
+        return Noise(variance, inverse * variance)
+
+    def spread(self, noise: Noise, predicted: Noise) -> Noise:
+        """The noise of the layers in one step, in proportion to what was predicted by the average."""
+        mean = self.average.mean
+        variance = predicted.variance * noise.variance / at_least(mean.variance, _TINY)
+        has_signal = mean.square_norm > 0
+        ratio = noise.square_norm / where(has_signal, mean.square_norm, 1.0)
+        return Noise(variance, where(has_signal, predicted.square_norm * ratio, noise.square_norm))
+
+    def map_(self, function: Callable[[Number], Number]) -> None:
+        """Replace each number by a function of it."""
+        for average in (self.average, self.beside, *self.of_groups):
+            average.map_(function)
+
+    def state_dict(self) -> dict[str, Any]:
+        of_groups = [average.state_dict() for average in self.of_groups]
+        return {"average": self.average.state_dict(), "beside": self.beside.state_dict(), "of_groups": of_groups}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.of_groups = [self._new_average() for _ in state["of_groups"]]
+        saved = (state["average"], state["beside"], *state["of_groups"])
+        for average, one in zip((self.average, self.beside, *self.of_groups), saved, strict=True):
+            average.load_state_dict(one)
+
+
+def _either(condition: Condition, one: Noise, other: Noise) -> Noise:
+    parts = ((one.variance, other.variance), (one.square_norm, other.square_norm))
+    return Noise(*(where(condition, *pair) for pair in parts))
+
+
+def _inverse_scale(noise: Noise) -> Number:
+    return noise.square_norm / at_least(noise.variance, _TINY)
+
+
 class NoiseMeter:
     """Averages the gradient noise of each parameter group over steps, and computes the gain of a batch size.
 
-    A step with a single minibatch gives no estimate and leaves the averages unchanged. Before the first estimate the
+    A step with a single minibatch gives no estimate and leaves the averages unchanged, unless the gradients of samples
+    were measured, which predict it (:class:`SampleNoise`). Before the first estimate the
     gain is min(1, S), its lower bound. A parameter group without a gradient, such as a frozen one, is not measured, and
     is not part of the noise of all groups until it has one again. With weighted minibatches the noise is per unit of
     weight, such as a token. Batch sizes remain in samples and are converted with the mean weight of a sample so far.
@@ -279,6 +357,7 @@ class NoiseMeter:
         self.starts_with_mean, self.smoothing = starts_with_mean, smoothing
         self.averages: list[NoiseAverage] = []
         self._spread = NoiseSpread(smoothing=smoothing)  # of all groups
+        self.of_samples: SampleNoise | None = None  # once they were measured
         self._active: list[bool] = []  # whether each group was measured in the latest step
         self._has_warned = False
         self._weight = 0.0  # of all weighted steps, which had _samples samples
@@ -294,27 +373,71 @@ class NoiseMeter:
             size, num_minibatches = step.weight, step.num_weighted  # type: ignore[assignment]
             self._weight = where(is_counted, self._weight + step.weight, self._weight)
             self._samples = where(is_counted, self._samples + step.batch_size, self._samples)
-        is_estimate = num_minibatches >= 2
-        if not is_tensor(is_estimate) and not is_estimate:
+        population = None if step.population is None else step.population * self._weight_of_a_sample
+        sizes: dict[str, Any] = {"batch_size": size, "population": population}
+        has_several = num_minibatches >= 2
+        samples = self._observe_samples(step, sizes, has_several, is_counted)
+        if samples is None and not is_tensor(has_several) and not has_several:
             return
         active = [measured is not None and measured.mean_of_squares != 0 for measured in norms]
-        is_estimate = reduce(or_, active) & is_estimate & is_counted
+        is_estimate = reduce(or_, active) & is_counted & (has_several if samples is None else True)
         if not is_tensor(is_estimate) and not is_estimate:
             return
         self._active = [where(is_estimate, now, was) for now, was in zip(active, self._active, strict=True)]
-        population = None if step.population is None else step.population * self._weight_of_a_sample
-        options = {"batch_size": size, "num_minibatches": at_least(num_minibatches, 2), "population": population}
-        found = []
-        for average, measured, is_active in zip(self.averages, norms, active, strict=True):
+        found: list[Noise] = []
+        for group, (measured, is_active) in enumerate(zip(norms, active, strict=True)):
             if (is_tensor(is_active) or is_active) and measured is not None:
-                noise = Noise.from_norms(*measured, **options)  # 0 of a group that is not active
-                found.append(noise)
-                part, count = average.add(noise, step.scale, is_estimate & is_active), average.count
+                noise = Noise.from_norms(*measured, num_minibatches=at_least(num_minibatches, 2), **sizes)
+                if samples is not None:
+                    noise = self._with_samples(
+                        noise, group, step, measured, sizes, has_several, is_estimate & is_active
+                    )
+                found.append(noise)  # 0 of a group that is not active
+                part, count = (
+                    self.averages[group].add(noise, step.scale, is_estimate & is_active),
+                    self.averages[group].count,
+                )
                 if part > 0.5 and count >= 10 and not self._has_warned:
                     self._has_warned = True
                     logger.warning(_OUTLIER, step.steps_done, 100 * part, count)
-        if found:
-            self._spread.add(sum(found[1:], start=found[0]), step.scale, is_estimate)
+        if not found:
+            return
+        total = sum(found[1:], start=found[0])
+        if samples is not None:
+            total = _either(has_several, total, self.of_samples.spread(samples, total))  # type: ignore[union-attr]
+        self._spread.add(total, step.scale, is_estimate)
+
+    def _observe_samples(
+        self, step: Step, sizes: Mapping[str, Any], has_several: Condition, is_counted: Condition
+    ) -> Noise | None:
+        """Add the norms of the samples' gradients, if they were measured; returns their noise."""
+        if step.of_samples is None:
+            return None
+        if self.of_samples is None:
+            self.of_samples = SampleNoise(self._new_average)
+        noise = Noise.from_norms(*step.of_samples, num_minibatches=at_least(step.batch_size, 2), **sizes)
+        self.of_samples.add(noise, step.scale, is_counted, len(self.averages))
+        if is_tensor(has_several) or has_several:
+            self.of_samples.beside.add(noise, step.scale, has_several & is_counted)
+        return noise
+
+    def _with_samples(
+        self,
+        noise: Noise,
+        group: int,
+        step: Step,
+        measured: Norms,
+        sizes: Mapping[str, Any],
+        has_several: Condition,
+        is_counted: Condition,
+    ) -> Noise:
+        """The noise of a group: by its minibatches if there are several, which also give the slope, or predicted."""
+        samples: SampleNoise = self.of_samples  # type: ignore[assignment]
+        if is_tensor(has_several) or has_several:
+            samples.of_groups[group].add(noise, step.scale, is_counted & has_several)
+        if not is_tensor(has_several) and has_several:
+            return noise
+        return _either(has_several, noise, samples.predict(measured.square_of_mean, group, **sizes))
 
     def _new_average(self) -> NoiseAverage:
         return NoiseAverage(starts_with_mean=self.starts_with_mean, smoothing=self.smoothing)
@@ -351,6 +474,8 @@ class NoiseMeter:
         for average in self.averages:
             average.map_(function)
         self._spread.map_(function)
+        if self.of_samples is not None:
+            self.of_samples.map_(function)
         self._active = [function(is_active) for is_active in self._active]
         if is_tensor(self._weight) or self._weight:  # without weights there is nothing to compute
             self._weight, self._samples = function(self._weight), function(self._samples)
@@ -393,6 +518,10 @@ class NoiseMeter:
         gain = self.gain(*sizes)
         gain_low, gain_high = self.gain_interval(*sizes)
         low, high = self.interval()
+        of_samples = {}
+        if self.of_samples is not None and self.of_samples.average.noise is not None:
+            of_layers = self.of_samples.average.mean.scale
+            of_samples = {"norm_layers_noise_scale": of_layers, "norm_layers_slope": self.of_samples.slope()}
         return {
             "scale": step.scale,
             "gain": gain,
@@ -403,13 +532,15 @@ class NoiseMeter:
             "noise_scale_low": low,
             "noise_scale_high": high,
             "cosine": self.cosine(step),
+            **of_samples,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """The averages of all groups, which of them count, and the totals for the mean weight of a sample."""
         averages = [average.state_dict() for average in self.averages]
         own = {"active": list(self._active), "weight": self._weight, "samples": self._samples}
-        return {"averages": averages, **own, "spread": self._spread.state_dict()}
+        of_samples = None if self.of_samples is None else self.of_samples.state_dict()
+        return {"averages": averages, **own, "spread": self._spread.state_dict(), "of_samples": of_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.averages = [self._new_average() for _ in state["averages"]]
@@ -418,5 +549,8 @@ class NoiseMeter:
         self._spread = NoiseSpread(smoothing=self.smoothing)
         if "spread" in state:  # not of version 1.0
             self._spread.load_state_dict(state["spread"])
+        self.of_samples = SampleNoise(self._new_average) if state.get("of_samples") else None
+        if self.of_samples is not None:
+            self.of_samples.load_state_dict(state["of_samples"])
         self._active, self._weight, self._samples = list(state["active"]), state["weight"], state["samples"]
         self._active += [False] * (len(self.averages) - len(self._active))

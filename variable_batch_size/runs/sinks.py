@@ -124,7 +124,8 @@ class TensorBoard:
 
 
 _DETAILS = {"progress", "factor", "gradient_norm", "idle_share", "graphs", "exact", "late_gain"}
-_DETAILS |= {"scale", "gain_low", "gain_high", "noise_scale_low", "noise_scale_high", "cosine"}
+_INTERVALS = {"gain": ("gain_low", "gain_high"), "noise_scale": ("noise_scale_low", "noise_scale_high")}
+_DETAILS |= {"scale", "cosine", "norm_layers_noise_scale", "norm_layers_slope", *sum(_INTERVALS.values(), start=())}
 
 
 class Console:
@@ -166,8 +167,9 @@ class ProgressBar:
             self._bar = tqdm(total=self.num_steps, unit="step", dynamic_ncols=True)
         self._bar.n = record["step"]
         shown = {name: f"{value:.4g}" for name, value in record.items() if name not in ("step", "samples", "graphs")}
-        for name in [name for name in shown if f"{name}_low" in shown]:  # an interval follows its value
-            shown[name] += f" ({shown.pop(f'{name}_low')} to {shown.pop(f'{name}_high')})"
+        for name, (low, high) in _INTERVALS.items():
+            if {name, low, high} <= shown.keys():
+                shown[name] += f" ({shown.pop(low)} to {shown.pop(high)})"
         self._bar.set_postfix(**shown)
 
     def close(self) -> None:
