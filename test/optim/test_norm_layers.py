@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import variable_batch_size as vbs
+from variable_batch_size.optim import flow
 from variable_batch_size.optim.norm_layers import EVERY
 from variable_batch_size.rules.noise import Noise
 
@@ -334,3 +336,62 @@ REFUSED = [
 def test_what_cannot_be_measured_is_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
         make(model, **options)
+
+
+MIXED = [MINIBATCH * n for n in (1, 1, 2, 1, 3, 1, 1, 1, 2, 1, 1, 1, 1)]
+
+
+def numbers_of_a_run(*, fused, is_weighted):
+    model = network().double()
+    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=MIXED, minibatch_size=MINIBATCH)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    options = {"model": model, "measure_noise": "norm layers", "skip_nonfinite": False}
+    optimizer = vbs.Optimizer(inner, sampler, rule="adascale", ref_batchsize=8, **options)
+    found = []
+    for _ in optimizer.epochs(2):
+        for indices in sampler:
+            loss = loss_of(model, X[indices].double(), Y[indices], "sum" if is_weighted else "mean")
+            loss.backward()
+            if optimizer.step(**({"weight": torch.tensor(6.0 * len(indices))} if is_weighted else {})):
+                found.append([optimizer.progress, *optimizer.report().values()])
+    return optimizer._flow.way, found
+
+
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["samples", "weights"])
+def test_numbers_on_the_device_are_those_read_at_once(monkeypatch, is_weighted):
+    monkeypatch.setattr("variable_batch_size.optim.optimizer.EVERY", 1)
+    way, expected = numbers_of_a_run(fused=True, is_weighted=is_weighted)
+    assert way == "at once"
+    monkeypatch.setattr(flow, "_HOSTS", ())
+    way, found = numbers_of_a_run(fused=True, is_weighted=is_weighted)
+    assert way == "on the device"
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-9, nan_ok=True)
+    way, found = numbers_of_a_run(fused=False, is_weighted=is_weighted)
+    assert way == "one step late"
+    assert found[:5] == [pytest.approx(other, rel=1e-9, nan_ok=True) for other in expected[:5]]  # read at once
+
+
+def noise_on_cores(is_sharded, is_weighted):
+    model = network()
+    if is_sharded:
+        for layer in (model[1], model[3]):
+            fully_shard(layer)
+        fully_shard(model)
+    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=MIXED, minibatch_size=MINIBATCH)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"model": model, "measure_noise": "norm layers"}
+    optimizer = vbs.Optimizer(inner, sampler, rule="constant", ref_batchsize=MINIBATCH, **options)
+    for _ in optimizer.epochs(2):
+        for indices in sampler:
+            for x, y in optimizer.halves(X[indices], Y[indices], every=3):
+                loss_of(model, x, y, "sum" if is_weighted else "mean").backward()
+                optimizer.step(**({"weight": y.numel()} if is_weighted else {}))
+    return optimizer.report()
+
+
+@pytest.mark.parametrize(("is_sharded", "is_weighted"), [(False, False), (False, True), (True, False)])
+def test_noise_and_halves_are_the_same_on_three_cores(on_cores, is_sharded, is_weighted):
+    expected = noise_on_cores(False, is_weighted)
+    for found in on_cores(3, noise_on_cores, is_sharded, is_weighted):
+        assert found == pytest.approx(expected, rel=1e-4)

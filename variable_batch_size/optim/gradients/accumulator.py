@@ -95,7 +95,7 @@ class StepGradient:
         ]
         of_samples = norms.pop(0) if self._has_samples else None
         of_samples = of_samples if self.measures_samples else None
-        if not is_tensor(values[0]) and n == 1:  # the minibatch need not have been measured by itself
+        if not is_tensor(n) and n == 1:  # the minibatch need not have been measured by itself
             norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
         is_finite = all(map(math.isfinite, values)) if is_finite is None else is_finite
         if not is_finite or self.weight is None:
