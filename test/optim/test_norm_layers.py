@@ -357,9 +357,10 @@ def numbers_of_a_run(*, fused, is_weighted):
     return optimizer._flow.way, found
 
 
+@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("is_weighted", [False, True], ids=["samples", "weights"])
-def test_numbers_on_the_device_are_those_read_at_once(monkeypatch, is_weighted):
-    monkeypatch.setattr("variable_batch_size.optim.optimizer.EVERY", 1)
+def test_numbers_on_the_device_are_those_read_at_once(monkeypatch, is_weighted, every):
+    monkeypatch.setattr("variable_batch_size.optim.optimizer.EVERY", every)
     way, expected = numbers_of_a_run(fused=True, is_weighted=is_weighted)
     assert way == "at once"
     monkeypatch.setattr(flow, "_HOSTS", ())

@@ -222,6 +222,7 @@ class CustomOptimizer(OptimizerProxy):
         if self._rule.preconditions or self.exact:
             what = "exact=True" if self.exact else type(self._rule).__name__
             raise ValueError(f"`measure_noise` must not be {MEASURES!r} with {what}: use optimizer.halves(…) instead")
+        self._samples_every = 1 if self._communicator.is_one_program else EVERY  # there, it would be another graph
         return NormLayers(model, self.parameters(), num_samples=self.sampler.minibatch_size)
 
     def _init_counters(self) -> None:
@@ -235,6 +236,7 @@ class CustomOptimizer(OptimizerProxy):
         self._is_scaled = False  # whether a GradScaler has called step() in this pass
         self._has_joined = False  # whether set_epoch() was called here in this pass
         self._attachments = Attachments()
+        self._samples_every = 1  # steps from one measurement of norm layers to the next
         self._half = 0  # of the minibatch that halves() has split: which one is next
         self._precedes = self._has_warned = False  # whether other optimizers of the sampler had no gradient at step()
 
@@ -530,7 +532,7 @@ class CustomOptimizer(OptimizerProxy):
         """Before each minibatch."""
         if (layers := self._accumulator.norm_layers) is not None:
             upcoming = self._cursor.next
-            layers.is_on = self._communicator.is_one_program or (upcoming is not None and upcoming.step % EVERY == 0)
+            layers.is_on = upcoming is not None and upcoming.step % self._samples_every == 0
             layers.num_samples = self.sampler.minibatch_size // (2 if self._half else 1)
         if self._half:
             self._communicator.flush()
@@ -706,7 +708,8 @@ class CustomOptimizer(OptimizerProxy):
 
     def _rule_step(self) -> Step:
         size, number = self._cursor.plan.batch_size, self._cursor.plan.num_minibatches
-        return Step(size, size // number, self.ref_batchsize, self.steps_done, population=self._population)
+        more: Any = {"population": self._population, "samples_every": self._samples_every}
+        return Step(size, size // number, self.ref_batchsize, self.steps_done, **more)
 
     @property
     def rule(self) -> Rule:

@@ -153,9 +153,12 @@ class NoiseAverage:
         self.starts_with_mean, self.smoothing = starts_with_mean, smoothing
         self._sum, self._weight, self.count = Noise(0.0, 0.0), 0.0, 0
 
-    def add(self, noise: Noise, scale: Number, is_counted: Condition = True) -> Number:
-        """Add the estimate of one step at scale S, if it counts; returns the part of the average that it makes."""
-        decay = decay_at(scale, self.smoothing)
+    def add(self, noise: Noise, scale: Number, is_counted: Condition = True, *, steps: Number = 1) -> Number:
+        """Add the estimate of one step at scale S, if it counts; returns the part of the average that it makes.
+
+        It counts as that of several steps, if only one of so many has an estimate.
+        """
+        decay = decay_at(scale, self.smoothing) ** steps
         if self.starts_with_mean:
             decay = at_most(decay, 1 - 1 / (self.count + 1))
         total = self._sum * decay + noise * (1 - decay)
@@ -206,9 +209,9 @@ class NoiseSpread:
         self._moments = [0.0] * 5  # weighted sums of V, G², V², G²·G², V·G²
         self._weight = self._square_weight = 0.0  # the sum of the weights, and of their squares
 
-    def add(self, noise: Noise, scale: Number, is_counted: Condition = True) -> None:
-        """Add the estimate of one step at scale S, if it counts."""
-        decay = decay_at(scale, self.smoothing)
+    def add(self, noise: Noise, scale: Number, is_counted: Condition = True, *, steps: Number = 1) -> None:
+        """Add the estimate of one step at scale S, if it counts, as that of several steps."""
+        decay = decay_at(scale, self.smoothing) ** steps
         v, g, rest = noise.variance, noise.square_norm, 1 - decay
         new = [
             old * decay + value * rest for old, value in zip(self._moments, (v, g, v * v, g * g, v * g), strict=True)
@@ -276,9 +279,11 @@ class SampleNoise:
         self.beside = new_average()  # the same, in steps of several minibatches
         self.of_groups: list[NoiseAverage] = []  # of each group, in these steps
 
-    def add(self, noise: Noise, scale: Number, is_counted: Condition, num_groups: int) -> None:
+    def add(self, noise: Noise, step: Step, has_several: Condition, is_counted: Condition, num_groups: int) -> None:
         """Add the noise of the layers in a step, if it counts."""
-        self.average.add(noise, scale, is_counted)
+        self.average.add(noise, step.scale, is_counted, steps=step.samples_every)
+        if is_tensor(has_several) or has_several:
+            self.beside.add(noise, step.scale, has_several & is_counted, steps=step.samples_every)
         while len(self.of_groups) < num_groups:
             self.of_groups.append(self._new_average())
 
@@ -384,6 +389,9 @@ class NoiseMeter:
         if not is_tensor(is_estimate) and not is_estimate:
             return
         self._active = [where(is_estimate, now, was) for now, was in zip(active, self._active, strict=True)]
+        steps: Number = 1
+        if samples is not None and step.samples_every > 1:  # a step of several minibatches has an estimate of its own
+            steps = step.samples_every - (step.samples_every - 1) * has_several * (size * 0 + 1.0)  # of its dtype
         found: list[Noise] = []
         for group, (measured, is_active) in enumerate(zip(norms, active, strict=True)):
             if (is_tensor(is_active) or is_active) and measured is not None:
@@ -393,19 +401,17 @@ class NoiseMeter:
                         noise, group, step, measured, sizes, has_several, is_estimate & is_active
                     )
                 found.append(noise)  # 0 of a group that is not active
-                part, count = (
-                    self.averages[group].add(noise, step.scale, is_estimate & is_active),
-                    self.averages[group].count,
-                )
-                if part > 0.5 and count >= 10 and not self._has_warned:
+                average = self.averages[group]
+                part = average.add(noise, step.scale, is_estimate & is_active, steps=steps)
+                if part > 0.5 and average.count >= 10 and not self._has_warned:
                     self._has_warned = True
-                    logger.warning(_OUTLIER, step.steps_done, 100 * part, count)
+                    logger.warning(_OUTLIER, step.steps_done, 100 * part, average.count)
         if not found:
             return
         total = sum(found[1:], start=found[0])
         if samples is not None:
             total = _either(has_several, total, self.of_samples.spread(samples, total))  # type: ignore[union-attr]
-        self._spread.add(total, step.scale, is_estimate)
+        self._spread.add(total, step.scale, is_estimate, steps=steps)
 
     def _observe_samples(
         self, step: Step, sizes: Mapping[str, Any], has_several: Condition, is_counted: Condition
@@ -416,9 +422,7 @@ class NoiseMeter:
         if self.of_samples is None:
             self.of_samples = SampleNoise(self._new_average)
         noise = Noise.from_norms(*step.of_samples, num_minibatches=at_least(step.batch_size, 2), **sizes)
-        self.of_samples.add(noise, step.scale, is_counted, len(self.averages))
-        if is_tensor(has_several) or has_several:
-            self.of_samples.beside.add(noise, step.scale, has_several & is_counted)
+        self.of_samples.add(noise, step, has_several, is_counted, len(self.averages))
         return noise
 
     def _with_samples(
@@ -434,7 +438,7 @@ class NoiseMeter:
         """The noise of a group: by its minibatches if there are several, which also give the slope, or predicted."""
         samples: SampleNoise = self.of_samples  # type: ignore[assignment]
         if is_tensor(has_several) or has_several:
-            samples.of_groups[group].add(noise, step.scale, is_counted & has_several)
+            samples.of_groups[group].add(noise, step.scale, is_counted & has_several, steps=step.samples_every)
         if not is_tensor(has_several) and has_several:
             return noise
         return _either(has_several, noise, samples.predict(measured.square_of_mean, group, **sizes))

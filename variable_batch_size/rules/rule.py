@@ -31,6 +31,7 @@ class Step:
         num_weighted: number of minibatches with a positive weight; None without weights.
         population: samples of the data set that those of the step are drawn from without replacement; None if unknown.
         of_samples: the norms of the samples' gradients of normalization layers; None if they were not measured.
+        samples_every: from how many steps one has these norms.
     """
 
     batch_size: int
@@ -41,6 +42,7 @@ class Step:
     num_weighted: int | None = None
     population: int | None = None
     of_samples: Norms | None = None
+    samples_every: int = 1
 
     @property
     def scale(self) -> float:
