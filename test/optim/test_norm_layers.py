@@ -148,6 +148,40 @@ def test_noise_of_the_layers_is_that_of_all_samples_gradients(name, compiled):
     assert found.square_norm == pytest.approx(truth.square_norm, rel=1e-4, abs=1e-6 * truth.variance)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_model_is_compiled_with_and_without_the_measurement_and_not_again():
+    model = network()
+    sampler, optimizer = make(model, trace=[MINIBATCH, 2 * MINIBATCH] * 5)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+    train(model, sampler, optimizer, run=torch.compile(model, backend=backend, fullgraph=True))
+    assert optimizer.steps_done == 10
+    assert len(graphs) == 2
+
+
+def test_policy_knows_the_noise_of_single_minibatches():
+    model, seen = network(), []
+    policy = vbs.policies.FunctionPolicy(lambda situation: seen.append(situation) or MINIBATCH, every=5, lead=1)
+    sampler, optimizer = make(model, trace=policy)
+    train(model, sampler, optimizer)
+    assert {situation.batch_size for situation in seen[1:]} == {MINIBATCH}
+    assert all(situation.knows_noise for situation in seen[1:])
+
+
+def test_autoscale_does_not_probe_for_the_noise():
+    model, reasons = network(), []
+    sampler, optimizer = make(model, trace=vbs.policies.Autoscale(max_batch_size=64, every=4, lead=1))
+    optimizer.on_decision(lambda record: reasons.append(record["why"]))
+    train(model, sampler, optimizer, num_epochs=2)
+    assert len(reasons) > 2
+    assert not any("noise unknown" in reason for reason in reasons)
+
+
 def test_weights_give_the_noise_per_token():
     (model, *plain), (other, *weighted) = (
         (lambda model: (model, *make(model)))(network()),

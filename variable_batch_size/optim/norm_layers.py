@@ -56,7 +56,7 @@ class NormLayers:
         if not self.parameters:
             problem = f"`measure_noise={MEASURES!r}` needs LayerNorm, RMSNorm or GroupNorm layers with a trained weight"
             raise ValueError(f"{problem}, and the model has none: loop over optimizer.halves(…) instead")
-        self.collector = torch.zeros(1, device=self.parameters[0].device, requires_grad=True)
+        self.collector = torch.zeros(1).to(self.parameters[0].device).requires_grad_()
 
     def note_use(self, name: str) -> None:
         """A forward pass of a layer, unless it is repeated within a backward pass."""

@@ -108,7 +108,8 @@ class TracedAccumulator(GradientAccumulator):
         of_one = None if weight is None else _on_device(weight, self._device())
         first = 0 if self.norm_layers is None else 1
         if self.norm_layers is not None:
-            squares = self.norm_layers.take(plan, self.inverse_scale)
+            # an idle core runs the same program, and drops its numbers when they are reduced
+            squares = self.norm_layers.take(plan._replace(is_padding=False), self.inverse_scale)
             self._squares[0].add_(squares if of_one is None else per_weight(squares, of_one))
         for index, group in enumerate(self.inner.param_groups, start=first):
             fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
