@@ -69,6 +69,7 @@ class Workload:
         size = self.minibatch * accumulate
         sampler = vbs.CustomSampler(dataset_size=10**9, trace=size, minibatch_size=self.minibatch)
         sampler.must_be_read = False  # the loop reads no loader
+        options |= {"model": model} if options.get("measure_noise") == "norm layers" else {}
         optimizer = kind(self.optimizer(model), sampler, ref_batchsize=size, **options)
 
         def update() -> None:
@@ -150,6 +151,7 @@ def compare(name: str, accumulate: int, peer: Any, options: argparse.Namespace) 
         makers["linear, seeded"] = partial(linear, seed_minibatches=True)
         makers["linear, exact"] = partial(linear, exact=True)
         if name == "gpt":
+            makers["linear, norm layers"] = partial(linear, measure_noise="norm layers")
             makers["linear, weights"] = partial(workload.weighted, accumulate)
             makers["linear, weights and noise"] = partial(workload.weighted, accumulate, measure_noise=True)
     if accumulate > 1 and peer is not None and name != "gpt":  # FairScale's AdaScale needs two gradients, and SGD

@@ -1,10 +1,13 @@
 """Noise: estimates against true values, and the gain against published numbers."""
 
+import math
+
 import numpy as np
 import pytest
 from known_gains import GAIN_OF_TWO_STEPS, TWO_STEPS, with_known_gains
 
-from variable_batch_size.rules.noise import Noise, NoiseAverage
+from variable_batch_size.rules.noise import Noise, NoiseAverage, NoiseMeter, NoiseSpread
+from variable_batch_size.rules.rule import Norms, Step
 
 
 def linear_norms(inputs):
@@ -42,15 +45,15 @@ def test_starts_with_mean_is_the_plain_mean_at_first():
 
 
 def test_starts_with_mean_ends_after_the_span_of_the_average():
-    average = NoiseAverage(starts_with_mean=True)
+    average = NoiseAverage(starts_with_mean=True, smoothing="paper")
     for _ in range(10):
         average.add(Noise(0.0, 0.0), scale=100.0)  # remembers 10 steps
     average.add(Noise(1.0, 1.0), scale=100.0)
     assert average.noise.variance == pytest.approx(0.1)
 
 
-def test_at_scale_1000_only_the_latest_step_counts():
-    average = NoiseAverage()
+def test_in_the_paper_only_the_latest_step_counts_at_scale_1000():
+    average = NoiseAverage(smoothing="paper")
     average.add(Noise(5.0, 5.0), scale=1.0)
     average.add(Noise(1.0, 2.0), scale=1000.0)
     assert average.noise == Noise(1.0, 2.0)
@@ -102,7 +105,7 @@ def test_noise_of_unequal_minibatches_by_hand():
 
 
 def test_decay_by_hand():
-    average = NoiseAverage()
+    average = NoiseAverage(smoothing=0.5)
     average.add(Noise(1.0, 5.0), scale=500.0)
     average.add(Noise(3.0, 2.0), scale=500.0)
     # weights 1/4 and 1/2 of what was seen
@@ -111,7 +114,7 @@ def test_decay_by_hand():
 
 
 def test_decay_is_not_negative_beyond_scale_1000():
-    average = NoiseAverage()
+    average = NoiseAverage(smoothing="paper")
     average.add(Noise(5.0, 5.0), scale=1.0)
     average.add(Noise(1.0, 2.0), scale=3000.0)
     assert average.noise == Noise(1.0, 2.0)
@@ -166,3 +169,114 @@ def test_gain_is_correct_at_every_size_while_batch_sizes_jump(kind):
         average.add(noise, scale=n / 8)
         if step >= 300:
             assert average.noise.gain(8 * n, 64) == pytest.approx(true.gain(8 * n, 64), rel=0.05)
+
+
+def test_default_decay_remembers_20_steps_at_any_scale():
+    average, paper = NoiseAverage(), NoiseAverage(smoothing="paper")
+    for variance in range(1, 101):
+        for one in (average, paper):
+            one.add(Noise(float(variance), 1.0), scale=5000.0)
+    weights = 0.95 ** np.arange(99, -1, -1)
+    assert average.noise.variance == pytest.approx(weights @ np.arange(1, 101) / weights.sum())
+    assert paper.noise.variance == 100.0
+
+
+def test_smoothing_is_a_number_or_a_function_of_the_scale():
+    for smoothing, decay in ((0.25, 0.25), (lambda scale: scale / 16, 0.25), ("paper", 0.996), (None, 0.996)):
+        average = NoiseAverage(smoothing=smoothing)
+        for variance in (1.0, 2.0):
+            average.add(Noise(variance, 1.0), scale=4.0)
+        assert average.noise.variance == pytest.approx((decay + 2) / (1 + decay))
+
+
+@pytest.mark.parametrize("smoothing", [1, 1.0, -0.1, True, "papers", math.nan, [0.5]])
+def test_smoothing_that_is_none_of_these_is_refused(smoothing):
+    with pytest.raises(ValueError, match=r"^`smoothing` must be None, 'paper', a number from 0 to below 1, or a funct"):
+        NoiseMeter(smoothing=smoothing)
+
+
+def test_smoothing_by_a_function_without_a_decay_is_refused():
+    average = NoiseAverage(smoothing=lambda scale: scale / 2)
+    with pytest.raises(ValueError, match=r"^`smoothing` must return a number from 0 to below 1, got 2.0 at scale 4$"):
+        average.add(Noise(1.0, 1.0), scale=4.0)
+
+
+def drawn_noise(rng, *, batch_size=2000, minibatch_size=50, variance=1000.0, square_norm=1.0):
+    """The estimate of a step at scale 2000, in 100 dimensions."""
+    n = batch_size // minibatch_size
+    gradients = (square_norm / 100) ** 0.5 + rng.standard_normal((n, 100)) * (variance / minibatch_size / 100) ** 0.5
+    pair = ((gradients**2).sum(1).mean(), (gradients.mean(0) ** 2).sum())
+    return Noise.from_norms(*pair, batch_size=batch_size, num_minibatches=n)
+
+
+def test_gain_at_scale_2000_is_within_5_percent_where_that_of_the_paper_is_noise():
+    truth = Noise(1000.0, 1.0).gain(2000, 1)
+    rng, meters = np.random.default_rng(0), [NoiseAverage(), NoiseAverage(smoothing="paper")]
+    errors = [[], []]
+    for step in range(400):
+        noise = drawn_noise(rng)
+        for average, of_average in zip(meters, errors, strict=True):
+            average.add(noise, scale=2000.0)
+            if step >= 40:
+                of_average.append(abs(average.noise.gain(2000, 1) / truth - 1))
+    assert np.mean(np.array(errors[0]) < 0.05) > 0.95
+    assert np.mean(np.array(errors[1]) < 0.05) < 0.5
+
+
+@pytest.mark.parametrize("num_steps", [8, 30])
+def test_interval_holds_the_true_noise_scale_in_95_of_100_runs(num_steps):
+    rng, hits, means = np.random.default_rng(1), [], []
+    for _ in range(200):
+        meter = NoiseMeter(smoothing=0.95)
+        for _ in range(num_steps):
+            noise = drawn_noise(rng, minibatch_size=200)
+            # L and T that give this estimate
+            pair = Norms(noise.square_norm + noise.variance * 10 / 2000, noise.square_norm + noise.variance / 2000)
+            meter.observe(Step(2000, 200, 1), [pair])
+        low, high = meter.interval()
+        hits.append(low <= 1000.0 <= high)
+        means.append(low <= meter.noise().scale <= high)
+        gain_low, gain_high = meter.gain_interval(2000, 1)
+        assert gain_low <= meter.gain(2000, 1) <= gain_high
+    assert np.mean(hits) == pytest.approx(0.95, abs=0.04)
+    assert all(means)
+
+
+def test_interval_by_hand():
+    # three estimates that all count the same, at V = 100 and G² = 1 with deviations that cancel in V − φ·G² nowhere
+    spread = NoiseSpread(smoothing=lambda scale: 1 - 1 / scale)
+    for number, variance in enumerate((80.0, 90.0, 100.0, 110.0, 120.0), start=1):
+        spread.add(Noise(variance, 1.0), scale=float(number))  # the plain mean
+    deviation = 250**0.5 / 5**0.5  # of the mean
+    low, high = spread.interval(Noise(100.0, 1.0))
+    assert (low, high) == pytest.approx((100 - 2.776 * deviation, 100 + 2.776 * deviation), rel=0.01)
+
+
+def test_interval_has_no_end_where_the_square_norm_may_be_zero():
+    spread = NoiseSpread()
+    for square_norm in (-2.0, 3.0) * 10:
+        spread.add(Noise(100.0, square_norm), scale=1.0)
+    low, high = spread.interval(Noise(100.0, 0.5))
+    assert 0 < low < 200
+    assert high == math.inf
+    other, high = spread.interval(Noise(100.0, -0.5))
+    assert low < other < high == math.inf
+    assert all(map(math.isnan, NoiseSpread().interval(Noise(1.0, 1.0))))
+
+
+def test_cosine_is_that_of_the_norms_of_a_step():
+    # n = 4, L = 3, T = 2
+    for population in (None, 100):
+        meter, step = NoiseMeter(), Step(64, 16, 32, population=population)
+        meter.observe(step, [Norms(3.0, 2.0)])
+        assert meter.report(step)["cosine"] == pytest.approx((4 * 2 - 3) / (3 * 3))
+
+
+def test_state_without_a_spread_is_loaded():
+    meter, other = NoiseMeter(), NoiseMeter()
+    meter.observe(Step(64, 16, 32), [Norms(3.0, 2.0)])
+    state = meter.state_dict()
+    del state["spread"]  # of an earlier version
+    other.load_state_dict(state)
+    assert other.noise() == meter.noise()
+    assert all(map(math.isnan, other.interval()))

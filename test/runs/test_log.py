@@ -54,9 +54,13 @@ def test_record_every_n_steps_contains_all_keys(logged):
         assert record["idle_share"] == 0
         assert record["factor"] == pytest.approx(record["gain"])
         assert record["noise_scale"] > 0
+        assert record["efficiency"] == pytest.approx(record["gain"] / record["scale"])
+        assert -1 < record["cosine"] < 1
         assert record["lr"] == pytest.approx(
             0.02 * 0.98 ** (record["step"] - 1) * 0.9 ** record["epoch"] * record["gain"]
         )
+    assert records[-1]["gain_low"] < records[-1]["gain"] < records[-1]["gain_high"]
+    assert records[-1]["noise_scale_low"] < records[-1]["noise_scale"] < records[-1]["noise_scale_high"]
     assert records[-1]["progress"] > records[0]["progress"] > 0
     assert "graphs" not in records[0]
 
@@ -313,6 +317,13 @@ def test_progress_bar_has_the_number_of_steps(capsys):
     assert "30/40" in shown
     assert "40/40" in shown
     assert "loss=0.1235" in shown
+
+
+def test_progress_bar_shows_an_interval_with_its_value(capsys):
+    bar = vbs.ProgressBar(40)
+    bar({"step": 30, "gain": 1.6, "gain_low": 1.5, "gain_high": math.inf})
+    bar.close()
+    assert "gain=1.6 (1.5 to inf)" in capsys.readouterr().err
 
 
 def test_any_callable_is_a_sink_and_closeable_ones_are_closed(tmp_path):

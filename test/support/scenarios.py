@@ -199,7 +199,7 @@ def adascale_plainly(model, *, is_adam=False):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[indices]), y[indices]).backward()
             gradients.append([[p.grad for p in group if p.grad is not None] for group in groups])
-        decay = max(0.0, 1 - batch_size / REF_BATCHSIZE / 1000)
+        decay = max(0.95, 1 - batch_size / REF_BATCHSIZE / 1000)
         if n > 1 and is_measurable:
             weights = [weight * decay for weight in weights] + [1 - decay]
         for number, group in enumerate(groups):
@@ -210,7 +210,7 @@ def adascale_plainly(model, *, is_adam=False):
                 mean_of_squares = sum(square(g[number], scales) for g in gradients) / n
                 square_of_mean = square(mean, scales)
                 variance = (mean_of_squares - square_of_mean) * batch_size / (n - 1)
-                history[number].append((variance, square_of_mean - variance / batch_size))
+                history[number].append((variance, square_of_mean - variance / batch_size + variance / len(x)))
             for p, g in zip(used, mean, strict=True):
                 p.grad = g
         gains.append([])

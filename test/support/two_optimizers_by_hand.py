@@ -128,7 +128,7 @@ class Position:
 
 
 class NoiseAverages:
-    """V and G² of each parameter group, averaged with θ = 1 − S/1000."""
+    """V and G² of each parameter group, averaged with θ = max(1 − S/1000, 0.95)."""
 
     def __init__(self) -> None:
         self.sums = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]  # V, G² and the sum of the weights
@@ -160,8 +160,9 @@ class NoiseAverages:
             if not mean_of_squares:
                 continue
             variance = (mean_of_squares - mean) * total / (counted - 1)
-            decay = max(0.0, 1 - size / REF_BATCHSIZE / 1000)
-            for place, value in enumerate((variance, mean - variance / total, 1.0)):
+            decay = max(0.95, 1 - size / REF_BATCHSIZE / 1000)
+            all_samples = NUM_SAMPLES * (self.weight / self.samples if self.weight else 1.0)
+            for place, value in enumerate((variance, mean - variance / total + variance / all_samples, 1.0)):
                 sums[place] = decay * sums[place] + (1 - decay) * value
 
     def gain(self, group: int, size: int) -> float:

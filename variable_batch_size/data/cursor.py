@@ -68,8 +68,15 @@ class Cursor:
         self._num_left = self._last.num_rounds if first_step < len(steps) else 0
         self.plan = self._accumulating if self._num_left > 1 else self._last
 
-    def advance(self) -> StepPlan:
-        """The plan of the next minibatch, which is then the latest one."""
+    def begin_half(self) -> StepPlan:
+        """The plan of the first half of the next minibatch, the only one of its step; advance() follows."""
+        upcoming = self.next
+        assert upcoming is not None
+        self.plan = upcoming._replace(num_minibatches=2, is_last=False)
+        return self.plan
+
+    def advance(self, *, is_half: bool = False) -> StepPlan:
+        """The plan of the next minibatch, or of its second half, which is then the latest one."""
         if not self._num_left:
             self.look_ahead()
             if self._next is None:
@@ -80,6 +87,8 @@ class Cursor:
             self._num_left = self._last.num_rounds
         self._num_left -= 1
         self.plan = self._accumulating if self._num_left else self._last
+        if is_half:
+            self.plan = self.plan._replace(num_minibatches=2)
         return self.plan
 
     def look_ahead(self) -> None:

@@ -103,6 +103,11 @@ class MinibatchSource(ABC):
         return self.schedule.policy if isinstance(self.schedule, PolicySchedule) else None
 
     @property
+    def population(self) -> int | None:
+        """The samples that those of a step are drawn from at random, without replacement; None if unknown."""
+        return None
+
+    @property
     @abstractmethod
     def description(self) -> Description:
         """What the samples of a step depend on, besides the trace and the minibatch size."""
@@ -328,6 +333,10 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if verbose and self.rank == 0:
             num_epochs = self.schedule.num_epochs
             show(logger, "%s: %s epochs", self.schedule.name, "endless" if num_epochs is None else num_epochs)
+
+    @property
+    def population(self) -> int | None:
+        return int(self.dataset_size) if self.shuffle else None
 
     @property
     def description(self) -> Description:

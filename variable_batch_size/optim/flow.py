@@ -127,10 +127,11 @@ class Flow:
         is_known = len(counts) == len(self.inner.param_groups) and any(counts)
         if is_known and all(count >= _NUM_AT_ONCE for count in counts if count):
             return False
-        return step.num_minibatches >= 2 or (gradient.weight is not None and any(counts))
+        is_estimate = step.num_minibatches >= 2 or gradient.measures_samples
+        return is_estimate or (gradient.weight is not None and any(counts))
 
     def _observe(self, step: Step, measured: Measured) -> None:
-        observed = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
+        observed = _observed(step, measured)
         self.rule.observe(observed, measured.norms)
         if self.meter is not None:
             self.meter.observe(observed, measured.norms)
@@ -188,6 +189,11 @@ class Flow:
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
         return {**self.__dict__, "_twin": None, "_pending": None, "_saved_progress": self.late_progress}
+
+
+def _observed(step: Step, measured: Measured) -> Step:
+    weights: Any = {"weight": measured.weight, "num_weighted": measured.num_weighted}
+    return dataclasses.replace(step, of_samples=measured.of_samples, **weights)
 
 
 def _stays_on_device(rule: Rule, inner: Optimizer, device: torch.device, *, is_traced: bool) -> bool:
@@ -278,7 +284,7 @@ class _Twin:
         if measured.weight is not None:
             is_made = is_made & (measured.weight != 0)
         is_counted = is_made & is_all_finite
-        observed = dataclasses.replace(step, weight=measured.weight, num_weighted=measured.num_weighted)
+        observed = _observed(step, measured)
         if isinstance(self._rule, NoiseRule):
             self._rule.meter.observe(observed, measured.norms, is_counted)
         if self._meter is not None:
@@ -298,7 +304,8 @@ class _Twin:
             return step
         sizes = torch.tensor([step.batch_size, step.minibatch_size, step.ref_batchsize], dtype=self._dtype)
         batch_size, minibatch_size, ref_batchsize = sizes.to(self._device).unbind()
-        return Step(batch_size, minibatch_size, ref_batchsize, step.steps_done)  # type: ignore[arg-type]
+        data: Any = {"batch_size": batch_size, "minibatch_size": minibatch_size, "ref_batchsize": ref_batchsize}
+        return dataclasses.replace(step, **data)
 
     def read_into(self, rule: Rule, scaler: LRScaler, meter: NoiseMeter | None) -> int:
         """Set the numbers of the host to those on the device; returns how many steps were skipped since last time."""

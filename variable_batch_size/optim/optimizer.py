@@ -6,13 +6,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypedDict, TypeVar, overload
+from typing import Any, Literal, TypedDict, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from variable_batch_size.checks import check_not_negative, check_positive, copy_for_run
+from variable_batch_size.checks import check_not_negative, check_one_of, check_positive, copy_for_run
 from variable_batch_size.cores.detect import communicator_for, everyone_for
 from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import Cursor, StepPlan
@@ -25,6 +25,7 @@ from variable_batch_size.optim.gradients import make_accumulator
 from variable_batch_size.optim.gradients.accumulator import StepGradient
 from variable_batch_size.optim.hyperparameters import Preconditioner, StepHyperparameters
 from variable_batch_size.optim.loss_scale import LossScale
+from variable_batch_size.optim.norm_layers import EVERY, MEASURES, NormLayers
 from variable_batch_size.optim.policy_driver import PolicyDriver, Record
 from variable_batch_size.optim.probe import check_inner
 from variable_batch_size.optim.proxy import Inner, OptimizerProxy, name_of, optimizers_of
@@ -32,7 +33,7 @@ from variable_batch_size.optim.seeding import MinibatchSeeder
 from variable_batch_size.optim.token_weights import TokenWeights, Weight
 from variable_batch_size.optim.wrappers import Wrappers
 from variable_batch_size.rules.adascale import NoiseRule
-from variable_batch_size.rules.noise import Noise, NoiseMeter
+from variable_batch_size.rules.noise import Noise, NoiseMeter, Smoothing
 from variable_batch_size.rules.numbers import Number
 from variable_batch_size.rules.per_optimizer import PerOptimizerRule
 from variable_batch_size.rules.registry import make_rule
@@ -46,6 +47,9 @@ logger = logging.getLogger(__name__)
 STATE_KEY = "variable_batch_size"
 Loss = TypeVar("Loss")
 RuleLike = Rule | str
+
+_HALVES = "step() must be called once after each half that halves() yields, before another minibatch"
+_LOST = -1  # as the half that is next: the loop over halves was left
 
 _updates = threading.local()  # `is_running`: whether an optimizer of this library calls step() of an inner one
 
@@ -61,7 +65,8 @@ class Options(TypedDict, total=False):
     max_factor: float | None
     skip_nonfinite: bool | None
     gradient_as_bucket_view: bool
-    measure_noise: bool
+    measure_noise: bool | Literal["norm layers"]
+    smoothing: Smoothing
     exact: bool
     seed_minibatches: bool | None
     reduce_scatter_once: bool
@@ -103,6 +108,10 @@ class CustomOptimizer(OptimizerProxy):
             CUDA graphs and to save the memory of one gradient; they must then not be modified, nor may a parameter be
             frozen, added or converted within a step.
         measure_noise: measure the gradient noise though the rule does not need it, for `noise_scale` and `gain()`.
+            ``"norm layers"`` also measures it in steps of one minibatch, by the samples' gradients of the model's
+            normalization layers (:class:`NormLayers`).
+        smoothing: how the noise is averaged, that of a rule as well: a number, a function or ``"paper"``; None for an
+            average that remembers at least 20 steps (:class:`NoiseRule`).
         exact: sum so that the weights are the same to the last bit on any number of cores; see the page on exactness.
         seed_minibatches: seed the random generators before each minibatch, so that its random numbers do not depend on
             the core (:class:`MinibatchSeeder`); None for the value of `exact`.
@@ -136,13 +145,14 @@ class CustomOptimizer(OptimizerProxy):
         max_factor: float | None = None,
         skip_nonfinite: bool | None = None,
         gradient_as_bucket_view: bool = False,
-        measure_noise: bool = False,
+        measure_noise: bool | Literal["norm layers"] = False,
+        smoothing: Smoothing = None,
         exact: bool = False,
         seed_minibatches: bool | None = None,
         reduce_scatter_once: bool = False,
     ) -> None:
         # what must be the same on all ranks; shapes of the model are compared by themselves
-        names = Options.__annotations__.keys() - {"model", "log_steps", "ref_batch_size"}
+        names = Options.__annotations__.keys() - {"model", "log_steps", "ref_batch_size", "smoothing"}
         options = {name: value for name, value in locals().items() if name in names}
         super().__init__(inner)
         sampler = source_of(sampler)
@@ -151,13 +161,13 @@ class CustomOptimizer(OptimizerProxy):
         check_not_negative(log_steps=log_steps)
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}")
-        self.sampler = sampler
+        self.sampler, self._population = sampler, sampler.population
         self.ref_batchsize, self.log_steps = int(ref_batchsize), int(log_steps)
         self.clip_grad_norm, self.exact = clip_grad_norm, exact
         self.seeds_minibatches = exact if seed_minibatches is None else seed_minibatches
-        self._measures = measures = self._rule.measures_noise or measure_noise
+        self._measures = measures = self._rule.measures_noise or bool(measure_noise)
         self._lr_scaler = LRScaler(self._rule, smooth_steps=smooth_steps, max_factor=max_factor)
-        self._own_meter = NoiseMeter() if measure_noise and not isinstance(self._rule, NoiseRule) else None
+        self._own_meter = self._make_meter(smoothing, measure_noise=bool(measure_noise))
         self._init_counters()
         self._wrappers = Wrappers(self.parameters(), model)
         if self._wrappers.fsdp:
@@ -182,6 +192,7 @@ class CustomOptimizer(OptimizerProxy):
             measures=measures,
             is_read=(measures or self.skip_nonfinite) and self._flow.way != "on the device",
             divisors=None if self._preconditioner is None else self._preconditioner.divisors,
+            norm_layers=self._make_norm_layers(measure_noise, model),
             sums_gradients=self._rule.sums_gradients,
             gradient_as_bucket_view=gradient_as_bucket_view,
             exact=exact,
@@ -191,6 +202,28 @@ class CustomOptimizer(OptimizerProxy):
         self._begin_epoch()
         sampler.attach(self)
         finish_checks()
+
+    def _make_meter(self, smoothing: Smoothing, *, measure_noise: bool) -> NoiseMeter | None:
+        """A meter besides those of the rules, if there is one; all of them average in the same way."""
+        rules = [one for one in getattr(self._rule, "rules", [self._rule]) if isinstance(one, NoiseRule)]
+        if smoothing is not None:
+            if not rules and not measure_noise:
+                reason = f"as {type(self._rule).__name__} measures no noise: pass `measure_noise=True` as well"
+                raise ValueError(f"`smoothing` must be None, {reason}")
+            for rule in rules:
+                rule.set_smoothing(smoothing)
+        has_own = measure_noise and not isinstance(self._rule, NoiseRule)
+        return NoiseMeter(smoothing=smoothing) if has_own else None
+
+    def _make_norm_layers(self, measure_noise: bool | str, model: torch.nn.Module | None) -> NormLayers | None:
+        if isinstance(measure_noise, bool):
+            return None
+        check_one_of((MEASURES,), measure_noise=measure_noise)
+        if self._rule.preconditions or self.exact:
+            what = "exact=True" if self.exact else type(self._rule).__name__
+            raise ValueError(f"`measure_noise` must not be {MEASURES!r} with {what}: use optimizer.halves(…) instead")
+        self._samples_every = 1 if self._communicator.is_one_program else EVERY  # there, it would be another graph
+        return NormLayers(model, self.parameters(), num_samples=self.sampler.minibatch_size)
 
     def _init_counters(self) -> None:
         self.steps_done = self.samples_done = self.steps_made = 0
@@ -203,6 +236,8 @@ class CustomOptimizer(OptimizerProxy):
         self._is_scaled = False  # whether a GradScaler has called step() in this pass
         self._has_joined = False  # whether set_epoch() was called here in this pass
         self._attachments = Attachments()
+        self._samples_every = 1  # steps from one measurement of norm layers to the next
+        self._half = 0  # of the minibatch that halves() has split: which one is next
         self._precedes = self._has_warned = False  # whether other optimizers of the sampler had no gradient at step()
 
     def _init_minibatches(self, model: torch.nn.Module | None) -> None:
@@ -262,15 +297,7 @@ class CustomOptimizer(OptimizerProxy):
         result = None if closure is None else self._run(closure)
         if weight is not None or self.minibatch_weights.is_weighted is not False:
             weight = self.minibatch_weights.checked(weight)
-        runs, sampler = self._runs, self.sampler
-        if not runs.number:
-            self._check_first_minibatch(is_closure=closure is not None)
-        if not runs.number or runs.number >= sampler.num_read:
-            sampler.check_run(runs)
-        runs.add(sampler.num_read)
-        plan = self._cursor.advance()
-        if plan.num_minibatches > 1 and sampler.is_shared:
-            self._check_order()
+        plan = self._plan_minibatch(is_closure=closure is not None)
         self._factors = []
         was_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # a function, where the public one is an object
@@ -294,6 +321,82 @@ class CustomOptimizer(OptimizerProxy):
     # torch would wrap step() for hooks and profiling, which takes longer than accumulating; the inner step() has both
     step.hooked = True  # type: ignore[attr-defined]
     _step_eagerly: Any = torch._disable_dynamo(step)  # type: ignore[attr-defined]
+
+    def _plan_minibatch(self, *, is_closure: bool) -> StepPlan:
+        """Count a minibatch, with its second half if it has halves, and advance to it."""
+        runs, sampler, half = self._runs, self.sampler, self._half
+        if half == _LOST:
+            raise RuntimeError(_HALVES)
+        if not runs.number:
+            self._check_first_minibatch(is_closure=is_closure)
+        if not runs.number or runs.number >= sampler.num_read:
+            sampler.check_run(runs)
+        if half == 1:
+            self._half = 2
+            return self._cursor.begin_half()
+        self._half = 0
+        runs.add(sampler.num_read)
+        plan = self._cursor.advance(is_half=half == 2)
+        if plan.num_minibatches > 1 and sampler.is_shared:
+            self._check_order()
+        return plan
+
+    def halves(self, *data: Any, every: int = 20) -> Iterator[Any]:
+        """Yield a minibatch, in every N-th step that consists of this one alone as two halves, to measure the noise.
+
+            for data, target in loader:
+                for x, y in optimizer.halves(data, target):
+                    loss_fn(model(x), y).backward()
+                    optimizer.step()
+
+        One minibatch tells nothing about the gradient noise. Its halves are two minibatches of half the size: their
+        mean is the gradient of the step, and their norms estimate the noise without bias. Every rank must call it, and
+        ``step()`` follows each yield. Forward and backward passes run with two batch shapes, and only those.
+
+        Args:
+            data: tensors whose first dimension is the minibatch, or lists, tuples and dictionaries of these; what has
+                no such dimension is passed on. One argument is yielded as it is, several as a tuple.
+            every: from one such step to the next.
+        """
+        check_positive(every=every)
+        if self._half:
+            raise RuntimeError(_HALVES)
+        plan = self._cursor.next
+        if not self._is_split(plan, every):
+            yield data[0] if len(data) == 1 else data
+            return
+        size, self._half = self.sampler.minibatch_size, 1
+        try:
+            if self._accumulator.norm_layers is not None:
+                self._accumulator.norm_layers.num_samples = size // 2
+            for number in (1, 2):
+                if self._cursor.schedule.lockstep:
+                    self._accumulator.begin_minibatch(is_padding=plan.is_padding, is_last=number == 2)  # type: ignore[union-attr]
+                part = slice((number - 1) * size // 2, number * size // 2)
+                parts = tuple(_half_of(one, part, size) for one in data)
+                yield parts[0] if len(parts) == 1 else parts
+                if self._half != (2 if number == 1 else 0):
+                    raise RuntimeError(_HALVES)
+        finally:
+            if self._half:  # the loop was left
+                self._half = _LOST
+
+    def _is_split(self, plan: StepPlan | None, every: int) -> bool:
+        if not self._measures:
+            raise ValueError(f"halves() needs a rule that measures noise, or `measure_noise=True`, got {self._rule!r}")
+        if self.sampler.minibatch_size % 2:
+            raise ValueError(f"`minibatch_size` must be even for halves(), got {self.sampler.minibatch_size}")
+        if self._rule.sums_gradients:
+            raise ValueError(f"halves() needs a rule of mean gradients, but {type(self._rule).__name__} sums them")
+        if self.sampler.is_shared:
+            raise ValueError("halves() needs a sampler of one optimizer, but several are attached to this one")
+        return plan is not None and plan.num_minibatches == 1 and plan.step % every == 0
+
+    @property
+    def num_parts(self) -> int:
+        """In how many parts the latest minibatch is run: 2 if :meth:`halves` has split it, else 1."""
+        plan = self._cursor.plan
+        return plan.num_minibatches * self._cursor.schedule.minibatch_size_of(plan.batch_size) // plan.batch_size
 
     def _run(self, closure: Any) -> Any:
         if not callable(closure):
@@ -427,6 +530,14 @@ class CustomOptimizer(OptimizerProxy):
 
     def _prepare_next(self) -> None:
         """Before each minibatch."""
+        if (layers := self._accumulator.norm_layers) is not None:
+            upcoming = self._cursor.next
+            layers.is_on = upcoming is not None and upcoming.step % self._samples_every == 0
+            if upcoming is not None:
+                layers.num_samples = upcoming.batch_size // upcoming.num_minibatches // (2 if self._half else 1)
+        if self._half:
+            self._communicator.flush()
+            return
         if self._cursor.schedule.lockstep:
             plan = self._cursor.next or StepPlan(1)
             self._accumulator.begin_minibatch(is_padding=plan.is_padding, is_last=plan.is_last)
@@ -483,7 +594,7 @@ class CustomOptimizer(OptimizerProxy):
         self._seeder.on_request(is_first, is_run_next=is_run_next)
 
     def _begin_epoch(self) -> None:
-        self._runs = self.sampler.new_count()
+        self._runs, self._half = self.sampler.new_count(), 0
         self._accumulator.begin_epoch(self._cursor.epoch)
         self._loss_scale.reset()
         self._attachments.begin_pass(self)
@@ -562,7 +673,7 @@ class CustomOptimizer(OptimizerProxy):
     @property
     def is_accumulating(self) -> bool:
         """Whether this core has run some of its minibatches of a step, but not all."""
-        return self._cursor.is_accumulating
+        return self._cursor.is_accumulating or self._half == 2
 
     @property
     def batch_size(self) -> int:
@@ -598,7 +709,8 @@ class CustomOptimizer(OptimizerProxy):
 
     def _rule_step(self) -> Step:
         size, number = self._cursor.plan.batch_size, self._cursor.plan.num_minibatches
-        return Step(size, size // number, self.ref_batchsize, self.steps_done)
+        more: Any = {"population": self._population, "samples_every": self._samples_every}
+        return Step(size, size // number, self.ref_batchsize, self.steps_done, **more)
 
     @property
     def rule(self) -> Rule:
@@ -788,6 +900,19 @@ def _refuse_direct_step(reference: weakref.ref[CustomOptimizer], inner: Optimize
             f"step() of {kind} was called in the middle of a pass: call step() of the {name} that {kind} belongs to, "
             "or scaler.step() with that"
         )
+
+
+def _half_of(data: Any, part: slice, size: int) -> Any:
+    """A part of each tensor in the data whose first dimension is the minibatch."""
+    if isinstance(data, dict):
+        return {key: _half_of(value, part, size) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return type(data)(_half_of(value, part, size) for value in data)
+    if isinstance(data, torch.Tensor) and data.dim():
+        if len(data) != size:
+            raise ValueError(f"halves() needs tensors of {size} samples, the minibatch size, got {tuple(data.shape)}")
+        return data[part]
+    return data
 
 
 def _given_ref_batchsize(ref_batchsize: int | None, ref_batch_size: int | None) -> int:

@@ -6,7 +6,7 @@ from typing import Any, final
 
 from variable_batch_size.checks import check_positive
 from variable_batch_size.rules.adam import check_adam
-from variable_batch_size.rules.noise import Noise, NoiseMeter
+from variable_batch_size.rules.noise import Noise, NoiseMeter, Smoothing
 from variable_batch_size.rules.numbers import Number, sqrt
 from variable_batch_size.rules.rule import Norms, Rule, Step
 
@@ -16,13 +16,20 @@ class NoiseRule(Rule):
 
     Args:
         starts_with_mean: average the first steps as in the AdaScale paper; otherwise debias (:class:`NoiseAverage`).
+        smoothing: the decay θ of the average in a step: a number, a function of the scale S (on XLA S is a tensor), or
+            ``"paper"``; None for one that remembers at least 20 steps (:func:`decay_at`).
     """
 
     measures_noise = True
 
-    def __init__(self, *, starts_with_mean: bool = False) -> None:
+    def __init__(self, *, starts_with_mean: bool = False, smoothing: Smoothing = None) -> None:
         self.starts_with_mean = starts_with_mean
-        self.meter = NoiseMeter(starts_with_mean=starts_with_mean)
+        self.set_smoothing(smoothing)
+
+    def set_smoothing(self, smoothing: Smoothing) -> None:
+        """Average in another way from now on; what was averaged is dropped."""
+        self.smoothing = smoothing
+        self.meter = NoiseMeter(starts_with_mean=self.starts_with_mean, smoothing=smoothing)
 
     @abstractmethod
     def scaled(self, gain: Number, step: Step) -> Number:
@@ -72,15 +79,15 @@ class AdamScaleRule(NoiseRule):
     tenth of the root mean square of their tensor.
 
     Args:
-        starts_with_mean: see :class:`NoiseRule`.
+        starts_with_mean, smoothing: see :class:`NoiseRule`.
         min_updates: from how many updates of a parameter on its second moment is used; the inverse of the mean of a few
             squares has no finite variance.
     """
 
     preconditions = True
 
-    def __init__(self, *, starts_with_mean: bool = False, min_updates: int = 10) -> None:
-        super().__init__(starts_with_mean=starts_with_mean)
+    def __init__(self, *, starts_with_mean: bool = False, smoothing: Smoothing = None, min_updates: int = 10) -> None:
+        super().__init__(starts_with_mean=starts_with_mean, smoothing=smoothing)
         check_positive(min_updates=min_updates)
         self.min_updates = min_updates
 

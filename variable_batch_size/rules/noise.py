@@ -9,6 +9,18 @@ measured L = Σ w_i ‖g_i‖² and T = ‖ḡ‖² of n minibatches satisfy
 Both are *per sample*: they do not depend on the batch size, minibatch size or number of cores, and are never rescaled
 when one of these changes. If b_i are numbers of tokens, B is the number of tokens of the step, and V is *per token*.
 
+An epoch draws from N samples without replacement, which is known of a shuffled data set and not of a stream. Let G be
+the mean gradient of these N, and V their covariance with the divisor N − 1. The mean of b of them then has
+E‖g_i‖² = G² + V/b − V/N, so that for any b_i
+
+    E L = G² + V · n/B − V/N,   E T = G² + V/B − V/N,   solved without bias by the same V,   G² = T − V/B + V/N
+
+Without the last term G² would be low by V/N, and the noise scale V/G² twice too large at N/2. It is exact for samples
+whose gradients are the same in each epoch; random augmentation and dropout make it too large by their part of V/N.
+
+The gradients of the B samples themselves, where they are known for some parameters, are those of minibatches of one
+sample: n = B, so that one minibatch in a step is enough.
+
 All numbers may be scalar tensors on a device: then every estimate is computed there, and the host waits for none.
 """
 
@@ -19,7 +31,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
-from operator import or_
+from operator import and_, or_
 from typing import Any
 
 from variable_batch_size.rules.numbers import Condition, Number, at_least, at_most, is_tensor, where
@@ -27,6 +39,10 @@ from variable_batch_size.rules.rule import Norms, Step
 
 logger = logging.getLogger(__name__)
 
+Smoothing = float | str | Callable[[Number], Number] | None
+
+_LEAST_DECAY = 0.95  # remembers 20 steps
+_LEAST_STEPS = 4.0  # independent ones, for an interval
 _TINY = 1e-30  # keeps V/B positive: a gradient of exactly 0 then has gain S instead of 0/0
 _OUTLIER = (
     "step %d makes %.0f %% of the gradient noise averaged over %d steps: the noise scale and the gain follow this step "
@@ -43,7 +59,13 @@ class Noise:
 
     @classmethod
     def from_norms(
-        cls, mean_of_squares: float, square_of_mean: float, *, batch_size: float, num_minibatches: int
+        cls,
+        mean_of_squares: float,
+        square_of_mean: float,
+        *,
+        batch_size: float,
+        num_minibatches: int,
+        population: float | None = None,
     ) -> Noise:
         """Estimate from the norms of a step.
 
@@ -52,12 +74,16 @@ class Noise:
             square_of_mean: T = ‖ḡ‖².
             batch_size: B, samples or tokens in all minibatches.
             num_minibatches: n, at least 2.
+            population: N, samples or tokens that those of the step are drawn from without replacement; None for no end.
 
         >>> Noise.from_norms(2.0, 1.0, batch_size=2, num_minibatches=2)
         Noise(variance=2.0, square_norm=0.0)
+        >>> Noise.from_norms(2.0, 1.0, batch_size=2, num_minibatches=2, population=4)
+        Noise(variance=2.0, square_norm=0.5)
         """
         variance = (mean_of_squares - square_of_mean) * batch_size / (num_minibatches - 1)
-        return cls(variance, square_of_mean - variance / batch_size)
+        square_norm = square_of_mean - variance / batch_size
+        return cls(variance, square_norm if population is None else square_norm + variance / population)
 
     def gain(self, batch_size: Number, ref_batchsize: Number) -> Number:
         """The worth of a step in steps at the reference batch size: (V/B0 + G²) / (V/B + G²), between 1 and S = B/B0.
@@ -81,11 +107,37 @@ class Noise:
         return Noise(self.variance * factor, self.square_norm * factor)
 
 
-class NoiseAverage:
-    """Exponential moving average of noise estimates, with decay θ = max(0, 1 − S/1000).
+def check_smoothing(smoothing: Smoothing) -> None:
+    """Raise unless it is None, ``"paper"``, a decay, or a function that returns one."""
+    is_decay = isinstance(smoothing, int | float) and not isinstance(smoothing, bool) and 0 <= smoothing < 1
+    if not (smoothing is None or smoothing == "paper" or is_decay or callable(smoothing)):
+        rule = "`smoothing` must be None, 'paper', a number from 0 to below 1, or a function of the scale"
+        raise ValueError(f"{rule}, got {smoothing!r}")
 
-    A step at a large scale S carries more information and makes more progress, so older estimates decay faster. The
-    average is debiased: the weighted sum is divided by the sum of the weights. With ``starts_with_mean`` it is the
+
+def decay_at(scale: Number, smoothing: Smoothing) -> Number:
+    """θ, the weight of the average before a step at scale S, where the step has 1 − θ.
+
+    By default θ = max(1 − S/1000, 0.95): a step at a large scale carries more information and makes more progress, but
+    no average remembers less than 20 steps. ``"paper"`` is max(1 − S/1000, 0), which from S = 1000 on averages nothing.
+
+    >>> decay_at(4.0, None), decay_at(2000.0, None), decay_at(2000.0, "paper"), decay_at(4.0, 0.9)
+    (0.996, 0.95, 0.0, 0.9)
+    """
+    if smoothing is None or smoothing == "paper":
+        return at_least(1.0 - scale / 1000, _LEAST_DECAY if smoothing is None else 0.0)
+    if not callable(smoothing):
+        return smoothing
+    decay = smoothing(scale)
+    if not is_tensor(decay) and not 0 <= decay < 1:
+        raise ValueError(f"`smoothing` must return a number from 0 to below 1, got {decay!r} at scale {scale:g}")
+    return decay
+
+
+class NoiseAverage:
+    """Exponential moving average of noise estimates, with the decay θ of :func:`decay_at`.
+
+    The average is debiased: the weighted sum is divided by the sum of the weights. With ``starts_with_mean`` it is the
     plain mean for the first 1/(1 − θ) steps, as in the AdaScale paper (Johnson et al. 2020).
 
     >>> average = NoiseAverage()
@@ -97,13 +149,16 @@ class NoiseAverage:
     Noise(variance=2.0, square_norm=1.0)
     """
 
-    def __init__(self, *, starts_with_mean: bool = False) -> None:
-        self.starts_with_mean = starts_with_mean
+    def __init__(self, *, starts_with_mean: bool = False, smoothing: Smoothing = None) -> None:
+        self.starts_with_mean, self.smoothing = starts_with_mean, smoothing
         self._sum, self._weight, self.count = Noise(0.0, 0.0), 0.0, 0
 
-    def add(self, noise: Noise, scale: Number, is_counted: Condition = True) -> Number:
-        """Add the estimate of one step at scale S, if it counts; returns the part of the average that it makes."""
-        decay = at_least(1.0 - scale / 1000, 0.0)
+    def add(self, noise: Noise, scale: Number, is_counted: Condition = True, *, steps: Number = 1) -> Number:
+        """Add the estimate of one step at scale S, if it counts; returns the part of the average that it makes.
+
+        It counts as that of several steps, if only one of so many has an estimate.
+        """
+        decay = decay_at(scale, self.smoothing) ** steps
         if self.starts_with_mean:
             decay = at_most(decay, 1 - 1 / (self.count + 1))
         total = self._sum * decay + noise * (1 - decay)
@@ -141,10 +196,154 @@ class NoiseAverage:
         self._weight, self.count = state["weight"], int(state["count"])
 
 
+class NoiseSpread:
+    """How far the estimates of single steps are from their average, for a confidence interval of the noise scale.
+
+    The covariance of the averages V and G² follows from the weighted second moments of the estimates and the sum of the
+    squared weights. Fieller's theorem turns it into an interval of V/G²: all φ with (V − φ·G²)² within t² variances. It
+    has no upper end where G² may be 0. Estimates that drift make it wider.
+    """
+
+    def __init__(self, *, smoothing: Smoothing = None) -> None:
+        self.smoothing = smoothing
+        self._moments = [0.0] * 5  # weighted sums of V, G², V², G²·G², V·G²
+        self._weight = self._square_weight = 0.0  # the sum of the weights, and of their squares
+
+    def add(self, noise: Noise, scale: Number, is_counted: Condition = True, *, steps: Number = 1) -> None:
+        """Add the estimate of one step at scale S, if it counts, as that of several steps."""
+        decay = decay_at(scale, self.smoothing) ** steps
+        v, g, rest = noise.variance, noise.square_norm, 1 - decay
+        new = [
+            old * decay + value * rest for old, value in zip(self._moments, (v, g, v * v, g * g, v * g), strict=True)
+        ]
+        self._moments = [where(is_counted, one, old) for one, old in zip(new, self._moments, strict=True)]
+        self._weight = where(is_counted, self._weight * decay + rest, self._weight)
+        square = self._square_weight * decay * decay + rest * rest
+        self._square_weight = where(is_counted, square, self._square_weight)
+
+    def interval(self, noise: Noise) -> tuple[float, float]:
+        """The ends of the 95 % interval of V/G² around averages V and G²; NaN with less than 4 independent steps.
+
+        >>> spread = NoiseSpread()
+        >>> for variance in (90.0, 100.0, 110.0) * 4:
+        ...     spread.add(Noise(variance, 1.0), scale=1.0)
+        >>> [round(end) for end in spread.interval(Noise(100.0, 1.0))]
+        [95, 105]
+        """
+        number = self._weight**2 / self._square_weight if self._weight else 0.0
+        if number < _LEAST_STEPS:
+            return math.nan, math.nan
+        v, g, vv, gg, vg = (moment / self._weight for moment in self._moments)
+        scale = _t_quantile(number - 1) ** 2 / (number - 1)
+        vv, gg, vg = max(vv - v * v, 0.0) * scale, max(gg - g * g, 0.0) * scale, (vg - v * g) * scale
+        variance, square_norm = noise.variance, noise.square_norm
+        # the roots of a·φ² − 2·b·φ + c
+        a, b, c = square_norm**2 - gg, variance * square_norm - vg, variance**2 - vv
+        upper = b + math.sqrt(max(b * b - a * c, 0.0))
+        low = c / upper if c > 0 and upper > 0 else 0.0
+        return low, upper / a if a > 0 and square_norm > 0 else math.inf
+
+    def map_(self, function: Callable[[Number], Number]) -> None:
+        """Replace each number by a function of it."""
+        self._moments = [function(moment) for moment in self._moments]
+        self._weight, self._square_weight = function(self._weight), function(self._square_weight)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": list(self._moments), "weight": self._weight, "square_weight": self._square_weight}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._moments = list(state["moments"])
+        self._weight, self._square_weight = state["weight"], state["square_weight"]
+
+
+def _t_quantile(degrees: float) -> float:
+    """The 97.5 % quantile of Student's t by its expansion around the normal one; 1 % off at 3 degrees of freedom."""
+    z = 1.959964
+    parts = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return sum(part / degrees**power for power, part in enumerate(parts))
+
+
+class SampleNoise:
+    """Noise of normalization layers by their samples' gradients, and the noise of each group that it predicts.
+
+    Let ψ = G²/V be the inverse of the noise scale. In steps of several minibatches, ψ of each group is measured
+    together with ψ' of the layers. The slope is the ratio ψ'/ψ of averages over these steps, and 1 before there are
+    any. In a step of one minibatch a group then has ψ = ψ'/slope, and with T = ‖ḡ‖² = G² + V/B − V/N
+
+        V = T / (ψ + 1/B − 1/N),   G² = ψ·V
+    """
+
+    def __init__(self, new_average: Callable[[], NoiseAverage]) -> None:
+        self._new_average = new_average
+        self.average = new_average()  # of the layers
+        self.beside = new_average()  # the same, in steps of several minibatches
+        self.of_groups: list[NoiseAverage] = []  # of each group, in these steps
+
+    def add(self, noise: Noise, step: Step, has_several: Condition, is_counted: Condition, num_groups: int) -> None:
+        """Add the noise of the layers in a step, if it counts."""
+        self.average.add(noise, step.scale, is_counted, steps=step.samples_every)
+        if is_tensor(has_several) or has_several:
+            self.beside.add(noise, step.scale, has_several & is_counted, steps=step.samples_every)
+        while len(self.of_groups) < num_groups:
+            self.of_groups.append(self._new_average())
+
+    def slope(self, group: int | None = None) -> Number:
+        """The noise scale of a group, or of all, over that of the layers."""
+        parts = [one for one in self.of_groups if is_tensor(one.count) or one.count]
+        parts = parts if group is None else [self.of_groups[group]]
+        known = [one.count > 0 for one in parts]
+        if not known or not (is_tensor(known[0]) or all(known)):
+            return 1.0
+        noises = [one.mean for one in parts]
+        own, layers = _inverse_scale(sum(noises[1:], start=noises[0])), _inverse_scale(self.beside.mean)
+        is_known = reduce(and_, known) & (own > 0) & (layers > 0)
+        return where(is_known, layers / where(own > 0, own, 1.0), 1.0)
+
+    def predict(self, square_of_mean: Number, group: int, *, batch_size: Number, population: Number | None) -> Noise:
+        """The noise of a group in a step of one minibatch."""
+        inverse = at_least(_inverse_scale(self.average.mean), 0.0) / self.slope(group)
+        rest = 1 / batch_size if population is None else 1 / batch_size - 1 / population
+        variance = square_of_mean / at_least(inverse + rest, _TINY)
+        return Noise(variance, inverse * variance)
+
+    def spread(self, noise: Noise, predicted: Noise) -> Noise:
+        """The noise of the layers in one step, in proportion to what was predicted by the average."""
+        mean = self.average.mean
+        variance = predicted.variance * noise.variance / at_least(mean.variance, _TINY)
+        has_signal = mean.square_norm > 0
+        ratio = noise.square_norm / where(has_signal, mean.square_norm, 1.0)
+        return Noise(variance, where(has_signal, predicted.square_norm * ratio, noise.square_norm))
+
+    def map_(self, function: Callable[[Number], Number]) -> None:
+        """Replace each number by a function of it."""
+        for average in (self.average, self.beside, *self.of_groups):
+            average.map_(function)
+
+    def state_dict(self) -> dict[str, Any]:
+        of_groups = [average.state_dict() for average in self.of_groups]
+        return {"average": self.average.state_dict(), "beside": self.beside.state_dict(), "of_groups": of_groups}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.of_groups = [self._new_average() for _ in state["of_groups"]]
+        saved = (state["average"], state["beside"], *state["of_groups"])
+        for average, one in zip((self.average, self.beside, *self.of_groups), saved, strict=True):
+            average.load_state_dict(one)
+
+
+def _either(condition: Condition, one: Noise, other: Noise) -> Noise:
+    parts = ((one.variance, other.variance), (one.square_norm, other.square_norm))
+    return Noise(*(where(condition, *pair) for pair in parts))
+
+
+def _inverse_scale(noise: Noise) -> Number:
+    return noise.square_norm / at_least(noise.variance, _TINY)
+
+
 class NoiseMeter:
     """Averages the gradient noise of each parameter group over steps, and computes the gain of a batch size.
 
-    A step with a single minibatch gives no estimate and leaves the averages unchanged. Before the first estimate the
+    A step with a single minibatch gives no estimate and leaves the averages unchanged, unless the gradients of samples
+    were measured, which predict it (:class:`SampleNoise`). Before the first estimate the
     gain is min(1, S), its lower bound. A parameter group without a gradient, such as a frozen one, is not measured, and
     is not part of the noise of all groups until it has one again. With weighted minibatches the noise is per unit of
     weight, such as a token. Batch sizes remain in samples and are converted with the mean weight of a sample so far.
@@ -158,9 +357,12 @@ class NoiseMeter:
     1.5
     """
 
-    def __init__(self, *, starts_with_mean: bool = False) -> None:
-        self.starts_with_mean = starts_with_mean
+    def __init__(self, *, starts_with_mean: bool = False, smoothing: Smoothing = None) -> None:
+        check_smoothing(smoothing)
+        self.starts_with_mean, self.smoothing = starts_with_mean, smoothing
         self.averages: list[NoiseAverage] = []
+        self._spread = NoiseSpread(smoothing=smoothing)  # of all groups
+        self.of_samples: SampleNoise | None = None  # once they were measured
         self._active: list[bool] = []  # whether each group was measured in the latest step
         self._has_warned = False
         self._weight = 0.0  # of all weighted steps, which had _samples samples
@@ -169,28 +371,80 @@ class NoiseMeter:
     def observe(self, step: Step, norms: Sequence[Norms | None], is_counted: Condition = True) -> None:
         """Add a step's norms, one entry per parameter group, if it counts; None for a group without any yet."""
         while len(self.averages) < len(norms):
-            self.averages.append(NoiseAverage(starts_with_mean=self.starts_with_mean))
+            self.averages.append(self._new_average())
             self._active.append(False)
         size, num_minibatches = step.batch_size, step.num_minibatches
         if step.weight is not None and step.num_weighted is not None:
             size, num_minibatches = step.weight, step.num_weighted  # type: ignore[assignment]
             self._weight = where(is_counted, self._weight + step.weight, self._weight)
             self._samples = where(is_counted, self._samples + step.batch_size, self._samples)
-        is_estimate = num_minibatches >= 2
-        if not is_tensor(is_estimate) and not is_estimate:
+        population = None if step.population is None else step.population * self._weight_of_a_sample
+        sizes: dict[str, Any] = {"batch_size": size, "population": population}
+        has_several = num_minibatches >= 2
+        samples = self._observe_samples(step, sizes, has_several, is_counted)
+        if samples is None and not is_tensor(has_several) and not has_several:
             return
         active = [measured is not None and measured.mean_of_squares != 0 for measured in norms]
-        is_estimate = reduce(or_, active) & is_estimate & is_counted
+        is_estimate = reduce(or_, active) & is_counted & (has_several if samples is None else True)
         if not is_tensor(is_estimate) and not is_estimate:
             return
         self._active = [where(is_estimate, now, was) for now, was in zip(active, self._active, strict=True)]
-        for average, measured, is_active in zip(self.averages, norms, active, strict=True):
+        steps: Number = 1
+        if samples is not None and step.samples_every > 1:  # a step of several minibatches has an estimate of its own
+            steps = step.samples_every - (step.samples_every - 1) * has_several * (size * 0 + 1.0)  # of its dtype
+        found: list[Noise] = []
+        for group, (measured, is_active) in enumerate(zip(norms, active, strict=True)):
             if (is_tensor(is_active) or is_active) and measured is not None:
-                noise = Noise.from_norms(*measured, batch_size=size, num_minibatches=at_least(num_minibatches, 2))
-                part, count = average.add(noise, step.scale, is_estimate & is_active), average.count
-                if part > 0.5 and count >= 10 and not self._has_warned:
+                noise = Noise.from_norms(*measured, num_minibatches=at_least(num_minibatches, 2), **sizes)
+                if samples is not None:
+                    noise = self._with_samples(
+                        noise, group, step, measured, sizes, has_several, is_estimate & is_active
+                    )
+                found.append(noise)  # 0 of a group that is not active
+                average = self.averages[group]
+                part = average.add(noise, step.scale, is_estimate & is_active, steps=steps)
+                if part > 0.5 and average.count >= 10 and not self._has_warned:
                     self._has_warned = True
-                    logger.warning(_OUTLIER, step.steps_done, 100 * part, count)
+                    logger.warning(_OUTLIER, step.steps_done, 100 * part, average.count)
+        if not found:
+            return
+        total = sum(found[1:], start=found[0])
+        if samples is not None:
+            total = _either(has_several, total, self.of_samples.spread(samples, total))  # type: ignore[union-attr]
+        self._spread.add(total, step.scale, is_estimate, steps=steps)
+
+    def _observe_samples(
+        self, step: Step, sizes: Mapping[str, Any], has_several: Condition, is_counted: Condition
+    ) -> Noise | None:
+        """Add the norms of the samples' gradients, if they were measured; returns their noise."""
+        if step.of_samples is None:
+            return None
+        if self.of_samples is None:
+            self.of_samples = SampleNoise(self._new_average)
+        noise = Noise.from_norms(*step.of_samples, num_minibatches=at_least(step.batch_size, 2), **sizes)
+        self.of_samples.add(noise, step, has_several, is_counted, len(self.averages))
+        return noise
+
+    def _with_samples(
+        self,
+        noise: Noise,
+        group: int,
+        step: Step,
+        measured: Norms,
+        sizes: Mapping[str, Any],
+        has_several: Condition,
+        is_counted: Condition,
+    ) -> Noise:
+        """The noise of a group: by its minibatches if there are several, which also give the slope, or predicted."""
+        samples: SampleNoise = self.of_samples  # type: ignore[assignment]
+        if is_tensor(has_several) or has_several:
+            samples.of_groups[group].add(noise, step.scale, is_counted & has_several, steps=step.samples_every)
+        if not is_tensor(has_several) and has_several:
+            return noise
+        return _either(has_several, noise, samples.predict(measured.square_of_mean, group, **sizes))
+
+    def _new_average(self) -> NoiseAverage:
+        return NoiseAverage(starts_with_mean=self.starts_with_mean, smoothing=self.smoothing)
 
     def noise(self, group: int | None = None) -> Noise | None:
         """The average noise of one parameter group, or of all groups; None before the first estimate."""
@@ -223,6 +477,9 @@ class NoiseMeter:
         """Replace every number that a step may change by a function of it, always in the same order."""
         for average in self.averages:
             average.map_(function)
+        self._spread.map_(function)
+        if self.of_samples is not None:
+            self.of_samples.map_(function)
         self._active = [function(is_active) for is_active in self._active]
         if is_tensor(self._weight) or self._weight:  # without weights there is nothing to compute
             self._weight, self._samples = function(self._weight), function(self._samples)
@@ -236,20 +493,68 @@ class NoiseMeter:
     def _weight_of_a_sample(self) -> Number:
         return where(self._weight != 0, self._weight / at_least(self._samples, 1), 1.0)
 
+    def interval(self) -> tuple[float, float]:
+        """The 95 % confidence interval of the noise scale V/G² of all groups; NaN with too few estimates."""
+        noise = self.noise()
+        return (math.nan, math.nan) if noise is None else self._spread.interval(noise)
+
+    def gain_interval(self, batch_size: float, ref_batchsize: float) -> tuple[float, float]:
+        """The 95 % confidence interval of the gain, which is monotonic in the noise scale."""
+        weight = self._weight_of_a_sample
+        noises = [Noise(1.0, 0.0) if math.isinf(end) else Noise(end, 1.0) for end in self.interval()]
+        low, high = sorted(noise.gain(batch_size * weight, ref_batchsize * weight) for noise in noises)
+        return low, high
+
+    def cosine(self, step: Step) -> float:
+        """The mean cosine between two minibatches of a step: (n·T − L)/((n − 1)·L) of averaged norms, G²/(G² + V/b)."""
+        noise, weight = self.noise(), self._weight_of_a_sample
+        if noise is None:
+            return math.nan
+        square = noise.square_norm
+        if step.population is not None:  # minibatches of one step have no sample in common
+            square = square - noise.variance / (step.population * weight)
+        of_one = square + noise.variance / (step.minibatch_size * weight)
+        return square / of_one if of_one > 0 else math.nan
+
     def report(self, step: Step) -> dict[str, float]:
-        """The values to log for a step."""
-        noise_scale = math.nan if (noise := self.noise()) is None else noise.scale
-        return {"gain": self.gain(step.batch_size, step.ref_batchsize), "noise_scale": noise_scale}
+        """The values to log for a step: S, gain, efficiency gain/S, noise scale, intervals, and the mean cosine."""
+        noise, sizes = self.noise(), (step.batch_size, step.ref_batchsize)
+        gain = self.gain(*sizes)
+        gain_low, gain_high = self.gain_interval(*sizes)
+        low, high = self.interval()
+        of_samples = {}
+        if self.of_samples is not None and self.of_samples.average.noise is not None:
+            of_layers = self.of_samples.average.mean.scale
+            of_samples = {"norm_layers_noise_scale": of_layers, "norm_layers_slope": self.of_samples.slope()}
+        return {
+            "scale": step.scale,
+            "gain": gain,
+            "gain_low": gain_low,
+            "gain_high": gain_high,
+            "efficiency": gain / step.scale,
+            "noise_scale": math.nan if noise is None else noise.scale,
+            "noise_scale_low": low,
+            "noise_scale_high": high,
+            "cosine": self.cosine(step),
+            **of_samples,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The averages of all groups, which of them count, and the totals for the mean weight of a sample."""
         averages = [average.state_dict() for average in self.averages]
         own = {"active": list(self._active), "weight": self._weight, "samples": self._samples}
-        return {"averages": averages, **own}
+        of_samples = None if self.of_samples is None else self.of_samples.state_dict()
+        return {"averages": averages, **own, "spread": self._spread.state_dict(), "of_samples": of_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.averages = [NoiseAverage(starts_with_mean=self.starts_with_mean) for _ in state["averages"]]
+        self.averages = [self._new_average() for _ in state["averages"]]
         for average, saved in zip(self.averages, state["averages"], strict=True):
             average.load_state_dict(saved)
+        self._spread = NoiseSpread(smoothing=self.smoothing)
+        if "spread" in state:  # not of version 1.0
+            self._spread.load_state_dict(state["spread"])
+        self.of_samples = SampleNoise(self._new_average) if state.get("of_samples") else None
+        if self.of_samples is not None:
+            self.of_samples.load_state_dict(state["of_samples"])
         self._active, self._weight, self._samples = list(state["active"]), state["weight"], state["samples"]
         self._active += [False] * (len(self.averages) - len(self._active))

@@ -6,6 +6,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, final
 
 
+class Norms(NamedTuple):
+    """The gradient norms measured in a step.
+
+    Args:
+        mean_of_squares: the mean of ‖g_i‖² over the minibatches; weighted if they have weights.
+        square_of_mean: ‖mean g_i‖², weighted in the same way.
+    """
+
+    mean_of_squares: float
+    square_of_mean: float
+
+
 @dataclass(frozen=True)
 class Step:
     """The inputs of a rule for one step.
@@ -17,6 +29,9 @@ class Step:
         steps_done: steps before this one.
         weight: the sum of the minibatches' weights, such as the step's tokens; None without weights.
         num_weighted: number of minibatches with a positive weight; None without weights.
+        population: samples of the data set that those of the step are drawn from without replacement; None if unknown.
+        of_samples: the norms of the samples' gradients of normalization layers; None if they were not measured.
+        samples_every: from how many steps one has these norms.
     """
 
     batch_size: int
@@ -25,6 +40,9 @@ class Step:
     steps_done: int = 0
     weight: float | None = None
     num_weighted: int | None = None
+    population: int | None = None
+    of_samples: Norms | None = None
+    samples_every: int = 1
 
     @property
     def scale(self) -> float:
@@ -35,18 +53,6 @@ class Step:
     def num_minibatches(self) -> int:
         """n = batch size / minibatch size."""
         return self.batch_size // self.minibatch_size
-
-
-class Norms(NamedTuple):
-    """The gradient norms measured in a step.
-
-    Args:
-        mean_of_squares: the mean of ‖g_i‖² over the minibatches; weighted if they have weights.
-        square_of_mean: ‖mean g_i‖², weighted in the same way.
-    """
-
-    mean_of_squares: float
-    square_of_mean: float
 
 
 class Rule(ABC):

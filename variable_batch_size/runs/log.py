@@ -155,7 +155,8 @@ class Log(AbstractContextManager["Log"]):
             kind = "sum" if optimizer.minibatch_weights.is_weighted else "mean"
             raise ValueError(f"`loss` must be the {kind} over a minibatch, got the shape {tuple(loss.shape)}")
         if not optimizer.is_idle:
-            self._losses_of_step.append(loss.detach())
+            parts = 1 if optimizer.minibatch_weights.is_weighted else optimizer.num_parts  # a sum, or a mean of samples
+            self._losses_of_step.append(loss.detach() if parts == 1 else loss.detach() / parts)
         if optimizer.steps_made == self._steps_seen:
             return
         self._steps_seen = optimizer.steps_made
@@ -196,7 +197,8 @@ class Log(AbstractContextManager["Log"]):
         optimizer, cores = self._optimizer, self._schedule.num_replicas
         size = self._schedule.minibatch_size_of(optimizer.batch_size)
         num_minibatches, factor = optimizer.batch_size // size, size // self._schedule.minibatch_size
-        own, given = len(range(self._communicator.rank, num_minibatches, cores)), len(self._losses_of_step)
+        own = len(range(self._communicator.rank, num_minibatches, cores)) * optimizer.num_parts
+        given = len(self._losses_of_step)
         if given < own:
             raise RuntimeError(
                 f"log.step() was called for {given} of this core's {own} minibatches in a step of batch size "

@@ -124,6 +124,8 @@ class TensorBoard:
 
 
 _DETAILS = {"progress", "factor", "gradient_norm", "idle_share", "graphs", "exact", "late_gain"}
+_INTERVALS = {"gain": ("gain_low", "gain_high"), "noise_scale": ("noise_scale_low", "noise_scale_high")}
+_DETAILS |= {"scale", "cosine", "norm_layers_noise_scale", "norm_layers_slope", *sum(_INTERVALS.values(), start=())}
 
 
 class Console:
@@ -164,8 +166,11 @@ class ProgressBar:
 
             self._bar = tqdm(total=self.num_steps, unit="step", dynamic_ncols=True)
         self._bar.n = record["step"]
-        shown = {name: value for name, value in record.items() if name not in ("step", "samples", "graphs")}
-        self._bar.set_postfix(**{name: f"{value:.4g}" for name, value in shown.items()})
+        shown = {name: f"{value:.4g}" for name, value in record.items() if name not in ("step", "samples", "graphs")}
+        for name, (low, high) in _INTERVALS.items():
+            if {name, low, high} <= shown.keys():
+                shown[name] += f" ({shown.pop(low)} to {shown.pop(high)})"
+        self._bar.set_postfix(**shown)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -16,6 +16,7 @@ from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.dtensor import is_dtensor, to_local
 from variable_batch_size.data.cursor import StepPlan
 from variable_batch_size.optim.gradients.fixed_point import FixedPoint32, FixedPoint64
+from variable_batch_size.optim.norm_layers import NormLayers
 from variable_batch_size.optim.token_weights import Weight
 from variable_batch_size.rules.numbers import Number, is_tensor
 from variable_batch_size.rules.rule import Norms
@@ -40,6 +41,7 @@ class Measured(NamedTuple):
     is_finite: bool  # whether all measured values are finite, and therefore the gradients
     weight: float | None  # W, the sum of the minibatches' weights; None without weights
     num_weighted: int | None  # the number of minibatches with a weight above 0; None without weights
+    of_samples: Norms | None = None  # of the samples' gradients of norm layers, if they are measured
 
 
 class StepGradient:
@@ -51,6 +53,9 @@ class StepGradient:
         self._num_minibatches = plan.num_minibatches
         self._multiple = plan.num_minibatches if accumulator.sums_gradients else 1
         self._are_measured: list[bool] = []  # the parameter groups
+        layers = accumulator.norm_layers
+        self._has_samples = layers is not None  # before the groups, the numbers of norm layers
+        self.measures_samples = layers is not None and layers.is_on
 
     @property
     def weighs_nothing(self) -> bool:
@@ -68,8 +73,8 @@ class StepGradient:
         numbers = [own._numbers(), own._squared_norms_by_group(own._gradients_by_group())]
         if own.divisors is not None:  # what has no divisor must be finite, too
             numbers.append(own._squared_norm_of_step().view(1))
-        groups, divisors = own.inner.param_groups, own.divisors
-        self._are_measured = [divisors is None or any(p in divisors for p in group["params"]) for group in groups]
+        divisors = own.divisors
+        self._are_measured = [divisors is None or any(p in divisors for p in group) for group in own._measured()]
         return torch.cat([number.to(numbers[-1].dtype) for number in numbers])
 
     def interpret(
@@ -88,12 +93,14 @@ class StepGradient:
             Norms(of_each / total, of_mean / self._multiple**2) if is_something and is_measured else None
             for is_measured, (of_each, of_mean) in zip(self._are_measured, pairs, strict=True)
         ]
-        if not is_tensor(values[0]) and n == 1:  # the minibatch need not have been measured by itself
+        of_samples = norms.pop(0) if self._has_samples else None
+        of_samples = of_samples if self.measures_samples else None
+        if not is_tensor(n) and n == 1:  # the minibatch need not have been measured by itself
             norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
         is_finite = all(map(math.isfinite, values)) if is_finite is None else is_finite
         if not is_finite or self.weight is None:
-            return Measured(norms, is_finite, None, None)
-        return Measured(norms, True, weight, num_weighted if is_tensor(weight) else round(num_weighted))
+            return Measured(norms, is_finite, None, None, of_samples)
+        return Measured(norms, True, weight, num_weighted if is_tensor(weight) else round(num_weighted), of_samples)
 
     def norm(self) -> torch.Tensor:
         """The norm of the mean gradient over all parameters, on the device."""
@@ -145,13 +152,14 @@ class GradientAccumulator(ABC):
         sums_gradients: bool = False,  # whether the gradient is n times the mean, for rules that sum gradients
         is_read: bool = False,  # whether the host measures the gradient of every step before the update
         model: torch.nn.Module | None = None,  # whose weights must be the same on all ranks
+        norm_layers: NormLayers | None = None,  # whose samples' gradients are measured
     ) -> None:
         self.inner, self.communicator = inner, communicator
         self.divisors, self.sums_gradients = divisors, sums_gradients
         self._measures, self._is_read = measures, is_read or measures
         self._is_weighted = False  # whether the minibatches of this step have weights
         self._has_checked_weights = False
-        self._model = model
+        self._model, self.norm_layers = model, norm_layers
         self._checked: int | None = None  # the epoch in whose first step weights were last compared
         self._sampled: torch.Tensor | None = None  # weights of this rank, until they are compared
         self._unread: tuple[torch.Tensor, list[int]] | None = None  # reduced checksums on the device, and expected ones
@@ -237,7 +245,7 @@ class GradientAccumulator(ABC):
 
     def _numbers(self) -> torch.Tensor:
         """The numbers of the step; 0 where nothing was measured or weighted."""
-        numbers = self._squared_norm([]).repeat(len(self.inner.param_groups) + 2)
+        numbers = self._squared_norm([]).repeat(len(self._measured()) + 2)
         self._write_numbers(numbers)
         return numbers
 
@@ -266,12 +274,24 @@ class GradientAccumulator(ABC):
     def _parameters(self) -> list[torch.nn.Parameter]:
         return list(chain.from_iterable(map(itemgetter("params"), self.inner.param_groups)))
 
+    def _measured(self) -> list[list[torch.nn.Parameter]]:
+        """The parameters of each group, after those of norm layers if their samples are measured."""
+        groups = [group["params"] for group in self.inner.param_groups]
+        return groups if self.norm_layers is None else [self.norm_layers.parameters, *groups]
+
+    def _with_samples(self, squares: torch.Tensor | None, plan: StepPlan) -> torch.Tensor:
+        """The squared norms of a minibatch with those of the samples of norm layers in the first place."""
+        of_samples = self.norm_layers.take(plan, self.inverse_scale)  # type: ignore[union-attr]
+        if squares is None:
+            squares = self._squared_norm([]).repeat(len(self._measured()))
+        return torch.cat([of_samples.to(squares), squares[1:]])
+
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters() if p.grad is not None]
 
     def _gradients_by_group(self) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         """For each group, the parameters that have a gradient, and the gradient."""
-        return [[(p, p.grad) for p in group["params"] if p.grad is not None] for group in self.inner.param_groups]
+        return [[(p, p.grad) for p in group if p.grad is not None] for group in self._measured()]
 
     @abstractmethod
     def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -100,6 +100,8 @@ class BucketAccumulator(GradientAccumulator):
         self._is_weighted = weight is not None
         measures = self._measures and plan.num_minibatches > 1  # one minibatch shows no noise
         squares = self._squared_norms_by_group(self._gradients_by_group()) if measures else None
+        if self.norm_layers is not None:
+            squares = self._with_samples(squares, plan)
         if fixed_point is not None:
             fixed_point.add_numbers(squares, weight)
         elif squares is not None or weight is not None:
@@ -116,7 +118,7 @@ class BucketAccumulator(GradientAccumulator):
             self._add(parameters, plan)
 
     def _num_numbers(self) -> int:
-        own = len(self.inner.param_groups) + 2 if self._fixed_point is None else self._fixed_point.num_numbers()
+        own = len(self._measured()) + 2 if self._fixed_point is None else self._fixed_point.num_numbers()
         return own + NUM_DIGEST
 
     def _add(self, parameters: list[torch.nn.Parameter], plan: StepPlan) -> None:

@@ -182,6 +182,8 @@ class FSDPAccumulator(GradientAccumulator):
         gradients = {p: p.grad for p in self._parameters() if p.grad is not None}
         self._check_seen(gradients)
         squares = self._measure() if self._measures else None
+        if self.norm_layers is not None:
+            squares = self._with_samples(squares, plan)
         self._add_numbers(squares, 0.0 if plan.is_padding and weight is not None else weight)
         if known := [p for p in gradients if p in self._sums]:
             torch._foreach_add_(to_locals(self._sums[p] for p in known), to_locals(gradients[p] for p in known))
@@ -229,6 +231,8 @@ class FSDPAccumulator(GradientAccumulator):
         for by_replicas in self._norms:
             parts = [torch.stack(norms).to(zero).square().sum() / num for num, norms in by_replicas.items()]
             squares.append(torch.stack(parts).sum() if parts else zero)
+        if self.norm_layers is not None:
+            squares.insert(0, zero)
         scale = self.inverse_scale  # the hooks have measured scaled gradients
         return torch.stack(squares) if scale is None else torch.stack(squares) * scale.to(zero.device).square()
 
@@ -258,10 +262,11 @@ class FSDPAccumulator(GradientAccumulator):
             numbers[-1:].fill_(UNWEIGHTED)
         if self._model_parallel.num_replicas > 1:  # ranks that share samples have the same weights
             numbers[-2:].div_(self._model_parallel.num_replicas)
+            if self.norm_layers is not None:
+                numbers[:1].div_(self._model_parallel.num_replicas)
         squares = numbers.new_empty(0)
         if self._measures:
-            groups = [[p for p in group["params"] if p in self._sums] for group in self.inner.param_groups]
-            pairs = [[(p, self._sums[p]) for p in group] for group in groups]
+            pairs = [[(p, self._sums[p]) for p in group if p in self._sums] for group in self._measured()]
             squares = squared_norms_of_shards(self._divided(pairs), self._model_groups, like=self._like)
         numbers = torch.cat([numbers, squares.to(numbers), numbers.new_empty(NUM_CHECKSUMS)])
         self._write_digest(numbers[-NUM_CHECKSUMS:])
@@ -299,7 +304,9 @@ class FSDPAccumulator(GradientAccumulator):
 
     def _squared_norm_of_step(self) -> torch.Tensor:
         is_known = self._squares is not None and self.divisors is None
-        return self._squares.sum() if is_known else super()._squared_norm_of_step()  # type: ignore[union-attr]
+        if not is_known:
+            return super()._squared_norm_of_step()
+        return self._squares[-len(self.inner.param_groups) :].sum()  # type: ignore[index]
 
     def _squared_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         return self._squared_norms([gradients])[0] if gradients else squared_norm([], like=self._like)

@@ -81,7 +81,7 @@ class TracedAccumulator(GradientAccumulator):
             self.check_presence()
             self._agreed = self._deviations = None
         has_new_infinities = self._ensure_infinities(trainable)
-        num_squares = len(self.inner.param_groups) - len(self._squares)
+        num_squares = len(self._measured()) - len(self._squares)
         num_weights = 2 - len(self._weights)  # always, as they must not be added later on some cores
         self._squares += [torch.zeros(1).to(self._device()) for _ in range(num_squares)]
         self._weights += [torch.zeros(1).to(self._device()) for _ in range(num_weights)]
@@ -106,7 +106,12 @@ class TracedAccumulator(GradientAccumulator):
         if self._ensure_sums():
             self.communicator.flush()
         of_one = None if weight is None else _on_device(weight, self._device())
-        for index, group in enumerate(self.inner.param_groups):
+        first = 0 if self.norm_layers is None else 1
+        if self.norm_layers is not None:
+            # an idle core runs the same program, and drops its numbers when they are reduced
+            squares = self.norm_layers.take(plan._replace(is_padding=False), self.inverse_scale)
+            self._squares[0].add_(squares if of_one is None else per_weight(squares, of_one))
+        for index, group in enumerate(self.inner.param_groups, start=first):
             fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
             if self._measures:
                 squares = self._squared_norms_by_group([fresh])
@@ -272,12 +277,12 @@ class TracedAccumulator(GradientAccumulator):
 
     def _numbers(self) -> torch.Tensor:
         if not self._weights:  # in fixed point, if no parameter can have a gradient
-            return torch.zeros(len(self.inner.param_groups) + 2)
+            return torch.zeros(len(self._measured()) + 2)
         return torch.cat([*self._squares, *self._weights])
 
     def _gradients_by_group(self) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         # not of p.grad, which is set by what was agreed: the sum of a parameter without a gradient is 0
-        return [[(p, self._sums[p]) for p in group["params"] if p in self._sums] for group in self.inner.param_groups]
+        return [[(p, self._sums[p]) for p in group if p in self._sums] for group in self._measured()]
 
     def _gradients(self) -> list[torch.Tensor]:
         return list(self._sums.values())

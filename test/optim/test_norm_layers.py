@@ -1,0 +1,432 @@
+"""Noise by the samples' gradients of normalization layers: against all per-sample gradients, in every kind of run."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import variable_batch_size as vbs
+from variable_batch_size.optim import flow
+from variable_batch_size.optim.norm_layers import EVERY
+from variable_batch_size.rules.noise import Noise
+
+NUM_SAMPLES, LENGTH, WIDTH, MINIBATCH = 256, 6, 8, 16
+
+
+class LlamaRMSNorm(nn.Module):
+    """As in transformers."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        return self.weight * hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+
+
+class Flattened(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+
+
+class OverChannels(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(4, WIDTH)
+
+    def forward(self, x):
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Moved(nn.LayerNorm):
+    """Normalizes another dimension than that of LayerNorm."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+LAYERS = {
+    "LayerNorm": lambda: nn.LayerNorm(WIDTH),
+    "without bias": lambda: nn.LayerNorm(WIDTH, bias=False),
+    "of two dimensions": lambda: nn.LayerNorm((LENGTH, WIDTH)),
+    "RMSNorm": lambda: nn.RMSNorm(WIDTH),
+    "RMSNorm of transformers": lambda: LlamaRMSNorm(WIDTH),
+    "GroupNorm": OverChannels,
+    "rows": lambda: Flattened(WIDTH),
+}
+
+
+def network(layer=LAYERS["LayerNorm"]):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(4, WIDTH), layer(), nn.GELU(), nn.Linear(WIDTH, WIDTH), layer(), nn.Linear(WIDTH, 3)
+    )
+    with torch.no_grad():
+        for module in model.modules():
+            for p in module.parameters(recurse=False):
+                p.add_(torch.randn_like(p) * 0.3)
+    return model
+
+
+def data():
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(NUM_SAMPLES, LENGTH, 4, generator=generator), torch.randint(
+        3, (NUM_SAMPLES, LENGTH), generator=generator
+    )
+
+
+X, Y = data()
+
+
+def loss_of(model, x, y, reduction="mean"):
+    return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction=reduction)
+
+
+def is_norm(module):
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | LlamaRMSNorm)
+
+
+def sample_gradients(model, indices, parameters):
+    """Of each sample by itself."""
+    found = []
+    for index in indices:
+        gradients = torch.autograd.grad(loss_of(model, X[index : index + 1], Y[index : index + 1]), parameters)
+        found.append(torch.cat([gradient.flatten() for gradient in gradients]).double())
+    return torch.stack(found)
+
+
+def norm_parameters(model):
+    return [p for module in model.modules() if is_norm(module) for p in module.parameters(recurse=False)]
+
+
+def make(model, /, *, trace=MINIBATCH, lr=0.0, **options):
+    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=trace, minibatch_size=MINIBATCH)
+    inner = torch.optim.SGD(model.parameters(), lr=lr)
+    options = {"rule": "constant", "measure_noise": "norm layers", "model": model, **options}
+    return sampler, vbs.Optimizer(inner, sampler, ref_batchsize=MINIBATCH, **options)
+
+
+def train(model, sampler, optimizer, *, num_epochs=1, num_steps=None, is_weighted=False, run=None):
+    for _ in optimizer.epochs(num_epochs):
+        for indices in sampler:
+            x, y = X[indices], Y[indices]
+            loss_of(run or model, x, y, "sum" if is_weighted else "mean").backward()
+            optimizer.step(**({"weight": y.numel()} if is_weighted else {}))
+            if optimizer.steps_done == num_steps:
+                return indices
+    return None
+
+
+def noise_of(gradients, population):
+    """V and G² by single samples."""
+    pair = float((gradients**2).sum(1).mean()), float((gradients.mean(0) ** 2).sum())
+    return Noise.from_norms(*pair, batch_size=len(gradients), num_minibatches=len(gradients), population=population)
+
+
+def layers_of(optimizer):
+    return optimizer._meter().of_samples.average.noise
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch.compile
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_noise_of_the_layers_is_that_of_all_samples_gradients(name, compiled):
+    model = network(LAYERS[name])
+    sampler, optimizer = make(model)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else None
+    indices = train(model, sampler, optimizer, num_steps=1, run=run)
+    model = network(LAYERS[name])
+    truth = noise_of(sample_gradients(model, indices, norm_parameters(model)), NUM_SAMPLES)
+    found = layers_of(optimizer)
+    assert found.variance == pytest.approx(truth.variance, rel=1e-5)
+    assert found.square_norm == pytest.approx(truth.square_norm, rel=1e-4, abs=1e-6 * truth.variance)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_model_is_compiled_with_and_without_the_measurement_and_not_again():
+    model = network()
+    sampler, optimizer = make(model, trace=[MINIBATCH, 2 * MINIBATCH] * 5)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+    train(model, sampler, optimizer, run=torch.compile(model, backend=backend, fullgraph=True))
+    assert optimizer.steps_done == 10
+    assert len(graphs) == 2
+
+
+def test_policy_knows_the_noise_of_single_minibatches():
+    model, seen = network(), []
+    policy = vbs.policies.FunctionPolicy(lambda situation: seen.append(situation) or MINIBATCH, every=5, lead=1)
+    sampler, optimizer = make(model, trace=policy)
+    train(model, sampler, optimizer)
+    assert {situation.batch_size for situation in seen[1:]} == {MINIBATCH}
+    assert all(situation.knows_noise for situation in seen[1:])
+
+
+def test_autoscale_does_not_probe_for_the_noise():
+    model, reasons = network(), []
+    sampler, optimizer = make(model, trace=vbs.policies.Autoscale(max_batch_size=64, every=4, lead=1))
+    optimizer.on_decision(lambda record: reasons.append(record["why"]))
+    train(model, sampler, optimizer, num_epochs=2)
+    assert len(reasons) > 2
+    assert not any("noise unknown" in reason for reason in reasons)
+
+
+def test_weights_give_the_noise_per_token():
+    (model, *plain), (other, *weighted) = (
+        (lambda model: (model, *make(model)))(network()),
+        (lambda model: (model, *make(model)))(network()),
+    )
+    train(model, *plain, num_steps=1)
+    train(other, *weighted, num_steps=1, is_weighted=True)
+    assert layers_of(weighted[1]).variance == pytest.approx(LENGTH * layers_of(plain[1]).variance, rel=1e-5)
+    assert layers_of(weighted[1]).square_norm == pytest.approx(layers_of(plain[1]).square_norm, rel=1e-4)
+    assert weighted[1].noise_scale_in_samples == pytest.approx(plain[1].noise_scale, rel=1e-3)
+
+
+def test_layers_are_measured_without_bias_over_2000_draws(monkeypatch):
+    monkeypatch.setattr("variable_batch_size.optim.optimizer.EVERY", 1)
+    model = network()
+    gradients = sample_gradients(model, range(NUM_SAMPLES), norm_parameters(model))
+    sampler, optimizer = make(model, smoothing=0.99999)
+    train(model, sampler, optimizer, num_epochs=2000 * MINIBATCH // NUM_SAMPLES)
+    assert optimizer.steps_done == 2000
+    found = layers_of(optimizer)
+    rng, draws = np.random.default_rng(0), []
+    for _ in range(1000):
+        draws.append(noise_of(gradients[rng.permutation(NUM_SAMPLES)[:MINIBATCH]], NUM_SAMPLES))
+    mean = gradients.mean(0)
+    for name, truth in (("variance", float(gradients.var(0).sum())), ("square_norm", float(mean @ mean))):
+        error = np.std([getattr(draw, name) for draw in draws]) / 2000**0.5
+        assert getattr(found, name) == pytest.approx(truth, abs=2 * error)
+
+
+def test_slope_is_learned_with_several_minibatches_and_used_with_one():
+    model = network()
+    every = sample_gradients(model, range(NUM_SAMPLES), list(model.parameters()))
+    layers = sample_gradients(model, range(NUM_SAMPLES), norm_parameters(model))
+    scales = [float(g.var(0).sum() / (g.mean(0) ** 2).sum()) for g in (every, layers)]
+    sampler, optimizer = make(model, trace=[4 * MINIBATCH] * 240 + [MINIBATCH] * 160, smoothing=0.99)
+    train(model, sampler, optimizer, num_epochs=70)
+    report = optimizer.report()
+    assert optimizer.batch_size == MINIBATCH
+    assert report["norm_layers_noise_scale"] == pytest.approx(scales[1], rel=0.2)
+    assert report["norm_layers_slope"] == pytest.approx(scales[0] / scales[1], rel=0.2)
+    assert optimizer.noise_scale == pytest.approx(scales[0], rel=0.2)
+    noise = optimizer.noise
+    assert noise.variance == pytest.approx(float(every.var(0).sum()), rel=0.15)
+
+
+def test_without_several_minibatches_the_noise_scale_is_that_of_the_layers():
+    model = network()
+    sampler, optimizer = make(model)
+    train(model, sampler, optimizer, num_epochs=10)
+    report = optimizer.report()
+    assert report["norm_layers_slope"] == 1.0
+    assert optimizer.noise_scale == pytest.approx(report["norm_layers_noise_scale"], rel=0.3)
+    assert 0 < report["noise_scale_low"] < optimizer.noise_scale < report["noise_scale_high"]
+
+
+def test_only_some_steps_are_measured_and_updates_are_the_same():
+    (model, *measured), (other, *plain) = (
+        (lambda model: (model, *make(model, lr=0.1)))(network()),
+        (lambda model: (model, *make(model, lr=0.1, measure_noise=True)))(network()),
+    )
+    train(model, *measured)
+    train(other, *plain)
+    assert measured[1]._meter().of_samples.average.count == -(-measured[1].steps_done // EVERY)
+    for some, same in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(some, same)
+    assert plain[1].noise is None
+
+
+def test_halves_are_measured_as_well():
+    model = network()
+    sampler, optimizer = make(model)
+    for _ in optimizer.epochs(1):
+        for indices in sampler:
+            for x, y in optimizer.halves(X[indices], Y[indices], every=1):
+                loss_of(model, x, y).backward()
+                optimizer.step()
+            break
+    model = network()
+    truth = noise_of(sample_gradients(model, indices, norm_parameters(model)), NUM_SAMPLES)
+    assert layers_of(optimizer).variance == pytest.approx(truth.variance, rel=1e-5)
+    assert optimizer.report()["norm_layers_slope"] > 0
+
+
+def test_loss_scale_is_removed():
+    model = network()
+    sampler, optimizer = make(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    for _ in optimizer.epochs(1):
+        for indices in sampler:
+            scaler.scale(loss_of(model, X[indices], Y[indices])).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            break
+    model = network()
+    truth = noise_of(sample_gradients(model, indices, norm_parameters(model)), NUM_SAMPLES)
+    assert layers_of(optimizer).variance == pytest.approx(truth.variance, rel=1e-5)
+
+
+def test_state_resumes():
+    model = network()
+    trace = [2 * MINIBATCH, MINIBATCH] * 8
+    sampler, optimizer = make(model, trace=trace)
+    train(model, sampler, optimizer, num_steps=9)
+    other = network()
+    sampler, resumed = make(other, trace=trace)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed.noise == optimizer.noise
+    for name in ("noise_scale_low", "noise_scale_high", "norm_layers_noise_scale", "norm_layers_slope"):
+        assert resumed.report()[name] == optimizer.report()[name]
+
+
+def test_copies_and_pickles_of_the_model_run():
+    model = network()
+    make(model)
+    same = copy.deepcopy(model)
+    assert torch.equal(same(X[:MINIBATCH]), model(X[:MINIBATCH]))
+    loaded = pickle.loads(pickle.dumps(model))
+    assert torch.equal(loaded(X[:3]), same[5](same[4](same[3](same[2](model[1](same[0](X[:MINIBATCH]))))))[:3])
+
+
+def test_second_forward_pass_in_a_minibatch_is_refused():
+    model = network()
+    _, optimizer = make(model)
+    optimizer.set_epoch(0)
+    next(iter(optimizer.sampler))
+    (loss_of(model, X[:MINIBATCH], Y[:MINIBATCH]) + loss_of(model, X[:MINIBATCH], Y[:MINIBATCH])).backward()
+    message = (
+        r"needs one forward pass of each layer in a minibatch, but '1' ran 2 times: evaluate in torch.no_grad\(\), or"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+
+
+def test_activation_checkpointing_is_one_forward_pass():
+    model = network()
+    sampler, optimizer = make(model)
+    run = lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)  # noqa: E731
+    indices = train(model, sampler, optimizer, num_steps=1, run=run)
+    model = network()
+    truth = noise_of(sample_gradients(model, indices, norm_parameters(model)), NUM_SAMPLES)
+    assert layers_of(optimizer).variance == pytest.approx(truth.variance, rel=1e-5)
+
+
+def test_frozen_layers_do_not_count():
+    model = network()
+    model[1].weight.requires_grad_(False)
+    sampler, optimizer = make(model)
+    indices = train(model, sampler, optimizer, num_steps=1)
+    model = network()
+    used = [model[1].bias, *model[4].parameters()]
+    truth = noise_of(sample_gradients(model, indices, used), NUM_SAMPLES)
+    assert layers_of(optimizer).variance == pytest.approx(truth.variance, rel=1e-5)
+
+
+def test_other_first_dimensions_are_refused():
+    model = network()
+    make(model)
+    with pytest.raises(
+        ValueError, match=r"needs the 16 samples of a minibatch as the first dimension, but the input of '1'"
+    ):
+        model(X[:MINIBATCH].transpose(0, 1))
+    with torch.no_grad():
+        model(X[:5])
+
+
+def test_layer_that_normalizes_in_another_way_does_not_count():
+    model = network(lambda: Moved(LENGTH))
+    with pytest.raises(ValueError, match="and the model has none"):
+        make(model)
+    model[1] = nn.LayerNorm(WIDTH)
+    _, optimizer = make(model)
+    assert len(optimizer._accumulator.norm_layers.parameters) == 2
+
+
+LAYER = nn.LayerNorm(3)
+REFUSED = [
+    (nn.Linear(3, 3), {}, r"needs LayerNorm, RMSNorm or GroupNorm .*: loop over optimizer.halves\(…\) instead$"),
+    (LAYER, {"model": None}, r"^`measure_noise='norm layers'` needs the model: pass `model=`$"),
+    (LAYER, {"measure_noise": "layers"}, r"^`measure_noise` must be one of 'norm layers', got 'layers'"),
+    (LAYER, {"exact": True}, r"^`measure_noise` must not be 'norm layers' with exact=True: use optimizer.halves"),
+    (nn.TransformerEncoderLayer(4, 2, 4), {}, r"cannot tell the samples of this model: its attention has `batch_first"),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "message"), REFUSED)
+def test_what_cannot_be_measured_is_refused(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(model, **options)
+
+
+MIXED = [MINIBATCH * n for n in (1, 1, 2, 1, 3, 1, 1, 1, 2, 1, 1, 1, 1)]
+
+
+def numbers_of_a_run(*, fused, is_weighted):
+    model = network().double()
+    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=MIXED, minibatch_size=MINIBATCH)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    options = {"model": model, "measure_noise": "norm layers", "skip_nonfinite": False}
+    optimizer = vbs.Optimizer(inner, sampler, rule="adascale", ref_batchsize=8, **options)
+    found = []
+    for _ in optimizer.epochs(2):
+        for indices in sampler:
+            loss = loss_of(model, X[indices].double(), Y[indices], "sum" if is_weighted else "mean")
+            loss.backward()
+            if optimizer.step(**({"weight": torch.tensor(6.0 * len(indices))} if is_weighted else {})):
+                found.append([optimizer.progress, *optimizer.report().values()])
+    return optimizer._flow.way, found
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["samples", "weights"])
+def test_numbers_on_the_device_are_those_read_at_once(monkeypatch, is_weighted, every):
+    monkeypatch.setattr("variable_batch_size.optim.optimizer.EVERY", every)
+    way, expected = numbers_of_a_run(fused=True, is_weighted=is_weighted)
+    assert way == "at once"
+    monkeypatch.setattr(flow, "_HOSTS", ())
+    way, found = numbers_of_a_run(fused=True, is_weighted=is_weighted)
+    assert way == "on the device"
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-9, nan_ok=True)
+    way, found = numbers_of_a_run(fused=False, is_weighted=is_weighted)
+    assert way == "one step late"
+    assert found[:5] == [pytest.approx(other, rel=1e-9, nan_ok=True) for other in expected[:5]]  # read at once
+
+
+def noise_on_cores(is_sharded, is_weighted):
+    model = network()
+    if is_sharded:
+        for layer in (model[1], model[3]):
+            fully_shard(layer)
+        fully_shard(model)
+    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=MIXED, minibatch_size=MINIBATCH)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"model": model, "measure_noise": "norm layers"}
+    optimizer = vbs.Optimizer(inner, sampler, rule="constant", ref_batchsize=MINIBATCH, **options)
+    for _ in optimizer.epochs(2):
+        for indices in sampler:
+            for x, y in optimizer.halves(X[indices], Y[indices], every=3):
+                loss_of(model, x, y, "sum" if is_weighted else "mean").backward()
+                optimizer.step(**({"weight": y.numel()} if is_weighted else {}))
+    return optimizer.report()
+
+
+@pytest.mark.parametrize(("is_sharded", "is_weighted"), [(False, False), (False, True), (True, False)])
+def test_noise_and_halves_are_the_same_on_three_cores(on_cores, is_sharded, is_weighted):
+    expected = noise_on_cores(False, is_weighted)
+    for found in on_cores(3, noise_on_cores, is_sharded, is_weighted):
+        assert found == pytest.approx(expected, rel=1e-4)

@@ -1,0 +1,203 @@
+"""NormLayers: per-sample gradients of normalization layers, which fall out of the backward pass.
+
+A normalization layer computes y = x̂·w + b, so the gradients of one sample are the sums over its positions of dy·x̂ and
+of dy. Their squared norms, summed over samples and layers, are returned as the gradient of an additional input, the
+collector: nothing is stored on the way, so that it works in compiled models, too. Together with the norm of the mean
+gradient of w and b they give the noise of these parameters from one minibatch, which predicts that of all parameters
+(Gray et al. 2024, "Normalization layer per-example gradients are sufficient to predict gradient noise scale in
+transformers").
+"""
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from variable_batch_size.cores.dtensor import is_dtensor
+from variable_batch_size.data.cursor import StepPlan
+
+MEASURES = "norm layers"  # the value of `measure_noise`
+EVERY = 4  # steps from one measurement to the next, as it takes time in proportion
+
+_KNOWN = {kind.forward for kind in (nn.LayerNorm, nn.GroupNorm)} | {getattr(nn, "RMSNorm", nn.LayerNorm).forward}
+_Form = tuple[str, tuple[int, ...], float]  # the kind of a layer, its shape or number of groups, and epsilon
+
+
+class NormLayers:
+    """Measures the samples' gradients of the affine parameters of a model's LayerNorm, RMSNorm and GroupNorm layers.
+
+    RMSNorm is any layer whose class has a name that ends so, or T5's LayerNorm: a weight, and ``eps`` or
+    ``variance_epsilon``. The first dimension of the layers' input must be the samples of the minibatch, or samples
+    times positions if there are two dimensions.
+    """
+
+    def __init__(self, model: nn.Module | None, trained: Iterable[nn.Parameter], *, num_samples: int) -> None:
+        if model is None:
+            raise ValueError(f"`measure_noise={MEASURES!r}` needs the model: pass `model=`")
+        own = set(trained)
+        for module in model.modules():
+            if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
+                reason = "its attention has `batch_first=False`, so that positions are the first dimension"
+                raise ValueError(f"`measure_noise={MEASURES!r}` cannot tell the samples of this model: {reason}")
+        self.parameters: list[nn.Parameter] = []
+        self.num_samples = num_samples  # of the next minibatch
+        self.is_on = True  # whether the next minibatch is measured
+        self._num_uses: dict[str, int] = {}  # of each layer, in forward passes since the latest minibatch
+        for name, module in model.named_modules():
+            found = [p for p in module.parameters(recurse=False) if p in own]
+            form = _form_of(module) if found else None
+            if form is not None and (type(module).forward in _KNOWN or _has_form(module, form)):
+                _add_hook(module, _Hook(self, name, form))
+                self.parameters += [p for p in found if not any(p is other for other in self.parameters)]
+        if not self.parameters:
+            problem = f"`measure_noise={MEASURES!r}` needs LayerNorm, RMSNorm or GroupNorm layers with a trained weight"
+            raise ValueError(f"{problem}, and the model has none: loop over optimizer.halves(…) instead")
+        self.collector = torch.zeros(1).to(self.parameters[0].device).requires_grad_()
+
+    def note_use(self, name: str) -> None:
+        """A forward pass of a layer, unless it is repeated within a backward pass."""
+        if torch._C._current_graph_task_id() == -1:
+            self._num_uses[name] = self._num_uses.get(name, 0) + 1
+
+    def take(self, plan: StepPlan, inverse_scale: torch.Tensor | None) -> torch.Tensor:
+        """m·Σ‖g_s‖² over the m samples of the latest minibatch, on the device; 0 of padding, or if it is not measured.
+
+        The loss is a mean over the samples, so that m·g_s is the gradient of sample s; or a sum, which has a weight.
+        """
+        uses, self._num_uses = self._num_uses, {}
+        found, self.collector.grad = self.collector.grad, None
+        several = next((name for name, number in uses.items() if number > 1), None)
+        if several is not None and found is not None:
+            raise RuntimeError(
+                f"`measure_noise={MEASURES!r}` needs one forward pass of each layer in a minibatch, but {several!r} "
+                f"ran {uses[several]} times: evaluate in torch.no_grad(), or loop over optimizer.halves(…) instead"
+            )
+        if found is None or plan.is_padding:
+            return torch.zeros_like(self.collector)
+        return found if inverse_scale is None else found * inverse_scale.to(found.device).square()
+
+
+class _Hook:
+    """Adds the samples' squared norms of one layer to the gradient of the collector."""
+
+    def __init__(self, owner: NormLayers, name: str, form: _Form) -> None:
+        self._owner, self._name, self._form = owner, name, form
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        owner = self._owner
+        if not owner.is_on or not torch.is_grad_enabled() or not output.requires_grad:
+            return None
+        if not torch.compiler.is_compiling():
+            owner.note_use(self._name)
+        x = args[0] if args else next(iter(kwargs.values()))
+        samples = owner.num_samples
+        if is_dtensor(x) or not (x.shape[0] == samples or (x.dim() == 2 and x.shape[0] % samples == 0)):
+            raise ValueError(
+                f"`measure_noise={MEASURES!r}` needs the {samples} samples of a minibatch as the first dimension, but "
+                f"the input of {self._name!r} has the shape {tuple(x.shape)}: loop over optimizer.halves(…) instead"
+            )
+        weight: Any = module.weight
+        bias = getattr(module, "bias", None)
+        trained = weight.requires_grad, bias is not None and bias.requires_grad
+        apply: Any = _Measure.apply
+        return apply(output, x.detach(), owner.collector, samples, *self._form, *trained)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # it takes the same arguments and returns None
+
+
+class _Measure(torch.autograd.Function):
+    """The identity, whose backward pass returns m·Σ‖g_s‖² as the gradient of the collector."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Any,
+        x: Any,
+        collector: Any,
+        samples: int,
+        kind: str,
+        shape: tuple[int, ...],
+        eps: float,
+        has_weight: bool,
+        has_bias: bool,
+    ) -> Any:
+        ctx.save_for_backward(x)
+        ctx.samples, ctx.form, ctx.trained = samples, (kind, shape, eps), (has_weight, has_bias)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        has_weight, has_bias = ctx.trained
+        dy_wide = dy.float()
+        squares = dy_wide.new_zeros(1)
+        if has_weight:
+            product = dy_wide * _normalized(x.float(), ctx.form)
+            squares = squares + _over_positions(product, ctx.form, ctx.samples).square().sum()
+        if has_bias:
+            squares = squares + _over_positions(dy_wide, ctx.form, ctx.samples).square().sum()
+        return dy, None, squares * ctx.samples, None, None, None, None, None, None
+
+
+def _form_of(module: nn.Module) -> _Form | None:
+    """How a layer normalizes its input; None of other layers."""
+    weight: Any = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        return None
+    if isinstance(module, nn.GroupNorm):
+        return "groups", (module.num_groups,), module.eps
+    if isinstance(module, nn.LayerNorm):
+        return "mean", tuple(module.normalized_shape), module.eps
+    name, eps = type(module).__name__, getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if name.endswith("RMSNorm") or (name == "T5LayerNorm" and eps is not None):
+        return "root", tuple(weight.shape), torch.finfo(weight.dtype).eps if eps is None else eps
+    return None
+
+
+def _has_form(module: nn.Module, form: _Form) -> bool:
+    """Whether the gradient of a layer's weight is the sum over positions of dy·x̂, tried on a copy; a shard has none."""
+    if any(map(is_dtensor, module.parameters())):
+        return form[0] == "root"
+    trial: Any = copy.deepcopy(module).to("cpu", torch.float32)
+    kind, shape, _ = form
+    size = (2, trial.weight.numel(), 3) if kind == "groups" else (2, 3, *shape)
+    x, dy = (torch.randn(size, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    try:
+        with torch.enable_grad():  # type: ignore[no-untyped-call]
+            (gradient,) = torch.autograd.grad(trial(x), [trial.weight.requires_grad_()], dy)
+    except Exception:  # another kind of input
+        return False
+    expected = _over_positions(dy * _normalized(x, form), form, 2).sum(0)
+    return torch.allclose(gradient.flatten(), expected, rtol=1e-3, atol=1e-4)
+
+
+def _normalized(x: torch.Tensor, form: _Form) -> torch.Tensor:
+    """What a layer multiplies by its weight."""
+    kind, shape, eps = form
+    if kind == "groups":
+        return nn.functional.group_norm(x, shape[0], None, None, eps)
+    if kind == "mean":
+        return nn.functional.layer_norm(x, shape, None, None, eps)
+    dims = tuple(range(-len(shape), 0))
+    return x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
+
+
+def _over_positions(product: torch.Tensor, form: _Form, samples: int) -> torch.Tensor:
+    """The sum over the positions of each sample."""
+    kind, shape, _ = form
+    if kind == "groups":
+        return product.flatten(2).sum(2) if product.dim() > 2 else product
+    return product.reshape(samples, -1, math.prod(shape)).sum(1)
+
+
+def _add_hook(module: nn.Module, hook: _Hook) -> None:
+    """Add a hook in the place of an earlier optimizer's."""
+    for key, other in list(module._forward_hooks.items()):
+        if isinstance(other, _Hook):
+            del module._forward_hooks[key]
+    module.register_forward_hook(hook, with_kwargs=True)
