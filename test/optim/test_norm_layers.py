@@ -84,6 +84,12 @@ def data():
 X, Y = data()
 
 
+@pytest.fixture(autouse=True)
+def _forget_compiled():
+    """Each test may compile the same layers again."""
+    torch._dynamo.reset()
+
+
 def loss_of(model, x, y, reduction="mean"):
     return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction=reduction)
 
@@ -105,8 +111,8 @@ def norm_parameters(model):
     return [p for module in model.modules() if is_norm(module) for p in module.parameters(recurse=False)]
 
 
-def make(model, /, *, trace=MINIBATCH, lr=0.0, **options):
-    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=trace, minibatch_size=MINIBATCH)
+def make(model, /, *, trace=MINIBATCH, lr=0.0, minibatch_size=MINIBATCH, **options):
+    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=trace, minibatch_size=minibatch_size)
     inner = torch.optim.SGD(model.parameters(), lr=lr)
     options = {"rule": "constant", "measure_noise": "norm layers", "model": model, **options}
     return sampler, vbs.Optimizer(inner, sampler, ref_batchsize=MINIBATCH, **options)
@@ -216,15 +222,15 @@ def test_slope_is_learned_with_several_minibatches_and_used_with_one():
     every = sample_gradients(model, range(NUM_SAMPLES), list(model.parameters()))
     layers = sample_gradients(model, range(NUM_SAMPLES), norm_parameters(model))
     scales = [float(g.var(0).sum() / (g.mean(0) ** 2).sum()) for g in (every, layers)]
-    sampler, optimizer = make(model, trace=[4 * MINIBATCH] * 240 + [MINIBATCH] * 160, smoothing=0.99)
-    train(model, sampler, optimizer, num_epochs=70)
+    sampler, optimizer = make(model, trace=[4 * MINIBATCH] * 240 + [MINIBATCH] * 400, smoothing=0.99)
+    train(model, sampler, optimizer, num_epochs=85)
     report = optimizer.report()
     assert optimizer.batch_size == MINIBATCH
-    assert report["norm_layers_noise_scale"] == pytest.approx(scales[1], rel=0.2)
-    assert report["norm_layers_slope"] == pytest.approx(scales[0] / scales[1], rel=0.2)
-    assert optimizer.noise_scale == pytest.approx(scales[0], rel=0.2)
-    noise = optimizer.noise
-    assert noise.variance == pytest.approx(float(every.var(0).sum()), rel=0.15)
+    assert scales[0] / scales[1] > 1.15  # not 1
+    assert report["norm_layers_slope"] == pytest.approx(scales[0] / scales[1], rel=0.05)
+    assert report["norm_layers_noise_scale"] == pytest.approx(scales[1], rel=0.1)
+    assert optimizer.noise_scale / report["norm_layers_noise_scale"] == pytest.approx(scales[0] / scales[1], rel=0.05)
+    assert optimizer.noise.variance == pytest.approx(float(every.var(0).sum()), rel=0.1)
 
 
 def test_without_several_minibatches_the_noise_scale_is_that_of_the_layers():
@@ -325,6 +331,24 @@ def test_activation_checkpointing_is_one_forward_pass():
     assert layers_of(optimizer).variance == pytest.approx(truth.variance, rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["LayerNorm", "rows", "GroupNorm"])
+def test_next_layer_may_work_in_place(name, compiled):
+    def in_place():
+        model = network(LAYERS[name])
+        model[2] = nn.ReLU(inplace=True)
+        return model
+
+    model = in_place()
+    sampler, optimizer = make(model)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    indices = train(model, sampler, optimizer, num_steps=1, run=run)
+    model = in_place()
+    truth = noise_of(sample_gradients(model, indices, norm_parameters(model)), NUM_SAMPLES)
+    assert layers_of(optimizer).variance == pytest.approx(truth.variance, rel=1e-5)
+
+
 def test_frozen_layers_do_not_count():
     model = network()
     model[1].weight.requires_grad_(False)
@@ -360,6 +384,7 @@ LAYER = nn.LayerNorm(3)
 REFUSED = [
     (nn.Linear(3, 3), {}, r"needs LayerNorm, RMSNorm or GroupNorm .*: loop over optimizer.halves\(…\) instead$"),
     (LAYER, {"model": None}, r"^`measure_noise='norm layers'` needs the model: pass `model=`$"),
+    (LAYER, {"minibatch_size": 1}, r"^`minibatch_size` must be at least 2 with `measure_noise='norm layers'`, got 1$"),
     (LAYER, {"measure_noise": "layers"}, r"^`measure_noise` must be one of 'norm layers', got 'layers'"),
     (LAYER, {"exact": True}, r"^`measure_noise` must not be 'norm layers' with exact=True: use optimizer.halves"),
     (nn.TransformerEncoderLayer(4, 2, 4), {}, r"cannot tell the samples of this model: its attention has `batch_first"),

@@ -38,6 +38,10 @@ class NormLayers:
     def __init__(self, model: nn.Module | None, trained: Iterable[nn.Parameter], *, num_samples: int) -> None:
         if model is None:
             raise ValueError(f"`measure_noise={MEASURES!r}` needs the model: pass `model=`")
+        if num_samples < 2:
+            raise ValueError(
+                f"`minibatch_size` must be at least 2 with `measure_noise={MEASURES!r}`, got {num_samples}"
+            )
         own = set(trained)
         for module in model.modules():
             if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
@@ -128,7 +132,11 @@ class _Measure(torch.autograd.Function):
     ) -> Any:
         ctx.save_for_backward(x)
         ctx.samples, ctx.form, ctx.trained = samples, (kind, shape, eps), (has_weight, has_bias)
-        return y.view_as(y)
+        # not a view, which no layer after it could modify in place
+        if torch.compiler.is_compiling():
+            return y.clone()  # the compiler fuses it
+        ctx.mark_dirty(y)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:

@@ -343,10 +343,10 @@ class NoiseMeter:
     """Averages the gradient noise of each parameter group over steps, and computes the gain of a batch size.
 
     A step with a single minibatch gives no estimate and leaves the averages unchanged, unless the gradients of samples
-    were measured, which predict it (:class:`SampleNoise`). Before the first estimate the
-    gain is min(1, S), its lower bound. A parameter group without a gradient, such as a frozen one, is not measured, and
-    is not part of the noise of all groups until it has one again. With weighted minibatches the noise is per unit of
-    weight, such as a token. Batch sizes remain in samples and are converted with the mean weight of a sample so far.
+    were measured, which predict it (:class:`SampleNoise`). Before the first estimate the gain is min(1, S), its lower
+    bound. A parameter group without a gradient, such as a frozen one, is not measured, and is not part of the noise of
+    all groups until it has one again. With weighted minibatches the noise is per unit of weight, such as a token. Batch
+    sizes remain in samples and are converted with the mean weight of a sample so far.
 
     >>> meter = NoiseMeter()
     >>> step = Step(batch_size=64, minibatch_size=32, ref_batchsize=32)
