@@ -122,7 +122,8 @@ class Checkpoint:
     restored, so dropout differs unless minibatches are seeded.
 
     **SIGTERM**, which announces the end of a spot machine, saves at the end of a step, within about a second, and ends
-    the process with :data:`EXIT_STOPPED`.
+    the process with :data:`EXIT_STOPPED`. **Ctrl-C** saves in the same way and raises KeyboardInterrupt; pressed
+    again, it does so at once.
 
     Args:
         directory: for the checkpoints, created if necessary, or a URL such as ``"s3://bucket/run"``; None to save
@@ -207,7 +208,8 @@ class Checkpoint:
         check_not_negative(num_epochs=num_epochs)
         if num_epochs:
             self._sampler.schedule.steps(num_epochs - 1)
-        with signals.listening(), contextlib.ExitStack() as at_end:
+        on_interrupt = None if self.directory is None else self._announce_save
+        with signals.listening(on_interrupt), contextlib.ExitStack() as at_end:
             at_end.callback(self.wait)
             while self._epoch < num_epochs:
                 self._begin_epoch()
@@ -327,12 +329,18 @@ class Checkpoint:
     def _stop(self) -> None:
         """End this process once all ranks are here. The run has been saved."""
         self.wait()
-        self._coordinator.all_reduce([0])  # a rank that exits early may get the others killed, rank 0 as it writes
-        signals.obey()
+        # on all ranks: one that exits early may get the others killed, rank 0 as it writes
+        (interrupts,) = self._coordinator.all_reduce([signals.was_interrupted()])
+        signals.obey(is_exiting=not interrupts)
         if self._communicator.rank == 0:
             saved = "" if self.directory is None else f", saved in {self.directory}"
             logger.warning("stop requested: ended after %d steps%s", self._optimizer.steps_done, saved)
-        raise SystemExit(signals.EXIT_STOPPED)
+        raise KeyboardInterrupt if interrupts else SystemExit(signals.EXIT_STOPPED)
+
+    def _announce_save(self) -> None:
+        """Called at the first Ctrl-C."""
+        if self._communicator.rank == 0:
+            show(logger, "Ctrl-C: the run saves at the end of this step; press it again to end at once, without a save")
 
     def _resume(self, paths: list[Path]) -> None:
         """Resume from the newest checkpoint, if any. It is read and checked before anything is changed."""
