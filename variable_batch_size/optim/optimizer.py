@@ -18,7 +18,7 @@ from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import Cursor, StepPlan
 from variable_batch_size.data.sampler import CustomSampler, Description, MinibatchSource, source_of
 from variable_batch_size.optim import consistency
-from variable_batch_size.optim.attachments import Attachments, Per
+from variable_batch_size.optim.attachments import Attachments, Limit, Per
 from variable_batch_size.optim.buffers import Buffers
 from variable_batch_size.optim.flow import Flow, Outcome, step_unless
 from variable_batch_size.optim.gradients import make_accumulator
@@ -203,6 +203,7 @@ class CustomOptimizer(OptimizerProxy):
         self._is_scaled = False  # whether a GradScaler has called step() in this pass
         self._has_joined = False  # whether set_epoch() was called here in this pass
         self._attachments = Attachments()
+        self.limit: Limit | None = None  # within epochs() that have one
         self._precedes = self._has_warned = False  # whether other optimizers of the sampler had no gradient at step()
 
     def _init_minibatches(self, model: torch.nn.Module | None) -> None:
@@ -263,6 +264,9 @@ class CustomOptimizer(OptimizerProxy):
         if weight is not None or self.minibatch_weights.is_weighted is not False:
             weight = self.minibatch_weights.checked(weight)
         runs, sampler = self._runs, self.sampler
+        if sampler.num_to_run is not None and runs.number >= sampler.num_to_run:
+            self._drop_minibatch()
+            return False if closure is None else result
         if not runs.number:
             self._check_first_minibatch(is_closure=closure is not None)
         if not runs.number or runs.number >= sampler.num_read:
@@ -284,6 +288,10 @@ class CustomOptimizer(OptimizerProxy):
                 self._updated = self._complete_step(plan)
         finally:
             torch._C._set_grad_enabled(was_enabled)
+        if plan.is_last and self.limit is not None and self.limit.is_reached(self):
+            sampler.end_run(runs.number)
+            self._buffers.expect_skips(True)  # of minibatches that a loader has read ahead
+            self._buffers.snapshot(True)
         self._prepare_next()
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, (), {})
@@ -294,6 +302,13 @@ class CustomOptimizer(OptimizerProxy):
     # torch would wrap step() for hooks and profiling, which takes longer than accumulating; the inner step() has both
     step.hooked = True  # type: ignore[attr-defined]
     _step_eagerly: Any = torch._disable_dynamo(step)  # type: ignore[attr-defined]
+
+    def _drop_minibatch(self) -> None:
+        """Undo a minibatch that a loader had read before the run reached its limit."""
+        self.zero_grad()
+        self._buffers.restore(True)
+        self._buffers.snapshot(True)
+        self._communicator.flush()
 
     def _run(self, closure: Any) -> Any:
         if not callable(closure):
@@ -519,7 +534,14 @@ class CustomOptimizer(OptimizerProxy):
         for part in parts:
             self._attachments.add(part, self, per=per, every=every)
 
-    def epochs(self, num_epochs: int | None = None) -> Iterator[int]:
+    def epochs(
+        self,
+        num_epochs: int | None = None,
+        *,
+        progress: float | None = None,
+        samples: float | None = None,
+        tokens: float | None = None,
+    ) -> Iterator[int]:
         """The remaining epochs of a run, with ``set_epoch`` called for each.
 
             for epoch in optimizer.epochs(10):
@@ -533,11 +555,15 @@ class CustomOptimizer(OptimizerProxy):
 
         Args:
             num_epochs: how many epochs the whole run has, including those done before; None for all of the trace.
+            progress: end the run after the step that reaches this :attr:`progress`, even within an epoch. The loader
+                then has no more minibatches. With a larger value, the run resumes there.
+            samples: likewise, this number of samples.
+            tokens: likewise, this sum of the weights passed to :meth:`step`, which waits for the device in every step.
 
         Raises:
             ValueError: at the start, if the trace holds fewer epochs.
         """
-        return self._attachments.epochs(self, num_epochs)
+        return self._attachments.epochs(self, num_epochs, Limit(progress, samples, tokens))
 
     def set_schedule(self, schedule: BaseSchedule) -> None:
         """Replace the schedule, and that of the sampler; ``set_epoch`` then selects a position in it."""

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from variable_batch_size.checks import check_not_negative, check_one_of, check_positive
+from variable_batch_size.checks import check_one_of, check_positive
 from variable_batch_size.cores import devices, signals
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.cores.messages import show
+from variable_batch_size.optim.attachments import Limit
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
@@ -198,25 +199,37 @@ class Checkpoint:
         self._coordinator.mark_saved()
         self._steps_seen = self._steps_before = optimizer.steps_done  # the latter: before the epoch
 
-    def epochs(self, num_epochs: int) -> Iterator[int]:
+    def epochs(
+        self,
+        num_epochs: int | None = None,
+        *,
+        progress: float | None = None,
+        samples: float | None = None,
+        tokens: float | None = None,
+    ) -> Iterator[int]:
         """Iterate over the remaining epochs of a run, and call ``set_epoch`` on the sampler and the optimizer.
 
         An epoch that was interrupted continues after its completed steps; if all were completed, its loader is empty
         and the code after the loop runs. The end of the last epoch is saved. The loop may leave an epoch early, even in
         the middle of a step, which is then discarded. If the trace has fewer epochs, it raises at the start.
+
+        With `progress`, `samples` or `tokens`, the run ends after the step that reaches one of them, even within an
+        epoch, as in :meth:`CustomOptimizer.epochs`. With a larger value, it resumes there.
         """
-        check_not_negative(num_epochs=num_epochs)
-        if num_epochs:
-            self._sampler.schedule.steps(num_epochs - 1)
+        limit, optimizer = Limit(progress, samples, tokens), self._optimizer
+        most = limit.num_epochs(num_epochs, self._sampler.schedule)
         on_interrupt = None if self.directory is None else self._announce_save
         with signals.listening(on_interrupt), contextlib.ExitStack() as at_end:
             at_end.callback(self.wait)
-            while self._epoch < num_epochs:
+            at_end.enter_context(limit.applied(optimizer))
+            while (most is None or self._epoch < most) and not limit.is_reached(optimizer):
                 self._begin_epoch()
                 yield self._epoch
-                self._end_epoch()
+                is_within = limit.is_reached(optimizer) and not optimizer.has_completed_epoch
+                if not is_within:
+                    self._end_epoch()
                 signal = self._coordinator.poll()
-                if self._epoch == num_epochs:
+                if is_within or self._epoch == most or limit.is_reached(optimizer):
                     self.save()
                     signal = self._coordinator.poll()  # again, as there is no later poll
                 elif signal.save_due or signal.stop_requested:
@@ -224,6 +237,7 @@ class Checkpoint:
                 if signal.stop_requested:
                     self._stop()
             self._restore_random()  # if the run was complete already
+        limit.warn_unless_reached(optimizer, num_epochs)
 
     def step(self) -> None:
         """Save if it is time, and stop if that was requested. Call it at the end of the loop body, after schedulers."""
@@ -233,6 +247,8 @@ class Checkpoint:
         self._steps_seen = optimizer.steps_done
         if self.directory is not None:
             self._store.check()
+        if self._sampler.num_to_run is not None:  # epochs() saves the end of the run, after what the loop body does
+            return
         is_due = self.every_steps is not None and optimizer.steps_done % self.every_steps == 0
         minibatches = -(-optimizer.batch_size // (self._sampler.minibatch_size * self._sampler.num_replicas))
         signal = self._coordinator.after_minibatches(minibatches)
