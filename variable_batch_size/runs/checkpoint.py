@@ -124,7 +124,7 @@ class Checkpoint:
 
     **SIGTERM**, which announces the end of a spot machine, saves at the end of a step, within about a second, and ends
     the process with :data:`EXIT_STOPPED`. **Ctrl-C** saves in the same way and raises KeyboardInterrupt; pressed
-    again, it does so at once.
+    again, it does so at once. Two runs in one directory are refused.
 
     Args:
         directory: for the checkpoints, created if necessary, or a URL such as ``"s3://bucket/run"``; None to save
@@ -220,6 +220,9 @@ class Checkpoint:
         most = limit.num_epochs(num_epochs, self._sampler.schedule)
         on_interrupt = None if self.directory is None else self._announce_save
         with signals.listening(on_interrupt), contextlib.ExitStack() as at_end:
+            if self.directory is not None:
+                self._acquire()
+                at_end.callback(self._store.release)
             at_end.callback(self.wait)
             at_end.enter_context(limit.applied(optimizer))
             while (most is None or self._epoch < most) and not limit.is_reached(optimizer):
@@ -308,6 +311,22 @@ class Checkpoint:
         if self.directory is not None:
             self._store.wait()
 
+    def _acquire(self) -> None:
+        """Begin to write, or raise on all ranks if another run does."""
+        problem = None
+        if self._communicator.rank == 0:
+            try:
+                self._store.acquire()
+                if not self._store.is_prepared and self._store.newest() != self._found:
+                    raise RuntimeError(f"another run has saved to {self.directory} since: make the checkpoint again")
+                if not self._store.is_prepared and self._found is not None:
+                    self._executed.truncate([*self._steps_of_epochs, self._first_step])
+            except (RuntimeError, OSError) as error:
+                self._store.release()
+                problem = error
+        if self._coordinator.all_reduce([problem is not None]) != [0]:
+            raise problem or RuntimeError(f"rank 0 could not begin to write to {self.directory}")
+
     def _epoch_step(self) -> int:
         """Completed steps of the current epoch."""
         completed = self._optimizer.steps_done - self._steps_before
@@ -372,8 +391,10 @@ class Checkpoint:
         origin = ", ".join(f"{name} {value}" for name, value in self._fingerprint.items())
         path, schedule = self._store.folder / EXECUTED, self._sampler.schedule
         self._executed = ExecutedTrace(path, schedule, origin=origin, changes=self._changes)
+        self._found = paths[-1].name if paths else None
         if state is not None and self._communicator.rank == 0:
-            self._executed.truncate([*self._steps_of_epochs, self._first_step])
+            if self._store.is_prepared:
+                self._executed.truncate([*self._steps_of_epochs, self._first_step])
             schedule = self._sampler.schedule
             of_all = f" of {len(schedule.trace)}" if schedule.on_end == "stop" else ""
             position = f"epoch {self._epoch}, step {self._optimizer.steps_done}{of_all}"
