@@ -146,7 +146,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "updates": optimizer.steps_done,
         "constant updates": math.ceil(optimizer.samples_done / REF_BATCHSIZE),
         "noise scale": optimizer.noise_scale,
-        "test loss": test_loss(model, text, sampler.rank, sampler.num_replicas, device),
+        "test loss": test_loss(model, text, device),
         "seconds": time.monotonic() - started,
     }
 
@@ -160,11 +160,11 @@ def show(record: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def test_loss(model: nn.Module, text: Text, rank: int, cores: int, device: torch.device) -> float:
+def test_loss(model: nn.Module, text: Text, device: torch.device) -> float:
     """The mean over all characters of the test samples, which are divided among the cores."""
     sums = vbs.Metrics("loss", "tokens", device=device)
-    for first in range(rank * MINIBATCH, len(text.test), cores * MINIBATCH):
-        loss, weight = loss_and_weight(model, padded(text.test[first : first + MINIBATCH]).to(device))
+    for samples in vbs.EvaluationLoader(text.test, minibatch_size=MINIBATCH, collate_fn=padded):
+        loss, weight = loss_and_weight(model, samples.to(device))
         sums.add(loss=loss, tokens=weight)
     found = sums.read()
     return found["loss"] / found["tokens"]

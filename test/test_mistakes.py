@@ -307,7 +307,10 @@ MISTAKES = {
         lambda: with_weight(torch.ones(8)),
         "`weight` must be one number, got a value of the shape (8,)",
     ),
-    "epochs without an end": (lambda: optimizer().epochs(), "`num_epochs` must be given: the trace has no end"),
+    "epochs without an end": (
+        lambda: optimizer().epochs(),
+        "`num_epochs` must be given, or a limit such as `samples`: the trace has no end",
+    ),
     # what is attached
     "scheduler.step()": (scheduler_by_hand, "don't call step() of a scheduler that is attached"),
     "a wrong unit": (

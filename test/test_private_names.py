@@ -14,7 +14,7 @@ import variable_batch_size
 PACKAGE = Path(variable_batch_size.__file__).parent
 FILES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
-PUBLIC = {"_asdict", "_exit", "_fields", "_replace"}  # of NamedTuple and os: documented
+PUBLIC = {"_asdict", "_exit", "_fields", "_replace", "_thread"}  # of NamedTuple, os and Python: documented
 INTERNAL = {
     *("f_back", "f_globals", "f_locals", "get_objects", "get_referents", "get_referrers", "getrefcount"),  # CPython
     *("fsdp_params", "sharded_param", "unsharded_accumulated_grad", "split_factor"),  # FSDP2 and its placements

@@ -129,9 +129,8 @@ def train(flags: argparse.Namespace, model: nn.Module) -> float:
     inner = torch.optim.SGD(model.parameters(), lr=flags.lr, momentum=flags.momentum)
     kind = OPTIMIZERS[flags.rule]
     optimizer = kind(inner, sampler, ref_batchsize=flags.ref_batchsize, model=model, exact=flags.exact)
-    # every core tests its shard of the test data, each sample once
-    part = Subset(test_data, range(sampler.rank, len(test_data), sampler.num_replicas))
-    test_loader = DataLoader(part, batch_size=flags.batch_size, drop_last=flags.drop_last)
+    num_tested = len(test_data) // flags.batch_size * flags.batch_size if flags.drop_last else len(test_data)
+    test_loader = vbs.EvaluationLoader(Subset(test_data, range(num_tested)), minibatch_size=flags.batch_size)
 
     sinks = [vbs.ProgressBar(sampler.schedule.steps(flags.num_epochs - 1).stop)]
     if flags.logdir:

@@ -10,6 +10,7 @@ from .cores.launch import launch as launch
 from .cores.signals import EXIT_STOPPED as EXIT_STOPPED
 from .cores.signals import leave_sigterm_to_parent as leave_sigterm_to_parent
 from .cores.signals import request_stop as request_stop
+from .data.evaluation import EvaluationLoader as EvaluationLoader
 from .data.sampler import CustomSampler as CustomSampler
 from .data.sampler import DataLoader as DataLoader
 from .data.stream import Stream as Stream

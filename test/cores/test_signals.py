@@ -1,4 +1,4 @@
-"""SIGTERM: recorded while a handler is installed, and left to the parent in loader workers."""
+"""SIGTERM and Ctrl-C: recorded while a handler is installed, and left to the parent in loader workers."""
 
 import signal
 import subprocess
@@ -40,7 +40,7 @@ NOTED = """
 import os, signal, time
 from variable_batch_size.cores import signals
 signals._SECONDS_OF_ONE_REQUEST = float("inf")
-signals.note_sigterm()
+signals.note_signals()
 with signals.listening():
     os.kill(os.getpid(), signal.SIGTERM)
     assert signals.was_told()
@@ -213,7 +213,7 @@ def terminate(pid):
     subprocess.run(["kill", "-TERM", str(pid)], check=True)
 
 signals.shield_loader_workers()
-signals.note_sigterm()
+signals.note_signals()
 """
 
 
@@ -275,3 +275,117 @@ with signals.listening():
     print(process.exitcode)
 """
     assert run(SHIELDED + code) == (0, [str(TERMINATED), str(TERMINATED)])
+
+
+# --------------------------------------------------------------------------------------------------------------- Ctrl-C
+
+INTERRUPTS = """
+import os, signal, sys, threading, time
+from variable_batch_size.cores import signals
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background
+signals._SECONDS_OF_ONE_CTRL_C = float("inf")
+told = threading.Event()
+
+def press():
+    signal.raise_signal(signal.SIGINT)
+
+"""
+
+
+def test_first_ctrl_c_is_a_request_and_the_second_has_its_usual_effect():
+    code = """
+try:
+    with signals.listening(told.set):
+        press()
+        told.wait()
+        press()  # the same one, from a launching process
+        print(signals.was_told(), signals.was_interrupted())
+        signals._SECONDS_OF_ONE_CTRL_C = 0.0
+        press()
+        print("never")
+except KeyboardInterrupt:
+    print("interrupted", signals.was_told())
+print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+time.sleep(0.2)
+"""
+    assert fork(INTERRUPTS + code) == (0, ["True", "True", "interrupted", "False", "True"])
+
+
+def test_ctrl_c_without_a_place_to_save_has_its_usual_effect():
+    code = """
+try:
+    with signals.listening():
+        press()
+        print("never")
+except KeyboardInterrupt:
+    print("interrupted", signals.was_told())
+"""
+    assert fork(INTERRUPTS + code) == (0, ["interrupted", "False"])
+
+
+def test_handler_of_the_user_keeps_ctrl_c():
+    code = """
+for handler in (signal.SIG_IGN, lambda number, frame: print("user")):
+    signal.signal(signal.SIGINT, handler)
+    with signals.listening(told.set):
+        press()
+    print(told.is_set(), signal.getsignal(signal.SIGINT) is handler)
+"""
+    assert fork(INTERRUPTS + code) == (0, ["False", "True", "user", "False", "True"])
+
+
+def test_ctrl_c_that_was_not_acknowledged_is_not_lost_with_its_loop():
+    code = """
+def epochs():
+    with signals.listening(told.set):
+        yield 1
+
+try:
+    for epoch in epochs():
+        press()
+        break
+    while True:
+        time.sleep(0.01)
+except KeyboardInterrupt:
+    print("interrupted", signals.was_told())
+"""
+    assert fork(INTERRUPTS + code) == (0, ["interrupted", "False"])
+
+
+def test_ctrl_c_is_noted_once_where_it_is_acknowledged():
+    """A second SIGINT of the same Ctrl-C, after the save, neither requests another stop nor interrupts the exit."""
+    code = """
+with signals.listening(told.set):
+    press()
+    signals.obey(is_exiting=False)
+    press()
+    print(signals.was_told())
+"""
+    assert fork(INTERRUPTS + code) == (0, ["False"])
+
+
+def test_sigterm_after_ctrl_c_ends_the_process_at_once_as_torchrun_expects():
+    code = """
+with signals.listening(told.set):
+    press()
+    signal.raise_signal(signal.SIGTERM)
+    print("requested", flush=True)
+    signals._SECONDS_OF_ONE_CTRL_C = 0.0
+    signal.raise_signal(signal.SIGTERM)
+    print("never", flush=True)
+"""
+    assert run(INTERRUPTS + code) == (TERMINATED, ["requested"])
+
+
+def test_loader_worker_ignores_ctrl_c():
+    code = """
+with signals.listening(lambda: None):
+    iterator = iter(DataLoader(Slow(), num_workers=1))
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGINT)  # perhaps before torch has set it up
+    print(int(next(iterator)))
+    os.kill(worker.pid, signal.SIGINT)
+    worker.join(0.5)
+    print(worker.exitcode)
+"""
+    assert run(SHIELDED + code) == (0, ["0", "None"])

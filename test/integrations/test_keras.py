@@ -1,5 +1,9 @@
 """Keras on the torch backend: batches are updates, and the weights are those of a hand-written loop."""
 
+import os
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -295,3 +299,29 @@ def test_callback_that_sets_the_learning_rate_raises():
 def test_a_model_that_was_not_compiled_says_so():
     with pytest.raises(RuntimeError, match=r"^call compile\(\) with an optimizer of this library before fit\(\)"):
         model_of(VariableBatchModel).fit(Session().loader)
+
+
+# -------------------------------------------------------------------------------------------------------------- backend
+
+
+def imported(code="", **variables):
+    """What a new process prints that imports the integration, without KERAS_BACKEND unless it is given."""
+    script = f"{code}\nimport os, variable_batch_size.integrations.keras\nimport keras\nprint(keras.backend.backend())"
+    inherited = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
+    command = [sys.executable, "-c", script + "\nprint(os.environ.get('KERAS_BACKEND'))"]
+    done = subprocess.run(command, env=inherited | variables, capture_output=True, text=True, check=False)
+    return done.stdout.split() or done.stderr.splitlines()[-1]
+
+
+def test_torch_is_chosen_if_keras_is_not_imported_yet(tmp_path):
+    assert imported(KERAS_HOME=str(tmp_path)) == ["torch", "None"]
+
+
+def test_another_backend_raises_in_one_sentence():
+    assert imported(KERAS_BACKEND="tensorflow") == "RuntimeError: KERAS_BACKEND must be torch, got tensorflow"
+    loaded = "import sys, unittest.mock as mock\nsys.modules['keras'] = mock.MagicMock()\n"
+    found = imported(loaded + "sys.modules['keras'].backend.backend.return_value = 'jax'")
+    assert found == (
+        "RuntimeError: Keras was imported with the jax backend, and must use torch: import "
+        "variable_batch_size.integrations.keras first, or set KERAS_BACKEND=torch"
+    )

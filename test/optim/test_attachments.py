@@ -226,7 +226,9 @@ def test_epochs_by_default_are_those_of_the_trace():
     model, loader, optimizer = make([16, 32, 64, 32])
     train(model, loader, optimizer, epochs=None)
     assert optimizer.steps_done == 4
-    with pytest.raises(ValueError, match="`num_epochs` must be given: the trace has no end"):
+    with pytest.raises(
+        ValueError, match="`num_epochs` must be given, or a limit such as `samples`: the trace has no end"
+    ):
         make()[2].epochs()
     with pytest.raises(ValueError, match="2 epochs"):
         make([16, 32, 64, 32])[2].epochs(3)

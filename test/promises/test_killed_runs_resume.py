@@ -1,10 +1,11 @@
-"""Promise: after kill -9 at any time, the run ends with the weights of the uninterrupted one; SIGTERM saves first."""
+"""Promise: after kill -9 at any time, the run ends with the undisturbed weights; SIGTERM and Ctrl-C save first."""
 
 import contextlib
 import dataclasses
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 
@@ -167,6 +168,91 @@ def test_sigterm_without_a_checkpoint_terminates_a_launch_as_usual(tmp_path):
         time.sleep(0.01)
     program.send_signal(signal.SIGTERM)
     assert program.finish().returncode == -signal.SIGTERM
+
+
+# --------------------------------------------------------------------------------------------------------------- Ctrl-C
+
+ANNOUNCED = "Ctrl-C: the run saves at the end of this step; press it again to end at once, without a save"
+# a session that multiprocessing has forked exits with 1 after KeyboardInterrupt, where a program dies of SIGINT
+INTERRUPTED = {"alone": -signal.SIGINT, "forked": 1, "launch": 1}
+
+
+@pytest.mark.parametrize(("launcher", "cores", "num_workers"), [("alone", 1, 1), ("forked", 1, 0), ("launch", 2, 1)])
+def test_ctrl_c_saves_and_leaves_no_process(tmp_path, launcher, cores, num_workers):
+    settings = with_workers(num_workers)
+    session = SessionProcess(Place(tmp_path), settings, launcher=launcher, cores=cores)
+    session.wait_for_steps(3)
+    session.signal_group(signal.SIGINT)  # as a terminal does
+    assert session.finish() == INTERRUPTED[launcher], session.output
+    assert 0 < steps_saved(session.place.checkpoints) < NUM_STEPS * settings.repeats
+    if launcher == "alone":  # a forked session logs to the handlers of the tests
+        assert session.output.count(ANNOUNCED) == 1
+        assert session.output.endswith("KeyboardInterrupt\n")
+    assert not session.left_behind()
+
+
+def test_sigint_to_a_launch_alone_saves(tmp_path):
+    session = SessionProcess(Place(tmp_path), with_workers(0), launcher="launch", cores=2)
+    session.wait_for_steps(3)
+    session.signal(signal.SIGINT)
+    assert session.finish() == INTERRUPTED["launch"], session.output
+    assert steps_saved(session.place.checkpoints) > 0
+
+
+def test_ctrl_c_to_torchrun_saves(tmp_path):
+    session = SessionProcess(Place(tmp_path), with_workers(1), launcher="torchrun", cores=2)
+    session.wait_for_steps(3)
+    session.signal_group(signal.SIGINT)  # the workers have sessions of their own
+    session.finish()
+    assert steps_saved(session.place.checkpoints) > 0
+    assert session.output.count(ANNOUNCED) == 1
+    assert not session.left_behind()
+
+
+ENDLESS_STEP = """
+import os, sys, time
+import torch
+import variable_batch_size as vbs
+
+def train(directory):
+    model = torch.nn.Linear(2, 1)
+    sampler = vbs.CustomSampler(dataset_size=4, trace=[2, 4], minibatch_size=2)
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler)
+    for epoch in vbs.Checkpoint(directory, model=model, optimizer=optimizer).epochs(2):
+        for _ in sampler:
+            open(directory + "/started", "w").close()
+            time.sleep(600)
+
+if __name__ == "__main__":
+    vbs.launch(train, (sys.argv[1],), cores=1, backend="gloo")
+"""
+
+
+@pytest.mark.parametrize("program", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]])
+def test_second_ctrl_c_ends_at_once(tmp_path, program):
+    """In a step that takes ten minutes, in which the first one cannot be acknowledged."""
+    (tmp_path / "script.py").write_text(ENDLESS_STEP)
+    command = [sys.executable, *program, "script.py", str(tmp_path)]
+    running = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # also if tests run in the background
+        start_new_session=True,
+    )
+    while not (tmp_path / "started").exists():
+        assert running.poll() is None
+        time.sleep(0.02)
+    os.killpg(running.pid, signal.SIGINT)
+    assert any(ANNOUNCED in line for line in running.stderr)  # which waits for it
+    time.sleep(1.2)
+    begin = time.monotonic()
+    os.killpg(running.pid, signal.SIGINT)
+    running.communicate()  # when its cores have also closed their output
+    assert running.returncode != 0
+    assert time.monotonic() - begin < 25  # torchrun kills its workers after 30 s
+    assert not state_file.checkpoints(tmp_path)
 
 
 def exit_with(code):

@@ -135,6 +135,7 @@ def as_in_a_new_process():
     """Reset inherited state that a new process would not have."""
     warnings.resetwarnings()  # warnings are errors in tests
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()
     np.random.seed()
     torch.seed()

@@ -77,6 +77,7 @@ class SessionProcess:
                 env=self._environment(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # also if tests run in the background
                 start_new_session=True,
             )
 

@@ -4,6 +4,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import threading
@@ -19,7 +20,7 @@ from variable_batch_size.cores import devices, signals, xla
 
 _START_METHOD: Final = "spawn"  # a forked process would inherit locks held by other threads
 _SECONDS_BETWEEN_LOOKS = 0.2
-_RESULT, _FAILURE, _EXIT = "result", "failure", "exit"
+_RESULT, _FAILURE, _EXIT, _INTERRUPT = "result", "failure", "exit", "interrupt"
 _send_one_at_a_time = threading.Lock()
 
 
@@ -33,17 +34,22 @@ def run_processes(processes: list[Process], work: bytes) -> list[Any]:
     """Start the processes, receive the results of their cores, and leave no process running.
 
     SIGTERM is forwarded to them, unless the user has set a handler, and ends this process after them unless they exit.
+    So is the first Ctrl-C, and the second one ends all at once.
     """
     started: list[tuple[Any, Any]] = []
     results: dict[int, Any] = {}
     forwards = threading.current_thread() is threading.main_thread() and signals.ends_process()
-    with signals.listening() if forwards else nullcontext():
+    with signals.listening(on_interrupt=lambda: None) if forwards else nullcontext():
         try:
             _start(processes, work, started)
             _receive(dict(started), results, forwards)
         except SystemExit as ended:
             if forwards:
                 signals.obey(is_exiting=ended.code == signals.EXIT_STOPPED)
+            raise
+        except KeyboardInterrupt:
+            if forwards:
+                signals.obey(is_exiting=False)
             raise
         finally:
             for receiver, child in started:
@@ -79,16 +85,28 @@ def _receive(running: dict[Any, Any], results: dict[int, Any], forwards: bool) -
             except EOFError:
                 child = running.pop(pipe)
                 child.join()
+                if child.exitcode == -signal.SIGTERM:
+                    _raise_interrupt()
                 if child.exitcode != 0:
                     guard = ': see its output, and call launch() under `if __name__ == "__main__":` in a script'
                     hint = guard if child.exitcode == 1 else ""  # a script without it fails when it is imported
                     raise RuntimeError(f"a process of the launch died with exit code {child.exitcode}{hint}") from None
                 continue
             if outcome == _EXIT:
+                if payload == signals.EXIT_STOPPED:
+                    _raise_interrupt()
                 sys.exit(payload)
+            if outcome == _INTERRUPT:
+                raise KeyboardInterrupt
             if outcome == _FAILURE:
                 raise RuntimeError(f"core {rank} failed:\n{payload}")
             results[rank] = payload
+
+
+def _raise_interrupt() -> None:
+    """Raise what Ctrl-C raises, if the cores have ended because of it."""
+    if signals.was_interrupted():
+        raise KeyboardInterrupt
 
 
 @contextmanager
@@ -111,6 +129,8 @@ def run_and_send(work: bytes, pipe: Any, rank: int) -> None:
         message = pickle.dumps((rank, _RESULT, fn(*args)))
     except SystemExit as exit:
         message = pickle.dumps((rank, _EXIT, exit.code))
+    except KeyboardInterrupt:
+        message = pickle.dumps((rank, _INTERRUPT, None))
     except BaseException:
         message = pickle.dumps((rank, _FAILURE, traceback.format_exc()))
     with _send_one_at_a_time:
@@ -140,8 +160,8 @@ def launch(
     `fn`, `args` and the results are pickled, so `fn` must be a module-level function, and a script must call ``launch``
     under ``if __name__ == "__main__":``. The first exception on any core ends the others and is raised with that core's
     traceback; ``sys.exit`` on a core ends all of them and the launch with that code. SIGTERM is forwarded to the cores:
-    without a :class:`Checkpoint` it ends them and then this process. Under ``torchrun`` it only initializes the
-    process group and runs `fn` in this process.
+    without a :class:`Checkpoint` it ends them and then this process. So is Ctrl-C; the second one ends all at once.
+    Under ``torchrun`` it only initializes the process group and runs `fn` in this process.
 
     Args:
         fn: the function to run.
@@ -219,7 +239,7 @@ def _xla_processes(cores: int | None, spmd: bool) -> list[Process]:
 
 def _xla_main(local_rank: int, num_processes: int, work: bytes, pipe: Any) -> None:
     end_with_parent()
-    signals.note_sigterm()  # possible only in the main thread; the cores are other threads
+    signals.note_signals()  # possible only in the main thread; the cores are other threads
     if os.environ["PJRT_DEVICE"] == "CPU":
         xla.patch_rendezvous(int(os.environ["CPU_NUM_DEVICES"]))
     xla.run_on_devices(local_rank, num_processes, lambda rank: run_and_send(work, pipe, rank))

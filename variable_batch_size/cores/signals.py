@@ -1,19 +1,21 @@
-"""Stop requests: SIGTERM, request_stop(), and DataLoader workers that leave SIGTERM to their parent.
+"""Stop requests: SIGTERM, Ctrl-C, request_stop(), and DataLoader workers that leave signals to their parent.
 
 Signals are handled in the main thread of a process, but cores may be threads (XLA), so a request is stored per process.
 A signal to a process group or a systemd unit also reaches DataLoader workers. If they exited, the loader would raise
 within a step, and the parent could neither complete the step nor save. SIGTERM is therefore blocked in workers from
 their first instruction on, despite the handler that torch installs there. A thread receives it instead, and ends the
-worker if the parent has sent it or has ended.
+worker if the parent has sent it or has ended. SIGINT, which Ctrl-C sends to a process group, is ignored there.
 """
 
+import _thread
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -21,19 +23,25 @@ from typing import Any
 EXIT_STOPPED = 75
 """The exit code of a run that was requested to stop, has saved a checkpoint and can resume: EX_TEMPFAIL of sysexits.h.
 
-A process that SIGTERM ended without a checkpoint has the usual code, 143 in a shell (128 + 15).
+A process that SIGTERM ended without a checkpoint has the usual code, 143 in a shell (128 + 15). Ctrl-C ends a run with
+KeyboardInterrupt, also after a save: shells stop their loops for it, and show 130.
 """
 
 # SIGTERM may reach a process through its group and from the launching process: within this time it is one request
 _SECONDS_OF_ONE_REQUEST = 10.0
+_SECONDS_OF_ONE_CTRL_C = 1.0  # the same for SIGINT, where a second one has another effect
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SIGTERM = frozenset({signal.SIGTERM})
+_SIGINT = frozenset({signal.SIGINT})
 _CAN_WAIT = hasattr(signal, "sigwaitinfo")  # not on macOS, where workers are not forked either
 
 logger = logging.getLogger(__name__)
 
 _is_requested = False  # not a threading.Event: a handler that interrupts another one would deadlock on its lock
-_listeners: list[int] = []  # the pid of each: a forked process has a copy of all this and does not listen
+_is_interrupted = False  # whether the request came from Ctrl-C
+_interrupted_at = -float("inf")
+# the pid of each, and what Ctrl-C calls: a forked process has a copy of all this and does not listen
+_listeners: list[tuple[int, Callable[[], None] | None]] = []
 _before: Any = signal.SIG_DFL  # the handler before the first listener
 _acknowledged_at = -float("inf")
 _is_shielding = False  # whether workers that this process forks leave SIGTERM to it
@@ -50,14 +58,20 @@ def request_stop() -> None:
 
 
 def was_told() -> bool:
-    """Whether SIGTERM was received or :func:`request_stop` was called."""
+    """Whether SIGTERM or Ctrl-C was received or :func:`request_stop` was called."""
     return _is_requested
+
+
+def was_interrupted() -> bool:
+    """Whether Ctrl-C was received, and is to end with KeyboardInterrupt."""
+    return _is_interrupted
 
 
 def obey(*, is_exiting: bool = True) -> None:
     """Acknowledge the request; if this process is about to exit, another SIGTERM is then ignored for a while."""
-    global _acknowledged_at, _is_requested
-    _acknowledged_at, _is_requested = time.monotonic() if is_exiting else _acknowledged_at, False
+    global _acknowledged_at, _is_requested, _is_interrupted
+    _acknowledged_at = time.monotonic() if is_exiting else _acknowledged_at
+    _is_requested = _is_interrupted = False
 
 
 def ends_process() -> bool:
@@ -65,40 +79,58 @@ def ends_process() -> bool:
     return not _is_listened_for() and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _note)
 
 
-def note_sigterm() -> None:
-    """Install the handler, in the main thread: SIGTERM is a request for listeners, and otherwise ends the process."""
+def note_signals() -> None:
+    """Install the handlers, in the main thread: signals are requests for listeners, and otherwise end the process."""
     signal.signal(signal.SIGTERM, _note)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # neither ignored nor the user's own
+        signal.signal(signal.SIGINT, _interrupt)
 
 
 @contextmanager
-def listening() -> Iterator[None]:
-    """Within, SIGTERM is a request and does not end the process; if it is not acknowledged, it takes effect on exit."""
-    global _is_requested, _before
+def listening(on_interrupt: Callable[[], None] | None = None) -> Iterator[None]:
+    """Within, SIGTERM is a request and does not end the process; if it is not acknowledged, it takes effect on exit.
+
+    So is the first Ctrl-C with `on_interrupt`, which is then called in another thread; the second one has its usual
+    effect.
+    """
+    global _before
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     if not _is_listened_for():
         _before = before
-    _listeners.append(os.getpid())
+    listener = (os.getpid(), on_interrupt)
+    _listeners.append(listener)
     if is_main:
-        note_sigterm()
+        note_signals()
     elif before is not _note:
         problem = "SIGTERM can only be handled in the main thread, and will end this process without a checkpoint"
         logger.warning("%s: call vbs.request_stop() when the machine is about to stop", problem)
     try:
         yield
     finally:
-        _listeners.remove(os.getpid())
+        _listeners.remove(listener)
         # the last one restores it: a loop that an exception has left may end during another one
         is_last = not _is_listened_for()
         if is_main and is_last and not (_was_just_acknowledged() and _before == signal.SIG_DFL):
             signal.signal(signal.SIGTERM, _before)
+        if is_main and is_last and signal.getsignal(signal.SIGINT) is _interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if is_last and _is_requested:
-            _is_requested = False
-            os.kill(os.getpid(), signal.SIGTERM)
+            was_interrupt = _is_interrupted
+            obey(is_exiting=False)
+            if was_interrupt:  # later: KeyboardInterrupt would be lost in a generator that is being closed
+                _thread.start_new_thread(_interrupt_soon, ())
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _interrupt_soon() -> None:
+    time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _is_listened_for() -> bool:
-    return os.getpid() in _listeners
+    return any(pid == os.getpid() for pid, _ in _listeners)
 
 
 def _was_just_acknowledged() -> bool:
@@ -106,15 +138,35 @@ def _was_just_acknowledged() -> bool:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    if _is_listened_for():
+    # torchrun sends SIGTERM for the second Ctrl-C; launch() forwards the first one as SIGTERM
+    is_second = _is_interrupted and not _was_just_interrupted() and multiprocessing.parent_process() is None
+    if _is_listened_for() and not is_second:
         request_stop()
     elif not _was_just_acknowledged():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    global _is_interrupted, _interrupted_at
+    calls = [call for pid, call in _listeners if pid == os.getpid() and call is not None]
+    if calls and _was_just_interrupted():
+        return
+    if not calls or _is_interrupted:
+        obey(is_exiting=False)
+        signal.default_int_handler(number, frame)
+    _is_interrupted, _interrupted_at = True, time.monotonic()
+    request_stop()
+    for call in calls:  # in threads: the handler may have interrupted code that holds a lock of logging
+        _thread.start_new_thread(call, ())
+
+
+def _was_just_interrupted() -> bool:
+    return time.monotonic() - _interrupted_at < _SECONDS_OF_ONE_CTRL_C
+
+
 def shield_loader_workers() -> None:
-    """Let DataLoader workers that this process forks leave SIGTERM to it."""
+    """Let DataLoader workers that this process forks leave SIGTERM and Ctrl-C to it."""
     global _is_shielding
     if _is_shielding or not _CAN_WAIT:
         return
@@ -123,7 +175,7 @@ def shield_loader_workers() -> None:
     def block() -> None:
         process = sys._getframe(1).f_locals.get("process_obj")  # of multiprocessing; a worker runs the loop of a loader
         is_worker = getattr(getattr(process, "_target", None), "__name__", None) == "_worker_loop"
-        fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGTERM) if is_worker else None
+        fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGTERM | _SIGINT) if is_worker else None
 
     def unblock() -> None:
         if fork.mask is not None:
@@ -132,18 +184,20 @@ def shield_loader_workers() -> None:
     def begin() -> None:
         if fork.mask is not None:
             leave_sigterm_to_parent()
+            signal.pthread_sigmask(signal.SIG_SETMASK, fork.mask | _SIGTERM)
 
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=begin)
     _is_shielding = True
 
 
 def leave_sigterm_to_parent(worker_id: int | None = None) -> None:
-    """In this DataLoader worker, ignore SIGTERM unless the parent has sent it or has ended.
+    """In this DataLoader worker, ignore Ctrl-C, and SIGTERM unless the parent has sent it or has ended.
 
     A :class:`Checkpoint` does this in forked workers. For other start methods, pass this function as the loader's
     ``worker_init_fn``, whose argument is ignored. Programs started by a worker inherit the blocked signal and must be
     ended with SIGKILL.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if _CAN_WAIT:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGTERM)
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()

@@ -88,6 +88,8 @@ class MinibatchSource(ABC):
         self._followers: list[weakref.ref[Any]] = []  # optimizers that are attached
         self.is_shared = False  # whether several optimizers are attached
         self._on_first_read: Callable[[], None] | None = None
+        self.may_end_early = False  # whether a limit of the run may be reached within a pass
+        self.num_to_run: int | None = None  # how many minibatches of this pass are run, once the limit is reached
 
     @property
     def num_replicas(self) -> int:
@@ -149,6 +151,7 @@ class MinibatchSource(ABC):
         self.epoch, self.first_step = int(epoch), int(first_step)
         self.num_passes += 1
         self.num_read, self._is_read, self._thread, self._on_first_read = 0, False, None, None
+        self.num_to_run = None
         for follower in self.followers():
             follower._follow()
 
@@ -196,12 +199,16 @@ class MinibatchSource(ABC):
 
     def end_pass(self) -> None:
         """Raise if an optimizer has left out the first minibatches of a pass, of which all were read."""
-        for follower in self.followers():
+        for follower in self.followers() if self.num_to_run is None else ():
             runs = follower._runs
             number = runs.first_ahead - self._num_prefetched
             if runs.number_at_end and 0 < number <= self.num_read - runs.number:
                 runs.number_at_end = 0  # refused once
                 self._refuse_left_out(follower, number)
+
+    def end_run(self, num_to_run: int) -> None:
+        """The run ends in this pass, after so many minibatches: those that a loader has read ahead are padding."""
+        self.num_to_run = num_to_run
 
     def end_epoch(self) -> None:
         """Raise as :meth:`end_pass` does, and if all minibatches were read to train, but no optimizer has run one."""
@@ -240,12 +247,6 @@ class MinibatchSource(ABC):
             needs = "a model in fully_shard needs the same number of minibatches on all cores in a step"
             raise ValueError(f"{needs}, but the sampler has been read already: construct it with `lockstep=True`")
         self.schedule.lockstep = True
-
-    def require_equal_minibatches(self, option: str) -> None:
-        """Raise if the size of minibatches depends on the number of cores."""
-        if self.schedule.max_minibatch_size >= 2 * self.minibatch_size:
-            rule = f"`max_minibatch_size` of the sampler must be None with `{option}`"
-            raise ValueError(f"{rule}: the size of minibatches would depend on the number of cores")
 
     def on_first_read(self, callback: Callable[[], None]) -> None:
         """Call a function at the first request of this pass: after the loader has drawn a random number to set up."""
@@ -397,6 +398,8 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
                 if self.num_passes != number:
                     advice = "begin another one, as with iter(loader)"
                     raise RuntimeError(f"set_epoch() was called in the middle of a pass: {advice}")
+                if self.num_to_run is not None:
+                    return
                 self.num_read += 1
                 yield minibatch
         self._end_reading()
@@ -464,6 +467,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             verbose=verbose,
         )
         super().__init__(dataset, batch_sampler=sampler, **options)
+
+    def __iter__(self) -> Any:
+        iterator = super().__iter__()
+        return self._until_end(iterator) if self.num_workers and self.sampler.may_end_early else iterator
+
+    def _until_end(self, minibatches: Iterator[Any]) -> Iterator[Any]:
+        """Without those that the workers have read ahead when the run ends."""
+        for minibatch in minibatches:
+            yield minibatch
+            if self.sampler.num_to_run is not None:
+                return
 
     @property
     def sampler(self) -> CustomSampler:

@@ -329,8 +329,9 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         self._source = SampleSource(samples)
         self._reader: StreamReader | None = None
         self._loaded: dict[str, Any] | None = None
-        # shared with persistent workers: epoch, first step, number of the pass, and of the latest pass that was read
-        self._shared = torch.tensor([0, 0, 0, -1]).share_memory_()  # type: ignore[no-untyped-call]
+        # shared with workers: epoch, first step, number of the pass, and of the latest passes that were read and that a
+        # limit of the run has ended
+        self._shared = torch.tensor([0, 0, 0, -1, -1]).share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def description(self) -> Description:
@@ -345,6 +346,10 @@ class Stream(MinibatchSource, IterableDataset[Any]):
     def begin_pass(self, epoch: int, first_step: int) -> None:
         super().begin_pass(epoch, first_step)
         self._shared[:3] = torch.tensor([self.epoch, self.first_step, self.num_passes])
+
+    def end_run(self, num_to_run: int) -> None:
+        super().end_run(num_to_run)
+        self._shared[4] = self.num_passes
 
     def on_first_read(self, callback: Callable[[], None]) -> None:
         """Call a function now and, without loader workers, again when the first minibatch of this pass is requested."""
@@ -362,7 +367,7 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         if info is not None and not isinstance(self.schedule, Schedule):
             advice = "pass num_workers=0 to its loader, and let `samples` prefetch if necessary"
             raise ValueError(f"a stream with a policy must be read in the main process: {advice}")
-        epoch, first_step, number, _ = self._shared.tolist()
+        epoch, first_step, number = self._shared[:3].tolist()
         where = (self.rank, epoch, first_step, self.is_sharded)
         of_loader = (0, 1) if info is None else (info.id, info.num_workers)
         state, self._loaded = self._loaded, None
@@ -389,6 +394,8 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         for minibatch in reader.minibatches():
             if shared[2] != number:
                 raise RuntimeError("set_epoch() was called after the loader was set up: call it before each pass")
+            if shared[4] == number:
+                return
             self.num_read += 1
             yield self.collate_fn(minibatch)
             if is_main:

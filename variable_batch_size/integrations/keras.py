@@ -2,6 +2,8 @@
 
 import io
 import logging
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,12 +12,25 @@ import torch
 from torch.utils.data import DataLoader
 
 from variable_batch_size.checks import imported_extra
+from variable_batch_size.cores.launch import environment
 from variable_batch_size.integrations.common import Steps, load_state, state_of
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
-with imported_extra("keras", "variable_batch_size.integrations.keras needs keras", "keras"):
+_BACKEND = "KERAS_BACKEND"
+
+if "keras" not in sys.modules and os.environ.get(_BACKEND, "torch") != "torch":
+    raise RuntimeError(f"{_BACKEND} must be torch, got {os.environ[_BACKEND]}")
+# Keras reads it once; its own default is tensorflow
+with (
+    imported_extra("keras", "variable_batch_size.integrations.keras needs keras", "keras"),
+    environment({_BACKEND: "torch"}),
+):
     import keras
+
+if keras.backend.backend() != "torch":
+    found = f"Keras was imported with the {keras.backend.backend()} backend, and must use torch"
+    raise RuntimeError(f"{found}: import variable_batch_size.integrations.keras first, or set {_BACKEND}=torch")
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +65,6 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
             loss: as for ``keras.Model``.
             schedulers: of torch, which a callback steps; they are saved and loaded with the weights.
         """
-        if (backend := keras.backend.backend()) != "torch":
-            advice = "set KERAS_BACKEND before importing it"
-            raise RuntimeError(f"Keras must use the torch backend, got {backend}: {advice}")
         if not isinstance(optimizer, CustomOptimizer):
             raise ValueError(f"`optimizer` must be an optimizer of this library, got {type(optimizer).__name__}")
         if optimizer.sampler.num_replicas > 1:

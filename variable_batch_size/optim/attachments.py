@@ -1,17 +1,22 @@
-"""Attachments: what an optimizer steps after each minibatch: learning-rate schedulers, a log, a checkpoint."""
+"""Attachments: what an optimizer steps after each minibatch, and the epochs of a run, up to its Limit."""
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from variable_batch_size.checks import check_not_negative, check_one_of, check_positive_number, is_integer
 from variable_batch_size.optim.lr_scheduler import load_schedulers, position_of, state_of_schedulers, step_to
+from variable_batch_size.schedules.schedule import BaseSchedule
 
 Per = Literal["update", "epoch", "samples", "tokens", "progress"]
 PER: tuple[Per, ...] = get_args(Per)
+
+logger = logging.getLogger(__name__)
 
 _ROUNDING = 1e-9  # by which a sum of fractions may fall short of the whole number that it represents
 
@@ -50,8 +55,7 @@ class Follower:
         elif self.per == "samples":
             done = optimizer.samples_done
         elif self.per == "tokens":
-            if optimizer.minibatch_weights.is_weighted is False:
-                raise ValueError('per="tokens" needs the tokens of each minibatch: optimizer.step(weight=…)')
+            _check_weighted(optimizer, 'per="tokens"')
             done = optimizer.weight_done
         else:
             done = optimizer.late_progress  # without a wait
@@ -61,6 +65,66 @@ class Follower:
 
     def __str__(self) -> str:
         return f"{type(self.scheduler).__name__} with a step for each {self.every:g} of {self.per!r}"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Where a run ends within an epoch: after the first step that reaches one of these."""
+
+    progress: float | None = None
+    samples: float | None = None
+    tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        check_positive_number(**{name: value for name, value in asdict(self).items() if value is not None})
+
+    def is_reached(self, optimizer: Any) -> bool:
+        """Whether the run has reached it: the same answer on all cores."""
+        if self.samples is not None and optimizer.samples_done >= self.samples:
+            return True
+        if self.tokens is not None:
+            _check_weighted(optimizer, "a limit of `tokens`")
+            if optimizer.weight_done >= self.tokens:
+                return True
+        if self.progress is None:
+            return False
+        # a step is worth at most its scale: until the last ones, the device need not be waited for
+        most = max(1.0, optimizer.batch_size / optimizer.ref_batchsize)
+        return bool(optimizer.late_progress + most >= self.progress and optimizer.progress >= self.progress)
+
+    def num_epochs(self, given: int | None, schedule: BaseSchedule) -> int | None:
+        """How many epochs a run has at most; None if there is no end but this one."""
+        number = schedule.num_epochs if given is None else given
+        if number is None:
+            if self == Limit():
+                raise ValueError("`num_epochs` must be given, or a limit such as `samples`: the trace has no end")
+            return None
+        check_not_negative(num_epochs=number)
+        if number:
+            schedule.steps(number - 1)  # raises if the trace has fewer
+        return number
+
+    @contextmanager
+    def applied(self, optimizer: Any) -> Iterator[None]:
+        """Within, the optimizer ends the run where it reaches the limit."""
+        optimizer.limit = None if self == Limit() else self
+        optimizer.sampler.may_end_early = self != Limit()
+        try:
+            yield
+        finally:
+            optimizer.limit, optimizer.sampler.may_end_early = None, False
+
+    def warn_unless_reached(self, optimizer: Any, num_epochs: int | None) -> None:
+        """After all epochs of a trace: warn if it was too short."""
+        if num_epochs is None and self != Limit() and not self.is_reached(optimizer) and optimizer.sampler.rank == 0:
+            limit = ", ".join(f"{name}={value:g}" for name, value in asdict(self).items() if value is not None)
+            done = f"{optimizer.samples_done} samples, progress {optimizer.progress:g}"
+            logger.warning("%s ended before %s: after %s", optimizer.sampler.schedule.name, limit, done)
+
+
+def _check_weighted(optimizer: Any, what: str) -> None:
+    if optimizer.minibatch_weights.is_weighted is False:
+        raise ValueError(f"{what} needs the tokens of each minibatch: optimizer.step(weight=…)")
 
 
 class Attachments:
@@ -140,18 +204,13 @@ class Attachments:
         for part in self._parts:
             part.on_minibatch(loss)
 
-    def epochs(self, optimizer: Any, num_epochs: int | None) -> Iterator[int]:
+    def epochs(self, optimizer: Any, num_epochs: int | None, limit: Limit) -> Iterator[int]:
         """The remaining epochs of a run: those of the checkpoint, if there is one."""
-        schedule = optimizer.sampler.schedule
-        num_epochs = schedule.num_epochs if num_epochs is None else num_epochs
-        if num_epochs is None:
-            raise ValueError("`num_epochs` must be given: the trace has no end")
-        check_not_negative(num_epochs=num_epochs)
-        if num_epochs:
-            schedule.steps(num_epochs - 1)  # raises if the trace has fewer
+        limit.num_epochs(num_epochs, optimizer.sampler.schedule)
         checkpoint = next(filter(_has_epochs, self._parts), None)
-        epochs = _epochs(optimizer, num_epochs) if checkpoint is None else checkpoint.epochs(num_epochs)
-        return self._closing(epochs)
+        if checkpoint is None:
+            return self._closing(_epochs(optimizer, num_epochs, limit))
+        return self._closing(checkpoint.epochs(num_epochs, **asdict(limit)))
 
     def _closing(self, epochs: Iterator[int]) -> Iterator[int]:
         try:
@@ -196,14 +255,17 @@ def _load(follower: Follower, saved: Mapping[str, Any]) -> None:
     load_schedulers([follower.scheduler], [saved["state"]])
 
 
-def _epochs(optimizer: Any, num_epochs: int) -> Iterator[int]:
+def _epochs(optimizer: Any, num_epochs: int | None, limit: Limit) -> Iterator[int]:
     epoch, first_step, sampler = optimizer.epoch, optimizer.epoch_step, optimizer.sampler
     # whether the epoch has a minibatch left is looked up in the schedule, as a policy decides where its epochs end
     offsets = sampler.schedule.offsets(epoch, sampler.rank, at_once=1, first_step=first_step)
     if next(offsets, None) is None:
         epoch, first_step = epoch + 1, 0
-    for number in range(epoch, num_epochs):
-        sampler.set_epoch(number, first_step)
-        yield number
-        sampler.end_epoch()
-        first_step = 0
+    most = limit.num_epochs(num_epochs, sampler.schedule)
+    with limit.applied(optimizer):
+        while (most is None or epoch < most) and not limit.is_reached(optimizer):
+            sampler.set_epoch(epoch, first_step)
+            yield epoch
+            sampler.end_epoch()
+            epoch, first_step = epoch + 1, 0
+    limit.warn_unless_reached(optimizer, num_epochs)

@@ -18,7 +18,7 @@ from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import Cursor, StepPlan
 from variable_batch_size.data.sampler import CustomSampler, Description, MinibatchSource, source_of
 from variable_batch_size.optim import consistency
-from variable_batch_size.optim.attachments import Attachments, Per
+from variable_batch_size.optim.attachments import Attachments, Limit, Per
 from variable_batch_size.optim.buffers import Buffers
 from variable_batch_size.optim.flow import Flow, Outcome, step_unless
 from variable_batch_size.optim.gradients import make_accumulator
@@ -238,6 +238,7 @@ class CustomOptimizer(OptimizerProxy):
         self._attachments = Attachments()
         self._samples_every = 1  # steps from one measurement of norm layers to the next
         self._half = 0  # of the minibatch that halves() has split: which one is next
+        self.limit: Limit | None = None  # within epochs() that have one
         self._precedes = self._has_warned = False  # whether other optimizers of the sampler had no gradient at step()
 
     def _init_minibatches(self, model: torch.nn.Module | None) -> None:
@@ -297,6 +298,9 @@ class CustomOptimizer(OptimizerProxy):
         result = None if closure is None else self._run(closure)
         if weight is not None or self.minibatch_weights.is_weighted is not False:
             weight = self.minibatch_weights.checked(weight)
+        if self.sampler.num_to_run is not None and self._drops_minibatch:
+            self._drop_minibatch()
+            return False if closure is None else result
         plan = self._plan_minibatch(is_closure=closure is not None)
         self._factors = []
         was_enabled = torch.is_grad_enabled()
@@ -311,6 +315,10 @@ class CustomOptimizer(OptimizerProxy):
                 self._updated = self._complete_step(plan)
         finally:
             torch._C._set_grad_enabled(was_enabled)
+        if plan.is_last and self.limit is not None and self.limit.is_reached(self):
+            self.sampler.end_run(self._runs.number)
+            self._buffers.expect_skips(True)  # of minibatches that a loader has read ahead
+            self._buffers.snapshot(True)
         self._prepare_next()
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, (), {})
@@ -362,7 +370,7 @@ class CustomOptimizer(OptimizerProxy):
         if self._half:
             raise RuntimeError(_HALVES)
         plan = self._cursor.next
-        if not self._is_split(plan, every):
+        if self._drops_minibatch or not self._is_split(plan, every):
             yield data[0] if len(data) == 1 else data
             return
         size, self._half = self.sampler.minibatch_size, 1
@@ -397,6 +405,18 @@ class CustomOptimizer(OptimizerProxy):
         """In how many parts the latest minibatch is run: 2 if :meth:`halves` has split it, else 1."""
         plan = self._cursor.plan
         return plan.num_minibatches * self._cursor.schedule.minibatch_size_of(plan.batch_size) // plan.batch_size
+
+    @property
+    def _drops_minibatch(self) -> bool:
+        """Whether the run has reached its limit before the latest minibatch that was read."""
+        return self.sampler.num_to_run is not None and self._runs.number >= self.sampler.num_to_run
+
+    def _drop_minibatch(self) -> None:
+        """Undo a minibatch that a loader had read before the run reached its limit."""
+        self.zero_grad()
+        self._buffers.restore(True)
+        self._buffers.snapshot(True)
+        self._communicator.flush()
 
     def _run(self, closure: Any) -> Any:
         if not callable(closure):
@@ -630,7 +650,14 @@ class CustomOptimizer(OptimizerProxy):
         for part in parts:
             self._attachments.add(part, self, per=per, every=every)
 
-    def epochs(self, num_epochs: int | None = None) -> Iterator[int]:
+    def epochs(
+        self,
+        num_epochs: int | None = None,
+        *,
+        progress: float | None = None,
+        samples: float | None = None,
+        tokens: float | None = None,
+    ) -> Iterator[int]:
         """The remaining epochs of a run, with ``set_epoch`` called for each.
 
             for epoch in optimizer.epochs(10):
@@ -644,11 +671,15 @@ class CustomOptimizer(OptimizerProxy):
 
         Args:
             num_epochs: how many epochs the whole run has, including those done before; None for all of the trace.
+            progress: end the run after the step that reaches this :attr:`progress`, even within an epoch. The loader
+                then has no more minibatches. With a larger value, the run resumes there.
+            samples: likewise, this number of samples.
+            tokens: likewise, this sum of the weights passed to :meth:`step`, which waits for the device in every step.
 
         Raises:
             ValueError: at the start, if the trace holds fewer epochs.
         """
-        return self._attachments.epochs(self, num_epochs)
+        return self._attachments.epochs(self, num_epochs, Limit(progress, samples, tokens))
 
     def set_schedule(self, schedule: BaseSchedule) -> None:
         """Replace the schedule, and that of the sampler; ``set_epoch`` then selects a position in it."""

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from variable_batch_size.checks import check_not_negative, check_one_of, check_positive
+from variable_batch_size.checks import check_one_of, check_positive
 from variable_batch_size.cores import devices, signals
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.cores.messages import show
+from variable_batch_size.optim.attachments import Limit
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
@@ -122,7 +123,8 @@ class Checkpoint:
     restored, so dropout differs unless minibatches are seeded.
 
     **SIGTERM**, which announces the end of a spot machine, saves at the end of a step, within about a second, and ends
-    the process with :data:`EXIT_STOPPED`.
+    the process with :data:`EXIT_STOPPED`. **Ctrl-C** saves in the same way and raises KeyboardInterrupt; pressed
+    again, it does so at once. Two runs in one directory are refused.
 
     Args:
         directory: for the checkpoints, created if necessary, or a URL such as ``"s3://bucket/run"``; None to save
@@ -197,24 +199,40 @@ class Checkpoint:
         self._coordinator.mark_saved()
         self._steps_seen = self._steps_before = optimizer.steps_done  # the latter: before the epoch
 
-    def epochs(self, num_epochs: int) -> Iterator[int]:
+    def epochs(
+        self,
+        num_epochs: int | None = None,
+        *,
+        progress: float | None = None,
+        samples: float | None = None,
+        tokens: float | None = None,
+    ) -> Iterator[int]:
         """Iterate over the remaining epochs of a run, and call ``set_epoch`` on the sampler and the optimizer.
 
         An epoch that was interrupted continues after its completed steps; if all were completed, its loader is empty
         and the code after the loop runs. The end of the last epoch is saved. The loop may leave an epoch early, even in
         the middle of a step, which is then discarded. If the trace has fewer epochs, it raises at the start.
+
+        With `progress`, `samples` or `tokens`, the run ends after the step that reaches one of them, even within an
+        epoch, as in :meth:`CustomOptimizer.epochs`. With a larger value, it resumes there.
         """
-        check_not_negative(num_epochs=num_epochs)
-        if num_epochs:
-            self._sampler.schedule.steps(num_epochs - 1)
-        with signals.listening(), contextlib.ExitStack() as at_end:
+        limit, optimizer = Limit(progress, samples, tokens), self._optimizer
+        most = limit.num_epochs(num_epochs, self._sampler.schedule)
+        on_interrupt = None if self.directory is None else self._announce_save
+        with signals.listening(on_interrupt), contextlib.ExitStack() as at_end:
+            if self.directory is not None:
+                self._acquire()
+                at_end.callback(self._store.release)
             at_end.callback(self.wait)
-            while self._epoch < num_epochs:
+            at_end.enter_context(limit.applied(optimizer))
+            while (most is None or self._epoch < most) and not limit.is_reached(optimizer):
                 self._begin_epoch()
                 yield self._epoch
-                self._end_epoch()
+                is_within = limit.is_reached(optimizer) and not optimizer.has_completed_epoch
+                if not is_within:
+                    self._end_epoch()
                 signal = self._coordinator.poll()
-                if self._epoch == num_epochs:
+                if is_within or self._epoch == most or limit.is_reached(optimizer):
                     self.save()
                     signal = self._coordinator.poll()  # again, as there is no later poll
                 elif signal.save_due or signal.stop_requested:
@@ -222,6 +240,7 @@ class Checkpoint:
                 if signal.stop_requested:
                     self._stop()
             self._restore_random()  # if the run was complete already
+        limit.warn_unless_reached(optimizer, num_epochs)
 
     def step(self) -> None:
         """Save if it is time, and stop if that was requested. Call it at the end of the loop body, after schedulers."""
@@ -231,6 +250,8 @@ class Checkpoint:
         self._steps_seen = optimizer.steps_done
         if self.directory is not None:
             self._store.check()
+        if self._sampler.num_to_run is not None:  # epochs() saves the end of the run, after what the loop body does
+            return
         is_due = self.every_steps is not None and optimizer.steps_done % self.every_steps == 0
         at_once = self._sampler.schedule.minibatch_size_of(optimizer.batch_size) * self._sampler.num_replicas
         signal = self._coordinator.after_minibatches(-(-optimizer.batch_size // at_once))
@@ -290,6 +311,22 @@ class Checkpoint:
         if self.directory is not None:
             self._store.wait()
 
+    def _acquire(self) -> None:
+        """Begin to write, or raise on all ranks if another run does."""
+        problem = None
+        if self._communicator.rank == 0:
+            try:
+                self._store.acquire()
+                if not self._store.is_prepared and self._store.newest() != self._found:
+                    raise RuntimeError(f"another run has saved to {self.directory} since: make the checkpoint again")
+                if not self._store.is_prepared and self._found is not None:
+                    self._executed.truncate([*self._steps_of_epochs, self._first_step])
+            except (RuntimeError, OSError) as error:
+                self._store.release()
+                problem = error
+        if self._coordinator.all_reduce([problem is not None]) != [0]:
+            raise problem or RuntimeError(f"rank 0 could not begin to write to {self.directory}")
+
     def _epoch_step(self) -> int:
         """Completed steps of the current epoch."""
         completed = self._optimizer.steps_done - self._steps_before
@@ -327,12 +364,18 @@ class Checkpoint:
     def _stop(self) -> None:
         """End this process once all ranks are here. The run has been saved."""
         self.wait()
-        self._coordinator.all_reduce([0])  # a rank that exits early may get the others killed, rank 0 as it writes
-        signals.obey()
+        # on all ranks: one that exits early may get the others killed, rank 0 as it writes
+        (interrupts,) = self._coordinator.all_reduce([signals.was_interrupted()])
+        signals.obey(is_exiting=not interrupts)
         if self._communicator.rank == 0:
             saved = "" if self.directory is None else f", saved in {self.directory}"
             logger.warning("stop requested: ended after %d steps%s", self._optimizer.steps_done, saved)
-        raise SystemExit(signals.EXIT_STOPPED)
+        raise KeyboardInterrupt if interrupts else SystemExit(signals.EXIT_STOPPED)
+
+    def _announce_save(self) -> None:
+        """Called at the first Ctrl-C."""
+        if self._communicator.rank == 0:
+            show(logger, "Ctrl-C: the run saves at the end of this step; press it again to end at once, without a save")
 
     def _resume(self, paths: list[Path]) -> None:
         """Resume from the newest checkpoint, if any. It is read and checked before anything is changed."""
@@ -348,8 +391,10 @@ class Checkpoint:
         origin = ", ".join(f"{name} {value}" for name, value in self._fingerprint.items())
         path, schedule = self._store.folder / EXECUTED, self._sampler.schedule
         self._executed = ExecutedTrace(path, schedule, origin=origin, changes=self._changes)
+        self._found = paths[-1].name if paths else None
         if state is not None and self._communicator.rank == 0:
-            self._executed.truncate([*self._steps_of_epochs, self._first_step])
+            if self._store.is_prepared:
+                self._executed.truncate([*self._steps_of_epochs, self._first_step])
             schedule = self._sampler.schedule
             of_all = f" of {len(schedule.trace)}" if schedule.on_end == "stop" else ""
             position = f"epoch {self._epoch}, step {self._optimizer.steps_done}{of_all}"

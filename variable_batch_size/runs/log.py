@@ -11,6 +11,7 @@ import torch
 from variable_batch_size.checks import check_positive
 from variable_batch_size.cores import xla
 from variable_batch_size.cores.detect import communicator_for, device_for_sums, everyone_for
+from variable_batch_size.data import evaluation
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 
@@ -18,14 +19,15 @@ class Metrics:
     """Named sums that are accumulated on each core's device and all-reduced when they are read.
 
         metrics = vbs.Metrics("correct", "seen", device=device)
-        for data, target in test_loader:
+        for data, target in vbs.EvaluationLoader(test_set, minibatch_size=256):
             metrics.add(correct=(model(data).argmax(1) == target).sum(), seen=len(target))
         sums = metrics.read()
         accuracy = sums["correct"] / sums["seen"]
 
     Cores may add different numbers of times, or never. Sums are in double precision, so that counts are exact. On XLA
     :meth:`add` ends the minibatch, as ``optimizer.step()`` does: an evaluation loop needs nothing else for that. In a
-    training loop, add after ``optimizer.step()``, or use :class:`Log` for the loss.
+    training loop, add after ``optimizer.step()``, or use :class:`Log` for the loss. What is added for a padding
+    minibatch of an :class:`EvaluationLoader` does not count.
 
     Args:
         names: of the sums, in the same order on all cores.
@@ -55,10 +57,11 @@ class Metrics:
         for name, value in values.items():
             if name not in self._sums:
                 raise ValueError(f"{name!r} must be one of {', '.join(map(repr, self._names))}")
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise ValueError(f"{name!r} must be one number, got a tensor of the shape {tuple(value.shape)}")
+        for name, value in values.items() if evaluation.counts() else ():
             if not isinstance(value, torch.Tensor):
                 self._host_sums[name] += float(value)
-            elif value.numel() != 1:
-                raise ValueError(f"{name!r} must be one number, got a tensor of the shape {tuple(value.shape)}")
             else:
                 self._sums[name] = self._sums[name] + value.detach().to(self._device, self._dtype).view(1)
         self._communicator.flush()

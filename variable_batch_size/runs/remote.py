@@ -99,6 +99,16 @@ class RemoteDirectory:
             raise
         self.truncate_local(path)
 
+    def read_text(self, name: str) -> str | None:
+        """The contents of a small remote file; None if there is none."""
+        with as_os_error(f"{self.url}/{name} could not be read"), suppress(FileNotFoundError):
+            return str(self._filesystem.cat_file(f"{self._root}/{name}").decode())
+        return None
+
+    def write_text(self, name: str, text: str) -> None:
+        with as_os_error(f"{self.url}/{name} could not be written"):
+            self._filesystem.pipe_file(f"{self._root}/{name}", text.encode())
+
     def remove(self, name: str) -> None:
         """Remove a remote file, if it exists."""
         with as_os_error(f"{self.url}/{name} could not be removed"), suppress(FileNotFoundError):

@@ -17,6 +17,7 @@ from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.optim.lr_scheduler import Stateful, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.runs import sharded_state, state_file
+from variable_batch_size.runs.lock import LOCK, RunLock
 from variable_batch_size.runs.remote import RemoteDirectory, call_at_exit
 from variable_batch_size.runs.state_file import tree_map
 from variable_batch_size.schedules.schedule import BaseSchedule
@@ -207,10 +208,35 @@ class CheckpointStore:
             if self._remote is not None:
                 raise ValueError(f'`format` must be "file" with a URL, got "sharded" for {self.directory}')
             self._group = sharded_state.host_group(communicator, next(optimizer.parameters()).device)
-        if self._is_first:
-            state_file.prepare(self.folder) if self._remote is None else self._remote.check_writable()
+        self._lock = RunLock(self.folder, self._remote) if self._is_first else None
+        # the files of another run are left as they are; it may end before acquire()
+        self.is_prepared = self._lock is None or not self._lock.is_held_elsewhere()
+        if self.is_prepared:
+            self._prepare()
         sharded_state.try_out_model(model)
         sharded_state.try_out_optimizer(optimizer)
+
+    def _prepare(self) -> None:
+        if self._is_first:
+            state_file.prepare(self.folder) if self._remote is None else self._remote.check_writable()
+
+    def acquire(self) -> None:
+        """Begin to write: raise if another run does. Called on rank 0."""
+        if self._lock is not None:
+            self._lock.acquire()
+            if not self.is_prepared:
+                self._prepare()
+
+    def release(self) -> None:
+        """Let other runs write."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def newest(self) -> str | None:
+        """The name of the newest checkpoint."""
+        paths = state_file.checkpoints(self.folder)
+        names = [path.name for path in paths] if self._remote is None else self._remote.names()
+        return max((name for name in names if name.startswith("step-")), default=None)
 
     def save(self, rest: dict[str, Any], *, when_done: Callable[[], None]) -> None:
         """Save the model, the optimizer and the rest of the state, that of rank 0, on which `when_done` is called once
@@ -235,6 +261,8 @@ class CheckpointStore:
         self, steps_done: int, state: dict[str, Any], tensors: dict[str, torch.Tensor], when_done: Callable[[], None]
     ) -> None:
         """Write a checkpoint. It is uploaded before other files are, and before older checkpoints are removed."""
+        if self._lock is not None:
+            self._lock.check()
         path = state_file.path_of(self.folder, steps_done)
         if self._is_sharded:
             sharded_state.write_directory(self.folder, steps_done, state, tensors, self._group, is_first=self._is_first)
@@ -281,7 +309,8 @@ class CheckpointStore:
             yield state_file.checkpoints(self.folder)
             return
         for name in self._remote.names():
-            self._remote.truncate_local(self.folder / name)
+            if name != LOCK:
+                self._remote.truncate_local(self.folder / name)
         paths = state_file.checkpoints(self.folder)
         own = [self.folder / name for name in (EXECUTED, DECISIONS)] if self._is_first else []
         for path in [*paths[-1:], *(path for path in own if path.exists())]:

@@ -197,6 +197,12 @@ class BaseSchedule(ABC):
             return self.minibatch_size
         return int(self.minibatch_sizes(np.array([batch_size]))[0])
 
+    def require_equal_minibatches(self, option: str) -> None:
+        """Raise if the size of minibatches depends on the number of cores."""
+        if self.max_minibatch_size >= 2 * self.minibatch_size:
+            rule = f"`max_minibatch_size` of the sampler must be None with `{option}`"
+            raise ValueError(f"{rule}: the size of minibatches would depend on the number of cores")
+
     def num_minibatches(self, step: int) -> int:
         """Number of minibatches of a step, summed over cores."""
         size = self.batch_size(step)

@@ -30,7 +30,7 @@ def make_accumulator(
     if gradient_as_bucket_view and exact:
         raise ValueError("`gradient_as_bucket_view` must be False with `exact`, which rounds each minibatch's gradient")
     if exact:
-        sampler.require_equal_minibatches("exact")
+        sampler.schedule.require_equal_minibatches("exact")
     if sampler.schedule.lockstep and (gradient_as_bucket_view or communicator.is_one_program):
         where = "with `gradient_as_bucket_view`" if gradient_as_bucket_view else "on XLA"
         reason = "padding minibatches cannot be dropped there"

@@ -1,0 +1,111 @@
+"""EvaluationLoader: every sample once over all cores, equal rounds, and padding that Metrics does not count."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import variable_batch_size as vbs
+
+
+def loaders(size, minibatch_size, cores, **options):
+    return [
+        vbs.EvaluationLoader(range(size), minibatch_size=minibatch_size, num_replicas=cores, rank=rank, **options)
+        for rank in range(cores)
+    ]
+
+
+def count(loader):
+    """What a core counts: the sum of its samples, and their number."""
+    metrics = vbs.Metrics("sum", "seen", device="cpu")
+    for samples in loader:
+        metrics.add(sum=samples.sum(), seen=len(samples))
+    return metrics.read()
+
+
+@given(size=st.integers(0, 40), minibatch_size=st.integers(1, 9), cores=st.integers(1, 6))
+def test_every_sample_is_counted_once_in_as_many_minibatches_on_each_core(size, minibatch_size, cores):
+    of_cores = loaders(size, minibatch_size, cores)
+    lengths = {len(loader) for loader in of_cores}
+    assert lengths == {-(-size // (cores * minibatch_size))}
+    sums = [count(loader) for loader in of_cores]
+    assert sum(one["seen"] for one in sums) == size
+    assert sum(one["sum"] for one in sums) == size * (size - 1) // 2
+
+
+@given(size=st.integers(0, 40), minibatch_size=st.integers(1, 9), cores=st.integers(1, 6))
+def test_without_lockstep_there_is_no_padding(size, minibatch_size, cores):
+    of_cores = loaders(size, minibatch_size, cores, lockstep=False)
+    read = itertools.chain.from_iterable(minibatch.tolist() for loader in of_cores for minibatch in loader)
+    assert sorted(read) == list(range(size))
+
+
+def test_minibatches_are_those_of_one_core():
+    first, second, third = ([minibatch.tolist() for minibatch in loader] for loader in loaders(7, 2, 3, lockstep=False))
+    assert (first, second, third) == ([[0, 1], [6]], [[2, 3]], [[4, 5]])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_padding_is_told_from_the_rest_whatever_workers_have_read(num_workers):
+    (_, loader) = loaders(5, 2, 2, num_workers=num_workers)
+    assert count(loader) == {"sum": 5, "seen": 2}
+    assert count(loader) == {"sum": 5, "seen": 2}  # again
+
+
+def test_a_core_with_padding_only_counts_nothing():
+    assert [count(loader)["seen"] for loader in loaders(3, 8, 3)] == [3, 0, 0]
+
+
+def test_loop_without_metrics_raises_at_padding():
+    (_, loader) = loaders(5, 2, 2)
+    with pytest.raises(RuntimeError, match="the last minibatch of this core is padding"):
+        list(loader)
+
+
+def test_loop_that_reads_ahead_raises_at_padding():
+    (_, loader) = loaders(9, 2, 2)
+    metrics, ahead = vbs.Metrics("seen", device="cpu"), iter(loader)
+    pending = next(ahead)
+    with pytest.raises(RuntimeError, match="in a loop that reads this loader directly"):
+        for samples in ahead:
+            metrics.add(seen=len(pending))
+            pending = samples
+
+
+def test_what_is_added_after_a_loop_that_was_left_counts():
+    (_, loader) = loaders(5, 2, 2)
+    metrics = vbs.Metrics("seen", device="cpu")
+    for number, samples in enumerate(loader):
+        metrics.add(seen=len(samples))
+        if number == 1:  # padding
+            break
+    metrics.add(seen=10)
+    assert metrics.read() == {"seen": 12}
+
+
+def evaluate_on_cores():
+    return count(vbs.EvaluationLoader(range(10), minibatch_size=4))
+
+
+def test_cores_of_the_backend_share_the_samples(on_cores):
+    assert on_cores(2, evaluate_on_cores) == [{"sum": 45, "seen": 10}] * 2
+
+
+@pytest.mark.parametrize("name", ["batch_size", "batch_sampler", "drop_last", "sampler", "shuffle"])
+def test_arguments_that_determine_minibatches_are_refused(name):
+    with pytest.raises(ValueError, match=f"`{name}` must not be given"):
+        vbs.EvaluationLoader(range(5), minibatch_size=2, **{name: 1})
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="`minibatch_size` must be a positive integer, got 0"):
+        vbs.EvaluationLoader(range(5), minibatch_size=0)
+    with pytest.raises(ValueError, match="`rank` must be"):
+        vbs.EvaluationLoader(range(5), minibatch_size=2, num_replicas=2, rank=2)
+    with pytest.raises(ValueError, match="`dataset` must have a length, got generator"):
+        vbs.EvaluationLoader((x for x in range(5)), minibatch_size=2)
+    with pytest.raises(ValueError, match="`in_order` must be True"):
+        vbs.EvaluationLoader(range(5), minibatch_size=2, in_order=False)
+    assert torch.equal(next(iter(vbs.EvaluationLoader(range(5), minibatch_size=2))), torch.tensor([0, 1]))

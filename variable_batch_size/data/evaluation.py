@@ -1,0 +1,117 @@
+"""EvaluationLoader: every sample of a data set once, over all cores."""
+
+import threading
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch.utils.data
+
+from variable_batch_size.checks import check_positive, check_within
+from variable_batch_size.cores.detect import running_cores
+
+
+class _Reading(threading.local):
+    """The minibatch of the loop in this thread; cores may be threads."""
+
+    def __init__(self) -> None:
+        self.number = -1  # in its pass
+        self.is_padding = False
+        self.added = set[int]()  # the minibatches of the pass for which something was added to Metrics
+
+
+_reading = _Reading()
+
+
+def counts() -> bool:
+    """Whether the minibatch of the loop in this thread counts. Called by :meth:`Metrics.add`."""
+    _reading.added.add(_reading.number)
+    return not _reading.is_padding
+
+
+class _Minibatches(torch.utils.data.Sampler[list[int]]):
+    def __init__(self, minibatches: list[range]) -> None:
+        self._minibatches = minibatches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return map(list, self._minibatches)
+
+    def __len__(self) -> int:
+        return len(self._minibatches)
+
+
+class EvaluationLoader(torch.utils.data.DataLoader[Any]):
+    """A DataLoader that reads every sample once, over all cores, in order, with as many minibatches on each core.
+
+        metrics = vbs.Metrics("correct", "seen", device=device)
+        for data, target in vbs.EvaluationLoader(test_set, minibatch_size=256):
+            metrics.add(correct=(model(data).argmax(1) == target).sum(), seen=len(target))
+
+    Core r of R reads minibatches r, r + R, r + 2R, … of the data set, of which the last may be smaller. If these are
+    fewer on some cores, their last minibatch is padding, a copy of the first one of the data set, which
+    :class:`Metrics` does not count: a model in ``fully_shard`` waits for all cores in each forward pass.
+
+    Args:
+        dataset: with a length and indices.
+        minibatch_size: samples that one core runs at once.
+        num_replicas: cores that share the work; those of the running backend if None.
+        rank: which of them this is; that of the running backend if None.
+        process_group: the cores that share the work, as in :class:`DataLoader`.
+        lockstep: whether there is padding. Without it, a loop need not add to :class:`Metrics`.
+        options: of torch's DataLoader, such as `num_workers`, `collate_fn` and `pin_memory`.
+
+    >>> [list(EvaluationLoader(range(5), minibatch_size=2, num_replicas=2, rank=r, lockstep=False)) for r in (0, 1)]
+    [[tensor([0, 1]), tensor([4])], [tensor([2, 3])]]
+    """
+
+    def __init__(
+        self,
+        dataset: torch.utils.data.Dataset[Any],
+        *,
+        minibatch_size: int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        process_group: Any = None,
+        lockstep: bool = True,
+        **options: Any,
+    ) -> None:
+        check_positive(minibatch_size=minibatch_size)
+        for name in ("batch_size", "batch_sampler", "drop_last", "sampler", "shuffle"):
+            if name in options:
+                raise ValueError(
+                    f"`{name}` must not be given: `minibatch_size` and the cores determine the minibatches"
+                )
+        if not options.get("in_order", True):
+            raise ValueError("`in_order` must be True: the last minibatch may be padding")
+        if not isinstance(dataset, Sized):
+            raise ValueError(f"`dataset` must have a length, got {type(dataset).__name__}")
+        running_rank, running_replicas = running_cores(process_group)
+        num_replicas = running_replicas if num_replicas is None else num_replicas
+        rank = running_rank if rank is None else rank
+        check_positive(num_replicas=num_replicas)
+        check_within(num_replicas - 1, rank=rank)
+        size = len(dataset)
+        minibatches = [range(first, min(first + minibatch_size, size)) for first in range(0, size, minibatch_size)]
+        own = minibatches[rank::num_replicas]
+        self._num_own = len(own)
+        num_rounds = -(-len(minibatches) // num_replicas)
+        padding = minibatches[:1] if lockstep and len(own) < num_rounds else []
+        super().__init__(dataset, batch_sampler=_Minibatches(own + padding), **options)
+
+    def __iter__(self) -> Any:
+        minibatches = super().__iter__()
+        return self._marked(minibatches) if self._num_own < len(self) else minibatches
+
+    def _marked(self, minibatches: Iterator[Any]) -> Iterator[Any]:
+        try:
+            for number, minibatch in enumerate(minibatches):
+                is_padding = number == self._num_own
+                if is_padding and not _reading.added.issuperset(range(number)):
+                    raise RuntimeError(
+                        "the last minibatch of this core is padding, which only vbs.Metrics leaves out: call "
+                        "metrics.add() once for each minibatch, in a loop that reads this loader directly, or make it "
+                        "with `lockstep=False`"
+                    )
+                _reading.number, _reading.is_padding = number, is_padding
+                yield minibatch
+        finally:
+            _reading.number, _reading.is_padding, _reading.added = -1, False, set()
