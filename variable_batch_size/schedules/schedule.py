@@ -197,12 +197,6 @@ class BaseSchedule(ABC):
             return self.minibatch_size
         return int(self.minibatch_sizes(np.array([batch_size]))[0])
 
-    def require_equal_minibatches(self, option: str) -> None:
-        """Raise if the size of minibatches depends on the number of cores."""
-        if self.max_minibatch_size >= 2 * self.minibatch_size:
-            rule = f"`max_minibatch_size` of the sampler must be None with `{option}`"
-            raise ValueError(f"{rule}: the size of minibatches would depend on the number of cores")
-
     def num_minibatches(self, step: int) -> int:
         """Number of minibatches of a step, summed over cores."""
         size = self.batch_size(step)
@@ -474,6 +468,13 @@ class Schedule(BaseSchedule):
         by_cores = np.zeros(self.num_replicas + 1, dtype=np.int64)
         np.add.at(by_cores, cores, counts)
         return by_cores[::-1].cumsum()[-2::-1]
+
+
+def require_equal_minibatches(schedule: BaseSchedule, option: str) -> None:
+    """Raise if the size of minibatches depends on the number of cores."""
+    if schedule.max_minibatch_size >= 2 * schedule.minibatch_size:
+        rule = f"`max_minibatch_size` of the sampler must be None with `{option}`"
+        raise ValueError(f"{rule}: the size of minibatches would depend on the number of cores")
 
 
 def _counted(number: int, noun: str) -> str:

@@ -13,6 +13,7 @@ from variable_batch_size.optim.gradients.buckets import BucketAccumulator
 from variable_batch_size.optim.gradients.fsdp import FSDPAccumulator
 from variable_batch_size.optim.gradients.traced import TracedAccumulator
 from variable_batch_size.optim.wrappers import Wrappers
+from variable_batch_size.schedules.schedule import require_equal_minibatches
 
 
 def make_accumulator(
@@ -30,7 +31,7 @@ def make_accumulator(
     if gradient_as_bucket_view and exact:
         raise ValueError("`gradient_as_bucket_view` must be False with `exact`, which rounds each minibatch's gradient")
     if exact:
-        sampler.schedule.require_equal_minibatches("exact")
+        require_equal_minibatches(sampler.schedule, "exact")
     if sampler.schedule.lockstep and (gradient_as_bucket_view or communicator.is_one_program):
         where = "with `gradient_as_bucket_view`" if gradient_as_bucket_view else "on XLA"
         reason = "padding minibatches cannot be dropped there"
