@@ -6,8 +6,9 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple, final
 
 import torch
@@ -174,6 +175,17 @@ def _tested(training: Training, leg: Leg, base_lrs: Sequence[float], num_samples
             return
 
 
+def _initial(source: Source, seed: int) -> dict[str, torch.Tensor]:
+    """The parameters of a new model with a seed."""
+    workload = _workload(source.workload, source.source, source.datadir)
+    torch.manual_seed(seed)
+    return {name: p.detach() for name, p in workload.model().named_parameters()}
+
+
+def _flat(state: Mapping[str, torch.Tensor], names: Iterable[str]) -> torch.Tensor:
+    return torch.cat([state[name].flatten().double() for name in names])
+
+
 class InThisProcess:
     """Does work when its outcome is asked for, with the interface of LocalProcesses."""
 
@@ -236,6 +248,43 @@ class Legs:
                 raise ValueError(f"{leg} failed: {outcome.reason}")
             found[leg] = self._write(leg, *outcome)
             self._on_end(leg, found[leg])
+        return found
+
+    def rates(
+        self, name: str, before: Leg | None, legs: Mapping[str, Sequence[Leg]], first: str
+    ) -> dict[str, list[float]]:
+        """How far each arm has moved since the leg before all of them, along the first arm and relative to it.
+
+        An arm has a leg for each seed. Its rate with a seed is the mean over all other seeds of the scalar product with
+        the displacement of the first arm, as a fraction of what the first arm itself has: noise is independent between
+        seeds, and is not taken for progress. The result is kept in a file, because the states of legs may be deleted.
+        """
+        path = self._directory / f"{name}.json"
+        if path.exists():
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        names = list(_initial(self._source, 0))  # without buffers
+
+        def weights(leg: Leg) -> torch.Tensor:
+            states = torch.load(self._file(leg, "pt"), weights_only=True, map_location="cpu")
+            return _flat(states[0], names)
+
+        def displacement(leg: Leg) -> torch.Tensor:
+            return weights(leg) - (weights(before) if before else _flat(_initial(self._source, leg.seed), names))
+
+        firsts = [displacement(leg) for leg in legs[first]]
+
+        def products(own: Iterable[torch.Tensor]) -> list[float]:
+            return [
+                fmean(float(mine @ other) for number, other in enumerate(firsts) if number != seed)
+                for seed, mine in enumerate(own)
+            ]
+
+        whole = fmean(products(firsts))
+        found = {
+            arm: [along / whole if whole > 0 else 1.0 for along in products(map(displacement, own))]
+            for arm, own in legs.items()
+        }
+        write_text(path, json.dumps(found) + "\n")
         return found
 
     def forget(self, legs: Iterable[Leg]) -> None:

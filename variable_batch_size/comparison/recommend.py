@@ -1,10 +1,18 @@
 """recommend: which rule to use with a trace, decided by short branches of one training.
 
 From each of several states of a training at the reference batch size B0, branches train on the same samples at the
-batch size that the trace has from there on, with each rule. A rule's lead is its test loss minus that of a branch at
-B0. While the loss falls with log n, a lead of Δ after n samples saves as many samples as one of Δ · n/N after N. So the
-lead after all N samples is predicted as the mean of the leads, weighted by n/N and by the samples of the trace that
-are not at B0.
+batch size that the trace has from there on, with each rule. Of a branch two numbers count:
+
+- its test loss minus that of a branch at B0. A larger learning rate makes it higher, by noise that does not add up;
+- its rate r: how far it moves in the direction in which branches at B0 with other seeds move, over how far those do. A
+  smaller learning rate makes it lower, and that adds up, although a short branch hardly shows it in its loss.
+
+If M of the N samples of a trace vary, a rule with the rate r gets as far as the training at B0 gets with N − M + r · M
+samples. With the loss of that training falling by b · log n, the predicted loss at the end is
+
+    L(N) − b · log(1 − (1 − r) · M/N) + Δ · n/N,
+
+where Δ is the difference of the losses, n samples into the training: a lead at n is worth n/N of it at the end.
 """
 
 import itertools
@@ -34,6 +42,7 @@ LEVEL = 0.9  # of the intervals that are stated
 LAW = 0.383  # B_opt ∝ D^0.383 (Bergsma et al. 2025, "Power lines")
 _SEEDS_OF_COMPARISON = 3
 _TRUNK_SEED = 1_000_000  # none of a branch
+_LEAST_PROGRESS = 0.01  # of that at the reference batch size, below which the logarithm says nothing
 _MIN_UPDATES = 4  # of a branch
 _SHARE_OF_SIZES = 0.2  # of the samples of all branches, for the critical batch size
 _TOLERANCE = 0.2
@@ -162,7 +171,7 @@ Losses = dict[str, list[float]]  # of each arm, with each seed
 
 
 class State(NamedTuple):
-    """What the branches from a state have found: the losses of all arms after each of several numbers of samples."""
+    """What the branches from a state have found: the predicted losses of all arms after each of several lengths."""
 
     segment: Segment
     rungs: tuple[tuple[int, Losses], ...]  # ascending; each has the arms that were not stopped before
@@ -173,7 +182,7 @@ class State(NamedTuple):
         return best_of({arm: found for arm, found in self.rungs[-1][1].items() if arm != REFERENCE})
 
     def leads(self, arm: str) -> list[float]:
-        """The losses of an arm at the end, minus those at the reference batch size.
+        """The predicted losses of an arm, minus those at the reference batch size.
 
         An arm that was stopped stays as far behind the best one as it was.
         """
@@ -267,8 +276,9 @@ class Plan:
 
     @property
     def trunk(self) -> int:
-        """The samples of the training that the branches leave."""
-        return max(segment.begin for segment in self.segments if segment.num_varied)
+        """The samples of the training that the branches leave; at least up to the second state, to know its slope."""
+        varied = [segment.begin for segment in self.segments if segment.num_varied]
+        return max(self.segments[1].begin, *varied)
 
     @property
     def samples(self) -> float:
@@ -303,8 +313,14 @@ class Plan:
         return math.lcm(segment.batch_size, self.ref_batchsize)
 
     def weight(self, segment: Segment) -> float:
-        """Of the leads in a segment: its share of the samples that vary, times where its middle is in the training."""
-        return segment.num_varied * (segment.begin + segment.end) / 2 / self.num_samples**2
+        """Of what is predicted from a segment: its share of the samples that vary."""
+        return segment.num_varied / sum(one.num_varied for one in self.branched)
+
+    def predicted(self, segment: Segment, *, rate: float, lead: float, slope: float) -> float:
+        """The loss at the end minus that at the reference batch size, if all that varies were as from one state."""
+        varied = sum(one.num_varied for one in self.segments) / self.num_samples
+        fade = (segment.begin + segment.end) / 2 / self.num_samples
+        return lead * fade + slope * math.log(max(1 - (1 - rate) * varied, _LEAST_PROGRESS))
 
     @property
     def sizes(self) -> list[int]:
@@ -322,6 +338,18 @@ class Plan:
         return most * multiple if len(self.sizes) > 1 and most >= _MIN_UPDATES else 0
 
 
+def slope_of(trunk: Iterable[tuple[int, float]]) -> tuple[float, float]:
+    """The line through the losses over log n from a fifth of the samples on: its slope, at most 0, and its value at 1.
+
+    >>> [round(number, 3) for number in slope_of([(0, 9.0), (1, 5.0), (2, 4.0), (4, 3.0)])]
+    [-1.443, 5.0]
+    """
+    points = list(trunk)
+    used = [(math.log(n), loss) for n, loss in points if n >= points[-1][0] / 5 and n > 0]
+    slope, loss = np.polyfit([log for log, _ in used], [loss for _, loss in used], 1)
+    return (float(slope), float(loss)) if slope < 0 else (0.0, used[-1][1])
+
+
 class Recommendation(NamedTuple):
     """What the branches say."""
 
@@ -335,12 +363,9 @@ class Recommendation(NamedTuple):
 
     def leads(self, rule: str) -> list[float]:
         """The predicted leads at the end of the training, with each seed."""
-        weights = [self.plan.weight(state.segment) for state in self.states]
+        weights = [self.plan.weight(state.segment) for state in self.states]  # their sum is 1
         columns = zip(*(state.leads(rule) for state in self.states), strict=True)
-        return [
-            sum(weight * lead for weight, lead in zip(weights, column, strict=True)) / sum(weights)
-            for column in columns
-        ]
+        return [sum(weight * lead for weight, lead in zip(weights, column, strict=True)) for column in columns]
 
     @property
     def rule(self) -> str:
@@ -369,13 +394,10 @@ class Recommendation(NamedTuple):
         return found
 
     @property
-    def reference_loss(self) -> float | None:
+    def reference_loss(self) -> float:
         """The loss at the end at the reference batch size, if it falls with log n as in the last tests of the trunk."""
-        points = [(math.log(n), loss) for n, loss in self.trunk if n >= self.trunk[-1][0] / 5 and n > 0]
-        if len(points) < 3:
-            return None
-        slope, loss = np.polyfit([log for log, _ in points], [loss for _, loss in points], 1)
-        return float(loss + slope * math.log(self.plan.num_samples))
+        slope, loss = slope_of(self.trunk)
+        return loss + slope * math.log(self.plan.num_samples)
 
     @property
     def steps_to_recover(self) -> dict[int, int]:
@@ -448,10 +470,11 @@ def recommend(source: Source, plan: Plan, legs: Legs, say: Callable[[str], None]
 
     ends: dict[int, Leg | None] = {0: None, **_trunk(source, plan, run)}
     trunk = [point for leg in ends.values() if leg is not None for point in known[leg].curve]
+    slope, _ = slope_of(trunk)
     states = []
     for segment in plan.branched:
         before = ends[segment.begin]
-        states.append(_state(source, plan, segment, before, run, legs))
+        states.append(_state(plan, segment, before, run, legs, slope))
         behind = "".join(f", {arm} stopped after {end:,}" for arm, end in states[-1].stopped.items())
         where = f"after {segment.begin:,} samples, at batch size {segment.batch_size:,}"
         say(f"{where}: {states[-1].best} is best{behind}")
@@ -482,10 +505,11 @@ def _trunk(source: Source, plan: Plan, run: Run) -> dict[int, Leg]:
     return found
 
 
-def _state(source: Source, plan: Plan, segment: Segment, before: Leg | None, run: Run, legs: Legs) -> State:
+def _state(plan: Plan, segment: Segment, before: Leg | None, run: Run, legs: Legs, slope: float) -> State:
     """Branch from a state, and stop what is clearly behind."""
     made: dict[tuple[str, int], list[Ran]] = {}  # the legs of each arm and seed
-    latest: dict[tuple[str, int], Leg | None] = {}
+    latest: dict[tuple[str, int], Leg] = {}
+    every: list[Leg] = []
 
     def losses(arms: Sequence[str], begin: int, end: int) -> Losses:
         parts = []
@@ -497,28 +521,43 @@ def _state(source: Source, plan: Plan, segment: Segment, before: Leg | None, run
                     parts.append((arm, seed, leg, latest[arm, seed] if begin else before))
         found = run([(leg, previous) for *_, leg, previous in parts])
         for arm, seed, leg, _ in parts:
-            _check_noise(arm, leg, found[leg])
+            _check_noise(leg, found[leg])
             latest[arm, seed] = leg
+            every.append(leg)
             made.setdefault((arm, seed), []).append(found[leg])
-        return {arm: [made[arm, seed][-1].loss for seed in range(plan.seeds)] for arm in arms}
+        return predicted(arms, end)
+
+    def predicted(arms: Sequence[str], end: int) -> Losses:
+        of_arms = {arm: [made[arm, seed][-1].loss for seed in range(plan.seeds)] for arm in arms}
+        if _num_diverged(of_arms[REFERENCE]):
+            constant = f"the training at the reference batch size {plan.ref_batchsize} must not diverge"
+            raise ValueError(f"{constant}, but did {segment.begin:,} samples after its start: lower the learning rate")
+        known = {arm: [latest[arm, seed] for seed in range(plan.seeds)] for arm in arms}
+        rates = legs.rates(f"{segment.begin}-rates-{end}", before, known, REFERENCE)
+        return {
+            arm: [
+                plan.predicted(segment, rate=rate, lead=loss - reference, slope=slope)
+                if math.isfinite(loss)
+                else math.inf
+                for loss, reference, rate in zip(of_arms[arm], of_arms[REFERENCE], rates[arm], strict=True)
+            ]
+            for arm in arms
+        }
 
     limits = {"first": plan.first(segment), "seeds": plan.seeds, "most": plan.most}
     rungs = halving(plan.rules, losses, end=segment.end - segment.begin, **limits)
-    legs.forget(leg for leg in latest.values() if leg is not None)
+    legs.forget(every)
     start = f"after {segment.begin:,} samples"
     best = State(segment, tuple(rungs)).best
     if _num_diverged(rungs[-1][1][best]):
         raise ValueError(
             f"every rule diverges with some seed at batch size {segment.batch_size} {start}: choose smaller batch sizes"
         )
-    if _num_diverged(rungs[-1][1][REFERENCE]):
-        constant = f"the training at the reference batch size {plan.ref_batchsize}"
-        raise ValueError(f"{constant} must not diverge, but did {start}: choose a smaller learning rate")
     curves = (tuple(point for ran in made[best, seed] for point in ran.curve) for seed in range(plan.seeds))
     return State(segment, tuple(rungs), tuple(curves))
 
 
-def _check_noise(arm: str, leg: Leg, ran: Ran) -> None:
+def _check_noise(leg: Leg, ran: Ran) -> None:
     if ran.noise is not None and math.isnan(ran.noise):
         norms = "the squared norms of its gradients must be finite"
         raise ValueError(f"the gradient noise of {leg} is nan: {norms}; scale the loss, or check its gradients")

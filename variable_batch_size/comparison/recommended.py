@@ -6,7 +6,7 @@ from typing import Any
 from variable_batch_size.checks import import_extra
 from variable_batch_size.comparison.measure import CriticalBatchSize
 from variable_batch_size.comparison.recommend import EXPONENTS, LAW, LEVEL, REFERENCE, Recommendation, State
-from variable_batch_size.comparison.verdict import Estimate, difference, joined, number
+from variable_batch_size.comparison.verdict import Estimate, difference, joined
 from variable_batch_size.planning.reports import as_text, counted, duration
 
 COLUMNS = ("after samples", "batch size", f"exponent ({LEVEL:.0%} interval)", "best rule", "lead", "stopped early")
@@ -109,8 +109,6 @@ def _jumps(found: Recommendation) -> str:
 def _expected(found: Recommendation) -> str:
     reference, lead = found.reference_loss, found.lead
     against = f"{_nats(lead)} ({LEVEL:.0%} interval) against a constant batch of {found.plan.ref_batchsize}"
-    if reference is None:
-        return f"Expected loss at the end: {against}."
     both = f"{reference + lead.mean:.4f}, {against} with {reference:.4f}"
     return f"Expected loss at the end: {both}, extrapolated in log samples."
 
@@ -163,7 +161,7 @@ def page(found: Recommendation, *, command: str, tuned_samples: int | None = Non
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, **options)
     folder = files("variable_batch_size.comparison")
     branches = [
-        [f"{state.segment.begin:,}", arm, f"{end:,}", *(number(loss) for loss in losses[arm])]
+        [f"{state.segment.begin:,}", arm, f"{end:,}", *(f"{loss:+.4f}" for loss in losses[arm])]
         for state in found.states
         for end, losses in state.rungs
         for arm in losses
