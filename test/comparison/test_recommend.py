@@ -15,6 +15,7 @@ from variable_batch_size.comparison.recommend import (
     candidates,
     clearly_behind,
     exponent_over_seeds,
+    extrapolated,
     halving,
     plan_of,
     segments_of,
@@ -143,8 +144,36 @@ def test_a_state_without_another_batch_size_is_not_branched():
     plan = planned([32] * 3000 + [256] * 900)  # from 96,000 samples on
     assert [segment.begin for segment in plan.branched] == [32_000, 160_000]
     assert [segment.num_varied for segment in plan.segments] == [0, 64_000, 160_000]
-    # the shares 0.2 and 0.5 at 0.3 and 0.75 of the training
-    assert [plan.weight(segment) for segment in plan.branched] == pytest.approx([0.06, 0.375])
+    assert [plan.weight(segment) for segment in plan.branched] == pytest.approx([2 / 7, 5 / 7])
+
+
+def test_progress_adds_up_and_an_early_lead_fades():
+    plan = planned([256] * 1250)
+    last = plan.branched[-1]  # in the middle, 0.75 of the training is done
+
+    def loss_at(samples):
+        return 1 - 0.1 * math.log(samples)
+
+    assert plan.predicted(last, rate=1.0, lead=0.04, loss_at=loss_at) == pytest.approx(0.03)
+    assert plan.predicted(last, rate=0.5, lead=0.0, loss_at=loss_at) == pytest.approx(0.1 * math.log(2))
+    assert plan.predicted(last, rate=-3.0, lead=0.0, loss_at=loss_at) == pytest.approx(0.1 * math.log(100))  # at most
+    half = planned([32] * 5000 + [256] * 625)  # half of the samples vary: 1 − 0.5 · 0.5 of the progress
+    assert half.predicted(half.branched[-1], rate=0.5, lead=0.0, loss_at=loss_at) == pytest.approx(
+        -0.1 * math.log(0.75)
+    )
+
+
+def test_the_training_goes_to_the_second_state_to_know_its_slope():
+    assert planned([256] * 100 + [32] * 10_000).trunk == 32_000
+    assert planned([256] * 1250).trunk == 160_000
+
+
+def test_the_loss_is_extrapolated_from_the_last_four_fifths_and_never_rises():
+    trunk = [(0, 9.0), (10, 9.0), (40, 1.0), (80, 0.5), (160, 0.25)]
+    assert extrapolated(trunk)(320) == pytest.approx(0.125)
+    assert extrapolated([(0, 9.0), (40, 1.0), (160, 1.2)])(320) == pytest.approx(1.2)
+    line = extrapolated([(0, 9.0), (40, 1.0), (80, 0.0), (160, -1.0)])  # negative losses have no power law
+    assert line(320) == pytest.approx(-2.0)
 
 
 def test_a_trace_that_never_leaves_the_reference_raises():
@@ -191,11 +220,10 @@ def test_doubt_is_stated_with_the_samples_that_would_decide():
     assert same.more_samples in ({"linear": None}, {"root": None})
 
 
-def test_the_loss_at_the_end_continues_the_line_in_log_samples():
+def test_the_loss_at_the_end_is_extrapolated():
     found = recommendation({"constant": FLAT, "root": FLAT, "linear": FLAT, REFERENCE: FLAT})
-    line = found._replace(trunk=((0, 9.0), (40_000, 1.0), (80_000, 0.9), (160_000, 0.8)))
-    assert line.reference_loss == pytest.approx(0.7)
-    assert line._replace(trunk=((0, 9.0), (160_000, 0.8))).reference_loss is None
+    power = found._replace(trunk=((0, 9.0), (40_000, 1.0), (80_000, 0.5), (160_000, 0.25)))
+    assert power.reference_loss == pytest.approx(0.125)
 
 
 def test_a_jump_that_raises_the_loss_takes_the_updates_until_it_is_back():

@@ -18,6 +18,7 @@ from variable_batch_size.comparison.experiment import Outcome
 from variable_batch_size.comparison.train import Training, device_of
 from variable_batch_size.comparison.workload import Workload, load_workload, source_of
 from variable_batch_size.files import write, write_text
+from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.rules.rule import Rule, Step
 
@@ -94,7 +95,7 @@ class Ran(NamedTuple):
 
     curve: tuple[tuple[int, float], ...]  # samples of the branch, and the test loss
     seconds: float
-    noise: float | None = None  # the noise scale in samples, if the rule measures it and has an estimate
+    noise: float | None = None  # the noise scale in samples, if the rule measures it; NaN if no gradient has a norm
 
     @property
     def loss(self) -> float:
@@ -136,8 +137,14 @@ def run_leg(source: Source, leg: Leg, before: bytes | None) -> tuple[Ran, bytes]
             break
     saved = io.BytesIO()
     torch.save([part.state_dict() for part in training.parts], saved)
-    noise = training.optimizer.noise_scale_in_samples if training.optimizer.rule.measures_noise else None
-    return Ran(tuple(curve), time.monotonic() - began, noise), saved.getvalue()
+    return Ran(tuple(curve), time.monotonic() - began, _noise_of(training.optimizer)), saved.getvalue()
+
+
+def _noise_of(optimizer: CustomOptimizer) -> float | None:
+    if not optimizer.rule.measures_noise:
+        return None
+    # where the norms are not finite, every update is skipped
+    return math.nan if optimizer.steps_skipped == optimizer.steps_done else optimizer.noise_scale_in_samples
 
 
 def _load(training: Training, leg: Leg, before: bytes) -> None:

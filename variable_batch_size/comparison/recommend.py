@@ -7,10 +7,10 @@ batch size that the trace has from there on, with each rule. Of a branch two num
 - its rate r: how far it moves in the direction in which branches at B0 with other seeds move, over how far those do. A
   smaller learning rate makes it lower, and that adds up, although a short branch hardly shows it in its loss.
 
-If M of the N samples of a trace vary, a rule with the rate r gets as far as the training at B0 gets with N − M + r · M
-samples. With the loss of that training falling by b · log n, the predicted loss at the end is
+If M of the N samples of a trace vary, a rule with the rate r gets as far as the training at B0 gets with n' = N − M +
+r · M samples. With the loss L(n) of that training, extrapolated by a power law, the predicted loss at the end is
 
-    L(N) − b · log(1 − (1 − r) · M/N) + Δ · n/N,
+    L(n') + Δ · n/N,
 
 where Δ is the difference of the losses, n samples into the training: a lead at n is worth n/N of it at the end.
 """
@@ -42,7 +42,7 @@ LEVEL = 0.9  # of the intervals that are stated
 LAW = 0.383  # B_opt ∝ D^0.383 (Bergsma et al. 2025, "Power lines")
 _SEEDS_OF_COMPARISON = 3
 _TRUNK_SEED = 1_000_000  # none of a branch
-_LEAST_PROGRESS = 0.01  # of that at the reference batch size, below which the logarithm says nothing
+_LEAST_PROGRESS = 0.01  # of that at the reference batch size, below which L(n) says nothing
 _MIN_UPDATES = 4  # of a branch
 _SHARE_OF_SIZES = 0.2  # of the samples of all branches, for the critical batch size
 _TOLERANCE = 0.2
@@ -316,11 +316,12 @@ class Plan:
         """Of what is predicted from a segment: its share of the samples that vary."""
         return segment.num_varied / sum(one.num_varied for one in self.branched)
 
-    def predicted(self, segment: Segment, *, rate: float, lead: float, slope: float) -> float:
+    def predicted(self, segment: Segment, *, rate: float, lead: float, loss_at: Callable[[float], float]) -> float:
         """The loss at the end minus that at the reference batch size, if all that varies were as from one state."""
-        varied = sum(one.num_varied for one in self.segments) / self.num_samples
+        num_varied = sum(one.num_varied for one in self.segments)
+        samples = max(self.num_samples - (1 - rate) * num_varied, _LEAST_PROGRESS * self.num_samples)
         fade = (segment.begin + segment.end) / 2 / self.num_samples
-        return lead * fade + slope * math.log(max(1 - (1 - rate) * varied, _LEAST_PROGRESS))
+        return loss_at(samples) - loss_at(self.num_samples) + lead * fade
 
     @property
     def sizes(self) -> list[int]:
@@ -338,16 +339,28 @@ class Plan:
         return most * multiple if len(self.sizes) > 1 and most >= _MIN_UPDATES else 0
 
 
-def slope_of(trunk: Iterable[tuple[int, float]]) -> tuple[float, float]:
-    """The line through the losses over log n from a fifth of the samples on: its slope, at most 0, and its value at 1.
+def extrapolated(trunk: Iterable[tuple[int, float]]) -> Callable[[float], float]:
+    """The test loss after n samples, from a fifth of those of the trunk on: a power law through its losses.
 
-    >>> [round(number, 3) for number in slope_of([(0, 9.0), (1, 5.0), (2, 4.0), (4, 3.0)])]
-    [-1.443, 5.0]
+    It is a line over log n if some of these losses are not positive, and never rises.
+
+    >>> loss_at = extrapolated([(0, 9.0), (100, 4.0), (200, 2.0)])
+    >>> round(loss_at(400), 6)
+    1.0
     """
     points = list(trunk)
     used = [(math.log(n), loss) for n, loss in points if n >= points[-1][0] / 5 and n > 0]
-    slope, loss = np.polyfit([log for log, _ in used], [loss for _, loss in used], 1)
-    return (float(slope), float(loss)) if slope < 0 else (0.0, used[-1][1])
+    is_power = all(loss > 0 for _, loss in used)
+    losses = [math.log(loss) if is_power else loss for _, loss in used]
+    slope, start = np.polyfit([log for log, _ in used], losses, 1)
+    if slope > 0:
+        slope, start = 0.0, losses[-1]
+
+    def loss_at(samples: float) -> float:
+        value = float(start + slope * math.log(samples))
+        return math.exp(value) if is_power else value
+
+    return loss_at
 
 
 class Recommendation(NamedTuple):
@@ -395,9 +408,8 @@ class Recommendation(NamedTuple):
 
     @property
     def reference_loss(self) -> float:
-        """The loss at the end at the reference batch size, if it falls with log n as in the last tests of the trunk."""
-        slope, loss = slope_of(self.trunk)
-        return loss + slope * math.log(self.plan.num_samples)
+        """The loss at the end at the reference batch size, extrapolated."""
+        return extrapolated(self.trunk)(self.plan.num_samples)
 
     @property
     def steps_to_recover(self) -> dict[int, int]:
@@ -470,11 +482,10 @@ def recommend(source: Source, plan: Plan, legs: Legs, say: Callable[[str], None]
 
     ends: dict[int, Leg | None] = {0: None, **_trunk(source, plan, run)}
     trunk = [point for leg in ends.values() if leg is not None for point in known[leg].curve]
-    slope, _ = slope_of(trunk)
     states = []
     for segment in plan.branched:
         before = ends[segment.begin]
-        states.append(_state(plan, segment, before, run, legs, slope))
+        states.append(_state(plan, segment, before, run, legs, extrapolated(trunk)))
         behind = "".join(f", {arm} stopped after {end:,}" for arm, end in states[-1].stopped.items())
         where = f"after {segment.begin:,} samples, at batch size {segment.batch_size:,}"
         say(f"{where}: {states[-1].best} is best{behind}")
@@ -505,7 +516,9 @@ def _trunk(source: Source, plan: Plan, run: Run) -> dict[int, Leg]:
     return found
 
 
-def _state(plan: Plan, segment: Segment, before: Leg | None, run: Run, legs: Legs, slope: float) -> State:
+def _state(
+    plan: Plan, segment: Segment, before: Leg | None, run: Run, legs: Legs, loss_at: Callable[[float], float]
+) -> State:
     """Branch from a state, and stop what is clearly behind."""
     made: dict[tuple[str, int], list[Ran]] = {}  # the legs of each arm and seed
     latest: dict[tuple[str, int], Leg] = {}
@@ -534,15 +547,14 @@ def _state(plan: Plan, segment: Segment, before: Leg | None, run: Run, legs: Leg
             raise ValueError(f"{constant}, but did {segment.begin:,} samples after its start: lower the learning rate")
         known = {arm: [latest[arm, seed] for seed in range(plan.seeds)] for arm in arms}
         rates = legs.rates(f"{segment.begin}-rates-{end}", before, known, REFERENCE)
-        return {
-            arm: [
-                plan.predicted(segment, rate=rate, lead=loss - reference, slope=slope)
-                if math.isfinite(loss)
-                else math.inf
-                for loss, reference, rate in zip(of_arms[arm], of_arms[REFERENCE], rates[arm], strict=True)
-            ]
-            for arm in arms
-        }
+
+        def prediction(loss: float, reference: float, rate: float) -> float:
+            if not math.isfinite(loss):
+                return math.inf
+            return plan.predicted(segment, rate=rate, lead=loss - reference, loss_at=loss_at)
+
+        columns = {arm: zip(of_arms[arm], of_arms[REFERENCE], rates[arm], strict=True) for arm in arms}
+        return {arm: [prediction(*column) for column in columns[arm]] for arm in arms}
 
     limits = {"first": plan.first(segment), "seeds": plan.seeds, "most": plan.most}
     rungs = halving(plan.rules, losses, end=segment.end - segment.begin, **limits)
