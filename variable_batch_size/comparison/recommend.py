@@ -113,7 +113,7 @@ def best_exponent(losses: Mapping[float, float]) -> float:
 
     Without a minimum there, or with fewer than three losses, it is the exponent of the lowest one.
 
-    >>> best_exponent({0.0: 1.0, 0.5: 0.5, 1.0: 0.5})
+    >>> round(best_exponent({0.0: 1.0, 0.5: 0.5, 1.0: 0.5}), 6)
     0.75
     """
     finite = {exponent: loss for exponent, loss in losses.items() if math.isfinite(loss)}
