@@ -130,7 +130,7 @@ def row_of(name: str, trace: str, said: dict[str, Any], runs: dict[tuple[str, st
     baseline = "linear" if optimizer == "SGD" else "root"
 
     def regret(rule: str) -> float:
-        return sign * (metrics[best] - metrics[rule])
+        return max(0.0, sign * (metrics[best] - metrics[rule]))  # without a negative zero
 
     true = best_exponent({exponent: mean(trace, arm_of(exponent), "loss") for exponent in EXPONENTS})
     lead = mean(trace, said["rule"], "loss") - mean("reference", "constant", "loss")

@@ -87,7 +87,7 @@ def test_the_output_says_what_to_use_how_sure_that_is_and_what_it_cost(recommend
         r"Batch sizes that take at most 20 % more samples to the same loss: ",
         r"State ref_batchsize=8, ",
         r"(No|A) jump of the batch size raises the loss",
-        r"Expected loss at the end: -?\d+\.\d{4}, [+-]\d\.\d{4} ± \d+\.\d{4} \(90% interval\) against a constant batch",
+        r"Expected loss at the end: -?\d+\.\d{4}, [+-]\d\.\d{4} ± \d+\.\d{4} \(over seeds .*\) against a constant ",
         r"This took [\d,]+ samples and .*, \d+% of the 38,400 samples and about .* of a full comparison\.",
         r"A second opinion, from the literature and not from these runs: .* 2,560 samples 11, from 8, chosen for 1,000",
     ):

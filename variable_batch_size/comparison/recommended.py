@@ -108,7 +108,7 @@ def _jumps(found: Recommendation) -> str:
 
 def _expected(found: Recommendation) -> str:
     reference, lead = found.reference_loss, found.lead
-    against = f"{_nats(lead)} ({LEVEL:.0%} interval) against a constant batch of {found.plan.ref_batchsize}"
+    against = f"{_nats(lead)} (over seeds of the branches only) against a constant batch of {found.plan.ref_batchsize}"
     both = f"{reference + lead.mean:.4f}, {against} with {reference:.4f}"
     return f"Expected loss at the end: {both}, extrapolated by a power law."
 
