@@ -186,6 +186,7 @@ FIRST_BLOCK_RUNS_IN = {
     "docs/index.md": "test/test_documentation.py",  # pip; the block after it is the diff
     "docs/language-models.md": "test/test_language_model.py",
     "docs/nanogpt.md": "test/test_language_model.py",
+    "docs/recommend.md": "test/command/test_recommend_command.py",
     "docs/simulate.md": "test/command/test_simulation_commands.py",
     "docs/spot.md": "test/test_documentation.py",  # the shell loop
     "docs/tpus.md": "test/planning/test_tpu_compiler.py",  # an environment of its own

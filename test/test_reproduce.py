@@ -1,6 +1,7 @@
 """The programs that reproduce tables from the literature: each runs in a small version, resumes, and checks results."""
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -118,3 +119,43 @@ def test_committed_result_contains_its_command_and_machine(name):
         text = path.read_text(encoding="utf-8")
         assert re.match(rf"# command: python reproduce/{name}\.py\b.*\n# machine: .*\n# date: 20\d\d-\d\d-\d\d\n", text)
         assert name in (ROOT / "docs" / "reproduced.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def recommended(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "reproduce"))
+    return importlib.import_module("recommended")
+
+
+def test_the_traces_of_recommended_go_from_the_reference_to_eight_times_it(recommended):
+    for trace in recommended.TRACES:
+        sizes = recommended.sizes_of(trace, 16, 51_200)
+        assert sum(sizes) >= 51_200
+        assert set(sizes) <= {16 * scale for scale in range(1, 9)}
+        assert max(sizes) == 128
+
+
+def test_recommended_finds_the_regret_and_what_the_intervals_cover(recommended):
+    losses = {"constant": 0.3, "root": 0.2, "linear": 0.2, "adascale": 0.25}  # of the regression, in nats
+    runs = {
+        ("ramp", rule, seed): {"loss": loss, "metric": loss, "seconds": 1.0}
+        for rule, loss in losses.items()
+        for seed in range(3)
+    }
+    runs |= {("reference", "constant", seed): {"loss": 0.15, "metric": 0.15, "seconds": 1.0} for seed in range(3)}
+    said = {
+        "rule": "adascale",
+        "level_with": [],
+        "exponent": [0.7, 0.1],
+        "lead": [0.05, 0.01],
+        "cost": 0.08,
+        "seconds": 1.0,
+    }
+    row = recommended.row_of("regression", "ramp", said, runs)
+    assert (row["best"], row["worst"], row["baseline"]) == ("root", "constant", "linear")
+    assert (row["regret"], row["regret_of_baseline"]) == pytest.approx((0.05, 0))
+    assert (row["is_small"], row["is_small_of_baseline"], row["is_worst"]) == (False, True, False)
+    assert row["true_exponent"] == pytest.approx(0.75)
+    assert (row["covers_exponent"], row["covers_lead"]) == (True, False)  # 0.25 − 0.15 = 0.1
+    assert row["seconds_of_comparison"] == 15
+    assert "small regret: 0% of pairs, asked for 90%: DOES NOT HOLD" in recommended.summary([row])

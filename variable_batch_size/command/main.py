@@ -22,6 +22,7 @@ COMMANDS = {  # the module of each, with the functions add_COMMAND(parser) and r
         "compare",
         "train with several learning-rate rules on several traces, and write a page with the results",
     ),
+    "recommend": ("recommend", "recommend a rule for a trace, from short branches of one training"),
     "report": ("compare", "write that page again from existing results"),
     "profile": ("planning", "measure how long minibatches take on several numbers of cores"),
     "advise": ("planning", "measure times and noise, and recommend a number of cores and a batch size"),
@@ -33,7 +34,7 @@ COMMANDS = {  # the module of each, with the functions add_COMMAND(parser) and r
 NOTES = """\
 Counts may end in K, M, B or T (thousand, million, billion, trillion).
 Exit codes: 0 success; 1 a file or value was rejected or a run failed, with the reason on standard error;
-2 invalid command line; 130 a comparison was interrupted.
+2 invalid command line; 130 a comparison or recommendation was interrupted.
 """
 
 

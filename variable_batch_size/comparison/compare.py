@@ -33,7 +33,7 @@ from variable_batch_size.cores.launch import end_with_parent
 from variable_batch_size.planning.reports import duration
 from variable_batch_size.traces.trace import Trace
 
-Work = tuple[Callable[..., Outcome], tuple[Any, ...], dict[str, Any]]  # a picklable function and its arguments
+Work = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a picklable function and its arguments
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _START_METHOD: Final = "spawn"  # a forked process would inherit locks held by threads of this one
 _one_at_a_time = threading.Lock()  # the random generators belong to the process, and a worker may have several threads
@@ -80,7 +80,7 @@ def compare(
             unfinished.remove(run)
             yield run, outcome
 
-    with _locked(directory):
+    with locked(directory, "vbs compare"):
         results.write_experiment(settings, origin, traces, runs)
         ended = {run for run, outcome in results.runs() if outcome.status in ENDED}
         leaders = {run: settings.leader(run, rules) for run in runs if run not in ended}
@@ -96,14 +96,14 @@ def compare(
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Exclude other processes that compare into this directory."""
+def locked(directory: Path, command: str) -> Iterator[None]:
+    """Exclude other processes of a command with this directory."""
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"another vbs compare is running in {directory}") from None
+            raise ValueError(f"another {command} is running in {directory}") from None
         yield
 
 
@@ -130,13 +130,13 @@ class LocalProcesses(AbstractContextManager["LocalProcesses"]):
         self._environments = environments or [{}] * number
         self._free = list(range(number))
         self._processes: dict[int, tuple[Any, Any]] = {}  # pipes and processes
-        self._busy: dict[Any, tuple[int, Run]] = {}  # numbers of processes and their runs, by pipe
+        self._busy: dict[Any, tuple[int, Any]] = {}  # numbers of processes and their runs, by pipe
 
     @property
     def is_full(self) -> bool:
         return not self._free
 
-    def start(self, run: Run, work: Work) -> None:
+    def start(self, run: Any, work: Work) -> None:
         """Give a run to an idle process, or to a new one if all are busy or dead."""
         alive = [number for number in self._free if number in self._processes and self._processes[number][1].is_alive()]
         number = (alive or self._free)[0]
@@ -155,7 +155,7 @@ class LocalProcesses(AbstractContextManager["LocalProcesses"]):
             pipe.send(work)
         self._busy[pipe] = (number, run)
 
-    def next_outcome(self) -> tuple[Run, Outcome]:
+    def next_outcome(self) -> tuple[Any, Any]:
         """Wait for the next run to end."""
         pipe: Any = multiprocessing.connection.wait(list(self._busy))[0]
         number, run = self._busy.pop(pipe)
@@ -198,7 +198,12 @@ def _quiet() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-def outcome_of(work: Work) -> Outcome:
+def _quietly(work: Work) -> Any:
+    with _one_at_a_time, _quiet():
+        return outcome_of(work)
+
+
+def outcome_of(work: Work) -> Any:
     """Do some work; an exception becomes its outcome."""
     function, args, options = work
     try:
@@ -239,22 +244,24 @@ def _train(settings: Settings, run: Run, directory: Path, **options: Any) -> Out
 class OnExecutor:
     """Submits all runs to the executor that ``FILE.py:FUNCTION`` returns, with the interface of LocalProcesses.
 
+    Runs of an experiment get its files and return theirs. Without `results`, work needs its arguments only.
+
     A new executor gets the runs of a process pool that breaks. If that also breaks, runs are submitted one at a time,
     until the run that breaks executors is found and marked as failed.
     """
 
     is_full: bool = False
 
-    def __init__(self, name: str, results: Results) -> None:
+    def __init__(self, name: str, results: Results | None = None) -> None:
         if ":" not in name:
             raise ValueError(f"`executor` must be FILE.py:FUNCTION, got {name!r}")
         self._name, self._function, self._results = name, load_function(name), results
         self._executor: Executor
-        self._work: dict[Run, tuple[Any, ...]] = {}  # of the runs that have not ended
-        self._waiting: list[Run] = []  # to be submitted
-        self._submitted: dict[Future[tuple[Outcome, bytes]], Run] = {}
+        self._work: dict[Any, tuple[Any, ...]] = {}  # of the runs that have not ended
+        self._waiting: list[Any] = []  # to be submitted
+        self._submitted: dict[Future[Any], Any] = {}
         self._has_broken = False
-        self._suspects: set[Run] = set()  # one of these may break executors
+        self._suspects: set[Any] = set()  # one of these may break executors
 
     def _new_executor(self) -> Executor:
         executor = self._function()
@@ -262,15 +269,19 @@ class OnExecutor:
             raise ValueError(f"{self._name} must return a concurrent.futures.Executor, got {type(executor).__name__}")
         return executor
 
-    def start(self, run: Run, work: Work) -> None:
+    def start(self, run: Any, work: Work) -> None:
         """Queue a run, with the same work as for a local process."""
-        _, (settings, *_), options = work
-        paths = (self._results.experiment_file, self._results.trace_file(run.trace))
-        files = {str(path.relative_to(self._results.directory)): path.read_bytes() for path in paths if path.exists()}
-        self._work[run] = (settings, run, files, options)
+        if self._results is None:
+            self._work[run] = (_quietly, work)
+        else:
+            _, (settings, *_), options = work
+            paths = (self._results.experiment_file, self._results.trace_file(run.trace))
+            there = [path for path in paths if path.exists()]
+            files = {str(path.relative_to(self._results.directory)): path.read_bytes() for path in there}
+            self._work[run] = (make, settings, run, files, options)
         self._waiting.append(run)
 
-    def next_outcome(self) -> tuple[Run, Outcome]:
+    def next_outcome(self) -> tuple[Any, Any]:
         outcome = None
         while outcome is None:
             self._submit()
@@ -286,15 +297,17 @@ class OnExecutor:
         while self._waiting and not (self._suspects and self._submitted):
             run = self._waiting.pop(0)
             try:
-                future = self._executor.submit(make, *self._work[run])
+                future = self._executor.submit(*self._work[run])
             except BrokenExecutor as error:
                 future = Future()
                 future.set_exception(error)
             self._submitted[future] = run
 
-    def _outcome(self, run: Run, future: Future[tuple[Outcome, bytes]]) -> Outcome | None:
+    def _outcome(self, run: Any, future: Future[Any]) -> Any:
         """The outcome of a run, whose files are unpacked; None if it is to be submitted again."""
         try:
+            if self._results is None:
+                return future.result()
             outcome, packed = future.result()
             directory = self._results.run_directory(run)
             shutil.rmtree(directory, ignore_errors=True)
@@ -306,7 +319,7 @@ class OnExecutor:
         except (Exception, futures.CancelledError) as error:
             return Outcome(status=FAILED, reason=_summary(error))
 
-    def _after_break(self, run: Run, error: BrokenExecutor) -> Outcome | None:
+    def _after_break(self, run: Any, error: BrokenExecutor) -> Outcome | None:
         """Continue with a new executor; returns an outcome if this run is known to have broken the old one."""
         done = [future for future in self._submitted if future.done() and not future.cancelled()]
         kept = {future: self._submitted[future] for future in done if future.exception() is None}

@@ -27,6 +27,7 @@ from variable_batch_size.optim.buffers import share_buffers
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.policies.policy import Policy
 from variable_batch_size.rules.registry import make_rule
+from variable_batch_size.rules.rule import Rule
 from variable_batch_size.runs.log import Log, Metrics
 from variable_batch_size.runs.sinks import JsonLines, TensorBoard
 from variable_batch_size.schedules.live import PolicySchedule
@@ -41,9 +42,16 @@ class Training:
     """A model in training, with arguments of its sampler, such as the trace, and options of its optimizer."""
 
     def __init__(
-        self, workload: Workload, model: nn.Module, rule: str, sampler: Any, lr: float | None = None, **options: Any
+        self,
+        workload: Workload,
+        model: nn.Module,
+        rule: str | Rule,
+        sampler: Any,
+        lr: float | None = None,
+        **options: Any,
     ) -> None:
-        options = {"ref_batchsize": workload.ref_batchsize, "rule": make_rule(rule), "model": model, **options}
+        made = rule if isinstance(rule, Rule) else make_rule(rule)
+        options = {"ref_batchsize": workload.ref_batchsize, "rule": made, "model": model, **options}
         self.workload, self.model, self.device = workload, model, next(model.parameters()).device
         self.sampler = CustomSampler(workload.train, **{"minibatch_size": workload.minibatch_size, **sampler})  # type: ignore[arg-type]
         self.optimizer = CustomOptimizer(inner_optimizer(workload, model, lr), self.sampler, **options)

@@ -49,14 +49,18 @@ def spread(values: Iterable[float]) -> Estimate | None:
     return Estimate(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
 
 
-def difference(values: Sequence[float]) -> Estimate | None:
-    """The mean d of n paired differences, and its 95 % interval, d ± t · s / √n with Student's t; None without any."""
+def difference(values: Sequence[float], *, level: float = 0.95) -> Estimate | None:
+    """The mean d of n paired differences, and its interval, d ± t · s / √n with Student's t; None without any.
+
+    >>> [round(number, 3) for number in difference([1.0, 2.0, 3.0], level=0.9)]  # t is 2.92 for three
+    [2.0, 1.686]
+    """
     found = spread(values)
     if found is None or found.error is None:
         return found
     # scipy.stats.t.ppf calls its stdtrit, but scipy.stats takes a second to load
     special, num = import_extra("scipy.special", "an interval needs scipy", "compare"), len(values)
-    return found._replace(error=float(special.stdtrit(num - 1, 0.975)) * found.error / math.sqrt(num))
+    return found._replace(error=float(special.stdtrit(num - 1, (1 + level) / 2)) * found.error / math.sqrt(num))
 
 
 class Arm(NamedTuple):

@@ -1,0 +1,135 @@
+"""``vbs recommend``: the rule for a workload and a trace, from short branches of one training."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from variable_batch_size.checks import check_extra, check_positive_number
+from variable_batch_size.command.options import add_minibatch, positive, print_text, selected
+from variable_batch_size.files import write_text
+from variable_batch_size.schedules.schedule import Schedule
+from variable_batch_size.traces.trace import Trace, parse_count
+
+
+def add_recommend(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    help = "digits, mnist, or module:function, which returns a variable_batch_size.Workload"
+    add("workload", metavar="WORKLOAD", help=help)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--trace", metavar="FILE", help="the trace to train with")
+    which.add_argument("--sizes", metavar="B0:B", help="or the reference batch size and the largest one")
+    help = "of the training (default: the workload's, or as many as the trace has)"
+    add("--samples", type=positive, metavar="N", dest="num_samples", help=help)
+    help = "samples to use, as a fraction of those of a full comparison (default: 0.1)"
+    add("--budget", type=float, default=0.1, metavar="F", help=help)
+    add("--seeds", type=positive, default=3, metavar="N", help="of each branch, at least 2 (default: 3)")
+    help = "samples for which the reference batch size was chosen, for the second opinion by a power law"
+    add("--tuned-samples", type=positive, metavar="D", help=help)
+    add("--out", default="recommended", metavar="DIR", help="for the branches and the page (default: recommended)")
+    add(
+        "--jobs", type=positive, metavar="N", help="concurrent branches (default: as many as the CPUs allow; on GPUs 1)"
+    )
+    help = "returns a concurrent.futures.Executor, such as that of a cluster, to train instead of this machine"
+    add("--executor", metavar="FILE.py:FUNCTION", help=help)
+    add("--datadir", metavar="DIR", help="the directory of mnist, with torchvision's files")
+    add("--lr", type=float, help="learning rate at the reference batch size (default: the workload's)")
+    help = "for which the learning rate was chosen (default: the workload's)"
+    add("--ref-batchsize", type=positive, metavar="B0", help=help)
+    add_minibatch(parser, required=False)
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="what to train on (default: cpu)")
+    add("--threads", type=positive, default=1, metavar="N", help="CPU threads of each branch (default: 1)")
+
+
+def run_recommend(options: argparse.Namespace) -> None:
+    check_positive_number(budget=options.budget)
+    if options.lr is not None:
+        check_positive_number(lr=options.lr)
+    if options.seeds < 2:
+        raise ValueError(f"--seeds must be at least 2, because one has no interval, got {options.seeds}")
+    if options.executor and options.jobs:
+        raise ValueError("--jobs has no effect with --executor, which determines the number of concurrent runs")
+    check_extra("vbs recommend needs", "compare", "jinja2", "scipy")
+    # these import torch, which takes seconds, and so come after the options are parsed
+    from variable_batch_size.comparison import recommended
+    from variable_batch_size.comparison.recommend import recommend_into
+
+    source, plan = _planned(options)
+    default_jobs = (os.cpu_count() or 1) // options.threads if options.device == "cpu" else 1
+    directory = Path(options.out)
+    _check_settings(directory / "settings.json", {**source._asdict(), **asdict(plan)})
+    # handled like an interruption, to stop the worker processes
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    jobs = options.jobs or max(1, default_jobs)
+    try:
+        found = recommend_into(directory, source, plan, jobs=jobs, executor=options.executor)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"vbs: interrupted; the same command resumes with the branches missing in {directory}\n")
+        sys.exit(130)
+    tuned = selected(options, "tuned_samples")
+    page_file = directory / "report.html"
+    write_text(page_file, recommended.page(found, command=options.command, **tuned))
+    print_text(recommended.as_terminal(found, **tuned))
+    print_text(str(page_file))
+
+
+def _planned(options: argparse.Namespace) -> tuple[Any, Any]:
+    from variable_batch_size.comparison.branching import Source
+    from variable_batch_size.comparison.recommend import candidates, plan_of
+    from variable_batch_size.comparison.train import checked_workload, inner_optimizer
+    from variable_batch_size.comparison.workload import source_of
+
+    device = None if options.executor else options.device
+    workload = checked_workload(options.workload, options.datadir, device, ["constant"])
+    values = {**vars(workload), **{name: value for name, value in vars(options).items() if value is not None}}
+    size, ref_batchsize, num_samples = (values[name] for name in ("minibatch_size", "ref_batchsize", "num_samples"))
+    if options.sizes is not None:
+        trace = _constant_trace(options.sizes, ref_batchsize, num_samples)
+    else:
+        trace = Trace.read(options.trace)
+        available = int(trace.sizes.sum())
+        if options.num_samples is not None and available < num_samples:
+            raise ValueError(f"{trace.name} has only {available} samples, got --samples {num_samples}")
+        num_samples = min(num_samples, available)
+    for one in (Trace.constant(ref_batchsize), trace):  # raises if it does not fit
+        Schedule(one, dataset_size=len(values["train"]), minibatch_size=size)
+    inner = inner_optimizer(workload, workload.model(), options.lr)
+    where = (options.workload, source_of(options.workload), options.datadir, options.device, options.threads)
+    source = Source(*where, options.lr, size, ref_batchsize, num_samples)
+    rules = candidates(type(inner).__name__, inner.param_groups)
+    return source, plan_of(trace, source, rules, **selected(options, "seeds", "budget"))
+
+
+def _constant_trace(text: str, ref_batchsize: int, num_samples: int) -> Trace:
+    """The largest of two batch sizes as in 128:4096, of which the first is the reference."""
+    first, colon, last = text.partition(":")
+    try:
+        smallest, largest = parse_count(first), parse_count(last)
+    except ValueError:
+        smallest, largest = 0, 0
+    if not colon or not 0 < smallest <= largest:
+        raise ValueError(f"--sizes must be two batch sizes in ascending order, as in 128:4096, got {text!r}")
+    if smallest != ref_batchsize:
+        rule = f"must start with the reference batch size {ref_batchsize}"
+        raise ValueError(f"--sizes {rule}, got {text!r}: --ref-batchsize states another")
+    return Trace.from_sequence(np.repeat([largest], -(-num_samples // largest)))
+
+
+def _check_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Write the settings, or raise if the directory has branches with others."""
+    text = json.dumps(settings, indent=2) + "\n"
+    if path.exists():
+        old = json.loads(path.read_text(encoding="utf-8"))
+        for name, value in json.loads(text).items():
+            if old.get(name) != value:
+                different = f"another {name}, {old.get(name)} instead of {value}"
+                raise ValueError(f"{path.parent} has branches with {different}: choose another --out")
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)

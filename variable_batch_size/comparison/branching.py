@@ -1,0 +1,316 @@
+"""Branches of one training: each leg trains from a saved state with a rule at a batch size, in any process."""
+
+import functools
+import io
+import json
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple, final
+
+import torch
+
+from variable_batch_size.comparison.compare import Work, outcome_of
+from variable_batch_size.comparison.experiment import Outcome
+from variable_batch_size.comparison.train import Training, device_of
+from variable_batch_size.comparison.workload import Workload, load_workload, source_of
+from variable_batch_size.files import write, write_text
+from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.rules.registry import make_rule
+from variable_batch_size.rules.rule import Rule, Step
+
+_TESTS = 5  # of each leg
+_POWER = "S^"
+
+
+@final
+class PowerRule(Rule):
+    """lr = lr0 · S^a.
+
+    >>> PowerRule(0.75).factor(Step(batch_size=512, minibatch_size=32, ref_batchsize=32))
+    8.0
+    """
+
+    def __init__(self, exponent: float) -> None:
+        self.exponent = exponent
+
+    def factor(self, step: Step) -> float:
+        return float(step.scale**self.exponent)
+
+
+def arm_of(exponent: float) -> str:
+    """The name of the branches with an exponent: a rule's if there is one.
+
+    >>> arm_of(1.0), arm_of(0.75)
+    ('linear', 'S^0.75')
+    """
+    return {0.0: "constant", 0.5: "root", 1.0: "linear"}.get(exponent, f"{_POWER}{exponent:g}")
+
+
+def rule_of(arm: str) -> Rule:
+    return PowerRule(float(arm.removeprefix(_POWER))) if arm.startswith(_POWER) else make_rule(arm)
+
+
+class Source(NamedTuple):
+    """What all legs train."""
+
+    workload: str
+    source: str | None  # the SHA-256 of the file of a user's workload
+    datadir: str | None
+    device: str
+    threads: int
+    lr: float | None
+    minibatch_size: int
+    ref_batchsize: int
+    num_samples: int  # of the whole training, for the schedule of the learning rate
+
+
+class Leg(NamedTuple):
+    """A part of a branch."""
+
+    state: int  # samples of the training before the branch
+    arm: str  # the rule, or S^ and an exponent
+    batch_size: int
+    seed: int
+    begin: int  # samples of the branch before the leg
+    end: int
+
+    def __str__(self) -> str:
+        return f"{self.arm} at {self.batch_size}, seed {self.seed}, samples {self.begin} to {self.end}"
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.state}-{self.arm}-{self.batch_size}-{self.seed}-{self.begin}-{self.end}"
+
+    @property
+    def samples(self) -> int:
+        return self.end - self.begin
+
+
+class Ran(NamedTuple):
+    """What a leg has found."""
+
+    curve: tuple[tuple[int, float], ...]  # samples of the branch, and the test loss
+    seconds: float
+    noise: float | None = None  # the noise scale in samples, if the rule measures it; NaN if no gradient has a norm
+
+    @property
+    def loss(self) -> float:
+        """At the end; infinite if the leg has diverged."""
+        return self.curve[-1][1] if math.isfinite(self.curve[-1][1]) else math.inf
+
+
+@functools.lru_cache(maxsize=1)  # legs are short
+def _workload(name: str, source: str | None, datadir: str | None) -> Workload:
+    if source_of(name) != source:
+        raise ValueError(f"the file of {name} differs on this worker: copy the same one to all workers")
+    torch.manual_seed(0)  # a workload may draw its data, which must be the same for all legs
+    return load_workload(name, datadir)
+
+
+def run_leg(source: Source, leg: Leg, before: bytes | None) -> tuple[Ran, bytes]:
+    """Train from a state, None for a new model; returns what was found, and the state at the end.
+
+    All arms of a seed train on the same samples in the same order.
+    """
+    torch.set_num_threads(source.threads)
+    began = time.monotonic()
+    workload = _workload(source.workload, source.source, source.datadir)
+    torch.manual_seed(leg.seed)
+    model = workload.model().to(device_of(source.device))
+    order = zlib.crc32(f"{leg.state} {leg.seed} {leg.begin}".encode())
+    sampler = {"trace": leg.batch_size, "seed": order, "minibatch_size": source.minibatch_size}
+    training = Training(workload, model, rule_of(leg.arm), sampler, source.lr, ref_batchsize=source.ref_batchsize)
+    base_lrs = [group["lr"] for group in training.optimizer.inner.param_groups]
+    curve = []
+    if before is not None:
+        _load(training, leg, before)
+    if not leg.begin:
+        curve.append((0, training.test()[0]))
+    torch.manual_seed(order)
+    for done in _tested(training, leg, base_lrs, source.num_samples):
+        curve.append((leg.begin + done, training.test()[0]))
+        if not math.isfinite(curve[-1][1]):
+            break
+    saved = io.BytesIO()
+    torch.save([part.state_dict() for part in training.parts], saved)
+    return Ran(tuple(curve), time.monotonic() - began, _noise_of(training.optimizer)), saved.getvalue()
+
+
+def _noise_of(optimizer: CustomOptimizer) -> float | None:
+    if not optimizer.rule.measures_noise:
+        return None
+    # where the norms are not finite, every update is skipped
+    return math.nan if optimizer.steps_skipped == optimizer.steps_done else optimizer.noise_scale_in_samples
+
+
+def _load(training: Training, leg: Leg, before: bytes) -> None:
+    states = torch.load(io.BytesIO(before), weights_only=True, map_location=training.device)
+    # the first leg of a branch follows another rule
+    for part, state in zip(training.parts, states if leg.begin else states[:2], strict=False):
+        part.load_state_dict(state)
+    if not leg.begin and training.optimizer.rule.sums_gradients:
+        num_minibatches = training.optimizer.ref_batchsize / training.sampler.minibatch_size
+        for state in training.optimizer.inner.state.values():
+            if state.get("momentum_buffer") is not None:
+                state["momentum_buffer"].mul_(num_minibatches)  # from the mean of gradients to their sum
+
+
+def _tested(training: Training, leg: Leg, base_lrs: Sequence[float], num_samples: int) -> Any:
+    """Train with the schedule of the workload, and yield the samples done where a test is due."""
+    optimizer, schedule, num_tested = training.optimizer, training.workload.schedule, 0
+
+    def schedule_lr() -> None:
+        if schedule is not None:
+            factor = schedule(min(1.0, (leg.state + leg.begin + optimizer.samples_done) / num_samples))
+            for group, lr in zip(optimizer.inner.param_groups, base_lrs, strict=True):
+                group["lr"] = lr * factor
+
+    schedule_lr()
+    for _ in training.losses():
+        if optimizer.is_accumulating:
+            continue
+        done = optimizer.samples_done
+        schedule_lr()
+        if done * _TESTS // leg.samples > num_tested:
+            num_tested = done * _TESTS // leg.samples
+            yield done
+        if done >= leg.samples:
+            return
+
+
+def _initial(source: Source, seed: int) -> dict[str, torch.Tensor]:
+    """The parameters of a new model with a seed."""
+    workload = _workload(source.workload, source.source, source.datadir)
+    torch.manual_seed(seed)
+    return {name: p.detach() for name, p in workload.model().named_parameters()}
+
+
+def _flat(state: Mapping[str, torch.Tensor], names: Iterable[str]) -> torch.Tensor:
+    return torch.cat([state[name].flatten().double() for name in names])
+
+
+class InThisProcess:
+    """Does work when its outcome is asked for, with the interface of LocalProcesses."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Any, Work]] = []
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self._waiting)
+
+    def start(self, run: Any, work: Work) -> None:
+        self._waiting.append((run, work))
+
+    def next_outcome(self) -> tuple[Any, Any]:
+        run, work = self._waiting.pop(0)
+        return run, outcome_of(work)
+
+    def __enter__(self) -> "InThisProcess":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class Legs:
+    """Runs legs that are not in the directory yet, and keeps what they find there.
+
+    Args:
+        source: what they train.
+        directory: for the files of the legs.
+        makers: LocalProcesses, OnExecutor or InThisProcess.
+        on_end: called with each leg that has ended, also in an earlier process.
+    """
+
+    def __init__(self, source: Source, directory: Path, makers: Any, on_end: Callable[[Leg, Ran], None]) -> None:
+        self._source, self._directory, self._makers, self._on_end = source, directory, makers, on_end
+
+    def run(self, legs: Iterable[tuple[Leg, Leg | None]]) -> dict[Leg, Ran]:
+        """Run legs, each after the one that it continues or branches from; those have ended."""
+        found: dict[Leg, Ran] = {}
+        to_do = []
+        for leg, before in legs:
+            ran = self._read(leg)
+            if ran is None:
+                to_do.append((leg, before))
+            else:
+                found[leg] = ran
+                self._on_end(leg, ran)
+        num_running = 0
+        while to_do or num_running:
+            if to_do and not self._makers.is_full:
+                leg, before = to_do.pop(0)
+                state = None if before is None else self._file(before, "pt").read_bytes()
+                self._makers.start(leg, (run_leg, (self._source, leg, state), {}))
+                num_running += 1
+                continue
+            leg, outcome = self._makers.next_outcome()
+            num_running -= 1
+            if isinstance(outcome, Outcome):
+                raise ValueError(f"{leg} failed: {outcome.reason}")
+            found[leg] = self._write(leg, *outcome)
+            self._on_end(leg, found[leg])
+        return found
+
+    def rates(
+        self, name: str, before: Leg | None, legs: Mapping[str, Sequence[Leg]], first: str
+    ) -> dict[str, list[float]]:
+        """How far each arm has moved since the leg before all of them, along the first arm and relative to it.
+
+        An arm has a leg for each seed. Its rate with a seed is the mean over all other seeds of the scalar product with
+        the displacement of the first arm, as a fraction of what the first arm itself has: noise is independent between
+        seeds, and is not taken for progress. The result is kept in a file, because the states of legs may be deleted.
+        """
+        path = self._directory / f"{name}.json"
+        if path.exists():
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        names = list(_initial(self._source, 0))  # without buffers
+
+        def weights(leg: Leg) -> torch.Tensor:
+            states = torch.load(self._file(leg, "pt"), weights_only=True, map_location="cpu")
+            return _flat(states[0], names)
+
+        def displacement(leg: Leg) -> torch.Tensor:
+            return weights(leg) - (weights(before) if before else _flat(_initial(self._source, leg.seed), names))
+
+        firsts = [displacement(leg) for leg in legs[first]]
+
+        def products(own: Iterable[torch.Tensor]) -> list[float]:
+            return [
+                fmean(float(mine @ other) for number, other in enumerate(firsts) if number != seed)
+                for seed, mine in enumerate(own)
+            ]
+
+        whole = fmean(products(firsts))
+        found = {
+            arm: [along / whole if whole > 0 else 1.0 for along in products(map(displacement, own))]
+            for arm, own in legs.items()
+        }
+        write_text(path, json.dumps(found) + "\n")
+        return found
+
+    def forget(self, legs: Iterable[Leg]) -> None:
+        """Delete the states of legs that nothing continues."""
+        for leg in legs:
+            self._file(leg, "pt").unlink(missing_ok=True)
+
+    def _file(self, leg: Leg, suffix: str) -> Path:
+        return self._directory / f"{leg.file_name}.{suffix}"
+
+    def _read(self, leg: Leg) -> Ran | None:
+        try:
+            found = json.loads(self._file(leg, "json").read_text(encoding="utf-8"))
+            return Ran(tuple((samples, loss) for samples, loss in found["curve"]), found["seconds"], found["noise"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def _write(self, leg: Leg, ran: Ran, state: bytes) -> Ran:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        write(self._file(leg, "pt"), lambda temporary: temporary.write_bytes(state))
+        write_text(self._file(leg, "json"), json.dumps(ran._asdict()) + "\n")
+        return ran

@@ -1,0 +1,595 @@
+"""recommend: which rule to use with a trace, decided by short branches of one training.
+
+From each of several states of a training at the reference batch size B0, branches train on the same samples at the
+batch size that the trace has from there on, with each rule. Of a branch two numbers count:
+
+- its test loss minus that of a branch at B0. A larger learning rate makes it higher, by noise that does not add up;
+- its rate r: how far it moves in the direction in which branches at B0 with other seeds move, over how far those do. A
+  smaller learning rate makes it lower, and that adds up, although a short branch hardly shows it in its loss.
+
+If M of the N samples of a trace vary, a rule with the rate r gets as far as the training at B0 gets with n' = N − M +
+r · M samples. With the loss L(n) of that training, extrapolated by a power law, the predicted loss at the end is
+
+    L(n') + Δ · n/N,
+
+where Δ is the difference of the losses, n samples into the training: a lead at n is worth n/N of it at the end.
+"""
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from variable_batch_size.comparison.branching import InThisProcess, Leg, Legs, Ran, Source, arm_of
+from variable_batch_size.comparison.compare import LocalProcesses, OnExecutor, environments, locked
+from variable_batch_size.comparison.measure import Branch, CriticalBatchSize, critical_batch_size
+from variable_batch_size.comparison.verdict import Estimate, difference
+from variable_batch_size.rules.registry import make_rule
+from variable_batch_size.traces.trace import Trace
+
+REFERENCE = "reference"  # the branch at the reference batch size
+STATES = (0.0, 0.1, 0.5)  # fractions of the training
+EXPONENTS = (0.0, 0.5, 1.0)
+LEVEL = 0.9  # of the intervals that are stated
+LAW = 0.383  # B_opt ∝ D^0.383 (Bergsma et al. 2025, "Power lines")
+_SEEDS_OF_COMPARISON = 3
+_TRUNK_SEED = 1_000_000  # none of a branch
+_LEAST_PROGRESS = 0.01  # of that at the reference batch size, below which L(n) says nothing
+_MIN_UPDATES = 4  # of a branch
+_SHARE_OF_SIZES = 0.2  # of the samples of all branches, for the critical batch size
+_TOLERANCE = 0.2
+_MOST_SEEDS = 100  # beyond which rules count as equal
+
+
+def candidates(optimizer: str, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The rules for an optimizer, given its class name and parameter groups, without those that do the same there.
+
+    >>> candidates("SGD", [{"lr": 0.1, "momentum": 0.9}])
+    ['constant', 'root', 'linear', 'linear_momentum', 'adascale']
+    >>> candidates("Muon", [{"lr": 0.1, "momentum": 0.95, "weight_decay": 0.1}])
+    ['constant', 'root', 'linear', 'muon', 'surge']
+    """
+
+    def fits(name: str) -> bool:
+        try:
+            make_rule(name).check(optimizer, groups)
+        except ValueError:
+            return False
+        return True
+
+    found = ["constant", "root", "linear"]
+    if fits("linear_momentum"):
+        return [*found, *(["linear_momentum"] if any(group.get("momentum") for group in groups) else []), "adascale"]
+    found += [name for name in ("adam", "adamscale") if fits(name)]
+    if fits("muon") and any(group.get("weight_decay") for group in groups):
+        found.append("muon")
+    return [*found, "surge"]
+
+
+class Segment(NamedTuple):
+    """The part of a training after one of the states, up to the next."""
+
+    begin: int  # samples
+    end: int
+    num_varied: int  # samples at batch sizes other than the reference
+    batch_size: int  # the median of theirs
+
+
+def segments_of(
+    sizes: npt.ArrayLike, *, ref_batchsize: int, num_samples: int, states: Sequence[float] = STATES
+) -> list[Segment]:
+    """The parts of a trace between states, each with its median batch size, where each sample counts once.
+
+    Samples at the reference batch size do not count. From twice that on, the median is rounded to a multiple of it.
+
+    >>> segments_of([32, 32, 64, 128], ref_batchsize=32, num_samples=256, states=(0, 0.25))
+    [Segment(begin=0, end=64, num_varied=0, batch_size=32), Segment(begin=64, end=256, num_varied=192, batch_size=128)]
+    """
+    steps = np.asarray(sizes)
+    ends = steps.cumsum()
+    bounds = [*(round(fraction * num_samples) for fraction in states), num_samples]
+    order, found = np.argsort(steps, kind="stable"), []
+    for begin, end in itertools.pairwise(bounds):
+        inside = np.where(steps == ref_batchsize, 0, np.clip(ends, begin, end) - np.clip(ends - steps, begin, end))
+        size, num_varied = ref_batchsize, int(inside.sum())
+        if num_varied:
+            size = int(steps[order][np.searchsorted(inside[order].cumsum(), num_varied / 2)])
+        if size >= 2 * ref_batchsize:
+            size = round(size / ref_batchsize) * ref_batchsize
+        found.append(Segment(begin, end, num_varied, size))
+    return found
+
+
+def best_exponent(losses: Mapping[float, float]) -> float:
+    """The minimum of the quadratic through losses by exponent, within their range; not finite ones are left out.
+
+    Without a minimum there, or with fewer than three losses, it is the exponent of the lowest one.
+
+    >>> round(best_exponent({0.0: 1.0, 0.5: 0.5, 1.0: 0.5}), 6)
+    0.75
+    """
+    finite = {exponent: loss for exponent, loss in losses.items() if math.isfinite(loss)}
+    if not finite:
+        raise ValueError("every exponent has diverged")
+    best = min(finite, key=lambda exponent: finite[exponent])
+    if len(finite) < 3:
+        return best
+    square, slope, _ = np.polyfit(list(finite), list(finite.values()), 2)
+    if not square > 1e-12 * max(map(abs, finite.values())):
+        return best
+    return min(max(float(-slope / (2 * square)), min(finite)), max(finite))
+
+
+def exponent_over_seeds(seeds: Iterable[Mapping[float, float]]) -> Estimate:
+    """The mean of the best exponents of all seeds, with its 90 % interval."""
+    found = difference([best_exponent(losses) for losses in seeds], level=LEVEL)
+    assert found is not None
+    return found
+
+
+def clearly_behind(losses: Mapping[str, Sequence[float]]) -> set[str]:
+    """The arms whose losses, paired by seed, are clearly above those of the best, or that diverge with more seeds."""
+    best = best_of(losses)
+
+    def is_behind(arm: str) -> bool:
+        if _num_diverged(losses[arm]) > _num_diverged(losses[best]):
+            return True
+        gap = _gap(losses[arm], losses[best])
+        return gap is not None and gap.mean > 0 and gap.is_clear
+
+    return {arm for arm in losses if arm != best and is_behind(arm)}
+
+
+def best_of(losses: Mapping[str, Sequence[float]]) -> str:
+    """The arm that diverges with the fewest seeds, and of those the one with the lowest mean loss of the others."""
+
+    def rank(arm: str) -> tuple[int, float]:
+        finite = [loss for loss in losses[arm] if math.isfinite(loss)]
+        return _num_diverged(losses[arm]), fmean(finite) if finite else math.inf
+
+    return min(losses, key=rank)
+
+
+def _num_diverged(losses: Sequence[float]) -> int:
+    return sum(not math.isfinite(loss) for loss in losses)
+
+
+def _gap(mine: Sequence[float], theirs: Sequence[float], *, level: float = 0.95) -> Estimate | None:
+    pairs = zip(mine, theirs, strict=True)
+    return difference([a - b for a, b in pairs if math.isfinite(a) and math.isfinite(b)], level=level)
+
+
+Losses = dict[str, list[float]]  # of each arm, with each seed
+
+
+class State(NamedTuple):
+    """What the branches from a state have found: the predicted losses of all arms after each of several lengths."""
+
+    segment: Segment
+    rungs: tuple[tuple[int, Losses], ...]  # ascending; each has the arms that were not stopped before
+    curves: tuple[tuple[tuple[int, float], ...], ...] = ()  # of the best arm with each seed, from 0
+
+    @property
+    def best(self) -> str:
+        return best_of({arm: found for arm, found in self.rungs[-1][1].items() if arm != REFERENCE})
+
+    def leads(self, arm: str) -> list[float]:
+        """The predicted losses of an arm, minus those at the reference batch size.
+
+        An arm that was stopped stays as far behind the best one as it was.
+        """
+        at_stop = next(losses for _, losses in reversed(self.rungs) if arm in losses)
+        at_end, best = self.rungs[-1][1], self.best
+        columns = zip(at_end[best], at_end[REFERENCE], at_stop[arm], at_stop[best], strict=True)
+        return [ahead - reference + loss - then for ahead, reference, loss, then in columns]
+
+    @property
+    def exponent(self) -> Estimate | None:
+        """From the latest losses that three exponents share; None if no seed has a finite one."""
+        arms = {arm_of(exponent): exponent for exponent in EXPONENTS}
+        losses = next((found for _, found in reversed(self.rungs) if arms.keys() <= found.keys()), self.rungs[0][1])
+        seeds = [{arms[arm]: loss for arm, loss in zip(arms, column, strict=True)} for column in _columns(losses, arms)]
+        usable = [seed for seed in seeds if any(map(math.isfinite, seed.values()))]
+        return exponent_over_seeds(usable) if usable else None
+
+    @property
+    def stopped(self) -> dict[str, int]:
+        """The arms that were stopped, and after how many samples."""
+        kept = self.rungs[-1][1]
+        found = {arm: end for end, losses in self.rungs for arm in losses}
+        return {arm: end for arm, end in found.items() if arm not in kept}
+
+
+def _columns(losses: Losses, arms: Iterable[str]) -> list[tuple[float, ...]]:
+    return list(zip(*(losses[arm] for arm in arms), strict=True))
+
+
+def halving(
+    arms: Sequence[str],
+    run: Callable[[Sequence[str], int, int], Losses],
+    *,
+    first: int,
+    seeds: int,
+    most: int,
+    end: int,
+) -> list[tuple[int, Losses]]:
+    """Run arms and the reference for as many samples as before, again and again, without those clearly behind.
+
+    Args:
+        arms: the arms to choose from.
+        run: continues arms from one number of samples to another, and returns their losses.
+        first: samples before the first decision.
+        seeds: of each arm.
+        most: samples of all arms and seeds together, except that the first ones are always run.
+        end: the most samples of a branch.
+    """
+    rungs: list[tuple[int, Losses]] = []
+    alive, begin, until, used = list(arms), 0, first, 0
+    while True:
+        losses = run([*alive, REFERENCE], begin, until)
+        rungs.append((until, losses))
+        used += (len(alive) + 1) * seeds * (until - begin)
+        behind = clearly_behind({arm: losses[arm] for arm in alive})
+        alive = [arm for arm in alive if arm not in behind and _num_diverged(losses[arm]) < seeds]
+        if len(alive) < 2 or 2 * until > end or used + (len(alive) + 1) * seeds * until > most:
+            return rungs
+        begin, until = until, 2 * until
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to branch: the rules, where, and how many samples that may take."""
+
+    rules: tuple[str, ...]
+    segments: tuple[Segment, ...]
+    largest: int  # batch size of the trace
+    ref_batchsize: int
+    minibatch_size: int
+    num_samples: int  # of the training
+    seeds: int
+    budget: float  # as a fraction of the samples of a full comparison
+
+    def __post_init__(self) -> None:
+        if not self.branched:
+            stays = f"it has no other within {self.num_samples:,} samples, so that all rules do the same"
+            raise ValueError(f"the trace must leave the reference batch size {self.ref_batchsize}, but {stays}")
+        for segment in self.branched:
+            least, most = _MIN_UPDATES * self._multiple(segment), self._first(segment, len(self.branched))
+            if most < least:
+                needs = f"a branch at batch size {segment.batch_size} must have at least {least:,} samples"
+                why = f"{_MIN_UPDATES} multiples of it and of the reference batch size {self.ref_batchsize}"
+                hint = "train on more --samples, use a larger --budget or fewer --seeds, or smaller batch sizes"
+                raise ValueError(f"{needs}, {why}, got {max(0, most):,}: {hint}")
+
+    @property
+    def comparison(self) -> int:
+        """The samples of a full comparison: all rules and the reference, with three seeds."""
+        return (len(self.rules) + 1) * _SEEDS_OF_COMPARISON * self.num_samples
+
+    @property
+    def trunk(self) -> int:
+        """The samples of the training that the branches leave; at least up to the second state, to know its slope."""
+        varied = [segment.begin for segment in self.segments if segment.num_varied]
+        return max(self.segments[1].begin, *varied)
+
+    @property
+    def samples(self) -> float:
+        """Of all branches together."""
+        return self.budget * self.comparison - self.trunk
+
+    @property
+    def branched(self) -> list[Segment]:
+        """The segments to branch in: where the trace varies, but not at the start if that leaves too few samples."""
+        found = [segment for segment in self.segments if segment.num_varied]
+        is_short = [self._first(one, len(found)) < _MIN_UPDATES * self._multiple(one) for one in found]
+        return found[1:] if any(is_short) and len(found) > 1 and not found[0].begin else found
+
+    @property
+    def most(self) -> int:
+        """The samples of all branches from a state."""
+        return self._most(len(self.branched))
+
+    def _most(self, num_states: int) -> int:
+        return int(self.samples * (1 - _SHARE_OF_SIZES) / num_states)
+
+    def first(self, segment: Segment) -> int:
+        """The samples of a branch before the first decision."""
+        return self._first(segment, len(self.branched)) // self._multiple(segment) * self._multiple(segment)
+
+    def _first(self, segment: Segment, num_states: int) -> int:
+        # half of all samples before the first decision
+        each = self._most(num_states) // (2 * self.seeds * (len(self.rules) + 1))
+        return min(each, segment.end - segment.begin)
+
+    def _multiple(self, segment: Segment) -> int:
+        return math.lcm(segment.batch_size, self.ref_batchsize)
+
+    def weight(self, segment: Segment) -> float:
+        """Of what is predicted from a segment: its share of the samples that vary."""
+        return segment.num_varied / sum(one.num_varied for one in self.branched)
+
+    def predicted(self, segment: Segment, *, rate: float, lead: float, loss_at: Callable[[float], float]) -> float:
+        """The loss at the end minus that at the reference batch size, if all that varies were as from one state."""
+        num_varied = sum(one.num_varied for one in self.segments)
+        samples = max(self.num_samples - (1 - rate) * num_varied, _LEAST_PROGRESS * self.num_samples)
+        fade = (segment.begin + segment.end) / 2 / self.num_samples
+        return loss_at(samples) - loss_at(self.num_samples) + lead * fade
+
+    @property
+    def sizes(self) -> list[int]:
+        """The batch sizes for the critical one: the reference, the largest, and one in the middle."""
+        ratio = max(self.largest // self.ref_batchsize, 1)
+        middle = self.ref_batchsize * 2 ** round(math.log2(ratio) / 2)
+        return sorted({self.ref_batchsize, middle, self.ref_batchsize * ratio})
+
+    @property
+    def samples_of_sizes(self) -> int:
+        """The samples of each branch for the critical batch size; 0 for none."""
+        multiple = math.lcm(*self.sizes)
+        each = self.samples * _SHARE_OF_SIZES / (len(self.sizes) * self.seeds)
+        most = min(int(each), self.num_samples - self.trunk) // multiple
+        return most * multiple if len(self.sizes) > 1 and most >= _MIN_UPDATES else 0
+
+
+def extrapolated(trunk: Iterable[tuple[int, float]]) -> Callable[[float], float]:
+    """The test loss after n samples, from a fifth of those of the trunk on: a power law through its losses.
+
+    It is a line over log n if some of these losses are not positive, and never rises.
+
+    >>> loss_at = extrapolated([(0, 9.0), (100, 4.0), (200, 2.0)])
+    >>> round(loss_at(400), 6)
+    1.0
+    """
+    points = list(trunk)
+    used = [(math.log(n), loss) for n, loss in points if n >= points[-1][0] / 5 and n > 0]
+    is_power = all(loss > 0 for _, loss in used)
+    losses = [math.log(loss) if is_power else loss for _, loss in used]
+    slope, start = np.polyfit([log for log, _ in used], losses, 1)
+    if slope > 0:
+        slope, start = 0.0, losses[-1]
+
+    def loss_at(samples: float) -> float:
+        value = float(start + slope * math.log(samples))
+        return math.exp(value) if is_power else value
+
+    return loss_at
+
+
+class Recommendation(NamedTuple):
+    """What the branches say."""
+
+    plan: Plan
+    source: Source
+    states: tuple[State, ...]
+    trunk: tuple[tuple[int, float], ...]  # samples and test loss of the training
+    critical: CriticalBatchSize | str  # or why there is none
+    samples: int
+    seconds: float
+
+    def leads(self, rule: str) -> list[float]:
+        """The predicted leads at the end of the training, with each seed."""
+        weights = [self.plan.weight(state.segment) for state in self.states]  # their sum is 1
+        columns = zip(*(state.leads(rule) for state in self.states), strict=True)
+        return [sum(weight * lead for weight, lead in zip(weights, column, strict=True)) for column in columns]
+
+    @property
+    def rule(self) -> str:
+        return best_of({rule: self.leads(rule) for rule in self.plan.rules})
+
+    @property
+    def level_with(self) -> dict[str, Estimate | None]:
+        """The rules that are not clearly behind, and their paired differences from the best one."""
+        leads = {rule: self.leads(rule) for rule in self.plan.rules}
+        behind = clearly_behind(leads)
+        return {rule: _gap(leads[rule], leads[self.rule]) for rule in leads if rule not in behind and rule != self.rule}
+
+    @property
+    def exponent(self) -> Estimate | None:
+        """Of all states together."""
+        leads = {exponent: self.leads(arm_of(exponent)) for exponent in EXPONENTS}
+        seeds = [dict(zip(leads, column, strict=True)) for column in zip(*leads.values(), strict=True)]
+        usable = [seed for seed in seeds if any(map(math.isfinite, seed.values()))]
+        return exponent_over_seeds(usable) if usable else None
+
+    @property
+    def lead(self) -> Estimate:
+        """The predicted loss at the end minus that at the reference batch size, with its 90 % interval."""
+        found = difference([lead for lead in self.leads(self.rule) if math.isfinite(lead)], level=LEVEL)
+        assert found is not None
+        return found
+
+    @property
+    def reference_loss(self) -> float:
+        """The loss at the end at the reference batch size, extrapolated."""
+        return extrapolated(self.trunk)(self.plan.num_samples)
+
+    @property
+    def steps_to_recover(self) -> dict[int, int]:
+        """The updates after which the loss is back, by the samples of each state where a jump of the size raises it."""
+        found = {}
+        for state in self.states:
+            rises = difference([curve[1][1] - curve[0][1] for curve in state.curves if math.isfinite(curve[1][1])])
+            if rises is not None and rises.mean > 0 and rises.is_clear:
+                means = [
+                    (points[0][0], fmean(loss for _, loss in points)) for points in zip(*state.curves, strict=False)
+                ]
+                back = next((n for n, loss in means[1:] if loss <= means[0][1]), means[-1][0])
+                found[state.segment.begin] = max(2, back // state.segment.batch_size)
+        return found
+
+    @property
+    def more_samples(self) -> dict[str, int | None]:
+        """The further samples that would tell each rule in doubt from the best; None if that is out of reach."""
+        per_seed = 2 * sum(state.rungs[-1][0] for state in self.states)
+        found: dict[str, int | None] = {}
+        for rule, gap in self.level_with.items():
+            needed = math.inf
+            if gap is not None and gap.error is not None and gap.mean:
+                needed = math.ceil(self.plan.seeds * (gap.error / gap.mean) ** 2)
+            found[rule] = (int(needed) - self.plan.seeds) * per_seed if needed <= _MOST_SEEDS else None
+        return found
+
+
+def plan_of(trace: Trace, source: Source, rules: Sequence[str], *, seeds: int, budget: float) -> Plan:
+    """The branches for a trace."""
+    segments = segments_of(trace.sizes, ref_batchsize=source.ref_batchsize, num_samples=source.num_samples)
+    used = trace.sizes[trace.sizes.cumsum() - trace.sizes < source.num_samples]
+    given = (source.ref_batchsize, source.minibatch_size, source.num_samples, seeds, budget)
+    return Plan(tuple(rules), tuple(segments), int(used.max()), *given)
+
+
+def recommend_into(
+    directory: Path, source: Source, plan: Plan, *, jobs: int, executor: str | None = None
+) -> Recommendation:
+    """Recommend, with files in a directory, from which an interrupted call resumes.
+
+    Branches train in local processes, in this one if `jobs` is 1, or on an executor.
+    """
+    environment = environments(jobs, 1) if source.device == "cuda" else []
+    makers: Any = InThisProcess() if jobs == 1 else LocalProcesses(jobs, environments=environment)
+    if executor is not None:
+        makers = OnExecutor(executor)
+    most = plan.trunk + int(plan.samples)
+    with (
+        locked(directory, "vbs recommend"),
+        tqdm(total=most, unit="sample", unit_scale=True, dynamic_ncols=True) as bar,
+        makers,
+    ):
+
+        def on_end(leg: Leg, ran: Ran) -> None:
+            bar.update(leg.samples)
+
+        legs = Legs(source, directory / "branches", makers, on_end=on_end)
+        return recommend(source, plan, legs, lambda line: bar.write(line, file=sys.stderr))
+
+
+def recommend(source: Source, plan: Plan, legs: Legs, say: Callable[[str], None]) -> Recommendation:
+    """Train to the states, branch, and decide; `say` gets a line for each decision."""
+    known: dict[Leg, Ran] = {}
+
+    def run(parts: Iterable[tuple[Leg, Leg | None]]) -> dict[Leg, Ran]:
+        found = legs.run(parts)
+        known.update(found)
+        return found
+
+    ends: dict[int, Leg | None] = {0: None, **_trunk(source, plan, run)}
+    trunk = [point for leg in ends.values() if leg is not None for point in known[leg].curve]
+    states = []
+    for segment in plan.branched:
+        before = ends[segment.begin]
+        states.append(_state(plan, segment, before, run, legs, extrapolated(trunk)))
+        behind = "".join(f", {arm} stopped after {end:,}" for arm, end in states[-1].stopped.items())
+        where = f"after {segment.begin:,} samples, at batch size {segment.batch_size:,}"
+        say(f"{where}: {states[-1].best} is best{behind}")
+    found = Recommendation(plan, source, tuple(states), tuple(trunk), "", 0, 0.0)
+    critical = _critical(plan, found.rule, ends[plan.trunk], run)
+    used = sum(leg.samples for leg in known)
+    return found._replace(critical=critical, samples=used, seconds=sum(ran.seconds for ran in known.values()))
+
+
+Run = Callable[[Iterable[tuple[Leg, Leg | None]]], dict[Leg, Ran]]
+
+
+def _trunk(source: Source, plan: Plan, run: Run) -> dict[int, Leg]:
+    """Train at the reference batch size up to the last state; returns the legs by their ends."""
+    found: dict[int, Leg] = {}
+    before, begin, start = None, 0, math.nan
+    for segment in plan.segments:
+        if 0 < segment.begin <= plan.trunk:
+            leg = Leg(0, "constant", source.ref_batchsize, _TRUNK_SEED, begin, segment.begin)
+            curve = run([(leg, before)])[leg].curve
+            start = curve[0][1] if before is None else start
+            if not curve[-1][1] < start:
+                lowers = f"must lower the test loss, got {start:.4g} before and {curve[-1][1]:.4g} after"
+                samples = f"{curve[-1][0]:,} samples: choose a smaller learning rate"
+                raise ValueError(f"the training at the reference batch size {source.ref_batchsize} {lowers} {samples}")
+            found[segment.begin] = before = leg
+            begin = segment.begin
+    return found
+
+
+def _state(
+    plan: Plan, segment: Segment, before: Leg | None, run: Run, legs: Legs, loss_at: Callable[[float], float]
+) -> State:
+    """Branch from a state, and stop what is clearly behind."""
+    made: dict[tuple[str, int], list[Ran]] = {}  # the legs of each arm and seed
+    latest: dict[tuple[str, int], Leg] = {}
+    every: list[Leg] = []
+
+    def losses(arms: Sequence[str], begin: int, end: int) -> Losses:
+        parts = []
+        for arm in arms:
+            rule, size = ("constant", plan.ref_batchsize) if arm == REFERENCE else (arm, segment.batch_size)
+            for seed in range(plan.seeds):
+                if not begin or math.isfinite(made[arm, seed][-1].loss):
+                    leg = Leg(segment.begin, rule, size, seed, begin, end)
+                    parts.append((arm, seed, leg, latest[arm, seed] if begin else before))
+        found = run([(leg, previous) for *_, leg, previous in parts])
+        for arm, seed, leg, _ in parts:
+            _check_noise(leg, found[leg])
+            latest[arm, seed] = leg
+            every.append(leg)
+            made.setdefault((arm, seed), []).append(found[leg])
+        return predicted(arms, end)
+
+    def predicted(arms: Sequence[str], end: int) -> Losses:
+        of_arms = {arm: [made[arm, seed][-1].loss for seed in range(plan.seeds)] for arm in arms}
+        if _num_diverged(of_arms[REFERENCE]):
+            constant = f"the training at the reference batch size {plan.ref_batchsize} must not diverge"
+            raise ValueError(f"{constant}, but did {segment.begin:,} samples after its start: lower the learning rate")
+        known = {arm: [latest[arm, seed] for seed in range(plan.seeds)] for arm in arms}
+        rates = legs.rates(f"{segment.begin}-rates-{end}", before, known, REFERENCE)
+
+        def prediction(loss: float, reference: float, rate: float) -> float:
+            if not math.isfinite(loss):
+                return math.inf
+            return plan.predicted(segment, rate=rate, lead=loss - reference, loss_at=loss_at)
+
+        columns = {arm: zip(of_arms[arm], of_arms[REFERENCE], rates[arm], strict=True) for arm in arms}
+        return {arm: [prediction(*column) for column in columns[arm]] for arm in arms}
+
+    limits = {"first": plan.first(segment), "seeds": plan.seeds, "most": plan.most}
+    rungs = halving(plan.rules, losses, end=segment.end - segment.begin, **limits)
+    legs.forget(every)
+    start = f"after {segment.begin:,} samples"
+    best = State(segment, tuple(rungs)).best
+    if _num_diverged(rungs[-1][1][best]):
+        raise ValueError(
+            f"every rule diverges with some seed at batch size {segment.batch_size} {start}: choose smaller batch sizes"
+        )
+    curves = (tuple(point for ran in made[best, seed] for point in ran.curve) for seed in range(plan.seeds))
+    return State(segment, tuple(rungs), tuple(curves))
+
+
+def _check_noise(leg: Leg, ran: Ran) -> None:
+    if ran.noise is not None and math.isnan(ran.noise):
+        norms = "the squared norms of its gradients must be finite"
+        raise ValueError(f"the gradient noise of {leg} is nan: {norms}; scale the loss, or check its gradients")
+
+
+def _critical(plan: Plan, rule: str, before: Leg | None, run: Run) -> CriticalBatchSize | str:
+    """Branch from the last state at several batch sizes with a rule, and compare the samples to the same loss."""
+    if not plan.samples_of_sizes:
+        return "not measured, as the samples do not suffice for its branches"
+    parts = {
+        (size, seed): Leg(plan.trunk, rule, size, plan.seeds + seed, 0, plan.samples_of_sizes)
+        for size in plan.sizes
+        for seed in range(plan.seeds)
+    }
+    found = run([(leg, before) for leg in parts.values()])
+    branches = [
+        Branch(size, plan.samples_of_sizes // size, tuple(found[parts[size, seed]].curve for seed in range(plan.seeds)))
+        for size in plan.sizes
+    ]
+    try:
+        return critical_batch_size(branches, tolerance=_TOLERANCE)
+    except ValueError as error:
+        return f"not found: {error}"

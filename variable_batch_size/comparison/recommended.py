@@ -1,0 +1,181 @@
+"""A recommendation in words, as tables, as lines of Python, and as a page."""
+
+from importlib.resources import files
+from typing import Any
+
+from variable_batch_size.checks import import_extra
+from variable_batch_size.comparison.measure import CriticalBatchSize
+from variable_batch_size.comparison.recommend import EXPONENTS, LAW, LEVEL, REFERENCE, Recommendation, State
+from variable_batch_size.comparison.verdict import Estimate, difference, joined
+from variable_batch_size.planning.reports import as_text, counted, duration
+
+COLUMNS = ("after samples", "batch size", f"exponent ({LEVEL:.0%} interval)", "best rule", "lead", "stopped early")
+
+
+def exponent_text(found: Estimate | None) -> str:
+    """An exponent of S; at an end of the range that was tried, it is a bound.
+
+    >>> exponent_text(Estimate(0.62, 0.1)), exponent_text(Estimate(1.0, 0.0))
+    ('0.62 ± 0.10', '1 or more')
+    """
+    if found is None:
+        return "–"
+    if not found.error and found.mean in (EXPONENTS[0], EXPONENTS[-1]):
+        return f"{found.mean:g} or {'less' if found.mean == EXPONENTS[0] else 'more'}"
+    return f"{found.mean:.2f}" + ("" if found.error is None else f" ± {found.error:.2f}")
+
+
+def rows(found: Recommendation) -> list[list[str]]:
+    """The table of states."""
+    return [_row(found, state) for state in found.states]
+
+
+def _row(found: Recommendation, state: State) -> list[str]:
+    leads = state.leads(state.best)
+    lead = difference(leads, level=LEVEL)
+    assert lead is not None
+    stopped = ", ".join(arm for arm in state.stopped if arm != REFERENCE)
+    size = f"{state.segment.batch_size:,}"
+    texts = [exponent_text(state.exponent), state.best, _nats(lead), stopped or "none"]
+    return [f"{state.segment.begin:,}", size, *texts]
+
+
+def _nats(found: Estimate) -> str:
+    """A difference of losses with four decimals, and its sign."""
+    return f"{found.mean:+.4f}" + ("" if found.error is None else f" ± {found.error:.4f}")
+
+
+def critical_text(found: CriticalBatchSize | str) -> str:
+    """The bounds of the critical batch size in words.
+
+    >>> critical_text(CriticalBatchSize(64, 256, (128,)))
+    'up to 64 nothing is lost, at 256 it is, and 128 are undecided'
+    """
+    if isinstance(found, str):
+        return found
+    at_least, below, undecided = found
+    parts = [f"up to {at_least:,} nothing is lost"] if at_least is not None else []
+    parts += [f"at {below:,} it is"] if below is not None else []
+    parts += [f"{joined([f'{size:,}' for size in undecided])} are undecided"] if undecided else []
+    return joined(parts).replace(" and ", ", and ") if len(parts) > 2 else joined(parts)
+
+
+def sentences(found: Recommendation, *, tuned_samples: int | None = None) -> list[str]:
+    """The recommendation, one sentence or two for each subject."""
+    plan, rule = found.plan, found.rule
+    return [
+        _choice(found),
+        f"The exponent of S over the whole trace is {exponent_text(found.exponent)} ({LEVEL:.0%} interval).",
+        f"Batch sizes that take at most 20 % more samples to the same loss: {critical_text(found.critical)}.",
+        f"State ref_batchsize={plan.ref_batchsize}, the batch size for which the learning rate was chosen.",
+        _jumps(found),
+        _expected(found),
+        f"The branches are short, and leave one training: what {rule} does in the long run is not in the intervals.",
+        _cost(found),
+        second_opinion(plan.ref_batchsize, plan.num_samples, tuned_samples),
+    ]
+
+
+def _choice(found: Recommendation) -> str:
+    level, more = found.level_with, found.more_samples
+    if not level:
+        return f"Use {found.rule}: it is clearly ahead of all other rules."
+    doubts = []
+    for rule, gap in level.items():
+        assert gap is not None
+        by = f"{rule} by {_nats(gap)}"
+        if more[rule] is None:
+            doubts.append(f"{by}, which is no difference that more samples would show")
+        else:
+            doubts.append(f"{by}, and about {more[rule]:,} more samples would decide")
+    names = joined([found.rule, *level])
+    return f"Use {found.rule}, undecided between {names}, which differ from it (95 % interval): {'; '.join(doubts)}."
+
+
+def _jumps(found: Recommendation) -> str:
+    steps = found.steps_to_recover
+    if not steps:
+        return "No jump of the batch size raises the loss: neither warm-up nor smoothing is needed."
+    where = joined([f"after {samples:,} samples" for samples in steps])
+    how = []
+    if 0 in steps:
+        how.append(f"warm up over {counted(steps[0], 'step')}")
+    later = [number for samples, number in steps.items() if samples]
+    if later:
+        how.append(f"spread jumps over {counted(max(later), 'step')} (smooth_steps)")
+    return f"A jump of the batch size raises the loss {where}: {joined(how)}."
+
+
+def _expected(found: Recommendation) -> str:
+    reference, lead = found.reference_loss, found.lead
+    against = f"{_nats(lead)} (over seeds of the branches only) against a constant batch of {found.plan.ref_batchsize}"
+    both = f"{reference + lead.mean:.4f}, {against} with {reference:.4f}"
+    return f"Expected loss at the end: {both}, extrapolated by a power law."
+
+
+def _cost(found: Recommendation) -> str:
+    full, share = found.plan.comparison, found.samples / found.plan.comparison
+    spent = f"{found.samples:,} samples and {duration(found.seconds)}, {share:.0%} of"
+    seconds = found.seconds / found.samples * full
+    return f"This took {spent} the {full:,} samples and about {duration(seconds)} of a full comparison."
+
+
+def second_opinion(ref_batchsize: int, num_samples: int, tuned_samples: int | None) -> str:
+    """The batch size by the power law.
+
+    >>> second_opinion(128, 10_000_000, 1_000_000)[:76]
+    'A second opinion, from the literature and not from these runs: the law B ∝ D'
+    """
+    law = f"A second opinion, from the literature and not from these runs: the law B ∝ D^{LAW}"
+    if tuned_samples is None:
+        factor = 10**LAW
+        return f"{law} makes the best batch size {factor:.1f} times as large for 10 times the samples."
+    size = ref_batchsize * (num_samples / tuned_samples) ** LAW
+    from_run = f"from {ref_batchsize:,}, chosen for {tuned_samples:,} samples"
+    return f"{law} makes the best batch size for {num_samples:,} samples {size:,.0f}, {from_run}."
+
+
+def python_lines(found: Recommendation) -> str:
+    """What to put into the training script."""
+    options = [f'rule="{found.rule}"', f"ref_batchsize={found.plan.ref_batchsize}"]
+    later = [number for samples, number in found.steps_to_recover.items() if samples]
+    if later:
+        options.append(f"smooth_steps={max(later)}")
+    size = found.plan.minibatch_size
+    return (
+        f'loader = vbs.DataLoader(dataset, trace="trace.csv", minibatch_size={size})\n'
+        f"optimizer = vbs.Optimizer(inner, loader, {', '.join(options)})\n"
+    )
+
+
+def as_terminal(found: Recommendation, *, tuned_samples: int | None = None) -> str:
+    """The table, the sentences and the lines of Python."""
+    lines = sentences(found, tuned_samples=tuned_samples)
+    return "\n".join([as_text([list(COLUMNS), *rows(found)]), *lines, "", python_lines(found).rstrip()])
+
+
+def page(found: Recommendation, *, command: str, tuned_samples: int | None = None) -> str:
+    """The same as HTML, with the losses of all branches."""
+    jinja2 = import_extra("jinja2", "the page needs jinja2", "compare")
+    options: Any = {"autoescape": True, "trim_blocks": True, "keep_trailing_newline": True}
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, **options)
+    folder = files("variable_batch_size.comparison")
+    branches = [
+        [f"{state.segment.begin:,}", arm, f"{end:,}", *(f"{loss:+.4f}" for loss in losses[arm])]
+        for state in found.states
+        for end, losses in state.rungs
+        for arm in losses
+    ]
+    return str(
+        environment.from_string((folder / "recommended.html").read_text(encoding="utf-8")).render(
+            workload=found.source.workload,
+            sentences=sentences(found, tuned_samples=tuned_samples),
+            columns=COLUMNS,
+            rows=rows(found),
+            branch_columns=["state", "branch", "samples", *(f"seed {seed}" for seed in range(found.plan.seeds))],
+            branches=branches,
+            python=python_lines(found),
+            command=command,
+            style=(folder / "page.css").read_text(encoding="utf-8"),
+        )
+    )
