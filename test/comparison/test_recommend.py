@@ -1,5 +1,6 @@
 """vbs recommend: the fit of the exponent, what is stopped early, the plan of the branches, and the decision."""
 
+import dataclasses
 import math
 
 import pytest
@@ -47,9 +48,10 @@ def test_diverged_exponents_are_left_out_of_the_fit():
 
 
 def test_the_interval_of_the_exponent_is_that_of_the_seeds():
-    seeds = [{a: (a - best) ** 2 for a in (0.0, 0.5, 1.0)} for best in (0.5, 0.6, 0.7)]
-    # mean 0.6, deviation 0.1, and t = 2.9200 for 90 % and three seeds
-    assert exponent_over_seeds(seeds) == pytest.approx((0.6, 2.9200 * 0.1 / math.sqrt(3)), rel=1e-4)
+    seeds = [{a: (a - best) ** 2 for a in (0.0, 0.5, 1.0)} for best in (0.4, 0.6, 0.8)]
+    # mean 0.6, deviation 0.2, and t = 2.9200 for 90 % and three seeds
+    assert exponent_over_seeds(seeds) == pytest.approx((0.6, 2.9200 * 0.2 / math.sqrt(3)), rel=1e-4)
+    assert exponent_over_seeds(seeds[1:2] * 3) == pytest.approx((0.6, 0.25))  # not below half a step of the exponents
 
 
 def test_only_an_arm_clearly_behind_is_stopped():
@@ -218,6 +220,23 @@ def test_doubt_is_stated_with_the_samples_that_would_decide():
     assert found.more_samples == {"linear": 16 * 2 * 3 * 2304}
     same = recommendation({"constant": [0.9, 0.91, 0.9], "root": FLAT, "linear": FLAT, REFERENCE: FLAT})
     assert same.more_samples in ({"linear": None}, {"root": None})
+
+
+def test_of_rules_that_cannot_be_told_apart_the_usual_one_is_recommended():
+    worse = [0.50, 0.52, 0.54]  # 0.02 behind on average, and not clearly
+    losses = {
+        "constant": [0.9, 0.91, 0.9],
+        "root": [0.8, 0.81, 0.8],
+        "linear": worse,
+        "adascale": FLAT,
+        REFERENCE: FLAT,
+    }
+    found = recommendation(losses)
+    sgd = found._replace(plan=dataclasses.replace(found.plan, rules=("constant", "root", "linear", "adascale")))
+    assert sgd.rule == "linear"
+    assert sgd.level_with["adascale"] == pytest.approx((-0.02, 0.049683), rel=1e-4)
+    clear = recommendation({**losses, "linear": [0.52, 0.52, 0.521]})
+    assert clear._replace(plan=sgd.plan).rule == "adascale"
 
 
 def test_the_loss_at_the_end_is_extrapolated():

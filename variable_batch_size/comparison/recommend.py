@@ -38,6 +38,7 @@ from variable_batch_size.traces.trace import Trace
 REFERENCE = "reference"  # the branch at the reference batch size
 STATES = (0.0, 0.1, 0.5)  # fractions of the training
 EXPONENTS = (0.0, 0.5, 1.0)
+_RESOLUTION = 0.25  # half the distance between exponents: a quadratic through three of them tells no more
 LEVEL = 0.9  # of the intervals that are stated
 LAW = 0.383  # B_opt ∝ D^0.383 (Bergsma et al. 2025, "Power lines")
 _SEEDS_OF_COMPARISON = 3
@@ -129,10 +130,10 @@ def best_exponent(losses: Mapping[float, float]) -> float:
 
 
 def exponent_over_seeds(seeds: Iterable[Mapping[float, float]]) -> Estimate:
-    """The mean of the best exponents of all seeds, with its 90 % interval."""
+    """The mean of the best exponents of all seeds, with its 90 % interval, at least as wide as the fit can tell."""
     found = difference([best_exponent(losses) for losses in seeds], level=LEVEL)
     assert found is not None
-    return found
+    return found if found.error is None else found._replace(error=max(found.error, _RESOLUTION))
 
 
 def clearly_behind(losses: Mapping[str, Sequence[float]]) -> set[str]:
@@ -382,11 +383,14 @@ class Recommendation(NamedTuple):
 
     @property
     def rule(self) -> str:
-        return best_of({rule: self.leads(rule) for rule in self.plan.rules})
+        """The best one; or the usual one for the optimizer, if that is not clearly behind."""
+        leads = {rule: self.leads(rule) for rule in self.plan.rules}
+        usual = "linear" if "adascale" in leads else "root"
+        return best_of(leads) if usual not in leads or usual in clearly_behind(leads) else usual
 
     @property
     def level_with(self) -> dict[str, Estimate | None]:
-        """The rules that are not clearly behind, and their paired differences from the best one."""
+        """The rules that are not clearly behind the best one, and their paired differences from the recommended one."""
         leads = {rule: self.leads(rule) for rule in self.plan.rules}
         behind = clearly_behind(leads)
         return {rule: _gap(leads[rule], leads[self.rule]) for rule in leads if rule not in behind and rule != self.rule}
