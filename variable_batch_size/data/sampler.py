@@ -244,7 +244,7 @@ class MinibatchSource(ABC):
     def require_equal_minibatches(self, option: str) -> None:
         """Raise if the size of minibatches depends on the number of cores."""
         if self.schedule.max_minibatch_size >= 2 * self.minibatch_size:
-            rule = f"`max_minibatch_size` of the sampler must be None with `{option}`"
+            rule = f"`max_minibatch_size` of the sampler must be None with {option}"
             raise ValueError(f"{rule}: the size of minibatches would depend on the number of cores")
 
     def on_first_read(self, callback: Callable[[], None]) -> None:

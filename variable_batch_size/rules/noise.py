@@ -469,8 +469,11 @@ class NoiseMeter:
             return [(average, is_active & (average.count > 0)) for average, is_active in pairs]
         return [(average, average.count > 0) for average in self.averages[group : group + 1]]
 
-    def has_observed(self, num_groups: int, *, is_weighted: bool) -> bool:
-        """Whether a step of so many groups was observed, with weights or without."""
+    def has_observed(self, num_groups: int, *, is_weighted: bool, has_samples: bool) -> bool:
+        """Whether a step of so many groups was observed, with weights or without, and with samples if there are any."""
+        samples = self.of_samples
+        if has_samples and (samples is None or len(samples.of_groups) != num_groups):
+            return False
         return len(self.averages) == num_groups and (is_tensor(self._weight) or bool(self._weight)) == is_weighted
 
     def map_(self, function: Callable[[Number], Number]) -> None:
