@@ -401,6 +401,16 @@ def test_frozen_layers_do_not_count():
     assert layers_of(optimizer).variance == pytest.approx(truth.variance, rel=1e-5)
 
 
+def test_layers_that_are_frozen_during_a_run_do_not_count():
+    model = network()
+    sampler, optimizer = make(model)
+    model[1].requires_grad_(False)
+    indices = train(model, sampler, optimizer, num_steps=1)
+    model = network()
+    truth = noise_of(sample_gradients(model, indices, list(model[4].parameters())), NUM_SAMPLES)
+    assert layers_of(optimizer).variance == pytest.approx(truth.variance, rel=1e-5)
+
+
 def test_other_first_dimensions_are_refused():
     model = network()
     make(model)

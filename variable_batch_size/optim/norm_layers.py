@@ -123,6 +123,8 @@ class _Hook:
         bias: Any = getattr(module, "bias", None)
         has_weight, has_bias = self._is_trained
         trained = has_weight and weight.requires_grad, has_bias and bias.requires_grad
+        if not any(trained):
+            return None
         apply: Any = _Measure.apply
         return apply(output, x.detach(), owner.collector, samples, *self._form, *trained)
 
@@ -162,11 +164,12 @@ class _Measure(torch.autograd.Function):
             ctx.is_done = True
         has_weight, has_bias = ctx.trained
         dy_wide = dy.float()
-        squares = dy_wide.new_zeros(2)
-        if has_weight:
-            squares = squares + _squares(dy_wide * _normalized(x.float(), ctx.form), ctx.form, ctx.samples)
-        if has_bias:
-            squares = squares + _squares(dy_wide, ctx.form, ctx.samples)
+        found = [dy_wide * _normalized(x.float(), ctx.form)] if has_weight else []
+        found += [dy_wide] if has_bias else []
+        # few operations, as the host must stay ahead of the device
+        gradients = torch.cat([_over_positions(one, ctx.form, ctx.samples) for one in found], 1)
+        flat, total = gradients.flatten(), gradients.sum(0)
+        squares = torch.stack([torch.dot(flat, flat) * ctx.samples, torch.dot(total, total)])
         return dy, None, squares, None, None, None, None, None, None
 
 
@@ -211,12 +214,6 @@ def _normalized(x: torch.Tensor, form: _Form) -> torch.Tensor:
         return nn.functional.layer_norm(x, shape, None, None, eps)
     dims = tuple(range(-len(shape), 0))
     return x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
-
-
-def _squares(product: torch.Tensor, form: _Form, samples: int) -> torch.Tensor:
-    """m·Σ‖g_s‖² and ‖Σ g_s‖² of one parameter."""
-    of_samples = _over_positions(product, form, samples)
-    return torch.stack([of_samples.square().sum() * samples, of_samples.sum(0).square().sum()])
 
 
 def _over_positions(product: torch.Tensor, form: _Form, samples: int) -> torch.Tensor:
