@@ -1,6 +1,7 @@
 """Noise by the samples' gradients of normalization layers: against all per-sample gradients, in every kind of run."""
 
 import copy
+import math
 import pickle
 
 import numpy as np
@@ -287,6 +288,70 @@ def test_loss_scale_is_removed():
     assert layers_of(optimizer).variance == pytest.approx(truth.variance, rel=1e-5)
 
 
+def unscaled(model, optimizer, scaler):
+    scaler.unscale_(optimizer)
+    return 1.0
+
+
+def clipped(model, optimizer, scaler):
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert norm > 0.2
+    return 0.1 / float(norm)
+
+
+@pytest.mark.parametrize("change", [unscaled, clipped])
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_samples_are_scaled_as_the_gradients_are_before_a_step(change, num_minibatches):
+    model = network()
+    sampler, optimizer = make(model, trace=num_minibatches * MINIBATCH)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    truth, same = [], network()
+    for _ in optimizer.epochs(1):
+        for indices in sampler:
+            scaler.scale(loss_of(model, X[indices], Y[indices])).backward()
+            factor = change(model, optimizer, scaler)
+            truth.append(sample_gradients(same, indices, norm_parameters(same)) * factor)
+            scaler.step(optimizer)
+            scaler.update()
+            if len(truth) == num_minibatches:
+                break
+    expected = noise_of(torch.cat(truth), NUM_SAMPLES)
+    assert layers_of(optimizer).variance == pytest.approx(expected.variance, rel=1e-4)
+    assert layers_of(optimizer).square_norm == pytest.approx(expected.square_norm, rel=1e-4)
+
+
+def test_second_backward_pass_through_a_layer_is_refused():
+    model = network()
+    _, optimizer = make(model)
+    optimizer.set_epoch(0)
+    loss = loss_of(model, X[:MINIBATCH], Y[:MINIBATCH])
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="needs one backward pass through each layer in a minibatch: add"):
+        loss.backward()
+
+
+def test_layers_that_share_a_weight_do_not_count():
+    model = network()
+    model.append(nn.LayerNorm(3))
+    model[4].weight = model[1].weight
+    _, optimizer = make(model)
+    measured = optimizer._accumulator.norm_layers.parameters
+    assert [id(p) for p in measured] == [id(p) for p in model[6].parameters()]
+
+
+def test_parameters_of_no_optimizer_do_not_count():
+    model = network()
+    sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=MINIBATCH, minibatch_size=MINIBATCH)
+    inner = torch.optim.SGD([model[0].weight, model[1].bias, *model[4].parameters()], lr=0.0)
+    options = {"rule": "constant", "measure_noise": "norm layers", "model": model}
+    optimizer = vbs.Optimizer(inner, sampler, ref_batchsize=MINIBATCH, **options)
+    indices = train(model, sampler, optimizer, num_steps=1)
+    model = network()
+    truth = noise_of(sample_gradients(model, indices, [model[1].bias, *model[4].parameters()]), NUM_SAMPLES)
+    assert layers_of(optimizer).variance == pytest.approx(truth.variance, rel=1e-5)
+
+
 def test_state_resumes():
     model = network()
     trace = [2 * MINIBATCH, MINIBATCH] * 8
@@ -361,6 +426,16 @@ def test_frozen_layers_do_not_count():
     assert layers_of(optimizer).variance == pytest.approx(truth.variance, rel=1e-5)
 
 
+def test_layers_that_are_frozen_during_a_run_do_not_count():
+    model = network()
+    sampler, optimizer = make(model)
+    model[1].requires_grad_(False)
+    indices = train(model, sampler, optimizer, num_steps=1)
+    model = network()
+    truth = noise_of(sample_gradients(model, indices, list(model[4].parameters())), NUM_SAMPLES)
+    assert layers_of(optimizer).variance == pytest.approx(truth.variance, rel=1e-5)
+
+
 def test_other_first_dimensions_are_refused():
     model = network()
     make(model)
@@ -401,17 +476,17 @@ def test_what_cannot_be_measured_is_refused(model, options, message):
 MIXED = [MINIBATCH * n for n in (1, 1, 2, 1, 3, 1, 1, 1, 2, 1, 1, 1, 1)]
 
 
-def numbers_of_a_run(*, fused, is_weighted):
+def numbers_of_a_run(*, fused, is_weighted, num_skipped=0):
     model = network().double()
     sampler = vbs.CustomSampler(dataset_size=NUM_SAMPLES, trace=MIXED, minibatch_size=MINIBATCH)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
-    options = {"model": model, "measure_noise": "norm layers", "skip_nonfinite": False}
+    options = {"model": model, "measure_noise": "norm layers", "skip_nonfinite": num_skipped > 0}
     optimizer = vbs.Optimizer(inner, sampler, rule="adascale", ref_batchsize=8, **options)
     found = []
     for _ in optimizer.epochs(2):
         for indices in sampler:
             loss = loss_of(model, X[indices].double(), Y[indices], "sum" if is_weighted else "mean")
-            loss.backward()
+            (loss * (math.nan if optimizer.steps_done < num_skipped else 1)).backward()
             if optimizer.step(**({"weight": torch.tensor(6.0 * len(indices))} if is_weighted else {})):
                 found.append([optimizer.progress, *optimizer.report().values()])
     return optimizer._flow.way, found
@@ -431,6 +506,16 @@ def test_numbers_on_the_device_are_those_read_at_once(monkeypatch, is_weighted, 
     way, found = numbers_of_a_run(fused=False, is_weighted=is_weighted)
     assert way == "one step late"
     assert found[:5] == [pytest.approx(other, rel=1e-9, nan_ok=True) for other in expected[:5]]  # read at once
+
+
+@pytest.mark.parametrize("num_skipped", [1, 3])
+def test_numbers_on_the_device_are_those_read_at_once_after_skipped_steps(monkeypatch, num_skipped):
+    """A GradScaler begins with such steps; the first of the next ones has no measurement."""
+    _, expected = numbers_of_a_run(fused=True, is_weighted=False, num_skipped=num_skipped)
+    monkeypatch.setattr(flow, "_HOSTS", ())
+    way, found = numbers_of_a_run(fused=True, is_weighted=False, num_skipped=num_skipped)
+    assert way == "on the device"
+    assert found == [pytest.approx(other, rel=1e-9, nan_ok=True) for other in expected]
 
 
 def noise_on_cores(is_sharded, is_weighted):

@@ -1,5 +1,8 @@
 """Halves of the only minibatch of a step: the same update, and noise without bias."""
 
+from collections import UserDict
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -102,6 +105,28 @@ def test_structures_of_tensors_are_halved():
     assert first["size"] == 3
     assert first["y"][0].tolist() == [0, 2, 4, 6]
     assert first["y"][1] == 1.0
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize("data", [UserDict(x=torch.arange(8)), Pair(torch.arange(8), torch.arange(8))])
+def test_mappings_and_named_tuples_keep_their_kind(data):
+    """Those of transformers are no dictionaries."""
+    _, _, optimizer = make()
+    optimizer.set_epoch(0)
+    first = next(optimizer.halves(data))
+    assert type(first) is type(data)
+    assert (first["x"] if isinstance(data, UserDict) else first.x).tolist() == [0, 1, 2, 3]
+
+
+def test_data_without_tensors_is_refused_as_its_halves_would_be_the_same():
+    _, _, optimizer = make()
+    optimizer.set_epoch(0)
+    with pytest.raises(ValueError, match=r"^halves\(\) needs tensors, or lists, .*, got ndarray, list$"):
+        next(optimizer.halves(np.zeros(8), ["text"] * 8))
 
 
 def test_minibatch_that_is_not_the_size_of_the_sampler_is_refused():

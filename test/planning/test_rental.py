@@ -159,6 +159,26 @@ def test_no_cores_are_rented_above_the_largest_price():
         simulate(rent("cheapest", max_price=35), price=prices)
 
 
+def test_cores_that_are_never_cheap_enough_are_refused():
+    prices = Prices([0.0, 100.0, 200.0], [72.0, 36.0])
+    with pytest.raises(ValueError, match="market: no cores are available at a price of at most 50, the `max_price`"):
+        simulate(rent("cheapest", max_price=50), price=prices, spans=((2, 100), (0, 100)))
+    run = simulate(rent("cheapest", max_price=50), price=prices, spans=((2, 150), (0, 50)), progress=60)
+    assert run.seconds == pytest.approx(310)  # 50 steps from 100 s on, 10 from 300 s on
+
+
+def test_prices_that_change_at_any_time_are_reached():
+    """Sums of these times are just before a change."""
+    prices, now = Prices([0.0, 2.81, 76.78], [36.0, 72.0]), 0.0
+    for _ in range(1000):
+        seconds = prices.at(now)[1]
+        assert now + seconds > now
+        now += seconds
+    assert now == pytest.approx(500 * 76.78)
+    run = simulate(rent("cheapest"), price=prices)
+    assert run.progress >= 1000
+
+
 def test_a_run_saves_before_it_leaves_cores_by_choice():
     given = {"price": 36.0, "checkpoint_seconds": 1e6}
     chosen = simulate(rent("by_deadline", hours=700 / 3600), **given)

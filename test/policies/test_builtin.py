@@ -114,6 +114,8 @@ def test_autoscale_needs_two_minibatches_to_know_the_noise():
     known = {"seconds_accumulating": 1.0, "seconds_updating": 4.0}
     decision = vbs.Autoscale(max_batch_size=4096).answer(situation(cores=1, ref_batchsize=32, batch_size=32, **known))
     assert decision == Decision(64, "noise unknown, trying two minibatches")
+    several = situation(cores=3, ref_batchsize=32, batch_size=32, is_fresh=True)
+    assert vbs.Autoscale(max_batch_size=4096).answer(several).batch_size == 96  # no core is idle
 
 
 def test_autoscale_keeps_the_share_of_each_core_after_a_restart_on_other_cores_without_times():

@@ -17,7 +17,7 @@ def data():
     )
 
 
-def train(largest, trace=TRACE, rule="linear", steps=8, **options):
+def train(largest, trace=TRACE, rule="linear", steps=8, is_weighted=False, **options):
     """The weights, the sizes of this core's minibatches, and on core 0 the mean losses."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
@@ -27,9 +27,11 @@ def train(largest, trace=TRACE, rule="linear", steps=8, **options):
     records, sizes = [], []
     optimizer.attach(vbs.Log(optimizer, to=[records.append], every=1))
     for x, y in DataLoader(data(), batch_sampler=sampler):
-        loss = nn.functional.cross_entropy(model(x), y)
+        losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+        weights = 1 + y if is_weighted else torch.full_like(losses, 1 / len(y))
+        loss = losses @ weights.to(losses)
         loss.backward()
-        optimizer.step(loss=loss)
+        optimizer.step(loss=loss, weight=weights.sum() if is_weighted else None)
         sizes.append(len(x))
         if optimizer.steps_done == steps:
             break
@@ -37,10 +39,11 @@ def train(largest, trace=TRACE, rule="linear", steps=8, **options):
     return [p.detach().clone() for p in model.parameters()], sizes, losses
 
 
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["mean", "weighted"])
 @pytest.mark.parametrize("cores", [1, 2, 3])
-def test_weights_and_losses_are_those_of_small_minibatches(on_cores, cores):
-    small = train(None)
-    of_cores = on_cores(cores, train, 32)
+def test_weights_and_losses_are_those_of_small_minibatches(on_cores, cores, is_weighted):
+    small = train(None, is_weighted=is_weighted)
+    of_cores = on_cores(cores, train, 32, TRACE, "linear", 8, is_weighted)
     assert of_cores[0][2] == pytest.approx(small[2], rel=1e-6)
     for weights, sizes, *_ in of_cores:
         assert max(sizes) == 32
@@ -89,12 +92,26 @@ def test_stream_has_the_same_minibatches():
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("exact", {"exact": True, "seed_minibatches": False}), ("seed_minibatches", {"seed_minibatches": True})],
+    [
+        ("`exact`", {"exact": True, "seed_minibatches": False}),
+        ("`seed_minibatches`", {"seed_minibatches": True}),
+        ("a rule that sums gradients", {"rule": "linear_momentum"}),  # momentum is in units of the minibatch
+    ],
 )
 def test_sizes_that_depend_on_cores_are_refused_where_bits_must_not(name, options):
-    with pytest.raises(ValueError, match=f"with `{name}`: the size of minibatches would depend on the number of cores"):
+    with pytest.raises(ValueError, match=f"with {name}: the size of minibatches would depend on the number of cores"):
         train(32, **options)
     train(15, **options)  # less than twice the smallest
+
+
+def differ_in_the_largest():
+    train(32 if torch.distributed.get_rank() else None)
+
+
+def test_cores_with_different_largest_minibatches_are_refused(on_cores):
+    message = "must have the same settings, but differ in max_minibatch_size: None on rank 0, 32 on rank 1"
+    with pytest.raises(Exception, match=message):
+        on_cores(2, differ_in_the_largest)
 
 
 def test_a_policy_chooses_larger_minibatches_with_the_batch_size():

@@ -173,3 +173,12 @@ def test_a_step_that_makes_most_of_the_average_is_logged_once(caplog):
             meter.observe(STEP, [Norms(3e6, 2.0)])
     (message,) = caplog.messages
     assert message.startswith("step 0 makes 100 % of the gradient noise averaged over 21 steps")
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.5])
+def test_a_step_that_is_most_of_the_average_by_choice_is_not_logged(caplog, smoothing):
+    meter = NoiseMeter(smoothing=smoothing)
+    with caplog.at_level(logging.WARNING):
+        for mean_of_squares in (3.0, 4.0) * 10:
+            meter.observe(STEP, [Norms(mean_of_squares, 2.0)])
+    assert caplog.messages == []

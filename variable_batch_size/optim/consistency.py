@@ -120,6 +120,7 @@ def sync_and_check_ranks(
     if expected != found:
         raise ValueError(f"the sampler is for {expected}, but this is {found}")
     of_model = [*model.parameters(), *model.buffers()] if model is not None else []
+    largest = sampler.schedule.max_minibatch_size
     facts = {
         **optimizer.description,
         "threads": optimizer.description.get("threads"),  # the same names on all ranks, even if only some are exact
@@ -128,6 +129,7 @@ def sync_and_check_ranks(
         "model": _shapes(of_model),
         "frozen parameters": str([number for number, p in enumerate(parameters) if not p.requires_grad]),
         "first batch size": optimizer.batch_size,
+        "max_minibatch_size": largest if largest > sampler.minibatch_size else None,
     }
     tensors = [*parameters, *of_model]
     everyone = everyone_for(tensors, sampler.process_group)

@@ -101,7 +101,7 @@ class Flow:
         is_weight_traced = gradient.weight is not None and self._is_traced
         looks = skips or self._measures or is_weight_traced
         num_groups = len(self.inner.param_groups)
-        if looks and self.way == "on the device" and self._has_state(is_weighted=gradient.weight is not None):
+        if looks and self.way == "on the device" and self._has_state(gradient):
             if self._twin is None:
                 self._twin = _Twin(self.rule, self.scaler, self.meter, self._device, is_traced=self._is_traced)
             return self._twin.scale(step, gradient, num_groups, skips=skips)
@@ -168,13 +168,14 @@ class Flow:
             return self._twin.read_progress_before()
         return float(self.scaler.progress) if self._saved_progress is None else self._saved_progress
 
-    def _has_state(self, *, is_weighted: bool) -> bool:
+    def _has_state(self, gradient: StepGradient) -> bool:
         """Whether each parameter was updated before: a first update that is skipped would leave a state behind."""
+        observed = {"is_weighted": gradient.weight is not None, "has_samples": gradient.has_samples}
         num_groups = len(self.inner.param_groups)
         meters = [part for part in _parts(self.rule, self.scaler, self.meter) if isinstance(part, NoiseMeter)]
         if not self.scaler.has_moved(num_groups):
             return False
-        if not all(meter.has_observed(num_groups, is_weighted=is_weighted) for meter in meters):
+        if not all(meter.has_observed(num_groups, **observed) for meter in meters):
             return False
         for optimizer in optimizers_of(self.inner):
             if not _takes_tensors(optimizer, is_traced=self._is_traced):  # a state or a group may have changed that

@@ -11,6 +11,7 @@ transformers").
 import contextlib
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,26 +52,40 @@ class NormLayers:
         self.num_samples = num_samples  # of the next minibatch
         self.is_on = True  # whether the next minibatch is measured
         self._num_uses: dict[str, int] = {}  # of each layer, in forward passes since the latest minibatch
+        num_owners = Counter(p for module in model.modules() for p in set(module.parameters(recurse=False)))
         for name, module in model.named_modules():
             found = [p for p in module.parameters(recurse=False) if p in own]
-            form = _form_of(module) if found else None
+            is_shared = any(num_owners[p] > 1 for p in found)  # then a sample's gradient is the sum over layers
+            form = _form_of(module) if found and not is_shared else None
             if form is not None and (type(module).forward in _KNOWN or _has_form(module, form)):
-                _add_hook(module, _Hook(self, name, form))
-                self.parameters += [p for p in found if not any(p is other for other in self.parameters)]
+                _add_hook(module, _Hook(self, name, module, form, own))
+                self.parameters += found
         if not self.parameters:
             problem = f"`measure_noise={MEASURES!r}` needs LayerNorm, RMSNorm or GroupNorm layers with a trained weight"
-            raise ValueError(f"{problem}, and the model has none: loop over optimizer.halves(…) instead")
-        self.collector = torch.zeros(1).to(self.parameters[0].device).requires_grad_()
+            raise ValueError(f"{problem} of their own, and the model has none: loop over optimizer.halves(…) instead")
+        self.collector = torch.zeros(2).to(self.parameters[0].device).requires_grad_()
 
     def note_use(self, name: str) -> None:
         """A forward pass of a layer, unless it is repeated within a backward pass."""
         if torch._C._current_graph_task_id() == -1:
             self._num_uses[name] = self._num_uses.get(name, 0) + 1
 
-    def take(self, plan: StepPlan, inverse_scale: torch.Tensor | None) -> torch.Tensor:
+    def take(
+        self,
+        plan: StepPlan,
+        *,
+        squared_norm: torch.Tensor | None = None,
+        inverse_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """m·Σ‖g_s‖² over the m samples of the latest minibatch, on the device; 0 of padding, or if it is not measured.
 
         The loss is a mean over the samples, so that m·g_s is the gradient of sample s; or a sum, which has a weight.
+
+        Args:
+            plan: of the minibatch.
+            squared_norm: that of the layers' gradients now: they may have been clipped or unscaled since the backward
+                pass, and those of the samples are multiplied alike.
+            inverse_scale: by what they are multiplied, if `squared_norm` is not known.
         """
         uses, self._num_uses = self._num_uses, {}
         found, self.collector.grad = self.collector.grad, None
@@ -81,15 +96,19 @@ class NormLayers:
                 f"ran {uses[several]} times: evaluate in torch.no_grad(), or loop over optimizer.halves(…) instead"
             )
         if found is None or plan.is_padding:
-            return torch.zeros_like(self.collector)
-        return found if inverse_scale is None else found * inverse_scale.to(found.device).square()
+            return torch.zeros_like(self.collector)[:1]
+        of_samples, of_sum = found[:1], found[1:]
+        if squared_norm is not None:
+            return of_samples * torch.where(of_sum > 0, squared_norm.to(of_sum) / of_sum, 1.0)
+        return of_samples if inverse_scale is None else of_samples * inverse_scale.to(found.device).square()
 
 
 class _Hook:
     """Adds the samples' squared norms of one layer to the gradient of the collector."""
 
-    def __init__(self, owner: NormLayers, name: str, form: _Form) -> None:
+    def __init__(self, owner: NormLayers, name: str, module: nn.Module, form: _Form, own: set[nn.Parameter]) -> None:
         self._owner, self._name, self._form = owner, name, form
+        self._is_trained = [getattr(module, part, None) in own for part in ("weight", "bias")]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         owner = self._owner
@@ -105,8 +124,11 @@ class _Hook:
                 f"the input of {self._name!r} has the shape {tuple(x.shape)}: loop over optimizer.halves(…) instead"
             )
         weight: Any = module.weight
-        bias = getattr(module, "bias", None)
-        trained = weight.requires_grad, bias is not None and bias.requires_grad
+        bias: Any = getattr(module, "bias", None)
+        has_weight, has_bias = self._is_trained
+        trained = has_weight and weight.requires_grad, has_bias and bias.requires_grad
+        if not any(trained):
+            return None
         apply: Any = _Measure.apply
         return apply(output, x.detach(), owner.collector, samples, *self._form, *trained)
 
@@ -115,7 +137,7 @@ class _Hook:
 
 
 class _Measure(torch.autograd.Function):
-    """The identity, whose backward pass returns m·Σ‖g_s‖² as the gradient of the collector."""
+    """The identity, whose backward pass returns m·Σ‖g_s‖² and ‖Σ g_s‖² as the gradient of the collector."""
 
     @staticmethod
     def forward(
@@ -141,14 +163,22 @@ class _Measure(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         (x,) = ctx.saved_tensors
+        if not torch.compiler.is_compiling():
+            if hasattr(ctx, "is_done"):
+                raise RuntimeError(
+                    f"`measure_noise={MEASURES!r}` needs one backward pass through each layer in a minibatch: add the "
+                    "losses and call backward() on the sum, or loop over optimizer.halves(…) instead"
+                )
+            ctx.is_done = True
         has_weight, has_bias = ctx.trained
         dy_wide = dy.float()
         found = [dy_wide * _normalized(x.float(), ctx.form)] if has_weight else []
         found += [dy_wide] if has_bias else []
         # few operations, as the host must stay ahead of the device
-        gradients = [_over_positions(one, ctx.form, ctx.samples).flatten() for one in found]
-        squares = sum(torch.dot(one, one) for one in gradients)
-        return dy, None, (squares * ctx.samples).view(1), None, None, None, None, None, None
+        gradients = torch.cat([_over_positions(one, ctx.form, ctx.samples) for one in found], 1)
+        flat, total = gradients.flatten(), gradients.sum(0)
+        squares = torch.stack([torch.dot(flat, flat) * ctx.samples, torch.dot(total, total)])
+        return dy, None, squares, None, None, None, None, None, None
 
 
 def _form_of(module: nn.Module) -> _Form | None:

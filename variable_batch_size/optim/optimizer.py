@@ -4,7 +4,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypedDict, TypeVar, overload
 
@@ -362,8 +362,8 @@ class CustomOptimizer(OptimizerProxy):
         ``step()`` follows each yield. Forward and backward passes run with two batch shapes, and only those.
 
         Args:
-            data: tensors whose first dimension is the minibatch, or lists, tuples and dictionaries of these; what has
-                no such dimension is passed on. One argument is yielded as it is, several as a tuple.
+            data: tensors whose first dimension is the minibatch, or lists, tuples and mappings of these; what else
+                there is in them is passed on. One argument is yielded as it is, several as a tuple.
             every: from one such step to the next.
         """
         check_positive(every=every)
@@ -381,7 +381,11 @@ class CustomOptimizer(OptimizerProxy):
                 if self._cursor.schedule.lockstep:
                     self._accumulator.begin_minibatch(is_padding=plan.is_padding, is_last=number == 2)  # type: ignore[union-attr]
                 part = slice((number - 1) * size // 2, number * size // 2)
-                parts = tuple(_half_of(one, part, size) for one in data)
+                tensors: list[torch.Tensor] = []
+                parts = tuple(_half_of(one, part, size, tensors) for one in data)
+                if not tensors:  # the halves would be the same
+                    kinds = ", ".join(type(one).__name__ for one in data)
+                    raise ValueError(f"halves() needs tensors, or lists, tuples and mappings of these, got {kinds}")
                 yield parts[0] if len(parts) == 1 else parts
                 if self._half != (2 if number == 1 else 0):
                     raise RuntimeError(_HALVES)
@@ -933,15 +937,18 @@ def _refuse_direct_step(reference: weakref.ref[CustomOptimizer], inner: Optimize
         )
 
 
-def _half_of(data: Any, part: slice, size: int) -> Any:
-    """A part of each tensor in the data whose first dimension is the minibatch."""
-    if isinstance(data, dict):
-        return {key: _half_of(value, part, size) for key, value in data.items()}
+def _half_of(data: Any, part: slice, size: int, tensors: list[torch.Tensor]) -> Any:
+    """A part of each tensor in the data whose first dimension is the minibatch; appends these tensors to a list."""
+    if isinstance(data, Mapping):
+        halved = {key: _half_of(value, part, size, tensors) for key, value in data.items()}
+        return halved if isinstance(data, dict) else type(data)(halved)  # type: ignore[call-arg]
     if isinstance(data, list | tuple):
-        return type(data)(_half_of(value, part, size) for value in data)
+        values = [_half_of(value, part, size, tensors) for value in data]
+        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
     if isinstance(data, torch.Tensor) and data.dim():
         if len(data) != size:
             raise ValueError(f"halves() needs tensors of {size} samples, the minibatch size, got {tuple(data.shape)}")
+        tensors.append(data)
         return data[part]
     return data
 

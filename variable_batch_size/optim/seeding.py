@@ -38,7 +38,7 @@ class MinibatchSeeder:
         self, is_on: bool, sampler: MinibatchSource, cursor: Cursor, like: torch.Tensor, model: torch.nn.Module | None
     ) -> None:
         if is_on:
-            require_equal_minibatches(sampler.schedule, "seed_minibatches")
+            require_equal_minibatches(sampler.schedule, "`seed_minibatches`")
         self._is_on, self._source, self._cursor = is_on, sampler, cursor
         self._device, self._is_xla = like.device, like.device.type == "xla"
         self._of_loop = self._of_model = 0  # the seeds of the next minibatch

@@ -19,6 +19,7 @@ from variable_batch_size.policies.autoscale import Autoscale
 from variable_batch_size.traces.recording import read_timed
 
 _WORTHWHILE = 1.05  # the factor in time or cost for which another number of cores is rented
+_ROUNDING = 1e-6  # seconds: a sum of times may be just before a change of the price, and never reach it
 _RESERVE = 0.99  # of a deadline or a budget, for restarts and batch sizes that are not the best ones yet
 
 
@@ -69,7 +70,9 @@ class Prices:
         if math.isinf(self.times[-1]):
             return self.prices[0], math.inf
         time %= self.times[-1]
-        index = int(np.searchsorted(self.times, time, side="right")) - 1
+        index = int(np.searchsorted(self.times, time + _ROUNDING, side="right")) - 1
+        if index == len(self.prices):
+            index, time = 0, time - self.times[-1]
         return self.prices[index], self.times[index + 1] - time
 
     def cost(self, begin: float, seconds: float) -> float:

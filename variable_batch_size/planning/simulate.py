@@ -461,7 +461,9 @@ class _Run(Simulation):
         cheapest = min(self.prices.prices)
         if rental.max_price is not None and rental.max_price < cheapest:
             raise ValueError(f"`max_price` must be at least {cheapest:g}, the lowest price, got {rental.max_price:g}")
-        now = 0.0
+        now = idle = 0.0
+        period = sum(span.seconds for span in self.availability.spans)
+        most_idle = 100 * (period + self.prices.times[-1])  # infinite if one of them does not change
         for span in self.availability:
             left = span.seconds
             while left > 0:
@@ -473,7 +475,11 @@ class _Run(Simulation):
                     cores = rental.choose(offers, seconds=now, spent=self.cost, cores=self.cores)
                 if cores != self.cores <= span.cores:  # by choice, so that there is time to save
                     self._save()
-                seconds = min(left, lasts, rental.review_seconds)
+                seconds = min(left, lasts, rental.review_seconds if cores else math.inf)
+                idle = 0.0 if cores else idle + seconds
+                if idle > most_idle:
+                    rule = f"no cores are available at a price of at most {rental.max_price:g}, the `max_price`"
+                    raise ValueError(f"{self.availability.name}: {rule}")
                 yield Span(cores, seconds)
                 now, left = now + seconds, left - seconds
 

@@ -123,7 +123,7 @@ class Autoscale(Policy):
                 if -(-number // cores) != depth:
                     self.why = f"times unknown, trying {-(-number // cores)} minibatches per core after {depth}"
                     return number * m
-        if not situation.knows_noise and size < 2 * m:
+        if not situation.knows_noise and size < 2 * m and cores == 1:  # several cores have one each
             self.why = "noise unknown, trying two minibatches"
             return 2 * m
         self.why = f"{'times' if situation.knows_noise else 'noise'} unknown"

@@ -156,7 +156,8 @@ class NoiseAverage:
     def add(self, noise: Noise, scale: Number, is_counted: Condition = True, *, steps: Number = 1) -> Number:
         """Add the estimate of one step at scale S, if it counts; returns the part of the average that it makes.
 
-        It counts as that of several steps, if only one of so many has an estimate.
+        It counts as that of several steps, if only one of so many has an estimate. The part is 0 unless it is clearly
+        more than the weight of the step.
         """
         decay = decay_at(scale, self.smoothing) ** steps
         if self.starts_with_mean:
@@ -170,7 +171,8 @@ class NoiseAverage:
         self.count = self.count + is_counted
         if is_tensor(total.variance):
             return 0.0
-        return abs(noise.variance * (1 - decay) / total.variance) if total.variance else 0.0
+        part = abs(noise.variance * (1 - decay) / total.variance) if total.variance else 0.0
+        return part if part > 2.5 * (1 - decay) else 0.0
 
     @property
     def noise(self) -> Noise | None:
@@ -469,8 +471,11 @@ class NoiseMeter:
             return [(average, is_active & (average.count > 0)) for average, is_active in pairs]
         return [(average, average.count > 0) for average in self.averages[group : group + 1]]
 
-    def has_observed(self, num_groups: int, *, is_weighted: bool) -> bool:
-        """Whether a step of so many groups was observed, with weights or without."""
+    def has_observed(self, num_groups: int, *, is_weighted: bool, has_samples: bool) -> bool:
+        """Whether a step of so many groups was observed, with weights or without, and with samples if there are any."""
+        samples = self.of_samples
+        if has_samples and (samples is None or len(samples.of_groups) != num_groups):
+            return False
         return len(self.averages) == num_groups and (is_tensor(self._weight) or bool(self._weight)) == is_weighted
 
     def map_(self, function: Callable[[Number], Number]) -> None:

@@ -199,7 +199,9 @@ class Log(AbstractContextManager["Log"]):
     def _count_step(self) -> None:
         optimizer, cores = self._optimizer, self._schedule.num_replicas
         size = self._schedule.minibatch_size_of(optimizer.batch_size)
-        num_minibatches, factor = optimizer.batch_size // size, size // self._schedule.minibatch_size
+        num_minibatches = optimizer.batch_size // size
+        is_weighted = optimizer.minibatch_weights.is_weighted  # losses are then sums, which count as they are
+        factor = 1 if is_weighted else size // self._schedule.minibatch_size
         own = len(range(self._communicator.rank, num_minibatches, cores)) * optimizer.num_parts
         given = len(self._losses_of_step)
         if given < own:

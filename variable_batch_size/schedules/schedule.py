@@ -473,7 +473,7 @@ class Schedule(BaseSchedule):
 def require_equal_minibatches(schedule: BaseSchedule, option: str) -> None:
     """Raise if the size of minibatches depends on the number of cores."""
     if schedule.max_minibatch_size >= 2 * schedule.minibatch_size:
-        rule = f"`max_minibatch_size` of the sampler must be None with `{option}`"
+        rule = f"`max_minibatch_size` of the sampler must be None with {option}"
         raise ValueError(f"{rule}: the size of minibatches would depend on the number of cores")
 
 

@@ -30,8 +30,9 @@ def make_accumulator(
     """The accumulator of an optimizer; further options are those of every :class:`GradientAccumulator`."""
     if gradient_as_bucket_view and exact:
         raise ValueError("`gradient_as_bucket_view` must be False with `exact`, which rounds each minibatch's gradient")
-    if exact:
-        require_equal_minibatches(sampler.schedule, "exact")
+    for option, is_on in (("`exact`", exact), ("a rule that sums gradients", options["sums_gradients"])):
+        if is_on:
+            require_equal_minibatches(sampler.schedule, option)
     if sampler.schedule.lockstep and (gradient_as_bucket_view or communicator.is_one_program):
         where = "with `gradient_as_bucket_view`" if gradient_as_bucket_view else "on XLA"
         reason = "padding minibatches cannot be dropped there"

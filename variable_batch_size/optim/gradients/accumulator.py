@@ -54,7 +54,7 @@ class StepGradient:
         self._multiple = plan.num_minibatches if accumulator.sums_gradients else 1
         self._are_measured: list[bool] = []  # the parameter groups
         layers = accumulator.norm_layers
-        self._has_samples = layers is not None  # before the groups, the numbers of norm layers
+        self.has_samples = layers is not None  # before the groups, the numbers of norm layers
         self.measures_samples = layers is not None and layers.is_on
 
     @property
@@ -93,7 +93,7 @@ class StepGradient:
             Norms(of_each / total, of_mean / self._multiple**2) if is_something and is_measured else None
             for is_measured, (of_each, of_mean) in zip(self._are_measured, pairs, strict=True)
         ]
-        of_samples = norms.pop(0) if self._has_samples else None
+        of_samples = norms.pop(0) if self.has_samples else None
         of_samples = of_samples if self.measures_samples else None
         if not is_tensor(n) and n == 1:  # the minibatch need not have been measured by itself
             norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
@@ -279,12 +279,16 @@ class GradientAccumulator(ABC):
         groups = [group["params"] for group in self.inner.param_groups]
         return groups if self.norm_layers is None else [self.norm_layers.parameters, *groups]
 
-    def _with_samples(self, squares: torch.Tensor | None, plan: StepPlan) -> torch.Tensor:
+    def _with_samples(self, squares: torch.Tensor | None, of_samples: torch.Tensor) -> torch.Tensor:
         """The squared norms of a minibatch with those of the samples of norm layers in the first place."""
-        of_samples = self.norm_layers.take(plan, self.inverse_scale)  # type: ignore[union-attr]
         if squares is None:
             squares = self._squared_norm([]).repeat(len(self._measured()))
         return torch.cat([of_samples.to(squares), squares[1:]])
+
+    def _squared_norm_of_layers(self) -> torch.Tensor:
+        """That of the norm layers' gradients of a minibatch, as the user leaves them."""
+        layers: NormLayers = self.norm_layers  # type: ignore[assignment]
+        return self._squared_norm([p.grad.detach() for p in layers.parameters if p.grad is not None])
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters() if p.grad is not None]

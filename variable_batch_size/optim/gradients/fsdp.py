@@ -183,7 +183,8 @@ class FSDPAccumulator(GradientAccumulator):
         self._check_seen(gradients)
         squares = self._measure() if self._measures else None
         if self.norm_layers is not None:
-            squares = self._with_samples(squares, plan)
+            # gradients are those of several ranks by now
+            squares = self._with_samples(squares, self.norm_layers.take(plan, inverse_scale=self.inverse_scale))
         self._add_numbers(squares, 0.0 if plan.is_padding and weight is not None else weight)
         if known := [p for p in gradients if p in self._sums]:
             torch._foreach_add_(to_locals(self._sums[p] for p in known), to_locals(gradients[p] for p in known))

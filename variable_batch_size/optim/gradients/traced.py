@@ -109,7 +109,8 @@ class TracedAccumulator(GradientAccumulator):
         first = 0 if self.norm_layers is None else 1
         if self.norm_layers is not None:
             # an idle core runs the same program, and drops its numbers when they are reduced
-            squares = self.norm_layers.take(plan._replace(is_padding=False), self.inverse_scale)
+            known = self._squared_norm_of_layers()
+            squares = self.norm_layers.take(plan._replace(is_padding=False), squared_norm=known)
             self._squares[0].add_(squares if of_one is None else per_weight(squares, of_one))
         for index, group in enumerate(self.inner.param_groups, start=first):
             fresh = [(p, p.grad.detach()) for p in group["params"] if p.grad is not None]
