@@ -444,6 +444,8 @@ class _Run(Simulation):
                 self.updates += made
                 self.samples += made * size
                 self.progress += made * worth
+                if self.goal - self.progress < 1e-9 * worth:  # a sum may be below it by a rounding error
+                    self.progress = max(self.progress, self.goal)
                 self.unsaved_seconds += made * seconds
                 if self.unsaved_seconds >= (self.checkpoint_seconds or 0.0):
                     self._save()

@@ -79,7 +79,8 @@ class AdamScaleRule(NoiseRule):
     tenth of the root mean square of their tensor.
 
     Args:
-        starts_with_mean, smoothing: see :class:`NoiseRule`.
+        starts_with_mean: see :class:`NoiseRule`.
+        smoothing: see :class:`NoiseRule`.
         min_updates: from how many updates of a parameter on its second moment is used; the inverse of the mean of a few
             squares has no finite variance.
     """
