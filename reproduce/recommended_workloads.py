@@ -210,7 +210,7 @@ def _mnist() -> list[TensorDataset]:
         images = torch.tensor(pixels / 255 - 0.13, dtype=torch.float32) / 0.31
         return TensorDataset(images, torch.tensor(read(f"{name}-labels-idx1-ubyte")[:number].astype(np.int64)))
 
-    return [part("train", 60_000), part("t10k", 2000)]
+    return [part("train", 12_000), part("t10k", 2000)]
 
 
 def mnist_mlp() -> vbs.Workload:

@@ -22,7 +22,7 @@ from variable_batch_size.cores.dtensor import is_dtensor
 from variable_batch_size.data.cursor import StepPlan
 
 MEASURES = "norm layers"  # the value of `measure_noise`
-EVERY = 16  # steps from one measurement to the next, as it takes time: 5 ms of the host for 25 layers
+EVERY = 16  # steps from one measurement to the next, as it takes time of the host (bench/README.md)
 
 _KNOWN = {kind.forward for kind in (nn.LayerNorm, nn.GroupNorm)} | {getattr(nn, "RMSNorm", nn.LayerNorm).forward}
 _Form = tuple[str, tuple[int, ...], float]  # the kind of a layer, its shape or number of groups, and epsilon

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from variable_batch_size.cores.messages import show
+from variable_batch_size.files import write_text
 from variable_batch_size.runs.remote import RemoteDirectory, call_at_exit
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class RunLock:
         if self._remote is not None:
             self._remote.write_text(LOCK, text)
         else:
-            self._path.write_text(text)
+            write_text(self._path, text)  # which another run may read at the same time
 
     def _remove(self) -> None:
         self._path.unlink(missing_ok=True) if self._remote is None else self._remote.remove(LOCK)
