@@ -99,7 +99,7 @@ class Flow:
         if gradient.weighs_nothing:
             return Outcome([], _NOTHING)
         is_weight_traced = gradient.weight is not None and self._is_traced
-        looks = skips or self._measures or is_weight_traced
+        looks = skips or (self._measures and gradient.tells_noise) or is_weight_traced
         num_groups = len(self.inner.param_groups)
         if looks and self.way == "on the device" and self._has_state(gradient):
             if self._twin is None:

@@ -26,6 +26,7 @@ from variable_batch_size.optim.gradients.accumulator import StepGradient
 from variable_batch_size.optim.hyperparameters import Preconditioner, StepHyperparameters
 from variable_batch_size.optim.loss_scale import LossScale
 from variable_batch_size.optim.norm_layers import EVERY, MEASURES, NormLayers
+from variable_batch_size.optim.own_norms import OWN_NORM, make_own_norms
 from variable_batch_size.optim.policy_driver import PolicyDriver, Record
 from variable_batch_size.optim.probe import check_inner
 from variable_batch_size.optim.proxy import Inner, OptimizerProxy, name_of, optimizers_of
@@ -65,7 +66,7 @@ class Options(TypedDict, total=False):
     max_factor: float | None
     skip_nonfinite: bool | None
     gradient_as_bucket_view: bool
-    measure_noise: bool | Literal["norm layers"]
+    measure_noise: bool | Literal["norm layers", "own norm"]
     smoothing: Smoothing
     exact: bool
     seed_minibatches: bool | None
@@ -109,7 +110,8 @@ class CustomOptimizer(OptimizerProxy):
             frozen, added or converted within a step.
         measure_noise: measure the gradient noise though the rule does not need it, for `noise_scale` and `gain()`.
             ``"norm layers"`` also measures it in steps of one minibatch, by the samples' gradients of the model's
-            normalization layers (:class:`NormLayers`).
+            normalization layers (:class:`NormLayers`). ``"own norm"`` measures it every 16 steps in the norm that fits
+            the steps of `inner`: ℓ1 for Adam, Lion and the like, the nuclear norm for Muon (:class:`OwnNorms`).
         smoothing: how the noise is averaged, that of a rule as well: a number, a function or ``"paper"``; None for an
             average that remembers at least 20 steps (:class:`NoiseRule`).
         exact: sum so that the weights are the same to the last bit on any number of cores; see the page on exactness.
@@ -145,7 +147,7 @@ class CustomOptimizer(OptimizerProxy):
         max_factor: float | None = None,
         skip_nonfinite: bool | None = None,
         gradient_as_bucket_view: bool = False,
-        measure_noise: bool | Literal["norm layers"] = False,
+        measure_noise: bool | Literal["norm layers", "own norm"] = False,
         smoothing: Smoothing = None,
         exact: bool = False,
         seed_minibatches: bool | None = None,
@@ -189,10 +191,9 @@ class CustomOptimizer(OptimizerProxy):
             self._communicator,
             sampler=sampler,
             wrappers=self._wrappers,
-            measures=measures,
             is_read=(measures or self.skip_nonfinite) and self._flow.way != "on the device",
             divisors=None if self._preconditioner is None else self._preconditioner.divisors,
-            norm_layers=self._make_norm_layers(measure_noise, model),
+            **self._measuring(measure_noise, model, is_view=gradient_as_bucket_view),
             sums_gradients=self._rule.sums_gradients,
             gradient_as_bucket_view=gradient_as_bucket_view,
             exact=exact,
@@ -215,10 +216,25 @@ class CustomOptimizer(OptimizerProxy):
         has_own = measure_noise and not isinstance(self._rule, NoiseRule)
         return NoiseMeter(smoothing=smoothing) if has_own else None
 
-    def _make_norm_layers(self, measure_noise: bool | str, model: torch.nn.Module | None) -> NormLayers | None:
-        if isinstance(measure_noise, bool):
-            return None
-        check_one_of((MEASURES,), measure_noise=measure_noise)
+    def _forget_noise(self) -> None:
+        """After a state with the noise in another norm was loaded: start its averages anew."""
+        rules = [one for one in getattr(self._rule, "rules", [self._rule]) if isinstance(one, NoiseRule)]
+        for meter in [self._own_meter, *(rule.meter for rule in rules)]:
+            if meter is not None and meter.averages:
+                meter.load_state_dict(NoiseMeter().state_dict())
+                logger.warning("the noise in this state is that of another norm: its averages start anew")
+
+    def _measuring(self, measure_noise: bool | str, model: torch.nn.Module | None, *, is_view: bool) -> dict[str, Any]:
+        """What the accumulator measures."""
+        if not isinstance(measure_noise, bool):
+            check_one_of((MEASURES, OWN_NORM), measure_noise=measure_noise)
+        if measure_noise == OWN_NORM:
+            more: Any = {"rule": self._rule, "exact": self.exact, "is_view": is_view, "population": self._population}
+            return {"own_norms": make_own_norms(self.inner, self._communicator, **more)}
+        layers = self._make_norm_layers(model) if measure_noise == MEASURES else None
+        return {"measures": self._measures, "norm_layers": layers}
+
+    def _make_norm_layers(self, model: torch.nn.Module | None) -> NormLayers:
         if self._rule.preconditions or self.exact:
             what = "exact=True" if self.exact else type(self._rule).__name__
             raise ValueError(f"`measure_noise` must not be {MEASURES!r} with {what}: use optimizer.halves(…) instead")
@@ -907,6 +923,8 @@ class CustomOptimizer(OptimizerProxy):
         self._lr_scaler.load_state_dict(own)
         if self._own_meter is not None and own["noise"]:
             self._own_meter.load_state_dict(own["noise"])
+        if ("own_norms" in own["gradients"]) != (self._accumulator.own_norms is not None):
+            self._forget_noise()
         self.steps_done, self.samples_done = own["steps_done"], own["samples_done"]
         self._flow.num_skipped = own["steps_skipped"]
         if self._driver is not None:

@@ -95,7 +95,8 @@ class CriticalBatch(Policy):
     """Doubles the batch size while that nearly doubles the progress per step (McCandlish et al. 2018).
 
     Steps of 2B need (φ + 2B)/(φ + B) times the samples for the same progress, where φ = V/G² is the noise scale. The
-    batch size doubles while this is at most 1 + `cost`.
+    batch size doubles while this is at most 1 + `cost`. With ``measure_noise="own norm"`` φ is that of the norm that
+    fits the steps of Adam, Lion or Muon.
 
     Args:
         cost: the largest fraction of additional samples for doubling.

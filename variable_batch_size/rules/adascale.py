@@ -35,7 +35,7 @@ class NoiseRule(Rule):
     def scaled(self, gain: Number, step: Step) -> Number:
         """The factor for a step with this gain."""
 
-    def observe(self, step: Step, norms: Sequence[Norms | None]) -> None:
+    def observe(self, step: Step, norms: Sequence[Norms | Noise | None]) -> None:
         self.meter.observe(step, norms)
 
     def noise(self, group: int | None = None) -> Noise | None:
@@ -110,7 +110,8 @@ class SurgeRule(NoiseRule):
 
     It rises as √B below Bn, peaks there, and falls as 1/√B above it (Li et al. 2024, "Surge phenomenon in optimal
     learning rate and batch size scaling"), per parameter group. A step is worth its gain. Before the first estimate the
-    factor is min(√S, 1/√S), its lower bound.
+    factor is min(√S, 1/√S), its lower bound. With ``measure_noise="own norm"`` Bn is that of the ℓ1 norm, which is the
+    one of steps by sign, and otherwise that of the Euclidean norm.
 
     >>> rule, step = SurgeRule(), Step(batch_size=400, minibatch_size=100, ref_batchsize=100)
     >>> rule.scaled(1.6, step)  # the gain at Bn = B0

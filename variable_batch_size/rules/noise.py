@@ -337,6 +337,13 @@ def _either(condition: Condition, one: Noise, other: Noise) -> Noise:
     return Noise(*(where(condition, *pair) for pair in parts))
 
 
+def _is_something(measured: Norms | Noise | None) -> Condition:
+    """Whether a group has a gradient."""
+    if measured is None:
+        return False
+    return (measured.variance if isinstance(measured, Noise) else measured.mean_of_squares) != 0
+
+
 def _inverse_scale(noise: Noise) -> Number:
     return noise.square_norm / at_least(noise.variance, _TINY)
 
@@ -370,8 +377,8 @@ class NoiseMeter:
         self._weight = 0.0  # of all weighted steps, which had _samples samples
         self._samples = 0
 
-    def observe(self, step: Step, norms: Sequence[Norms | None], is_counted: Condition = True) -> None:
-        """Add a step's norms, one entry per parameter group, if it counts; None for a group without any yet."""
+    def observe(self, step: Step, norms: Sequence[Norms | Noise | None], is_counted: Condition = True) -> None:
+        """Add a step's norms or noise, one entry per parameter group, if it counts; None for a group without any."""
         while len(self.averages) < len(norms):
             self.averages.append(self._new_average())
             self._active.append(False)
@@ -386,7 +393,7 @@ class NoiseMeter:
         samples = self._observe_samples(step, sizes, has_several, is_counted)
         if samples is None and not is_tensor(has_several) and not has_several:
             return
-        active = [measured is not None and measured.mean_of_squares != 0 for measured in norms]
+        active = [_is_something(measured) for measured in norms]
         is_estimate = reduce(or_, active) & is_counted & (has_several if samples is None else True)
         if not is_tensor(is_estimate) and not is_estimate:
             return
@@ -397,8 +404,11 @@ class NoiseMeter:
         found: list[Noise] = []
         for group, (measured, is_active) in enumerate(zip(norms, active, strict=True)):
             if (is_tensor(is_active) or is_active) and measured is not None:
-                noise = Noise.from_norms(*measured, num_minibatches=at_least(num_minibatches, 2), **sizes)
-                if samples is not None:
+                if isinstance(measured, Noise):
+                    noise = measured
+                else:
+                    noise = Noise.from_norms(*measured, num_minibatches=at_least(num_minibatches, 2), **sizes)
+                if samples is not None and isinstance(measured, Norms):
                     noise = self._with_samples(
                         noise, group, step, measured, sizes, has_several, is_estimate & is_active
                     )

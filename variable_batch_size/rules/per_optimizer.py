@@ -5,7 +5,7 @@ from typing import Any, final
 
 from variable_batch_size.rules.adascale import NoiseRule
 from variable_batch_size.rules.noise import NoiseMeter
-from variable_batch_size.rules.rule import Norms, Rule, Step
+from variable_batch_size.rules.rule import Rule, Step
 
 
 @final
@@ -47,8 +47,8 @@ class PerOptimizerRule(Rule):
     def worth(self, step: Step, factor: float) -> float:
         return self.rules[0].worth(step, factor)
 
-    def observe(self, step: Step, norms: Sequence[Norms | None]) -> None:
-        of_rules: dict[Rule, list[Norms | None]] = {rule: [] for rule in self.rules}
+    def observe(self, step: Step, norms: Sequence[Any]) -> None:
+        of_rules: dict[Rule, list[Any]] = {rule: [] for rule in self.rules}
         for group, pair in enumerate(norms):
             of_rules[self.rule_for_group(group)[0]].append(pair)
         for rule, own in of_rules.items():

@@ -124,8 +124,11 @@ class Rule(ABC):
         """The progress of a step with this factor, in steps at the reference batch size."""
         return factor
 
-    def observe(self, step: Step, norms: Sequence[Norms | None]) -> None:  # noqa: B027 (most rules need none)
-        """Receive a step's norms, one entry per parameter group; None for a group without any yet."""
+    def observe(self, step: Step, norms: Sequence[Any]) -> None:  # noqa: B027 (most rules need none)
+        """Receive a step's :class:`Norms`, one entry per parameter group; None for a group without any yet.
+
+        In the optimizer's own norm, an entry is the noise itself (:class:`Noise`), and None in most steps.
+        """
 
     def report(self, step: Step) -> dict[str, float]:
         """The rule's values to log for a step."""

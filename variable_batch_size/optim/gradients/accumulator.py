@@ -17,7 +17,9 @@ from variable_batch_size.cores.dtensor import is_dtensor, to_local
 from variable_batch_size.data.cursor import StepPlan
 from variable_batch_size.optim.gradients.fixed_point import FixedPoint32, FixedPoint64
 from variable_batch_size.optim.norm_layers import NormLayers
+from variable_batch_size.optim.own_norms import OwnNorms
 from variable_batch_size.optim.token_weights import Weight
+from variable_batch_size.rules.noise import Noise
 from variable_batch_size.rules.numbers import Number, is_tensor
 from variable_batch_size.rules.rule import Norms
 
@@ -37,7 +39,7 @@ _EPS = 1e-6  # added to a norm before it divides, as in torch.nn.utils.clip_grad
 class Measured(NamedTuple):
     """What was measured of the gradients of a step."""
 
-    norms: list[Norms | None]  # of each parameter group; None for a group of which nothing was measured
+    norms: Sequence[Norms | Noise | None]  # of each parameter group, or its noise; None if nothing was measured
     is_finite: bool  # whether all measured values are finite, and therefore the gradients
     weight: float | None  # W, the sum of the minibatches' weights; None without weights
     num_weighted: int | None  # the number of minibatches with a weight above 0; None without weights
@@ -56,6 +58,15 @@ class StepGradient:
         layers = accumulator.norm_layers
         self.has_samples = layers is not None  # before the groups, the numbers of norm layers
         self.measures_samples = layers is not None and layers.is_on
+        self._own: list[Norms | Noise | None] | None = None  # of each group, if they are measured in its own norm
+        if accumulator.own_norms is not None:
+            sizes: Any = {"multiple": self._multiple, "is_weighted": weight is not None}
+            self._own = accumulator.own_norms.reduce(plan, **sizes)
+
+    @property
+    def tells_noise(self) -> bool:
+        """Whether norms were measured, which in the optimizer's own norm is so in some steps only."""
+        return self._own is None or any(self._own)
 
     @property
     def weighs_nothing(self) -> bool:
@@ -89,7 +100,7 @@ class StepGradient:
         total = n if self.weight is None else weight
         is_something = is_tensor(total) or bool(total)
         pairs = zip(squares, values[num_groups + 2 : 2 * num_groups + 2], strict=True)
-        norms = [
+        norms: list[Any] = [
             Norms(of_each / total, of_mean / self._multiple**2) if is_something and is_measured else None
             for is_measured, (of_each, of_mean) in zip(self._are_measured, pairs, strict=True)
         ]
@@ -97,6 +108,7 @@ class StepGradient:
         of_samples = of_samples if self.measures_samples else None
         if not is_tensor(n) and n == 1:  # the minibatch need not have been measured by itself
             norms = [pair and Norms(pair.square_of_mean, pair.square_of_mean) for pair in norms]
+        norms = norms if self._own is None else self._own
         is_finite = all(map(math.isfinite, values)) if is_finite is None else is_finite
         if not is_finite or self.weight is None:
             return Measured(norms, is_finite, None, None, of_samples)
@@ -153,13 +165,14 @@ class GradientAccumulator(ABC):
         is_read: bool = False,  # whether the host measures the gradient of every step before the update
         model: torch.nn.Module | None = None,  # whose weights must be the same on all ranks
         norm_layers: NormLayers | None = None,  # whose samples' gradients are measured
+        own_norms: OwnNorms | None = None,  # which measure the minibatches' gradients instead
     ) -> None:
         self.inner, self.communicator = inner, communicator
         self.divisors, self.sums_gradients = divisors, sums_gradients
         self._measures, self._is_read = measures, is_read or measures
         self._is_weighted = False  # whether the minibatches of this step have weights
         self._has_checked_weights = False
-        self._model, self.norm_layers = model, norm_layers
+        self._model, self.norm_layers, self.own_norms = model, norm_layers, own_norms
         self._checked: int | None = None  # the epoch in whose first step weights were last compared
         self._sampled: torch.Tensor | None = None  # weights of this rank, until they are compared
         self._unread: tuple[torch.Tensor, list[int]] | None = None  # reduced checksums on the device, and expected ones
@@ -206,12 +219,16 @@ class GradientAccumulator(ABC):
         if self._unread is not None:
             reduced, expected = self._unread
             self._refuse_different(reduced.tolist(), expected)
+        if self.own_norms is not None:
+            return {"own_norms": self.own_norms.state_dict()}
         return {} if self._fixed_point is None else self._fixed_point.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, on any number of ranks."""
         self._has_checked_weights = False  # a run that is reset to its start may begin to pass weights, or stop
         self._checked = self._unread = None
+        if self.own_norms is not None and "own_norms" in state:
+            self.own_norms.load_state_dict(state["own_norms"])
         if self._fixed_point is not None:
             self._fixed_point.load_state_dict(state)
 

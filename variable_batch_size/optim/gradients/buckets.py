@@ -97,6 +97,8 @@ class BucketAccumulator(GradientAccumulator):
             fixed_point.check_num_minibatches(plan.num_minibatches)
             if not self._has_sums:
                 fixed_point.update_scale(self.communicator)
+        if self.own_norms is not None:
+            self.own_norms.add(plan, weight)
         self._is_weighted = weight is not None
         measures = self._measures and plan.num_minibatches > 1  # one minibatch shows no noise
         squares = self._squared_norms_by_group(self._gradients_by_group()) if measures else None
@@ -276,6 +278,8 @@ class BucketAccumulator(GradientAccumulator):
         had_sums, self._has_sums = self._has_sums, False
         self._held_minibatches = []
         self._reset_numbers()
+        if self.own_norms is not None:
+            self.own_norms.reset()
         if self._is_view:
             self._buckets.zero_()
             self._versions = self._buckets.versions()
