@@ -461,7 +461,7 @@ REFUSED = [
     (nn.Linear(3, 3), {}, r"needs LayerNorm, RMSNorm or GroupNorm .*: loop over optimizer.halves\(…\) instead$"),
     (LAYER, {"model": None}, r"^`measure_noise='norm layers'` needs the model: pass `model=`$"),
     (LAYER, {"minibatch_size": 1}, r"^`minibatch_size` must be at least 2 with `measure_noise='norm layers'`, got 1$"),
-    (LAYER, {"measure_noise": "layers"}, r"^`measure_noise` must be one of 'norm layers', got 'layers'"),
+    (LAYER, {"measure_noise": "layers"}, r"^`measure_noise` must be one of 'norm layers', 'own norm', got 'layers'"),
     (LAYER, {"exact": True}, r"^`measure_noise` must not be 'norm layers' with exact=True: use optimizer.halves"),
     (nn.TransformerEncoderLayer(4, 2, 4), {}, r"cannot tell the samples of this model: its attention has `batch_first"),
 ]

@@ -64,9 +64,18 @@ POLICIES = {
 }
 
 
+def with_slow_updates(model, optimizer):
+    """By the clock of the policy, a minibatch takes 1 s, and an update three more."""
+    seconds = [0.0]
+    model.register_forward_hook(lambda *_: seconds.append(1.0))
+    optimizer.inner.register_step_post_hook(lambda *_: seconds.append(3.0))
+    optimizer._driver.clock = lambda: sum(seconds)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_decisions_replay_bit_for_bit(name):
     model, sampler, optimizer = run_with(POLICIES[name]())
+    with_slow_updates(model, optimizer)
     with vbs.Log(optimizer, every=3, to=[]) as log:
         weights = train(model, sampler, optimizer, epochs=4, log=log)
     rows = rows_of(sampler, optimizer)
@@ -118,6 +127,7 @@ def test_any_rule_may_measure_it():
         return vbs.LinearRuleOptimizer(inner, sampler, measure_noise=True, **options)
 
     made = run_with(vbs.Autoscale(max_batch_size=128, every=6, lead=4), kind=measuring)
+    with_slow_updates(made[0], made[2])
     weights = train(*made, epochs=3)
     rows = rows_of(*made[1:])
     assert len(set(rows)) > 1
@@ -208,17 +218,14 @@ def test_bounds_that_do_not_fit_the_data_set_raise_at_the_start():
 
 def test_every_decision_is_reported_with_its_reason():
     model, sampler, optimizer = run_with(vbs.Autoscale(max_batch_size=128, every=6, lead=4))
-    seconds = [0.0]  # one per minibatch, and three more per update
-    model.register_forward_hook(lambda *_: seconds.append(1.0))
-    optimizer.inner.register_step_post_hook(lambda *_: seconds.append(3.0))
-    optimizer._driver.clock = lambda: sum(seconds)
+    with_slow_updates(model, optimizer)
     seen = []
     optimizer.on_decision(seen.append)
     assert [record["why"] for record in seen] == ["first decision"]
     train(model, sampler, optimizer, epochs=2)
     assert [record["step"] for record in seen[:4]] == [0, 6, 12, 18]
     assert [record["from_step"] for record in seen[:4]] == [0, 10, 16, 22]
-    assert seen[1]["why"] == "times unknown, trying 3 minibatches per core after 2"
+    assert seen[1]["why"].startswith("goodput +")  # by the time of the updates
     rows = rows_of(sampler, optimizer)
     for record in seen:
         assert rows[record["from_step"] : record["from_step"] + 1] in ([], [record["batch_size"]])
@@ -226,6 +233,38 @@ def test_every_decision_is_reported_with_its_reason():
     assert seen[-1]["noise_scale"] > 0
     assert seen[-1]["seconds_accumulating"] == pytest.approx(1.0)
     assert seen[-1]["seconds_updating"] == pytest.approx(4.0)
+
+
+def seconds_to(progress, *, per_update, times_updates):
+    """Of a run of one minibatch a step at first, by a clock: 1 s for each minibatch, and more for an update."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    policy = vbs.Autoscale(max_batch_size=64, every=6, lead=4)
+    sampler = vbs.CustomSampler(data(), trace=policy, minibatch_size=MINIBATCH)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    options = {"ref_batchsize": MINIBATCH, "model": model, "measure_noise": "norm layers", "smoothing": 0.99}
+    optimizer = vbs.Optimizer(inner, sampler, rule="adascale", **options)
+    clock, seen = [0.0], []
+    inner.register_step_post_hook(lambda *_: clock.append(clock.pop() + per_update))
+    optimizer._driver.clock, optimizer._driver._times_updates = lambda: clock[0], times_updates
+    optimizer.on_decision(seen.append)
+    for _ in optimizer.epochs(progress=progress):
+        for indices in sampler:
+            x, y = data()[indices]
+            clock[0] += 1.0
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return clock[0], seen
+
+
+@pytest.mark.parametrize("per_update", [0.05, 3.0])
+def test_one_core_with_one_minibatch_decides_without_a_trial_and_is_no_later(per_update):
+    seconds, seen = seconds_to(100, per_update=per_update, times_updates=True)
+    assert not any("trying" in record["why"] for record in seen)
+    assert [seen[-1][f"seconds_{part}"] for part in ("accumulating", "updating")] == pytest.approx([1, 1 + per_update])
+    seconds_with_trial, seen = seconds_to(100, per_update=per_update, times_updates=False)
+    assert "times unknown, trying 2 minibatches per core after 1" in [record["why"] for record in seen]
+    assert seconds <= seconds_with_trial
 
 
 def test_log_has_the_times_and_passes_the_loss_to_the_policy():

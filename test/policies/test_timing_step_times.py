@@ -35,6 +35,38 @@ def test_two_depths_give_both_times():
     assert many.depths(CORES) == (2, 4, 8)
 
 
+def test_one_depth_is_enough_on_one_core_that_times_its_updates():
+    times = StepTimes()
+    for seconds in (4.0, 4.0, 90.0, 4.0):
+        times.add(1, 1, seconds, 3.0)
+    assert times.seconds(1) is None
+    times.add(1, 1, 4.0, 3.0)
+    assert times.seconds(1) == (1.0, 4.0)
+    assert times.seconds(2) is None
+    again = StepTimes()
+    again.load_state_dict(times.state_dict(), cores=1)
+    assert again.seconds(1) == (1.0, 4.0)
+    add(again, 3, 7.0, cores=1)  # a line through two depths is that of whole steps
+    assert again.seconds(1) == (1.5, 4.0)
+    times.clear()
+    add(times, 1, 4.0, cores=1)
+    assert times.seconds(1) is None
+
+
+def test_update_of_a_deeper_step_is_divided_from_all_its_minibatches():
+    times = StepTimes()
+    for _ in range(5):
+        times.add(1, 4, 11.0, 3.0)
+    assert times.seconds(1) == (2.0, 5.0)
+
+
+def test_clock_that_stands_still_in_updates_tells_nothing_of_them():
+    times = StepTimes()
+    for _ in range(5):
+        times.add(1, 1, 4.0, 0.0)
+    assert times.seconds(1) is None
+
+
 def test_outliers_do_not_count():
     times = times_of({1: [90.0, 4.0, 4.0, 4.0, 4.0], 2: [5.0, 5.0, 60.0, 5.0, 5.0, 5.0]})
     assert times.seconds(CORES) == (1.0, 4.0)

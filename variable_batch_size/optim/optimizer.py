@@ -507,6 +507,8 @@ class CustomOptimizer(OptimizerProxy):
     def _complete_step(self, plan: StepPlan) -> bool | torch.Tensor:
         """Reduce and update, or skip the update; returns whether the weights changed, maybe on the device."""
         step = self._rule_step()
+        if self._driver is not None:
+            self._driver.before_update()
         try:
             gradient = self._accumulator.reduce(plan)
             weight = gradient.weight

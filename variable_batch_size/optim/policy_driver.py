@@ -33,6 +33,9 @@ class PolicyDriver:
         self.clock: Callable[[], float] = time.perf_counter  # in seconds
         self._listeners: list[Callable[[Record], Any]] = []
         self._began: float | None = None  # when the current step did
+        self._began_update: float | None = None  # when its update did, if the host waits for it, on one core
+        device = next(iter(optimizer.parameters())).device
+        self._times_updates = schedule.num_replicas == 1 and device.type == "cpu"
         self._pass = self._num_in_pass = 0  # of the sampler, that of the latest step; its steps so far
         situation = self._situation()
         self._append(self._timing.answer(situation), situation)
@@ -43,17 +46,23 @@ class PolicyDriver:
         if self.latest is not None:
             listener(self.latest)
 
+    def before_update(self) -> None:
+        """All minibatches of the step were run."""
+        self._began_update = self.clock() if self._times_updates else None
+
     def after_step(self, step: int) -> None:
         """Record a step, by its number in the run, and decide if it is time. Every rank must call it."""
         schedule, num_passes = self._schedule, self._optimizer.sampler.num_passes
-        seconds = None if self._began is None else self.clock() - self._began
+        now = self.clock()
+        seconds = None if self._began is None else now - self._began
+        overhead = None if self._began_update is None else now - self._began_update
         if num_passes != self._pass:  # in the first step of a pass a loader starts, which counts if there is no other
             seconds = seconds if self._num_in_pass == 1 else None
             self._pass, self._num_in_pass = num_passes, 0
         self._num_in_pass += 1
         size = schedule.batch_size(step)
         depth = -(-size // (schedule.minibatch_size * schedule.num_replicas))
-        self._timing.note_steps(size, schedule.num_replicas, seconds, depth=depth)
+        self._timing.note_steps(size, schedule.num_replicas, seconds, depth=depth, overhead=overhead)
         schedule.note_done(step)
         if self._timing.num_rows(schedule.num_ahead):
             self._decide()

@@ -61,8 +61,9 @@ class Autoscale(Policy):
     """Maximizes goodput, gain / time, computed from measured step times and gradient noise (Qiao et al. 2021).
 
     Until both are known it tries two depths of accumulation: the noise needs at least two minibatches, and the
-    difference between two depths is the time of an accumulating minibatch. On another number of cores it decides by the
-    times of all cores so far. See :class:`Bounds` and :class:`Policy` for other arguments.
+    difference between two depths is the time of an accumulating minibatch. One core without an accelerator times its
+    updates instead. On another number of cores it decides by the times of all cores so far. See :class:`Bounds` and
+    :class:`Policy` for other arguments.
 
     Args:
         max_batch_size: the largest batch size; beyond it, no measurement shows whether training still converges well.

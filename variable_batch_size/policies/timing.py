@@ -42,7 +42,8 @@ class _Point(NamedTuple):
 class StepTimes:
     """Fits a line to the median step times of each number of cores: a step of depth d takes (d − 1)·a + u seconds.
 
-    Only full steps are timed, because asynchronous devices don't expose the time of single minibatches. Times are kept
+    Only full steps are timed, because asynchronous devices don't expose the time of single minibatches. But one core
+    without such a device knows how much of a step was its update, u − a, so that one depth is enough. Times are kept
     when the number of cores changes. Cores with one timed depth have the a of all others; cores without any have the
     overhead u − a between those of fewer and of more cores, and one core alone has none. Times count half after 1,000
     timed steps, and are then measured anew at the next step of that kind. If steps take much longer or shorter than
@@ -53,10 +54,13 @@ class StepTimes:
         self._of: dict[int, dict[int, _Timed]] = {}  # by number of cores and depth
         self._latest: deque[tuple[tuple[int, int], float]] = deque(maxlen=_FEWEST)  # cores and depth, and seconds
         self._num = 0  # number of timed steps
+        self._overheads: deque[float] = deque(maxlen=_MOST)  # u − a of steps of one core, where it was timed
 
-    def add(self, cores: int, depth: int, seconds: float) -> None:
-        """Add the duration of a step in which the busiest of these cores ran `depth` minibatches."""
+    def add(self, cores: int, depth: int, seconds: float, overhead: float | None = None) -> None:
+        """Add the duration of a step in which the busiest of these cores ran `depth` minibatches, and of its update."""
         self._num += 1
+        if overhead:  # a clock that stands still shows none
+            self._overheads.append(overhead)
         depths = self._of.setdefault(cores, {})
         timed = depths.setdefault(depth, _Timed(at=self._num))
         if self._num - timed.at > _HALF_LIFE:
@@ -75,17 +79,22 @@ class StepTimes:
             expected, factor = (depth - 1) * accumulating + updating, _CHANGED_FROM_LINE
         if expected and _have_changed(list(timed.seconds)[:-_FEWEST], expected, latest, factor):
             self._of = {cores: {depth: _Timed(deque(latest, maxlen=_MOST), statistics.median(latest), self._num)}}
+            while len(self._overheads) > _FEWEST:
+                self._overheads.popleft()
 
     def seconds(self, cores: int) -> tuple[float, float] | None:
         """a and u on so many cores, the times of an accumulating and an updating minibatch.
 
-        None before two depths were timed on any number of cores.
+        None before two depths were timed on any number of cores, or one depth and the updates of one core.
         """
         own = self._points(cores)
         if len(own) > 1:
             return _line(own)
         of_cores = {number: points for number in sorted(self._of) if (points := self._points(number))}
         accumulating = _slope(of_cores.values())
+        if accumulating is None and cores == 1 and own and len(self._overheads) >= _FEWEST:
+            overhead, (point,) = statistics.median(self._overheads), own
+            accumulating = max(point.seconds - overhead, 0.0) / point.depth
         if accumulating is None:
             return None
         if own:
@@ -112,6 +121,7 @@ class StepTimes:
         """Forget all times, because minibatches of another size take other times."""
         self._of.clear()
         self._latest.clear()
+        self._overheads.clear()
 
     def state_dict(self) -> dict[str, Any]:
         rows = [
@@ -119,12 +129,13 @@ class StepTimes:
             for cores, depths in self._of.items()
             for depth, timed in depths.items()
         ]
-        return {"rows": rows, "num": self._num}
+        return {"rows": rows, "num": self._num, "overheads": list(self._overheads)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, cores: int) -> None:
         """Restore the times; a state of earlier versions has those of one number of `cores`."""
         self.clear()
         self._num = state.get("num", 0)
+        self._overheads.extend(state.get("overheads", ()))
         old = ([cores, int(depth), 0, None, found] for depth, found in state.get("seconds", {}).items())
         for number, depth, at, median, found in state.get("rows", old):
             timed = self._of.setdefault(number, {})[depth] = _Timed(median=median, at=at)
@@ -183,13 +194,25 @@ class PolicyTiming:
             every = min(every, 2 * _FEWEST)
         return lead + every - ahead if ahead <= lead else 0
 
-    def note_steps(self, batch_size: int, cores: int, seconds: float | None, *, depth: int, number: int = 1) -> None:
-        """Record steps in which the busiest of the cores ran `depth` minibatches; `seconds` is None if not timed."""
+    def note_steps(
+        self,
+        batch_size: int,
+        cores: int,
+        seconds: float | None,
+        *,
+        depth: int,
+        number: int = 1,
+        overhead: float | None = None,
+    ) -> None:
+        """Record steps in which the busiest of the cores ran `depth` minibatches; `seconds` is None if not timed.
+
+        So is `overhead`, the seconds of the update.
+        """
         self._is_fresh, self._largest = False, max(self._largest, batch_size)
         if batch_size == self._batch_size:
             self._num_made += number
         for _ in range(min(number, _FEWEST) if seconds is not None else 0):
-            self.times.add(cores, depth, seconds)  # type: ignore[arg-type]
+            self.times.add(cores, depth, seconds, overhead)  # type: ignore[arg-type]
 
     def answer(self, situation: Situation) -> Decision:
         """The batch size of the next rows, and why; fills in batch size and times of the situation."""
