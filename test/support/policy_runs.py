@@ -40,6 +40,14 @@ def network():
     return model
 
 
+def _slow_down_updates(model, optimizer):
+    """By the clock of the policy, a minibatch takes 1 s, and an update three more."""
+    seconds = [0.0]
+    model.register_forward_hook(lambda *_: seconds.append(seconds.pop() + 1))
+    optimizer.inner.register_step_post_hook(lambda *_: seconds.append(seconds.pop() + 3))
+    optimizer._driver.clock = lambda: seconds[0]
+
+
 def train(trace, *, backend="gloo", directory=None, workers=0, stop_after=None, exact=False):
     """Train to the end, stop, or resume; returns the weights and the batch sizes of all steps."""
     device = scenarios.device_of(backend)
@@ -47,6 +55,8 @@ def train(trace, *, backend="gloo", directory=None, workers=0, stop_after=None, 
     sampler = vbs.CustomSampler(data, trace=trace, minibatch_size=MINIBATCH)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=REF_BATCHSIZE, model=model, exact=exact)
+    if isinstance(trace, vbs.Policy):  # its decisions must not depend on the machine
+        _slow_down_updates(model, optimizer)
     checkpoint = vbs.Checkpoint(directory, model=model, optimizer=optimizer, every_steps=1 if stop_after else None)
     loader = DataLoader(data, batch_sampler=sampler, num_workers=workers)
     with vbs.Log(optimizer, every=2, to=[]) as log:

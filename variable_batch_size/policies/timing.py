@@ -92,8 +92,8 @@ class StepTimes:
             return _line(own)
         of_cores = {number: points for number in sorted(self._of) if (points := self._points(number))}
         accumulating = _slope(of_cores.values())
-        if accumulating is None and cores == 1 and own and len(self._overheads) >= _FEWEST:
-            overhead, (point,) = statistics.median(self._overheads), own
+        if accumulating is None and 1 in of_cores and len(self._overheads) >= _FEWEST:
+            overhead, (point,) = statistics.median(self._overheads), of_cores[1]
             accumulating = max(point.seconds - overhead, 0.0) / point.depth
         if accumulating is None:
             return None
