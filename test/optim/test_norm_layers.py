@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import variable_batch_size as vbs
 from variable_batch_size.optim import flow
@@ -187,6 +188,29 @@ def test_autoscale_does_not_probe_for_the_noise():
     train(model, sampler, optimizer, num_epochs=2)
     assert len(reasons) > 2
     assert not any("noise unknown" in reason for reason in reasons)
+
+
+class Operations(TorchDispatchMode):
+    num = 0
+
+    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+        self.num += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_that_is_not_measured_has_one_operation_more_than_with_noise_measured():
+    """The host pays for each."""
+    numbers = []
+    for measure_noise in (True, "norm layers"):
+        model = network()
+        sampler, optimizer = make(model, measure_noise=measure_noise)
+        sampler.must_be_read = False
+        for _ in range(3):
+            loss_of(model, X[:MINIBATCH], Y[:MINIBATCH]).backward()
+            with Operations() as operations:
+                optimizer.step()
+        numbers.append(operations.num)
+    assert numbers[1] - numbers[0] <= 1
 
 
 def test_weights_give_the_noise_per_token():

@@ -374,8 +374,10 @@ class CustomOptimizer(OptimizerProxy):
                     optimizer.step()
 
         One minibatch tells nothing about the gradient noise. Its halves are two minibatches of half the size: their
-        mean is the gradient of the step, and their norms estimate the noise without bias. Every rank must call it, and
-        ``step()`` follows each yield. Forward and backward passes run with two batch shapes, and only those.
+        mean is the gradient of the step, and their norms estimate the noise without bias. Each estimate counts once in
+        the averages, however many steps are between two: the memory of `smoothing` is in estimates. Every rank must
+        call it, and ``step()`` follows each yield. Forward and backward passes run with two batch shapes, and only
+        those.
 
         Args:
             data: tensors whose first dimension is the minibatch, or lists, tuples and mappings of these; what else

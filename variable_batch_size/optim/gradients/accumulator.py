@@ -292,9 +292,10 @@ class GradientAccumulator(ABC):
         return list(chain.from_iterable(map(itemgetter("params"), self.inner.param_groups)))
 
     def _measured(self) -> list[list[torch.nn.Parameter]]:
-        """The parameters of each group, after those of norm layers if their samples are measured."""
+        """The parameters of each group, after those of norm layers if their samples are measured: none if not now."""
         groups = [group["params"] for group in self.inner.param_groups]
-        return groups if self.norm_layers is None else [self.norm_layers.parameters, *groups]
+        layers = self.norm_layers
+        return groups if layers is None else [layers.parameters if layers.is_on else [], *groups]
 
     def _with_samples(self, squares: torch.Tensor | None, of_samples: torch.Tensor) -> torch.Tensor:
         """The squared norms of a minibatch with those of the samples of norm layers in the first place."""

@@ -102,9 +102,9 @@ class BucketAccumulator(GradientAccumulator):
         self._is_weighted = weight is not None
         measures = self._measures and plan.num_minibatches > 1  # one minibatch shows no noise
         squares = self._squared_norms_by_group(self._gradients_by_group()) if measures else None
-        if self.norm_layers is not None:
-            known = self._squared_norm_of_layers() if self.norm_layers.is_on else None
-            squares = self._with_samples(squares, self.norm_layers.take(plan, squared_norm=known))
+        if self.norm_layers is not None and self.norm_layers.is_on:
+            of_samples = self.norm_layers.take(plan, squared_norm=self._squared_norm_of_layers())
+            squares = self._with_samples(squares, of_samples)
         if fixed_point is not None:
             fixed_point.add_numbers(squares, weight)
         elif squares is not None or weight is not None:
