@@ -9,6 +9,8 @@ directory, with the dependencies from the usual one. Needs git, and the network 
 """
 
 import argparse
+import json
+import os
 import re
 import subprocess
 import sys
@@ -91,8 +93,26 @@ def build(source: Path, out: Path, repository: str | None, python: Path) -> tupl
     run(python, "-m", "build", "--outdir", out, source)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     print(run(python, "-m", "twine", "check", "--strict", wheel, sdist).strip())
-    print(run(python, "-m", "cffconvert", "--validate", "-i", source / "CITATION.cff").strip())
+    print(run(python.parent / "cffconvert", "--validate", "-i", source / "CITATION.cff").strip())
     return wheel, sdist
+
+
+def build_docs(directory: Path, python: Path) -> None:
+    """Build the site into a directory of its version, and list it with the others there, the newest first."""
+    version = version_of(ROOT)
+    config = ROOT / ".release.yml"  # relative paths in the configuration are those of its own directory
+    config.write_text("INHERIT: mkdocs.yml\nextra:\n  version:\n    provider: mike\n")
+    try:
+        build = ["-m", "mkdocs", "build", "--quiet", "-f", config, "-d", (directory / version).resolve()]
+        run(python, *build, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    finally:
+        config.unlink()
+    found = [path.parent.name for path in directory.glob("*/index.html")]
+    found.sort(key=lambda name: [int(part) for part in re.findall(r"\d+", name)], reverse=True)
+    listed = [{"version": name, "title": name, "aliases": ["latest"] * (name == found[0])} for name in found]
+    (directory / "versions.json").write_text(json.dumps(listed, indent=1) + "\n")
+    newest = f'<meta http-equiv="refresh" content="0; url={found[0]}/index.html">'
+    (directory / "index.html").write_text(f"<!doctype html>{newest}<title>variable_batch_size</title>\n")
 
 
 def index(out: Path, *files: Path) -> str:
@@ -120,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=textwrap.dedent(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="an empty or new directory")
     parser.add_argument("--repository", help="its address, for links")
+    parser.add_argument("--docs", type=Path, help="a directory with the sites of all versions; needs the extra docs")
     for option in ("--try", "--sdist"):
         parser.add_argument(
             option, action="append", default=[], metavar="PYTHON:TORCH", help="torch 2.4, 2.9, newest …"
@@ -135,6 +156,8 @@ def main() -> None:
         archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
         subprocess.run(["tar", "-x", "-C", str(source)], input=archive, check=True)
         venv.create(folder / "tools", with_pip=True)
+        if options.docs is not None:
+            build_docs(options.docs, Path(sys.executable))
         files = build(source, options.out, options.repository, folder / "tools" / "bin" / "python")
         address = index(options.out, *files)
         pairs = [(one, False) for one in getattr(options, "try")] + [(one, True) for one in options.sdist]
