@@ -1,7 +1,9 @@
 """The manifests in deploy/: jobs and pods validated against the schemas of Kubernetes, and their exit codes."""
 
 import copy
+import json
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -87,3 +89,22 @@ def test_skypilot_task_is_valid_and_its_commands_are_shell():
 @pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.yaml")), ids=lambda path: path.stem)
 def test_manifest_states_that_it_was_not_run(path):
     assert re.search(r"not run on a cl(uster|oud)", path.read_text(), re.IGNORECASE)
+
+
+def test_the_patch_in_the_documentation_resizes_the_job_within_its_range():
+    (line,) = re.findall(r"^kubectl patch job .*$", (DEPLOY.parent / "docs" / "spot.md").read_text(), re.MULTILINE)
+    words = shlex.split(line)
+    jobset = yaml.safe_load((DEPLOY / "elastic-jobset.yaml").read_text())
+    assert words[3:5] == [f"{jobset['metadata']['name']}-machines-0", "--type=merge"]  # JobSet names its jobs so
+    patch = json.loads(words[words.index("--patch") + 1])
+    job = list(jobs_of(DEPLOY / "elastic-jobset.yaml"))[2]
+    assert set(patch) == {"spec"}
+    assert patch["spec"].keys() <= job["spec"].keys()
+    job["spec"] |= patch["spec"]
+    kubernetes_validate.validate(job, KUBERNETES, strict=True)
+    # the condition under which the number of completions may change
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert job["spec"]["parallelism"] == job["spec"]["completions"]
+    (nodes,) = [word for word in job["spec"]["template"]["spec"]["containers"][0]["command"] if "--nnodes" in word]
+    least, most = map(int, nodes.removeprefix("--nnodes=").split(":"))
+    assert least <= job["spec"]["parallelism"] <= most

@@ -191,6 +191,8 @@ FIRST_BLOCK_RUNS_IN = {
     "docs/spot.md": "test/test_documentation.py",  # the shell loop
     "docs/tpus.md": "test/planning/test_tpu_compiler.py",  # an environment of its own
     "docs/traces.md": "test/test_documentation.py",  # the file
+    "docs/tutorial.md": "test/test_tutorial.py",  # pip; then the differences
+    "docs/versions.md": "test/test_release.py",  # pip
 }
 
 

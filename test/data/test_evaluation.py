@@ -58,14 +58,20 @@ def test_a_core_with_padding_only_counts_nothing():
     assert [count(loader)["seen"] for loader in loaders(3, 8, 3)] == [3, 0, 0]
 
 
-def test_loop_without_metrics_raises_at_padding():
-    (_, loader) = loaders(5, 2, 2)
-    with pytest.raises(RuntimeError, match="the last minibatch of this core is padding"):
-        list(loader)
+@pytest.mark.parametrize(("size", "cores"), [(5, 2), (3, 3), (9, 4)])  # also cores with padding only
+def test_loop_without_metrics_raises_on_all_cores_if_one_of_them_has_padding(size, cores):
+    for loader in loaders(size, 2, cores):
+        with pytest.raises(RuntimeError, match="the last minibatch of some cores was padding"):
+            list(loader)
 
 
-def test_loop_that_reads_ahead_raises_at_padding():
-    (_, loader) = loaders(9, 2, 2)
+def test_loop_without_metrics_is_possible_where_no_core_has_padding():
+    assert [len(list(loader)) for loader in loaders(8, 2, 2)] == [2, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_loop_that_reads_ahead_raises_at_its_end(rank):
+    loader = loaders(9, 2, 2)[rank]
     metrics, ahead = vbs.Metrics("seen", device="cpu"), iter(loader)
     pending = next(ahead)
     with pytest.raises(RuntimeError, match="in a loop that reads this loader directly"):

@@ -262,3 +262,28 @@ def test_deepspeed_engine_raises(monkeypatch):
     assert "a DeepSpeed engine is not supported, because it accumulates, reduces and updates itself" in message(
         engine.module
     )
+
+
+def optimizer_of(model):
+    return vbs.LinearRuleOptimizer(sharded_models.sgd(model.parameters()), sampler_of(), ref_batchsize=4, model=model)
+
+
+@pytest.mark.parametrize("is_wrapped_outside", [True, False])
+def test_data_parallel_over_several_devices_is_refused(is_wrapped_outside):
+    inside = nn.DataParallel(nn.Linear(2, 2))
+    inside.device_ids = [0, 1]  # as on a machine with two
+    with pytest.raises(ValueError, match="DataParallel over several devices is not supported, because it runs copies"):
+        optimizer_of(inside if is_wrapped_outside else nn.Sequential(inside))
+
+
+def test_data_parallel_is_found_where_the_model_was_not_passed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    inner = nn.Linear(2, 2)
+    assert message(inner) == "no error"
+    model = nn.DataParallel(inner)
+    model.device_ids = [0, 1]
+    assert message(inner).startswith("DataParallel over several devices is not supported")
+
+
+def test_data_parallel_on_one_device_is_the_plain_model():
+    assert optimizer_of(nn.DataParallel(nn.Linear(2, 2))).steps_done == 0

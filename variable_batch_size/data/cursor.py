@@ -57,7 +57,7 @@ class Cursor:
 
     def move(self, epoch: int, first_step: int = 0) -> None:
         """Go to an epoch and skip its first steps."""
-        self.schedule.begin_epoch(epoch)
+        self.schedule.begin_epoch(epoch, first_step)
         steps = self.schedule.steps(epoch)
         check_within(len(steps), first_step=first_step)
         self.epoch, self._steps = int(epoch), steps

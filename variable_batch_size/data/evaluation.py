@@ -92,26 +92,26 @@ class EvaluationLoader(torch.utils.data.DataLoader[Any]):
         size = len(dataset)
         minibatches = [range(first, min(first + minibatch_size, size)) for first in range(0, size, minibatch_size)]
         own = minibatches[rank::num_replicas]
-        self._num_own = len(own)
+        self._num_own, self._has_padding = len(own), lockstep and len(minibatches) % num_replicas > 0  # of any core
         num_rounds = -(-len(minibatches) // num_replicas)
         padding = minibatches[:1] if lockstep and len(own) < num_rounds else []
         super().__init__(dataset, batch_sampler=_Minibatches(own + padding), **options)
 
     def __iter__(self) -> Any:
         minibatches = super().__iter__()
-        return self._marked(minibatches) if self._num_own < len(self) else minibatches
+        return self._marked(minibatches) if self._has_padding else minibatches
 
     def _marked(self, minibatches: Iterator[Any]) -> Iterator[Any]:
+        """Mark padding, and raise at the end, on all cores alike, if it may have been counted."""
         try:
             for number, minibatch in enumerate(minibatches):
-                is_padding = number == self._num_own
-                if is_padding and not _reading.added.issuperset(range(number)):
-                    raise RuntimeError(
-                        "the last minibatch of this core is padding, which only vbs.Metrics leaves out: call "
-                        "metrics.add() once for each minibatch, in a loop that reads this loader directly, or make it "
-                        "with `lockstep=False`"
-                    )
-                _reading.number, _reading.is_padding = number, is_padding
+                _reading.number, _reading.is_padding = number, number == self._num_own
                 yield minibatch
+            if not _reading.added.issuperset(range(len(self))):
+                raise RuntimeError(
+                    "the last minibatch of some cores was padding, which only vbs.Metrics leaves out: call "
+                    "metrics.add() once for each minibatch, in a loop that reads this loader directly, or make it "
+                    "with `lockstep=False`"
+                )
         finally:
             _reading.number, _reading.is_padding, _reading.added = -1, False, set()

@@ -20,7 +20,9 @@ from variable_batch_size.policies.policy import Policy, Situation, policy_of
 from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.schedules.permutation import Permutation
 from variable_batch_size.schedules.schedule import BaseSchedule, OnEnd, Schedule
+from variable_batch_size.schedules.watched import WatchedSchedule
 from variable_batch_size.traces.trace import TraceLike
+from variable_batch_size.traces.watched import WatchedTrace
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class MinibatchSource(ABC):
 
     def __init__(
         self,
-        trace: TraceLike | Policy | Callable[[Situation], float],
+        trace: TraceLike | WatchedTrace | Policy | Callable[[Situation], float],
         dataset_size: int | None,
         minibatch_size: int,
         num_replicas: int | None,
@@ -71,6 +73,8 @@ class MinibatchSource(ABC):
         self.schedule: BaseSchedule
         if is_decided(trace):
             self.schedule = PolicySchedule(policy_of(trace), **how)  # type: ignore[arg-type]
+        elif isinstance(trace, WatchedTrace):
+            self.schedule = WatchedSchedule(trace, on_end=on_end, **how)
         else:
             self.schedule = Schedule(trace, on_end=on_end, **how)  # type: ignore[arg-type]
         check_within(num_replicas - 1, rank=rank)
@@ -146,7 +150,7 @@ class MinibatchSource(ABC):
     def begin_pass(self, epoch: int, first_step: int) -> None:
         """Begin a pass over the loader, and move the attached optimizers."""
         self.end_pass()
-        self.schedule.begin_epoch(epoch)
+        self.schedule.begin_epoch(epoch, first_step)
         check_within(len(self.schedule.steps(epoch)), first_step=first_step)
         self.epoch, self.first_step = int(epoch), int(first_step)
         self.num_passes += 1
@@ -306,7 +310,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
     def __init__(
         self,
         dataset: Sized | int | None = None,
-        trace: TraceLike | Policy | Callable[[Situation], float] = "",
+        trace: TraceLike | WatchedTrace | Policy | Callable[[Situation], float] = "",
         *,
         dataset_size: int | None = None,
         minibatch_size: int,
@@ -431,7 +435,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __init__(
         self,
         dataset: torch.utils.data.Dataset[Any],
-        trace: TraceLike | Policy | Callable[[Situation], float] = "",
+        trace: TraceLike | WatchedTrace | Policy | Callable[[Situation], float] = "",
         *,
         minibatch_size: int,
         seed: int = 0,

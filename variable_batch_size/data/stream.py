@@ -18,6 +18,7 @@ from variable_batch_size.data.sampler import Description, MinibatchSource, is_de
 from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.schedules.schedule import BaseSchedule, OnEnd, Schedule
 from variable_batch_size.traces.trace import TraceLike
+from variable_batch_size.traces.watched import WatchedTrace
 
 logger = logging.getLogger(__name__)
 
@@ -304,7 +305,7 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         self,
         samples: Samples,
         *,
-        trace: TraceLike | Policy | Callable[[Situation], float],
+        trace: TraceLike | WatchedTrace | Policy | Callable[[Situation], float],
         minibatch_size: int,
         dataset_size: int | None = None,
         num_replicas: int | None = None,
@@ -317,8 +318,9 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         is_sharded: bool = False,
     ) -> None:
-        if is_decided(trace) and is_sharded:
-            raise ValueError("`is_sharded` must be False with a policy, which decides how many samples a core reads")
+        if (is_decided(trace) or isinstance(trace, WatchedTrace)) and is_sharded:
+            kind = "watched trace" if isinstance(trace, WatchedTrace) else "policy"
+            raise ValueError(f"`is_sharded` must be False with a {kind}, which decides how many samples a core reads")
         if max_minibatch_size is not None and is_sharded:
             raise ValueError("`max_minibatch_size` must be None with `is_sharded`, which counts equal minibatches")
         where = (num_replicas, rank, process_group)
@@ -364,9 +366,10 @@ class Stream(MinibatchSource, IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        if info is not None and not isinstance(self.schedule, Schedule):
+        if info is not None and self.schedule.is_live:
             advice = "pass num_workers=0 to its loader, and let `samples` prefetch if necessary"
-            raise ValueError(f"a stream with a policy must be read in the main process: {advice}")
+            kind = "watched trace" if isinstance(self.schedule, Schedule) else "policy"
+            raise ValueError(f"a stream with a {kind} must be read in the main process: {advice}")
         epoch, first_step, number = self._shared[:3].tolist()
         where = (self.rank, epoch, first_step, self.is_sharded)
         of_loader = (0, 1) if info is None else (info.id, info.num_workers)

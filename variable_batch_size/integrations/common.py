@@ -11,7 +11,7 @@ from variable_batch_size.cores.detect import communicator_for
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.schedules.schedule import BaseSchedule, Schedule
+from variable_batch_size.schedules.schedule import BaseSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Steps:
 
 def extent_of_epochs(schedule: BaseSchedule, num_epochs: float) -> Extent:
     """The length of a run of some epochs; the last one may be a fraction."""
-    if not isinstance(schedule, Schedule):
+    if schedule.is_live:
         raise ValueError(f"{schedule.name} decides batch sizes during the run: set the number of steps")
     epochs = [schedule.steps(epoch) for epoch in range(math.ceil(num_epochs))]
     last = math.ceil((1 - math.ceil(num_epochs) + num_epochs) * len(epochs[-1]))
@@ -54,7 +54,7 @@ def extent_of_epochs(schedule: BaseSchedule, num_epochs: float) -> Extent:
 
 def extent_of_steps(schedule: BaseSchedule, num_steps: int) -> Extent:
     """The length of a run of some steps; with a policy the number of epochs is unknown."""
-    if not isinstance(schedule, Schedule):
+    if schedule.is_live:
         return sys.maxsize, num_steps, num_steps
     schedule.batch_size(num_steps - 1)  # raises if the trace has fewer
     epochs = [schedule.steps(0)]

@@ -10,7 +10,6 @@ from variable_batch_size.checks import imported_extra
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.common import TRACE_DECIDES, check_same_run, check_setting
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.schedules.live import PolicySchedule
 
 with imported_extra("lightning", "variable_batch_size.integrations.lightning needs lightning", "lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
@@ -65,7 +64,7 @@ def check_optimizer(trainer: Trainer) -> CustomOptimizer:
         rule = "`configure_optimizers` must return one optimizer of variable_batch_size"
         raise ValueError(f"{rule}, got {found}: pass several optimizers of torch as its `inner`")
     if trainer.fit_loop._combined_loader is not None:
-        advice = "use `sampler.schedule.steps(N - 1).stop`, the updates of N epochs"
+        advice = "use `sampler.num_updates(N)`, the updates of N epochs"
         raise ValueError(f"`trainer.estimated_stepping_batches` counts minibatches: {advice}")
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and (config.frequency != 1 or config.reduce_on_plateau):
@@ -75,8 +74,9 @@ def check_optimizer(trainer: Trainer) -> CustomOptimizer:
     if not isinstance(sampler, CustomSampler):
         kind = type(sampler).__name__
         raise ValueError(f"`sampler` must be a CustomSampler, got {kind}: Lightning starts to read before it resumes")
-    if isinstance(sampler.schedule, PolicySchedule):
-        raise ValueError("`trace` must not be a policy: Lightning needs the length of an epoch before it begins")
+    if sampler.schedule.is_live:
+        kind = "watched" if sampler.policy is None else "a policy"
+        raise ValueError(f"`trace` must not be {kind}: Lightning needs the length of an epoch before it begins")
     if sampler.num_replicas > 1 and not sampler.schedule.lockstep:
         reason = "Lightning synchronizes ranks in every minibatch"
         raise ValueError(f"`lockstep` of the sampler must be True on several ranks, got False: {reason}")

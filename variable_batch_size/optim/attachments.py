@@ -104,6 +104,11 @@ class Limit:
             schedule.steps(number - 1)  # raises if the trace has fewer
         return number
 
+    def epochs_now(self, given: int | None, schedule: BaseSchedule) -> int | None:
+        """The same as the run goes on: a watched trace may have become shorter or longer."""
+        numbers = [number for number in (given, schedule.num_epochs) if number is not None]
+        return min(numbers, default=None)
+
     @contextmanager
     def applied(self, optimizer: Any) -> Iterator[None]:
         """Within, the optimizer ends the run where it reaches the limit."""
@@ -268,4 +273,5 @@ def _epochs(optimizer: Any, num_epochs: int | None, limit: Limit) -> Iterator[in
             yield epoch
             sampler.end_epoch()
             epoch, first_step = epoch + 1, 0
+            most = limit.epochs_now(num_epochs, sampler.schedule)
     limit.warn_unless_reached(optimizer, num_epochs)

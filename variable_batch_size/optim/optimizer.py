@@ -27,11 +27,12 @@ from variable_batch_size.optim.hyperparameters import Preconditioner, StepHyperp
 from variable_batch_size.optim.loss_scale import LossScale
 from variable_batch_size.optim.norm_layers import EVERY, MEASURES, NormLayers
 from variable_batch_size.optim.own_norms import OWN_NORM, make_own_norms
-from variable_batch_size.optim.policy_driver import PolicyDriver, Record
+from variable_batch_size.optim.policy_driver import Record
 from variable_batch_size.optim.probe import check_inner
 from variable_batch_size.optim.proxy import Inner, OptimizerProxy, name_of, optimizers_of
 from variable_batch_size.optim.seeding import MinibatchSeeder
 from variable_batch_size.optim.token_weights import TokenWeights, Weight
+from variable_batch_size.optim.trace_watcher import driver_for
 from variable_batch_size.optim.wrappers import Wrappers
 from variable_batch_size.rules.adascale import NoiseRule
 from variable_batch_size.rules.noise import Noise, NoiseMeter, Smoothing
@@ -40,7 +41,6 @@ from variable_batch_size.rules.per_optimizer import PerOptimizerRule
 from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.rules.transition import LRScaler
-from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.schedules.schedule import BaseSchedule
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class CustomOptimizer(OptimizerProxy):
         self._flow = Flow(*parts, self.inner, self._communicator, is_read=is_read)
         self.skip_nonfinite = self._flow.skips_by_default if skip_nonfinite is None else skip_nonfinite
         schedule = sampler.schedule
-        self._driver = PolicyDriver(self, schedule) if isinstance(schedule, PolicySchedule) else None
+        self._driver = driver_for(self, schedule)
         self._cursor = Cursor(schedule, sampler.rank)  # the policy has decided the first batch sizes
         self._cursor.move(sampler.epoch, sampler.first_step)
         options |= {"skip_nonfinite": self.skip_nonfinite, "seed_minibatches": self.seeds_minibatches}
@@ -892,7 +892,7 @@ class CustomOptimizer(OptimizerProxy):
             "steps_done": self.steps_done,
             "samples_done": self.samples_done,
             "steps_skipped": self.steps_skipped,
-            **({} if self._driver is None else {"deciding": self._driver.state_dict()}),
+            **({} if self._driver is None else {self._driver.state_key: self._driver.state_dict()}),
             "rule": self._rule.state_dict(),
             **({"late_progress": self._flow.late_progress} if self._flow.way == "on the device" else {}),
             **self._lr_scaler.state_dict(),
@@ -932,7 +932,7 @@ class CustomOptimizer(OptimizerProxy):
         self.steps_done, self.samples_done = own["steps_done"], own["samples_done"]
         self._flow.num_skipped = own["steps_skipped"]
         if self._driver is not None:
-            self._driver.load_state_dict(own.get("deciding"))
+            self._driver.load_state_dict(own.get(self._driver.state_key))
         self._attachments.load_state_dict(own.get("schedulers", ()), self.param_groups)
         if own["epoch_step"] < len(self.sampler.schedule.steps(own["epoch"])):
             self.set_epoch(own["epoch"], own["epoch_step"])

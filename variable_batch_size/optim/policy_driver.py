@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,21 @@ from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.policies.policy import Decision, Situation
 from variable_batch_size.policies.timing import PolicyTiming
 from variable_batch_size.schedules.live import PolicySchedule
+from variable_batch_size.schedules.schedule import Integers
 
 Record = dict[str, Any]
+
+
+def agree(optimizer: Any, numbers: Sequence[int] | Integers) -> list[int]:
+    """Sum integers over all ranks, also those that share samples. Every rank calls it, all but rank 0 with zeros."""
+    communicator = everyone_for(optimizer.parameters(), optimizer.sampler.process_group)
+    if communicator.num_replicas == 1:
+        return [int(number) for number in numbers]
+    device = next(iter(optimizer.parameters())).device
+    with devices.preserve_rng(device):
+        communicator.flush()  # else the update would be another program, together with the sum
+        total: list[int] = communicator.total(torch.tensor(numbers, dtype=torch.int64).to(device)).tolist()
+    return total
 
 
 class PolicyDriver:
@@ -22,6 +35,8 @@ class PolicyDriver:
     The first batch size is decided by every rank from the same numbers. From then on rank 0 decides, and the ranks sum
     one integer to agree on its decision: the only wait.
     """
+
+    state_key = "deciding"
 
     def __init__(self, optimizer: Any, schedule: PolicySchedule) -> None:  # a CustomOptimizer
         if schedule.num_ahead or schedule.num_done:
@@ -83,11 +98,7 @@ class PolicyDriver:
         situation = self._situation()
         decision = self._timing.answer(situation) if communicator.rank == 0 else Decision(0, "decided by core 0")
         if communicator.num_replicas > 1:
-            device = next(iter(self._optimizer.parameters())).device
-            with devices.preserve_rng(device):
-                communicator.flush()  # else the update would be another program, together with the sum
-                total = communicator.total(torch.tensor([decision.batch_size], dtype=torch.int64).to(device))
-            decision = Decision(int(total), decision.reason)
+            decision = Decision(agree(self._optimizer, [decision.batch_size])[0], decision.reason)
             self._timing.take_over(decision.batch_size)
         self._append(decision, situation)
 

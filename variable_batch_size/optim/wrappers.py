@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -40,6 +40,10 @@ _UNSUPPORTED = {
     "Parallel is not supported, because it reduces gradients in every minibatch: use XLA's SPMD mode for a model that "
     "does not fit on one core",
 }
+_DATA_PARALLEL = (
+    "DataParallel over several devices is not supported, because it runs copies of the model, with their hooks, "
+)
+_DATA_PARALLEL += "in threads: run a process for each device with vbs.launch or torchrun, and leave the model plain"
 _USE_INTEGRATION = (
     "use prepare(accelerator, …) of variable_batch_size.integrations.accelerate instead, or in Transformers the "
     "VariableBatchTrainer of variable_batch_size.integrations.transformers"
@@ -103,6 +107,8 @@ class Wrappers:
         if is_running():
             _watch_for_ddp()
         candidates = [*(model.modules() if model is not None else ()), *_ddp_made]
+        if torch.cuda.device_count() > 1:
+            candidates += _alive(DataParallel)
         self._sort(candidates)
         kinds = self._kinds_to_search()
         if kinds:
@@ -139,6 +145,8 @@ class Wrappers:
         self.unsupported = [text for kind, text in unsupported.items() if any(isinstance(one, kind) for one in things)]
         if any(getattr(p, "_fsdp_flattened", False) for p in own):
             self.unsupported.append(_FSDP1)
+        if any(isinstance(one, DataParallel) and len(one.device_ids) > 1 and _has_some(one, own) for one in candidates):
+            self.unsupported.append(_DATA_PARALLEL)
 
     def _uncovered(self) -> list[torch.Tensor]:
         """The parameters that are in none of the modules that were found."""

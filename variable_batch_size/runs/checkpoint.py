@@ -231,6 +231,7 @@ class Checkpoint:
                 is_within = limit.is_reached(optimizer) and not optimizer.has_completed_epoch
                 if not is_within:
                     self._end_epoch()
+                most = limit.epochs_now(num_epochs, self._sampler.schedule)
                 signal = self._coordinator.poll()
                 if is_within or self._epoch == most or limit.is_reached(optimizer):
                     self.save()

@@ -1,14 +1,15 @@
-"""Sinks for the records of a run: the console, JSON lines, TensorBoard, a progress bar."""
+"""Sinks for the records of a run: the console, JSON lines, TensorBoard, Prometheus, a progress bar."""
 
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from variable_batch_size.checks import import_extra
+from variable_batch_size.checks import check_within, import_extra
 from variable_batch_size.files import write_text
 from variable_batch_size.runs.remote import RemoteDirectory
 from variable_batch_size.urls import is_url, local_path
@@ -121,6 +122,51 @@ class TensorBoard:
             purge_step = first[axis] + 1 if resumes else None
             options = {"purge_step": purge_step, "filename_suffix": suffix}
             self._writers.append(self._tensorboard.SummaryWriter(str(directory), **options))
+
+
+class Prometheus:
+    """Serves the numbers of the latest record to Prometheus, as gauges such as ``vbs_loss`` and ``vbs_batch_size``.
+
+    Core 0 serves them at ``http://ADDRESS:PORT/metrics``, from the first record until the sink is closed.
+
+    Args:
+        port: on which it listens; 0 for a free one, which the attribute `port` then has.
+        address: on which it listens: by default on this machine only, ``"0.0.0.0"`` for all of its addresses.
+        labels: of all gauges, such as ``{"run": "a"}``.
+    """
+
+    def __init__(self, port: int, *, address: str = "127.0.0.1", labels: Mapping[str, str] | None = None) -> None:
+        self._client = import_extra("prometheus_client", "Prometheus needs prometheus_client", "prometheus")
+        check_within(65535, port=port)
+        self.port, self.address, self._labels = port, address, dict(labels or {})
+        self._gauges: dict[str, Any] = {}
+        self._registry = self._client.CollectorRegistry()  # of its own: another run in this process may have the same
+        self._server: Any = None
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        if self._server is None:
+            try:
+                self._server, _ = self._client.start_http_server(self.port, self.address, self._registry)
+            except OSError as error:
+                raise OSError(f"Prometheus cannot listen on {self.address}:{self.port}: {error}") from error
+            self.port = self._server.server_port
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                self._gauge(re.sub(r"\W", "_", f"vbs_{name}"), name).set(value)
+
+    def _gauge(self, name: str, meaning: str) -> Any:
+        if name not in self._gauges:
+            gauge = self._client.Gauge(
+                name, f"{meaning} of the latest record", list(self._labels), registry=self._registry
+            )
+            self._gauges[name] = gauge.labels(**self._labels) if self._labels else gauge
+        return self._gauges[name]
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
 
 
 _DETAILS = {"progress", "factor", "gradient_norm", "idle_share", "graphs", "exact", "late_gain"}

@@ -20,7 +20,7 @@ class PolicySchedule(BaseSchedule):
     that all further steps have the batch size decided last.
     """
 
-    on_end = "hold"
+    on_end, is_live = "hold", True
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class PolicySchedule(BaseSchedule):
             return range(starts[epoch], len(self._rows) + max(0, self.capacity - self._used) // like_last)
         return range(len(self._rows), len(self._rows) + self.capacity // like_last)
 
-    def begin_epoch(self, epoch: int) -> None:
+    def begin_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Open an epoch if it is not open yet: end the previous one here and move the rows ahead into the new one."""
         if epoch < len(self._starts) and self._starts[epoch] <= self.num_done:
             return

@@ -6,7 +6,7 @@ import itertools
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, final, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,7 @@ class BaseSchedule(ABC):
 
     on_end: OnEnd  # the continuation after the last row of the trace
     name: str  # that of the trace or policy, for messages
+    is_live = False  # whether steps are decided during the run
 
     def __init__(
         self,
@@ -145,8 +146,8 @@ class BaseSchedule(ABC):
             yield step, used, sizes
             used, step = used + int(sizes.sum()), step + len(sizes)
 
-    def begin_epoch(self, epoch: int) -> None:  # noqa: B027 (only a PolicySchedule needs it)
-        """Called on every core when an epoch begins."""
+    def begin_epoch(self, epoch: int, first_step: int = 0) -> None:  # noqa: B027 (only live schedules need it)
+        """Called on every core when an epoch begins, with the number of its steps that are skipped."""
 
     def ended_early(self, epoch: int, num_steps: int) -> bool:
         """Whether an epoch with `num_steps` completed steps ended before its last step."""
@@ -221,7 +222,6 @@ class BaseSchedule(ABC):
         return np.maximum(-((first - self._in_step(sizes)) // self.num_replicas), 1)
 
 
-@final
 class Schedule(BaseSchedule):
     """Assigns the steps of a trace to epochs and cores, as described at :class:`BaseSchedule`.
 
@@ -267,15 +267,20 @@ class Schedule(BaseSchedule):
             rule = "`on_end` must be 'hold' or None with stages without an end"
             raise ValueError(f"{rule}, got {on_end!r}: give them an end with vbs.traces.Stages.parse(…, until=N)")
         self.name, self.on_end = trace.name, "hold" if trace.is_endless else on_end
+        self.check_sizes(trace)
+        self._epoch_of_row: dict[int, int] = {}  # epoch by the row it starts at, to find a period
+        self._set_trace(trace)
+
+    def check_sizes(self, trace: Trace) -> None:
+        """Raise at the first batch size that is not possible here."""
+        whole = f"at most {self.capacity} (the full minibatches in {self.dataset_size} samples)"
         for is_wrong, rule in (
-            (trace.sizes % minibatch_size != 0, f"a multiple of {minibatch_size} (the minibatch size)"),
-            (trace.sizes > self.capacity, f"at most {self.capacity} (the full minibatches in {dataset_size} samples)"),
+            (trace.sizes % self.minibatch_size != 0, f"a multiple of {self.minibatch_size} (the minibatch size)"),
+            (trace.sizes > self.capacity, whole),
         ):
             if is_wrong.any():
                 row = int(is_wrong.argmax())
                 raise ValueError(f"{trace.place(row)}: batchsize must be {rule}, got {trace.sizes[row]}")
-        self._epoch_of_row: dict[int, int] = {}  # epoch by the row it starts at, to find a period
-        self._set_trace(trace)
 
     def _set_trace(self, trace: Trace) -> None:
         self._trace, self._rows = trace, trace.sizes

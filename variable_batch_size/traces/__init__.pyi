@@ -13,3 +13,4 @@ from .recording import step_seconds as step_seconds
 from .trace import Stages as Stages
 from .trace import Trace as Trace
 from .trace import TraceLike as TraceLike
+from .watched import WatchedTrace as WatchedTrace

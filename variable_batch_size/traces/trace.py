@@ -133,6 +133,11 @@ class Trace:
             raise type(error)(f"`trace` must be {kinds}, but there is no file {source!r}") from None
         return cls(_read_sizes(source, content), source=source, content=None if os.path.isfile(source) else content)
 
+    @classmethod
+    def parse(cls, content: bytes, *, source: str) -> "Trace":
+        """The content of a file for :meth:`read`, which may have changed since."""
+        return cls(_read_sizes(source, content, is_on_disk=False), source=source, content=content)
+
     def with_rows(self, sizes: Rows) -> "Trace":
         """A finite trace of the given batch sizes, with the name of this one."""
         return Trace(sizes, source=self._source, content=self._kept)
@@ -364,7 +369,7 @@ TraceLike: TypeAlias = str | os.PathLike[str] | Sizes | Mapping[int, int] | Inte
 """Accepted as a trace: a path, stages, the batch sizes, or an integer for a constant batch size."""
 
 
-def _read_sizes(source: str, content: bytes) -> npt.NDArray[np.int64]:
+def _read_sizes(source: str, content: bytes, *, is_on_disk: bool = True) -> npt.NDArray[np.int64]:
     """The batch sizes in a file; ValueError with line and value of the first invalid row."""
     text = _plain(content)
     line, header = next(_rows(text), (1, ""))
@@ -376,7 +381,8 @@ def _read_sizes(source: str, content: bytes) -> npt.NDArray[np.int64]:
         if names.count(column) != 1:
             refuse(f"{source}:{line}", f"the header must name the column {column!r} once", repr(names)[:80])
     # pandas reads files nearly twice as fast as bytes, but a pipe can be read only once
-    file = os.path.abspath(source) if text == content and os.path.isfile(source) else io.BytesIO(text)
+    is_file = is_on_disk and text == content and os.path.isfile(source)
+    file = os.path.abspath(source) if is_file else io.BytesIO(text)
     sizes = _sizes_at_once(file, line, names)
     return _sizes_by_row(source, text, names) if sizes is None else sizes
 

@@ -1,0 +1,79 @@
+"""TraceWatcher: replaces rows of a run's trace when its file changes, with the same rows on all ranks at every step."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from variable_batch_size.cores.detect import everyone_for
+from variable_batch_size.optim.policy_driver import PolicyDriver, Record, agree
+from variable_batch_size.schedules.live import PolicySchedule
+from variable_batch_size.schedules.schedule import BaseSchedule, Integers
+from variable_batch_size.schedules.watched import WatchedSchedule
+
+
+class TraceWatcher:
+    """Lets rank 0 look at the file every so many steps, and all ranks replace their rows by those it has found.
+
+    The ranks sum one integer to agree that nothing has changed, and otherwise the rows. What each rank has read at the
+    start is replaced as well, as the file may have changed in between.
+    """
+
+    state_key = "watching"
+
+    def __init__(self, optimizer: Any, schedule: WatchedSchedule) -> None:  # a CustomOptimizer
+        self.loss: float | None = None  # not used
+        self._optimizer = optimizer
+        rank = everyone_for(optimizer.parameters(), optimizer.sampler.process_group).rank
+        self._file = schedule.file() if rank == 0 else None
+        self._replace(schedule.trace.sizes if rank == 0 else None, schedule, is_first=True)
+
+    @property
+    def _schedule(self) -> WatchedSchedule:
+        schedule: WatchedSchedule = self._optimizer.sampler.schedule  # a checkpoint may replace it
+        return schedule
+
+    def before_update(self) -> None:
+        """Nothing is timed."""
+
+    def after_step(self, step: int) -> None:
+        """Look at the file if it is time, after a step, by its number in the run. Every rank must call it."""
+        schedule = self._schedule
+        if schedule.num_fixed - (step + 1) > schedule.watched.lead:
+            if self._file is not None:
+                self._file.look()
+            return
+        self._replace(None if self._file is None else schedule.edited(self._file, step + 1), schedule)
+        schedule.fix_after(step + 1)
+
+    def _replace(self, rows: Integers | None, schedule: WatchedSchedule, *, is_first: bool = False) -> None:
+        """Replace the rows on all ranks by those of rank 0, if it has any; at first all of them."""
+        (number,) = agree(self._optimizer, [0 if rows is None else len(rows)])
+        if number:
+            rows = np.zeros(number, dtype=np.int64) if rows is None else rows
+            schedule.replace_rows(np.array(agree(self._optimizer, rows)), all_rows=is_first)
+
+    def report(self) -> dict[str, float]:
+        return {}
+
+    def on_decision(self, listener: Callable[[Record], Any]) -> None:
+        """Changes are logged and not passed to listeners: the executed trace has the rows."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows that are fixed."""
+        state = self._schedule.fixed_state()
+        return {**state, "sizes": torch.from_numpy(state["sizes"].copy()), "counts": torch.from_numpy(state["counts"])}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Resume a run, also one whose trace was not watched."""
+        if state is not None:
+            rows = {name: state[name].numpy() for name in ("sizes", "counts")}
+            self._schedule.load_fixed_state({**state, **rows})
+
+
+def driver_for(optimizer: Any, schedule: BaseSchedule) -> PolicyDriver | TraceWatcher | None:
+    """What changes a live schedule after each step; None for one that is known from the start."""
+    if isinstance(schedule, PolicySchedule):
+        return PolicyDriver(optimizer, schedule)
+    return TraceWatcher(optimizer, schedule) if isinstance(schedule, WatchedSchedule) else None
