@@ -1,15 +1,19 @@
-"""How good `vbs recommend` is: its rules on 8 workloads × 3 traces beside the full comparison over all rules.
+"""How good `vbs recommend` is: its rules on 9 workloads × 3 traces beside the full comparison over all rules.
 
-python reproduce/recommended.py --workers 16 --datadir DIR --out recommended.csv     # 16 CPUs: about 5 minutes
+python reproduce/recommended.py --first-seeds 0 10 --workers 16 --datadir DIR --out recommended.csv
 
-The truth is the mean of the final metric over three seeds of every rule for the optimizer. DIR has the files of MNIST;
-without it, there are 6 workloads. Finished runs are kept in --directory, and the same command makes the missing ones.
+The truth is the mean of the final metric over three seeds of every rule for the optimizer. Each of --first-seeds makes
+a truth and a recommendation of its own; the regret is also measured against the truth over all seeds. DIR has the
+files of MNIST and, for the workload on a GPU, the folder cifar-10-batches-py; without it, there are 6 workloads.
+--others takes 4 workloads that were added last instead. Finished runs are kept in --directory, and
+the same command makes the missing ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import json
 import math
 import multiprocessing
@@ -42,6 +46,7 @@ def sizes_of(trace: str, ref_batchsize: int, num_samples: int) -> list[int]:
     return [ref_batchsize * scale for scale in scales for _ in range(math.ceil(each / (ref_batchsize * scale)))]
 
 
+@functools.cache
 def loaded(name: str) -> tuple[Any, list[str], str]:
     """A workload, the rules for its optimizer, and the class name of that."""
     import torch
@@ -55,6 +60,13 @@ def loaded(name: str) -> tuple[Any, list[str], str]:
     return workload, candidates(type(inner).__name__, inner.param_groups), type(inner).__name__
 
 
+def device_of(name: str) -> str:
+    import torch
+    from recommended_workloads import WITH_CIFAR10
+
+    return "cuda" if name in WITH_CIFAR10 and torch.cuda.is_available() else "cpu"
+
+
 def train(name: str, trace: str, rule: str, seed: int) -> dict[str, Any]:
     """One run of the full comparison."""
     import torch
@@ -63,7 +75,7 @@ def train(name: str, trace: str, rule: str, seed: int) -> dict[str, Any]:
 
     began, (workload, _, _) = time.process_time(), loaded(name)
     torch.manual_seed(seed)
-    model, num_samples = workload.model(), workload.num_samples
+    model, num_samples = workload.model().to(device_of(name)), workload.num_samples
     sizes: Any = workload.ref_batchsize
     if trace != "reference":
         sizes = sizes_of(trace, workload.ref_batchsize, num_samples)
@@ -82,20 +94,21 @@ def train(name: str, trace: str, rule: str, seed: int) -> dict[str, Any]:
     return {"loss": loss, "metric": metric, "seconds": time.process_time() - began}
 
 
-def recommend(name: str, trace: str, directory: str) -> dict[str, Any]:
+def recommend(name: str, trace: str, first_seed: int, directory: str) -> dict[str, Any]:
     """What `vbs recommend` says."""
     from variable_batch_size.comparison import recommend as module
     from variable_batch_size.comparison.branching import InThisProcess, Legs, Source
     from variable_batch_size.comparison.workload import source_of
     from variable_batch_size.traces.trace import Trace
 
-    began, (workload, rules, _) = time.process_time(), loaded(name)
+    workload, rules, _ = loaded(name)
     where = f"recommended_workloads:{name}"
     sizes = (workload.minibatch_size, workload.ref_batchsize, workload.num_samples)
-    source = Source(where, source_of(where), None, "cpu", 1, None, *sizes)
+    source = Source(where, source_of(where), None, device_of(name), 1, None, *sizes)
     drawn = Trace.from_sequence(sizes_of(trace, *sizes[1:]))
-    plan = module.plan_of(drawn, source, rules, seeds=SEEDS, budget=BUDGET)
-    legs = Legs(source, Path(directory) / f"branches-{name}-{trace}", InThisProcess(), lambda leg, ran: None)
+    plan = module.plan_of(drawn, source, rules, seeds=SEEDS, budget=BUDGET, first_seed=first_seed)
+    branches = Path(directory) / f"branches-{name}-{trace}-{first_seed}"
+    legs = Legs(source, branches, InThisProcess(), lambda leg, ran: None)
     found = module.recommend(source, plan, legs, lambda line: None)
     exponent = found.exponent
     assert exponent is not None
@@ -106,37 +119,52 @@ def recommend(name: str, trace: str, directory: str) -> dict[str, Any]:
         "exponents": [list(state.exponent or ()) for state in found.states],
         "lead": list(found.lead),
         "cost": found.samples / plan.comparison,
-        "seconds": time.process_time() - began,
+        "seconds": found.seconds,
         # to try other ways to decide
-        "states": [[list(state.segment), state.rungs] for state in found.states],
+        "states": [[list(state.segment), state.rungs, state.references] for state in found.states],
         "trunk": found.trunk,
+        "leads": {rule: found.leads(rule) for rule in rules},
     }
 
 
-def row_of(name: str, trace: str, said: dict[str, Any], runs: dict[tuple[str, str, int], dict[str, Any]]) -> Any:
+Runs = dict[tuple[str, str, int], dict[str, Any]]
+
+
+def metrics_of(name: str, trace: str, runs: Runs, seeds: Any) -> dict[str, float]:
+    """The mean metric of each rule, with a sign that makes higher better; a run that diverged has lost everything."""
+    workload, rules, _ = loaded(name)
+    sign = 1 if workload.is_higher_better else -1
+    means = {rule: sign * fmean(runs[trace, rule, seed]["metric"] for seed in seeds) for rule in rules}
+    return {rule: mean if math.isfinite(mean) else -math.inf for rule, mean in means.items()}
+
+
+def row_of(name: str, trace: str, first_seed: int, every: list[int], said: dict[str, Any], runs: Runs) -> Any:
     """The recommendation beside the truth, for a pair of a workload and a trace."""
     from variable_batch_size.comparison.recommend import EXPONENTS, arm_of, best_exponent
 
-    workload, rules, optimizer = loaded(name)
-    sign = 1 if workload.is_higher_better else -1
+    (workload, rules, optimizer), seeds = loaded(name), range(first_seed, first_seed + SEEDS)
 
-    def mean(trace: str, rule: str, what: str) -> float:
-        return fmean(runs[trace, rule, seed][what] for seed in range(SEEDS))
+    def loss(trace: str, rule: str) -> float:
+        return fmean(runs[trace, rule, seed]["loss"] for seed in seeds)
 
-    # a run that diverged has lost everything
-    metrics = {rule: mean(trace, rule, "metric") for rule in rules}
-    metrics = {rule: value if math.isfinite(value) else -sign * math.inf for rule, value in metrics.items()}
-    best, worst = (choose(metrics, key=lambda rule: sign * metrics[rule]) for choose in (max, min))
-    baseline = "linear" if optimizer == "SGD" else "root"
-
-    def regret(rule: str) -> float:
-        return max(0.0, sign * (metrics[best] - metrics[rule]))  # without a negative zero
-
-    true = best_exponent({exponent: mean(trace, arm_of(exponent), "loss") for exponent in EXPONENTS})
-    lead = mean(trace, said["rule"], "loss") - mean("reference", "constant", "loss")
+    metrics, of_all = (metrics_of(name, trace, runs, some) for some in (seeds, every))
+    others = [seed for seed in every if seed not in seeds]
+    elsewhere = metrics_of(name, trace, runs, others) if others else metrics
+    best, worst, compared = (
+        max(metrics, key=metrics.get),
+        min(metrics, key=metrics.get),
+        max(elsewhere, key=elsewhere.get),
+    )  # type: ignore[arg-type]
+    baseline, within = "linear" if optimizer == "SGD" else "root", WITHIN[workload.is_higher_better]
+    regrets = {"": said["rule"], "_of_baseline": baseline, "_of_comparison": compared}
+    found = {f"regret{whose}": metrics[best] - metrics[rule] for whose, rule in regrets.items()}
+    true = best_exponent({exponent: loss(trace, arm_of(exponent)) for exponent in EXPONENTS})
+    lead = loss(trace, said["rule"]) - loss("reference", "constant")
+    seconds = [runs[trace, rule, seed]["seconds"] for rule in rules for seed in seeds]
     return {
         "workload": name,
         "trace": trace,
+        "first_seed": first_seed,
         "optimizer": optimizer,
         "unit": workload.unit.strip(),
         "recommended": said["rule"],
@@ -144,13 +172,16 @@ def row_of(name: str, trace: str, said: dict[str, Any], runs: dict[tuple[str, st
         "best": best,
         "worst": worst,
         "baseline": baseline,
-        "regret": regret(said["rule"]),
-        "regret_of_baseline": regret(baseline),
-        "regret_of_worst": regret(worst),
-        "is_small": regret(said["rule"]) <= WITHIN[workload.is_higher_better],
-        "is_small_of_baseline": regret(baseline) <= WITHIN[workload.is_higher_better],
-        "is_worst": said["rule"] == worst,
-        "is_worst_of_baseline": baseline == worst,
+        "best_of_other_seeds": compared if others else "",
+        **found,
+        "regret_of_worst": metrics[best] - metrics[worst],
+        "regret_by_all_seeds": max(of_all.values()) - of_all[said["rule"]],
+        "baseline_by_all_seeds": max(of_all.values()) - of_all[baseline],
+        **{f"is_small{whose}": found[f"regret{whose}"] <= within for whose in regrets},
+        "is_small_by_all_seeds": max(of_all.values()) - of_all[said["rule"]] <= within,
+        "baseline_is_small_by_all_seeds": max(of_all.values()) - of_all[baseline] <= within,
+        **{f"is_worst{whose}": rule == worst for whose, rule in regrets.items()},
+        "is_worst_by_all_seeds": said["rule"] == min(of_all, key=of_all.get),  # type: ignore[arg-type]
         "exponent": said["exponent"][0],
         "exponent_error": said["exponent"][1],
         "true_exponent": true,
@@ -161,8 +192,7 @@ def row_of(name: str, trace: str, said: dict[str, Any], runs: dict[tuple[str, st
         "covers_lead": abs(lead - said["lead"][0]) <= said["lead"][1],
         "cost": said["cost"],
         "seconds": said["seconds"],
-        "seconds_of_comparison": sum(runs[trace, rule, seed]["seconds"] for rule in rules for seed in range(SEEDS))
-        + sum(runs["reference", "constant", seed]["seconds"] for seed in range(SEEDS)),
+        "seconds_of_comparison": sum(seconds) + sum(runs["reference", "constant", seed]["seconds"] for seed in seeds),
     }
 
 
@@ -175,32 +205,51 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     def verdict(holds: bool) -> str:
         return "holds" if holds else "DOES NOT HOLD"
 
-    covered, low, high = share("covers_exponent"), *COVERED
+    def covered(column: str) -> str:
+        found, (low, high) = share(column), COVERED
+        return f"{found:.0%}, asked for {low:.0%} to {high:.0%}: {verdict(low <= found <= high)}"
+
     cost = max(row["cost"] for row in rows)
-    return [
+    lines = [
         f"pairs of a workload and a trace: {len(rows)}",
         f"small regret: {share('is_small'):.0%} of pairs, asked for {SHARE:.0%}: {verdict(share('is_small') >= SHARE)}",
         f"  of the baseline, linear for SGD and root for others: {share('is_small_of_baseline'):.0%}",
         f"worst rule recommended: {share('is_worst'):.0%} of pairs, asked for none: {verdict(not share('is_worst'))}",
         f"  of the baseline: {share('is_worst_of_baseline'):.0%}",
-        f"90 % interval of the exponent covers: {covered:.0%}, asked for 85 to 95 %: {verdict(low <= covered <= high)}",
-        f"90 % interval of the loss at the end covers: {share('covers_lead'):.0%}",
+        f"90 % interval of the exponent covers: {covered('covers_exponent')}",
+        f"90 % interval of the loss at the end covers: {covered('covers_lead')}",
         f"largest cost: {cost:.1%} of the comparison, asked for at most {COST:.0%}: {verdict(cost <= COST)}",
     ]
+    rows = [row for row in rows if row["best_of_other_seeds"]]
+    if rows:
+        lines += [
+            f"where there are other seeds, in {len(rows)} pairs:",
+            f"  a full comparison with them: small regret {share('is_small_of_comparison'):.0%}, worst rule "
+            f"{share('is_worst_of_comparison'):.0%}",
+            f"  against the truth over all seeds: small regret {share('is_small_by_all_seeds'):.0%}, of the baseline "
+            f"{share('baseline_is_small_by_all_seeds'):.0%}, worst rule {share('is_worst_by_all_seeds'):.0%}",
+        ]
+    return lines
 
 
-def tasks_of(names: list[str]) -> dict[str, tuple[Any, ...]]:
+def tasks_of(names: list[str], first_seeds: list[int]) -> dict[str, tuple[Any, ...]]:
     """The work by its name, the longest first."""
     found: dict[str, tuple[Any, ...]] = {
-        f"{name}-{trace}-recommend": (name, trace) for name in names for trace in TRACES
+        f"{name}-{trace}-recommend-{first}": (name, trace, first)
+        for name in names
+        for first in first_seeds
+        for trace in TRACES
     }
     for name in names:
         rules = loaded(name)[1]
         arms = [("reference", "constant"), *((trace, rule) for trace in TRACES for rule in rules)]
-        found |= {
-            f"{name}-{trace}-{rule}-{seed}": (name, trace, rule, seed) for trace, rule in arms for seed in range(SEEDS)
-        }
+        for seed in seeds_of(first_seeds):
+            found |= {f"{name}-{trace}-{rule}-{seed}": (name, trace, rule, seed) for trace, rule in arms}
     return found
+
+
+def seeds_of(first_seeds: list[int]) -> list[int]:
+    return [first + number for first in first_seeds for number in range(SEEDS)]
 
 
 def work(key: str, arguments: tuple[Any, ...], directory: str) -> None:
@@ -249,7 +298,9 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--workers", type=int, default=1, help="processes, each with one thread (default: 1)")
-    parser.add_argument("--datadir", help="the directory of MNIST's files, for two more workloads")
+    parser.add_argument("--first-seeds", type=int, nargs="+", default=[0], metavar="N", help="of sets of three seeds")
+    parser.add_argument("--datadir", help="the directory of MNIST and cifar-10-batches-py, for three more workloads")
+    parser.add_argument("--others", action="store_true", help="other workloads instead")
     parser.add_argument("--only", nargs="+", metavar="WORKLOAD", help="only these workloads")
     parser.add_argument("--directory", type=Path, default=Path("runs/recommended"), help="for finished runs")
     parser.add_argument("--out", type=Path, help="a CSV file for the pairs; all runs go into NAME_runs.csv beside it")
@@ -263,55 +314,63 @@ def main() -> int:
     import torch
 
     if options.datadir:
-        os.environ[recommended_workloads.MNIST] = options.datadir
+        os.environ[recommended_workloads.DATADIR] = options.datadir
     names = [*recommended_workloads.NAMES, *(recommended_workloads.WITH_MNIST if options.datadir else ())]
+    if options.datadir and (Path(options.datadir) / "cifar-10-batches-py").exists():
+        names += recommended_workloads.WITH_CIFAR10
+    names = list(recommended_workloads.OTHERS) if options.others else names
     if not hasattr(torch.optim, "Muon"):
-        names.remove("gpt_muon")
+        names = [name for name in names if name != "gpt_muon"]
     unknown = set(options.only or ()) - set(names)
     if unknown:
         parser.error(f"--only: no workload is named {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     names = [name for name in names if options.only is None or name in options.only]
     options.directory.mkdir(parents=True, exist_ok=True)
-    tasks = tasks_of(names)
+    tasks = tasks_of(names, options.first_seeds)
     make_all(tasks, options)
     found = {}
     for key in tasks:
         path = options.directory / f"{key}.json"
         if path.exists():
             found[key] = json.loads(path.read_text())
-    return report(names, tasks, found, options.out)
+    return report(names, options.first_seeds, tasks, found, options.out)
 
 
-def report(names: list[str], tasks: dict[str, tuple[Any, ...]], found: dict[str, Any], out: Path | None) -> int:
+def report(
+    names: list[str], first_seeds: list[int], tasks: dict[str, tuple[Any, ...]], found: dict[str, Any], out: Path | None
+) -> int:
     """Print and write all pairs whose runs are complete; 1 if some are missing."""
-    rows = []
+    rows, every = [], seeds_of(first_seeds)
     for name in names:
         runs = {tasks[key][1:]: found[key] for key in found if len(tasks[key]) == 4 and tasks[key][0] == name}
         rules = loaded(name)[1]
         for trace in TRACES:
             needed = [("reference", "constant"), *((trace, rule) for rule in rules)]
-            is_whole = all((*arm, seed) in runs for arm in needed for seed in range(SEEDS))
-            said = found.get(f"{name}-{trace}-recommend")
-            if said is not None and is_whole:
-                rows.append(row_of(name, trace, said, runs))
+            whole = [seed for seed in every if all((*arm, seed) in runs for arm in needed)]
+            for first in first_seeds:
+                said = found.get(f"{name}-{trace}-recommend-{first}")
+                if said is not None and set(range(first, first + SEEDS)) <= set(whole):
+                    rows.append(row_of(name, trace, first, whole, said, runs))
     for row in rows:
         regrets = (
             f"regret {row['regret']:.4g}, baseline {row['regret_of_baseline']:.4g}, worst {row['regret_of_worst']:.4g}"
         )
-        print(
-            f"{row['workload']:12}{row['trace']:7}{row['recommended']:16}best {row['best']:16}{regrets} {row['unit']}"
-        )
-    if rows:
-        print("\n".join(summary(rows)))
-        if out is not None:
-            write(rows, out)
-            kinds = ("workload", "trace", "rule", "seed")
-            every = [
-                {**dict(zip(kinds, tasks[key], strict=True)), **found[key]} for key in found if len(tasks[key]) == 4
-            ]
-            write(every, out.with_name(f"{out.stem}_runs.csv"))
-    print(f"{len(found)} of {len(tasks)} runs are done, {len(rows)} of {len(names) * len(TRACES)} pairs")
-    return int(len(rows) < len(names) * len(TRACES))
+        pair = f"{row['workload']:15}{row['trace']:7}{row['first_seed']:<4}"
+        print(f"{pair}{row['recommended']:16}best {row['best']:16}{regrets} {row['unit']}")
+    for first in first_seeds:
+        own = [row for row in rows if row["first_seed"] == first]
+        if own:
+            print("\n".join([f"seeds {first} to {first + SEEDS - 1}", *summary(own)]))
+    if len(first_seeds) > 1 and rows:
+        print("\n".join(["all sets of seeds", *summary(rows)]))
+    if rows and out is not None:
+        write(rows, out)
+        kinds = ("workload", "trace", "rule", "seed")
+        made = [{**dict(zip(kinds, tasks[key], strict=True)), **found[key]} for key in found if len(tasks[key]) == 4]
+        write(made, out.with_name(f"{out.stem}_runs.csv"))
+    num_pairs = len(names) * len(TRACES) * len(first_seeds)
+    print(f"{len(found)} of {len(tasks)} runs are done, {len(rows)} of {num_pairs} pairs")
+    return int(len(rows) < num_pairs)
 
 
 if __name__ == "__main__":

@@ -5,19 +5,21 @@ from __future__ import annotations
 import gzip
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from characters import text_of_python
+from cifar10 import TEST, TRAIN, normalised, read, resnet18
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import TensorDataset
 
 import variable_batch_size as vbs
 
-MNIST = "MNIST_DIRECTORY"  # the variable with the directory of its four files
+DATADIR = "RECOMMENDED_DATADIR"  # the variable with the directory of MNIST's four files and of cifar-10-batches-py
 NATS = {"metric_name": "loss", "unit": " nats", "is_higher_better": False}
 CONTEXT, VOCABULARY = 16, 128
 
@@ -197,10 +199,10 @@ def _mnist() -> list[TensorDataset]:
     """From the files of the data set, which may be compressed and may be in MNIST/raw."""
 
     def read(name: str) -> np.ndarray:
-        folder = Path(os.environ[MNIST])
+        folder = Path(os.environ[DATADIR])
         found = [path for path in sorted(folder.rglob(f"{name}*")) if path.is_file()]
         if not found:
-            raise SystemExit(f"{folder} must contain {name} or {name}.gz, as {MNIST} or --datadir says")
+            raise SystemExit(f"{folder}, the --datadir, must contain {name} or {name}.gz")
         content = found[0].read_bytes()
         content = gzip.decompress(content) if found[0].suffix == ".gz" else content
         return np.frombuffer(content, np.uint8, offset=16 if "idx3" in name else 8)
@@ -210,7 +212,7 @@ def _mnist() -> list[TensorDataset]:
         images = torch.tensor(pixels / 255 - 0.13, dtype=torch.float32) / 0.31
         return TensorDataset(images, torch.tensor(read(f"{name}-labels-idx1-ubyte")[:number].astype(np.int64)))
 
-    return [part("train", 12_000), part("t10k", 2000)]
+    return [part("train", 12_000), part("t10k", 4000)]
 
 
 def mnist_mlp() -> vbs.Workload:
@@ -226,5 +228,99 @@ def mnist_cnn() -> vbs.Workload:
     return _classification(_mnist(), model, 0.005, 0.9, 16, 2600)
 
 
+def cifar10_resnet() -> vbs.Workload:
+    """A ResNet-18 on 10,000 images of CIFAR-10 without augmentation."""
+
+    def part(name: str, number: int) -> TensorDataset:
+        images = read(os.environ[DATADIR], (name,), torch.device("cpu"))
+        return TensorDataset(normalised(images.pixels[:number]), images.classes[:number].long())
+
+    made = _classification([part(TRAIN[0], 10_000), part(TEST[0], 4000)], resnet18, 0.02, 0.9, 32, 2300)
+    return replace(made, schedule=decay)
+
+
+class _Lion(torch.optim.Optimizer):
+    """The sign of an average of gradients (Chen et al. 2023, "Symbolic discovery")."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                    p.sub_(group["lr"] * average.lerp(p.grad, 1 - first).sign())
+                    average.lerp_(p.grad, 1 - second)
+
+
+def gpt_lion() -> vbs.Workload:
+    return _gpt(lambda parameters: _Lion(parameters, lr=4e-4), 2400)
+
+
+def _in_nats(data: list[TensorDataset], model: Any, optimizer: Any, updates: int) -> vbs.Workload:
+    parts = {"model": model, "train": data[0], "test": data[1], "loss": cross_entropy, "metric": cross_entropy}
+    sizes = {"minibatch_size": 8, "ref_batchsize": 8, "num_samples": 8 * updates}
+    return vbs.Workload(**parts, **sizes, optimizer=optimizer, **NATS)
+
+
+def noisy_labels() -> vbs.Workload:
+    """Logistic regression, with 40 % of the labels drawn at random."""
+    generator = torch.Generator().manual_seed(0)
+    teacher = torch.randn(32, 6, generator=generator)
+
+    def made(number: int) -> TensorDataset:
+        inputs = torch.randn(number, 32, generator=generator)
+        drawn = torch.randint(6, (number,), generator=generator)
+        is_noise = torch.rand(number, generator=generator) < 0.4
+        return TensorDataset(inputs, torch.where(is_noise, drawn, (inputs @ teacher).argmax(1)))
+
+    data = [made(16_384), made(4096)]
+    return _in_nats(data, lambda: nn.Linear(32, 6), lambda parameters: torch.optim.SGD(parameters, lr=0.01), 2400)
+
+
+class _Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.head = nn.Embedding(1000, 16), nn.Linear(16, 100)
+
+    def forward(self, items: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.items(items).mean(1))
+        return logits
+
+
+def rare_classes() -> vbs.Workload:
+    """The class of a bag of items, both with frequencies after Zipf, so that most classes are rare."""
+    random = np.random.RandomState(0)
+    classes = random.choice(100, size=20_480, p=1 / np.arange(1, 101) / (1 / np.arange(1, 101)).sum())
+    popular = random.choice(1000, size=(20_480, 8), p=1 / np.arange(1, 1001) / (1 / np.arange(1, 1001)).sum())
+    own = (classes[:, None] * 10 + random.randint(10, size=(20_480, 8))) % 1000
+    items = torch.tensor(np.where(random.rand(20_480, 8) < 0.4, own, popular))
+    made = torch.tensor(classes)
+    data = [TensorDataset(items[part], made[part]) for part in (slice(16_384), slice(16_384, None))]
+    return _in_nats(data, _Bag, lambda parameters: torch.optim.Adam(parameters, lr=2e-3), 2400)
+
+
+def steep() -> vbs.Workload:
+    """Least squares with a learning rate near the largest that converges, so that no larger one does."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.logspace(0, -1.5, 16)
+    teacher = torch.randn(16, 1, generator=generator)
+
+    def made(number: int) -> TensorDataset:
+        inputs = scales * torch.randn(number, 16, generator=generator)
+        return TensorDataset(inputs, inputs @ teacher + 0.3 * torch.randn(number, 1, generator=generator))
+
+    def half_square(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - targets).square().mean() / 2
+
+    data, optimizer = [made(16_384), made(4096)], lambda parameters: torch.optim.SGD(parameters, lr=0.5)
+    return replace(_in_nats(data, lambda: nn.Linear(16, 1), optimizer, 2400), loss=half_square, metric=half_square)
+
+
 NAMES = ("digits", "regression", "digits_cnn", "recurrent", "gpt_adamw", "gpt_muon")
 WITH_MNIST = ("mnist_mlp", "mnist_cnn")
+WITH_CIFAR10 = ("cifar10_resnet",)  # on a GPU
+OTHERS = ("gpt_lion", "noisy_labels", "rare_classes", "steep")  # which were added last

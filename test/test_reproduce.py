@@ -151,7 +151,7 @@ def test_recommended_finds_the_regret_and_what_the_intervals_cover(recommended):
         "cost": 0.08,
         "seconds": 1.0,
     }
-    row = recommended.row_of("regression", "ramp", said, runs)
+    row = recommended.row_of("regression", "ramp", 0, [0, 1, 2], said, runs)
     assert (row["best"], row["worst"], row["baseline"]) == ("root", "constant", "linear")
     assert (row["regret"], row["regret_of_baseline"]) == pytest.approx((0.05, 0))
     assert (row["is_small"], row["is_small_of_baseline"], row["is_worst"]) == (False, True, False)
@@ -159,3 +159,12 @@ def test_recommended_finds_the_regret_and_what_the_intervals_cover(recommended):
     assert (row["covers_exponent"], row["covers_lead"]) == (True, False)  # 0.25 − 0.15 = 0.1
     assert row["seconds_of_comparison"] == 15
     assert "small regret: 0% of pairs, asked for 90%: DOES NOT HOLD" in recommended.summary([row])
+    assert not any("other seeds" in line for line in recommended.summary([row]))
+    # with three more seeds, adascale is as good as linear, and the comparison with those alone says so
+    for rule in losses:
+        for seed in range(10, 13):
+            found = 0.1 if rule == "adascale" else losses[rule]
+            runs["ramp", rule, seed] = {"loss": found, "metric": found, "seconds": 1.0}
+    row = recommended.row_of("regression", "ramp", 0, [0, 1, 2, 10, 11, 12], said, runs)
+    assert (row["best_of_other_seeds"], row["regret_of_comparison"]) == ("adascale", pytest.approx(0.05))
+    assert (row["regret_by_all_seeds"], row["is_small_by_all_seeds"]) == (pytest.approx(0), True)

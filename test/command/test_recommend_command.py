@@ -42,6 +42,10 @@ def huge():
     return made(lr=1e-24, factor=1e22)
 
 
+def steep():
+    return made(lr=0.3)  # about half of the largest that converges
+
+
 def adam():
     return made(optimizer=torch.optim.Adam)
 
@@ -87,7 +91,7 @@ def test_the_output_says_what_to_use_how_sure_that_is_and_what_it_cost(recommend
         r"Batch sizes that take at most 20 % more samples to the same loss: ",
         r"State ref_batchsize=8, ",
         r"(No|A) jump of the batch size raises the loss",
-        r"Expected loss at the end: -?\d+\.\d{4}, [+-]\d\.\d{4} ± \d+\.\d{4} \(over seeds .*\) against a constant ",
+        r"Expected loss at the end: -?\d+\.\d{4}, [+-]\d\.\d{4} ± \d+\.\d{4} \(90% interval\) against a constant ",
         r"This took [\d,]+ samples and .*, \d+% of the 38,400 samples and about .* of a full comparison\.",
         r"A second opinion, from the literature and not from these runs: .* 2,560 samples 11, from 8, chosen for 1,000",
     ):
@@ -139,6 +143,12 @@ def test_adam_has_its_own_rules(recommend):
     assert re.search(r"^Use (constant|root|linear|adam|adamscale|surge)[:,]", output, re.MULTILINE)
 
 
+def test_a_rule_whose_losses_explode_is_not_recommended_although_they_differ_much(recommend):
+    code, output, errors = recommend("--sizes 8:32 --first-seed 5", function="steep")
+    assert code == 0, errors
+    assert re.search(r"^Use (constant|root|adascale)", output, re.MULTILINE), output
+
+
 @pytest.mark.parametrize(
     ("text", "function", "message"),
     [
@@ -152,6 +162,7 @@ def test_adam_has_its_own_rules(recommend):
         ("--sizes many", "made", "--sizes must be two batch sizes in ascending order, .*, got 'many'"),
         ("--sizes 8:1024", "made", "1024"),
         ("--sizes 8:32 --seeds 1", "made", "--seeds must be at least 2, because one has no interval, got 1"),
+        ("--sizes 8:32 --first-seed -1", "made", "--first-seed must not be negative, got -1"),
         ("--sizes 8:32 --budget 0", "made", "`budget` must be a positive number, got 0.0"),
         ("--trace late.csv --samples 1M", "made", "late.csv has only 2816 samples, got --samples 1000000"),
         ("--sizes 8:32 --executor mine.py:executor", "made", "--jobs has no effect with --executor"),

@@ -1,5 +1,6 @@
 """Legs of branches: what they start from, that they resume, and how far they move."""
 
+import dataclasses
 import math
 
 import pytest
@@ -76,19 +77,33 @@ def test_a_leg_that_fails_names_itself_and_the_reason(tmp_path, capsys):
         Legs(source, tmp_path, InThisProcess(), lambda leg, ran: None).run([(TRUNK, None)])
 
 
-def test_rates_are_along_the_reference_with_other_seeds(tmp_path, monkeypatch):
-    monkeypatch.setattr(branching, "_initial", lambda source, seed: {"w": torch.tensor([1.0, 1.0])})
+def test_movements_are_along_the_reference_with_other_seeds(tmp_path, monkeypatch):
+    workload = dataclasses.replace(
+        branching.load_workload("digits", None), model=lambda: torch.nn.Linear(2, 1, bias=False)
+    )
+    monkeypatch.setattr(branching, "_workload", lambda *_: workload)
     ends = {("ref", 0): (2.0, 1.0), ("ref", 1): (2.0, 2.0), ("arm", 0): (1.5, 4.0), ("arm", 1): (1.5, 1.0)}
-    found = {}
+    spans = {}
     for (arm, seed), end in ends.items():
-        one = leg(arm=arm, seed=seed)
-        torch.save([{"w": torch.tensor(end), "buffer": torch.ones(3)}], tmp_path / f"{one.file_name}.pt")
-        found.setdefault(arm, []).append(one)
+        one, two = leg(arm=arm, seed=seed), leg(arm=arm, seed=seed, begin=320, end=640)
+        for part, place in ((one, (1.0, 1.0)), (two, end)):
+            state = {"weight": torch.tensor([place]), "buffer": torch.ones(3)}
+            torch.save([state], tmp_path / f"{part.file_name}.pt")
+        spans.setdefault(arm, []).append((one, two))
+    spans["diverged"] = [None, spans["arm"][1]]
     legs = legs_in(tmp_path)
     # displacements (1, 0) and (1, 1), whose product is 1; and (0.5, 3) · (1, 1), (0.5, 0) · (1, 0)
-    assert legs.rates("rates", None, found, "ref") == {"ref": [1.0, 1.0], "arm": [3.5, 0.5]}
-    legs.forget(one for own in found.values() for one in own)
-    assert legs.rates("rates", None, found, "ref")["arm"] == [3.5, 0.5]
+    found = legs.moved("moved", spans, "ref")
+    assert (found["ref"], found["arm"], found["diverged"][1]) == ([1.0, 1.0], [3.5, 0.5], 0.5)
+    assert math.isnan(found["diverged"][0])
+    legs.forget(one for own in spans.values() for span in own if span for one in span)
+    assert legs.moved("moved", spans, "ref")["arm"] == [3.5, 0.5]
+
+
+def test_a_leg_records_the_factor_of_its_learning_rate():
+    _, state = run_leg(SOURCE, TRUNK, None)
+    assert run_leg(SOURCE, leg(arm="root"), state)[0].factor == 2.0
+    assert 1 < run_leg(SOURCE, leg(arm="adascale"), state)[0].factor < 4
 
 
 def test_a_diverged_leg_ends_with_an_infinite_loss():

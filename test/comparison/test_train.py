@@ -1,6 +1,8 @@
 """A run of vbs compare equals a plain PyTorch loop."""
 
+import dataclasses
 from itertools import product
+from types import SimpleNamespace
 
 import comparisons
 import pytest
@@ -8,6 +10,8 @@ import torch
 from comparisons import records, rows, rows_by_run, vbs_compare
 
 import variable_batch_size as vbs
+from variable_batch_size.comparison.train import Training
+from variable_batch_size.comparison.workload import load_workload
 
 
 def big_batches(workload, trace, *, seed):
@@ -124,3 +128,29 @@ def test_exact_runs_are_bitwise_equal_on_two_cores(tmp_path):
         found.append([(record["gradient_norm"], record["gain"], record["lr"]) for record in steps])
     assert found[0] == found[1]
     assert len(found[0]) == 20
+
+
+class Pairs(torch.utils.data.Dataset):
+    """The same samples, one by one."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.data[index]
+
+
+@pytest.mark.parametrize(("rank", "num_replicas"), [(0, 1), (1, 3)])
+def test_tensors_are_tested_in_slices_with_the_same_result(rank, num_replicas):
+    workload = load_workload("digits", None)
+    torch.manual_seed(0)
+    model = workload.model()
+    found = []
+    for test in (workload.test, Pairs(workload.test)):
+        training = Training(dataclasses.replace(workload, test=test), model, "linear", {"trace": 16, "seed": 0})
+        training.sampler = SimpleNamespace(rank=rank, num_replicas=num_replicas)
+        found.append(training.test())
+    assert found[0] == found[1]

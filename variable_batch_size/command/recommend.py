@@ -30,6 +30,8 @@ def add_recommend(parser: argparse.ArgumentParser) -> None:
     help = "samples to use, as a fraction of those of a full comparison (default: 0.1)"
     add("--budget", type=float, default=0.1, metavar="F", help=help)
     add("--seeds", type=positive, default=3, metavar="N", help="of each branch, at least 2 (default: 3)")
+    help = "the seeds of the branches are N, N + 1 and so on (default: 0)"
+    add("--first-seed", type=int, default=0, metavar="N", help=help)
     help = "samples for which the reference batch size was chosen, for the second opinion by a power law"
     add("--tuned-samples", type=positive, metavar="D", help=help)
     add("--out", default="recommended", metavar="DIR", help="for the branches and the page (default: recommended)")
@@ -53,9 +55,11 @@ def run_recommend(options: argparse.Namespace) -> None:
         check_positive_number(lr=options.lr)
     if options.seeds < 2:
         raise ValueError(f"--seeds must be at least 2, because one has no interval, got {options.seeds}")
+    if options.first_seed < 0:
+        raise ValueError(f"--first-seed must not be negative, got {options.first_seed}")
     if options.executor and options.jobs:
         raise ValueError("--jobs has no effect with --executor, which determines the number of concurrent runs")
-    check_extra("vbs recommend needs", "compare", "jinja2", "scipy")
+    check_extra("vbs recommend needs", "compare", "jinja2", "plotly", "scipy")
     # these import torch, which takes seconds, and so come after the options are parsed
     from variable_batch_size.comparison import recommended
     from variable_batch_size.comparison.recommend import recommend_into
@@ -103,7 +107,7 @@ def _planned(options: argparse.Namespace) -> tuple[Any, Any]:
     where = (options.workload, source_of(options.workload), options.datadir, options.device, options.threads)
     source = Source(*where, options.lr, size, ref_batchsize, num_samples)
     rules = candidates(type(inner).__name__, inner.param_groups)
-    return source, plan_of(trace, source, rules, **selected(options, "seeds", "budget"))
+    return source, plan_of(trace, source, rules, **selected(options, "seeds", "budget", "first_seed"))
 
 
 def _constant_trace(text: str, ref_batchsize: int, num_samples: int) -> Trace:

@@ -96,6 +96,7 @@ class Ran(NamedTuple):
     curve: tuple[tuple[int, float], ...]  # samples of the branch, and the test loss
     seconds: float
     noise: float | None = None  # the noise scale in samples, if the rule measures it; NaN if no gradient has a norm
+    factor: float = 1.0  # of the learning rate, at the end
 
     @property
     def loss(self) -> float:
@@ -137,7 +138,8 @@ def run_leg(source: Source, leg: Leg, before: bytes | None) -> tuple[Ran, bytes]
             break
     saved = io.BytesIO()
     torch.save([part.state_dict() for part in training.parts], saved)
-    return Ran(tuple(curve), time.monotonic() - began, _noise_of(training.optimizer)), saved.getvalue()
+    found = (time.monotonic() - began, _noise_of(training.optimizer), _factor_of(training.optimizer, leg.batch_size))
+    return Ran(tuple(curve), *found), saved.getvalue()
 
 
 def _noise_of(optimizer: CustomOptimizer) -> float | None:
@@ -145,6 +147,11 @@ def _noise_of(optimizer: CustomOptimizer) -> float | None:
         return None
     # where the norms are not finite, every update is skipped
     return math.nan if optimizer.steps_skipped == optimizer.steps_done else optimizer.noise_scale_in_samples
+
+
+def _factor_of(optimizer: CustomOptimizer, batch_size: int) -> float:
+    done, size = optimizer.steps_done, optimizer.sampler.minibatch_size
+    return float(optimizer.rule.factor(Step(batch_size, size, optimizer.ref_batchsize, done)))
 
 
 def _load(training: Training, leg: Leg, before: bytes) -> None:
@@ -180,17 +187,6 @@ def _tested(training: Training, leg: Leg, base_lrs: Sequence[float], num_samples
             yield done
         if done >= leg.samples:
             return
-
-
-def _initial(source: Source, seed: int) -> dict[str, torch.Tensor]:
-    """The parameters of a new model with a seed."""
-    workload = _workload(source.workload, source.source, source.datadir)
-    torch.manual_seed(seed)
-    return {name: p.detach() for name, p in workload.model().named_parameters()}
-
-
-def _flat(state: Mapping[str, torch.Tensor], names: Iterable[str]) -> torch.Tensor:
-    return torch.cat([state[name].flatten().double() for name in names])
 
 
 class InThisProcess:
@@ -257,40 +253,39 @@ class Legs:
             self._on_end(leg, found[leg])
         return found
 
-    def rates(
-        self, name: str, before: Leg | None, legs: Mapping[str, Sequence[Leg]], first: str
+    def moved(
+        self, name: str, spans: Mapping[str, Sequence[tuple[Leg, Leg] | None]], first: str
     ) -> dict[str, list[float]]:
-        """How far each arm has moved since the leg before all of them, along the first arm and relative to it.
+        """How far each arm has moved along the first arm, with each seed.
 
-        An arm has a leg for each seed. Its rate with a seed is the mean over all other seeds of the scalar product with
-        the displacement of the first arm, as a fraction of what the first arm itself has: noise is independent between
-        seeds, and is not taken for progress. The result is kept in a file, because the states of legs may be deleted.
+        A span is two legs of an arm with one seed, and its displacement that of the weights between their ends; None,
+        after a branch has diverged, gives NaN. What counts is the mean of its scalar products with the displacements
+        of the first arm with all *other* seeds: noise is independent between seeds, and so is not taken for progress.
+        The momentum at the start of a branch is common to all seeds, and spans should start after it has decayed.
+        The result is kept in a file, because the states of legs may be deleted.
         """
         path = self._directory / f"{name}.json"
         if path.exists():
             return dict(json.loads(path.read_text(encoding="utf-8")))
-        names = list(_initial(self._source, 0))  # without buffers
+        model = _workload(self._source.workload, self._source.source, self._source.datadir).model()
+        names = [name for name, _ in model.named_parameters()]  # without buffers
 
         def weights(leg: Leg) -> torch.Tensor:
-            states = torch.load(self._file(leg, "pt"), weights_only=True, map_location="cpu")
-            return _flat(states[0], names)
+            state = torch.load(self._file(leg, "pt"), weights_only=True, map_location="cpu")[0]
+            return torch.cat([state[name].flatten().double() for name in names])
 
-        def displacement(leg: Leg) -> torch.Tensor:
-            return weights(leg) - (weights(before) if before else _flat(_initial(self._source, leg.seed), names))
+        def displacement(span: tuple[Leg, Leg]) -> torch.Tensor:
+            return weights(span[1]) - weights(span[0])
 
-        firsts = [displacement(leg) for leg in legs[first]]
+        along = [displacement(span) for span in spans[first] if span is not None]
 
-        def products(own: Iterable[torch.Tensor]) -> list[float]:
-            return [
-                fmean(float(mine @ other) for number, other in enumerate(firsts) if number != seed)
-                for seed, mine in enumerate(own)
-            ]
+        def product(seed: int, span: tuple[Leg, Leg] | None) -> float:
+            if span is None:
+                return math.nan
+            mine = displacement(span)
+            return fmean(float(mine @ other) for number, other in enumerate(along) if number != seed)
 
-        whole = fmean(products(firsts))
-        found = {
-            arm: [along / whole if whole > 0 else 1.0 for along in products(map(displacement, own))]
-            for arm, own in legs.items()
-        }
+        found = {arm: [product(*numbered) for numbered in enumerate(own)] for arm, own in spans.items()}
         write_text(path, json.dumps(found) + "\n")
         return found
 
@@ -305,7 +300,8 @@ class Legs:
     def _read(self, leg: Leg) -> Ran | None:
         try:
             found = json.loads(self._file(leg, "json").read_text(encoding="utf-8"))
-            return Ran(tuple((samples, loss) for samples, loss in found["curve"]), found["seconds"], found["noise"])
+            curve = tuple((samples, loss) for samples, loss in found["curve"])
+            return Ran(curve, found["seconds"], found["noise"], found["factor"])
         except (OSError, ValueError, TypeError, KeyError):
             return None
 

@@ -1,22 +1,22 @@
 """recommend: which rule to use with a trace, decided by short branches of one training.
 
-From each of several states of a training at the reference batch size B0, branches train on the same samples at the
+From each of several states of a training at the reference batch size B0, branches train on the same samples at a large
 batch size that the trace has from there on, with each rule. Of a branch two numbers count:
 
-- its test loss minus that of a branch at B0. A larger learning rate makes it higher, by noise that does not add up;
-- its rate r: how far it moves in the direction in which branches at B0 with other seeds move, over how far those do. A
-  smaller learning rate makes it lower, and that adds up, although a short branch hardly shows it in its loss.
+- its rate r: how far it moves in the direction in which branches at B0 with other seeds move, over how far those do.
+  Where that is lost in noise, it is the factor of the learning rate over S;
+- its test loss minus that of a branch at B0, Δ. Soon after a jump, it is high for rules with a large learning rate, and
+  most of that does not last: over the pairs of reproduce/recommended.py, it hardly correlates with the loss at the end.
 
 If M of the N samples of a trace vary, a rule with the rate r gets as far as the training at B0 gets with n' = N − M +
-r · M samples. With the loss L(n) of that training, extrapolated by a power law, the predicted loss at the end is
+r · M samples. With the loss of that training, L(n) = c + a/n, the predicted loss at the end is
 
-    L(n') + Δ · n/N,
-
-where Δ is the difference of the losses, n samples into the training: a lead at n is worth n/N of it at the end.
+    L(n') + Δ/10 · n/N,   n samples into the training.
 """
 
 import itertools
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,11 +38,16 @@ from variable_batch_size.traces.trace import Trace
 REFERENCE = "reference"  # the branch at the reference batch size
 STATES = (0.0, 0.1, 0.5)  # fractions of the training
 EXPONENTS = (0.0, 0.5, 1.0)
-_RESOLUTION = 0.25  # half the distance between exponents: a quadratic through three of them tells no more
+_RESOLUTION = 0.4  # of an exponent from branches, found on the pairs of reproduce/recommended.py
 LEVEL = 0.9  # of the intervals that are stated
 LAW = 0.383  # B_opt ∝ D^0.383 (Bergsma et al. 2025, "Power lines")
 _SEEDS_OF_COMPARISON = 3
 _TRUNK_SEED = 1_000_000  # none of a branch
+_LASTING = 0.1  # of the difference that a jump makes to the loss
+_MODEL_ERROR = 1.25  # of the predicted loss at the end, over what the second half of the training brings
+_QUANTILE = 0.75  # of the batch sizes after a state: rules differ, and fail, at large ones
+_EXPECTED = 0.25  # the relative difference between nominal and measured rates that is to be expected
+_NORMAL = 1.645  # the 90 % interval of a normal distribution, in standard deviations
 _LEAST_PROGRESS = 0.01  # of that at the reference batch size, below which L(n) says nothing
 _MIN_UPDATES = 4  # of a branch
 _SHARE_OF_SIZES = 0.2  # of the samples of all branches, for the critical batch size
@@ -81,15 +86,15 @@ class Segment(NamedTuple):
     begin: int  # samples
     end: int
     num_varied: int  # samples at batch sizes other than the reference
-    batch_size: int  # the median of theirs
+    batch_size: int  # that three quarters of these do not exceed
 
 
 def segments_of(
     sizes: npt.ArrayLike, *, ref_batchsize: int, num_samples: int, states: Sequence[float] = STATES
 ) -> list[Segment]:
-    """The parts of a trace between states, each with its median batch size, where each sample counts once.
+    """The parts of a trace between states, each with a batch size that three quarters of its samples do not exceed.
 
-    Samples at the reference batch size do not count. From twice that on, the median is rounded to a multiple of it.
+    Samples at the reference batch size do not count. From twice that on, the size is rounded to a multiple of it.
 
     >>> segments_of([32, 32, 64, 128], ref_batchsize=32, num_samples=256, states=(0, 0.25))
     [Segment(begin=0, end=64, num_varied=0, batch_size=32), Segment(begin=64, end=256, num_varied=192, batch_size=128)]
@@ -102,7 +107,7 @@ def segments_of(
         inside = np.where(steps == ref_batchsize, 0, np.clip(ends, begin, end) - np.clip(ends - steps, begin, end))
         size, num_varied = ref_batchsize, int(inside.sum())
         if num_varied:
-            size = int(steps[order][np.searchsorted(inside[order].cumsum(), num_varied / 2)])
+            size = int(steps[order][np.searchsorted(inside[order].cumsum(), _QUANTILE * num_varied)])
         if size >= 2 * ref_batchsize:
             size = round(size / ref_batchsize) * ref_batchsize
         found.append(Segment(begin, end, num_varied, size))
@@ -177,6 +182,7 @@ class State(NamedTuple):
     segment: Segment
     rungs: tuple[tuple[int, Losses], ...]  # ascending; each has the arms that were not stopped before
     curves: tuple[tuple[tuple[int, float], ...], ...] = ()  # of the best arm with each seed, from 0
+    references: tuple[float, ...] = ()  # the test losses of the reference branches at their ends
 
     @property
     def best(self) -> str:
@@ -257,6 +263,7 @@ class Plan:
     num_samples: int  # of the training
     seeds: int
     budget: float  # as a fraction of the samples of a full comparison
+    first_seed: int = 0
 
     def __post_init__(self) -> None:
         if not self.branched:
@@ -269,6 +276,10 @@ class Plan:
                 why = f"{_MIN_UPDATES} multiples of it and of the reference batch size {self.ref_batchsize}"
                 hint = "train on more --samples, use a larger --budget or fewer --seeds, or smaller batch sizes"
                 raise ValueError(f"{needs}, {why}, got {max(0, most):,}: {hint}")
+
+    @property
+    def branch_seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
 
     @property
     def comparison(self) -> int:
@@ -310,6 +321,10 @@ class Plan:
         each = self._most(num_states) // (2 * self.seeds * (len(self.rules) + 1))
         return min(each, segment.end - segment.begin)
 
+    def half(self, segment: Segment, end: int) -> int:
+        """About half of the samples of a branch."""
+        return end // 2 // self._multiple(segment) * self._multiple(segment)
+
     def _multiple(self, segment: Segment) -> int:
         return math.lcm(segment.batch_size, self.ref_batchsize)
 
@@ -321,7 +336,7 @@ class Plan:
         """The loss at the end minus that at the reference batch size, if all that varies were as from one state."""
         num_varied = sum(one.num_varied for one in self.segments)
         samples = max(self.num_samples - (1 - rate) * num_varied, _LEAST_PROGRESS * self.num_samples)
-        fade = (segment.begin + segment.end) / 2 / self.num_samples
+        fade = _LASTING * (segment.begin + segment.end) / 2 / self.num_samples
         return loss_at(samples) - loss_at(self.num_samples) + lead * fade
 
     @property
@@ -341,27 +356,36 @@ class Plan:
 
 
 def extrapolated(trunk: Iterable[tuple[int, float]]) -> Callable[[float], float]:
-    """The test loss after n samples, from a fifth of those of the trunk on: a power law through its losses.
+    """The test loss after n samples, c + a/n with a ≥ 0, fitted from a fifth of the samples of the trunk on.
 
-    It is a line over log n if some of these losses are not positive, and never rises.
-
-    >>> loss_at = extrapolated([(0, 9.0), (100, 4.0), (200, 2.0)])
-    >>> round(loss_at(400), 6)
-    1.0
+    >>> loss_at = extrapolated([(0, 9.0), (100, 4.0), (200, 2.5)])
+    >>> round(loss_at(300), 6)
+    2.0
     """
     points = list(trunk)
-    used = [(math.log(n), loss) for n, loss in points if n >= points[-1][0] / 5 and n > 0]
-    is_power = all(loss > 0 for _, loss in used)
-    losses = [math.log(loss) if is_power else loss for _, loss in used]
-    slope, start = np.polyfit([log for log, _ in used], losses, 1)
-    if slope > 0:
-        slope, start = 0.0, losses[-1]
+    used = [(1 / n, loss) for n, loss in points if n >= points[-1][0] / 5 and n > 0]
+    slope, floor = np.polyfit([inverse for inverse, _ in used], [loss for _, loss in used], 1)
+    if slope < 0:
+        slope, floor = 0.0, used[-1][1]
+    return lambda samples: float(floor + slope / samples)
 
-    def loss_at(samples: float) -> float:
-        value = float(start + slope * math.log(samples))
-        return math.exp(value) if is_power else value
 
-    return loss_at
+def shrunk_rates(moved: Sequence[float], reference: Sequence[float], nominal: float) -> list[float]:
+    """How far an arm has moved with each seed relative to the reference, as far as that is known better than expected.
+
+    The nominal rate, the factor of the learning rate over S, is expected up to a quarter of it. So a measured rate with
+    the standard error e counts with the weight p²/(p² + e²), p = nominal/4, and the nominal rate with the rest.
+
+    >>> [round(rate, 3) for rate in shrunk_rates([0.5, 0.6, 0.7], [1.0, 1.0, 1.0], 1.0)]  # e = 0.058
+    [0.525, 0.62, 0.715]
+    """
+    whole, known = fmean(reference), [one for one in moved if math.isfinite(one)]
+    if whole <= 0 or len(known) < 2:
+        return [nominal] * len(moved)
+    error_of_whole = statistics.stdev(reference) / math.sqrt(len(reference)) / whole
+    error = math.hypot(statistics.stdev(known) / math.sqrt(len(known)), error_of_whole * fmean(known)) / whole
+    weight = 1 / (1 + (error / (_EXPECTED * nominal)) ** 2)
+    return [nominal + weight * ((one if math.isfinite(one) else nominal * whole) / whole - nominal) for one in moved]
 
 
 class Recommendation(NamedTuple):
@@ -405,10 +429,18 @@ class Recommendation(NamedTuple):
 
     @property
     def lead(self) -> Estimate:
-        """The predicted loss at the end minus that at the reference batch size, with its 90 % interval."""
+        """The predicted loss at the end minus that at the reference batch size, with its 90 % interval.
+
+        It is for the means over three trainings each. It adds up squares of the interval over seeds of the branches, of
+        the chance of a training, and of the error of the prediction, for which five quarters of what the second half
+        of the training brings were right for 90 % of the pairs of reproduce/recommended.py.
+        """
         found = difference([lead for lead in self.leads(self.rule) if math.isfinite(lead)], level=LEVEL)
         assert found is not None
-        return found
+        chance = _NORMAL * statistics.stdev(self.states[-1].references) * math.sqrt(2 / _SEEDS_OF_COMPARISON)
+        loss_at, end = extrapolated(self.trunk), self.plan.num_samples
+        error = math.hypot(found.error or 0.0, chance, _MODEL_ERROR * (loss_at(end / 2) - loss_at(end)))
+        return found._replace(error=error)
 
     @property
     def reference_loss(self) -> float:
@@ -430,6 +462,11 @@ class Recommendation(NamedTuple):
         return found
 
     @property
+    def is_start_untried(self) -> bool:
+        """Whether the batch size varies from the start, and no branch has tried that."""
+        return bool(self.plan.segments[0].num_varied) and self.states[0].segment.begin > 0
+
+    @property
     def more_samples(self) -> dict[str, int | None]:
         """The further samples that would tell each rule in doubt from the best; None if that is out of reach."""
         per_seed = 2 * sum(state.rungs[-1][0] for state in self.states)
@@ -442,11 +479,13 @@ class Recommendation(NamedTuple):
         return found
 
 
-def plan_of(trace: Trace, source: Source, rules: Sequence[str], *, seeds: int, budget: float) -> Plan:
+def plan_of(
+    trace: Trace, source: Source, rules: Sequence[str], *, seeds: int, budget: float, first_seed: int = 0
+) -> Plan:
     """The branches for a trace."""
     segments = segments_of(trace.sizes, ref_batchsize=source.ref_batchsize, num_samples=source.num_samples)
     used = trace.sizes[trace.sizes.cumsum() - trace.sizes < source.num_samples]
-    given = (source.ref_batchsize, source.minibatch_size, source.num_samples, seeds, budget)
+    given = (source.ref_batchsize, source.minibatch_size, source.num_samples, seeds, budget, first_seed)
     return Plan(tuple(rules), tuple(segments), int(used.max()), *given)
 
 
@@ -488,8 +527,8 @@ def recommend(source: Source, plan: Plan, legs: Legs, say: Callable[[str], None]
     trunk = [point for leg in ends.values() if leg is not None for point in known[leg].curve]
     states = []
     for segment in plan.branched:
-        before = ends[segment.begin]
-        states.append(_state(plan, segment, before, run, legs, extrapolated(trunk)))
+        branches = _Branches(plan, segment, ends[segment.begin], run, legs, trunk)
+        states.append(_state(plan, segment, legs, branches))
         behind = "".join(f", {arm} stopped after {end:,}" for arm, end in states[-1].stopped.items())
         where = f"after {segment.begin:,} samples, at batch size {segment.batch_size:,}"
         say(f"{where}: {states[-1].best} is best{behind}")
@@ -508,7 +547,7 @@ def _trunk(source: Source, plan: Plan, run: Run) -> dict[int, Leg]:
     before, begin, start = None, 0, math.nan
     for segment in plan.segments:
         if 0 < segment.begin <= plan.trunk:
-            leg = Leg(0, "constant", source.ref_batchsize, _TRUNK_SEED, begin, segment.begin)
+            leg = Leg(0, "constant", source.ref_batchsize, _TRUNK_SEED + plan.first_seed, begin, segment.begin)
             curve = run([(leg, before)])[leg].curve
             start = curve[0][1] if before is None else start
             if not curve[-1][1] < start:
@@ -520,57 +559,94 @@ def _trunk(source: Source, plan: Plan, run: Run) -> dict[int, Leg]:
     return found
 
 
-def _state(
-    plan: Plan, segment: Segment, before: Leg | None, run: Run, legs: Legs, loss_at: Callable[[float], float]
-) -> State:
-    """Branch from a state, and stop what is clearly behind."""
-    made: dict[tuple[str, int], list[Ran]] = {}  # the legs of each arm and seed
-    latest: dict[tuple[str, int], Leg] = {}
-    every: list[Leg] = []
+class _Branches:
+    """The branches from a state."""
 
-    def losses(arms: Sequence[str], begin: int, end: int) -> Losses:
-        parts = []
-        for arm in arms:
-            rule, size = ("constant", plan.ref_batchsize) if arm == REFERENCE else (arm, segment.batch_size)
-            for seed in range(plan.seeds):
-                if not begin or math.isfinite(made[arm, seed][-1].loss):
-                    leg = Leg(segment.begin, rule, size, seed, begin, end)
-                    parts.append((arm, seed, leg, latest[arm, seed] if begin else before))
-        found = run([(leg, previous) for *_, leg, previous in parts])
-        for arm, seed, leg, _ in parts:
-            _check_noise(leg, found[leg])
-            latest[arm, seed] = leg
-            every.append(leg)
-            made.setdefault((arm, seed), []).append(found[leg])
-        return predicted(arms, end)
+    def __init__(
+        self, plan: Plan, segment: Segment, before: Leg | None, run: Run, legs: Legs, trunk: Sequence[tuple[int, float]]
+    ) -> None:
+        self._plan, self._segment, self._before, self._run, self._legs = plan, segment, before, run, legs
+        losses = [loss for _, loss in trunk]
+        self._loss_at, self._highest = extrapolated(trunk), 2 * losses[0] - min(losses)
+        self.made: dict[tuple[str, int], list[tuple[Leg, Ran]]] = {}  # the legs of each arm and seed
 
-    def predicted(arms: Sequence[str], end: int) -> Losses:
-        of_arms = {arm: [made[arm, seed][-1].loss for seed in range(plan.seeds)] for arm in arms}
-        if _num_diverged(of_arms[REFERENCE]):
-            constant = f"the training at the reference batch size {plan.ref_batchsize} must not diverge"
-            raise ValueError(f"{constant}, but did {segment.begin:,} samples after its start: lower the learning rate")
-        known = {arm: [latest[arm, seed] for seed in range(plan.seeds)] for arm in arms}
-        rates = legs.rates(f"{segment.begin}-rates-{end}", before, known, REFERENCE)
+    def losses(self, arms: Sequence[str], begin: int, end: int) -> Losses:
+        """Continue arms from one number of samples to another, and predict the losses at the end of the training.
+
+        A branch has diverged if its loss is as far above that of the new model as the training has lowered it.
+        """
+        half = self._plan.half(self._segment, end)
+        if not begin:  # the last leg, along which progress is measured, is to start after a while
+            self._continue(arms, 0, half)
+        self._continue(arms, begin or half, end)
+        seeds = self._plan.branch_seeds
+
+        def loss(arm: str, seed: int) -> float:
+            found = self.made[arm, seed][-1][1].loss
+            return found if found < self._highest else math.inf
+
+        losses = {arm: [loss(arm, seed) for seed in seeds] for arm in arms}
+        if _num_diverged(losses[REFERENCE]):
+            constant = f"the training at the reference batch size {self._plan.ref_batchsize} must not diverge"
+            where = f"but did {self._segment.begin:,} samples after its start"
+            raise ValueError(f"{constant}, {where}: lower the learning rate")
+        rates = self._rates(arms, end)
 
         def prediction(loss: float, reference: float, rate: float) -> float:
             if not math.isfinite(loss):
                 return math.inf
-            return plan.predicted(segment, rate=rate, lead=loss - reference, loss_at=loss_at)
+            return self._plan.predicted(self._segment, rate=rate, lead=loss - reference, loss_at=self._loss_at)
 
-        columns = {arm: zip(of_arms[arm], of_arms[REFERENCE], rates[arm], strict=True) for arm in arms}
+        columns = {arm: zip(losses[arm], losses[REFERENCE], rates[arm], strict=True) for arm in arms}
         return {arm: [prediction(*column) for column in columns[arm]] for arm in arms}
 
+    def _continue(self, arms: Sequence[str], begin: int, end: int) -> None:
+        plan, segment, parts = self._plan, self._segment, {}
+        for arm in arms:
+            rule, size = ("constant", plan.ref_batchsize) if arm == REFERENCE else (arm, segment.batch_size)
+            for seed in plan.branch_seeds:
+                previous = self.made.setdefault((arm, seed), [])
+                if not begin or math.isfinite(previous[-1][1].loss):
+                    parts[arm, seed] = Leg(segment.begin, rule, size, seed, begin, end)
+        found = self._run([(leg, self.made[key][-1][0] if begin else self._before) for key, leg in parts.items()])
+        for key, leg in parts.items():
+            _check_noise(leg, found[leg])
+            self.made[key].append((leg, found[leg]))
+
+    def _rates(self, arms: Sequence[str], end: int) -> Losses:
+        """The progress of arms per sample, relative to the reference, in the last leg."""
+
+        def span(arm: str, seed: int) -> tuple[Leg, Leg] | None:
+            legs = [leg for leg, ran in self.made[arm, seed] if math.isfinite(ran.loss)]
+            return (legs[-2], legs[-1]) if legs and legs[-1].end == end else None
+
+        seeds, scale = self._plan.branch_seeds, self._segment.batch_size / self._plan.ref_batchsize
+        spans = {arm: [span(arm, seed) for seed in seeds] for arm in arms}
+        moved = self._legs.moved(f"{self._segment.begin}-moved-{end}", spans, REFERENCE)
+
+        def nominal(arm: str) -> float:
+            if arm == REFERENCE:
+                return 1.0
+            return fmean(self.made[arm, seed][-1][1].factor for seed in seeds) / scale
+
+        return {arm: shrunk_rates(moved[arm], moved[REFERENCE], nominal(arm)) for arm in arms}
+
+
+def _state(plan: Plan, segment: Segment, legs: Legs, branches: _Branches) -> State:
+    """Branch from a state, and stop what is clearly behind."""
     limits = {"first": plan.first(segment), "seeds": plan.seeds, "most": plan.most}
-    rungs = halving(plan.rules, losses, end=segment.end - segment.begin, **limits)
-    legs.forget(every)
-    start = f"after {segment.begin:,} samples"
+    rungs = halving(plan.rules, branches.losses, end=segment.end - segment.begin, **limits)
+    legs.forget(leg for made in branches.made.values() for leg, _ in made)
     best = State(segment, tuple(rungs)).best
     if _num_diverged(rungs[-1][1][best]):
-        raise ValueError(
-            f"every rule diverges with some seed at batch size {segment.batch_size} {start}: choose smaller batch sizes"
-        )
-    curves = (tuple(point for ran in made[best, seed] for point in ran.curve) for seed in range(plan.seeds))
-    return State(segment, tuple(rungs), tuple(curves))
+        start = f"at batch size {segment.batch_size} after {segment.begin:,} samples"
+        raise ValueError(f"every rule diverges with some seed {start}: choose smaller batch sizes")
+
+    def curve(arm: str, seed: int) -> tuple[tuple[int, float], ...]:
+        return tuple(point for _, ran in branches.made[arm, seed] for point in ran.curve)
+
+    curves = tuple(curve(best, seed) for seed in plan.branch_seeds)
+    return State(segment, tuple(rungs), curves, tuple(curve(REFERENCE, seed)[-1][1] for seed in plan.branch_seeds))
 
 
 def _check_noise(leg: Leg, ran: Ran) -> None:
@@ -586,11 +662,11 @@ def _critical(plan: Plan, rule: str, before: Leg | None, run: Run) -> CriticalBa
     parts = {
         (size, seed): Leg(plan.trunk, rule, size, plan.seeds + seed, 0, plan.samples_of_sizes)
         for size in plan.sizes
-        for seed in range(plan.seeds)
+        for seed in plan.branch_seeds
     }
     found = run([(leg, before) for leg in parts.values()])
     branches = [
-        Branch(size, plan.samples_of_sizes // size, tuple(found[parts[size, seed]].curve for seed in range(plan.seeds)))
+        Branch(size, plan.samples_of_sizes // size, tuple(found[parts[size, seed]].curve for seed in plan.branch_seeds))
         for size in plan.sizes
     ]
     try:

@@ -1,11 +1,20 @@
 """A recommendation in words, as tables, as lines of Python, and as a page."""
 
-from importlib.resources import files
+import math
 from typing import Any
 
-from variable_batch_size.checks import import_extra
+from variable_batch_size.comparison.branching import arm_of
 from variable_batch_size.comparison.measure import CriticalBatchSize
-from variable_batch_size.comparison.recommend import EXPONENTS, LAW, LEVEL, REFERENCE, Recommendation, State
+from variable_batch_size.comparison.page import rendered
+from variable_batch_size.comparison.recommend import (
+    EXPONENTS,
+    LAW,
+    LEVEL,
+    REFERENCE,
+    Recommendation,
+    State,
+    extrapolated,
+)
 from variable_batch_size.comparison.verdict import Estimate, difference, joined
 from variable_batch_size.planning.reports import as_text, counted, duration
 
@@ -62,7 +71,7 @@ def critical_text(found: CriticalBatchSize | str) -> str:
 
 def sentences(found: Recommendation, *, tuned_samples: int | None = None) -> list[str]:
     """The recommendation, one sentence or two for each subject."""
-    plan, rule = found.plan, found.rule
+    plan = found.plan
     return [
         _choice(found),
         f"The exponent of S over the whole trace is {exponent_text(found.exponent)} ({LEVEL:.0%} interval).",
@@ -70,7 +79,7 @@ def sentences(found: Recommendation, *, tuned_samples: int | None = None) -> lis
         f"State ref_batchsize={plan.ref_batchsize}, the batch size for which the learning rate was chosen.",
         _jumps(found),
         _expected(found),
-        f"The branches are short, and leave one training: what {rule} does in the long run is not in the intervals.",
+        "The branches are short, and leave one training. Their intervals are calibrated on workloads other than this.",
         _cost(found),
         second_opinion(plan.ref_batchsize, plan.num_samples, tuned_samples),
     ]
@@ -93,9 +102,11 @@ def _choice(found: Recommendation) -> str:
 
 
 def _jumps(found: Recommendation) -> str:
+    untried = " The start has no branches, as the samples do not suffice: warm up." if found.is_start_untried else ""
     steps = found.steps_to_recover
     if not steps:
-        return "No jump of the batch size raises the loss: neither warm-up nor smoothing is needed."
+        needed = "smoothing is not needed" if untried else "neither warm-up nor smoothing is needed"
+        return f"No jump of the batch size raises the loss: {needed}.{untried}"
     where = joined([f"after {samples:,} samples" for samples in steps])
     how = []
     if 0 in steps:
@@ -103,14 +114,14 @@ def _jumps(found: Recommendation) -> str:
     later = [number for samples, number in steps.items() if samples]
     if later:
         how.append(f"spread jumps over {counted(max(later), 'step')} (smooth_steps)")
-    return f"A jump of the batch size raises the loss {where}: {joined(how)}."
+    return f"A jump of the batch size raises the loss {where}: {joined(how)}.{untried}"
 
 
 def _expected(found: Recommendation) -> str:
     reference, lead = found.reference_loss, found.lead
-    against = f"{_nats(lead)} (over seeds of the branches only) against a constant batch of {found.plan.ref_batchsize}"
+    against = f"{_nats(lead)} ({LEVEL:.0%} interval) against a constant batch of {found.plan.ref_batchsize}"
     both = f"{reference + lead.mean:.4f}, {against} with {reference:.4f}"
-    return f"Expected loss at the end: {both}, extrapolated by a power law."
+    return f"Expected loss at the end: {both}, extrapolated as c + a/n after n samples."
 
 
 def _cost(found: Recommendation) -> str:
@@ -155,27 +166,52 @@ def as_terminal(found: Recommendation, *, tuned_samples: int | None = None) -> s
 
 
 def page(found: Recommendation, *, command: str, tuned_samples: int | None = None) -> str:
-    """The same as HTML, with the losses of all branches."""
-    jinja2 = import_extra("jinja2", "the page needs jinja2", "compare")
-    options: Any = {"autoescape": True, "trim_blocks": True, "keep_trailing_newline": True}
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, **options)
-    folder = files("variable_batch_size.comparison")
+    """The same as HTML, with charts, and the losses of all branches."""
     branches = [
         [f"{state.segment.begin:,}", arm, f"{end:,}", *(f"{loss:+.4f}" for loss in losses[arm])]
         for state in found.states
         for end, losses in state.rungs
         for arm in losses
     ]
-    return str(
-        environment.from_string((folder / "recommended.html").read_text(encoding="utf-8")).render(
-            workload=found.source.workload,
-            sentences=sentences(found, tuned_samples=tuned_samples),
-            columns=COLUMNS,
-            rows=rows(found),
-            branch_columns=["state", "branch", "samples", *(f"seed {seed}" for seed in range(found.plan.seeds))],
-            branches=branches,
-            python=python_lines(found),
-            command=command,
-            style=(folder / "page.css").read_text(encoding="utf-8"),
-        )
+    return rendered(
+        "recommended.html",
+        "recommended.js",
+        title=f"Recommended for {found.source.workload}",
+        sentences=sentences(found, tuned_samples=tuned_samples),
+        columns=COLUMNS,
+        rows=rows(found),
+        branch_columns=["state", "branch", "samples", *(f"seed {seed}" for seed in found.plan.branch_seeds)],
+        branches=branches,
+        python=python_lines(found),
+        command=command,
+        charts={"states": [_of_state(state) for state in found.states], "curve": _curve(found)},
     )
+
+
+def _of_state(state: State) -> dict[str, Any]:
+    """The predicted losses by exponent, with intervals where all seeds have one, and the exponent."""
+    points = []
+    for exponent in EXPONENTS:
+        leads = state.leads(arm_of(exponent))
+        found = difference(leads, level=LEVEL) if all(map(math.isfinite, leads)) else None
+        if found is not None:
+            points.append({"exponent": exponent, "mean": found.mean, "error": found.error})
+    name = f"after {state.segment.begin:,} samples, at batch size {state.segment.batch_size:,}"
+    return {"name": name, "points": points, "exponent": state.exponent._asdict() if state.exponent else None}
+
+
+def _curve(found: Recommendation) -> dict[str, Any]:
+    """The training at the reference batch size, its extrapolation, and the expected loss at the end."""
+    loss_at, end = extrapolated(found.trunk), found.plan.num_samples
+    measured = [point for point in found.trunk if math.isfinite(point[1])]
+    # without the steep part before the fit
+    start = measured[-1][0] / 5
+    samples = [start + (end - start) * number / 50 for number in range(51)]
+    lead = found.lead
+    return {
+        "measured": [point for point in measured if point[0] >= start],
+        "extrapolated": [(number, loss_at(number)) for number in samples],
+        "rule": found.rule,
+        "expected": {"samples": end, "mean": found.reference_loss + lead.mean, "error": lead.error},
+        "ref_batchsize": found.plan.ref_batchsize,
+    }

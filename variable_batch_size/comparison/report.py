@@ -5,15 +5,14 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size.checks import import_extra
 from variable_batch_size.comparison import experiment
 from variable_batch_size.comparison.experiment import DIVERGED, DONE, REFERENCE, Results, Settings
+from variable_batch_size.comparison.page import rendered
 from variable_batch_size.comparison.summary import summary
 from variable_batch_size.comparison.verdict import (
     Arm,
@@ -128,25 +127,21 @@ def write_report(results: Results) -> None:
     rows = [{**asdict(run), **asdict(outcome)} for run, outcome in results.runs()]
     for file, names in (("results.csv", (*_RUN, *_ENDED)), ("timings.csv", (*_RUN, "seconds"))):
         write_text(results.directory / file, csv_text([names, *([row[name] for name in names] for row in rows)]))
-    jinja2 = import_extra("jinja2", "the page needs jinja2", "compare")
-    plotly = import_extra("plotly.offline", "the page needs plotly", "compare")
     recorded, settings, (reference, on_traces) = results.read_experiment(), results.settings(), arms_of(results)
 
     def curves_of(arm: Arm) -> dict[str, Any]:
         return {"rule": REFERENCE if arm.is_reference else arm.rule, **_plain(curves(results, arm))}
 
-    # with autoescape, because names may contain HTML
-    options = {"autoescape": True, "trim_blocks": True, "keep_trailing_newline": True}
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, **options)
-    environment.filters["count"] = "{:,.0f}".format
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     # together with the commands, these reproduce the experiment
     latest = recorded["origins"][-1]
     traces = recorded["traces"].items()
     hashes = {name if name.startswith(experiment.POLICY) else f"SHA-256 of {name}": value for name, value in traces}
     facts = {**latest["versions"], "commit": latest["commit"], **hashes, **recorded["settings"]}
     columns = [name for name in (*_RUN, *_ENDED) if name != "final_loss"]
-    page = environment.from_string(_resource("page.html")).render(
+    page = rendered(
+        "page.html",
+        "page.js",
+        title=f"Learning-rate rules on {settings.workload}",
         settings=settings,
         num_planned=len(results.planned()),
         summaries=summaries(results),
@@ -161,15 +156,8 @@ def write_report(results: Results) -> None:
             "reference": curves_of(reference) if reference is not None else None,
             "traces": {name: [curves_of(arm) for arm in arms] for name, arms in on_traces.items()},
         },
-        style=_resource("page.css"),
-        script=_resource("page.js"),
-        library=plotly.get_plotlyjs(),
     )
     write_text(results.page_file, page)
-
-
-def _resource(name: str) -> str:
-    return (files("variable_batch_size.comparison") / name).read_text(encoding="utf-8")
 
 
 def _trace(settings: Settings, name: str, arms: Sequence[Arm], reference: Arm | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +34,7 @@ from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.traces.trace import Trace
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xla": "xla"}
+_TEST_BATCH = 256
 _one_at_a_time = threading.Lock()
 T = TypeVar("T")
 
@@ -75,9 +76,13 @@ class Training:
         """The mean loss and metric over the test data, which is divided among the cores."""
         data, sums = self.workload.test, Metrics("loss", "metric", "samples", device=self.device)
         own = range(self.sampler.rank, len(data), self.sampler.num_replicas)  # type: ignore[arg-type]
+        batches: Iterable[Any] = DataLoader(Subset(data, own), batch_size=_TEST_BATCH)
+        if type(data) is TensorDataset:
+            parts = (own[begin : begin + _TEST_BATCH] for begin in range(0, len(own), _TEST_BATCH))
+            batches = (data[slice(part.start, part.stop, part.step)] for part in parts)
         share_buffers(self.model)
         self.model.eval()
-        for inputs, targets in DataLoader(Subset(data, own), batch_size=256):
+        for inputs, targets in batches:
             outputs, targets = self.model(inputs.to(self.device)), targets.to(self.device)
             loss, metric = self.workload.loss(outputs, targets), self.workload.metric(outputs, targets)
             sums.add(loss=loss * len(inputs), metric=metric * len(inputs), samples=len(inputs))
