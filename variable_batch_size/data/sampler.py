@@ -338,6 +338,11 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
             show(logger, "%s: %s epochs", self.schedule.name, "endless" if num_epochs is None else num_epochs)
 
     @property
+    def num_samples(self) -> int:
+        """The length of the data set."""
+        return int(self.dataset_size)
+
+    @property
     def population(self) -> int | None:
         return int(self.dataset_size) if self.shuffle else None
 

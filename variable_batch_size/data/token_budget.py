@@ -96,6 +96,11 @@ class TokenBudget(CustomSampler):
         )
 
     @property
+    def num_samples(self) -> int:
+        """The length of the data set, with samples that are too long."""
+        return self.plan.num_samples + self.plan.num_dropped
+
+    @property
     def shapes(self) -> tuple[Shape, ...]:
         """The shapes of an epoch's minibatches, by rising length."""
         return self.plan.shapes
