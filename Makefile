@@ -55,6 +55,7 @@ browser:
 bench: EXTRAS = test
 bench: $(FOR_ALL) .peers
 	$(BIN)/python bench/sampler.py
+	$(BIN)/python bench/tokens.py
 	$(BIN)/python bench/trace.py
 	$(BIN)/python bench/scaling.py
 	$(BIN)/python bench/command.py

@@ -77,3 +77,20 @@ def test_nanogpt_learns_as_its_plain_twin_in_fewer_updates_and_resumes(tmp_path)
     assert float(own[-1][2]) < 0.9 * untrained and float(plain[-1][2]) < 0.9 * untrained
     again = forked.run_script(TWINS[1], 0.1, folder=tmp_path)
     assert again.returncode == 0 and "test loss" not in again.stdout  # it was complete
+
+
+# ---------------------------------------------------------------------------------------------------- packed documents
+
+
+def test_documents_are_packed_without_a_trace_of_their_neighbours_on_any_cores():
+    tables = []
+    for options in ([], ["--cores", 2], ["--padded"]):
+        arguments = ["--documents", 60, *options]
+        done = forked.run_script(ROOT / "examples" / "packed_documents.py", *arguments, folder=ROOT)
+        assert done.returncode == 0, done.stderr
+        tables.append(dict(re.findall(r"^(\S.*?) {2,}(.+)$", done.stdout, re.MULTILINE)))
+    alone, on_two, padded = tables
+    assert on_two == alone
+    assert alone["packed"].split()[1] == alone["one by one"].split()[1]
+    assert alone["minibatches"].endswith("shapes: 1")
+    assert padded["updates"] != "0"

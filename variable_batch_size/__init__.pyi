@@ -14,6 +14,7 @@ from .data.evaluation import EvaluationLoader as EvaluationLoader
 from .data.sampler import CustomSampler as CustomSampler
 from .data.sampler import DataLoader as DataLoader
 from .data.stream import Stream as Stream
+from .data.token_budget import TokenBudget as TokenBudget
 from .optim.buffers import share_buffers as share_buffers
 from .optim.optimizer import CustomOptimizer as CustomOptimizer
 from .optim.rule_optimizers import AdamRuleOptimizer as AdamRuleOptimizer

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import variable_batch_size as vbs
@@ -99,6 +100,47 @@ def test_plan_shows_rules_with_their_parameters(run):
     last = json.loads(out)["moments"][-1]
     # at twice the scale of the first step, in the last of two steps of warm-up; gain/√S is 2 · 2/5 at V/G² = B0
     assert last["factors"] == {"legw:128": 2.0, "adam:half-life": 2.0, "surge@64": pytest.approx(0.8)}
+
+
+def test_plan_of_a_token_budget_shows_padding_and_shapes(run):
+    lengths = [5, 2, 8, 2, 3, 7, 2, 2]
+    Path("lengths.txt").write_text("\n".join(map(str, lengths)))
+    np.save("lengths.npy", lengths)
+    options = "--tokens 16 --max-shapes 3 --cores 2 --epochs 1"
+    code, out, _ = run(f"vbs plan 16 --lengths lengths.txt {options}")
+    budget = vbs.TokenBudget(lengths, 16, tokens=16, max_shapes=3, num_replicas=2, rank=0)
+    assert code == 0
+    assert "tokens        48 in 1 epoch of 48\n" in out
+    assert "in an epoch   8 samples of 31 tokens\n" in out
+    assert "padded        to 3 minibatches of 3 shapes; 10 without padding in a minibatch, which counts as 16\n" in out
+    assert f"padding       {100 * budget.plan.padding:.1f} % of the tokens in minibatches\n" in out
+    assert "rows  tokens  minibatches of an epoch\n   5       3                        1\n" in out
+    code, out, _ = run(f"vbs plan 16 --lengths lengths.npy {options} --packed --too-long drop --json")
+    plan = json.loads(out)
+    assert (plan["unit"], plan["dataset_size"]) == ("tokens", 16 * plan["token_plan"]["num_minibatches"])
+    assert plan["token_plan"]["shapes"] == [{"rows": 1, "length": 16, "num_minibatches": 2}]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ("", 2, "required: --dataset-size, --minibatch-size, --cores (or --lengths and --tokens, for a token budget)"),
+        ("--lengths lengths.txt", 2, "the following arguments are required: --tokens, --cores\n"),
+        ("--cores 2 --lengths a.npy --tokens 16 --dataset-size 4", 2, "--tokens are instead of --dataset-size"),
+        ("--cores 2 --lengths a.npy --tokens 16 --tokens-per-sample 4", 2, "--tokens are instead of --tokens-per-sam"),
+        (
+            "--cores 2 --lengths lengths.txt --tokens 16",
+            1,
+            "lengths.txt: a file of lengths must be .npy, or have one int",
+        ),
+        ("--cores 2 --lengths none.npy --tokens 16", 1, "none.npy"),
+    ],
+)
+def test_plan_of_a_token_budget_raises_in_a_sentence(run, options, code, message):
+    Path("lengths.txt").write_text("length\n3\n")
+    found, out, err = run(f"vbs plan 16 {options}")
+    assert (found, out) == (code, "")
+    assert message in err
 
 
 def test_plan_of_a_number_is_a_constant_batch_size(run):

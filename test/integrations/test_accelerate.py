@@ -36,6 +36,26 @@ def test_random_states_are_restored(tmp_path):
     assert_close(found["weights"], by_accelerate("linear", dropout=0.3)["weights"], **TOLERANCE)
 
 
+def test_a_token_budget_is_assigned_once():
+    lengths = [1 + 3 * number % 7 for number in range(64)]
+
+    def run(*, is_prepared):
+        session = Session("linear")
+        budget = vbs.TokenBudget(lengths, [16, 32, 48], tokens=16, on_end="cycle")
+        loader = DataLoader(accelerate_runs.dataset(), batch_sampler=budget)
+        inner = torch.optim.SGD(session.model.parameters(), lr=0.1)
+        model, optimizer = session.model, vbs.LinearRuleOptimizer(inner, budget, ref_batchsize=32)
+        if is_prepared:
+            model, optimizer, loader = prepare(Accelerator(cpu=True), model, optimizer, loader)
+        for _ in optimizer.epochs(1):
+            for data, target in loader:
+                torch.nn.functional.cross_entropy(model(data), target, reduction="sum").backward()
+                optimizer.step(weight=len(data))
+        return session.found()["weights"], optimizer.weight_done
+
+    assert_close(run(is_prepared=True), run(is_prepared=False), **TOLERANCE)
+
+
 def test_different_run_does_not_resume(tmp_path, monkeypatch):
     accelerator, _ = prepared("linear")
     accelerator.save_state(str(tmp_path))

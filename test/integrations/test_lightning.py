@@ -142,6 +142,43 @@ def test_skipped_update_is_neither_logged_nor_a_scheduler_step():
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == len(TRACE) - 1
 
 
+LENGTHS = [1 + 3 * number % 7 for number in range(40)]
+
+
+class Budgeted(Net):
+    """With a token budget: each sample of the data set stands for some tokens."""
+
+    def setup(self, stage):
+        torch.manual_seed(7)
+        self.network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.sampler = vbs.TokenBudget(LENGTHS, [16, 32, 48], tokens=16, on_end="cycle", lockstep=True)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * len(batch[0])
+
+
+class Weighted(Budgeted):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure, weight=2.0)
+
+
+def test_a_token_budget_needs_weights_and_trains_with_them():
+    with pytest.raises(ValueError, match=r"`weight` must be passed to step\(\): minibatches of a TokenBudget"):
+        fit(Budgeted(), make_trainer(max_epochs=1))
+    module = Weighted()
+    trained = fit(module, make_trainer(max_epochs=1))
+    own = Weighted()
+    own.setup("fit")
+    optimizer = own.configure_optimizers()
+    optimizer, scheduler = optimizer["optimizer"], optimizer["lr_scheduler"]["scheduler"]
+    for _ in optimizer.epochs(1):
+        for batch in own.train_dataloader():
+            (own.loss(batch) * len(batch[0])).backward()
+            if optimizer.step(weight=2.0):
+                scheduler.step()
+    assert torch.equal(trained, weights(own.network))
+
+
 def test_minibatches_can_have_weights():
     class Weighing(Net):
         def training_step(self, batch, batch_idx):

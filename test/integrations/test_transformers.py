@@ -79,6 +79,24 @@ class Regression(torch.nn.Module):
         return {"loss": ((self.linear(x)[:, 0] - y) ** 2).mean()}
 
 
+def test_a_token_budget_trains_as_in_a_hand_written_loop(tmp_path):
+    weights, tokens = trainer_runs.budget_by_trainer(tmp_path)
+    expected, expected_tokens = trainer_runs.budget_by_own_loop()
+    assert tokens == expected_tokens
+    assert_close(weights, expected, **TOLERANCE)
+
+
+def test_a_token_budget_that_does_not_fit_raises(tmp_path):
+    budget, args = trainer_runs.budget_of(), arguments(tmp_path)
+    with pytest.raises(ValueError, match="`on_end` must be None with a TokenBudget, which has its own, got 'hold'"):
+        trainer_with(args, trace=budget, on_end="hold")
+    trainer = trainer_with(args, trace=budget, train_dataset=samples()[:30])
+    with pytest.raises(
+        ValueError, match="`train_dataset` must have the 40 samples of the TokenBudget's lengths, got 30"
+    ):
+        trainer.train()
+
+
 def test_minibatches_without_tokens_have_equal_weights(tmp_path):
     generator = torch.Generator().manual_seed(3)
     data = [{"x": torch.randn(3, generator=generator), "y": torch.randn((), generator=generator)} for _ in range(40)]

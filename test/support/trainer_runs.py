@@ -103,6 +103,43 @@ def by_own_loop(rule):
     return {"weights": weights_of(model), "records": records}
 
 
+def texts():
+    """Samples of differing length, and a collate function that pads them."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 50, (2 + 7 * number % 13,), generator=generator) for number in range(40)]
+
+
+def padded(samples):
+    tokens, labels = (torch.nn.utils.rnn.pad_sequence(samples, True, value) for value in (0, -100))
+    return {"input_ids": tokens, "labels": labels}
+
+
+def budget_of(**options):
+    return vbs.TokenBudget(list(map(len, texts())), [32, 64, 96, 32], tokens=32, on_end="cycle", **options)
+
+
+def budget_by_trainer(folder):
+    """The weights of a run with a token budget."""
+    settings = {"data_collator": padded, "train_dataset": texts(), "trace": budget_of(), "ref_batchsize": 64}
+    trainer = trainer_with(arguments(folder, lr_scheduler_type="constant", warmup_steps=0), **settings)
+    trainer.train()
+    return weights_of(trainer.model), trainer.variable_optimizer.weight_done
+
+
+def budget_by_own_loop():
+    model, budget, data = model_of_llama(), budget_of(), texts()
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    others = [p for name, p in model.named_parameters() if "norm" not in name]
+    inner = torch.optim.SGD([{"params": others}, {"params": norms}], lr=0.05)
+    optimizer = vbs.CustomOptimizer(inner, budget, rule="linear", ref_batchsize=64, clip_grad_norm=0.8, model=model)
+    for _ in optimizer.epochs(2):
+        for indices in budget:
+            own = padded([data[index] for index in indices])
+            model(**own, num_items_in_batch=torch.tensor(1)).loss.backward()  # their sum
+            optimizer.step(weight=(own["labels"][:, 1:] != -100).sum())
+    return weights_of(model), optimizer.weight_done
+
+
 def check_history(history, records):
     """Check that the trainer's log equals that of the loop."""
     assert [logs["step"] for logs in history] == list(range(1, len(TRACE) + 1))

@@ -54,6 +54,14 @@ def selected(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
+def require(options: argparse.Namespace, *names: str, instead: str | None = None) -> None:
+    """Refuse the command line if some options are missing; ``options.refuse`` is the ``error`` of its parser."""
+    missing = ["--" + name.replace("_", "-") for name in names if getattr(options, name) is None]
+    if missing:
+        without = f" (or {instead})" if instead else ""
+        options.refuse(f"the following arguments are required: {', '.join(missing)}{without}")
+
+
 def print_text(text: str) -> None:
     """Print text, with question marks for characters that the terminal cannot show."""
     encoding = sys.stdout.encoding or "utf-8"  # None for a StringIO

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from variable_batch_size.checks import check_not_negative_number
 from variable_batch_size.command.options import (
@@ -21,6 +22,7 @@ from variable_batch_size.command.options import (
     positive,
     print_text,
     read_recording,
+    require,
     selected,
 )
 from variable_batch_size.comparison import experiment
@@ -35,15 +37,18 @@ from variable_batch_size.policies.builtin import POLICIES, parse_named, parse_po
 from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.policies.throughput import best_split
 from variable_batch_size.schedules.schedule import ON_END, Schedule
+from variable_batch_size.schedules.token_plan import TOO_LONG, TokenPlan, read_lengths
 from variable_batch_size.traces.trace import Trace
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(refuse=parser.error)
     add = parser.add_argument
     add("trace", metavar="TRACE", help="a trace file, stages as in '0:64 20:128', or a constant batch size")
-    add("--dataset-size", type=positive, required=True, metavar="N", help="samples in the data set")
-    add_minibatch(parser)
-    add("--cores", type=positive, required=True, metavar="C", help="the number of cores")
+    add("--dataset-size", type=positive, metavar="N", help="samples in the data set")
+    add_minibatch(parser, required=False)
+    add("--cores", type=positive, metavar="C", help="the number of cores")
+    _add_token_budget(parser.add_argument_group("a token budget, in place of --dataset-size and --minibatch-size"))
     add("--epochs", type=positive, metavar="E", help="epochs to train (default: all epochs of the trace)")
     help = "what follows the last row of the trace (default: stop; hold for stages)"
     add("--on-end", choices=ON_END, help=help)
@@ -60,16 +65,45 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--plot", metavar="FILE", help="also draw the plan, as a .png or .svg file (needs matplotlib)")
 
 
+def _add_token_budget(parser: Any) -> None:
+    add = parser.add_argument
+    help = "the tokens of each sample: a .npy file, or one number in each line; the trace is then in tokens"
+    add("--lengths", metavar="FILE", help=help)
+    add("--tokens", type=positive, metavar="T", help="the most tokens of a minibatch, padding included")
+    add("--packed", action="store_true", help="the samples of a minibatch are packed into one row")
+    help = "the most shapes of minibatches that are padded (default: 32)"
+    add("--max-shapes", type=positive, default=32, metavar="K", help=help)
+    add("--multiple-of", type=positive, default=1, metavar="M", help="of which padded lengths are multiples")
+    add("--too-long", choices=TOO_LONG, default="raise", help="what happens to longer samples (default: raise)")
+
+
+def _token_plan(options: argparse.Namespace) -> TokenPlan | None:
+    if options.lengths is None and options.tokens is None:
+        instead = "--lengths and --tokens, for a token budget"
+        require(options, "dataset_size", "minibatch_size", "cores", instead=instead)
+        return None
+    require(options, "lengths", "tokens", "cores")
+    for name in ("dataset_size", "minibatch_size", "tokens_per_sample"):
+        if getattr(options, name) is not None:
+            options.refuse(f"--lengths and --tokens are instead of --{name.replace('_', '-')}")
+    how = selected(options, "tokens", "packed", "max_shapes", "multiple_of", "too_long")
+    return TokenPlan(read_lengths(options.lengths), **how)
+
+
 def run_plan(options: argparse.Namespace) -> None:
     if options.plot is not None:
         reports.check_suffix(options.plot)
+    budget = _token_plan(options)
     is_number = options.trace.isdecimal() and not Path(options.trace).exists()
     trace = Trace.of(int(options.trace) if is_number else options.trace)
     given = selected(options, "dataset_size", "minibatch_size", "on_end", "lockstep")
+    if budget is not None:
+        given |= {"dataset_size": budget.num_minibatches * budget.tokens, "minibatch_size": budget.tokens}
+        given["unit"] = "tokens"
     schedule = Schedule(trace, num_replicas=options.cores, **given)
     rules = planned_rules(options.rule or list(RULES), noise_scale=options.noise_scale)
     given = selected(options, "ref_batchsize", "checkpoint_every", "tokens_per_sample")
-    plan = Plan.of(schedule, num_epochs=options.epochs, rules=rules, **given)
+    plan = Plan.of(schedule, num_epochs=options.epochs, rules=rules, token_plan=budget, **given)
     if options.plot is not None:
         reports.plot_plan(plan, schedule, options.plot)
     if options.json:

@@ -14,6 +14,7 @@ from variable_batch_size.command.options import (
     count,
     print_text,
     read_recording,
+    require,
     selected,
 )
 from variable_batch_size.files import read_records
@@ -156,10 +157,10 @@ def run_convert(options: argparse.Namespace) -> None:
         tokens = f" --tokens-per-sample {stages.tokens_per_sample}" if stages.tokens_per_sample else ""
         sys.stderr.write(f"to make it again: vbs make stages … --unit {stages.unit}{tokens} --until {stages.until}\n")
         return
-    _require(options, "samples_per_device", "minibatch_size", "when_empty", "round")
+    require(options, "samples_per_device", "minibatch_size", "when_empty", "round")
     parts = ("seconds_per_minibatch", "seconds_per_allreduce")
     if options.seconds_per_step is None:
-        _require(options, *parts, instead="--seconds-per-step")
+        require(options, *parts, instead="--seconds-per-step")
         seconds = step_seconds(**selected(options, "samples_per_device", "minibatch_size", *parts))
     elif any(getattr(options, name) is not None for name in parts):
         options.refuse("--seconds-per-step is instead of --seconds-per-minibatch and --seconds-per-allreduce")
@@ -174,13 +175,6 @@ def run_convert(options: argparse.Namespace) -> None:
     _write_trace(conversion.trace, options)
     print_text(conversion_report(conversion))
     _print_trace(conversion.trace)
-
-
-def _require(options: argparse.Namespace, *names: str, instead: str | None = None) -> None:
-    missing = ["--" + name.replace("_", "-") for name in names if getattr(options, name) is None]
-    if missing:
-        without = f" (or {instead})" if instead else ""
-        options.refuse(f"the following arguments are required: {', '.join(missing)}{without}")
 
 
 def add_show(parser: argparse.ArgumentParser) -> None:

@@ -48,6 +48,8 @@ class MinibatchSource(ABC):
     # whether step() raises for a minibatch that was not read from here. Set it to False for a loop that calls step() as
     # often as the schedule says, without iterating over a loader or the sampler
     must_be_read = True
+    needs_weights = False  # whether step() needs a weight, as minibatches hold different numbers of samples
+    unit = "samples"  # of batch sizes
     _loader: str  # that reads this source, for errors
 
     def __init__(
@@ -69,7 +71,7 @@ class MinibatchSource(ABC):
             num_replicas = running_replicas if num_replicas is None else num_replicas
             rank = running_rank if rank is None else rank
         how: Any = {"dataset_size": dataset_size, "minibatch_size": minibatch_size, "num_replicas": num_replicas}
-        how |= {"lockstep": lockstep, "max_minibatch_size": max_minibatch_size}
+        how |= {"lockstep": lockstep, "max_minibatch_size": max_minibatch_size, "unit": self.unit}
         self.schedule: BaseSchedule
         if is_decided(trace):
             self.schedule = PolicySchedule(policy_of(trace), **how)  # type: ignore[arg-type]
@@ -340,6 +342,11 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
             show(logger, "%s: %s epochs", self.schedule.name, "endless" if num_epochs is None else num_epochs)
 
     @property
+    def num_samples(self) -> int:
+        """The length of the data set."""
+        return int(self.dataset_size)
+
+    @property
     def population(self) -> int | None:
         return int(self.dataset_size) if self.shuffle else None
 
@@ -369,7 +376,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
             used = schedule.samples_before(steps.stop) - schedule.samples_before(steps.start)
             if used < schedule.capacity and self.rank == 0:
                 share = (used, schedule.capacity, 100 * used / schedule.capacity)
-                message = "%s ends in epoch %d, after %d of its %d samples (%.1f %%)"
+                message = f"%s ends in epoch %d, after %d of its %d {self.unit} (%.1f %%)"
                 logger.warning(message, schedule.trace.name, self.epoch, *share)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -394,19 +401,23 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if self._on_first_read is not None:
             self._on_first_read()
         self._warn_if_truncated()
+        for minibatch in self._samples():
+            if self.num_passes != number:
+                advice = "begin another one, as with iter(loader)"
+                raise RuntimeError(f"set_epoch() was called in the middle of a pass: {advice}")
+            if self.num_to_run is not None:
+                return
+            self.num_read += 1
+            yield minibatch
+        self._end_reading()
+
+    def _samples(self) -> Iterator[list[int]]:
+        """The samples of each minibatch of this core, from its position on."""
         order = Permutation(self.dataset_size, key=(self.seed, self.epoch)) if self.shuffle else None
         at_once = max(1, _SAMPLES_AT_ONCE // self.minibatch_size)
         for starts, size in self.schedule.offsets(self.epoch, self.rank, at_once=at_once, first_step=self.first_step):
             positions = starts[:, None] + np.arange(size)
-            for minibatch in (order(positions) if order else positions).tolist():
-                if self.num_passes != number:
-                    advice = "begin another one, as with iter(loader)"
-                    raise RuntimeError(f"set_epoch() was called in the middle of a pass: {advice}")
-                if self.num_to_run is not None:
-                    return
-                self.num_read += 1
-                yield minibatch
-        self._end_reading()
+            yield from (order(positions) if order else positions).tolist()
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from variable_batch_size.checks import imported_extra
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.token_budget import TokenBudget
 from variable_batch_size.integrations import common
 from variable_batch_size.optim.optimizer import CustomOptimizer, Options, RuleLike
 from variable_batch_size.policies.policy import Policy, Situation
@@ -65,7 +66,7 @@ class VariableBatchMixin:
     def __init__(
         self,
         *args: Any,
-        trace: TraceLike | Policy | Callable[[Situation], float],
+        trace: TraceLike | Policy | Callable[[Situation], float] | TokenBudget,
         rule: RuleLike | Sequence[RuleLike],
         ref_batchsize: int,
         on_end: OnEnd | None = None,
@@ -75,6 +76,8 @@ class VariableBatchMixin:
     ) -> None:
         self._trace, self._rule, self._ref_batchsize, self._on_end = trace, rule, ref_batchsize, on_end
         self._options: Any = dict(options or {})
+        if isinstance(trace, TokenBudget) and on_end is not None:
+            raise ValueError(f"`on_end` must be None with a TokenBudget, which has its own, got {on_end!r}")
         for name, reason in _SET_ELSEWHERE.items():
             if name in self._options:
                 raise ValueError(f"`options` must not contain {name!r}: {reason}")
@@ -92,13 +95,12 @@ class VariableBatchMixin:
         own, args = super().get_train_dataloader(), self.args  # type: ignore[misc]
         dataset, size = own.dataset, args.per_device_train_batch_size
         if self.variable_sampler is None or not isinstance(self.optimizer, UpdateCountingOptimizer):
-            options: Any = {"seed": args.seed if args.data_seed is None else args.data_seed, "on_end": self._on_end}
-            self.variable_sampler = CustomSampler(dataset, self._trace, minibatch_size=size, **options)
+            self.variable_sampler = self._new_sampler(dataset, size)
         sampler = self.variable_sampler
         common.check_process(sampler, args.process_index, args.world_size, "the trainer", "launch it with torchrun")
         for name, before, now in (  # train() may be called again
-            ("len(train_dataset)", sampler.dataset_size, len(dataset)),
-            ("per_device_train_batch_size", sampler.minibatch_size, size),
+            ("len(train_dataset)", sampler.num_samples, len(dataset)),
+            ("per_device_train_batch_size", size if sampler.needs_weights else sampler.minibatch_size, size),
         ):
             if before != now:
                 raise ValueError(f"`{name}` changed from {before} to {now} since training began: create a new trainer")
@@ -107,6 +109,17 @@ class VariableBatchMixin:
             sampler.seed
         )  # not the global one, from which it would draw
         return common.Steps(DataLoader(dataset, batch_sampler=sampler, **settings), sampler)
+
+    def _new_sampler(self, dataset: Any, size: int) -> CustomSampler:
+        if not isinstance(self._trace, TokenBudget):
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            return CustomSampler(dataset, self._trace, minibatch_size=size, seed=seed, on_end=self._on_end)
+        if len(dataset) != self._trace.num_samples:
+            rule = f"`train_dataset` must have the {self._trace.num_samples} samples of the TokenBudget's lengths"
+            raise ValueError(f"{rule}, got {len(dataset)}")
+        sampler = copy.copy(self._trace)  # for one run
+        sampler.schedule = copy.deepcopy(sampler.schedule)
+        return sampler
 
     def set_initial_training_values(self, args: Any, dataloader: common.Steps) -> tuple[int, ...]:
         """Epochs, steps of the longest, samples of an epoch and of the run, batch size, steps again, and all steps."""
@@ -209,7 +222,8 @@ class VariableBatchTrainer(VariableBatchMixin, Trainer):  # type: ignore[misc]
 
     Args:
         trace: the batch size of every step, summed over ranks; multiples of `per_device_train_batch_size`, the
-            minibatch size. Or a policy, or a function of the situation; the run then needs `max_steps`.
+            minibatch size. Or a policy, or a function of the situation; the run then needs `max_steps`. Or a
+            :class:`TokenBudget`, with its own trace, in tokens.
         rule: maps the batch size of a step to the optimizer's settings; a rule or its name.
         ref_batchsize: the batch size for which `learning_rate` and the other training arguments were chosen.
         on_end: after the last row of the trace, ``"stop"``, ``"hold"`` the last size or ``"cycle"``.

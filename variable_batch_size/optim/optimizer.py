@@ -235,6 +235,9 @@ class CustomOptimizer(OptimizerProxy):
         return {"measures": self._measures, "norm_layers": layers}
 
     def _make_norm_layers(self, model: torch.nn.Module | None) -> NormLayers:
+        if self.sampler.needs_weights:
+            reason = "its minibatches hold different numbers of samples"
+            raise ValueError(f"`measure_noise` must not be {MEASURES!r} with a TokenBudget: {reason}")
         if self._rule.preconditions or self.exact:
             what = "exact=True" if self.exact else type(self._rule).__name__
             raise ValueError(f"`measure_noise` must not be {MEASURES!r} with {what}: use optimizer.halves(…) instead")
@@ -244,7 +247,8 @@ class CustomOptimizer(OptimizerProxy):
     def _init_counters(self) -> None:
         self.steps_done = self.samples_done = self.steps_made = 0
         self._updated: bool | torch.Tensor = False
-        self.minibatch_weights = TokenWeights(next(self.parameters()).device)
+        is_required = self.sampler.needs_weights
+        self.minibatch_weights = TokenWeights(next(self.parameters()).device, is_required=is_required)
         self.gradient_norm: torch.Tensor | None = None
         self._norm_every: set[int] = set()
         self._factors: list[Number] = []  # of the latest step, once it is complete
@@ -414,6 +418,8 @@ class CustomOptimizer(OptimizerProxy):
     def _is_split(self, plan: StepPlan | None, every: int) -> bool:
         if not self._measures:
             raise ValueError(f"halves() needs a rule that measures noise, or `measure_noise=True`, got {self._rule!r}")
+        if self.sampler.needs_weights:
+            raise ValueError("halves() needs minibatches of equal size, which those of a TokenBudget are not")
         if self.sampler.minibatch_size % 2:
             raise ValueError(f"`minibatch_size` must be even for halves(), got {self.sampler.minibatch_size}")
         if self._rule.sums_gradients:
@@ -543,7 +549,7 @@ class CustomOptimizer(OptimizerProxy):
         else:
             self._cursor.look_ahead()
         if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
-            message = "%s: batch size %d, learning rate %g, %d samples in all"
+            message = f"%s: batch size %d, learning rate %g, %d {self.sampler.unit} in all"
             show(logger, message, str(self._cursor), step.batch_size, self.current_lr(), self.samples_done)
         return outcome.reason is None if outcome.is_skipped is None else outcome.is_skipped.logical_not()
 

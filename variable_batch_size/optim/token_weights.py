@@ -11,7 +11,8 @@ Weight = float | torch.Tensor
 class TokenWeights:
     """Checks that either all minibatches of a run have a weight or none has, and sums the weights of its steps."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_required: bool = False) -> None:
+        self._is_required = is_required
         self._device = device  # of the sum, so that the host need not wait for it
         self._dtype = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no double precision
         self.is_weighted: bool | None = None  # None before the first minibatch
@@ -21,6 +22,11 @@ class TokenWeights:
 
     def checked(self, weight: Weight | None) -> Weight | None:
         """The weight of a minibatch as a number, or a scalar on the device, whose value is not waited for."""
+        if weight is None and self._is_required:
+            raise ValueError(
+                "`weight` must be passed to step(): minibatches of a TokenBudget hold different numbers of tokens. "
+                "Call backward() on the sum of their losses, and step(weight=tokens)"
+            )
         checked = None if weight is None else self._checked(weight)
         if self.is_weighted not in (None, weight is not None):
             got, before = ("none", "had one") if weight is None else ("one", "had none")

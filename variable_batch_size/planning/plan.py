@@ -10,6 +10,7 @@ from variable_batch_size.checks import check_positive, check_positive_number
 from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.schedules.schedule import Schedule
+from variable_batch_size.schedules.token_plan import TokenPlan
 
 RULES: Mapping[str, Rule] = {name: make_rule(name) for name in ("linear", "root", "constant")}  # by default
 Factors = Callable[[int, int], dict[str, float]]  # of each rule, in a step of some batch size, after some steps
@@ -100,9 +101,10 @@ class Plan:
         ref_batchsize: the batch size for which the learning rate was chosen; the first of the trace if None.
         checkpoint_every: list the position every N steps.
         tokens_per_sample: also count tokens, with this many per sample.
+        token_plan: the minibatches of a :class:`TokenBudget`, for a schedule in tokens.
 
-    It has these options as attributes, the name of the `trace`, `dataset_size`, `minibatch_size`, `num_cores`, `on_end`
-    and `lockstep` of the schedule, and
+    It has these options as attributes, the name of the `trace`, and of the schedule `dataset_size`, `minibatch_size`,
+    `num_cores`, `on_end`, `lockstep` and `unit`; and
 
     Attributes:
         num_epochs: number of epochs, including an incomplete last one.
@@ -145,6 +147,7 @@ class Plan:
         ref_batchsize: int | None = None,
         checkpoint_every: int | None = None,
         tokens_per_sample: int | None = None,
+        token_plan: TokenPlan | None = None,
     ) -> None:
         if schedule.dataset_size is None:
             raise ValueError("the schedule of a plan must have a `dataset_size`, got None")
@@ -163,6 +166,7 @@ class Plan:
         schedule.steps(num_epochs - 1)  # raises early if the trace has fewer epochs
         self.trace, self.on_end, self.lockstep = schedule.trace.name, schedule.on_end, schedule.lockstep
         self.dataset_size, self.minibatch_size = schedule.dataset_size, schedule.minibatch_size
+        self.unit, self.token_plan = schedule.unit, None if token_plan is None else token_plan.as_dict()
         self.num_cores, self.num_epochs = schedule.num_replicas, num_epochs
         self.ref_batchsize, self.rules, self.tokens_per_sample = reference, tuple(rules), tokens_per_sample
         self.epochs = tuple(_planned_epoch(schedule, epoch) for epoch in range(num_epochs))

@@ -128,15 +128,19 @@ def plan_report(plan: Plan) -> str:
     head = ["batch size", *["tokens"] * with_tokens, "steps", "minibatches", *load]
     rows: list[list[Any]] = [[size[0], *tokens(size[0]), *size[1:5], *size.factors.values()] for size in plan.sizes]
     blocks.append(f"batch sizes{title}\n{_shortened(head, rows)}")
-    head = ["epoch", "first step", "steps", "samples", "left over "]
+    if plan.token_plan is not None:
+        rows = [[*shape.values()] for shape in plan.token_plan["shapes"]]
+        table = as_text(_cells(["rows", "tokens", "minibatches of an epoch"], rows), is_left=False)
+        blocks.append(f"shapes of minibatches\n{table}")
+    head = ["epoch", "first step", "steps", plan.unit, "left over "]
     rows = [[*at[:4], f"{at.num_left_over:,}{'*' if at.ends_with_trace else ' '}"] for at in plan.epochs]
     note = "\n* ends with the trace" if plan.epochs[-1].ends_with_trace else ""
     blocks.append(f"epochs\n{_shortened(head, rows)}{note}")
-    head = ["step", "samples before", *["tokens before"] * with_tokens, "epoch", "batch size", *load]
+    head = ["step", f"{plan.unit} before", *["tokens before"] * with_tokens, "epoch", "batch size", *load]
     rows = [[at.step, at[2], *tokens(at[2]), at.epoch, *at[3:6], *at.factors.values()] for at in plan.moments]
     blocks.append(f"over time{title}\n{_shortened(head, rows)}")
     if plan.checkpoints:
-        head = ["steps done", "samples done", "epoch", "steps done in it"]
+        head = ["steps done", f"{plan.unit} done", "epoch", "steps done in it"]
         rows = [[at.steps_done, at.samples_done, at.epoch, at.epoch_step] for at in plan.checkpoints]
         blocks.append(f"checkpoints\n{_shortened(head, rows)}")
     return "\n\n".join(blocks)
@@ -150,10 +154,10 @@ def _summary(plan: Plan) -> str:
     idle = _span(min(plan.core_idle_steps), max(plan.core_idle_steps))
     lines = [
         ("steps", f"{plan.num_steps:,}"),
-        ("samples", f"{plan.num_samples:,} in {counted(plan.num_epochs, 'epoch')} of {plan.dataset_size:,}"),
-        ("left over", f"{counted(plan.num_left_over, 'sample')} that did not fit into their epoch"),
+        (plan.unit, f"{plan.num_samples:,} in {counted(plan.num_epochs, 'epoch')} of {plan.dataset_size:,}"),
+        ("left over", f"{counted(plan.num_left_over, plan.unit[:-1])} that did not fit into their epoch"),
         ("batch size", f"{sizes}, mean {_number(plan.mean_batch_size)}, {len(plan.sizes):,} distinct"),
-        ("minibatches", f"{plan.num_minibatches:,} of {plan.minibatch_size:,} samples, {in_step} in a step"),
+        ("minibatches", f"{plan.num_minibatches:,} of {plan.minibatch_size:,} {plan.unit}, {in_step} in a step"),
         ("load", f"{load} on each of {counted(plan.num_cores, 'core')}, {busy}"),
         ("idle", f"{100 * plan.idle_share:.1f} % of all cores in all steps, {idle} steps on a core"),
         ("accumulation", f"{_span(least.depth, most.depth)} minibatches deep, mean {_number(plan.mean_depth)}"),
@@ -162,6 +166,8 @@ def _summary(plan: Plan) -> str:
         span, mean = _span(each * least.batch_size, each * most.batch_size), _number(each * plan.mean_batch_size)
         total = f"{each * plan.num_samples:,} at {each:,} in a sample"
         lines.insert(2, ("tokens", f"{total}; {span} in a step, mean {mean}"))
+    if plan.token_plan is not None:
+        lines[2:2] = _budget_lines(plan.token_plan)
     if plan.lockstep:
         share = 100 * plan.num_padding / (plan.num_minibatches + plan.num_padding)
         padding = counted(plan.num_padding, "padding minibatch", "padding minibatches")
@@ -169,12 +175,26 @@ def _summary(plan: Plan) -> str:
         lines.append(("lockstep", text))
     if last.ends_with_trace:
         share = 100 * last.num_samples / plan.dataset_size
-        used = f"{last.num_samples:,} of {plan.dataset_size:,} samples ({share:.1f} %)"
+        used = f"{last.num_samples:,} of {plan.dataset_size:,} {plan.unit} ({share:.1f} %)"
         lines.append(("note", f"the trace ends in epoch {last.epoch}, after {used}"))
     if plan.num_rows_unused:
         is_are = "is" if plan.num_rows_unused == 1 else "are"
         lines.append(("note", f"{counted(plan.num_rows_unused, 'row')} at the end of the trace {is_are} not reached"))
     return "\n".join(f"{name:<14}{text}" for name, text in lines)
+
+
+def _budget_lines(budget: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a token budget does to the samples of an epoch."""
+    number, shapes = budget["num_minibatches"], counted(len(budget["shapes"]), "shape")
+    dropped = f", {budget['num_dropped']:,} longer ones dropped" if budget["num_dropped"] else ""
+    held = budget["num_tokens"] / number
+    share = f"{held:,.0f} without padding in a minibatch, which counts as {budget['tokens']:,}"
+    way = "packed" if budget["packed"] else "padded"
+    return [
+        ("in an epoch", f"{budget['num_samples']:,} samples of {budget['num_tokens']:,} tokens{dropped}"),
+        (way, f"to {counted(number, 'minibatch', 'minibatches')} of {shapes}; {share}"),
+        ("padding", f"{100 * budget['padding']:.1f} % of the tokens in minibatches"),
+    ]
 
 
 def _shortened(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -183,8 +203,11 @@ def _shortened(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     if len(rows) > 14:
         note = f"\n({len(rows) - 14:,} more rows: use --json to see all)"
         rows = [*rows[:7], ["…"] * len(head), *rows[-7:]]
-    cells = [[f"{cell:.4g}" if isinstance(cell, float) else _count(cell) for cell in row] for row in rows]
-    return as_text([[*head], *cells], is_left=False) + note
+    return as_text(_cells(head, rows), is_left=False) + note
+
+
+def _cells(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    return [[*head], *([f"{cell:.4g}" if isinstance(cell, float) else _count(cell) for cell in row] for row in rows)]
 
 
 def _count(value: object) -> str:
@@ -469,11 +492,11 @@ def plot_plan(plan: Plan, schedule: Schedule, path: str | os.PathLike[str]) -> N
     rows = _curves(plan, schedule, edges)
     borders = [epoch.first_step for epoch in plan.epochs[1:]] if plan.num_epochs <= _MOST_EPOCHS else []
     name = plan.trace if len(plan.trace) <= _LONGEST_NAME else "…" + plan.trace[-_LONGEST_NAME:]
-    samples = f"{plan.num_samples:,} samples, {plan.num_epochs:,} epochs of {plan.dataset_size:,}"
+    samples = f"{plan.num_samples:,} {plan.unit}, {plan.num_epochs:,} epochs of {plan.dataset_size:,}"
     cores = f"{plan.num_cores:,} core{'s' if plan.num_cores > 1 else ''}, minibatches of {plan.minibatch_size:,}"
     figure.suptitle(f"{name}\n{plan.num_steps:,} steps, {samples}; {cores}", fontsize=12)
     panels = figure.subplots(len(rows), 2, sharex="col", sharey="row", squeeze=False)
-    units: dict[str, Callable[[int], int]] = {"steps": int, "samples": schedule.samples_before}
+    units: dict[str, Callable[[int], int]] = {"steps": int, plan.unit: schedule.samples_before}
     for column, (unit, at) in zip(panels.T, units.items(), strict=True):
         positions = list(map(at, edges))
         for panel, curves in zip(column, rows.values(), strict=True):

@@ -31,8 +31,9 @@ class PolicySchedule(BaseSchedule):
         num_replicas: int = 1,
         lockstep: bool = False,
         max_minibatch_size: int | None = None,
+        unit: str = "samples",
     ) -> None:
-        super().__init__(dataset_size, minibatch_size, num_replicas, lockstep, max_minibatch_size)
+        super().__init__(dataset_size, minibatch_size, num_replicas, lockstep, max_minibatch_size, unit)
         self.policy, self.name = policy, type(policy).__name__
         self.num_done = 0  # executed rows
         self._rows: list[int] = []

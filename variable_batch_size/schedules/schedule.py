@@ -69,6 +69,7 @@ class BaseSchedule(ABC):
         num_replicas: int,
         lockstep: bool,
         max_minibatch_size: int | None,
+        unit: str,
     ) -> None:
         room = _ALL if dataset_size is None else dataset_size
         check_positive(dataset_size=room, minibatch_size=minibatch_size, num_replicas=num_replicas)
@@ -79,7 +80,7 @@ class BaseSchedule(ABC):
         if self.max_minibatch_size < minibatch_size:
             rule = f"at least `minibatch_size`, which is {minibatch_size}"
             raise ValueError(f"`max_minibatch_size` must be {rule}, got {max_minibatch_size}")
-        self.dataset_size = None if dataset_size is None else int(dataset_size)
+        self.dataset_size, self.unit = None if dataset_size is None else int(dataset_size), unit
         self.minibatch_size, self.num_replicas, self.lockstep = int(minibatch_size), int(num_replicas), lockstep
         self.capacity = int(room) // self.minibatch_size * self.minibatch_size
         self._starts = [0]  # first step of each epoch found so far
@@ -238,6 +239,7 @@ class Schedule(BaseSchedule):
         lockstep: whether all cores run as many minibatches in a step as the busiest one, for models whose forward pass
             communicates; cores with fewer run a padding minibatch in the last round.
         max_minibatch_size: let steps with more samples have larger minibatches, up to this size; None for equal ones.
+        unit: what batch sizes count, for errors.
 
     >>> schedule = Schedule([64, 96, 32, 256], dataset_size=300, minibatch_size=32, num_replicas=4)
     >>> schedule.steps(epoch=0), schedule.steps(epoch=1), schedule.num_epochs
@@ -258,8 +260,9 @@ class Schedule(BaseSchedule):
         on_end: OnEnd | None = None,
         lockstep: bool = False,
         max_minibatch_size: int | None = None,
+        unit: str = "samples",
     ) -> None:
-        super().__init__(dataset_size, minibatch_size, num_replicas, lockstep, max_minibatch_size)
+        super().__init__(dataset_size, minibatch_size, num_replicas, lockstep, max_minibatch_size, unit)
         trace = Trace.of(trace)
         on_end = ("hold" if trace.is_open else "stop") if on_end is None else on_end
         check_one_of(ON_END, on_end=on_end)
@@ -273,7 +276,7 @@ class Schedule(BaseSchedule):
 
     def check_sizes(self, trace: Trace) -> None:
         """Raise at the first batch size that is not possible here."""
-        whole = f"at most {self.capacity} (the full minibatches in {self.dataset_size} samples)"
+        whole = f"at most {self.capacity} (the full minibatches in {self.dataset_size} {self.unit})"
         for is_wrong, rule in (
             (trace.sizes % self.minibatch_size != 0, f"a multiple of {self.minibatch_size} (the minibatch size)"),
             (trace.sizes > self.capacity, whole),
@@ -305,7 +308,7 @@ class Schedule(BaseSchedule):
         self._check_epoch(epoch)
         start, stop = self._start(epoch), self._start(epoch + 1)
         if start == stop:
-            found = f"{self.name} holds {_counted(self.num_epochs or 0, 'epoch')} of {self.dataset_size} samples"
+            found = f"{self.name} holds {_counted(self.num_epochs or 0, 'epoch')} of {self.dataset_size} {self.unit}"
             advice = 'use on_end="hold" or "cycle" to continue'
             raise ValueError(f"{found}, got epoch {epoch} (counting from 0); {advice}")
         return range(start, stop)
