@@ -13,6 +13,7 @@ from variable_batch_size.version import __version__
 COMMANDS = {  # the module of each, with the functions add_COMMAND(parser) and run_COMMAND(options), and what it does
     "plan": ("planning", "check a trace and predict what a run with it will do"),
     "show": ("traces", "draw a trace in the terminal"),
+    "traces": ("traces", "list the traces that come with the package, recorded and published ones, or write one"),
     "make": (
         "traces",
         "make a trace: constant, a ramp, stages, growth instead of a learning-rate decay, a spot market",
