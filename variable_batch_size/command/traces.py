@@ -10,18 +10,22 @@ from typing import Any
 
 from variable_batch_size.command.options import (
     add_minibatch,
+    add_plot,
     add_recording,
     count,
+    draw_picture,
     print_text,
     read_recording,
     selected,
 )
 from variable_batch_size.files import read_records, write
 from variable_batch_size.planning.reports import (
+    check_suffix,
     conversion_report,
     decisions_report,
     duration,
     plot_decisions,
+    plot_traces,
     trace_report,
 )
 from variable_batch_size.traces import generators, zoo
@@ -192,33 +196,29 @@ def _require(options: argparse.Namespace, *names: str, instead: str | None = Non
 def add_show(parser: argparse.ArgumentParser) -> None:
     help = f"trace files, or zoo:NAME; next to an {EXECUTED} of a policy, {DECISIONS} is also shown"
     parser.add_argument("traces", nargs="+", metavar="TRACE", help=help)
-    parser.add_argument("--plot", metavar="FILE", help="also draw both, as a .png or .svg file (needs matplotlib)")
+    add_plot(parser, "the traces, or one with its decisions")
 
 
 def run_show(options: argparse.Namespace) -> None:
-    if options.plot is not None and len(options.traces) > 1:
-        raise ValueError(f"--plot draws one trace, got {len(options.traces)}")
-    for number, name in enumerate(options.traces):
+    if options.plot is not None:
+        check_suffix(options.plot)
+    traces = {name: Trace.read(name) for name in options.traces}
+    decided: dict[str, list[dict[str, Any]]] = {}
+    for number, (name, trace) in enumerate(traces.items()):
         if number:
             print_text("")
-        _show(name, options.plot)
-
-
-def _show(name: str, plot: str | None) -> None:
-    trace = Trace.read(name)
-    if trace.comment:
-        print_text(trace.comment)
-    _print_trace(trace)
-    is_executed, decisions = Path(name).name == EXECUTED, Path(name).with_name(DECISIONS)
-    if plot is not None and not is_executed:
-        raise ValueError(f"--plot draws an {EXECUTED} of a policy, got {name}; vbs plan draws a trace")
-    if plot is not None and not decisions.exists():
-        raise ValueError(f"--plot draws the decisions of a policy, and there is no {decisions}; vbs plan draws a trace")
-    if is_executed and decisions.exists():  # next to another trace, they belong to a different one
-        records = read_records(decisions)
-        print_text(decisions_report(records))
-        if plot is not None:
-            plot_decisions(trace, records, plot)
+        if trace.comment:
+            print_text(trace.comment)
+        _print_trace(trace)
+        decisions = Path(name).with_name(DECISIONS)
+        if Path(name).name == EXECUTED and decisions.exists():  # next to another trace, they belong to a different one
+            decided[name] = read_records(decisions)
+            print_text(decisions_report(decided[name]))
+    if len(traces) == len(decided) == 1:
+        ((name, trace),) = traces.items()
+        draw_picture(options, lambda path: plot_decisions(trace, decided[name], path))
+    else:
+        draw_picture(options, lambda path: plot_traces(traces, path))
 
 
 def add_traces(parser: argparse.ArgumentParser) -> None:
