@@ -191,6 +191,7 @@ FIRST_BLOCK_RUNS_IN = {
     "docs/spot.md": "test/test_documentation.py",  # the shell loop
     "docs/tpus.md": "test/planning/test_tpu_compiler.py",  # an environment of its own
     "docs/traces.md": "test/test_documentation.py",  # the file
+    "docs/watch.md": "test/command/test_watch_command.py",
 }
 
 
