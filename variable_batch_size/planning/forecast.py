@@ -396,7 +396,7 @@ def _noise(records: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, flo
 def _interval(records: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """The ends of the 95 % interval of the latest noise scale, in relation to it."""
     for record in reversed(records):
-        scale, low, high = (record.get(f"noise_scale{end}") for end in ("", "_low", "_high"))
+        scale, low, high = map(record.get, ("noise_scale", "noise_scale_low", "noise_scale_high"))
         if scale and low and high:
             return low / scale, high / scale
     return 1.0, 1.0
