@@ -85,7 +85,7 @@ class RunSoFar:
             samples=last["samples"],
             progress=last["progress"],
             batch_size=last["batch_size"],
-            cores=last.get("cores", 1),
+            cores=last["cores"],
             minibatch_size=minibatch,
             ref_batchsize=reference,
             capacity=None if dataset is None else dataset // minibatch * minibatch,
@@ -330,10 +330,10 @@ def _records(directory: str) -> list[dict[str, Any]]:
     for line in lines[-_MOST_RECORDS:]:
         with suppress(ValueError):
             found.append(json.loads(line))
-    names = {"step", "samples", "progress", "batch_size", "samples_per_second"}
+    names = {"step", "samples", "progress", "batch_size", "samples_per_second", "cores"}
     of_steps = [record for record in found if isinstance(record, dict) and names <= record.keys()]
     if len(of_steps) < 3:
-        raise ValueError(f"{directory}/{LOG} must have at least 3 records of steps, got {len(of_steps)}")
+        raise ValueError(f"{directory}/{LOG} must have at least 3 records of steps, with cores, got {len(of_steps)}")
     return of_steps
 
 
@@ -366,7 +366,7 @@ def _times(records: Sequence[Mapping[str, Any]], minibatch_size: int) -> list[tu
         size, rate = record["batch_size"], record["samples_per_second"]
         made, steps = record["samples"] - before["samples"], record["step"] - before["step"]
         if rate and steps > 0 and made == steps * size:
-            cores = record.get("cores", 1)
+            cores = record["cores"]
             found.append((cores, -(-size // (minibatch_size * cores)), size / rate))
     if not found:
         raise ValueError("the log must have two records with the same batch size one after the other, got none")
@@ -379,7 +379,7 @@ def _measured(records: Sequence[Mapping[str, Any]]) -> dict[int, tuple[float, fl
     for record in records:
         accumulating, updating = record.get("seconds_accumulating"), record.get("seconds_updating")
         if accumulating and updating:
-            found[record.get("cores", 1)] = accumulating, updating
+            found[record["cores"]] = accumulating, updating
     return found
 
 
