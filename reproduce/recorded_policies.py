@@ -1,8 +1,9 @@
 """Policies on recorded times, gradient noise and spot machines, against an oracle that knows all of them.
 
 Qiao et al. 2021, Pollux: the times of steps and the gradient noise of six workloads. Thorpe et al. 2023, Bamboo: the
-number of spot instances during two days. Both are in reproduce/recorded/, with their sources. Nothing is trained:
-`vbs.planning.simulate` replays the tables. All policies run with their default settings.
+number of spot instances during two days. The former are in reproduce/recorded/, the latter in the zoo of traces, with
+their sources. Nothing is trained: `vbs.planning.simulate` replays the tables. All policies run with their default
+settings.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ MOST_OF_ORACLE, MOST_OF_SHARE = 1.05, 1.03
 def availabilities() -> dict[str, vbs.planning.Availability]:
     """The number of cores over time, one core per machine."""
     recorded = {
-        f"spot {zone}": vbs.planning.Availability.of_recording(
-            vbs.traces.Recording.read(RECORDED / f"spot_g4dn_{zone.replace('-', '_')}.csv")
+        f"spot us-east-{zone}": vbs.planning.Availability.of_recording(
+            vbs.traces.Recording.read(f"zoo:bamboo-g4dn-{zone}")
         )
-        for zone in ("us-east-1c", "us-east-1d")
+        for zone in ("1c", "1d")
     }
     changing = vbs.planning.Availability([Span(16, 60.0), Span(15, 60.0)], name="16 and 15 cores")
     return {"16": vbs.planning.Availability.constant(16), "16, 15 every 60 s": changing, **recorded}

@@ -182,6 +182,7 @@ FIRST_BLOCK_RUNS_IN = {
     "docs/comparing.md": "test/comparison/test_compare.py",
     "docs/frameworks/ray.md": "test/integrations/test_ray.py",
     "docs/getting-started.md": "test/test_first_minutes.py",  # make demo
+    "docs/forecast.md": "test/planning/test_forecast.py",
     "docs/house.md": "test/test_documentation.py",  # the folders
     "docs/index.md": "test/test_documentation.py",  # pip; the block after it is the diff
     "docs/language-models.md": "test/test_language_model.py",
@@ -193,6 +194,7 @@ FIRST_BLOCK_RUNS_IN = {
     "docs/traces.md": "test/test_documentation.py",  # the file
     "docs/tutorial.md": "test/test_tutorial.py",  # pip; then the differences
     "docs/versions.md": "test/test_release.py",  # pip
+    "docs/watch.md": "test/command/test_watch_command.py",
 }
 
 

@@ -27,10 +27,11 @@ LAYERS = {
     "comparison": {"cores", "rules", "traces", "policies", "schedules", "planning", "data", "optim", "runs"},
     "integrations": {"cores", "traces", "policies", "schedules", "data", "optim"},
     "deprecated": {"rules", "optim"},
-    "command": {"traces", "policies", "schedules", "planning", "comparison"},
+    "watch": {"runs"},
+    "command": {"traces", "policies", "schedules", "planning", "comparison", "watch"},
 }
 FRAMEWORKS = {"lightning", "pytorch_lightning", "accelerate", "transformers", "keras", "ray"}
-WITHOUT_TORCH = {"rules", "policies", "traces", "schedules", "planning", "command", *FOR_ALL}
+WITHOUT_TORCH = {"rules", "policies", "traces", "schedules", "planning", "watch", "command", *FOR_ALL}
 
 MODULES = sorted(
     path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.stem not in ("__init__", "__main__")

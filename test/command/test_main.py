@@ -46,6 +46,19 @@ CONVERT = "vbs convert devices.csv --samples-per-device 48 --minibatch-size 32 -
 # ---------------------------------------------------------------------------------------------------------------- plan
 
 
+@pytest.mark.parametrize("command", ["show", "plan"])
+def test_open_opens_the_picture(run, monkeypatch, command):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    write("trace.csv", "step,batchsize\n0,64\n1,96\n2,32\n3,256\n")
+    shown = PLAN if command == "plan" else "vbs show trace.csv zoo:nanogpt-speedrun"
+    assert run(f"{shown} --open")[0] == 0
+    assert run(f"{shown} --plot picture.png --open")[0] == 0
+    temporary, chosen = [Path(url.removeprefix("file://")) for url in opened]
+    assert "<svg" in temporary.read_text() and temporary.suffix == ".svg"
+    assert chosen == Path("picture.png").absolute() and chosen.stat().st_size > 1000
+
+
 def test_plan_prints_the_results_of_the_functions(run):
     write("trace.csv", "step,batchsize\n0,64\n1,96\n2,32\n3,256\n")
     schedule = vbs.Schedule(vbs.Trace.read("trace.csv"), dataset_size=300, minibatch_size=32, num_replicas=4)
@@ -459,7 +472,6 @@ def test_closed_pipe_is_not_an_error():
 def test_show_prints_the_decisions_of_an_executed_trace(run):
     write("executed.csv", "step,batchsize\n0,64\n1,64\n2,128\n")
     assert "noise scale" not in run("vbs show executed.csv")[1]
-    assert "there is no decisions.jsonl; vbs plan draws a trace" in run("vbs show executed.csv --plot a.png")[2]
     start = {"step": 0, "from_step": 0, "batch_size": 64, "cores": 2, "noise_scale": None, "why": "first decision"}
     kept = {**start, "step": 1, "from_step": 1, "why": "goodput +0 %"}
     grown = {**start, "step": 2, "from_step": 2, "batch_size": 128, "noise_scale": 1234.5, "why": "goodput +9 %"}
@@ -472,7 +484,8 @@ def test_show_prints_the_decisions_of_an_executed_trace(run):
     )
     write("ramp.csv", "step,batchsize\n0,64\n1,96\n")
     assert "noise scale" not in run("vbs show ramp.csv")[1]  # of another trace
-    assert "--plot draws an executed.csv of a policy, got ramp.csv" in run("vbs show ramp.csv --plot a.png")[2]
+    assert run("vbs show ramp.csv --plot ramp.svg")[0] == 0
+    assert "<svg" in Path("ramp.svg").read_text()
     assert run("vbs show executed.csv --plot decided.png")[0] == 0
     assert Path("decided.png").stat().st_size > 1000
     assert "the file name of a plot must end in .png or .svg" in run("vbs show executed.csv --plot decided.txt")[2]

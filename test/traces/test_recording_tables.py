@@ -164,3 +164,42 @@ def test_invalid_table_is_rejected_with_its_line(save, text, line, message):
     path = save(text)
     with rejects(path, line, message):
         Recording.read(path)
+
+
+# extracts made in the form of published recordings that are not in the zoo
+
+ALIBABA = """\
+job_name,organization,gpu_model,cpu_request,gpu_request,worker_num,submit_time,duration,job_type
+1,13,A10,20,1,1,0,2764799,HP
+2,57,A100-SXM4-80GB,15,1,16,100,400,Spot
+3,57,A100-SXM4-80GB,15,0.5,4,300,100,Spot
+4,57,A100-SXM4-80GB,15,8,1,500,50,Spot
+"""
+
+
+def test_jobs_as_published_by_alibaba_are_the_devices_of_spot_jobs(save):
+    recording = Recording.read(save(ALIBABA))
+    assert recording.times.tolist() == [0, 200, 300, 400, 450]  # since the first one, at 100 s
+    assert recording.counts.tolist() == [16, 18, 16, 8]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("15,8,1,500,50", "15,0.5,1,500,50", r":5: a job must have a positive duration and a whole number of devices"),
+        ("15,8,1,500,50", "15,8,1,500,0", r":5: a job must have a positive duration"),
+        ("4,57,", "4,", r":5: a row must have 9 values, got 8"),
+        ("Spot", "HP", r":6: expected a job below the header, got nothing"),
+    ],
+)
+def test_wrong_jobs_are_refused(save, old, new, message):
+    with pytest.raises(ValueError, match=message):
+        Recording.read(save(ALIBABA.replace(old, new)))
+
+
+def test_recordings_in_the_forms_of_skypilot_and_parcae_are_read(save):
+    skypilot = '{"metadata": {"gap_seconds": 300}, "data": [16, 16, 0, 12]}'
+    assert Recording.read(save(skypilot)).counts.tolist() == [16, 16, 0, 12]
+    parcae = "0,add,node1\n0,add,node2\n60000,add,node3\n180000,remove,node1\n240000,remove,node2\n"
+    recording = Recording.read(save(parcae))
+    assert (recording.times.tolist(), recording.counts.tolist()) == ([0, 60, 180, 240], [2, 3, 2])

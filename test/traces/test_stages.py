@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -256,3 +258,41 @@ def test_the_column_may_be_called_batch_size(tmp_path):
         vbs.Trace.read(path)
     path.write_text("step,batch_size,batchsize\n0,1,64\n")  # a further column
     assert list(vbs.Trace.read(path)) == [64]
+
+
+# --------------------------------------------------------------------------------------------------- files of stages
+
+
+def test_a_file_of_stages_is_the_trace_of_the_stages(tmp_path):
+    path = tmp_path / "stages.csv"
+    path.write_text("# from a paper\nsamples, batch_size\n0,768\n250000,1536\n\n500000,3072\n1000000,\n")
+    trace = Trace.read(path)
+    assert trace == Stages.parse("0:768 250K:1536 500K:3072", until=1_000_000, unit="samples").trace()
+    assert (trace.comment, trace.name) == ("from a paper", str(path))
+    path.write_text("tokens,batchsize,tokens_per_sample\n0,64,1024\n1000000,128,1024\n")
+    open_ended = Trace.read(path)
+    assert open_ended.is_open
+    assert open_ended == Stages.parse("0:64 1M:128", unit="tokens", tokens_per_sample=1024).trace()
+    path.write_text("samples,step,batchsize\n64,0,64\n192,1,128\n")  # a trace with another column in front
+    assert list(Trace.read(path)) == [64, 128]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tokens,batchsize\n0,64\n", ":1: the columns of stages in tokens must be tokens,batchsize,tokens_per_sample"),
+        ("steps,batchsize\n0,64,3\n", ":2: a row must have 2 values, got 3"),
+        ("steps,batchsize\n0,64\n9,\n12,32\n", ":4: the row without a batch size must be the last"),
+        ("steps,batchsize\n0,64\n9,x\n", ":3: batchsize must be an integer, got x"),
+        ("steps,batchsize\n0,64\n9,-1\n", ":3: batchsize must be a positive integer, got -1"),
+        ("steps,batchsize\n0,64\n9,32\n9,64\n", ": stage 2 must end after its start at 9, got 9"),
+        ("steps,batchsize\n3,64\n", ": the first stage must begin at 0, got 3"),
+        ("tokens,batchsize,tokens_per_sample\n0,64,8\n9,,9\n", ":3: tokens_per_sample must be the same in all rows"),
+        ("steps,batchsize\n", ": the first stage must begin at 0, got no stage"),
+    ],
+)
+def test_a_wrong_file_of_stages_is_refused_with_its_line(tmp_path, text, message):
+    path = tmp_path / "stages.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}{message}"):
+        Trace.read(path)

@@ -21,6 +21,7 @@ from variable_batch_size.comparison.report import draw_picture, summaries, write
 from variable_batch_size.policies.builtin import parse_policy
 from variable_batch_size.policies.policy import Situation
 from variable_batch_size.schedules.schedule import ON_END, Schedule
+from variable_batch_size.traces import zoo
 from variable_batch_size.traces.trace import Trace
 
 _DEFAULT_RULES = "linear,root,adascale,constant"
@@ -139,7 +140,7 @@ def _traces(texts: Iterable[str], largest: int) -> dict[str, Trace | str]:
     traces: dict[str, Trace | str] = {}
     for text in texts:
         policy = text.removeprefix(POLICY)
-        name = text if text.startswith(POLICY) else Path(text).stem
+        name = text if text.startswith(POLICY) else Path(text.removeprefix(zoo.PREFIX)).stem
         if name in traces or name == REFERENCE:
             raise ValueError(f"each trace needs a unique name other than {REFERENCE!r}, got {name!r} in {text}")
         if policy == text:

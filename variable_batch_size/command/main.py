@@ -13,6 +13,7 @@ from variable_batch_size.version import __version__
 COMMANDS = {  # the module of each, with the functions add_COMMAND(parser) and run_COMMAND(options), and what it does
     "plan": ("planning", "check a trace and predict what a run with it will do"),
     "show": ("traces", "draw a trace in the terminal"),
+    "traces": ("traces", "list the traces that come with the package, recorded and published ones, or write one"),
     "make": (
         "traces",
         "make a trace: constant, a ramp, stages, growth instead of a learning-rate decay, a spot market",
@@ -29,6 +30,7 @@ COMMANDS = {  # the module of each, with the functions add_COMMAND(parser) and r
     "fit": ("planning", "fit a throughput model to such a profile, to predict other numbers of cores"),
     "cbs": ("planning", "search for the critical batch size with short branches of a run"),
     "tpu": ("tpu", "compile a training for a TPU that is not there: whether it compiles and fits, and its least time"),
+    "watch": ("watch", "show the curves of runs on a page, while they train"),
     "simulate": ("planning", "predict the decisions of policies when cores come and go, before renting them"),
 }
 NOTES = """\

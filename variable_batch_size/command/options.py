@@ -1,7 +1,12 @@
 """Options and output shared by several commands of ``vbs``."""
 
 import argparse
+import os
 import sys
+import tempfile
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from variable_batch_size.traces.recording import TIME_UNITS, Recording
@@ -47,6 +52,22 @@ def read_recording(path: str, options: argparse.Namespace) -> Recording:
         for name in RECORDING:
             message = message.replace(f"`{name}`", f"--{name.replace('_', '-')}")
         raise ValueError(message) from None
+
+
+def add_plot(parser: Any, what: str) -> None:
+    parser.add_argument("--plot", metavar="FILE", help=f"also draw {what}, as a .png or .svg file (needs matplotlib)")
+    parser.add_argument("--open", action="store_true", help="open the picture, in a temporary file without --plot")
+
+
+def draw_picture(options: argparse.Namespace, draw: Callable[[str], None]) -> None:
+    """Draw a picture to the file of --plot, or to a temporary one for --open, and open it if asked."""
+    if options.plot is None and not options.open:
+        return
+    path = options.plot or os.path.join(tempfile.mkdtemp(prefix="vbs-"), "picture.svg")
+    draw(path)
+    if options.open:
+        print_text(path)
+        webbrowser.open(Path(path).absolute().as_uri())
 
 
 def selected(options: argparse.Namespace, *names: str) -> dict[str, Any]:

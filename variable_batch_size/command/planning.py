@@ -18,7 +18,9 @@ from variable_batch_size.checks import check_not_negative_number
 from variable_batch_size.command.options import (
     RECORDING,
     add_minibatch,
+    add_plot,
     add_recording,
+    draw_picture,
     positive,
     print_text,
     read_recording,
@@ -29,11 +31,12 @@ from variable_batch_size.comparison import experiment
 from variable_batch_size.files import write_text
 from variable_batch_size.planning import reports
 from variable_batch_size.planning.advise import advice_report, advise, core_numbers
+from variable_batch_size.planning.forecast import RunSoFar, basis_of, forecast, named_policy, with_largest
 from variable_batch_size.planning.plan import RULES, Plan, planned_rules
 from variable_batch_size.planning.profile import Measured, Profile
 from variable_batch_size.planning.rental import RENTALS, Prices, Rental
 from variable_batch_size.planning.simulate import Availability, NoiseCurve, NoiseCurves, simulate_with_ends
-from variable_batch_size.policies.builtin import POLICIES, parse_named, parse_policy
+from variable_batch_size.policies.builtin import POLICIES
 from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.policies.throughput import best_split
 from variable_batch_size.schedules.schedule import ON_END, Schedule
@@ -62,7 +65,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--ref-batchsize", type=positive, metavar="B0", help=help)
     add("--checkpoint-every", type=positive, metavar="K", help="also show the position after every K steps")
     add("--json", action="store_true", help="print all numbers as JSON")
-    add("--plot", metavar="FILE", help="also draw the plan, as a .png or .svg file (needs matplotlib)")
+    add_plot(parser, "the plan")
 
 
 def _add_token_budget(parser: Any) -> None:
@@ -104,8 +107,7 @@ def run_plan(options: argparse.Namespace) -> None:
     rules = planned_rules(options.rule or list(RULES), noise_scale=options.noise_scale)
     given = selected(options, "ref_batchsize", "checkpoint_every", "tokens_per_sample")
     plan = Plan.of(schedule, num_epochs=options.epochs, rules=rules, token_plan=budget, **given)
-    if options.plot is not None:
-        reports.plot_plan(plan, schedule, options.plot)
+    draw_picture(options, lambda path: reports.plot_plan(plan, schedule, path))
     if options.json:
         print_text(json.dumps({**plan.as_dict(), "comment": trace.comment}))
         return
@@ -119,12 +121,16 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     named = f"one of {', '.join(POLICIES)}, as in autoscale:max_batch_size=4096,threshold=1.1"
     help = f"a batch size, {named}; {', '.join(RENTALS)}, which also choose the cores, as in by_deadline:hours=9,…"
     help += "; or file.py:name of a policy, or of a function of the situation"
-    add("policies", nargs="+", metavar="POLICY", help=help)
-    add("--profile", required=True, metavar="FILE", help="times of minibatches, from vbs profile")
+    add("policies", nargs="*", metavar="POLICY", help=help)
+    help = "forecast the rest of this run, a directory or URL with its log, instead: with its own times and noise, from"
+    help += " where it is; without a policy, cores or minibatch size, with those that it has"
+    add("--from", dest="run_so_far", metavar="RUN", help=help)
+    help = "times of minibatches, from vbs profile; with --from, those on other numbers of cores than its own"
+    add("--profile", metavar="FILE", help=help)
     help = "the log of a run with AdaScale, a CSV file (progress,noise_scale,batch_size), or a constant noise scale"
     help += ", as in 128:500 for batch size 128; may be repeated, for runs at several batch sizes"
-    add("--noise", required=True, action="append", metavar="LOG", help=help)
-    cores = parser.add_mutually_exclusive_group(required=True)
+    add("--noise", action="append", metavar="LOG", help=help)
+    cores = parser.add_mutually_exclusive_group()
     help = "constant numbers of cores; with several, a run on each"
     cores.add_argument("--cores", type=positive, nargs="+", metavar="C", help=help)
     cores.add_argument("--recording", metavar="FILE", help="recorded devices, as read by vbs convert")
@@ -133,9 +139,13 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     add("--cores-per-machine", type=positive, metavar="K", help=help)
     add("--seconds-per-row", type=float, default=60.0, metavar="T", help="of such a trace (default: 60)")
     add_recording(parser.add_argument_group("the recording"))
-    add_minibatch(parser)
-    add("--ref-batchsize", type=positive, required=True, metavar="B0", help="batch size of a unit of progress")
-    add("--samples", type=positive, required=True, metavar="N", help="to train on at B0, or the equivalent progress")
+    add_minibatch(parser, required=False)
+    add("--ref-batchsize", type=positive, metavar="B0", help="batch size of a unit of progress")
+    help = "to train on at B0, or the equivalent progress; with --from, at which the run ends if it stays as it is"
+    add("--samples", type=positive, metavar="N", help=help)
+    add("--trace", metavar="TRACE", help="with --from: the trace of the run, whose rest is what it does as it is")
+    help = "with --from: also with this largest batch size, of the run's policy or of autoscale"
+    add("--max-batch-size", type=positive, metavar="B", help=help)
     add("--dataset-size", type=positive, metavar="N", help="bounds the batch size (default: no bound)")
     add("--restart-seconds", type=float, default=0.0, metavar="T", help="of each restart (default: 0)")
     help = "seconds between checkpoints, if devices leave without notice (default: a signal saves before)"
@@ -145,9 +155,56 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     add("--prices", metavar="FILE", help=help)
     add("--extrapolate", action="store_true", help="allow more than twice the cores and samples of the profile")
     add("--out", metavar="DIR", help="for a page, a picture, the table and the traces (default: none)")
+    parser.set_defaults(refuse=parser.error)
+
+
+_NOT_WITH_FROM = (
+    "noise",
+    "recording",
+    "market",
+    "prices",
+    "checkpoint_seconds",
+    "cores_per_machine",
+    "dataset_size",
+    "out",
+)
 
 
 def run_simulate(options: argparse.Namespace) -> None:
+    if options.run_so_far is not None:
+        return _run_forecast(options)
+    needed = ["policies", "profile", "noise", "minibatch_size", "ref_batchsize", "samples"]
+    names = [name for name in needed if not getattr(options, name)]
+    if options.cores is None and options.recording is None and options.market is None:
+        names.append("cores")
+    if names:
+        missing = ["POLICY" if name == "policies" else f"--{name.replace('_', '-')}" for name in names]
+        options.refuse(f"the following arguments are required: {', '.join(missing)} (or --from)")
+    if options.max_batch_size is not None:
+        raise ValueError(
+            "--max-batch-size is for --from; otherwise it is a setting, as in autoscale:max_batch_size=512"
+        )
+    return _run_simulation(options)
+
+
+def _run_forecast(options: argparse.Namespace) -> None:
+    """Print the forecast of the rest of a run."""
+    for name in _NOT_WITH_FROM:
+        if getattr(options, name):
+            raise ValueError(f"--{name.replace('_', '-')} is not for --from, got {getattr(options, name)}")
+    run = RunSoFar.read(options.run_so_far, **selected(options, "minibatch_size", "ref_batchsize"))
+    others = None if options.profile is None else Profile.read(options.profile, extrapolates=True)
+    trace = None if options.trace is None else Trace.read(options.trace)
+    given: dict[str, Any] = {"cores": options.cores or (), "profile": others, "trace": trace}
+    given |= selected(options, "samples", "price", "restart_seconds")
+    names = [*options.policies, *([with_largest(run, options.max_batch_size)] if options.max_batch_size else [])]
+    runs = forecast(run, {name: _policy(name) for name in names}, **given)
+    print_text(basis_of(run))
+    print_text(reports.as_text(reports.simulation_table(runs)))
+    print_text(reports.verdict(runs))
+
+
+def _run_simulation(options: argparse.Namespace) -> None:
     if options.price is not None and options.prices is not None:
         raise ValueError("pass --price or --prices, not both")
     given = selected(options, "minibatch_size", "ref_batchsize", "restart_seconds", "checkpoint_seconds")
@@ -196,8 +253,7 @@ def _policy(text: str) -> Policy | Rental | Callable[[Situation], float]:
     """A policy or rental by its name and settings, or what ``file.py:name`` is."""
     file, _, name = text.rpartition(":")
     if not file.endswith(".py"):
-        named: dict[str, Callable[..., Policy | Rental]] = {**POLICIES, **RENTALS}
-        return parse_policy(text) if text.isdecimal() else parse_named(text, named)
+        return named_policy(text)
     # this imports torch, which takes seconds
     from variable_batch_size.comparison.workload import load_module
 

@@ -1,4 +1,4 @@
-"""``vbs make``, ``vbs convert`` and ``vbs show``: make, convert and draw traces."""
+"""``vbs make``, ``vbs convert``, ``vbs show`` and ``vbs traces``: make, convert, draw and list traces."""
 
 import argparse
 import inspect
@@ -10,17 +10,27 @@ from typing import Any
 
 from variable_batch_size.command.options import (
     add_minibatch,
+    add_plot,
     add_recording,
     count,
+    draw_picture,
     print_text,
     read_recording,
     require,
     selected,
 )
-from variable_batch_size.files import read_records
-from variable_batch_size.planning.reports import conversion_report, decisions_report, plot_decisions, trace_report
-from variable_batch_size.traces import generators
-from variable_batch_size.traces.recording import ROUNDING, WHEN_EMPTY, convert_recording, step_seconds
+from variable_batch_size.files import read_records, write
+from variable_batch_size.planning.reports import (
+    check_suffix,
+    conversion_report,
+    decisions_report,
+    duration,
+    plot_decisions,
+    plot_traces,
+    trace_report,
+)
+from variable_batch_size.traces import generators, zoo
+from variable_batch_size.traces.recording import ROUNDING, WHEN_EMPTY, Recording, convert_recording, step_seconds
 from variable_batch_size.traces.trace import CHANGES, UNITS, Change, Stages, Trace, Unit
 
 EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"
@@ -178,23 +188,65 @@ def run_convert(options: argparse.Namespace) -> None:
 
 
 def add_show(parser: argparse.ArgumentParser) -> None:
-    help = f"a trace file; next to an {EXECUTED} of a policy, {DECISIONS} is also shown"
-    parser.add_argument("trace", metavar="TRACE", help=help)
-    parser.add_argument("--plot", metavar="FILE", help="also draw both, as a .png or .svg file (needs matplotlib)")
+    help = f"trace files, or zoo:NAME; next to an {EXECUTED} of a policy, {DECISIONS} is also shown"
+    parser.add_argument("traces", nargs="+", metavar="TRACE", help=help)
+    add_plot(parser, "the traces, or one with its decisions")
 
 
 def run_show(options: argparse.Namespace) -> None:
-    trace = Trace.read(options.trace)
-    if trace.comment:
-        print_text(trace.comment)
-    _print_trace(trace)
-    is_executed, decisions = Path(options.trace).name == EXECUTED, Path(options.trace).with_name(DECISIONS)
-    if options.plot is not None and not is_executed:
-        raise ValueError(f"--plot draws an {EXECUTED} of a policy, got {options.trace}; vbs plan draws a trace")
-    if options.plot is not None and not decisions.exists():
-        raise ValueError(f"--plot draws the decisions of a policy, and there is no {decisions}; vbs plan draws a trace")
-    if is_executed and decisions.exists():  # next to another trace, they belong to a different one
-        records = read_records(decisions)
-        print_text(decisions_report(records))
-        if options.plot is not None:
-            plot_decisions(trace, records, options.plot)
+    if options.plot is not None:
+        check_suffix(options.plot)
+    traces = {name: Trace.read(name) for name in options.traces}
+    decided: dict[str, list[dict[str, Any]]] = {}
+    for number, (name, trace) in enumerate(traces.items()):
+        if number:
+            print_text("")
+        if trace.comment:
+            print_text(trace.comment)
+        _print_trace(trace)
+        decisions = Path(name).with_name(DECISIONS)
+        if Path(name).name == EXECUTED and decisions.exists():  # next to another trace, they belong to a different one
+            decided[name] = read_records(decisions)
+            print_text(decisions_report(decided[name]))
+    if len(traces) == len(decided) == 1:
+        ((name, trace),) = traces.items()
+        draw_picture(options, lambda path: plot_decisions(trace, decided[name], path))
+    else:
+        draw_picture(options, lambda path: plot_traces(traces, path))
+
+
+def add_traces(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
+    get = actions.add_parser("get", help="write one to a file", description="Write one of these traces to a file.")
+    get.add_argument("name", metavar="NAME", help="the name, as listed by vbs traces")
+    get.add_argument("--out", metavar="FILE", help="the file to write (default: NAME.csv)")
+    parser.set_defaults(name=None)
+
+
+def run_traces(options: argparse.Namespace) -> None:
+    if options.name is not None:
+        found = zoo.entry(options.name.removeprefix(zoo.PREFIX))
+        path = Path(options.out or f"{found.name}.csv")
+        write(path, lambda temporary: temporary.write_bytes(found.content))
+        print_text(f"{path}\n{found.title}\nsource: {found.source}\nlicence: {found.licence}")
+        return
+    found_ones = list(map(zoo.entry, zoo.names()))
+    rows = [(found.name, _contents(found), _licence(found), found.title) for found in found_ones]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print_text("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _licence(found: zoo.Entry) -> str:
+    """Its name alone; a schedule needs none."""
+    return found.licence.partition(";")[0].partition(",")[0] if found.is_recording else "–"
+
+
+def _contents(found: zoo.Entry) -> str:
+    """The length and the largest number of a recording, or of a schedule."""
+    where = f"{zoo.PREFIX}{found.name}"
+    if found.is_recording:
+        recording = Recording.read(where)
+        return f"{duration(recording.seconds)}, up to {recording.counts.max():,} devices"
+    sizes = Trace.read(where).sizes
+    return f"{len(sizes):,} steps, {sizes.min():,} to {sizes.max():,} samples"

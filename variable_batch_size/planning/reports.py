@@ -589,6 +589,35 @@ def _add_legend(panel: Any, **options: Any) -> None:
     panel.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=6, frameon=False, **options)
 
 
+def plot_traces(traces: Mapping[str, Trace], path: str | os.PathLike[str]) -> None:
+    """Save a figure of traces, by their names, over steps and over samples, as PNG or SVG.
+
+    Of a long trace, it has the batch sizes at 2,000 of its steps.
+    """
+    check_suffix(path)
+    figure = new_figure(10, 6)
+    panels = figure.subplots(2, 1)
+    for number, (name, trace) in enumerate(traces.items()):
+        sizes = trace.sizes
+        shown = np.unique(np.linspace(0, len(sizes) - 1, min(len(sizes), 2000)).astype(np.int64))
+        samples = np.concatenate(([0], np.cumsum(sizes)))
+        for panel, positions in zip(panels, (np.arange(len(sizes) + 1), samples), strict=True):
+            at = [*positions[shown].tolist(), int(positions[-1])]
+            _draw_line(panel, at, [*sizes[shown].tolist(), int(sizes[-1])], number, label=name)
+    for panel, label in zip(panels, ("steps", "samples"), strict=True):
+        panel.set_ylabel("batch size (samples)")
+        panel.set_xlabel(label)
+        panel.set_xlim(left=0)
+        panel.xaxis.set_major_formatter("{x:,.0f}")
+        _add_grid(panel)
+    if max(trace.sizes.max() / trace.sizes.min() for trace in traces.values()) >= 8 or len(traces) > 1:
+        for panel in panels:
+            panel.set_yscale("log", base=2)
+            panel.yaxis.set_major_formatter("{x:,g}")
+    _add_legend(panels[0])
+    figure.savefig(path)
+
+
 def plot_decisions(trace: Trace, records: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:
     """Save a figure of an executed trace and the decisions of its policy, from decisions.jsonl, as PNG or SVG."""
     check_suffix(path)

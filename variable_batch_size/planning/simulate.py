@@ -260,6 +260,18 @@ class Simulation:
         return Trace.from_sequence(np.repeat(np.array(sizes, dtype=np.int64), numbers))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where a run is whose rest is simulated. The result has the updates and samples of the rest alone."""
+
+    progress: float  # so far, in steps at the reference batch size
+    updates: int
+    samples: int
+    cores: int
+    batch_size: int  # of the latest step
+    times: Sequence[tuple[int, int, float]] = ()  # of measured steps: cores, minibatches of the busiest core, seconds
+
+
 def simulate(
     policy: Policy | Rental | Callable[[Situation], float],
     *,
@@ -273,6 +285,8 @@ def simulate(
     restart_seconds: float = 0.0,
     checkpoint_seconds: float | None = None,
     price: float | Prices | None = None,
+    resumed: Resumed | None = None,
+    most_samples: int | None = None,
 ) -> Simulation:
     """Simulate a run with a policy, using measured times instead of training.
 
@@ -295,6 +309,8 @@ def simulate(
         checkpoint_seconds: time between checkpoints, which are saved at the end of a step, if cores leave without
             notice; None if a signal lets the run save before.
         price: of a device-hour, constant or over time; None for no costs.
+        resumed: where the run is already, to simulate its rest; None from the beginning.
+        most_samples: of the whole run, at which it ends before that progress; None for no bound.
     """
     check_positive(minibatch_size=minibatch_size, ref_batchsize=ref_batchsize)
     check_positive_number(progress=progress)
@@ -306,16 +322,22 @@ def simulate(
     policy = policy_of(policy.policy if isinstance(policy, Rental) else policy)
     if policy.needs_loss:
         raise ValueError(f"a simulation has no loss, which the policy {type(policy).__name__} needs")
-    sizes = (minibatch_size, ref_batchsize, capacity, progress)
+    sizes = (minibatch_size, ref_batchsize, capacity, progress, most_samples)
     times = (restart_seconds, checkpoint_seconds)
     run = _Run(PolicyTiming(policy), profile, noise, availability, prices, *sizes, *times)
+    if resumed is not None:
+        run.resume(resumed)
     num_empty, spans = 0, iter(availability) if rental is None else run.rented(rental)
-    while run.progress < progress:
+    while not run.is_done:
         num_empty = 0 if run.spend(next(spans)) else num_empty + 1
         if num_empty > 10_000:
             what = "step" if checkpoint_seconds is None else "checkpoint"
             raise ValueError(f"{availability.name}: no {what} fits between two changes of the number of cores")
+    if not run.made:
+        raise ValueError(f"`progress` must be above {run.progress:g}, where the run is already, got {progress:g}")
     run.moments.append(Moment(run.seconds, run.cores, run.made[-1][0], run.progress))
+    if resumed is not None:
+        run.updates, run.samples = run.updates - resumed.updates, run.samples - resumed.samples
     return run
 
 
@@ -360,6 +382,7 @@ class _Run(Simulation):
     ref_batchsize: int
     capacity: int | None
     goal: float
+    most_samples: int | None
     restart_seconds: float
     checkpoint_seconds: float | None
     cores: int = 0  # of the latest span, which may be 0
@@ -374,6 +397,25 @@ class _Run(Simulation):
 
     def __post_init__(self) -> None:
         self.cost = None if self.prices is None else 0.0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has reached its goal."""
+        return self.progress >= self.goal or (self.most_samples is not None and self.samples >= self.most_samples)
+
+    def resume(self, resumed: Resumed) -> None:
+        """Begin where a run is; on other cores than it had, its policy decides anew."""
+        self.progress, self.updates, self.samples = resumed.progress, resumed.updates, resumed.samples
+        self.noise_size = resumed.batch_size if resumed.batch_size > self.minibatch_size else None
+        self.timing.restart(resumed.batch_size)
+        for time in resumed.times:
+            self.timing.times.add(*time)
+        if resumed.cores == self.availability.spans[0].cores:
+            depth = -(-resumed.batch_size // (self.minibatch_size * resumed.cores))
+            self.timing.note_steps(resumed.batch_size, resumed.cores, None, depth=depth)
+        else:
+            self.restarts, self.restart_left = 1, self.restart_seconds
+        self._save()
 
     def spend(self, span: Span) -> bool:
         """Run for one span; False if its cores are other ones, and no step, or no checkpoint, fits into it."""
@@ -423,13 +465,15 @@ class _Run(Simulation):
         """Make steps while time remains, up to the goal; returns the remaining time."""
         where = {"cores": self.cores, "minibatch_size": self.minibatch_size, "machines": self.machines}
         times = self.profile.times(**where)
-        while self.progress < self.goal:
+        while not self.is_done:
             until_next = self._decide()
             size, number = self.rows.popleft()
             worth = gain(size, ref_batchsize=self.ref_batchsize, noise_scale=self.noise(self.progress, size))
             depth = -(-size // (self.minibatch_size * self.cores))
             seconds = (depth - 1) * times.accumulating + times.updating
             wanted = min(number, until_next, max(1, math.ceil((self.goal - self.progress) / worth - 1e-9)))
+            if self.most_samples is not None:
+                wanted = min(wanted, -(-(self.most_samples - self.samples) // size))
             if self.checkpoint_seconds is not None:
                 wanted = min(wanted, max(1, math.ceil((self.checkpoint_seconds - self.unsaved_seconds) / seconds)))
             made = wanted if wanted * seconds <= left else int(left / seconds)

@@ -133,6 +133,20 @@ class RunLock:
         self._path.unlink(missing_ok=True) if self._remote is None else self._remote.remove(LOCK)
 
 
+def is_alive(lock: str, *, seconds_since_renewal: float, is_remote: bool) -> bool:
+    """Whether the run of a lock file with this text goes on: by its process on this machine, elsewhere by renewals."""
+    try:
+        owner = json.loads(lock)
+        is_here = owner["machine"] == _machine()
+        return (
+            owner["started"] == _started(owner["process"])
+            if is_here
+            else (seconds_since_renewal < _SECONDS_UNTIL_ABANDONED["URL" if is_remote else "directory"])
+        )
+    except (ValueError, TypeError, KeyError):  # truncated when its machine failed
+        return False
+
+
 def _described(owner: Mapping[str, Any]) -> str:
     return f"process {owner['process']} on {owner['host']} since {owner.get('since', 'an unknown time')}"
 

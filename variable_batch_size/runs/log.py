@@ -99,10 +99,10 @@ class Log(AbstractContextManager["Log"]):
     Without ``attach``, call ``log.step(loss)`` after each ``optimizer.step()``.
 
     A sink is any callable that takes a record, such as ``wandb.log``. A record has ``epoch``; ``step``, ``samples`` and
-    ``progress``, completed so far in the run; ``batch_size``, ``lr``, ``factor`` and ``gradient_norm`` of the latest
-    step; and ``loss``, ``samples_per_second`` and ``idle_share`` (of cores × steps) since the previous record. If
-    minibatches have weights, it has their sum in the run as ``weight``; the losses passed to :meth:`step` are then
-    sums, and ``loss`` is their sum divided by that of the weights. The page on long runs describes all keys.
+    ``progress``, completed so far in the run; ``batch_size``, ``lr``, ``factor``, ``gradient_norm`` and ``cores`` of
+    the latest step; and ``loss``, ``samples_per_second`` and ``idle_share`` (of cores × steps) since the previous
+    record. If minibatches have weights, it has their sum in the run as ``weight``; the losses passed to :meth:`step`
+    are then sums, and ``loss`` is their sum divided by that of the weights. The page on long runs describes all keys.
 
     The loss stays on the device until a record is due. Then it is all-reduced and read: the only wait for the device.
 
@@ -246,6 +246,7 @@ class Log(AbstractContextManager["Log"]):
             "gradient_norm": norm / cores,
             "samples_per_second": self._num_samples / seconds,
             "idle_share": self._num_idle / (cores * self._num_steps),
+            "cores": cores,
         }
         record |= optimizer.report()
         optimizer.note_loss(record["loss"])

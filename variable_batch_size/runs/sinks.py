@@ -169,7 +169,7 @@ class Prometheus:
             self._server = None
 
 
-_DETAILS = {"progress", "factor", "gradient_norm", "idle_share", "graphs", "exact", "late_gain"}
+_DETAILS = {"progress", "factor", "gradient_norm", "idle_share", "cores", "graphs", "exact", "late_gain"}
 _INTERVALS = {"gain": ("gain_low", "gain_high"), "noise_scale": ("noise_scale_low", "noise_scale_high")}
 _DETAILS |= {"scale", "cosine", "norm_layers_noise_scale", "norm_layers_slope", *sum(_INTERVALS.values(), start=())}
 

@@ -300,9 +300,15 @@ class Schedule(BaseSchedule):
 
     @property
     def description(self) -> str:
-        if self.trace.is_endless:
-            return f"always {self._rows[0]}"
-        return f"{len(self._rows)} steps, sha256 {hashlib.sha256(self._rows.astype('<i8').tobytes()).hexdigest()[:16]}"
+        return self.fingerprint(self.trace)
+
+    @staticmethod
+    def fingerprint(trace: Trace) -> str:
+        """What tells a trace from others."""
+        if trace.is_endless:
+            return f"always {trace[0]}"
+        digest = hashlib.sha256(trace.sizes.astype("<i8").tobytes()).hexdigest()
+        return f"{len(trace)} steps, sha256 {digest[:16]}"
 
     def steps(self, epoch: int) -> range:
         self._check_epoch(epoch)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size.checks import check_one_of, check_positive, check_positive_number, refuse
+from variable_batch_size.traces import zoo
 from variable_batch_size.traces.trace import MOST_STEPS, Trace
 from variable_batch_size.urls import read_bytes
 
@@ -37,6 +38,7 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _WHOLE = re.compile(r"[+-]?[0-9]+(?:\.0*)?")
 _QUOTED_OR_COMMENT = re.compile(r"""(?:^|(?<=[,\n]))[ \t]*("[^"]*(?:""[^"]*)*")[ \t]*|\#[^\n]*""")
 _EVENTS = ("add", "remove")
+_JOB = ("submit_time", "duration", "worker_num", "gpu_request")
 _STRUCTURES = 'the file must be [{"time": t, "cores": n}, …] or {"metadata": {"gap_seconds": g}, "data": [counts]}'
 _NUMBERS = (int, float)  # of JSON, without bool
 
@@ -71,11 +73,14 @@ class Recording:
         count_column: str | None = None,
         time_unit: TimeUnit | None = None,
     ) -> "Recording":
-        """Read a file, at a path or a URL, in one of four formats, which is detected from the content.
+        """Read a file, at a path, a URL or in the zoo (``zoo:NAME``), in a format that is detected from the content.
 
         - CSV: a header, then rows of a time and the number of devices until the next row's time. The last row only
           gives the end of the recording. Times are numbers or dates such as ``2026-03-01T12:00:00Z``.
         - Events: rows ``milliseconds,add|remove,node``; the last event only gives the end of the recording.
+        - Jobs: CSV with the columns ``submit_time``, ``duration``, in seconds, ``worker_num`` and ``gpu_request``, as
+          published by Alibaba. The devices are those in use if each job starts at once; with a column ``job_type``,
+          only by jobs of the type Spot.
         - JSON records: ``[{"time": t, "cores": n}, …]``, with the meaning of the rows of a CSV file.
         - JSON counts: ``{"metadata": {"gap_seconds": g}, "data": [counts]}``, each count for g seconds.
 
@@ -92,7 +97,7 @@ class Recording:
         if time_unit is not None:
             check_one_of(TIME_UNITS, time_unit=time_unit)
         source = os.fspath(path)
-        with io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding="utf-8-sig", errors="replace") as file:
+        with io.TextIOWrapper(io.BytesIO(zoo.read(path)), encoding="utf-8-sig", errors="replace") as file:
             text = file.read()
         first = text.lstrip()[:1]
         if first == "{":
@@ -101,6 +106,8 @@ class Recording:
             cell.lower() in _EVENTS for _, cells in islice(_table(source, text), 2) for cell in cells[1:2]
         ):
             format, rows = "events", _event_rows(source, text)
+        elif first != "[" and set(_JOB) <= set(next(_table(source, text), (1, []))[1]):
+            format, rows = "jobs", _job_rows(source, text)
         else:
             if (time_column is None) != (count_column is None):
                 raise ValueError("pass both `time_column` and `count_column` or neither")
@@ -267,6 +274,36 @@ def _event_rows(source: str, text: str) -> Iterator[_Row]:
             refuse(place, rule, repr(node)[:80])
         nodes ^= {node}
     yield place, time, len(nodes)
+
+
+def _job_rows(source: str, text: str) -> Iterator[_Row]:
+    """The rows of a table of jobs: the devices in use after each start and end."""
+    table = _table(source, text)
+    line, header = next(table)
+    changes: dict[float, int] = {}
+    places: dict[float, str] = {}
+    for line, cells in table:
+        place = f"{source}:{line}"
+        if len(cells) != len(header):
+            refuse(place, f"a row must have {len(header)} values", len(cells))
+        job = dict(zip(header, cells, strict=True))
+        if job.get("job_type", "Spot") != "Spot":
+            continue
+        begin, seconds, workers, each = (_number(place, job[name]) for name in _JOB)
+        devices = workers * each
+        if devices % 1 or not 0 <= devices <= _MOST_DEVICES or seconds <= 0:
+            refuse(
+                place, "a job must have a positive duration and a whole number of devices", repr(",".join(cells))[:80]
+            )
+        for time, change in ((begin, int(devices)), (begin + seconds, -int(devices))):
+            changes[time] = changes.get(time, 0) + change
+            places.setdefault(time, place)
+    if not changes:
+        refuse(f"{source}:{line + 1}", "expected a job below the header", "nothing")
+    count = 0
+    for time in sorted(changes):
+        count += changes[time]
+        yield places[time], time, count
 
 
 def _number(place: str, text: str) -> float:

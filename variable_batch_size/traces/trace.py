@@ -1,4 +1,4 @@
-"""Trace: the batch size of every step, from numbers, stages (``0:64 20:128``) or a CSV file of step,batchsize."""
+"""Trace: the batch size of every step, from numbers, stages (``0:64 20:128``) or a CSV file of either."""
 
 import csv
 import io
@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from variable_batch_size.checks import check_one_of, check_positive, is_integer, refuse
 from variable_batch_size.files import write
-from variable_batch_size.urls import is_url, read_bytes
+from variable_batch_size.traces import zoo
+from variable_batch_size.urls import is_url
 
 COLUMNS = ("step", "batchsize")
 LARGEST = 2**63 - 1
@@ -122,21 +123,35 @@ class Trace:
         Rows in file order are the steps; ``step`` counts 0, 1, 2 … and may restart at 0 (several recordings in one
         file). Spaces around numbers, trailing commas, any line endings, blank lines, ``#`` comments and additional
         columns are allowed. A ValueError has file, line and value of the first row that breaks a rule.
+
+        In a file of stages, the first column is ``steps``, ``samples`` or ``tokens``: where each batch size begins. A
+        last row without a batch size is the end. In tokens, the column ``tokens_per_sample`` has the sequence length.
+
+        ``zoo:NAME`` is a trace that comes with the package, see :mod:`variable_batch_size.traces.zoo`.
         """
         source = os.fspath(path)
         try:
-            content = read_bytes(path)
+            content = zoo.read_trace(path)
         except (FileNotFoundError, IsADirectoryError) as error:
             kinds = (
                 "a CSV file of step,batchsize, stages that begin at 0, as in '0:64 20:128', or a list of batch sizes"
             )
             raise type(error)(f"`trace` must be {kinds}, but there is no file {source!r}") from None
-        return cls(_read_sizes(source, content), source=source, content=None if os.path.isfile(source) else content)
+        kept = None if os.path.isfile(source) else content
+        return cls._of_file(source, content, kept)
 
     @classmethod
     def parse(cls, content: bytes, *, source: str) -> "Trace":
         """The content of a file for :meth:`read`, which may have changed since."""
-        return cls(_read_sizes(source, content, is_on_disk=False), source=source, content=content)
+        return cls._of_file(source, content, content, is_on_disk=False)
+
+    @classmethod
+    def _of_file(cls, source: str, content: bytes, kept: bytes | None, *, is_on_disk: bool = True) -> "Trace":
+        stages = Stages.in_file(source, content)
+        if stages is not None:
+            trace = stages.trace()
+            return cls(trace.sizes, is_open=trace.is_open, source=source, content=kept)
+        return cls(_read_sizes(source, content, is_on_disk=is_on_disk), source=source, content=kept)
 
     def with_rows(self, sizes: Rows) -> "Trace":
         """A finite trace of the given batch sizes, with the name of this one."""
@@ -168,8 +183,10 @@ class Trace:
         """The source of a row's batch size: ``spot.csv:17`` or ``trace[3]``."""
         if self._source is None:
             return "trace" if self.is_endless else f"trace[{row}]"
-        rows = _rows(_plain(self._content(self._source)))
-        return f"{self._source}:{next(itertools.islice(rows, row + 1, None))[0]}"
+        text = _plain(self._content(self._source))
+        if _unit_of(text) is not None:
+            return f"{self._source}: step {row}"
+        return f"{self._source}:{next(itertools.islice(_rows(text), row + 1, None))[0]}"
 
     @property
     def name(self) -> str:
@@ -282,6 +299,41 @@ class Stages:
         return cls(starts, sizes, until, unit, tokens_per_sample)
 
     @classmethod
+    def in_file(cls, source: str, content: bytes) -> "Stages | None":
+        """The stages in a file of them, see :meth:`Trace.read`; None if it is one of another kind."""
+        text = _plain(content)
+        unit = _unit_of(text)
+        if unit is None:
+            return None
+        (line, header), *rows = _rows(text)
+        names = [COLUMNS[1] if name == _OTHER_NAME else name for name in map(str.strip, header.split(","))]
+        expected = [unit, COLUMNS[1], *(["tokens_per_sample"] if unit == "tokens" else [])]
+        if names != expected:
+            refuse(f"{source}:{line}", f"the columns of stages in {unit} must be {','.join(expected)}", header)
+        starts, sizes, lengths = list[int](), list[int](), set[int]()
+        until: int | None = None
+        for line, row in rows:
+            place, cells = f"{source}:{line}", row.split(",")
+            if len(cells) != len(names):
+                refuse(place, f"a row must have {len(names)} values", len(cells))
+            if until is not None:
+                refuse(place, "the row without a batch size must be the last", row)
+            start, size, *length = cells
+            begin = _integer(place, unit, start.strip())
+            if size.strip():
+                starts.append(begin)
+                sizes.append(_checked_size(_integer(place, COLUMNS[1], size.strip()), place))
+            else:
+                until = begin
+            lengths |= {_integer(place, names[2], cell.strip()) for cell in length}
+            if len(lengths) > 1:
+                refuse(place, "tokens_per_sample must be the same in all rows", sorted(lengths))
+        try:
+            return cls(tuple(starts), tuple(sizes), until, unit, *lengths)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+
+    @classmethod
     def of_steps(cls, stages: str | Mapping[int, int]) -> "Stages":
         """Stages in steps without an end: text for :meth:`parse`, or the batch size by the step at which it begins."""
         if isinstance(stages, str):
@@ -367,6 +419,13 @@ def format_count(value: int) -> str:
 
 TraceLike: TypeAlias = str | os.PathLike[str] | Sizes | Mapping[int, int] | Integer | Trace | Stages
 """Accepted as a trace: a path, stages, the batch sizes, or an integer for a constant batch size."""
+
+
+def _unit_of(text: bytes) -> Unit | None:
+    """The unit of the stages in a plain text; None if it is not one of stages."""
+    _, header = next(_rows(text), (1, ""))
+    names = [name.strip() for name in header.split(",")]
+    return next((unit for unit in UNITS if unit == names[0] and COLUMNS[0] not in names), None)
 
 
 def _read_sizes(source: str, content: bytes, *, is_on_disk: bool = True) -> npt.NDArray[np.int64]:

@@ -1,0 +1,58 @@
+"""vbs watch, in a process of its own: it serves runs that grow, and ends with Ctrl-C."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+from watched_runs import line, write_log
+
+from variable_batch_size.command.main import main
+
+
+def test_it_serves_growing_runs_until_it_is_interrupted(tmp_path):
+    first, second = (write_log(tmp_path / name, range(1, 4)) for name in "ab")
+    command = [sys.executable, "-m", "variable_batch_size", "watch", str(first), str(second), "--samples", "10M"]
+    with subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            url = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())[0]
+
+            def data(seen=-1):
+                with urllib.request.urlopen(f"{url}data?seen={seen}") as answer:
+                    return json.load(answer) if answer.status == 200 else None
+
+            found = data()
+            assert [run["latest"]["step"] for run in found["runs"]] == [3, 3]
+            assert found["runs"][0]["seconds_left"] > 0
+            with (first / "log.jsonl").open("a") as file:
+                file.write(line(4))
+            while (new := data(found["version"])) is None:
+                pass
+            assert [run["latest"]["step"] for run in new["runs"]] == [4, 3]
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+
+
+def test_what_is_no_directory_is_refused(tmp_path, capsys):
+    assert main(["watch", str(tmp_path / "nothing")]) == 1
+    assert f"a run must be a directory or a URL, got {tmp_path / 'nothing'}" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("variable_batch_size.watch.server.Server.server_bind", _refuse)
+    assert main(["watch", str(tmp_path), "--port", "9"]) == 1
+    assert "--host 127.0.0.1 --port 9 cannot be served on: taken" in capsys.readouterr().err
+
+
+def _refuse(server):
+    raise OSError("taken")
+
+
+@pytest.mark.parametrize("options", [["--samples", "5", "--steps", "5"], ["--samples", "0"]])
+def test_wrong_options_are_refused(tmp_path, options):
+    with pytest.raises(SystemExit):
+        main(["watch", str(tmp_path), *options])

@@ -1,0 +1,77 @@
+"""``vbs watch``: a page with the curves of runs while they train."""
+
+import argparse
+import sys
+import webbrowser
+from collections.abc import Mapping
+from typing import Any
+
+from variable_batch_size.command.options import positive, print_text
+from variable_batch_size.planning import reports
+from variable_batch_size.planning.forecast import RunSoFar, basis_of, forecast, named_policy, with_largest
+from variable_batch_size.traces.trace import parse_count
+from variable_batch_size.urls import is_url, local_path
+from variable_batch_size.watch.server import LOOPBACK, Server, Watcher
+
+_PORT = 8765
+
+
+def add_watch(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    help = "directories or URLs of runs, with log.jsonl, executed.csv or decisions.jsonl"
+    add("runs", nargs="+", metavar="RUN", help=help)
+    goal = parser.add_mutually_exclusive_group()
+    goal.add_argument("--steps", type=positive, metavar="N", help="at which the runs end, for the expected end")
+    goal.add_argument("--samples", type=positive, metavar="N", help="likewise, in samples")
+    goal.add_argument("--tokens", type=positive, metavar="N", help="likewise, in tokens")
+    goal.add_argument("--progress", type=float, metavar="P", help="likewise, in progress")
+    help = f"the address to serve on; other than {LOOPBACK}, others can see the page if they have its token"
+    add("--host", default=LOOPBACK, metavar="ADDRESS", help=f"{help} (default: {LOOPBACK})")
+    add("--port", type=int, metavar="P", help=f"of the page (default: {_PORT}, or a free one)")
+    add("--open", action="store_true", help="open the page in a browser")
+
+
+def run_watch(options: argparse.Namespace) -> None:
+    for run in options.runs:
+        if not is_url(run) and not local_path(run).is_dir():
+            raise ValueError(f"a run must be a directory or a URL, got {run}")
+    goals = {"step": options.steps, "samples": options.samples, "tokens": options.tokens, "progress": options.progress}
+    watcher = Watcher(options.runs, {name: goal for name, goal in goals.items() if goal is not None})
+    server = _server(watcher, options)
+    print_text(f"watching {', '.join(options.runs)} on {server.url}, until Ctrl-C")
+    sys.stdout.flush()
+    if options.open:
+        webbrowser.open(server.url)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
+        watcher.close()
+
+
+def _server(watcher: Watcher, options: argparse.Namespace) -> Server:
+    """On the default port, or on a free one if that is taken."""
+    ports = (_PORT, 0) if options.port is None else (options.port,)
+    for port in ports:
+        try:
+            return Server(watcher, answer_forecast, host=options.host, port=port)
+        except OSError as error:
+            refusal = OSError(f"--host {options.host} --port {port} cannot be served on: {error}")
+    raise refusal
+
+
+def answer_forecast(directory: str, query: Mapping[str, str]) -> Any:
+    """The answer to a form of the page: a sentence and a table."""
+    run = RunSoFar.read(directory)
+    counts = {name: parse_count(query[name]) for name in ("samples", "max_batch_size") if query.get(name)}
+    if "samples" not in counts:
+        raise ValueError("`samples` must be given: those of the whole run, at which it ends if it stays as it is")
+    names = query.get("policies", "").split()
+    names += [with_largest(run, counts["max_batch_size"])] if "max_batch_size" in counts else []
+    policies = {name: named_policy(name) for name in names}
+    cores = [parse_count(text) for text in query.get("cores", "").split()]
+    price = float(query["price"]) if query.get("price") else None
+    runs = forecast(run, policies, cores=cores, samples=counts["samples"], price=price)
+    return {"lead": f"{basis_of(run)} {reports.verdict(runs)}", "table": reports.simulation_table(runs)}

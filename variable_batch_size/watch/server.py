@@ -1,0 +1,181 @@
+"""The server of the page: a reader of the runs in a thread, and HTTP for a browser, on this machine unless asked."""
+
+import gzip
+import hmac
+import json
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from variable_batch_size.checks import import_extra
+from variable_batch_size.watch.run import WatchedRun
+
+LOOPBACK = "127.0.0.1"
+_NAMES_OF_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_SECONDS_BETWEEN_LOOKS = 0.1
+_LONGEST_WAIT = 5.0  # seconds until a request for news is answered that there are none
+_TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript", "css": "text/css", "json": "application/json"}
+_COOKIE = "vbs-token"
+# Plotly sets the styles of elements; nothing else may come from anywhere but here
+_POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-ancestors 'none'"
+
+Forecast = Callable[[str, Mapping[str, str]], Any]  # of a directory, with the options of a query
+
+
+class Watcher:
+    """Reads the runs again and again in a thread, and has what the page asks for."""
+
+    def __init__(self, directories: Sequence[str], goal: Mapping[str, float]) -> None:
+        self.runs = [WatchedRun(directory) for directory in directories]
+        self._goal, self._ended, self._news = goal, threading.Event(), threading.Condition()
+        self._made: tuple[int, bytes] = (-1, b"")
+        self.poll()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+
+    def poll(self) -> bool:
+        """Read what is new; whether there may be more."""
+        with self._news:
+            before = self._version
+            more = [run.poll() for run in self.runs]  # all of them
+            if self._version != before:
+                self._news.notify_all()
+        return any(more)
+
+    @property
+    def _version(self) -> int:
+        return sum(run.version for run in self.runs)
+
+    def data(self, seen: int) -> bytes | None:
+        """All runs as JSON, as soon as something has changed since the version that was seen; None if nothing does."""
+        with self._news:
+            self._news.wait_for(lambda: self._version != seen or self.is_closed, _LONGEST_WAIT)
+            version = self._version
+            if version == seen:
+                return None
+            if version != self._made[0]:
+                runs = [run.as_dict(self._goal) for run in self.runs]
+                text = json.dumps({"version": version, "runs": runs}, allow_nan=False)
+                self._made = version, text.encode()
+            return self._made[1]
+
+    @property
+    def is_closed(self) -> bool:
+        return self._ended.is_set()
+
+    def close(self) -> None:
+        """End the thread, and answer all requests that wait."""
+        self._ended.set()
+        with self._news:
+            self._news.notify_all()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while not self._ended.is_set():
+            if not self.poll():
+                self._ended.wait(_SECONDS_BETWEEN_LOOKS)
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the page and the data of a watcher, and nothing else. `token` is needed if others can reach it."""
+
+    daemon_threads = True
+
+    def __init__(self, watcher: Watcher, forecast: Forecast, *, host: str, port: int) -> None:
+        self.watcher, self.forecast = watcher, forecast
+        self.is_local = host in (LOOPBACK, "localhost")
+        self.token = None if self.is_local else secrets.token_urlsafe(16)
+        library = import_extra("plotly.offline", "vbs watch needs plotly", "compare").get_plotlyjs()
+        here = files("variable_batch_size.watch")
+        self.files = {name: (here / name).read_bytes() for name in ("page.html", "page.js", "page.css")}
+        self.files["plotly.js"] = library.encode()
+        self.compressed = gzip.compress(self.files["plotly.js"], 1)
+        super().__init__((host, port), _Handler)
+
+    @property
+    def url(self) -> str:
+        """The address of the page, with the token."""
+        host, port = self.server_address[:2]
+        query = "" if self.token is None else f"?token={self.token}"
+        return f"http://{host if isinstance(host, str) else host.decode()}:{port}/{query}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"  # keeps the connection
+
+    def do_GET(self) -> None:
+        """Answer one of the few requests that there are."""
+        if self.server.watcher.is_closed:
+            self.close_connection = True
+            return
+        address = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(address.query).items()}
+        if not self._is_allowed(query):
+            self._send(
+                HTTPStatus.FORBIDDEN, "text/plain", b"the address must have the token that vbs watch has printed\n"
+            )
+        elif address.path == "/":
+            self._send(HTTPStatus.OK, _TYPES["html"], self.server.files["page.html"])
+        elif address.path == "/data":
+            seen = query.get("seen", "-1")
+            text = self.server.watcher.data(int(seen) if seen.lstrip("-").isdecimal() else -1)
+            self._send(HTTPStatus.NO_CONTENT if text is None else HTTPStatus.OK, _TYPES["json"], text or b"")
+        elif address.path == "/forecast":
+            self._forecast(query)
+        elif address.path[1:] in self.server.files and address.path != "/page.html":
+            name = address.path[1:]
+            self._send(HTTPStatus.OK, _TYPES[name.rpartition(".")[2]], self.server.files[name])
+        else:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page\n")
+
+    def _forecast(self, query: Mapping[str, str]) -> None:
+        number = query.get("run", "")
+        runs = self.server.watcher.runs
+        try:
+            if not number.isdecimal() or int(number) >= len(runs):
+                raise ValueError(f"`run` must be the number of a run, below {len(runs)}, got {number!r}")
+            answer = self.server.forecast(runs[int(number)].name, query)
+        except (ValueError, OSError, ImportError) as error:
+            answer = {"error": str(error)}
+        self._send(HTTPStatus.OK, _TYPES["json"], json.dumps(answer, allow_nan=False).encode())
+
+    def _is_allowed(self, query: Mapping[str, str]) -> bool:
+        """Whether the request has the token; on this machine, whether it names this machine.
+
+        A page of another site may let its name lead to this machine, and would then read the answers.
+        """
+        token = self.server.token
+        if token is None:
+            return self.headers.get("Host", "").rpartition(":")[0] in _NAMES_OF_LOOPBACK
+        cookies: SimpleCookie = SimpleCookie()
+        with suppress(CookieError):
+            cookies.load(self.headers.get("Cookie", ""))
+        given = query.get("token") or (cookies[_COOKIE].value if _COOKIE in cookies else "")
+        return hmac.compare_digest(given.encode(), token.encode())
+
+    def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+        self.send_response(status)
+        if content is self.server.files["plotly.js"] and "gzip" in self.headers.get("Accept-Encoding", ""):
+            content = self.server.compressed
+            self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Security-Policy", _POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        if self.server.token is not None and status != HTTPStatus.FORBIDDEN:
+            self.send_header("Set-Cookie", f"{_COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing of each request."""
