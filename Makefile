@@ -61,6 +61,7 @@ bench: $(FOR_ALL) .peers
 	$(BIN)/python bench/optimizer.py
 	$(BIN)/python bench/weights.py
 	$(BIN)/python bench/reduction.py
+	$(BIN)/python bench/shares.py
 	$(BIN)/python bench/exact.py
 	$(BIN)/python bench/logs.py
 	$(BIN)/python bench/saving.py

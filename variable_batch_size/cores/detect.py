@@ -136,6 +136,11 @@ def running_cores(process_group: Any = None) -> tuple[int, int]:
     return xla.cores() if xla.is_running() else (0, 1)
 
 
+def shared_store() -> Any:
+    """The key-value store that all processes of torch.distributed share."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def device_for_sums(device: torch.device) -> torch.device:
     """The device on which values of a device are summed over all cores: an XLA device if the cores are XLA's."""
     return xla.device() if not is_running() and running_cores()[1] > 1 else device

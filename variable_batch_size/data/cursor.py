@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from variable_batch_size.checks import check_within
+from variable_batch_size.data.shares import Shares
 from variable_batch_size.schedules.schedule import BaseSchedule
 
 
@@ -18,7 +19,8 @@ class StepPlan(NamedTuple):
     epoch: int = 0
     step: int = 0  # its number in the run
     batch_size: int = 0  # of the step, over all ranks
-    num_rounds: int = 1  # minibatches that this rank runs in the step, padding included
+    num_rounds: int = 1  # minibatches that this rank runs in the step, padding included; 1 while that is not known
+    has_first: bool = True  # whether the rank has the first minibatch of the step
 
 
 @dataclass
@@ -48,10 +50,12 @@ class Cursor:
     """Moves through the minibatches that a rank runs in an epoch; `plan` is that of the latest one, at first the first.
 
     Padding is a rank's last minibatch of a step, so a step has at most two plans: of the last one and those before it.
+    Which one a minibatch has follows from the schedule, or is requested from the shares, one minibatch ahead.
     """
 
-    def __init__(self, schedule: BaseSchedule, rank: int) -> None:
+    def __init__(self, schedule: BaseSchedule, rank: int, shares: Shares | None = None) -> None:
         self.schedule = schedule  # may be replaced before move()
+        self.shares = shares  # likewise; None for round robin
         self._rank = rank
         self.move(0)
 
@@ -64,8 +68,10 @@ class Cursor:
         step = steps[min(int(first_step), len(steps) - 1)]
         self._offset = self.schedule.samples_before(step) - self.schedule.samples_before(steps.start)
         self._next: tuple[StepPlan, StepPlan] | None = None
-        self._accumulating, self._last = self._plans(step)
-        self._num_left = self._last.num_rounds if first_step < len(steps) else 0
+        is_left = first_step < len(steps)
+        self._accumulating, self._last = self._plans(step, self.shares if is_left else None)
+        self._num_left = self._last.num_rounds if is_left else 0
+        self._num_run = 0  # of the minibatches of the step
         self.plan = self._accumulating if self._num_left > 1 else self._last
 
     def begin_half(self) -> StepPlan:
@@ -84,8 +90,12 @@ class Cursor:
                 raise RuntimeError(f"epoch {self.epoch} has {len(self._steps)} steps and all are done: {advice}")
             self._offset += self._last.batch_size
             (self._accumulating, self._last), self._next = self._next, None
-            self._num_left = self._last.num_rounds
-        self._num_left -= 1
+            self._num_left, self._num_run = self._last.num_rounds, 0
+        self._num_run += 1
+        if self.shares is None:
+            self._num_left -= 1
+        else:
+            self._num_left = int(self.shares.place(self._last.step, self._num_run) is not None)
         self.plan = self._accumulating if self._num_left else self._last
         if is_half:
             self.plan = self.plan._replace(num_minibatches=2)
@@ -95,16 +105,21 @@ class Cursor:
         """Compute the plans of the next step, if the epoch has one, so that its first minibatch need not."""
         step = self._last.step + 1
         if self._next is None and step < self._steps.stop:
-            self._next = self._plans(step)
+            self._next = self._plans(step, self.shares)
 
-    def _plans(self, step: int) -> tuple[StepPlan, StepPlan]:
+    def _plans(self, step: int, shares: Shares | None) -> tuple[StepPlan, StepPlan]:
         """Of a step's minibatches before the last one, and of the last one."""
         schedule, rank = self.schedule, self._rank
         batch_size = schedule.batch_size(step)
         number = batch_size // schedule.minibatch_size_of(batch_size)
+        if shares is not None:
+            first = shares.place(step, 0)
+            of_step = (self.epoch, step, batch_size, 1, first == 0)
+            last = StepPlan(number, True, first is None, first is None, *of_step)
+            return last._replace(is_last=False), last
         first = 0 if schedule.lockstep else rank  # in lockstep all run as many as rank 0, which has most
         rounds = max(1, -((first - number) // schedule.num_replicas))
-        of_step = (self.epoch, step, batch_size, rounds)
+        of_step = (self.epoch, step, batch_size, rounds, rank == 0)
         is_padding = rank + (rounds - 1) * schedule.num_replicas >= number
         last = StepPlan(number, True, rank >= number, is_padding, *of_step)
         return (last if rounds == 1 else StepPlan(number, False, False, False, *of_step)), last
@@ -129,17 +144,24 @@ class Cursor:
         Of padding, that of the one it copies.
         """
         plan, offset, place = self.next, self._offset, self._rank
-        if self._num_left:
-            place += (self._last.num_rounds - self._num_left) * self.schedule.num_replicas
-        else:
+        number = self._num_run if self._num_left else 0
+        if not self._num_left:
             offset += self._last.batch_size
+        own = None if self.shares is None or plan is None else self.shares.place(plan.step, number)
+        place += number * self.schedule.num_replicas
+        place = place if own is None else own
         within = 0 if plan is None else place % plan.num_minibatches * (plan.batch_size // plan.num_minibatches)
         return (offset + within) // self.schedule.minibatch_size
 
     @property
     def is_accumulating(self) -> bool:
         """Whether this rank has run some of its minibatches of a step, but not all."""
-        return self._num_left not in (0, self._last.num_rounds)
+        return bool(self._num_left and self._num_run)
+
+    @property
+    def num_own(self) -> int:
+        """How many minibatches of the step of the latest one this rank has run, without padding."""
+        return self._num_run - self.plan.is_padding
 
     @property
     def epoch_step(self) -> int:

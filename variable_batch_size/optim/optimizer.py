@@ -17,12 +17,13 @@ from variable_batch_size.cores.detect import communicator_for, everyone_for
 from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import Cursor, StepPlan
 from variable_batch_size.data.sampler import CustomSampler, Description, MinibatchSource, source_of
+from variable_batch_size.data.shares import Shares
 from variable_batch_size.optim import consistency
 from variable_batch_size.optim.attachments import Attachments, Limit, Per
 from variable_batch_size.optim.buffers import Buffers
 from variable_batch_size.optim.flow import Flow, Outcome, step_unless
 from variable_batch_size.optim.gradients import make_accumulator
-from variable_batch_size.optim.gradients.accumulator import StepGradient
+from variable_batch_size.optim.gradients.accumulator import Counts, StepGradient
 from variable_batch_size.optim.hyperparameters import Preconditioner, StepHyperparameters
 from variable_batch_size.optim.loss_scale import LossScale
 from variable_batch_size.optim.norm_layers import EVERY, MEASURES, NormLayers
@@ -177,12 +178,12 @@ class CustomOptimizer(OptimizerProxy):
         parts, is_read = (self._rule, self._lr_scaler, self._own_meter), skip_nonfinite is True
         self._flow = Flow(*parts, self.inner, self._communicator, is_read=is_read)
         self.skip_nonfinite = self._flow.skips_by_default if skip_nonfinite is None else skip_nonfinite
-        schedule = sampler.schedule
-        self._driver = PolicyDriver(self, schedule) if isinstance(schedule, PolicySchedule) else None
-        self._cursor = Cursor(schedule, sampler.rank)  # the policy has decided the first batch sizes
+        self._driver = self._make_driver()
+        self._cursor = Cursor(sampler.schedule, sampler.rank)  # the policy has decided the first batch sizes
         self._cursor.move(sampler.epoch, sampler.first_step)
         options |= {"skip_nonfinite": self.skip_nonfinite, "seed_minibatches": self.seeds_minibatches}
         finish_checks = consistency.sync_and_check_ranks(self, self._wrappers, self._communicator, options)
+        self._shares = self._connect_shares()
         self._preconditioner = Preconditioner(self.inner, self._rule.min_updates) if self._rule.preconditions else None
         self._accumulator = make_accumulator(
             self.inner,
@@ -202,6 +203,20 @@ class CustomOptimizer(OptimizerProxy):
         self._begin_epoch()
         sampler.attach(self)
         finish_checks()
+
+    def _make_driver(self) -> PolicyDriver | None:
+        schedule = self.sampler.schedule
+        return PolicyDriver(self, schedule) if isinstance(schedule, PolicySchedule) else None
+
+    def _connect_shares(self) -> Shares | None:
+        """How the cores share steps, unless by round robin, once it is known that they have the same settings."""
+        sampler, device = self.sampler, next(self.parameters()).device
+        shares = self._cursor.shares = sampler.shares
+        if shares is not None and not shares.is_connected:
+            shares.connect(self._communicator, device)
+            shares.begin(sampler.schedule, sampler.epoch, sampler.first_step)
+        self._cursor.move(sampler.epoch, sampler.first_step)
+        return shares
 
     def _make_meter(self, smoothing: Smoothing, *, measure_noise: bool) -> NoiseMeter | None:
         """A meter besides those of the rules, if there is one; all of them average in the same way."""
@@ -324,6 +339,8 @@ class CustomOptimizer(OptimizerProxy):
             hook(self, (), {})
         if not self._attachments.is_empty:
             self._attachments.after_minibatch(self, result if loss is None else loss, is_complete=plan.is_last)
+        if self._shares is not None:
+            self._shares.begin_minibatch()
         return plan.is_last if closure is None else result
 
     # torch would wrap step() for hooks and profiling, which takes longer than accumulating; the inner step() has both
@@ -344,7 +361,12 @@ class CustomOptimizer(OptimizerProxy):
             return self._cursor.begin_half()
         self._half = 0
         runs.add(sampler.num_read)
-        plan = self._cursor.advance(is_half=half == 2)
+        if self._shares is None:
+            plan = self._cursor.advance(is_half=half == 2)
+        else:
+            self._shares.await_device()
+            plan = self._cursor.advance()
+            self._shares.end_minibatch(is_padding=plan.is_padding)
         if plan.num_minibatches > 1 and sampler.is_shared:
             self._check_order()
         return plan
@@ -402,6 +424,8 @@ class CustomOptimizer(OptimizerProxy):
             raise ValueError(f"halves() needs a rule of mean gradients, but {type(self._rule).__name__} sums them")
         if self.sampler.is_shared:
             raise ValueError("halves() needs a sampler of one optimizer, but several are attached to this one")
+        if self._shares is not None:
+            raise ValueError('halves() needs a sampler with assign="round robin"')
         return plan is not None and plan.num_minibatches == 1 and plan.step % every == 0
 
     @property
@@ -491,6 +515,7 @@ class CustomOptimizer(OptimizerProxy):
     def _complete_step(self, plan: StepPlan) -> bool | torch.Tensor:
         """Reduce and update, or skip the update; returns whether the weights changed, maybe on the device."""
         step = self._rule_step()
+        self._accumulator.counts = Counts(self.num_own * self.num_parts, plan.num_minibatches)
         try:
             gradient = self._accumulator.reduce(plan)
             weight = gradient.weight
@@ -522,6 +547,8 @@ class CustomOptimizer(OptimizerProxy):
             self._cursor.refresh()
         else:
             self._cursor.look_ahead()
+        if self._shares is not None:
+            self._shares.after_step(plan.step, self.sampler.num_prefetched)
         if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
             message = "%s: batch size %d, learning rate %g, %d samples in all"
             show(logger, message, str(self._cursor), step.batch_size, self.current_lr(), self.samples_done)
@@ -688,6 +715,8 @@ class CustomOptimizer(OptimizerProxy):
     def set_schedule(self, schedule: BaseSchedule) -> None:
         """Replace the schedule, and that of the sampler; ``set_epoch`` then selects a position in it."""
         self.sampler.schedule = self._cursor.schedule = schedule
+        if self._shares is not None:
+            self._shares.begin(schedule, 0, 0)
         self._cursor.move(0)
 
     @property
@@ -714,6 +743,11 @@ class CustomOptimizer(OptimizerProxy):
     def batch_size(self) -> int:
         """The batch size of the step that the latest minibatch belongs to; at first, of the epoch's first step."""
         return self._cursor.plan.batch_size
+
+    @property
+    def num_own(self) -> int:
+        """How many minibatches this core has run in the step of the latest one, without padding."""
+        return self._cursor.num_own
 
     @property
     def is_idle(self) -> bool:

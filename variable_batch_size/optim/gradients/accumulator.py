@@ -27,11 +27,19 @@ Divisors = dict[torch.Tensor, torch.Tensor]
 UNWEIGHTED = -(2.0**20)
 
 _NUM_SAMPLES = 8  # weights that are compared in the first step of an epoch
-NUM_CHECKSUMS = 4
-NUM_DIGEST = _NUM_SAMPLES + NUM_CHECKSUMS
+_NUM_COUNTS, _NUM_CHECKSUMS = 1, 4
+NUM_CHECKS = _NUM_COUNTS + _NUM_CHECKSUMS
+NUM_DIGEST = _NUM_SAMPLES + NUM_CHECKS
 _MAX_DRIFT = 1e-4  # of weights between ranks; processors of different kinds may round differently
 
 _EPS = 1e-6  # added to a norm before it divides, as in torch.nn.utils.clip_grad_norm_
+
+
+class Counts(NamedTuple):
+    """Minibatches of a step, without padding."""
+
+    own: int  # that this rank has run
+    of_all: int  # that all ranks should have run together
 
 
 class Measured(NamedTuple):
@@ -131,6 +139,7 @@ class GradientAccumulator(ABC):
     """
 
     is_one_of_several = False  # whether other optimizers run the same minibatches
+    counts: Counts | None = None  # of the step that is reduced; None to check none
     attached = ""  # what else the optimizer has that must be the same on all ranks
     is_summed_by_autograd = False  # whether ``p.grad`` is the sum over the step's minibatches so far
     inverse_scale: torch.Tensor | None = None  # of the latest minibatch, where a GradScaler is in use
@@ -341,9 +350,10 @@ class GradientAccumulator(ABC):
         """What must be the same on all ranks: in an epoch's first step, some weights; and always, checksums."""
         if self._checked != self._epoch and self._samples_weights:
             self._sampled = self._sample_weights(digest)
-            digest[:-NUM_CHECKSUMS].copy_(self._sampled)
+            digest[:-NUM_CHECKS].copy_(self._sampled)
             self._checked = self._epoch
-        for place, number in enumerate(self._checksums(), start=-NUM_CHECKSUMS):
+        own = 0 if self.counts is None else self.counts.own
+        for place, number in enumerate([own, *self._checksums()], start=-NUM_CHECKS):
             digest[place].fill_(number)
 
     def _checksums(self) -> list[int]:
@@ -369,17 +379,18 @@ class GradientAccumulator(ABC):
 
     def _check_digest(self, reduced: torch.Tensor, ranks: int) -> None:
         """Raise if ranks differ. Waits for the device, but only in the first step of an epoch."""
-        expected, checksums = [number * ranks for number in self._checksums()], reduced[-NUM_CHECKSUMS:]
+        of_all = 0 if self.counts is None else self.counts.of_all * ranks // self.communicator.num_replicas
+        expected, checks = [of_all, *(number * ranks for number in self._checksums())], reduced[-NUM_CHECKS:]
         own, self._sampled, self._unread = self._sampled, None, None
-        if own is None and checksums.device.type != "cpu":
-            self._unread = checksums.clone(), expected
-        elif own is None and checksums.tolist() != expected:
-            self._refuse_different(checksums.tolist(), expected)
+        if own is None and checks.device.type != "cpu":
+            self._unread = checks.clone(), expected
+        elif own is None and checks.tolist() != expected:
+            self._refuse_different(checks.tolist(), expected)
         if own is None:
             return
-        weights = reduced[:-NUM_CHECKSUMS]
+        weights = reduced[:-NUM_CHECKS]
         distance = torch.linalg.vector_norm(weights - own * ranks) - _MAX_DRIFT * ranks * torch.linalg.vector_norm(own)
-        *values, excess = torch.cat([checksums, distance.view(1)]).tolist()
+        *values, excess = torch.cat([checks, distance.view(1)]).tolist()
         weights.zero_()
         self._refuse_different(values, expected)
         if excess > 0:
@@ -390,7 +401,7 @@ class GradientAccumulator(ABC):
             )
 
     def _refuse_different(self, reduced: list[float], expected: list[int]) -> None:
-        are_same_attached, are_same_lrs, is_same_epoch, is_same_layout = (
+        is_complete, are_same_attached, are_same_lrs, is_same_epoch, is_same_layout = (
             one == other for one, other in zip(reduced, expected, strict=True)
         )
         if not is_same_layout:
@@ -402,6 +413,11 @@ class GradientAccumulator(ABC):
             raise RuntimeError(
                 f"Ranks are in different epochs; this one is in epoch {self._epoch}. Call step() after every minibatch "
                 "on every rank; to leave a minibatch out, call step() without backward()."
+            )
+        if not is_complete:
+            raise RuntimeError(
+                f"Ranks have run {reduced[0]:g} minibatches of a step that has {expected[0]}. Call set_epoch() equally "
+                "often, and read the same sampler, on every rank."
             )
         if not are_same_attached:
             raise RuntimeError(

@@ -72,8 +72,8 @@ class BucketAccumulator(GradientAccumulator):
         if fixed_point is None or fixed_point.scale.has_asked or not (self.is_one_of_several and is_several):
             self._accumulate(plan, weight)
             return
-        # the first units are broadcast right before the reduction: otherwise another optimizer would reduce in between
-        # on a rank with one minibatch, and broadcast first on a rank with several
+        # the first units are summed right before the reduction: otherwise another optimizer would reduce in between
+        # on a rank with one minibatch, and sum units first on a rank with several
         taken = {p: p.grad.clone() for p in self._parameters() if p.grad is not None}
         self.zero_grad()
         self._held_minibatches.append((plan, weight, taken))
@@ -96,7 +96,7 @@ class BucketAccumulator(GradientAccumulator):
         if fixed_point is not None:
             fixed_point.check_num_minibatches(plan.num_minibatches)
             if not self._has_sums:
-                fixed_point.update_scale(self.communicator)
+                fixed_point.update_scale(self.communicator, has_first=plan.has_first)
         self._is_weighted = weight is not None
         measures = self._measures and plan.num_minibatches > 1  # one minibatch shows no noise
         squares = self._squared_norms_by_group(self._gradients_by_group()) if measures else None
@@ -236,7 +236,7 @@ class BucketAccumulator(GradientAccumulator):
         """Compare a new layout in tensors of the previous one, as others may still have that and sizes must match."""
         _, parameters, num_numbers = self._agreed
         sent = GradientBuckets(parameters, num_numbers=num_numbers, dtype=self._sum_dtype)
-        own = self._checksums()
+        own = [0, *self._checksums()]
         sent.numbers[-1:].fill_(own[-1])
         self.communicator.sum(sent.flats)
         total = float(sent.numbers[-1])
