@@ -18,7 +18,7 @@ def as_free(schedule, cores=2):
     """The shares of cores that have one store, in one process."""
     store, found = dist.HashStore(), [AsFree(rank) for rank in range(cores)]
     for one in found:
-        one._run, one._num_passes, one._store = "run", 0, store
+        one._counter.run, one._counter.store = "run", store
         one._pace = devices.Pace(torch.device("cpu"))
         one.begin(schedule, 0, 0)
     return found

@@ -98,3 +98,8 @@ def test_one_core_needs_no_store():
 def test_an_unknown_way_to_assign_is_refused():
     with pytest.raises(ValueError, match="`assign` must be one of"):
         vbs.CustomSampler(dataset_size=64, trace=[16], minibatch_size=8, assign="fastest")
+
+
+def test_a_loader_that_takes_too_much_ahead_is_refused(on_cores):
+    for error in on_cores(2, shared_steps.read_far_ahead):
+        assert error.startswith('`num_workers` * `prefetch_factor` must be at most 8 with assign="as free"')

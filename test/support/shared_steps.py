@@ -93,3 +93,11 @@ def read_twice_as_often_on_one_core():
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def read_far_ahead():
+    try:
+        vbs.DataLoader(dataset(), SIZES, minibatch_size=8, assign="as free", num_workers=5)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -39,7 +39,7 @@ class ProcessGroups(Communicator):
         for group in self._groups:
             for work in [dist.all_reduce(part, group=group, async_op=True) for part in parts]:
                 if work is not None:
-                    work.wait()
+                    work.wait() if self.timeout is None else work.wait(self.timeout)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:

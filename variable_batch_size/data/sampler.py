@@ -16,9 +16,10 @@ from variable_batch_size.checks import check_integer, check_one_of, check_positi
 from variable_batch_size.cores.detect import running_cores
 from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import RunCount
-from variable_batch_size.data.shares import ASSIGN, MOST_AHEAD, SHARES, AsFree, Assign, Shares
+from variable_batch_size.data.shares import ASSIGN, MOST_AHEAD, SHARES, AsFree, Assign, PassCounter, Shares
 from variable_batch_size.policies.policy import Policy, Situation, policy_of
 from variable_batch_size.schedules.live import PolicySchedule
+from variable_batch_size.schedules.open_steps import OpenSchedule, OpenSteps
 from variable_batch_size.schedules.permutation import Permutation
 from variable_batch_size.schedules.schedule import BaseSchedule, Minibatches, OnEnd, Schedule
 from variable_batch_size.traces.trace import TraceLike
@@ -50,11 +51,12 @@ class MinibatchSource(ABC):
     # often as the schedule says, without iterating over a loader or the sampler
     must_be_read = True
     shares: Shares | None = None  # of the cores in a step; None for round robin
+    counter: PassCounter | None = None  # of the minibatches that the cores read, in open steps only
     _loader: str  # that reads this source, for errors
 
     def __init__(
         self,
-        trace: TraceLike | Policy | Callable[[Situation], float],
+        trace: TraceLike | OpenSteps | Policy | Callable[[Situation], float],
         dataset_size: int | None,
         minibatch_size: int,
         num_replicas: int | None,
@@ -73,7 +75,9 @@ class MinibatchSource(ABC):
         how: Any = {"dataset_size": dataset_size, "minibatch_size": minibatch_size, "num_replicas": num_replicas}
         how |= {"lockstep": lockstep, "max_minibatch_size": max_minibatch_size}
         self.schedule: BaseSchedule
-        if is_decided(trace):
+        if isinstance(trace, OpenSteps):
+            self.schedule, self.counter = OpenSchedule(trace, **how), PassCounter(int(rank))
+        elif is_decided(trace):
             self.schedule = PolicySchedule(policy_of(trace), **how)  # type: ignore[arg-type]
         else:
             self.schedule = Schedule(trace, on_end=on_end, **how)  # type: ignore[arg-type]
@@ -152,12 +156,16 @@ class MinibatchSource(ABC):
         self.end_pass()
         self.schedule.begin_epoch(epoch)
         check_within(len(self.schedule.steps(epoch)), first_step=first_step)
+        if isinstance(self.schedule, OpenSchedule):
+            self.schedule.check_position(epoch, first_step)
         self.epoch, self.first_step = int(epoch), int(first_step)
         self.num_passes += 1
         self.num_read, self._is_read, self._thread, self._on_first_read = 0, False, None, None
         self.num_to_run = None
         if self.shares is not None:
             self.shares.begin(self.schedule, self.epoch, self.first_step)
+        if self.counter is not None:
+            self.counter.begin()
         for follower in self.followers():
             follower._follow()
 
@@ -176,6 +184,9 @@ class MinibatchSource(ABC):
 
     def check_run(self, runs: RunCount) -> None:
         """Raise if an optimizer must not run a minibatch: before the first one, and if no more were read."""
+        if self.schedule.is_open:  # in these, any number of minibatches may be made of what is read
+            self._thread = threading.get_ident()
+            return
         if not self.has_been_read and self.must_be_read:
             raise RuntimeError(
                 f"step() was called, but no loader reads this {type(self).__name__}: train with {self._loader}, "
@@ -195,8 +206,8 @@ class MinibatchSource(ABC):
 
     def _end_reading(self) -> None:
         """Raise if an optimizer has left out minibatches of a pass of which all were read."""
-        self._is_read = True
-        for follower in self.followers():
+        self._is_read = not self.schedule.is_open
+        for follower in self.followers() if self._is_read else ():
             runs = follower._runs
             runs.number_at_end = runs.number
             # a thread that reads ahead of the loop may be at any distance
@@ -241,9 +252,11 @@ class MinibatchSource(ABC):
     def num_updates(self, num_epochs: int) -> int:
         """The number of steps in the first epochs of a run, for example as the length of a learning-rate schedule."""
         check_positive(num_epochs=num_epochs)
-        if isinstance(self.schedule, PolicySchedule):
+        if not isinstance(self.schedule, Schedule):
             raise ValueError(
                 "a policy decides the number of updates: let schedules depend on samples, tokens or progress"
+                if self.policy is not None
+                else "open steps have no number of updates: let schedules depend on samples, tokens or progress"
             )
         return self.schedule.steps(num_epochs - 1).stop
 
@@ -286,7 +299,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         dataset_size: its length.
         trace: the batch size of every step: a path, stages such as ``"0:64 20:128 40:256"`` or ``{0: 64, 20: 128}``, a
             sequence, an array, a pandas column, or an integer for a constant one; multiples of `minibatch_size`. Or a
-            policy, or a function of the situation, that decides as it runs.
+            policy, or a function of the situation, that decides as it runs; or :class:`OpenSteps`.
         num_replicas: cores that share the work; those of the running backend if None.
         rank: which of them this is; that of the running backend if None.
         process_group: the cores that share the work, where they are not all processes of torch.distributed: a group, or
@@ -318,7 +331,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
     def __init__(
         self,
         dataset: Sized | int | None = None,
-        trace: TraceLike | Policy | Callable[[Situation], float] = "",
+        trace: TraceLike | OpenSteps | Policy | Callable[[Situation], float] = "",
         *,
         dataset_size: int | None = None,
         minibatch_size: int,
@@ -354,6 +367,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if assign == "round robin":
             return
         for name, is_on, reason in (
+            ("OpenSteps", self.schedule.is_open, "cores read as they are free in any case"),
             ("lockstep", self.schedule.lockstep, _IN_LOCKSTEP),
             ("max_minibatch_size", self.schedule.max_minibatch_size > self.minibatch_size, "it divides steps evenly"),
             ("a policy", self.policy is not None, "it decides by the time of even shares"),
@@ -408,11 +422,19 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
             if not getattr(loader, "in_order", True):
                 raise ValueError(_OUT_OF_ORDER)
             self.num_prefetched = loader.num_workers * (loader.prefetch_factor or 0)
-        if isinstance(self.shares, AsFree) and self.num_prefetched > MOST_AHEAD:
-            rule = f'`num_workers` * `prefetch_factor` must be at most {MOST_AHEAD} with assign="as free"'
-            found = f"which takes what is read ahead, got {self.num_prefetched}"
-            raise ValueError(f'{rule}, {found}: use fewer, or assign="by speed"')
+            self._check_prefetched(loader)
         return _Requested(self._minibatches(), self._on_request)
+
+    def _check_prefetched(self, loader: "torch.utils.data.DataLoader[Any]") -> None:
+        """Raise if a loader reads further ahead than minibatches can be assigned."""
+        number = loader.num_workers * (loader.prefetch_factor or 0)
+        if isinstance(self.shares, AsFree) and number > MOST_AHEAD:
+            rule = f'`num_workers` * `prefetch_factor` must be at most {MOST_AHEAD} with assign="as free"'
+            found = f"which takes what is read ahead, got {number}"
+            raise ValueError(f'{rule}, {found}: use fewer, or assign="by speed"')
+        if self.schedule.is_open and number:
+            rule = "`num_workers` must be 0 with OpenSteps"
+            raise ValueError(f"{rule}, got {loader.num_workers}: what is read ahead would belong to no step")
 
     def _minibatches(self) -> Iterator[list[int]]:
         # a DataLoader may make several iterators and use one: nothing happens before the first request
@@ -438,6 +460,11 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
     def _offsets(self) -> Iterator[Minibatches]:
         """The minibatches of this pass; several at once unless they are assigned while it runs."""
         schedule, size, shares = self.schedule, self.minibatch_size, self.shares
+        if isinstance(schedule, OpenSchedule):
+            first = schedule.samples_read(self.epoch)
+            while (start := first + self.counter.next() * size) + size <= schedule.capacity:  # type: ignore[union-attr]
+                yield Minibatches(np.array([start]), size)
+            return
         if shares is None:
             at_once = max(1, _SAMPLES_AT_ONCE // size)
             yield from schedule.offsets(self.epoch, self.rank, at_once=at_once, first_step=self.first_step)
@@ -481,7 +508,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __init__(
         self,
         dataset: torch.utils.data.Dataset[Any],
-        trace: TraceLike | Policy | Callable[[Situation], float] = "",
+        trace: TraceLike | OpenSteps | Policy | Callable[[Situation], float] = "",
         *,
         minibatch_size: int,
         seed: int = 0,
@@ -519,6 +546,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             verbose=verbose,
         )
         super().__init__(dataset, batch_sampler=sampler, **options)
+        sampler._check_prefetched(self)
 
     def __iter__(self) -> Any:
         iterator = super().__iter__()

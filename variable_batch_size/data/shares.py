@@ -7,8 +7,8 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
-from itertools import accumulate
-from typing import Literal, final, get_args
+from itertools import accumulate, count
+from typing import Any, Literal, final, get_args
 
 import torch
 
@@ -121,6 +121,47 @@ class Shares(ABC):
             return self._communicator.total(numbers.to(self._device))
 
 
+class PassCounter:
+    """Numbers 0, 1, 2 … in each pass, each of which one core gets: from the store of torch.distributed.
+
+    A core alone counts by itself.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.run = ""  # the beginning of the keys, the same on all cores of a run
+        self.store: Any = None
+        self._rank, self._num_passes, self._numbers = rank, 0, count()
+
+    def connect(self, communicator: Communicator, device: torch.device, what: str) -> None:
+        """Before the first number. Every core must call it."""
+        self.run, self._num_passes = "alone", 0
+        if communicator.num_replicas == 1:
+            return
+        if not isinstance(communicator, ProcessGroups):
+            advice = ': use assign="by speed"' if "assign" in what else ""
+            raise ValueError(f"{what} needs the store of torch.distributed, which XLA cores have not{advice}")
+        token = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8).to(device)
+        communicator.broadcast([token])
+        self.run = f"variable_batch_size/{bytes(token.tolist()).hex()}"
+        self.store = shared_store()
+
+    def begin(self) -> None:
+        """Begin a pass. Every core must call it as often."""
+        self._num_passes += 1
+        self._numbers = count()
+        if self.store is not None and self._rank == 0 and self._num_passes > 2:
+            # the key of the pass before may still be in use on other cores
+            self.store.delete_key(f"{self.run}/{self._num_passes - 2}")
+
+    def next(self) -> int:
+        """The next number of the pass."""
+        if not self.run:
+            raise RuntimeError("no minibatch is assigned yet: make the optimizer before reading the sampler")
+        if self.store is None:
+            return next(self._numbers)
+        return int(self.store.add(f"{self.run}/{self._num_passes}", 1)) - 1
+
+
 @final
 class AsFree(Shares):
     """A core that is ready takes the next minibatch, from a counter in the store of torch.distributed.
@@ -129,27 +170,19 @@ class AsFree(Shares):
     of a later step, and the core is idle in those between.
     """
 
-    _key = ""  # of the counter of this pass
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self._counter = PassCounter(rank)
 
     def connect(self, communicator: Communicator, device: torch.device) -> None:
-        if not isinstance(communicator, ProcessGroups):
-            needs = 'assign="as free" needs the store of torch.distributed'
-            raise ValueError(f'{needs}, which XLA cores have not: use assign="by speed"')
-        token = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8).to(device)
-        communicator.broadcast([token])
-        self._run, self._num_passes = bytes(token.tolist()).hex(), 0
-        self._store = shared_store()
+        self._counter.connect(communicator, device, 'assign="as free"')
         super().connect(communicator, device)
 
     def _begin(self) -> None:
         self._step, self._num_before, self._num_in_step = self._steps.start, 0, 0
         if self._steps:
             self._num_in_step = self._schedule.num_minibatches(self._step)
-        if self._pace is not None:
-            self._num_passes += 1
-            self._key = f"variable_batch_size/{self._run}/{self._num_passes}"
-            if self.rank == 0 and self._num_passes > 2:  # that of the pass before may still be in use on other cores
-                self._store.delete_key(f"variable_batch_size/{self._run}/{self._num_passes - 2}")
+        self._counter.begin()
 
     def _place(self, step: int, number: int) -> int | None:
         assert step <= self._step, f"step {step} was requested before step {self._step} was complete"
@@ -160,7 +193,7 @@ class AsFree(Shares):
 
     def _claim(self) -> None:
         """Take the next minibatch, which may be one of a later step; after the last one, only note the end."""
-        claimed = self._store.add(self._key, 1) - 1
+        claimed = self._counter.next()
         while claimed >= self._num_before + self._num_in_step:
             self._num_before += self._num_in_step
             self._step += 1

@@ -16,6 +16,7 @@ from torch.utils.data import _utils as loading
 
 from variable_batch_size.data.sampler import Description, MinibatchSource, is_decided
 from variable_batch_size.policies.policy import Policy, Situation
+from variable_batch_size.schedules.open_steps import OpenSteps
 from variable_batch_size.schedules.schedule import BaseSchedule, OnEnd, Schedule
 from variable_batch_size.traces.trace import TraceLike
 
@@ -304,7 +305,7 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         self,
         samples: Samples,
         *,
-        trace: TraceLike | Policy | Callable[[Situation], float],
+        trace: TraceLike | OpenSteps | Policy | Callable[[Situation], float],
         minibatch_size: int,
         dataset_size: int | None = None,
         num_replicas: int | None = None,
@@ -317,6 +318,9 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         is_sharded: bool = False,
     ) -> None:
+        if isinstance(trace, OpenSteps):
+            rule = "`trace` of a Stream must not be OpenSteps, as it reads full steps"
+            raise ValueError(f"{rule}: read the stream yourself, and pass the optimizer a CustomSampler")
         if is_decided(trace) and is_sharded:
             raise ValueError("`is_sharded` must be False with a policy, which decides how many samples a core reads")
         if max_minibatch_size is not None and is_sharded:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.checks import imported_extra
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.integrations.common import TRACE_DECIDES, check_same_run, check_setting
+from variable_batch_size.integrations.common import TRACE_DECIDES, check_same_run, check_setting, refuse_open_steps
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.schedules.live import PolicySchedule
 
@@ -75,6 +75,7 @@ def check_optimizer(trainer: Trainer) -> CustomOptimizer:
     if not isinstance(sampler, CustomSampler):
         kind = type(sampler).__name__
         raise ValueError(f"`sampler` must be a CustomSampler, got {kind}: Lightning starts to read before it resumes")
+    refuse_open_steps(sampler, "Lightning")
     if isinstance(sampler.schedule, PolicySchedule):
         raise ValueError("`trace` must not be a policy: Lightning needs the length of an epoch before it begins")
     if sampler.num_replicas > 1 and not sampler.schedule.lockstep:

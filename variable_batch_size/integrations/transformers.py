@@ -95,6 +95,7 @@ class VariableBatchMixin:
             options: Any = {"seed": args.seed if args.data_seed is None else args.data_seed, "on_end": self._on_end}
             self.variable_sampler = CustomSampler(dataset, self._trace, minibatch_size=size, **options)
         sampler = self.variable_sampler
+        common.refuse_open_steps(sampler, "the trainer")
         common.check_process(sampler, args.process_index, args.world_size, "the trainer", "launch it with torchrun")
         for name, before, now in (  # train() may be called again
             ("len(train_dataset)", sampler.dataset_size, len(dataset)),

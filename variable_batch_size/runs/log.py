@@ -133,6 +133,7 @@ class Log(AbstractContextManager["Log"]):
         self._losses_of_step: list[torch.Tensor] = []  # of this core's minibatches since the last completed step
         self._weight_seen = optimizer.minibatch_weights.since
         self._shares = optimizer.sampler.shares
+        self._is_known = self._shares is None and not self._schedule.is_open  # who runs what, by the batch size
         self._is_attached = False
         self._restart()
         optimizer.record_grad_norm(every=every)
@@ -219,7 +220,7 @@ class Log(AbstractContextManager["Log"]):
             self._add_losses()
         self._num_samples += optimizer.batch_size
         self._num_steps += 1
-        self._num_idle += max(0, cores - num_minibatches) if self._shares is None else not own
+        self._num_idle += max(0, cores - num_minibatches) if self._is_known else not own
 
     @torch.no_grad()
     def _add_losses(self) -> None:
@@ -239,7 +240,7 @@ class Log(AbstractContextManager["Log"]):
         self._add_losses()
         # the norm is the same on all cores: summed with the loss, it needs no collective of its own
         numbers = torch.stack([self._loss, norm_here.float().to(self._device)])
-        if self._shares is not None:
+        if not self._is_known:
             numbers = torch.cat([numbers, self._own_share()])
         loss, norm, *of_cores, weight = self._total(numbers)
         seconds = time.monotonic() - self._started_at
@@ -253,7 +254,7 @@ class Log(AbstractContextManager["Log"]):
             "samples_per_second": self._num_samples / seconds,
             "idle_share": (sum(of_cores[:cores]) if of_cores else self._num_idle) / (cores * self._num_steps),
         }
-        if of_cores:
+        if self._shares is not None:
             shares, spent = of_cores[cores : 2 * cores], of_cores[2 * cores :]
             per_minibatch = [round(one / max(share, 1), 6) for one, share in zip(spent, shares, strict=True)]
             record |= {"minibatches_of_cores": [round(share) for share in shares], "seconds_of_cores": per_minibatch}
@@ -269,7 +270,9 @@ class Log(AbstractContextManager["Log"]):
         """Since the last record: the idle steps, the minibatches and their seconds, in this core's places of tables."""
         table = torch.zeros(3, self._schedule.num_replicas)
         num_before, seconds_before = self._shared_before
-        own = [self._num_idle, self._shares.num_run - num_before, self._shares.seconds - seconds_before]  # type: ignore[union-attr]
+        own = [float(self._num_idle), 0.0, 0.0]
+        if self._shares is not None:
+            own[1:] = self._shares.num_run - num_before, self._shares.seconds - seconds_before
         table[:, self._communicator.rank] = torch.tensor(own)
         return table.flatten().to(self._device)
 

@@ -148,6 +148,18 @@ class FixedPoint64(_FixedPoint):
         self.scale.update(parameters, sent.tolist())
         self.scale.has_asked = True
 
+    def agree_on_scale(self, minibatches: Sequence[Gradients], communicator: Communicator) -> None:
+        """Set the first units by the largest elements in all minibatches of the first step, on all ranks."""
+        parameters = self._parameters()
+        largest = torch.zeros(communicator.num_replicas, len(parameters), dtype=torch.float64)
+        for gradients in minibatches:
+            found = [float(_largest_of(gradients[p])) if p in gradients else 0.0 for p in parameters]
+            own = largest[communicator.rank]
+            own.copy_(torch.maximum(own, torch.tensor(found, dtype=torch.float64).nan_to_num(0.0, 0.0)))
+        total = communicator.total(largest.to(parameters[0].device))
+        self.scale.update(parameters, total.amax(0).tolist())
+        self.scale.has_asked = True
+
     def _read_previous(self) -> None:
         if self._previous is not None:
             (parameters, largest), self._previous = self._previous, None
