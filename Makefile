@@ -62,6 +62,8 @@ bench: $(FOR_ALL) .peers
 	$(BIN)/python bench/optimizer.py
 	$(BIN)/python bench/weights.py
 	$(BIN)/python bench/reduction.py
+	$(BIN)/python bench/shares.py
+	$(BIN)/python bench/open_steps.py
 	$(BIN)/python bench/exact.py
 	$(BIN)/python bench/logs.py
 	$(BIN)/python bench/saving.py
@@ -96,6 +98,7 @@ soak: export PYTHONPATH := $(CURDIR):$(CURDIR)/test/support
 soak: $(FOR_ALL)
 	$(BIN)/python tools/soak.py --directory .soak
 	$(BIN)/python tools/elastic.py --directory .soak
+	$(BIN)/python tools/open_steps.py
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m long
 	$(MAKE) tpu torchtpu
 

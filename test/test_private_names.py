@@ -58,6 +58,7 @@ TABLE = {
     },
     "integrations/transformers.py": {"_prepare_inputs"},  # documented for subclasses of Trainer
     # ------------------------------------------------------------------------------------------------------ exceptions
+    "cores/detect.py": {"_get_default_store"},  # no public API has the store of the processes
     "cores/dtensor.py": {
         "_tensor",  # the module of DTensor before torch 2.5
         *("_utils", "split_factor"),  # the slice of a full tensor that is this rank's shard, without a collective

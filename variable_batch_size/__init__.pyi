@@ -36,6 +36,7 @@ from .runs.sinks import Console as Console
 from .runs.sinks import JsonLines as JsonLines
 from .runs.sinks import ProgressBar as ProgressBar
 from .runs.sinks import TensorBoard as TensorBoard
+from .schedules.open_steps import OpenSteps as OpenSteps
 from .schedules.schedule import Schedule as Schedule
 from .traces.trace import Trace as Trace
 from .version import __version__ as __version__

@@ -15,7 +15,7 @@ def folder(tmp_path):
 
 
 def test_the_python_block_prints_four_numbers(folder):
-    (block,) = blocks(ROOT / "docs" / "traces.md", "python")
+    block, _ = blocks(ROOT / "docs" / "traces.md", "python")
     (folder / "block.py").write_text(block)
     assert re.fullmatch(r"\d+ \d+ [\d.]+ [\d.]+\n", output_of("python -W error block.py", folder))
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any, final
 
 import torch
@@ -18,6 +19,7 @@ class Communicator(ABC):
     num_replicas: int
     # whether all ranks must run the same graph: differences such as being idle must then be data and not a branch
     is_one_program = False
+    timeout: timedelta | None = None  # of a sum, where it differs from that of the backend
     keeps_flat_gradients = True  # in buckets, which one call reduces; otherwise in a tensor per parameter
 
     @abstractmethod

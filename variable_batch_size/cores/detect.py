@@ -39,7 +39,7 @@ class ProcessGroups(Communicator):
         for group in self._groups:
             for work in [dist.all_reduce(part, group=group, async_op=True) for part in parts]:
                 if work is not None:
-                    work.wait()
+                    work.wait() if self.timeout is None else work.wait(self.timeout)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -134,6 +134,11 @@ def running_cores(process_group: Any = None) -> tuple[int, int]:
         communicator = ProcessGroups(group)
         return communicator.rank, communicator.num_replicas
     return xla.cores() if xla.is_running() else (0, 1)
+
+
+def shared_store() -> Any:
+    """The key-value store that all processes of torch.distributed share."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def device_for_sums(device: torch.device) -> torch.device:

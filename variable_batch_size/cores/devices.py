@@ -50,6 +50,22 @@ def module_of(device: torch.device) -> Any:
     return None if device.type == "cpu" else getattr(torch, device.type, None)
 
 
+class Pace:
+    """Keeps the host at most one minibatch ahead of an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._make_event = getattr(module_of(device), "Event", None)
+        self._event: Any = None  # at the end of the latest minibatch
+
+    def wait(self) -> None:
+        """Call it after the work of a minibatch was queued: waits for the one before."""
+        if self._make_event is not None:
+            before, self._event = self._event, self._make_event()
+            self._event.record()
+            if before is not None:
+                before.synchronize()
+
+
 def set_random_seed(seed: int, device: torch.device) -> None:
     """Seed the generators of torch on the host and on all devices of a type; on XLA only that of the device."""
     if device.type == "xla":

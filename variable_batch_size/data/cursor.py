@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from variable_batch_size.checks import check_within
+from variable_batch_size.data.shares import Shares
 from variable_batch_size.schedules.schedule import BaseSchedule
 
 
@@ -18,7 +19,12 @@ class StepPlan(NamedTuple):
     epoch: int = 0
     step: int = 0  # its number in the run
     batch_size: int = 0  # of the step, over all ranks
-    num_rounds: int = 1  # minibatches that this rank runs in the step, padding included
+    num_rounds: int = 1  # minibatches that this rank runs in the step, padding included; 1 while that is not known
+    has_first: bool = True  # whether the rank has the first minibatch of the step
+    is_open: bool = False  # whether batch size and number of minibatches, here the most, are not known yet
+
+
+MOST_IN_OPEN_STEP = 2**13  # minibatches: a limit of exact sums, whose rounding depends on it
 
 
 @dataclass
@@ -48,10 +54,13 @@ class Cursor:
     """Moves through the minibatches that a rank runs in an epoch; `plan` is that of the latest one, at first the first.
 
     Padding is a rank's last minibatch of a step, so a step has at most two plans: of the last one and those before it.
+    Which one a minibatch has follows from the schedule, or is requested from the shares, one minibatch ahead. In open
+    steps it is the user who says which one is the last: :meth:`advance_open`, and :meth:`close` at the end of the step.
     """
 
-    def __init__(self, schedule: BaseSchedule, rank: int) -> None:
+    def __init__(self, schedule: BaseSchedule, rank: int, shares: Shares | None = None) -> None:
         self.schedule = schedule  # may be replaced before move()
+        self.shares = shares  # likewise; None for round robin
         self._rank = rank
         self.move(0)
 
@@ -59,14 +68,42 @@ class Cursor:
         """Go to an epoch and skip its first steps."""
         self.schedule.begin_epoch(epoch, first_step)
         steps = self.schedule.steps(epoch)
+        self.is_done = False  # whether this rank has ended an open step that others have not
         check_within(len(steps), first_step=first_step)
         self.epoch, self._steps = int(epoch), steps
-        step = steps[min(int(first_step), len(steps) - 1)]
+        step = steps[min(int(first_step), len(steps) - 1)] if steps else steps.start
         self._offset = self.schedule.samples_before(step) - self.schedule.samples_before(steps.start)
         self._next: tuple[StepPlan, StepPlan] | None = None
-        self._accumulating, self._last = self._plans(step)
-        self._num_left = self._last.num_rounds if first_step < len(steps) else 0
+        is_left = first_step < len(steps)
+        self._accumulating, self._last = self._plans(step, self.shares if is_left else None)
+        self._num_left = self._last.num_rounds if is_left else 0
+        self._num_run = self._num_own = 0  # of the minibatches of the step, with padding and without
         self.plan = self._accumulating if self._num_left > 1 else self._last
+
+    def advance_open(self, *, is_done: bool, is_last: bool) -> StepPlan:
+        """The plan of the next minibatch of an open step: padding if this rank had ended the step before.
+
+        Args:
+            is_done: whether this rank has no further minibatch in the step.
+            is_last: whether the step is complete with this one; in lockstep all ranks must be done.
+        """
+        if not self._num_left:
+            self._num_run = self._num_own = 0
+            self._last = self._next_open()
+        self._num_run += 1
+        self._num_own += not self.is_done
+        self.plan = self._last = self._last._replace(is_last=is_last, is_padding=self.is_done)
+        self._num_left, self.is_done = int(not is_last), is_done and not is_last
+        return self.plan
+
+    def _next_open(self) -> StepPlan:
+        return StepPlan(MOST_IN_OPEN_STEP, False, False, self.is_done, self.epoch, self.schedule.num_done, is_open=True)  # type: ignore[attr-defined]
+
+    def close(self, num_minibatches: int, batch_size: int) -> StepPlan:
+        """The plan of an open step that is complete; without a minibatch on any rank, it is not a step."""
+        closed = self._last._replace(num_minibatches=max(1, num_minibatches), batch_size=batch_size)
+        self.plan = self._last = closed._replace(is_last=num_minibatches > 0)
+        return self.plan
 
     def begin_half(self) -> StepPlan:
         """The plan of the first half of the next minibatch, the only one of its step; advance() follows."""
@@ -84,9 +121,14 @@ class Cursor:
                 raise RuntimeError(f"epoch {self.epoch} has {len(self._steps)} steps and all are done: {advice}")
             self._offset += self._last.batch_size
             (self._accumulating, self._last), self._next = self._next, None
-            self._num_left = self._last.num_rounds
-        self._num_left -= 1
+            self._num_left, self._num_run, self._num_own = self._last.num_rounds, 0, 0
+        self._num_run += 1
+        if self.shares is None:
+            self._num_left -= 1
+        else:
+            self._num_left = int(self.shares.place(self._last.step, self._num_run) is not None)
         self.plan = self._accumulating if self._num_left else self._last
+        self._num_own += not self.plan.is_padding
         if is_half:
             self.plan = self.plan._replace(num_minibatches=2)
         return self.plan
@@ -94,17 +136,24 @@ class Cursor:
     def look_ahead(self) -> None:
         """Compute the plans of the next step, if the epoch has one, so that its first minibatch need not."""
         step = self._last.step + 1
-        if self._next is None and step < self._steps.stop:
-            self._next = self._plans(step)
+        if self._next is None and not self.schedule.is_open and step < self._steps.stop:
+            self._next = self._plans(step, self.shares)
 
-    def _plans(self, step: int) -> tuple[StepPlan, StepPlan]:
+    def _plans(self, step: int, shares: Shares | None) -> tuple[StepPlan, StepPlan]:
         """Of a step's minibatches before the last one, and of the last one."""
         schedule, rank = self.schedule, self._rank
+        if schedule.is_open:
+            return self._next_open(), self._next_open()
         batch_size = schedule.batch_size(step)
         number = batch_size // schedule.minibatch_size_of(batch_size)
+        if shares is not None:
+            first = shares.place(step, 0)
+            of_step = (self.epoch, step, batch_size, 1, first == 0)
+            last = StepPlan(number, True, first is None, first is None, *of_step)
+            return last._replace(is_last=False), last
         first = 0 if schedule.lockstep else rank  # in lockstep all run as many as rank 0, which has most
         rounds = max(1, -((first - number) // schedule.num_replicas))
-        of_step = (self.epoch, step, batch_size, rounds)
+        of_step = (self.epoch, step, batch_size, rounds, rank == 0)
         is_padding = rank + (rounds - 1) * schedule.num_replicas >= number
         last = StepPlan(number, True, rank >= number, is_padding, *of_step)
         return (last if rounds == 1 else StepPlan(number, False, False, False, *of_step)), last
@@ -117,6 +166,8 @@ class Cursor:
     @property
     def next(self) -> StepPlan | None:
         """The plan of the next minibatch; None if the epoch has no more."""
+        if self.schedule.is_open:
+            return self._last._replace(is_padding=self.is_done) if self._num_left else self._next_open()
         if self._num_left:
             return self._accumulating if self._num_left > 1 else self._last
         self.look_ahead()
@@ -129,22 +180,30 @@ class Cursor:
         Of padding, that of the one it copies.
         """
         plan, offset, place = self.next, self._offset, self._rank
-        if self._num_left:
-            place += (self._last.num_rounds - self._num_left) * self.schedule.num_replicas
-        else:
+        number = self._num_run if self._num_left else 0
+        if not self._num_left:
             offset += self._last.batch_size
+        own = None if self.shares is None or plan is None else self.shares.place(plan.step, number)
+        place += number * self.schedule.num_replicas
+        place = place if own is None else own
         within = 0 if plan is None else place % plan.num_minibatches * (plan.batch_size // plan.num_minibatches)
         return (offset + within) // self.schedule.minibatch_size
 
     @property
     def is_accumulating(self) -> bool:
         """Whether this rank has run some of its minibatches of a step, but not all."""
-        return self._num_left not in (0, self._last.num_rounds)
+        return bool(self._num_left and self._num_run)
+
+    @property
+    def num_own(self) -> int:
+        """How many minibatches of the step of the latest one this rank has run, without padding."""
+        return self._num_own
 
     @property
     def epoch_step(self) -> int:
         """How many steps of the epoch are done."""
-        return self._last.step - self._steps.start + (not self._num_left)
+        is_complete = not self._num_left and (self._last.is_last or not self.schedule.is_open)
+        return self._last.step - self._steps.start + is_complete
 
     def __str__(self) -> str:
         of_all = "" if self.schedule.is_endless else f"/{len(self._steps)}"

@@ -12,14 +12,16 @@ import numpy as np
 import torch.utils.data
 from torch.utils.data import BatchSampler, Sampler
 
-from variable_batch_size.checks import check_integer, check_positive, check_within, is_integer
+from variable_batch_size.checks import check_integer, check_one_of, check_positive, check_within, is_integer
 from variable_batch_size.cores.detect import running_cores
 from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import RunCount
+from variable_batch_size.data.shares import ASSIGN, MOST_AHEAD, SHARES, AsFree, Assign, PassCounter, Shares
 from variable_batch_size.policies.policy import Policy, Situation, policy_of
 from variable_batch_size.schedules.live import PolicySchedule
+from variable_batch_size.schedules.open_steps import OpenSchedule, OpenSteps
 from variable_batch_size.schedules.permutation import Permutation
-from variable_batch_size.schedules.schedule import BaseSchedule, OnEnd, Schedule
+from variable_batch_size.schedules.schedule import BaseSchedule, Minibatches, OnEnd, Schedule
 from variable_batch_size.schedules.watched import WatchedSchedule
 from variable_batch_size.traces.trace import TraceLike
 from variable_batch_size.traces.watched import WatchedTrace
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 Description = dict[str, str | int | bool | None]
 
 _SAMPLES_AT_ONCE = 8192
+_ROUND_ROBIN = '`assign` must be "round robin"'
+_IN_LOCKSTEP = "each round waits for the slowest core, and uneven shares only add rounds"
 _OUT_OF_ORDER = "`in_order` must be True: which step a minibatch belongs to depends on the order"
 
 
@@ -50,11 +54,13 @@ class MinibatchSource(ABC):
     must_be_read = True
     needs_weights = False  # whether step() needs a weight, as minibatches hold different numbers of samples
     unit = "samples"  # of batch sizes
+    shares: Shares | None = None  # of the cores in a step; None for round robin
+    counter: PassCounter | None = None  # of the minibatches that the cores read, in open steps only
     _loader: str  # that reads this source, for errors
 
     def __init__(
         self,
-        trace: TraceLike | WatchedTrace | Policy | Callable[[Situation], float],
+        trace: TraceLike | WatchedTrace | OpenSteps | Policy | Callable[[Situation], float],
         dataset_size: int | None,
         minibatch_size: int,
         num_replicas: int | None,
@@ -73,7 +79,9 @@ class MinibatchSource(ABC):
         how: Any = {"dataset_size": dataset_size, "minibatch_size": minibatch_size, "num_replicas": num_replicas}
         how |= {"lockstep": lockstep, "max_minibatch_size": max_minibatch_size, "unit": self.unit}
         self.schedule: BaseSchedule
-        if is_decided(trace):
+        if isinstance(trace, OpenSteps):
+            self.schedule, self.counter = OpenSchedule(trace, **how), PassCounter(int(rank))
+        elif is_decided(trace):
             self.schedule = PolicySchedule(policy_of(trace), **how)  # type: ignore[arg-type]
         elif isinstance(trace, WatchedTrace):
             self.schedule = WatchedSchedule(trace, on_end=on_end, **how)
@@ -89,7 +97,7 @@ class MinibatchSource(ABC):
         self._pass_read = -1  # the latest pass of which a minibatch was requested
         self.num_read = 0  # minibatches of this pass, in this process
         self._is_read = False  # whether these are all
-        self._num_prefetched = 0  # how many of these the workers of the loader may be ahead
+        self.num_prefetched = 0  # how many of these the workers of the loader may be ahead
         self._thread: int | None = None  # in which an optimizer has run a minibatch of this pass
         self._followers: list[weakref.ref[Any]] = []  # optimizers that are attached
         self.is_shared = False  # whether several optimizers are attached
@@ -128,7 +136,7 @@ class MinibatchSource(ABC):
     @property
     def is_read_ahead(self) -> bool:
         """Whether the latest minibatch was requested by a loader that starts its workers, or in another thread."""
-        return self.num_read <= self._num_prefetched or self._thread not in (None, threading.get_ident())
+        return self.num_read <= self.num_prefetched or self._thread not in (None, threading.get_ident())
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Go to an epoch. Call it before each pass over the loader, here or on the optimizer: it moves both.
@@ -154,10 +162,16 @@ class MinibatchSource(ABC):
         self.end_pass()
         self.schedule.begin_epoch(epoch, first_step)
         check_within(len(self.schedule.steps(epoch)), first_step=first_step)
+        if isinstance(self.schedule, OpenSchedule):
+            self.schedule.check_position(epoch, first_step)
         self.epoch, self.first_step = int(epoch), int(first_step)
         self.num_passes += 1
         self.num_read, self._is_read, self._thread, self._on_first_read = 0, False, None, None
         self.num_to_run = None
+        if self.shares is not None:
+            self.shares.begin(self.schedule, self.epoch, self.first_step)
+        if self.counter is not None:
+            self.counter.begin()
         for follower in self.followers():
             follower._follow()
 
@@ -176,6 +190,9 @@ class MinibatchSource(ABC):
 
     def check_run(self, runs: RunCount) -> None:
         """Raise if an optimizer must not run a minibatch: before the first one, and if no more were read."""
+        if self.schedule.is_open:  # in these, any number of minibatches may be made of what is read
+            self._thread = threading.get_ident()
+            return
         if not self.has_been_read and self.must_be_read:
             raise RuntimeError(
                 f"step() was called, but no loader reads this {type(self).__name__}: train with {self._loader}, "
@@ -195,8 +212,8 @@ class MinibatchSource(ABC):
 
     def _end_reading(self) -> None:
         """Raise if an optimizer has left out minibatches of a pass of which all were read."""
-        self._is_read = True
-        for follower in self.followers():
+        self._is_read = not self.schedule.is_open
+        for follower in self.followers() if self._is_read else ():
             runs = follower._runs
             runs.number_at_end = runs.number
             # a thread that reads ahead of the loop may be at any distance
@@ -207,7 +224,7 @@ class MinibatchSource(ABC):
         """Raise if an optimizer has left out the first minibatches of a pass, of which all were read."""
         for follower in self.followers() if self.num_to_run is None else ():
             runs = follower._runs
-            number = runs.first_ahead - self._num_prefetched
+            number = runs.first_ahead - self.num_prefetched
             if runs.number_at_end and 0 < number <= self.num_read - runs.number:
                 runs.number_at_end = 0  # refused once
                 self._refuse_left_out(follower, number)
@@ -221,7 +238,7 @@ class MinibatchSource(ABC):
         self.end_pass()
         runs = [follower._runs.number for follower in self.followers()]
         # workers may have read the rest of an epoch that was left early
-        if self._is_read and self.num_read > self._num_prefetched + 1 and runs and not any(runs):
+        if self._is_read and self.num_read > self.num_prefetched + 1 and runs and not any(runs):
             raise RuntimeError(
                 f"step() was not called in epoch {self.epoch}, of which {self.num_read} minibatches were read: call it "
                 "once after each minibatch"
@@ -241,9 +258,11 @@ class MinibatchSource(ABC):
     def num_updates(self, num_epochs: int) -> int:
         """The number of steps in the first epochs of a run, for example as the length of a learning-rate schedule."""
         check_positive(num_epochs=num_epochs)
-        if isinstance(self.schedule, PolicySchedule):
+        if not isinstance(self.schedule, Schedule):
             raise ValueError(
                 "a policy decides the number of updates: let schedules depend on samples, tokens or progress"
+                if self.policy is not None
+                else "open steps have no number of updates: let schedules depend on samples, tokens or progress"
             )
         return self.schedule.steps(num_epochs - 1).stop
 
@@ -252,6 +271,8 @@ class MinibatchSource(ABC):
         if self.has_been_read and not self.schedule.lockstep:
             needs = "a model in fully_shard needs the same number of minibatches on all cores in a step"
             raise ValueError(f"{needs}, but the sampler has been read already: construct it with `lockstep=True`")
+        if self.shares is not None:
+            raise ValueError(f"{_ROUND_ROBIN} in lockstep, as with fully_shard: {_IN_LOCKSTEP}")
         self.schedule.lockstep = True
 
     def on_first_read(self, callback: Callable[[], None]) -> None:
@@ -268,7 +289,7 @@ class MinibatchSource(ABC):
         raise RuntimeError(f"epoch {self.epoch} is read for the second time: {rule}, as optimizer.epochs() does")
 
     def __len__(self) -> int:
-        """How many minibatches this core gets in the epoch, padding included."""
+        """How many minibatches this core gets in the epoch, padding included; an estimate unless by round robin."""
         return self.schedule.num_minibatches_for(self.epoch, self.rank, self.first_step)
 
 
@@ -284,7 +305,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         dataset_size: its length.
         trace: the batch size of every step: a path, stages such as ``"0:64 20:128 40:256"`` or ``{0: 64, 20: 128}``, a
             sequence, an array, a pandas column, or an integer for a constant one; multiples of `minibatch_size`. Or a
-            policy, or a function of the situation, that decides as it runs.
+            policy, or a function of the situation, that decides as it runs; or :class:`OpenSteps`.
         num_replicas: cores that share the work; those of the running backend if None.
         rank: which of them this is; that of the running backend if None.
         process_group: the cores that share the work, where they are not all processes of torch.distributed: a group, or
@@ -300,6 +321,10 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         max_minibatch_size: let steps with more samples have larger minibatches, up to this size, so that cores run
             fewer of them: 2, 4, … times `minibatch_size`, where these divide the work among cores as evenly. The
             samples of a step stay the same. None for minibatches of equal size.
+        assign: which core runs a minibatch. ``"round robin"``: minibatch j of a step goes to core ``j % num_replicas``.
+            ``"as free"``: a core that is ready takes the next one, on torch.distributed; a loader takes what it reads
+            ahead. ``"by speed"``: shares in proportion to the measured speed of the cores. The samples of a step stay
+            the same.
         verbose: log on core 0 how many epochs the trace has.
 
     >>> sampler = CustomSampler(dataset_size=7, trace=[4, 2], minibatch_size=2, num_replicas=2, rank=0, shuffle=False)
@@ -312,7 +337,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
     def __init__(
         self,
         dataset: Sized | int | None = None,
-        trace: TraceLike | WatchedTrace | Policy | Callable[[Situation], float] = "",
+        trace: TraceLike | WatchedTrace | OpenSteps | Policy | Callable[[Situation], float] = "",
         *,
         dataset_size: int | None = None,
         minibatch_size: int,
@@ -324,6 +349,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         on_end: OnEnd | None = None,
         lockstep: bool = False,
         max_minibatch_size: int | None = None,
+        assign: Assign = "round robin",
         verbose: bool = False,
     ) -> None:
         if trace is None or (isinstance(trace, str) and not trace):
@@ -337,9 +363,26 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         where = (num_replicas, rank, process_group)
         super().__init__(trace, size, minibatch_size, *where, seed, on_end, lockstep, max_minibatch_size)
         self.dataset_size, self.shuffle = size, shuffle
+        self._set_shares(assign)
         if verbose and self.rank == 0:
             num_epochs = self.schedule.num_epochs
             show(logger, "%s: %s epochs", self.schedule.name, "endless" if num_epochs is None else num_epochs)
+
+    def _set_shares(self, assign: Assign) -> None:
+        check_one_of(ASSIGN, assign=assign)
+        if assign == "round robin":
+            return
+        for name, is_on, reason in (
+            ("OpenSteps", self.schedule.is_open, "cores read as they are free in any case"),
+            ("lockstep", self.schedule.lockstep, _IN_LOCKSTEP),
+            ("max_minibatch_size", self.schedule.max_minibatch_size > self.minibatch_size, "it divides steps evenly"),
+            ("a policy", self.policy is not None, "it decides by the time of even shares"),
+            ("a watched trace", self.schedule.is_live, "its rows are fixed for equal numbers of steps ahead"),
+        ):
+            if is_on:
+                raise ValueError(f"{_ROUND_ROBIN} with {name}, got {assign!r}: {reason}")
+        if self.num_replicas > 1:  # one core runs all
+            self.shares = SHARES[assign](self.rank)
 
     @property
     def num_samples(self) -> int:
@@ -386,12 +429,24 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if isinstance(caller.get("self"), BatchSampler) and caller["self"].sampler is self:
             raise ValueError(f"the sampler yields full minibatches, not samples: train with {self._loader}")
         loader: Any = caller.get("loader")  # where an iterator of a DataLoader is set up
-        self._num_prefetched = 0
+        self.num_prefetched = 0
         if isinstance(loader, torch.utils.data.DataLoader):
             if not getattr(loader, "in_order", True):
                 raise ValueError(_OUT_OF_ORDER)
-            self._num_prefetched = loader.num_workers * (loader.prefetch_factor or 0)
+            self.num_prefetched = loader.num_workers * (loader.prefetch_factor or 0)
+            self._check_prefetched(loader)
         return _Requested(self._minibatches(), self._on_request)
+
+    def _check_prefetched(self, loader: "torch.utils.data.DataLoader[Any]") -> None:
+        """Raise if a loader reads further ahead than minibatches can be assigned."""
+        number = loader.num_workers * (loader.prefetch_factor or 0)
+        if isinstance(self.shares, AsFree) and number > MOST_AHEAD:
+            rule = f'`num_workers` * `prefetch_factor` must be at most {MOST_AHEAD} with assign="as free"'
+            found = f"which takes what is read ahead, got {number}"
+            raise ValueError(f'{rule}, {found}: use fewer, or assign="by speed"')
+        if self.schedule.is_open and number:
+            rule = "`num_workers` must be 0 with OpenSteps"
+            raise ValueError(f"{rule}, got {loader.num_workers}: what is read ahead would belong to no step")
 
     def _minibatches(self) -> Iterator[list[int]]:
         # a DataLoader may make several iterators and use one: nothing happens before the first request
@@ -414,10 +469,36 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
     def _samples(self) -> Iterator[list[int]]:
         """The samples of each minibatch of this core, from its position on."""
         order = Permutation(self.dataset_size, key=(self.seed, self.epoch)) if self.shuffle else None
-        at_once = max(1, _SAMPLES_AT_ONCE // self.minibatch_size)
-        for starts, size in self.schedule.offsets(self.epoch, self.rank, at_once=at_once, first_step=self.first_step):
+        for starts, size in self._offsets():
             positions = starts[:, None] + np.arange(size)
             yield from (order(positions) if order else positions).tolist()
+
+    @property
+    def _at_once(self) -> int:
+        """How many minibatches are computed together."""
+        return max(1, _SAMPLES_AT_ONCE // int(self.minibatch_size))
+
+    def _offsets(self) -> Iterator[Minibatches]:
+        """The minibatches of this pass; several at once unless they are assigned while it runs."""
+        schedule, size, shares = self.schedule, self.minibatch_size, self.shares
+        if isinstance(schedule, OpenSchedule):
+            first = schedule.samples_read(self.epoch)
+            while (start := first + self.counter.next() * size) + size <= schedule.capacity:  # type: ignore[union-attr]
+                yield Minibatches(np.array([start]), size)
+            return
+        if shares is None:
+            yield from schedule.offsets(self.epoch, self.rank, at_once=self._at_once, first_step=self.first_step)
+            return
+        begin = schedule.samples_before(schedule.steps(self.epoch).start)
+        for step in schedule.steps_from(self.epoch, self.first_step):
+            start, number = schedule.samples_before(step) - begin, 0
+            place = shares.place(step, 0)
+            if place is None:  # padding
+                yield Minibatches(np.array([start + self.rank % schedule.num_minibatches(step) * size]), size)
+            while place is not None:
+                yield Minibatches(np.array([start + place * size]), size)
+                number += 1
+                place = shares.place(step, number)
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -439,6 +520,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         process_group: the cores that share the work, as for :class:`CustomSampler`.
         lockstep: whether all cores get the same number of minibatches in a step, as for :class:`CustomSampler`.
         max_minibatch_size: let steps with more samples have larger minibatches, as for :class:`CustomSampler`.
+        assign: which core runs a minibatch, as for :class:`CustomSampler`.
         verbose: log on core 0 how many epochs the trace has.
         options: of torch's DataLoader, such as `num_workers`, `collate_fn` and `pin_memory`.
     """
@@ -446,7 +528,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __init__(
         self,
         dataset: torch.utils.data.Dataset[Any],
-        trace: TraceLike | WatchedTrace | Policy | Callable[[Situation], float] = "",
+        trace: TraceLike | WatchedTrace | OpenSteps | Policy | Callable[[Situation], float] = "",
         *,
         minibatch_size: int,
         seed: int = 0,
@@ -457,6 +539,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         process_group: Any = None,
         lockstep: bool = False,
         max_minibatch_size: int | None = None,
+        assign: Assign = "round robin",
         verbose: bool = False,
         **options: Any,
     ) -> None:
@@ -479,9 +562,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             process_group=process_group,
             lockstep=lockstep,
             max_minibatch_size=max_minibatch_size,
+            assign=assign,
             verbose=verbose,
         )
         super().__init__(dataset, batch_sampler=sampler, **options)
+        sampler._check_prefetched(self)
 
     def __iter__(self) -> Any:
         iterator = super().__iter__()

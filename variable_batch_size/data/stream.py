@@ -16,6 +16,7 @@ from torch.utils.data import _utils as loading
 
 from variable_batch_size.data.sampler import Description, MinibatchSource, is_decided
 from variable_batch_size.policies.policy import Policy, Situation
+from variable_batch_size.schedules.open_steps import OpenSteps
 from variable_batch_size.schedules.schedule import BaseSchedule, OnEnd, Schedule
 from variable_batch_size.traces.trace import TraceLike
 from variable_batch_size.traces.watched import WatchedTrace
@@ -305,7 +306,7 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         self,
         samples: Samples,
         *,
-        trace: TraceLike | WatchedTrace | Policy | Callable[[Situation], float],
+        trace: TraceLike | WatchedTrace | OpenSteps | Policy | Callable[[Situation], float],
         minibatch_size: int,
         dataset_size: int | None = None,
         num_replicas: int | None = None,
@@ -318,6 +319,9 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         is_sharded: bool = False,
     ) -> None:
+        if isinstance(trace, OpenSteps):
+            rule = "`trace` of a Stream must not be OpenSteps, as it reads full steps"
+            raise ValueError(f"{rule}: read the stream yourself, and pass the optimizer a CustomSampler")
         if (is_decided(trace) or isinstance(trace, WatchedTrace)) and is_sharded:
             kind = "watched trace" if isinstance(trace, WatchedTrace) else "policy"
             raise ValueError(f"`is_sharded` must be False with a {kind}, which decides how many samples a core reads")

@@ -5,11 +5,11 @@ from typing import Any, final
 
 from variable_batch_size.data.sampler import CustomSampler, Description
 from variable_batch_size.policies.policy import Policy, Situation
+from variable_batch_size.schedules.open_steps import OpenSteps
 from variable_batch_size.schedules.schedule import OnEnd
 from variable_batch_size.schedules.token_plan import Shape, TokenPlan, TooLong
 from variable_batch_size.traces.trace import TraceLike
-
-_MINIBATCHES_AT_ONCE = 64
+from variable_batch_size.traces.watched import WatchedTrace
 
 
 @final
@@ -61,11 +61,12 @@ class TokenBudget(CustomSampler):
 
     needs_weights = True
     unit = "tokens"
+    _at_once = 64  # minibatches that are computed together
 
     def __init__(
         self,
         lengths: Any,
-        trace: TraceLike | Policy | Callable[[Situation], float] = "",
+        trace: TraceLike | WatchedTrace | OpenSteps | Policy | Callable[[Situation], float] = "",
         *,
         tokens: int,
         packed: bool = False,
@@ -117,8 +118,7 @@ class TokenBudget(CustomSampler):
 
     def _samples(self) -> Iterator[list[int]]:
         key = (self.seed, self.epoch) if self.shuffle else None
-        options: Any = {"at_once": _MINIBATCHES_AT_ONCE, "first_step": self.first_step}
-        for starts, size in self.schedule.offsets(self.epoch, self.rank, **options):
+        for starts, size in self._offsets():
             yield from self.plan.samples(starts // size, key)
 
     def padded_length(self, lengths: Sequence[int]) -> int:

@@ -138,6 +138,7 @@ def _check_accelerator(accelerator: Accelerator, optimizer: CustomOptimizer) -> 
     if accelerator.distributed_type not in _TYPES:
         kind = accelerator.distributed_type.value
         raise ValueError(f"{kind} reduces gradients by itself and is not supported with Accelerate")
+    common.refuse_open_steps(optimizer.sampler, "Accelerate")
     rank, number = accelerator.process_index, accelerator.num_processes
     advice = "create the Accelerator before the sampler"
     common.check_process(optimizer.sampler, rank, number, "the accelerator", advice)

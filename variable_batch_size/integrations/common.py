@@ -43,6 +43,13 @@ class Steps:
             step += 1
 
 
+def refuse_open_steps(sampler: MinibatchSource, framework: str) -> None:
+    """Raise if steps end when the loop says so, as a framework counts on their length."""
+    if sampler.schedule.is_open:
+        rule = f"`trace` must not be OpenSteps with {framework}, which needs the length of steps before"
+        raise ValueError(f"{rule}: write your own loop")
+
+
 def extent_of_epochs(schedule: BaseSchedule, num_epochs: float) -> Extent:
     """The length of a run of some epochs; the last one may be a fraction."""
     if schedule.is_live:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from variable_batch_size.checks import imported_extra
 from variable_batch_size.cores.launch import environment
-from variable_batch_size.integrations.common import Steps, load_state, state_of
+from variable_batch_size.integrations.common import Steps, load_state, refuse_open_steps, state_of
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
@@ -67,6 +67,7 @@ class VariableBatchModel(keras.Model):  # type: ignore[misc]
         """
         if not isinstance(optimizer, CustomOptimizer):
             raise ValueError(f"`optimizer` must be an optimizer of this library, got {type(optimizer).__name__}")
+        refuse_open_steps(optimizer.sampler, "Keras")
         if optimizer.sampler.num_replicas > 1:
             raise ValueError(f"Keras trains in one process, got a sampler for {optimizer.sampler.num_replicas} ranks")
         if set(optimizer.parameters()) != {variable.value for variable in self.trainable_variables}:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.checks import imported_extra
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.integrations.common import TRACE_DECIDES, check_same_run, check_setting
+from variable_batch_size.integrations.common import TRACE_DECIDES, check_same_run, check_setting, refuse_open_steps
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 with imported_extra("lightning", "variable_batch_size.integrations.lightning needs lightning", "lightning"):
@@ -74,6 +74,7 @@ def check_optimizer(trainer: Trainer) -> CustomOptimizer:
     if not isinstance(sampler, CustomSampler):
         kind = type(sampler).__name__
         raise ValueError(f"`sampler` must be a CustomSampler, got {kind}: Lightning starts to read before it resumes")
+    refuse_open_steps(sampler, "Lightning")
     if sampler.schedule.is_live:
         kind = "watched" if sampler.policy is None else "a policy"
         raise ValueError(f"`trace` must not be {kind}: Lightning needs the length of an epoch before it begins")

@@ -97,6 +97,7 @@ class VariableBatchMixin:
         if self.variable_sampler is None or not isinstance(self.optimizer, UpdateCountingOptimizer):
             self.variable_sampler = self._new_sampler(dataset, size)
         sampler = self.variable_sampler
+        common.refuse_open_steps(sampler, "the trainer")
         common.check_process(sampler, args.process_index, args.world_size, "the trainer", "launch it with torchrun")
         for name, before, now in (  # train() may be called again
             ("len(train_dataset)", sampler.num_samples, len(dataset)),

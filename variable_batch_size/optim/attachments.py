@@ -263,8 +263,7 @@ def _load(follower: Follower, saved: Mapping[str, Any]) -> None:
 def _epochs(optimizer: Any, num_epochs: int | None, limit: Limit) -> Iterator[int]:
     epoch, first_step, sampler = optimizer.epoch, optimizer.epoch_step, optimizer.sampler
     # whether the epoch has a minibatch left is looked up in the schedule, as a policy decides where its epochs end
-    offsets = sampler.schedule.offsets(epoch, sampler.rank, at_once=1, first_step=first_step)
-    if next(offsets, None) is None:
+    if next(sampler.schedule.steps_from(epoch, first_step), None) is None:
         epoch, first_step = epoch + 1, 0
     most = limit.num_epochs(num_epochs, sampler.schedule)
     with limit.applied(optimizer):

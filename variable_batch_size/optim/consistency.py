@@ -130,6 +130,7 @@ def sync_and_check_ranks(
         "frozen parameters": str([number for number, p in enumerate(parameters) if not p.requires_grad]),
         "first batch size": optimizer.batch_size,
         "max_minibatch_size": largest if largest > sampler.minibatch_size else None,
+        "assign": None if sampler.shares is None else type(sampler.shares).__name__,
     }
     tensors = [*parameters, *of_model]
     everyone = everyone_for(tensors, sampler.process_group)

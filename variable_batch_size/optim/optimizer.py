@@ -4,7 +4,8 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, TypedDict, TypeVar, overload
 
@@ -17,22 +18,24 @@ from variable_batch_size.cores.detect import communicator_for, everyone_for
 from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import Cursor, StepPlan
 from variable_batch_size.data.sampler import CustomSampler, Description, MinibatchSource, source_of
+from variable_batch_size.data.shares import Shares
 from variable_batch_size.optim import consistency
 from variable_batch_size.optim.attachments import Attachments, Limit, Per
 from variable_batch_size.optim.buffers import Buffers
 from variable_batch_size.optim.flow import Flow, Outcome, step_unless
 from variable_batch_size.optim.gradients import make_accumulator
-from variable_batch_size.optim.gradients.accumulator import StepGradient
+from variable_batch_size.optim.gradients.accumulator import Counts, StepGradient
 from variable_batch_size.optim.hyperparameters import Preconditioner, StepHyperparameters
 from variable_batch_size.optim.loss_scale import LossScale
 from variable_batch_size.optim.norm_layers import EVERY, MEASURES, NormLayers
+from variable_batch_size.optim.open_step import OpenStep
 from variable_batch_size.optim.own_norms import OWN_NORM, make_own_norms
-from variable_batch_size.optim.policy_driver import Record
+from variable_batch_size.optim.policy_driver import PolicyDriver, Record
 from variable_batch_size.optim.probe import check_inner
 from variable_batch_size.optim.proxy import Inner, OptimizerProxy, name_of, optimizers_of
 from variable_batch_size.optim.seeding import MinibatchSeeder
 from variable_batch_size.optim.token_weights import TokenWeights, Weight
-from variable_batch_size.optim.trace_watcher import driver_for
+from variable_batch_size.optim.trace_watcher import TraceWatcher, driver_for
 from variable_batch_size.optim.wrappers import Wrappers
 from variable_batch_size.rules.adascale import NoiseRule
 from variable_batch_size.rules.noise import Noise, NoiseMeter, Smoothing
@@ -41,15 +44,18 @@ from variable_batch_size.rules.per_optimizer import PerOptimizerRule
 from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.rules.transition import LRScaler
+from variable_batch_size.schedules.open_steps import OpenSchedule
 from variable_batch_size.schedules.schedule import BaseSchedule
 
 logger = logging.getLogger(__name__)
 
 STATE_KEY = "variable_batch_size"
 Loss = TypeVar("Loss")
+Data = TypeVar("Data")
 RuleLike = Rule | str
 
 _HALVES = "step() must be called once after each half that halves() yields, before another minibatch"
+_END: Any = object()  # after the last minibatch
 _LOST = -1  # as the half that is next: the loop over halves was left
 
 _updates = threading.local()  # `is_running`: whether an optimizer of this library calls step() of an inner one
@@ -166,7 +172,8 @@ class CustomOptimizer(OptimizerProxy):
         self.sampler, self._population = sampler, sampler.population
         self.ref_batchsize, self.log_steps = int(ref_batchsize), int(log_steps)
         self.clip_grad_norm, self.exact = clip_grad_norm, exact
-        self.seeds_minibatches = exact if seed_minibatches is None else seed_minibatches
+        seeds_by_default = exact and not sampler.schedule.is_open
+        self.seeds_minibatches = seeds_by_default if seed_minibatches is None else seed_minibatches
         self._measures = measures = self._rule.measures_noise or bool(measure_noise)
         self._lr_scaler = LRScaler(self._rule, smooth_steps=smooth_steps, max_factor=max_factor)
         self._own_meter = self._make_meter(smoothing, measure_noise=bool(measure_noise))
@@ -176,15 +183,14 @@ class CustomOptimizer(OptimizerProxy):
             sampler.run_in_lockstep()
         self._fingerprint = consistency.fingerprint_of(sampler, self._rule, self.inner, self.ref_batchsize)
         self._communicator = communicator_for(self.parameters(), sampler.process_group)
-        parts, is_read = (self._rule, self._lr_scaler, self._own_meter), skip_nonfinite is True
-        self._flow = Flow(*parts, self.inner, self._communicator, is_read=is_read)
+        parts = (self._rule, self._lr_scaler, self._own_meter)
+        self._flow = Flow(*parts, self.inner, self._communicator, is_read=skip_nonfinite is True)
         self.skip_nonfinite = self._flow.skips_by_default if skip_nonfinite is None else skip_nonfinite
-        schedule = sampler.schedule
-        self._driver = driver_for(self, schedule)
-        self._cursor = Cursor(schedule, sampler.rank)  # the policy has decided the first batch sizes
-        self._cursor.move(sampler.epoch, sampler.first_step)
+        self._driver, self._cursor = self._make_driver()
+        self._refuse_for_open_steps(options)
         options |= {"skip_nonfinite": self.skip_nonfinite, "seed_minibatches": self.seeds_minibatches}
         finish_checks = consistency.sync_and_check_ranks(self, self._wrappers, self._communicator, options)
+        self._shares, self._open = self._connect_shares()
         self._preconditioner = Preconditioner(self.inner, self._rule.min_updates) if self._rule.preconditions else None
         self._accumulator = make_accumulator(
             self.inner,
@@ -203,6 +209,43 @@ class CustomOptimizer(OptimizerProxy):
         self._begin_epoch()
         sampler.attach(self)
         finish_checks()
+
+    def _make_driver(self) -> tuple[PolicyDriver | TraceWatcher | None, Cursor]:
+        """Let a policy decide the first batch sizes, and go to the first step."""
+        sampler, schedule = self.sampler, self.sampler.schedule
+        driver = driver_for(self, schedule)
+        cursor = Cursor(schedule, sampler.rank)
+        cursor.move(sampler.epoch, sampler.first_step)
+        return driver, cursor
+
+    def _connect_shares(self) -> tuple[Shares | None, OpenStep | None]:
+        """How the cores share steps, unless by round robin, once it is known that they have the same settings."""
+        sampler, cursor, device = self.sampler, self._cursor, next(self.parameters()).device
+        shares, counter = sampler.shares, sampler.counter
+        cursor.shares = shares
+        if shares is not None and not shares.is_connected:
+            shares.connect(self._communicator, device)
+            shares.begin(sampler.schedule, sampler.epoch, sampler.first_step)
+        if counter is not None and not counter.run:
+            counter.connect(self._communicator, device, "OpenSteps")
+            counter.begin()
+        cursor.move(sampler.epoch, sampler.first_step)
+        return shares, None if counter is None else OpenStep(sampler, cursor, self._communicator, device)
+
+    def _refuse_for_open_steps(self, options: Mapping[str, Any]) -> None:
+        """Raise for what needs the number of minibatches before a step is complete."""
+        if not self.sampler.schedule.is_open:
+            return
+        names = ("gradient_as_bucket_view", "reduce_scatter_once", "seed_minibatches")
+        wrong = {f"`{name}`": "False" for name in names if options[name]}
+        if options["measure_noise"] in (MEASURES, OWN_NORM):
+            wrong["`measure_noise`"] = "True or False"
+        if self._communicator.is_one_program:
+            wrong["the device"] = "one that is not XLA's, where cores run the same graphs,"
+        if self._rule.sums_gradients:
+            wrong["`rule`"] = "one of mean gradients"
+        for name, allowed in wrong.items():
+            raise ValueError(f"{name} must be {allowed} with OpenSteps, whose minibatches are not known before")
 
     def _make_meter(self, smoothing: Smoothing, *, measure_noise: bool) -> NoiseMeter | None:
         """A meter besides those of the rules, if there is one; all of them average in the same way."""
@@ -258,6 +301,7 @@ class CustomOptimizer(OptimizerProxy):
         self._attachments = Attachments()
         self._samples_every = 1  # steps from one measurement of norm layers to the next
         self._half = 0  # of the minibatch that halves() has split: which one is next
+        self._is_last = False  # whether the next minibatch is the core's last one in an open step
         self.limit: Limit | None = None  # within epochs() that have one
         self._precedes = self._has_warned = False  # whether other optimizers of the sampler had no gradient at step()
 
@@ -290,14 +334,28 @@ class CustomOptimizer(OptimizerProxy):
         self.sampler.attach(self)
 
     @overload  # type: ignore[override]
-    def step(self, closure: None = None, *, weight: Weight | None = None, loss: Number | None = None) -> bool: ...
+    def step(
+        self,
+        closure: None = None,
+        *,
+        weight: Weight | None = None,
+        loss: Number | None = None,
+        last: bool | None = None,
+    ) -> bool: ...
 
     @overload
     def step(
-        self, closure: Callable[[], Loss], *, weight: Weight | None = None, loss: Number | None = None
+        self,
+        closure: Callable[[], Loss],
+        *,
+        weight: Weight | None = None,
+        loss: Number | None = None,
+        last: bool | None = None,
     ) -> Loss: ...
 
-    def step(self, closure: Any = None, *, weight: Weight | None = None, loss: Number | None = None) -> Any:
+    def step(
+        self, closure: Any = None, *, weight: Weight | None = None, loss: Number | None = None, last: bool | None = None
+    ) -> Any:
         """Accumulate the gradients of one minibatch, and update if it completes the step.
 
         Args:
@@ -305,13 +363,14 @@ class CustomOptimizer(OptimizerProxy):
             weight: of the minibatch, for example the number of its tokens, where the loss is the *sum* over them; the
                 gradient of the step is then the mean over all tokens of all cores. A number, or a tensor on the device.
             loss: of the minibatch, for a log that is attached; by default what the closure returns.
+            last: in :class:`OpenSteps`, whether this is the core's last minibatch of the step.
 
         Returns:
             Whether the step is complete; False while accumulating. With a closure, what that returned. If the update
             was skipped, the step is complete, too; `updated` is whether the weights changed.
         """
         if torch.compiler.is_dynamo_compiling():  # a function that contains a whole step
-            return self._step_eagerly(closure, weight=weight, loss=loss)
+            return self._step_eagerly(closure, weight=weight, loss=loss, last=last)
         self._updated = False
         for hook in self._optimizer_step_pre_hooks.values():
             hook(self, (), {})
@@ -321,18 +380,25 @@ class CustomOptimizer(OptimizerProxy):
         if self.sampler.num_to_run is not None and self._drops_minibatch:
             self._drop_minibatch()
             return False if closure is None else result
-        plan = self._plan_minibatch(is_closure=closure is not None)
+        plan = self._plan_minibatch(is_closure=closure is not None, is_weighted=weight is not None, last=last)
+        is_complete = self._take_minibatch(plan, weight, result if loss is None else loss)
+        return is_complete if closure is None else result
+
+    def _take_minibatch(self, plan: StepPlan, weight: Weight | None, loss: Any) -> bool:
+        """Accumulate the gradients of a minibatch, update if it completes the step, and prepare the next one."""
         self._factors = []
         was_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # a function, where the public one is an object
         try:
             if "found_inf" in self.__dict__:
                 self._unscale(plan)
-            self._accumulator.accumulate(plan, weight)
+            # the sum of the weights divides the gradient: in open steps without weights, it is their number
+            self._accumulator.accumulate(plan, 1.0 if weight is None and plan.is_open else weight)
             if plan.is_padding and not plan.is_idle:
                 self._buffers.restore_before_padding()
             if plan.is_last:
                 self._updated = self._complete_step(plan)
+                plan = self._cursor.plan
         finally:
             torch._C._set_grad_enabled(was_enabled)
         if plan.is_last and self.limit is not None and self.limit.is_reached(self):
@@ -343,14 +409,98 @@ class CustomOptimizer(OptimizerProxy):
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, (), {})
         if not self._attachments.is_empty:
-            self._attachments.after_minibatch(self, result if loss is None else loss, is_complete=plan.is_last)
-        return plan.is_last if closure is None else result
+            self._attachments.after_minibatch(self, loss, is_complete=plan.is_last)
+        if self._shares is not None:
+            self._shares.begin_minibatch()
+        return plan.is_last
 
     # torch would wrap step() for hooks and profiling, which takes longer than accumulating; the inner step() has both
     step.hooked = True  # type: ignore[attr-defined]
     _step_eagerly: Any = torch._disable_dynamo(step)  # type: ignore[attr-defined]
 
-    def _plan_minibatch(self, *, is_closure: bool) -> StepPlan:
+    def end_step(self) -> bool:
+        """End this core's part of an open step without a further minibatch; it may have had none in the step.
+
+        Returns whether the step is complete: False if no core has had a minibatch, which is not a step.
+        """
+        self._refuse_known_steps("end_step()")
+        if self._cursor.schedule.lockstep:
+            rule = "end_step() must not be called in lockstep, as with fully_shard, where cores run padding minibatches"
+            raise RuntimeError(f"{rule}: loop over optimizer.minibatches(…, padding=…)")
+        if self._accumulator.has_gradients():
+            raise RuntimeError("end_step() was called after backward(): pass last=True to step() instead")
+        self._updated = False
+        self._cursor.is_done = True
+        plan = self._plan_minibatch(is_closure=False, is_weighted=False, last=True)
+        return self._take_minibatch(plan, None, 0.0)
+
+    def minibatches(self, own: Iterable[Data], padding: Data | None = None) -> Iterator[Data]:
+        """Yield this core's minibatches of an open step, and end the step.
+
+            for minibatch in optimizer.minibatches(own):
+                loss_of(model(minibatch)).backward()
+                optimizer.step(weight=num_tokens(minibatch))
+
+        :meth:`step` follows each of them, and need not be told which one is the last. In lockstep, as with
+        ``fully_shard``, a core that has no more gets padding until all are done: its latest minibatch once more.
+
+        Args:
+            own: the minibatches, of any number, which may be 0.
+            padding: what a core without any runs in lockstep; it must be given there.
+        """
+        self._refuse_known_steps("minibatches()")
+        left, is_lockstep = iter(own), self._cursor.schedule.lockstep
+        data = next(left, _END)
+        if data is _END:
+            if not is_lockstep:
+                self.end_step()
+                return
+            if padding is None:
+                raise ValueError("`padding` must be given in lockstep: what a core without minibatches runs")
+            self._cursor.is_done, data = True, padding
+            self._prepare_next()
+        following = data
+        while True:
+            following = following if self._cursor.is_done else next(left, _END)
+            self._is_last, number = following is _END, self._runs.number
+            yield data
+            if self._runs.number != number + 1:
+                raise RuntimeError("step() must be called once for each minibatch that minibatches() yields")
+            if not self._cursor.is_accumulating:
+                return
+            data = data if self._cursor.is_done else following
+
+    def _refuse_known_steps(self, what: str) -> None:
+        if self._open is None:
+            name = self.sampler.schedule.name
+            raise RuntimeError(f"{what} is for vbs.OpenSteps, but {name} determines where steps end: call step() only")
+
+    def _plan_open(self, last: bool | None, *, is_weighted: bool) -> StepPlan:
+        """Advance to a minibatch of an open step, which all cores may have ended then."""
+        cursor, opened = self._cursor, self._open
+        assert opened is not None
+        is_done = cursor.is_done or (self._is_last if last is None else last)
+        self._is_last = False
+        if self.sampler.is_shared:
+            raise RuntimeError("open steps need a sampler of one optimizer, but several are attached to this one")
+        is_last = opened.agree(is_done) if cursor.schedule.lockstep else is_done
+        plan = cursor.advance_open(is_done=is_done, is_last=is_last)
+        opened.note_minibatch(is_weighted=is_weighted and not plan.is_padding)
+        return plan
+
+    def _close_step(self) -> bool:
+        """Learn how many minibatches an open step has had; returns whether there was any."""
+        totals, schedule = self._accumulator.totals, self._cursor.schedule
+        assert totals is not None and self._open is not None
+        assert isinstance(schedule, OpenSchedule)
+        self._open.begin(keeps_reads=not totals.own)
+        size = schedule.append(totals.own, totals.read) if totals.own else 0
+        self._cursor.close(totals.own, size)
+        if not totals.own and self.sampler.rank == 0:
+            logger.warning("%s: no core has a minibatch, so there is no update", str(self._cursor))
+        return totals.own > 0
+
+    def _plan_minibatch(self, *, is_closure: bool, is_weighted: bool, last: bool | None) -> StepPlan:
         """Count a minibatch, with its second half if it has halves, and advance to it."""
         runs, sampler, half = self._runs, self.sampler, self._half
         if half == _LOST:
@@ -364,7 +514,18 @@ class CustomOptimizer(OptimizerProxy):
             return self._cursor.begin_half()
         self._half = 0
         runs.add(sampler.num_read)
-        plan = self._cursor.advance(is_half=half == 2)
+        if self._open is not None:
+            return self._plan_open(last, is_weighted=is_weighted)
+        if last is not None:
+            raise ValueError(
+                f"`last` must be None, got {last}: {sampler.schedule.name} determines it; see vbs.OpenSteps"
+            )
+        if self._shares is None:
+            plan = self._cursor.advance(is_half=half == 2)
+        else:
+            self._shares.await_device()
+            plan = self._cursor.advance()
+            self._shares.end_minibatch(is_padding=plan.is_padding)
         if plan.num_minibatches > 1 and sampler.is_shared:
             self._check_order()
         return plan
@@ -426,12 +587,16 @@ class CustomOptimizer(OptimizerProxy):
             raise ValueError(f"halves() needs a rule of mean gradients, but {type(self._rule).__name__} sums them")
         if self.sampler.is_shared:
             raise ValueError("halves() needs a sampler of one optimizer, but several are attached to this one")
+        if self._shares is not None or self._open is not None:
+            raise ValueError('halves() needs steps that are known before, and assign="round robin"')
         return plan is not None and plan.num_minibatches == 1 and plan.step % every == 0
 
     @property
     def num_parts(self) -> int:
         """In how many parts the latest minibatch is run: 2 if :meth:`halves` has split it, else 1."""
         plan = self._cursor.plan
+        if plan.is_open:
+            return 1
         return plan.num_minibatches * self._cursor.schedule.minibatch_size_of(plan.batch_size) // plan.batch_size
 
     @property
@@ -460,7 +625,8 @@ class CustomOptimizer(OptimizerProxy):
                 "loop, and with a framework its integration from variable_batch_size.integrations, such as the "
                 "callback for Lightning"
             )
-        self._wrappers.check_first_minibatch(self, self._communicator)
+        if not self._cursor.is_done:  # a core without a minibatch in its first step has no gradient
+            self._wrappers.check_first_minibatch(self, self._communicator)
         own = set(() if self._runs.is_late else self.parameters())
         for other in self.sampler.followers():
             if other is not self and other._runs.number and not own.isdisjoint(other.parameters()):
@@ -471,7 +637,9 @@ class CustomOptimizer(OptimizerProxy):
                 )
         self._attachments.check()
         norms = [f"the gradient norm every {every} steps" for every in sorted(self._norm_every)]
-        self._accumulator.attached = ", ".join([*self._attachments.names, *norms])
+        # cores that have begun different numbers of passes would not share what they read
+        passes = [f"pass {self.sampler.num_passes} over the loader"] if self._open is not None else []
+        self._accumulator.attached = ", ".join([*self._attachments.names, *norms, *passes])
         self._watch(True)
         self._accumulator.is_one_of_several = self.sampler.is_shared
         self._is_scaled = False
@@ -514,12 +682,16 @@ class CustomOptimizer(OptimizerProxy):
 
     def _complete_step(self, plan: StepPlan) -> bool | torch.Tensor:
         """Reduce and update, or skip the update; returns whether the weights changed, maybe on the device."""
-        step = self._rule_step()
+        counts = Counts(self.num_own * self.num_parts, plan.num_minibatches)
+        self._accumulator.counts = counts if self._open is None else self._open.counts()
         if self._driver is not None:
             self._driver.before_update()
         try:
-            gradient = self._accumulator.reduce(plan)
-            weight = gradient.weight
+            with nullcontext() if self._open is None else self._open.waiting():
+                gradient = self._accumulator.reduce(plan)
+            if self._open is not None and not self._close_step():
+                return False
+            step, weight = self._rule_step(), gradient.weight
             if not self.steps_made:
                 self._warn_without_gradients()
             is_recorded = self._norm_every and any((self.steps_done + 1) % every == 0 for every in self._norm_every)
@@ -548,6 +720,8 @@ class CustomOptimizer(OptimizerProxy):
             self._cursor.refresh()
         else:
             self._cursor.look_ahead()
+        if self._shares is not None:
+            self._shares.after_step(plan.step, self.sampler.num_prefetched)
         if self.log_steps and self.steps_done % self.log_steps == 0 and self.sampler.rank == 0:
             message = f"%s: batch size %d, learning rate %g, %d {self.sampler.unit} in all"
             show(logger, message, str(self._cursor), step.batch_size, self.current_lr(), self.samples_done)
@@ -626,7 +800,9 @@ class CustomOptimizer(OptimizerProxy):
             logger.warning(message, sampler.rank, cursor.epoch_step, cursor.epoch)
         cursor.schedule = sampler.schedule
         cursor.move(sampler.epoch, sampler.first_step)
-        self._has_joined = False
+        self._has_joined = self._is_last = False
+        if self._open is not None:
+            self._open.begin()
         self._begin_epoch()
         self._watch(True)
 
@@ -714,6 +890,8 @@ class CustomOptimizer(OptimizerProxy):
     def set_schedule(self, schedule: BaseSchedule) -> None:
         """Replace the schedule, and that of the sampler; ``set_epoch`` then selects a position in it."""
         self.sampler.schedule = self._cursor.schedule = schedule
+        if self._shares is not None:
+            self._shares.begin(schedule, 0, 0)
         self._cursor.move(0)
 
     @property
@@ -740,6 +918,11 @@ class CustomOptimizer(OptimizerProxy):
     def batch_size(self) -> int:
         """The batch size of the step that the latest minibatch belongs to; at first, of the epoch's first step."""
         return self._cursor.plan.batch_size
+
+    @property
+    def num_own(self) -> int:
+        """How many minibatches this core has run in the step of the latest one, without padding."""
+        return self._cursor.num_own
 
     @property
     def is_idle(self) -> bool:
@@ -770,7 +953,9 @@ class CustomOptimizer(OptimizerProxy):
 
     def _rule_step(self) -> Step:
         size, number = self._cursor.plan.batch_size, self._cursor.plan.num_minibatches
-        more: Any = {"population": self._population, "samples_every": self._samples_every}
+        totals = self._accumulator.totals if self._open is not None else None
+        is_drawn = totals is None or totals.read == totals.own  # whether the samples are those of the loader
+        more: Any = {"population": self._population if is_drawn else None, "samples_every": self._samples_every}
         return Step(size, size // number, self.ref_batchsize, self.steps_done, **more)
 
     @property
@@ -892,6 +1077,7 @@ class CustomOptimizer(OptimizerProxy):
         """The inner optimizer's state and the position; in the middle of a step, the position before that step."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
+        schedule = self.sampler.schedule
         own = {
             "epoch": self.epoch,
             "epoch_step": self.epoch_step,
@@ -899,6 +1085,7 @@ class CustomOptimizer(OptimizerProxy):
             "samples_done": self.samples_done,
             "steps_skipped": self.steps_skipped,
             **({} if self._driver is None else {self._driver.state_key: self._driver.state_dict()}),
+            **({"open": schedule.state_dict()} if isinstance(schedule, OpenSchedule) else {}),
             "rule": self._rule.state_dict(),
             **({"late_progress": self._flow.late_progress} if self._flow.way == "on the device" else {}),
             **self._lr_scaler.state_dict(),
@@ -939,6 +1126,8 @@ class CustomOptimizer(OptimizerProxy):
         self._flow.num_skipped = own["steps_skipped"]
         if self._driver is not None:
             self._driver.load_state_dict(own.get(self._driver.state_key))
+        if "open" in own and isinstance(self.sampler.schedule, OpenSchedule):
+            self.sampler.schedule.load_state_dict(own["open"])
         self._attachments.load_state_dict(own.get("schedulers", ()), self.param_groups)
         if own["epoch_step"] < len(self.sampler.schedule.steps(own["epoch"])):
             self.set_epoch(own["epoch"], own["epoch_step"])

@@ -23,7 +23,7 @@ from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.runs import state_file
 from variable_batch_size.runs.log import Metrics
 from variable_batch_size.runs.sinks import JsonLines
-from variable_batch_size.runs.store import DECISIONS, EXECUTED, CheckpointStore, ExecutedTrace, Format
+from variable_batch_size.runs.store import ASSIGNED, DECISIONS, EXECUTED, CheckpointStore, ExecutedTrace, Format
 from variable_batch_size.schedules.schedule import BaseSchedule, ScheduleHistory
 
 logger = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class Checkpoint:
         self._fingerprint = optimizer.description
 
         self._epoch = 0  # of the next pass, or of the current one
-        self._first_step = 0
+        self._first_step = self._num_assigned = 0  # the latter: steps whose cores were recorded
         self._steps_of_epochs: list[int] = []  # completed steps of each epoch before this one
         self._random: dict[str, torch.Tensor] | None = None  # loaded, and restored when the run resumes
         self._changes: list[tuple[int, str]] = []  # number of completed steps, and what changed then
@@ -304,8 +304,23 @@ class Checkpoint:
             "random": random,
             "metrics": [metrics.read() for metrics in self._metrics],
         }
-        self._store.save(state, when_done=lambda: self._executed.append(steps_of_epochs))
+        self._take_shares(past.num_rows)
+        self._store.save(state, when_done=lambda: self._append_rows(steps_of_epochs, past.num_rows))
         self._coordinator.mark_saved()
+
+    def _take_shares(self, num_rows: int) -> None:
+        """Gather which core has run each minibatch since the last save, unless that was by round robin."""
+        shares, first = self._sampler.shares, self._num_assigned
+        if shares is not None:
+            self._cores |= dict(zip(range(first, num_rows), shares.take_record(range(first, num_rows)), strict=True))
+            self._num_assigned = num_rows
+
+    def _append_rows(self, steps_of_epochs: list[int], num_rows: int) -> None:
+        self._executed.append(steps_of_epochs)
+        if self._sampler.shares is not None:
+            self._assigned.append(steps_of_epochs)
+            for step in [step for step in [*self._cores] if step < num_rows]:  # the next save may have added others
+                del self._cores[step]
 
     def wait(self) -> None:
         """Wait until an asynchronous write is complete. ``epochs`` calls it at its end."""
@@ -321,12 +336,16 @@ class Checkpoint:
                 if not self._store.is_prepared and self._store.newest() != self._found:
                     raise RuntimeError(f"another run has saved to {self.directory} since: make the checkpoint again")
                 if not self._store.is_prepared and self._found is not None:
-                    self._executed.truncate([*self._steps_of_epochs, self._first_step])
+                    self._truncate_rows()
             except (RuntimeError, OSError) as error:
                 self._store.release()
                 problem = error
         if self._coordinator.all_reduce([problem is not None]) != [0]:
             raise problem or RuntimeError(f"rank 0 could not begin to write to {self.directory}")
+
+    def _truncate_rows(self) -> None:
+        for file in (self._executed, self._assigned):
+            file.truncate([*self._steps_of_epochs, self._first_step])
 
     def _epoch_step(self) -> int:
         """Completed steps of the current epoch."""
@@ -392,10 +411,15 @@ class Checkpoint:
         origin = ", ".join(f"{name} {value}" for name, value in self._fingerprint.items())
         path, schedule = self._store.folder / EXECUTED, self._sampler.schedule
         self._executed = ExecutedTrace(path, schedule, origin=origin, changes=self._changes)
+        self._cores: dict[int, list[int]] = {}  # of each minibatch, by the step in the schedule
+        self._assigned = ExecutedTrace(path.with_name(ASSIGNED), schedule, origin=origin, cores=self._cores)
+        self._num_assigned = schedule.past(self._epoch, self._first_step).num_rows
+        if self._sampler.shares is not None:
+            self._sampler.shares.keep_record()
         self._found = paths[-1].name if paths else None
         if state is not None and self._communicator.rank == 0:
             if self._store.is_prepared:
-                self._executed.truncate([*self._steps_of_epochs, self._first_step])
+                self._truncate_rows()
             schedule = self._sampler.schedule
             of_all = f" of {len(schedule.trace)}" if schedule.on_end == "stop" else ""
             position = f"epoch {self._epoch}, step {self._optimizer.steps_done}{of_all}"

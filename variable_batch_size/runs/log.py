@@ -102,7 +102,8 @@ class Log(AbstractContextManager["Log"]):
     ``progress``, completed so far in the run; ``batch_size``, ``lr``, ``factor``, ``gradient_norm`` and ``cores`` of
     the latest step; and ``loss``, ``samples_per_second`` and ``idle_share`` (of cores × steps) since the previous
     record. If minibatches have weights, it has their sum in the run as ``weight``; the losses passed to :meth:`step`
-    are then sums, and ``loss`` is their sum divided by that of the weights. The page on long runs describes all keys.
+    are then sums, and ``loss`` is their sum divided by that of the weights. If cores do not share steps by round robin,
+    it has lists of the minibatches and of the seconds for one, on each core. The page on long runs describes all keys.
 
     The loss stays on the device until a record is due. Then it is all-reduced and read: the only wait for the device.
 
@@ -131,6 +132,8 @@ class Log(AbstractContextManager["Log"]):
         self._zeros = [torch.zeros(()).to(self._device) for _ in range(_LOSSES_AT_ONCE + 1)]
         self._losses_of_step: list[torch.Tensor] = []  # of this core's minibatches since the last completed step
         self._weight_seen = optimizer.minibatch_weights.since
+        self._shares = optimizer.sampler.shares
+        self._is_known = self._shares is None and not self._schedule.is_open  # who runs what, by the batch size
         self._is_attached = False
         self._restart()
         optimizer.record_grad_norm(every=every)
@@ -140,6 +143,7 @@ class Log(AbstractContextManager["Log"]):
         self._losses: list[torch.Tensor] = []  # of single minibatches
         self._loss = self._zeros[-1]  # the sum of those before
         self._num_samples = self._num_steps = self._num_idle = 0
+        self._shared_before = (0, 0.0) if self._shares is None else (self._shares.num_run, self._shares.seconds)
         self._started_at = time.monotonic()
 
     def step(self, loss: torch.Tensor | float) -> None:
@@ -202,7 +206,7 @@ class Log(AbstractContextManager["Log"]):
         num_minibatches = optimizer.batch_size // size
         is_weighted = optimizer.minibatch_weights.is_weighted  # losses are then sums, which count as they are
         factor = 1 if is_weighted else size // self._schedule.minibatch_size
-        own = len(range(self._communicator.rank, num_minibatches, cores)) * optimizer.num_parts
+        own = optimizer.num_own * optimizer.num_parts
         given = len(self._losses_of_step)
         if given < own:
             raise RuntimeError(
@@ -216,7 +220,7 @@ class Log(AbstractContextManager["Log"]):
             self._add_losses()
         self._num_samples += optimizer.batch_size
         self._num_steps += 1
-        self._num_idle += max(0, cores - num_minibatches)
+        self._num_idle += max(0, cores - num_minibatches) if self._is_known else not own
 
     @torch.no_grad()
     def _add_losses(self) -> None:
@@ -235,7 +239,10 @@ class Log(AbstractContextManager["Log"]):
         norm_here = torch.tensor(math.nan) if optimizer.gradient_norm is None else optimizer.gradient_norm
         self._add_losses()
         # the norm is the same on all cores: summed with the loss, it needs no collective of its own
-        loss, norm, weight = self._total(torch.stack([self._loss, norm_here.float().to(self._device)]))
+        numbers = torch.stack([self._loss, norm_here.float().to(self._device)])
+        if not self._is_known:
+            numbers = torch.cat([numbers, self._own_share()])
+        loss, norm, *of_cores, weight = self._total(numbers)
         seconds = time.monotonic() - self._started_at
         record = {
             **self._position(optimizer.minibatch_weights.before + weight),
@@ -245,9 +252,13 @@ class Log(AbstractContextManager["Log"]):
             "factor": optimizer.factor(),
             "gradient_norm": norm / cores,
             "samples_per_second": self._num_samples / seconds,
-            "idle_share": self._num_idle / (cores * self._num_steps),
+            "idle_share": (sum(of_cores[:cores]) if of_cores else self._num_idle) / (cores * self._num_steps),
             "cores": cores,
         }
+        if self._shares is not None:
+            shares, spent = of_cores[cores : 2 * cores], of_cores[2 * cores :]
+            per_minibatch = [round(one / max(share, 1), 6) for one, share in zip(spent, shares, strict=True)]
+            record |= {"minibatches_of_cores": [round(share) for share in shares], "seconds_of_cores": per_minibatch}
         record |= optimizer.report()
         optimizer.note_loss(record["loss"])
         record |= {"graphs": xla.num_programs()} if self._device.type == "xla" else {}
@@ -255,6 +266,16 @@ class Log(AbstractContextManager["Log"]):
         record |= {"late_gain": 1} if optimizer.description.get("gain") == "one step late" else {}
         self._send(record)
         self._restart()
+
+    def _own_share(self) -> torch.Tensor:
+        """Since the last record: the idle steps, the minibatches and their seconds, in this core's places of tables."""
+        table = torch.zeros(3, self._schedule.num_replicas)
+        num_before, seconds_before = self._shared_before
+        own = [float(self._num_idle), 0.0, 0.0]
+        if self._shares is not None:
+            own[1:] = self._shares.num_run - num_before, self._shares.seconds - seconds_before
+        table[:, self._communicator.rank] = torch.tensor(own)
+        return table.flatten().to(self._device)
 
     def _total(self, numbers: torch.Tensor) -> list[float]:
         """The sums of numbers over all cores, followed by the weight since the start, with one wait."""

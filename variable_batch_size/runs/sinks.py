@@ -99,7 +99,10 @@ class TensorBoard:
             self._open(record)
         for (axis, folder), writer in zip(_AXES.items(), self._writers, strict=True):
             for name, value in record.items():
-                if name not in _AXES and _finite_or_none(value) is not None:
+                if isinstance(value, list):
+                    numbered = {f"core {place}": number for place, number in enumerate(value)}
+                    writer.add_scalars(f"{folder}/{name}", numbered, record[axis])
+                elif name not in _AXES and _finite_or_none(value) is not None:
                     writer.add_scalar(f"{folder}/{name}", value, record[axis])
         for remote in self._remotes:
             remote.maybe_upload()
@@ -194,6 +197,8 @@ class Console:
 
 
 def _rounded(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_rounded, value))
     if not isinstance(value, int | float) or isinstance(value, bool):
         return str(value)
     return f"{value:,.0f}" if isinstance(value, int) or 1000 <= abs(value) < math.inf else f"{value:.4g}"
@@ -212,7 +217,8 @@ class ProgressBar:
 
             self._bar = tqdm(total=self.num_steps, unit="step", dynamic_ncols=True)
         self._bar.n = record["step"]
-        shown = {name: f"{value:.4g}" for name, value in record.items() if name not in ("step", "samples", "graphs")}
+        numbers = {name: value for name, value in record.items() if not isinstance(value, list)}
+        shown = {name: f"{value:.4g}" for name, value in numbers.items() if name not in ("step", "samples", "graphs")}
         for name, (low, high) in _INTERVALS.items():
             if {name, low, high} <= shown.keys():
                 shown[name] += f" ({shown.pop(low)} to {shown.pop(high)})"

@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +27,8 @@ from variable_batch_size.urls import is_url, local_path
 logger = logging.getLogger(__name__)
 
 Format = Literal["file", "sharded"]
-EXECUTED, DECISIONS = "executed.csv", "decisions.jsonl"  # files that grow next to the checkpoints
+# files that grow next to the checkpoints
+EXECUTED, DECISIONS, ASSIGNED = "executed.csv", "decisions.jsonl", "assigned.csv"
 
 
 class HostStaging:
@@ -115,14 +116,22 @@ class ExecutedTrace:
     """Appends a row for each completed step, and leaves existing rows as they are.
 
     A crash may leave rows of steps that the checkpoint does not have: :meth:`truncate` drops them. Comments name the
-    run at the top (`origin`) and, after each number of completed steps in `changes`, what changed then.
+    run at the top (`origin`) and, after each number of completed steps in `changes`, what changed then. With `cores`,
+    which has the core of each minibatch in a step, these take the place of the batch sizes.
     """
 
     def __init__(
-        self, path: Path, schedule: BaseSchedule, *, origin: str, changes: Sequence[tuple[int, str]] = ()
+        self,
+        path: Path,
+        schedule: BaseSchedule,
+        *,
+        origin: str,
+        changes: Sequence[tuple[int, str]] = (),
+        cores: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        self.path, self._schedule, self._changes = path, schedule, changes
-        self._header = f"# executed from {schedule.name}: {origin}\n{','.join(COLUMNS)}\n"
+        self.path, self._schedule, self._changes, self._cores = path, schedule, changes, cores
+        columns = COLUMNS if cores is None else (COLUMNS[0], "cores")
+        self._header = f"# executed from {schedule.name}: {origin}\n{','.join(columns)}\n"
         self._num_rows = self._num_bytes = 0
 
     def truncate(self, steps_of_epochs: Sequence[int]) -> None:
@@ -155,8 +164,11 @@ class ExecutedTrace:
                 steps = self._schedule.steps(epoch)
                 for step in range(first, number):
                     yield from (f"# from here on: {text}\n" for after, text in self._changes if after == row + step)
-                    yield f"{row + step},{self._schedule.batch_size(steps[step])}\n"
+                    yield f"{row + step},{self._value(steps[step])}\n"
             row += number
+
+    def _value(self, step: int) -> object:
+        return self._schedule.batch_size(step) if self._cores is None else " ".join(map(str, self._cores.get(step, ())))
 
     def _comments_before(self, epoch: int, steps_of_epochs: Sequence[int]) -> Iterator[str]:
         """A comment for each epoch since the last row that ended early."""
@@ -312,7 +324,7 @@ class CheckpointStore:
             if name != LOCK:
                 self._remote.truncate_local(self.folder / name)
         paths = state_file.checkpoints(self.folder)
-        own = [self.folder / name for name in (EXECUTED, DECISIONS)] if self._is_first else []
+        own = [self.folder / name for name in (EXECUTED, DECISIONS, ASSIGNED)] if self._is_first else []
         for path in [*paths[-1:], *(path for path in own if path.exists())]:
             self._remote.download(path)
         try:

@@ -58,6 +58,7 @@ class BaseSchedule(ABC):
     that divides the batch size, makes at least two of them, and gives no core more samples than the smallest would.
     """
 
+    is_open = False  # whether the sizes of steps are known only when these are complete
     on_end: OnEnd  # the continuation after the last row of the trace
     name: str  # that of the trace or policy, for messages
     is_live = False  # whether steps are decided during the run

@@ -58,6 +58,11 @@ def make_accumulator(
     ranks = ranks_of(group)
     groups = dtensor.model_groups(parameters, group)
     model_parallel = ProcessGroups(*groups.values()) if groups else SingleProcess()
+    if groups and (sampler.shares is not None or sampler.counter is not None):
+        rule = "parameters must not be sharded over ranks of one core"
+        raise ValueError(
+            f'{rule} with OpenSteps, or unless `assign` is "round robin": these must read the same samples'
+        )
     options |= {"model_parallel": model_parallel, "model_groups": list(groups)}
     if wrappers.fsdp:
         options |= {"wrappers": wrappers, "ranks": ranks, "everyone": everyone_for(parameters, sampler.process_group)}

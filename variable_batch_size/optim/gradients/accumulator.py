@@ -29,11 +29,21 @@ Divisors = dict[torch.Tensor, torch.Tensor]
 UNWEIGHTED = -(2.0**20)
 
 _NUM_SAMPLES = 8  # weights that are compared in the first step of an epoch
-NUM_CHECKSUMS = 4
-NUM_DIGEST = _NUM_SAMPLES + NUM_CHECKSUMS
+_NUM_COUNTS, _NUM_CHECKSUMS = 3, 4
+NUM_CHECKS = _NUM_COUNTS + _NUM_CHECKSUMS
+NUM_DIGEST = _NUM_SAMPLES + NUM_CHECKS
 _MAX_DRIFT = 1e-4  # of weights between ranks; processors of different kinds may round differently
 
 _EPS = 1e-6  # added to a norm before it divides, as in torch.nn.utils.clip_grad_norm_
+
+
+class Counts(NamedTuple):
+    """Minibatches of a step, without padding."""
+
+    own: int  # that this rank has run; in totals, that all ranks have run
+    of_all: int | None  # that all ranks should have run together; None if that is not known, in open steps
+    read: int = 0  # that were read from the loader; this and the next one in open steps only
+    weighted: int = 0  # that have a weight
 
 
 class Measured(NamedTuple):
@@ -143,6 +153,8 @@ class GradientAccumulator(ABC):
     """
 
     is_one_of_several = False  # whether other optimizers run the same minibatches
+    counts: Counts | None = None  # of the step that is reduced; None to check none
+    totals: Counts | None = None  # their sums over all ranks, in open steps
     attached = ""  # what else the optimizer has that must be the same on all ranks
     is_summed_by_autograd = False  # whether ``p.grad`` is the sum over the step's minibatches so far
     inverse_scale: torch.Tensor | None = None  # of the latest minibatch, where a GradScaler is in use
@@ -233,7 +245,23 @@ class GradientAccumulator(ABC):
             self._fixed_point.load_state_dict(state)
 
     def _step_gradient(self, plan: StepPlan) -> StepGradient:
-        return StepGradient(self, plan, self._weight if self._is_weighted else None)
+        plan = self._closed(plan)
+        has_weights = self._is_weighted and not (plan.is_open and not self.totals.weighted)  # type: ignore[union-attr]
+        return StepGradient(self, plan, self._weight if has_weights else None)
+
+    def _closed(self, plan: StepPlan) -> StepPlan:
+        """The plan with the number of minibatches, which is known once an open step is reduced."""
+        if not plan.is_open:
+            return plan
+        if self.communicator.num_replicas == 1:
+            self.totals = self.counts
+        totals: Any = self.totals
+        if totals.weighted not in (0, totals.own):
+            passed = f"{totals.weighted} of {totals.own} minibatches of the step have one"
+            raise ValueError(f"`weight` must be passed for all minibatches of a run or for none, but {passed}")
+        if self._fixed_point is not None:
+            self._fixed_point.check_num_minibatches(totals.own)
+        return plan._replace(num_minibatches=max(1, totals.own))
 
     def _factor(self, plan: StepPlan) -> float:
         """What to multiply this rank's sum by before it is reduced: 1/n, as n is known on the host; W is not."""
@@ -359,9 +387,11 @@ class GradientAccumulator(ABC):
         """What must be the same on all ranks: in an epoch's first step, some weights; and always, checksums."""
         if self._checked != self._epoch and self._samples_weights:
             self._sampled = self._sample_weights(digest)
-            digest[:-NUM_CHECKSUMS].copy_(self._sampled)
+            digest[:-NUM_CHECKS].copy_(self._sampled)
             self._checked = self._epoch
-        for place, number in enumerate(self._checksums(), start=-NUM_CHECKSUMS):
+        counts = self.counts or Counts(0, 0)
+        numbers = [counts.own, counts.read, counts.weighted, *self._checksums()]
+        for place, number in enumerate(numbers, start=-NUM_CHECKS):
             digest[place].fill_(number)
 
     def _checksums(self) -> list[int]:
@@ -387,17 +417,24 @@ class GradientAccumulator(ABC):
 
     def _check_digest(self, reduced: torch.Tensor, ranks: int) -> None:
         """Raise if ranks differ. Waits for the device, but only in the first step of an epoch."""
-        expected, checksums = [number * ranks for number in self._checksums()], reduced[-NUM_CHECKSUMS:]
+        checks, copies = reduced[-NUM_CHECKS:], ranks // self.communicator.num_replicas  # of each count
+        counts, sums = self.counts or Counts(0, 0), [number * ranks for number in self._checksums()]
+        if counts.of_all is None:  # an open step: waits for the device
+            found = checks[:_NUM_COUNTS].tolist()
+            own, *others = (round(number / copies) for number in found)
+            self.totals, expected = Counts(own, None, *others), [*found, *sums]
+        else:
+            expected = [counts.of_all * copies, 0, 0, *sums]
         own, self._sampled, self._unread = self._sampled, None, None
-        if own is None and checksums.device.type != "cpu":
-            self._unread = checksums.clone(), expected
-        elif own is None and checksums.tolist() != expected:
-            self._refuse_different(checksums.tolist(), expected)
+        if own is None and checks.device.type != "cpu":
+            self._unread = checks.clone(), expected
+        elif own is None and checks.tolist() != expected:
+            self._refuse_different(checks.tolist(), expected)
         if own is None:
             return
-        weights = reduced[:-NUM_CHECKSUMS]
+        weights = reduced[:-NUM_CHECKS]
         distance = torch.linalg.vector_norm(weights - own * ranks) - _MAX_DRIFT * ranks * torch.linalg.vector_norm(own)
-        *values, excess = torch.cat([checksums, distance.view(1)]).tolist()
+        *values, excess = torch.cat([checks, distance.view(1)]).tolist()
         weights.zero_()
         self._refuse_different(values, expected)
         if excess > 0:
@@ -408,7 +445,7 @@ class GradientAccumulator(ABC):
             )
 
     def _refuse_different(self, reduced: list[float], expected: list[int]) -> None:
-        are_same_attached, are_same_lrs, is_same_epoch, is_same_layout = (
+        is_complete, _, _, are_same_attached, are_same_lrs, is_same_epoch, is_same_layout = (
             one == other for one, other in zip(reduced, expected, strict=True)
         )
         if not is_same_layout:
@@ -420,6 +457,11 @@ class GradientAccumulator(ABC):
             raise RuntimeError(
                 f"Ranks are in different epochs; this one is in epoch {self._epoch}. Call step() after every minibatch "
                 "on every rank; to leave a minibatch out, call step() without backward()."
+            )
+        if not is_complete:
+            raise RuntimeError(
+                f"Ranks have run {reduced[0]:g} minibatches of a step that has {expected[0]}. Call set_epoch() equally "
+                "often, and read the same sampler, on every rank."
             )
         if not are_same_attached:
             raise RuntimeError(

@@ -69,14 +69,17 @@ class BucketAccumulator(GradientAccumulator):
 
     def accumulate(self, plan: StepPlan, weight: Weight | None = None) -> None:
         fixed_point, is_several = self._fixed_point, self.communicator.num_replicas > 1
-        if fixed_point is None or fixed_point.scale.has_asked or not (self.is_one_of_several and is_several):
+        is_held = plan.is_open or (self.is_one_of_several and is_several)
+        if fixed_point is None or fixed_point.scale.has_asked or not is_held:
             self._accumulate(plan, weight)
             return
-        # the first units are broadcast right before the reduction: otherwise another optimizer would reduce in between
-        # on a rank with one minibatch, and broadcast first on a rank with several
+        # the first units are summed right before the reduction: otherwise another optimizer would reduce in between
+        # on a rank with one minibatch, and sum units first on a rank with several
         taken = {p: p.grad.clone() for p in self._parameters() if p.grad is not None}
         self.zero_grad()
         self._held_minibatches.append((plan, weight, taken))
+        if plan.is_open and plan.is_last:  # no minibatch is the first one on any number of ranks
+            fixed_point.agree_on_scale([taken for *_, taken in self._held_minibatches], self.communicator)
         while plan.is_last and self._held_minibatches:
             *minibatch, gradients = self._held_minibatches.pop(0)
             for p, gradient in gradients.items():
@@ -96,7 +99,7 @@ class BucketAccumulator(GradientAccumulator):
         if fixed_point is not None:
             fixed_point.check_num_minibatches(plan.num_minibatches)
             if not self._has_sums:
-                fixed_point.update_scale(self.communicator)
+                fixed_point.update_scale(self.communicator, has_first=plan.has_first)
         if self.own_norms is not None:
             self.own_norms.add(plan, weight)
         self._is_weighted = weight is not None
@@ -186,7 +189,8 @@ class BucketAccumulator(GradientAccumulator):
             self._all_reduce()
         if fixed_point is not None:
             self._step_squares, self._weight, self._num_weighted = fixed_point.numbers()
-            fixed_point.decode(buckets, self._is_present, factor * self._inverse_weight(), plan.num_minibatches)
+            number = self._closed(plan).num_minibatches
+            fixed_point.decode(buckets, self._is_present, factor * self._inverse_weight(), number)
             return self._step_gradient(plan)
         inverse, is_sharded = self._inverse_weight(), self._model_parallel is not None
         if isinstance(inverse, torch.Tensor) or inverse != 1:
@@ -238,7 +242,7 @@ class BucketAccumulator(GradientAccumulator):
         """Compare a new layout in tensors of the previous one, as others may still have that and sizes must match."""
         _, parameters, num_numbers = self._agreed
         sent = GradientBuckets(parameters, num_numbers=num_numbers, dtype=self._sum_dtype)
-        own = self._checksums()
+        own = [0, 0, 0, *self._checksums()]
         sent.numbers[-1:].fill_(own[-1])
         self.communicator.sum(sent.flats)
         total = float(sent.numbers[-1])

@@ -45,7 +45,7 @@ class FixedPointScale:
 
     def __init__(self) -> None:
         self._exponents: dict[Hashable, int] = {}
-        self.has_asked = False  # whether rank 0 has broadcast the first ones
+        self.has_asked = False  # whether the ranks have the first ones
 
     def update(self, parameters: Sequence[Hashable], largest: Iterable[float]) -> None:
         """Set the unit by the largest element of each mean gradient, unless that is 0 or not finite."""
@@ -135,17 +135,29 @@ class FixedPoint64(_FixedPoint):
         """Elements beside the gradients: the parts of the numbers, and a flag for each rung."""
         return NUM_PARTS * (len(self._inner.param_groups) + 2) + 2 * MAX_RUNGS + 1
 
-    def update_scale(self, communicator: Communicator) -> None:
+    def update_scale(self, communicator: Communicator, *, has_first: bool) -> None:
         """Before the first minibatch of a step: set the units by the previous step, in the same way on all ranks."""
         self._read_previous()
         if self.scale.has_asked:
             return
-        # in the first step of a run by rank 0's first minibatch, which is the same on any number of ranks
+        # in the first step of a run by its first minibatch, which is the same on any number of ranks
         parameters = self._parameters()
         largest = [0.0 if p.grad is None else float(_largest_of(p.grad)) for p in parameters]
-        sent = torch.tensor(largest).to(parameters[0].device)
-        communicator.broadcast([sent])
+        sent = torch.tensor(largest if has_first else [0.0] * len(largest)).to(parameters[0].device)
+        communicator.sum([sent])
         self.scale.update(parameters, sent.tolist())
+        self.scale.has_asked = True
+
+    def agree_on_scale(self, minibatches: Sequence[Gradients], communicator: Communicator) -> None:
+        """Set the first units by the largest elements in all minibatches of the first step, on all ranks."""
+        parameters = self._parameters()
+        largest = torch.zeros(communicator.num_replicas, len(parameters), dtype=torch.float64)
+        for gradients in minibatches:
+            found = [float(_largest_of(gradients[p])) if p in gradients else 0.0 for p in parameters]
+            own = largest[communicator.rank]
+            own.copy_(torch.maximum(own, torch.tensor(found, dtype=torch.float64).nan_to_num(0.0, 0.0)))
+        total = communicator.total(largest.to(parameters[0].device))
+        self.scale.update(parameters, total.amax(0).tolist())
         self.scale.has_asked = True
 
     def _read_previous(self) -> None:

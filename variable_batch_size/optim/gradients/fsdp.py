@@ -14,7 +14,7 @@ from variable_batch_size.cores import dtensor
 from variable_batch_size.cores.communicator import Communicator, Ranks
 from variable_batch_size.cores.dtensor import to_local, to_locals
 from variable_batch_size.data.cursor import StepPlan
-from variable_batch_size.optim.gradients.accumulator import NUM_CHECKSUMS, UNWEIGHTED, GradientAccumulator, StepGradient
+from variable_batch_size.optim.gradients.accumulator import NUM_CHECKS, UNWEIGHTED, GradientAccumulator, StepGradient
 from variable_batch_size.optim.gradients.norms import (
     norms_of,
     sharded_squared_norms,
@@ -269,11 +269,11 @@ class FSDPAccumulator(GradientAccumulator):
         if self._measures:
             pairs = [[(p, self._sums[p]) for p in group if p in self._sums] for group in self._measured()]
             squares = squared_norms_of_shards(self._divided(pairs), self._model_groups, like=self._like)
-        numbers = torch.cat([numbers, squares.to(numbers), numbers.new_empty(NUM_CHECKSUMS)])
-        self._write_digest(numbers[-NUM_CHECKSUMS:])
+        numbers = torch.cat([numbers, squares.to(numbers), numbers.new_empty(NUM_CHECKS)])
+        self._write_digest(numbers[-NUM_CHECKS:])
         self._everyone.sum([numbers])
-        self._squares = numbers[-NUM_CHECKSUMS - len(squares) : -NUM_CHECKSUMS] if self._measures else None
-        digest, numbers = numbers[-NUM_CHECKSUMS:], numbers[: -NUM_CHECKSUMS - len(squares)]
+        self._squares = numbers[-NUM_CHECKS - len(squares) : -NUM_CHECKS] if self._measures else None
+        digest, numbers = numbers[-NUM_CHECKS:], numbers[: -NUM_CHECKS - len(squares)]
         self._check_weights(numbers[-1])
         self._check_digest(digest, self._everyone.num_replicas)
         self._read_numbers(numbers)

@@ -1,0 +1,157 @@
+"""Promise: steps of any number of minibatches on any core give the weights of plain PyTorch, and never hang."""
+
+import open_runs
+import pytest
+import torch
+
+import variable_batch_size as vbs
+
+
+def expected_of(seeds, cores, *, is_sharded):
+    for seed in seeds:
+        for is_weighted in (False, True):
+            for how in open_runs.ways(is_sharded):
+                dtype = how.get("dtype", torch.float32)
+                steps = open_runs.program(seed, cores)
+                weights = open_runs.plainly(steps, is_weighted=is_weighted, dtype=dtype)
+                sizes = [4 * sum(map(len, step)) for step in steps]
+                yield weights, sizes, 1e-12 if dtype == torch.float64 else 1e-6
+
+
+@pytest.mark.parametrize(("cores", "seeds"), [(1, (0, 1, 2)), (2, (3,)), (3, (4,))])
+def test_ragged_programs_equal_one_batch_in_plain_pytorch(on_cores, cores, seeds):
+    is_sharded = cores > 1
+    results = on_cores(cores, open_runs.run_all, seeds) if is_sharded else [open_runs.run_all(seeds, is_sharded=False)]
+    for number, (weights, sizes, tolerance) in enumerate(expected_of(seeds, cores, is_sharded=is_sharded)):
+        for result in results:
+            assert result[number]["sizes"] == sizes
+            assert result[number]["noise"] == pytest.approx(results[0][number]["noise"], rel=1e-5)
+            for found, value in zip(result[number]["weights"], weights, strict=True):
+                torch.testing.assert_close(found, value, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("cores", [2, 3])
+def test_in_exact_mode_the_bits_do_not_depend_on_the_cores(on_cores, cores):
+    steps = open_runs.program(7, 6)
+    alone = open_runs.run_exactly(steps)
+    for result in on_cores(cores, open_runs.run_exactly, steps):
+        assert all(map(torch.equal, result["weights"], alone["weights"]))
+        assert result["noise"] == alone["noise"]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return open_runs.train()
+
+
+def test_a_run_stopped_within_an_epoch_resumes_on_other_cores_with_the_same_bits(on_cores, tmp_path, alone):
+    def run_on(cores, stop):
+        return on_cores(cores, open_runs.stop_at, tmp_path, stop)
+
+    first, second = run_on(3, 3), run_on(2, 7)
+    third = open_runs.train(tmp_path)
+    assert all(map(torch.equal, third["weights"], alone["weights"]))
+    # every sample once in each epoch, whoever has read it
+    seen = sorted(value for results in (first, second, [third]) for result in results for value in result["seen"])
+    assert seen == pytest.approx(sorted(alone["seen"]))
+    values = open_runs.read_data().tensors[0][:, 0].tolist()
+    assert seen == pytest.approx(sorted([*values, *values]))
+    rows = [row for row in (tmp_path / "executed.csv").read_text().splitlines() if row[0].isdigit()]
+    assert rows == [f"{step},{4 * number}" for step, number in enumerate([*open_runs.COUNTS, *open_runs.COUNTS])]
+
+
+def test_the_executed_trace_replays_to_the_same_weights(tmp_path):
+    open_run = open_runs.train(tmp_path, exact=False)
+    replayed = open_runs.train(trace=str(tmp_path / "executed.csv"), exact=False)
+    for one, other in zip(open_run["weights"], replayed["weights"], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    for one, other in zip(open_run["records"], replayed["records"], strict=True):
+        assert one["batch_size"] == other["batch_size"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_core_that_never_ends_its_step_is_named(on_new_cores, lockstep):
+    error = on_new_cores(2, open_runs.hang, lockstep)[0]
+    assert (
+        "step 0 of the run, in epoch 0, did not end within 1 seconds: core 0 has ended it after 1 minibatches" in error
+    )
+    assert "core 1 has" in error
+    assert "not ended it. On every core" in error
+
+
+def test_weights_must_be_passed_on_all_cores_or_none(on_cores):
+    for error in on_cores(2, open_runs.mixed_weights):
+        assert "1 of 2 minibatches of the step have one" in error
+
+
+def test_a_step_without_any_minibatch_is_none(on_cores):
+    assert on_cores(2, open_runs.empty_step) == [[False, 0, 0, True, 1, 8, 8]] * 2
+
+
+def test_cores_in_different_passes_are_found_out(on_cores):
+    for rank, error in enumerate(on_cores(2, open_runs.begin_another_pass_on_one_core)):
+        assert f"pass {2 - rank} over the loader" in error
+
+
+def test_open_steps_need_open_steps():
+    optimizer = open_runs.optimizer_of(open_runs.net_of(), trace=[8, 8])
+    with pytest.raises(RuntimeError, match=r"end_step\(\) is for vbs.OpenSteps"):
+        optimizer.end_step()
+    with pytest.raises(RuntimeError, match=r"minibatches\(\) is for vbs.OpenSteps"):
+        list(optimizer.minibatches([]))
+
+
+def test_gradients_that_were_not_taken_raise_at_the_end_of_a_step():
+    net = open_runs.net_of()
+    optimizer = open_runs.optimizer_of(net)
+    net(torch.zeros(4, 6)).sum().backward()
+    with pytest.raises(RuntimeError, match="pass last=True to step"):
+        optimizer.end_step()
+
+
+def test_a_minibatch_without_step_raises():
+    optimizer = open_runs.optimizer_of(open_runs.net_of())
+    with pytest.raises(RuntimeError, match=r"step\(\) must be called once for each minibatch"):
+        list(optimizer.minibatches([1, 2]))
+
+
+def test_last_is_refused_where_the_trace_determines_it():
+    net = open_runs.net_of()
+    optimizer = open_runs.optimizer_of(net, trace=[8, 8])
+    list(optimizer.sampler)
+    with pytest.raises(ValueError, match="`last` must be None, got True"):
+        optimizer.step(last=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_as_bucket_view": True}, "`gradient_as_bucket_view` must be False with OpenSteps"),
+        ({"seed_minibatches": True}, "`seed_minibatches` must be False with OpenSteps"),
+        ({"rule": "linear_momentum"}, "`rule` must be one of mean gradients with OpenSteps"),
+        ({"measure_noise": "norm layers"}, "`measure_noise` must be True or False with OpenSteps"),
+    ],
+)
+def test_what_needs_steps_of_known_size_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        open_runs.optimizer_of(open_runs.net_of(), **options)
+
+
+def test_loaders_that_read_ahead_and_other_sources_are_refused():
+    with pytest.raises(ValueError, match="`num_workers` must be 0 with OpenSteps"):
+        vbs.DataLoader(open_runs.read_data(), vbs.OpenSteps(), minibatch_size=4, num_workers=1)
+    with pytest.raises(ValueError, match="`trace` of a Stream must not be OpenSteps"):
+        vbs.Stream(range(8), trace=vbs.OpenSteps(), minibatch_size=4)
+    for option in ({"max_minibatch_size": 8}, {"assign": "as free"}):
+        with pytest.raises(ValueError, match="OpenSteps"):
+            vbs.CustomSampler(dataset_size=64, trace=vbs.OpenSteps(), minibatch_size=4, **option)
+    with pytest.raises(ValueError, match="`timeout` must be"):
+        vbs.OpenSteps(timeout=0)
+
+
+def test_an_epoch_that_is_over_is_not_begun_again():
+    optimizer = open_runs.optimizer_of(open_runs.net_of())
+    optimizer.set_epoch(1)
+    with pytest.raises(ValueError, match="epoch 0 of open steps is over"):
+        optimizer.set_epoch(0)
