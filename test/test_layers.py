@@ -23,7 +23,7 @@ LAYERS = {
     "cores": set(),
     "data": {"cores", "traces", "policies", "schedules"},
     "optim": {"cores", "rules", "policies", "schedules", "data"},
-    "runs": {"cores", "traces", "schedules", "data", "optim"},
+    "runs": {"cores", "traces", "policies", "schedules", "data", "optim"},
     "comparison": {"cores", "rules", "traces", "policies", "schedules", "planning", "data", "optim", "runs"},
     "integrations": {"cores", "traces", "policies", "schedules", "data", "optim"},
     "deprecated": {"rules", "optim"},
