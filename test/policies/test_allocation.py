@@ -18,6 +18,7 @@ from variable_batch_size.policies.allocation import (
     place,
     shortest_first,
     slots,
+    suggest_nodes,
 )
 
 curves = st.lists(st.floats(0.05, 1.5), min_size=1, max_size=12).map(lambda steps: tuple(itertools.accumulate(steps)))
@@ -85,7 +86,7 @@ def test_the_integer_program_finds_what_a_search_finds_and_the_greedy_gap_is_tru
         least = 0.0 if power > 0 else 0.5 * min(job.speeds[job.min_cores - 1 :]) / fair
         speedup = job.speed(cores) / fair
         if job.cores and cores != job.cores:
-            speedup *= max(0.0, 1 - job.restart_seconds / 600)
+            speedup *= max(0.0, 1 - job.restart_seconds / min(600.0, job.seconds(cores) or 600.0))
         f = math.log if power == 0 else lambda s: (s**power - 1) / power
         return f(max(speedup, least)) - f(least)
 
@@ -101,10 +102,10 @@ def test_the_integer_program_finds_what_a_search_finds_and_the_greedy_gap_is_tru
             except ValueError:
                 continue
             best = max(best, sum(value(job, c) for job, c in zip(jobs, chosen, strict=True) if c))
-    exact = allocate(jobs, nodes, power=power)
+    exact = allocate(jobs, nodes, power=power, short_first=0.0)
     assert exact.gap == 0.0
     assert exact.value == pytest.approx(best, rel=1e-6, abs=1e-6)
-    greedy = allocate(jobs, nodes, power=power, exact=False)
+    greedy = allocate(jobs, nodes, power=power, short_first=0.0, exact=False)
     assert greedy.value <= exact.value + 1e-6
     assert greedy.value >= (1 - greedy.gap) * exact.value - 1e-6
 
@@ -112,7 +113,7 @@ def test_the_integer_program_finds_what_a_search_finds_and_the_greedy_gap_is_tru
 def test_a_core_goes_where_it_brings_most():
     # an equal share is 2: speed-ups 1.9/1.9 and 1.1/1.1; 3 and 1: 2.7/1.9 and 1/1.1, the sum of inverses is smaller
     jobs = [Job(name="scales", speeds=(1.0, 1.9, 2.7, 3.4)), Job(name="does not", speeds=(1.0, 1.1, 1.1, 1.1))]
-    found = allocate(jobs, [4])
+    found = allocate(jobs, [4], short_first=0.0)
     assert found.cores == {"scales": 3, "does not": 1}
     assert found.why["scales"] == "speed-up 1.42 over an equal share, +26 % with one more"
     assert found.value == pytest.approx((2 / (1 / 1.9) - 1.9 / 2.7) + (2 * 1.1 - 1.1))
@@ -123,6 +124,28 @@ def test_fairer_powers_leave_nobody_waiting():
     assert allocate(jobs, [2], power=-1.0).cores == {"large": 1, "small": 1}
     poor = [Job(name="scales", speeds=(1.0, 2.5)), Job(name="other", speeds=(1.0,))]
     assert allocate(poor, [2], power=1.0).cores == {"scales": 2}
+
+
+def test_of_choices_that_are_equally_good_short_jobs_and_those_of_unknown_length_come_first():
+    long = Job(name="long", speeds=(1.0, 1.5), work=1000.0, cores=1)
+    short, unknown = Job(name="short", speeds=(1.0, 1.5), work=10.0), Job(name="unknown", speeds=(1.0,))
+    assert allocate([long, short, unknown], [2]).cores == {"short": 1, "unknown": 1}
+    assert allocate([long, short], [1]).cores == {"short": 1}
+    assert allocate([short], [2]).cores == {"short": 2}
+
+
+def test_the_pool_that_pays_off_most_is_suggested():
+    jobs = [Job(name="a", speeds=(1.0, 1.9, 2.6, 3.0)), Job(name="b", speeds=(1.0, 1.2))]
+    # one core more brings 1, 1, 0.9, 0.7, 0.4, 0.2
+    for price, number in ((0.95, 2), (0.8, 3), (0.5, 4), (0.1, 6), (2.0, 0)):
+        assert suggest_nodes(jobs, 1, price=price, worth=1.0, max_nodes=8)[0] == number
+    # of nodes of two cores: 2, 3.1, 4.2, as a job has no three cores of them
+    assert suggest_nodes(jobs, 2, price=0.5, worth=1.0, max_nodes=8) == (
+        3,
+        "one more brings 0.00 an hour and costs 1.00",
+    )
+    assert suggest_nodes(jobs, 1, price=0.1, worth=1.0, max_nodes=3)[0] == 3
+    assert suggest_nodes([], 4, price=0.5, worth=1.0, max_nodes=3) == (0, "there are no jobs")
 
 
 def test_a_restart_must_pay_off_within_the_horizon():

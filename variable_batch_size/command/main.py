@@ -29,6 +29,7 @@ COMMANDS = {  # the module of each, with the functions add_COMMAND(parser) and r
     "fit": ("planning", "fit a throughput model to such a profile, to predict other numbers of cores"),
     "cbs": ("planning", "search for the critical batch size with short branches of a run"),
     "tpu": ("tpu", "compile a training for a TPU that is not there: whether it compiles and fits, and its least time"),
+    "cluster": ("cluster", "share a pool of cores among jobs by what each core is worth: simulate, run, status"),
     "simulate": ("planning", "predict the decisions of policies when cores come and go, before renting them"),
 }
 NOTES = """\

@@ -9,6 +9,10 @@ A change of cores costs a restart, so that its speed-up is multiplied by 1 − r
 has a part of one node or several whole ones. So a job that spans nodes shares none, and as parts are divisors of each
 other, what fits into all nodes of a size together also fits into each. That is an integer program with one choice per
 job.
+
+Where there are not enough cores for all jobs, many choices are about equally good. So the worth of a job is multiplied
+by 1 + short_first / (1 + its seconds left / horizon): of these choices, the one that lets jobs end first. A job of
+unknown length counts as short, and is known soon.
 """
 
 import math
@@ -17,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from variable_batch_size.checks import check_positive, check_positive_number, import_extra
+from variable_batch_size.checks import check_not_negative_number, check_positive, check_positive_number, import_extra
 
 Placement = Mapping[int, int]  # the cores of a job on each node
 _MOST_EXACT = 100  # jobs in an integer program
@@ -70,7 +74,7 @@ class Allocation:
 
     cores: Mapping[str, int]
     gap: float = 0.0  # at most this fraction below the best; 0 if it is the best
-    value: float = 0.0  # Σ f(s) above that of an idle pool
+    value: float = 0.0  # of the jobs' worth above that of an idle pool
     why: Mapping[str, str] = field(default_factory=dict)  # a reason for each job
 
 
@@ -96,15 +100,15 @@ def slots(node_cores: int, num_nodes: int) -> list[int]:
 
 
 def _options(job: Job, kinds: Mapping[int, int]) -> list[_Option]:
-    """Each number of cores that the job can use, in the smallest slot of each kind of node."""
+    """Each number of cores that the job can use or has now, in the smallest slot of each kind of node."""
     found = []
     for node_cores, num_nodes in kinds.items():
         largest = 0
         for slot in slots(node_cores, num_nodes):
-            cores = min(slot, job.max_cores)
-            if cores > largest and cores >= job.min_cores:
-                largest = cores
-                found.append(_Option(node_cores, slot, cores))
+            for cores in sorted({min(slot, job.max_cores), min(job.cores, slot)}):
+                if largest < cores <= job.max_cores and cores >= job.min_cores:
+                    found.append(_Option(node_cores, slot, cores))
+            largest = min(slot, job.max_cores)
     return found
 
 
@@ -122,6 +126,7 @@ def allocate(
     *,
     power: float = -1.0,
     horizon_seconds: float = 600.0,
+    short_first: float = 0.25,
     exact: bool = True,
 ) -> Allocation:
     """The cores of each job for the largest mean of speed-ups to a power, net of restarts.
@@ -132,6 +137,7 @@ def allocate(
         power: p, at most 1; smaller ones are fairer. For p ≤ 0, a waiting job counts as one at half the speed of its
             fewest cores.
         horizon_seconds: over which a restart must pay off.
+        short_first: how much more a job is worth that is about to end; 0 for the mean of speed-ups alone.
         exact: solve the integer program, if there are at most 100 jobs; else step by step, with its `gap`.
 
     >>> jobs = [Job(name="a", speeds=(1.0, 1.9, 2.7, 3.4)), Job(name="b", speeds=(1.0, 1.1, 1.1, 1.1))]
@@ -139,6 +145,7 @@ def allocate(
     {'a': 3, 'b': 1}
     """
     check_positive_number(horizon_seconds=horizon_seconds)
+    check_not_negative_number(short_first=short_first)
     if not power <= 1:
         raise ValueError(f"`power` must be at most 1, got {power!r}")
     names = Counter(job.name for job in jobs)
@@ -146,7 +153,11 @@ def allocate(
         raise ValueError(f"jobs must have different names, got {names.most_common(1)[0][0]!r} twice")
     kinds = Counter(nodes)
     share = max(1.0, sum(nodes) / max(len(jobs), 1))
-    choices = {job.name: _worth(job, _options(job, kinds), share, power, horizon_seconds) for job in jobs}
+    choices = {}
+    for job in jobs:
+        weight = 1 + short_first / (1 + (job.seconds(job.min_cores) or 0.0) / horizon_seconds)
+        options = _worth(job, _options(job, kinds), share, power, horizon_seconds)
+        choices[job.name] = [option._replace(gain=weight * option.gain) for option in options]
     solve = _integer_program if exact and len(jobs) <= _MOST_EXACT else _step_by_step
     taken, gap = solve(choices, kinds)
     cores = {name: option.cores for name, option in taken.items()}
@@ -166,7 +177,8 @@ def _worth(job: Job, options: list[_Option], share: float, power: float, horizon
     for option in options:
         speedup = job.speed(option.cores) / fair
         if job.cores and option.cores != job.cores:
-            speedup *= max(0.0, 1 - job.restart_seconds / horizon)
+            left = min(horizon, job.seconds(option.cores) or horizon)  # a restart near the end does not pay off
+            speedup *= max(0.0, 1 - job.restart_seconds / left)
         if speedup > waiting:
             found.append(option._replace(gain=value(speedup) - value(waiting)))
     return found
@@ -206,6 +218,40 @@ def _integer_program(
     )
     assert result.x is not None, result.message  # an idle pool is always possible
     return {name: option for (name, option), taken in zip(flat, result.x, strict=True) if taken > 0.5}, 0.0
+
+
+def suggest_nodes(
+    jobs: Sequence[Job], node_cores: int, *, price: float, worth: float, max_nodes: int
+) -> tuple[int, str]:
+    """The number of nodes of which most is left after their price, and why.
+
+    An hour on one core of a job, at its speed on one core, is worth `worth`; a core costs `price` an hour.
+
+    >>> jobs = [Job(name="a", speeds=[1.0, 1.9, 2.6, 3.0])]
+    >>> suggest_nodes(jobs, 1, price=0.5, worth=1.0, max_nodes=8)
+    (3, 'one more brings 0.40 an hour and costs 0.50')
+    """
+    check_positive_number(price=price, worth=worth)
+    check_positive(node_cores=node_cores, max_nodes=max_nodes)
+    if not jobs:
+        return 0, "there are no jobs"
+    at_once = [_work_per_second(jobs, node_cores, number) for number in range(max_nodes + 1)]
+    cost = price * node_cores
+    number = max(range(max_nodes + 1), key=lambda n: (worth * at_once[n] - n * cost, n))
+    if number == max_nodes:
+        brings = worth * (at_once[number] - at_once[number - 1])
+        return number, f"the last one brings {brings:.2f} an hour and costs {cost:.2f}"
+    brings = worth * (at_once[number + 1] - at_once[number])
+    return number, f"one more brings {brings:.2f} an hour and costs {cost:.2f}"
+
+
+def _work_per_second(jobs: Sequence[Job], node_cores: int, num_nodes: int) -> float:
+    """What all jobs do, in seconds of work on one core."""
+    fitting = [job for job in jobs if num_nodes and _options(job, {node_cores: num_nodes})]
+    if not fitting:
+        return 0.0
+    cores = allocate(fitting, [node_cores] * num_nodes, power=1.0).cores
+    return sum(job.speed(cores.get(job.name, 0)) / (job.speeds[0] or max(job.speeds)) for job in fitting)
 
 
 def _step_by_step(choices: Mapping[str, list[_Option]], kinds: Mapping[int, int]) -> tuple[dict[str, _Option], float]:

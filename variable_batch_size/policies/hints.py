@@ -50,14 +50,19 @@ class Hints:
             return float(max(cores, 0))
         return table[min(cores, len(table)) - 1]
 
-    def seconds_left(self, cores: int) -> float | None:
-        """Until the end on so many cores; None if the end or the speed is not known."""
-        if self.goodput is None or not self.speed(cores):
-            return None
+    @property
+    def work_left(self) -> float | None:
+        """Progress, or samples, until the end; None if that is not known."""
         if self._ends_by_samples:
             assert self.samples_goal is not None
-            return max(self.samples_goal - self.samples, 0) / self.speed(cores)
-        return None if self.progress_goal is None else max(self.progress_goal - self.progress, 0.0) / self.speed(cores)
+            return float(max(self.samples_goal - self.samples, 0))
+        return None if self.progress_goal is None else max(self.progress_goal - self.progress, 0.0)
+
+    def seconds_left(self, cores: int) -> float | None:
+        """Until the end on so many cores; None if the end or the speed is not known."""
+        if self.goodput is None or self.work_left is None or not self.speed(cores):
+            return None
+        return self.work_left / self.speed(cores)
 
     @property
     def _ends_by_samples(self) -> bool:
