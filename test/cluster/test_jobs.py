@@ -1,6 +1,7 @@
 """JOBS.toml: what is read, and mistakes with their places."""
 
 import pytest
+from documents import ROOT, blocks
 
 from variable_batch_size.cluster.jobs import read_cluster
 
@@ -25,6 +26,14 @@ def test_paths_are_relative_to_the_file_and_arguments_are_filled_in(read, tmp_pa
     assert pool.policy == "fifo" and job.max_cores == 2
     assert job.checkpoint == str(tmp_path / "runs" / "a")
     assert job.arguments(2) == [str(tmp_path / "train.py"), "--to", str(tmp_path / "runs" / "a"), "2 {x}"]
+
+
+def test_the_file_on_the_page_about_pools_is_read(tmp_path):
+    (text,) = blocks(ROOT / "docs" / "cluster.md", "toml")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "jobs.toml").write_text(text)
+    pool, (job,) = read_cluster(tmp_path / "jobs.toml")
+    assert (pool.policy, pool.interval_seconds, job.name, job.max_cores) == ("goodput", 30, "digits", 8)
 
 
 def other(name, checkpoint):

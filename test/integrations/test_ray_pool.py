@@ -55,17 +55,18 @@ def test_trials_of_tune_share_cores_by_goodput(monkeypatch):
     assert goodput_allocation(controller, trials[0], {"hints": scales}, None).required_resources == {"CPU": 4}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of Ray and its dependencies
 def test_a_job_over_two_nodes_survives_a_killed_worker_and_a_node_that_leaves(cluster, tmp_path):
     text = f'[pool]\ninterval_seconds = 5\n[[job]]\nname = "a"\nscript = "{SCRIPT}"\ncheckpoint = "a"\n'
-    text += 'args = ["--checkpoint", "{checkpoint}", "--pause", "0.02", "--progress", "150"]\n'
+    text += 'args = ["--checkpoint", "{checkpoint}", "--pause", "0.02", "--progress", "60"]\n'
     (tmp_path / "jobs.toml").write_text(text)
     pool = RayPool()
     run = ClusterRun(tmp_path / "jobs.toml", pool, tmp_path / "out")
     (job,) = run.jobs
     assert sorted(pool.nodes()) == [1, 1]
-    steps = iter(("kill", "leave"))
-    while job.state not in ("done", "failed"):
+    steps, end = iter(("kill", "leave")), time.monotonic() + 600
+    while job.state not in ("done", "failed") and time.monotonic() < end:
         run.tick()
         if job.state == "running" and job.newest() != job.mark:
             step = next(steps, None)

@@ -27,6 +27,7 @@ from variable_batch_size.runs import state_file
 from variable_batch_size.runs.log import Metrics
 from variable_batch_size.runs.sinks import JsonLines
 from variable_batch_size.runs.store import DECISIONS, EXECUTED, CheckpointStore, ExecutedTrace, Format
+from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.schedules.schedule import BaseSchedule, ScheduleHistory
 
 logger = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ class Checkpoint:
         self._seconds_to_start: float | None = None  # from the start of the process to the end of its first step
         self._seconds_to_save = 0.0
         self._hinted_at = -float("inf")
-        self._decides = False  # whether a policy has something to hint at
+        self._has_policy = isinstance(self._sampler.schedule, PolicySchedule)
         if directory is not None:
             how: dict[str, Any] = {"keep": keep, "format": format, "asynchronous": asynchronous}
             self._store = CheckpointStore(directory, model, optimizer, self._schedulers, self._communicator, **how)
@@ -317,12 +318,11 @@ class Checkpoint:
         self._store.save(state, when_done=lambda: self._executed.append(steps_of_epochs))
         self._coordinator.mark_saved()
         self._seconds_to_save = time.monotonic() - began
-        if self._decides:
+        if self._has_policy:
             self._write_hints()
 
     def _on_decision(self, record: Mapping[str, Any]) -> None:
-        """Called on rank 0; a first decision is made before the directory belongs to this run."""
-        self._decides = True
+        """Called on rank 0; the first decision is made before the directory belongs to this run."""
         is_time = time.monotonic() - self._hinted_at >= _SECONDS_BETWEEN_HINTS
         if is_time and self._seconds_to_start is not None:
             self._write_hints()
@@ -330,7 +330,9 @@ class Checkpoint:
     def _write_hints(self) -> None:
         if self._seconds_to_start is not None:
             self._optimizer.restart_seconds = self._seconds_to_start + self._seconds_to_save
-        write_text(self._store.folder / HINTS, json.dumps(self._optimizer.hints()) + "\n")
+        hints = self._optimizer.hints()  # on all ranks, as it may read from the device
+        if self._communicator.rank == 0:
+            write_text(self._store.folder / HINTS, json.dumps(hints) + "\n")
         self._hinted_at = time.monotonic()
 
     def wait(self) -> None:
