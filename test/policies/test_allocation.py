@@ -81,14 +81,19 @@ def test_a_larger_pool_is_worth_as_much_or_more(jobs, data, power):
 def test_the_integer_program_finds_what_a_search_finds_and_the_greedy_gap_is_true(jobs, nodes, power):
     share = max(1.0, sum(nodes) / len(jobs))
 
+    def restart_share(job, cores):
+        left = 600.0 if job.work is None else max(min(600.0, job.work / job.speed(cores)), 1e-9)
+        return job.restart_seconds / left
+
     def value(job, cores):
         fair = job.speed(max(share, job.min_cores))
         least = 0.0 if power > 0 else 0.5 * min(job.speeds[job.min_cores - 1 :]) / fair
         speedup = job.speed(cores) / fair
         if job.cores and cores != job.cores:
-            speedup *= max(0.0, 1 - job.restart_seconds / min(600.0, job.seconds(cores) or 600.0))
+            speedup *= max(0.0, 1 - restart_share(job, cores))
         f = math.log if power == 0 else lambda s: (s**power - 1) / power
-        return f(max(speedup, least)) - f(least)
+        kept = 1 + min(1.0, restart_share(job, job.cores)) if job.cores else 1.0
+        return kept * (f(max(speedup, least)) - f(least))
 
     sizes = {number for node in set(nodes) for number in slots(node, Counter(nodes)[node])}
     best = 0.0
@@ -132,6 +137,11 @@ def test_of_choices_that_are_equally_good_short_jobs_and_those_of_unknown_length
     assert allocate([long, short, unknown], [2]).cores == {"short": 1, "unknown": 1}
     assert allocate([long, short], [1]).cores == {"short": 1}
     assert allocate([short], [2]).cores == {"short": 2}
+
+
+def test_a_job_that_is_about_to_end_is_not_stopped_for_one_of_unknown_length():
+    ending = Job(name="ending", speeds=(1.0, 1.5), work=5.0, cores=1, restart_seconds=10.0)
+    assert allocate([Job(name="unknown", speeds=(1.0, 1.5)), ending], [1]).cores == {"ending": 1}
 
 
 def test_the_pool_that_pays_off_most_is_suggested():

@@ -156,6 +156,8 @@ def allocate(
     choices = {}
     for job in jobs:
         weight = 1 + short_first / (1 + (job.seconds(job.min_cores) or 0.0) / horizon_seconds)
+        if job.cores:  # to wait would cost a restart later
+            weight *= 1 + min(1.0, _restart_share(job, job.cores, horizon_seconds))
         options = _worth(job, _options(job, kinds), share, power, horizon_seconds)
         choices[job.name] = [option._replace(gain=weight * option.gain) for option in options]
     solve = _integer_program if exact and len(jobs) <= _MOST_EXACT else _step_by_step
@@ -177,11 +179,16 @@ def _worth(job: Job, options: list[_Option], share: float, power: float, horizon
     for option in options:
         speedup = job.speed(option.cores) / fair
         if job.cores and option.cores != job.cores:
-            left = min(horizon, job.seconds(option.cores) or horizon)  # a restart near the end does not pay off
-            speedup *= max(0.0, 1 - job.restart_seconds / left)
+            speedup *= max(0.0, 1 - _restart_share(job, option.cores, horizon))
         if speedup > waiting:
             found.append(option._replace(gain=value(speedup) - value(waiting)))
     return found
+
+
+def _restart_share(job: Job, cores: int, horizon: float) -> float:
+    """The time of a restart, in that within which it must pay off: until the horizon, or the end of the job."""
+    left = job.seconds(cores)
+    return job.restart_seconds / (horizon if left is None else max(min(horizon, left), 1e-9))
 
 
 def _reason(job: Job, cores: int, share: float) -> str:
