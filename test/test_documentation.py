@@ -74,7 +74,9 @@ def test_commands_print_the_documented_output(document, folder):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_every_block_has_a_known_language_or_none(document):
-    assert set(languages_of(document)) <= {"python", "console", "diff", "sh", ""}, "a language that no test knows"
+    assert set(languages_of(document)) <= {"python", "console", "diff", "sh", "toml", ""}, (
+        "a language that no test knows"
+    )
 
 
 def test_the_readme_is_a_front_page():

@@ -9,10 +9,13 @@ import pytest
 import variable_batch_size as vbs
 from variable_batch_size.checks import check_extra, import_extra
 
-INTEGRATIONS = ("accelerate", "keras", "lightning", "transformers")
+INTEGRATIONS = {  # with the extra of each
+    **{name: name for name in ("accelerate", "keras", "lightning", "transformers")},
+    "ray": "cluster",
+}
 IMPORT_ALL = f"""
 import sys
-names = {INTEGRATIONS}
+names = {tuple(INTEGRATIONS)}
 sys.modules.update(dict.fromkeys(names))
 for name in names:
     try:
@@ -29,7 +32,7 @@ def how(extra):
 def test_an_integration_names_its_missing_framework_and_the_extra():
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
-        f"variable_batch_size.integrations.{name} needs {name}: {how(name)}" for name in INTEGRATIONS
+        f"variable_batch_size.integrations.{name} needs {name}: {how(extra)}" for name, extra in INTEGRATIONS.items()
     ]
 
 

@@ -23,15 +23,16 @@ LAYERS = {
     "cores": set(),
     "data": {"cores", "traces", "policies", "schedules"},
     "optim": {"cores", "rules", "policies", "schedules", "data"},
-    "runs": {"cores", "traces", "schedules", "data", "optim"},
+    "runs": {"cores", "traces", "policies", "schedules", "data", "optim"},
     "comparison": {"cores", "rules", "traces", "policies", "schedules", "planning", "data", "optim", "runs"},
-    "integrations": {"cores", "traces", "policies", "schedules", "data", "optim"},
+    "cluster": {"policies", "planning"},
+    "integrations": {"cores", "traces", "policies", "schedules", "data", "optim", "cluster"},
     "deprecated": {"rules", "optim"},
     "watch": {"runs"},
-    "command": {"traces", "policies", "schedules", "planning", "comparison", "watch"},
+    "command": {"traces", "policies", "schedules", "planning", "comparison", "watch", "cluster", "integrations"},
 }
 FRAMEWORKS = {"lightning", "pytorch_lightning", "accelerate", "transformers", "keras", "ray"}
-WITHOUT_TORCH = {"rules", "policies", "traces", "schedules", "planning", "watch", "command", *FOR_ALL}
+WITHOUT_TORCH = {"rules", "policies", "traces", "schedules", "planning", "watch", "cluster", "command", *FOR_ALL}
 
 MODULES = sorted(
     path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.stem not in ("__init__", "__main__")

@@ -31,6 +31,7 @@ COMMANDS = {  # the module of each, with the functions add_COMMAND(parser) and r
     "cbs": ("planning", "search for the critical batch size with short branches of a run"),
     "tpu": ("tpu", "compile a training for a TPU that is not there: whether it compiles and fits, and its least time"),
     "watch": ("watch", "show the curves of runs on a page, while they train"),
+    "cluster": ("cluster", "share a pool of cores among jobs by what each core is worth: simulate, run, status"),
     "simulate": ("planning", "predict the decisions of policies when cores come and go, before renting them"),
 }
 NOTES = """\

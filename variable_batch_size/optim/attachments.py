@@ -110,14 +110,15 @@ class Limit:
         return min(numbers, default=None)
 
     @contextmanager
-    def applied(self, optimizer: Any) -> Iterator[None]:
-        """Within, the optimizer ends the run where it reaches the limit."""
-        optimizer.limit = None if self == Limit() else self
+    def applied(self, optimizer: Any, num_epochs: int | None) -> Iterator[None]:
+        """Within, the optimizer ends the run where it reaches the limit; it has at most so many epochs."""
+        optimizer.limit, optimizer.num_epochs = None if self == Limit() else self, num_epochs
         optimizer.sampler.may_end_early = self != Limit()
         try:
             yield
         finally:
-            optimizer.limit, optimizer.sampler.may_end_early = None, False
+            optimizer.limit = optimizer.num_epochs = None
+            optimizer.sampler.may_end_early = False
 
     def warn_unless_reached(self, optimizer: Any, num_epochs: int | None) -> None:
         """After all epochs of a trace: warn if it was too short."""
@@ -266,7 +267,7 @@ def _epochs(optimizer: Any, num_epochs: int | None, limit: Limit) -> Iterator[in
     if next(sampler.schedule.steps_from(epoch, first_step), None) is None:
         epoch, first_step = epoch + 1, 0
     most = limit.num_epochs(num_epochs, sampler.schedule)
-    with limit.applied(optimizer):
+    with limit.applied(optimizer, most):
         while (most is None or epoch < most) and not limit.is_reached(optimizer):
             sampler.set_epoch(epoch, first_step)
             yield epoch

@@ -303,6 +303,8 @@ class CustomOptimizer(OptimizerProxy):
         self._half = 0  # of the minibatch that halves() has split: which one is next
         self._is_last = False  # whether the next minibatch is the core's last one in an open step
         self.limit: Limit | None = None  # within epochs() that have one
+        self.num_epochs: int | None = None  # likewise
+        self.restart_seconds: float | None = None  # to save and to resume, measured by a checkpoint
         self._precedes = self._has_warned = False  # whether other optimizers of the sampler had no gradient at step()
 
     def _init_minibatches(self, model: torch.nn.Module | None) -> None:
@@ -1051,6 +1053,15 @@ class CustomOptimizer(OptimizerProxy):
         """Call a function with the record of every decision of the policy, if the schedule has one."""
         if self._driver is not None:
             self._driver.on_decision(listener)
+
+    def hints(self) -> dict[str, Any]:
+        """What the run is worth on other numbers of cores, as in the file ``hints.json`` of a :class:`Checkpoint`.
+
+        See :class:`variable_batch_size.policies.Hints` for the values.
+        """
+        if not isinstance(self._driver, PolicyDriver):
+            raise RuntimeError("hints are measured by a policy, but this run has a trace: use one such as Autoscale")
+        return self._driver.hints().as_dict()
 
     def note_loss(self, loss: float) -> None:
         """Report to the policy the loss that a log has recorded."""

@@ -9,6 +9,7 @@ import torch
 
 from variable_batch_size.cores import devices
 from variable_batch_size.cores.detect import everyone_for
+from variable_batch_size.policies.hints import Hints, hints_of
 from variable_batch_size.policies.policy import Decision, Situation
 from variable_batch_size.policies.timing import PolicyTiming
 from variable_batch_size.schedules.live import PolicySchedule
@@ -87,6 +88,22 @@ class PolicyDriver:
         """The measured times, for a log."""
         accumulating, updating = self._times or (math.nan, math.nan)
         return {"seconds_accumulating": accumulating, "seconds_updating": updating}
+
+    def hints(self) -> Hints:
+        """What the run is worth on other numbers of cores, from what has been measured so far."""
+        optimizer, schedule, timing = self._optimizer, self._schedule, self._timing
+        limit, num_epochs = optimizer.limit, optimizer.num_epochs
+        ends = [] if limit is None or limit.samples is None else [math.ceil(limit.samples)]
+        if num_epochs is not None and schedule.dataset_size is not None:
+            ends.append(num_epochs * schedule.capacity)
+        return hints_of(
+            schedule.policy,
+            timing.complete(self._situation()),
+            timing.times,
+            progress_goal=None if limit is None else limit.progress,
+            samples_goal=min(ends, default=None),
+            restart_seconds=optimizer.restart_seconds,
+        )
 
     @property
     def _times(self) -> tuple[float, float] | None:

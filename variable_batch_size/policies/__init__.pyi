@@ -8,6 +8,7 @@ from .builtin import NormTest as NormTest
 from .builtin import OnPlateau as OnPlateau
 from .builtin import PerCore as PerCore
 from .builtin import make_policy as make_policy
+from .hints import Hints as Hints
 from .policy import FunctionPolicy as FunctionPolicy
 from .policy import Policy as Policy
 from .policy import Situation as Situation

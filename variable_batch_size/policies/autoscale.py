@@ -95,10 +95,7 @@ class Autoscale(Policy):
         super().__init__(every=every, lead=lead, **bounds)
 
     def decide(self, situation: Situation) -> float:
-        allowed = self.bounds.reachable(situation)
-        if self.bounds.min_batch_size is None:  # not below the reference batch size
-            reference = -(-situation.ref_batchsize // situation.minibatch_size)
-            allowed = range(min(max(allowed.start, reference), allowed.stop - 1), allowed.stop)
+        allowed = self._from_reference(self.bounds.reachable(situation), situation)
         if situation.batch_size is None:
             self.why = "first decision"
             return _size(situation, -(-allowed[0] // situation.cores), allowed)
@@ -109,6 +106,19 @@ class Autoscale(Policy):
         now = self.worth(situation, situation.batch_size)
         self.why = f"goodput {100 * (self.worth(situation, best) / now - 1):+.0f} %" if now > 0 else ""
         return best
+
+    def expected(self, situation: Situation) -> float:
+        goodput, allowed = _goodput(situation), self._from_reference(self.bounds.minibatches(situation), situation)
+        if goodput is None:
+            return super().expected(situation)
+        return even(goodput.best(allowed), situation, allowed) * situation.minibatch_size
+
+    def _from_reference(self, allowed: range, situation: Situation) -> range:
+        """The allowed numbers of minibatches from the reference batch size on, unless there is another minimum."""
+        if self.bounds.min_batch_size is not None:
+            return allowed
+        reference = -(-situation.ref_batchsize // situation.minibatch_size)
+        return range(min(max(allowed.start, reference), allowed.stop - 1), allowed.stop)
 
     def worth(self, situation: Situation, batch_size: int) -> float:
         goodput = _goodput(situation)

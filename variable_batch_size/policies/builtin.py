@@ -31,6 +31,9 @@ class PerCore(Policy):
 
     def decide(self, situation: Situation) -> float:
         self.why = f"{situation.cores} cores"
+        return self.expected(situation)
+
+    def expected(self, situation: Situation) -> float:
         return (self.samples or situation.minibatch_size) * situation.cores
 
 

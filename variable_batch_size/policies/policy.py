@@ -192,6 +192,14 @@ class Policy(ABC):
         """The quantity that `threshold` applies to: the batch size by default."""
         return float(batch_size)
 
+    def expected(self, situation: Situation) -> float:
+        """The batch size to expect on the cores of a situation, for a forecast that changes nothing in this policy."""
+        return float(situation.batch_size or situation.ref_batchsize)
+
+    def knows_enough(self, situation: Situation) -> bool:
+        """Whether a forecast is possible: the noise is known, if decisions need it."""
+        return situation.knows_noise or not self.needs_noise
+
     def answer(self, situation: Situation) -> Decision:
         """The batch size of the next steps, within the bounds, and why."""
         self.why = ""

@@ -105,6 +105,11 @@ class StepTimes:
         overhead = float(np.interp(cores, list(of_cores), [updating - a for a, updating in lines]))
         return accumulating, accumulating + overhead
 
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """The numbers of cores that were timed."""
+        return tuple(number for number in sorted(self._of) if self._points(number))
+
     def depths(self, cores: int) -> tuple[int, ...]:
         """The depths that were timed on so many cores."""
         return tuple(point.depth for point in self._points(cores))
@@ -218,8 +223,14 @@ class PolicyTiming:
         """The batch size of the next rows, and why; fills in batch size and times of the situation."""
         if self._batch_size is not None and self._num_made < _FEWEST:
             return Decision(self._batch_size, "last decision not executed yet")
+        decision = self.policy.answer(self.complete(situation))
+        self.take_over(decision.batch_size)
+        return decision
+
+    def complete(self, situation: Situation) -> Situation:
+        """A situation with the batch size and the times."""
         a, u = self.times.seconds(situation.cores) or (None, None)
-        situation = replace(
+        return replace(
             situation,
             batch_size=self._batch_size,
             largest_batch_size=self._largest,
@@ -228,9 +239,6 @@ class PolicyTiming:
             timed_depths=self.times.depths(situation.cores),
             is_fresh=self._is_fresh,
         )
-        decision = self.policy.answer(situation)
-        self.take_over(decision.batch_size)
-        return decision
 
     def take_over(self, batch_size: int) -> None:
         """Set the last decision, which may come from another core."""

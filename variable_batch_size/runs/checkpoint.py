@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import logging
 import os
 import time
@@ -16,14 +17,17 @@ from variable_batch_size.cores import devices, signals
 from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.cores.detect import everyone_for
 from variable_batch_size.cores.messages import show
+from variable_batch_size.files import write_text
 from variable_batch_size.optim.attachments import Limit
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.lr_scheduler import Stateful, load_schedulers, state_of_schedulers
 from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
+from variable_batch_size.policies.hints import HINTS
 from variable_batch_size.runs import state_file
 from variable_batch_size.runs.log import Metrics
 from variable_batch_size.runs.sinks import JsonLines
 from variable_batch_size.runs.store import ASSIGNED, DECISIONS, EXECUTED, CheckpointStore, ExecutedTrace, Format
+from variable_batch_size.schedules.live import PolicySchedule
 from variable_batch_size.schedules.schedule import BaseSchedule, ScheduleHistory
 
 logger = logging.getLogger(__name__)
@@ -38,6 +42,7 @@ _SAVES_EARLY = (
 )
 _POLL_SECONDS = 1.0
 _MAX_MINIBATCHES_BETWEEN_POLLS = 1_000_000
+_SECONDS_BETWEEN_HINTS = 1.0
 
 
 class CheckpointSignal(NamedTuple):
@@ -188,6 +193,10 @@ class Checkpoint:
         self._steps_of_epochs: list[int] = []  # completed steps of each epoch before this one
         self._random: dict[str, torch.Tensor] | None = None  # loaded, and restored when the run resumes
         self._changes: list[tuple[int, str]] = []  # number of completed steps, and what changed then
+        self._seconds_to_start: float | None = None  # from the start of the process to the end of its first step
+        self._seconds_to_save = 0.0
+        self._hinted_at = -float("inf")
+        self._has_policy = isinstance(self._sampler.schedule, PolicySchedule)
         if directory is not None:
             how: dict[str, Any] = {"keep": keep, "format": format, "asynchronous": asynchronous}
             self._store = CheckpointStore(directory, model, optimizer, self._schedulers, self._communicator, **how)
@@ -196,6 +205,7 @@ class Checkpoint:
                 self._resume(paths)
             if self._communicator.rank == 0:
                 optimizer.on_decision(JsonLines(self._store.folder / DECISIONS, open_per_record=True))
+                optimizer.on_decision(self._on_decision)
         self._coordinator.mark_saved()
         self._steps_seen = self._steps_before = optimizer.steps_done  # the latter: before the epoch
 
@@ -224,7 +234,7 @@ class Checkpoint:
                 self._acquire()
                 at_end.callback(self._store.release)
             at_end.callback(self.wait)
-            at_end.enter_context(limit.applied(optimizer))
+            at_end.enter_context(limit.applied(optimizer, most))
             while (most is None or self._epoch < most) and not limit.is_reached(optimizer):
                 self._begin_epoch()
                 yield self._epoch
@@ -249,6 +259,8 @@ class Checkpoint:
         if optimizer.steps_done == self._steps_seen:
             return
         self._steps_seen = optimizer.steps_done
+        if self._seconds_to_start is None:
+            self._seconds_to_start = _process_seconds()
         if self.directory is not None:
             self._store.check()
         if self._sampler.num_to_run is not None:  # epochs() saves the end of the run, after what the loop body does
@@ -287,7 +299,7 @@ class Checkpoint:
         if self._optimizer.is_accumulating:
             advice = "call it after optimizer.step() has completed one"
             raise RuntimeError(f"save() was called in the middle of a step: {advice}")
-        epoch_step = self._epoch_step()
+        began, epoch_step = time.monotonic(), self._epoch_step()
         random = self._coordinator.gather_rows(devices.capture(self._device))
         past = self._sampler.schedule.past(self._epoch, epoch_step)
         arrays = {"sizes": torch.from_numpy(past.sizes.copy()), "counts": torch.from_numpy(past.counts.copy())}
@@ -307,6 +319,23 @@ class Checkpoint:
         self._take_shares(past.num_rows)
         self._store.save(state, when_done=lambda: self._append_rows(steps_of_epochs, past.num_rows))
         self._coordinator.mark_saved()
+        self._seconds_to_save = time.monotonic() - began
+        if self._has_policy:
+            self._write_hints()
+
+    def _on_decision(self, record: Mapping[str, Any]) -> None:
+        """Called on rank 0; the first decision is made before the directory belongs to this run."""
+        is_time = time.monotonic() - self._hinted_at >= _SECONDS_BETWEEN_HINTS
+        if is_time and self._seconds_to_start is not None:
+            self._write_hints()
+
+    def _write_hints(self) -> None:
+        if self._seconds_to_start is not None:
+            self._optimizer.restart_seconds = self._seconds_to_start + self._seconds_to_save
+        hints = self._optimizer.hints()  # on all ranks, as it may read from the device
+        if self._communicator.rank == 0:
+            write_text(self._store.folder / HINTS, json.dumps(hints) + "\n")
+        self._hinted_at = time.monotonic()
 
     def _take_shares(self, num_rows: int) -> None:
         """Gather which core has run each minibatch since the last save, unless that was by round robin."""
@@ -465,6 +494,14 @@ class Checkpoint:
                 logger.warning("resuming from %s/%s with changed settings: %s", self.directory, path.name, changed)
         if rank < len(state["random"]["torch"]):
             self._random = {name: rows[rank].clone() for name, rows in state["random"].items()}
+
+
+def _process_seconds() -> float | None:
+    """How long ago this process was started; None where that is not known."""
+    with contextlib.suppress(OSError, AttributeError):  # not on macOS
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return None
 
 
 def _resume_point(state: Mapping[str, Any], schedule: BaseSchedule) -> tuple[BaseSchedule, tuple[int, int, list[int]]]:

@@ -1,0 +1,276 @@
+"""vbs cluster run: real jobs on this machine's cores, killed, failing and arriving; decisions with made jobs."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import variable_batch_size as vbs
+from variable_batch_size.cluster.processes import LocalPool, Polled
+from variable_batch_size.cluster.run import ClusterRun, read_state
+from variable_batch_size.command.main import main
+from variable_batch_size.policies.hints import HINTS
+
+SCRIPT = Path(__file__).parents[1] / "support" / "cluster_job.py"
+
+
+def written(folder, pool, *jobs, script=SCRIPT):
+    text = f"[pool]\n{pool}\n"
+    for name, settings in jobs:
+        text += f'[[job]]\nname = "{name}"\nscript = "{script}"\ncheckpoint = "{name}"\n{settings}\n'
+    path = folder / "jobs.toml"
+    path.write_text(text)
+    return path
+
+
+def args(*more):
+    return f"args = {json.dumps(['--checkpoint', '{checkpoint}', *more])}"
+
+
+# ------------------------------------------------------------------------------------------------ with made processes
+
+
+class MadeGroup:
+    def __init__(self, cores):
+        self.cores, self.codes, self.is_lost, self.was_stopped = cores, None, False, False
+
+    def poll(self):
+        return Polled(self.codes, is_lost=self.is_lost)
+
+    def stop(self):
+        self.was_stopped = True
+
+    def kill(self):
+        pass
+
+
+class MadePool:
+    def __init__(self, *nodes):
+        self.sizes, self.started, self.requested = list(nodes), [], []
+
+    def nodes(self):
+        return self.sizes
+
+    def start(self, command, *, cores, num_nodes):
+        self.started.append(MadeGroup(cores))
+        return self.started[-1]
+
+    def request(self, num_nodes, node_cores):
+        self.requested.append((num_nodes, node_cores))
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A pool of four made cores with a clock, and its jobs."""
+    now = [0.0]
+
+    def make(pool, *jobs, nodes=(4,)):
+        path = written(tmp_path, pool, *jobs)
+        run = ClusterRun(path, MadePool(*nodes), tmp_path / "out", clock=lambda: now[0])
+
+        def tick(seconds=0.0):
+            now[0] += seconds
+            run.tick()
+
+        return run, tick
+
+    return make
+
+
+def hint(folder, name, **values):
+    known = {"cores": 1, "min_cores": 1, "max_cores": 2, "goodput": (1.0, 1.9), "throughput": (1.0, 1.9)}
+    (folder / name).mkdir(exist_ok=True)
+    hints = vbs.policies.Hints(**{**known, "restart_seconds": 1.0, "progress_goal": 1e6, **values})
+    (folder / name / HINTS).write_text(json.dumps(hints.as_dict()))
+
+
+def test_a_job_begins_with_its_fewest_cores_and_grows_as_its_hints_know_more(made, tmp_path):
+    run, tick = made("interval_seconds = 10", ("a", ""))
+    tick()
+    (job,), pool = run.jobs, run.pool
+    assert job.cores == 1
+    hint(tmp_path, "a")
+    tick(10.0)
+    assert pool.started[0].was_stopped and job.state == "stopping" and len(pool.started) == 1
+    pool.started[0].codes = (75,)
+    tick()
+    tick()
+    assert job.state == "running" and job.cores == 2 and job.failures == 0
+    assert job.why == "speed-up 1.00 over an equal share"
+    pool.started[1].codes = (0, 0)
+    tick()
+    assert job.state == "done"
+
+
+def test_no_core_has_two_jobs_while_one_stops(made, tmp_path):
+    run, tick = made("interval_seconds = 10", ("a", ""), ("b", "arrives = 5"), nodes=(2,))
+    hint(tmp_path, "a")
+    tick()
+    assert run.jobs[0].cores == 2
+    tick(5.0)  # the other one arrives, and the first must give it a core
+    assert run.jobs[0].state == "stopping" and run.jobs[1].state == "waiting"
+    tick(1.0)
+    assert sum(job.cores for job in run.jobs) == 2 and len(run.pool.started) == 1
+    run.pool.started[0].codes = (75, 75)
+    tick()
+    tick()
+    assert [job.cores for job in run.jobs] == [1, 1]
+
+
+def test_failures_are_repeated_after_a_while_and_then_given_up(made):
+    run, tick = made("failures = 2\nbackoff_seconds = 4", ("a", ""))
+    (job,) = run.jobs
+    tick()
+    for number, wait in ((1, 4.0), (2, 8.0)):
+        run.pool.started[-1].codes = (1,)
+        tick()
+        assert job.state == "waiting" and job.failures == number
+        tick(wait - 0.5)
+        assert job.state == "waiting"
+        tick(1.0)
+        assert job.state == "running"
+    run.pool.started[-1].codes = (1,)
+    tick()
+    assert job.state == "failed" and job.problem == "exit codes 1"
+    assert "exit codes 1" in (run.out / "logs" / "a.log").read_text()
+
+
+def test_failures_with_a_new_checkpoint_between_them_do_not_add_up(made, tmp_path):
+    run, tick = made("failures = 1\nbackoff_seconds = 1", ("a", ""))
+    (tmp_path / "a").mkdir()
+    for number in range(5):
+        tick(2.0)
+        tick(2.0)
+        (tmp_path / "a" / f"step-{number}").touch()
+        run.pool.started[-1].codes = (-9,)
+        tick()
+        assert run.jobs[0].state in ("waiting", "running") and run.jobs[0].kills == number + 1
+
+
+def test_a_lost_node_lets_its_job_wait_for_the_cores_that_are_left(made):
+    run, tick = made("interval_seconds = 10", ("a", "min_cores = 4"), nodes=(4, 4))
+    tick()
+    run.pool.started[0].is_lost = True
+    run.pool.sizes = [2]
+    tick()
+    tick(10.0)
+    assert run.jobs[0].state == "waiting"
+    run.pool.sizes = [4]
+    tick(10.0)
+    tick()
+    assert run.jobs[0].state == "running" and run.jobs[0].kills == 1
+
+
+def test_jobs_that_are_added_to_the_file_arrive_and_a_mistake_in_it_changes_nothing(made, tmp_path, caplog):
+    run, tick = made("", ("a", ""))
+    tick()
+    text = run.path.read_text()
+    run.path.write_text(text + "[[job]]\n")
+    os.utime(run.path, ns=(1, 1))
+    tick()
+    assert "no jobs were added: " in caplog.text and len(run.jobs) == 1
+    written(tmp_path, "", ("a", ""), ("b", ""))
+    os.utime(run.path, ns=(2, 2))
+    tick()
+    tick()
+    assert [job.state for job in run.jobs] == ["running", "running"]
+
+
+def test_a_truncated_hints_file_is_told_and_the_job_goes_on(made, tmp_path):
+    run, tick = made("interval_seconds = 1", ("a", ""))
+    tick()
+    hint(tmp_path, "a")
+    path = tmp_path / "a" / HINTS
+    path.write_text(path.read_text()[:50])
+    tick(1.0)
+    assert run.jobs[0].state == "running"
+    assert run.jobs[0].problem.endswith("hints must be a JSON object, got a truncated or damaged file")
+
+
+def test_a_job_that_needs_more_cores_than_there_are_is_refused(made):
+    with pytest.raises(ValueError, match="job a needs at least 5 cores, but the pool has 4 cores on 1 node"):
+        made("", ("a", "min_cores = 5"))
+
+
+def test_the_size_of_the_pool_is_suggested_and_requested(made, tmp_path):
+    hint(tmp_path, "a")
+    prices = "price_per_core_hour = 0.5\nworth_per_core_hour = 1.0\nrequest_nodes = true"
+    run, tick = made(prices, ("a", ""), nodes=(1,))
+    tick()
+    assert run.suggestion == {"nodes": 2, "why": "one more brings 0.00 an hour and costs 0.50"}
+    assert run.pool.requested == [(2, 1)]
+    assert "Suggested size" in (run.out / "index.html").read_text()
+
+
+def test_status_shows_what_the_pool_has_written_and_the_page_is_escaped(made, tmp_path, capsys):
+    run, tick = made("", ("a", ""))
+    run.command = "vbs cluster run <jobs>"
+    tick()
+    assert main(["cluster", "status", str(run.out)]) == 0
+    shown = capsys.readouterr().out
+    assert "1 of 4 cores on 1 nodes are in use by the policy goodput" in shown and "running" in shown
+    page = (run.out / "index.html").read_text()
+    assert "vbs cluster run &lt;jobs&gt;" in page and "<jobs>" not in page
+    (run.out / "state.json").write_text("{}")
+    assert main(["cluster", "status", str(run.out)]) == 1
+    assert "must be the state that vbs cluster run has written" in capsys.readouterr().err
+    assert main(["cluster", "status", str(tmp_path / "none")]) == 1
+
+
+# -------------------------------------------------------------------------------------------------- with real processes
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A job that is killed, stopped with its pool and resumed by another one; and one that always fails."""
+    folder = tmp_path_factory.mktemp("pool")
+    hopeless = folder / "hopeless.py"
+    hopeless.write_text("import sys\nsys.exit('it fails on purpose')\n")
+    settings = "interval_seconds = 2\nfailures = 1\nbackoff_seconds = 0.1"
+    path = written(
+        folder, settings, ("a", "max_cores = 1\n" + args("--pause", "0.02", "--progress", "200")), ("hopeless", "")
+    )
+    path.write_text(path.read_text().replace(str(SCRIPT), str(hopeless)).replace(str(hopeless), str(SCRIPT), 1))
+    run = ClusterRun(path, LocalPool(2), folder / "out")
+    job, was_killed = run.jobs[0], False
+    while not (was_killed and job.state == "running" and job.newest() != job.mark):
+        run.tick()
+        if not was_killed and job.state == "running" and job.newest():
+            os.kill(job.group.pids()[0], signal.SIGKILL)
+            was_killed = True
+        time.sleep(0.05)
+    run.stop()
+    stopped = run.state()["jobs"]
+    again = ClusterRun(path, LocalPool(2), folder / "out")
+    return folder, stopped, again.run(), read_state(folder / "out")["jobs"]
+
+
+def test_a_killed_job_resumes_and_a_stop_lets_jobs_save_for_the_next_pool(ended):
+    folder, (before, _), _, (after, _) = ended
+    assert before["kills"] == 1 and before["state"] == "waiting" and before["problem"] == "exit codes -9"
+    assert after["state"] == "done" and after["starts"] == 1
+    assert (folder / "a" / "weights.pt").exists()
+
+
+def test_a_hopeless_job_is_given_up_with_its_log(ended):
+    _, _, has_completed, (_, hopeless) = ended
+    assert not has_completed and hopeless["state"] == "failed" and hopeless["starts"] == 2
+    assert "it fails on purpose" in Path(hopeless["log"]).read_text()
+
+
+def test_weights_are_those_of_the_executed_trace_alone(ended, tmp_path, monkeypatch):
+    folder = ended[0]
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import cluster_job
+
+    alone, trace = tmp_path / "alone", str(folder / "a" / "executed.csv")
+    cluster_job.main(cluster_job.parser.parse_args(["--checkpoint", str(alone), "--trace", trace]))
+    there, here = (torch.load(where / "weights.pt") for where in (folder / "a", alone))
+    assert all(torch.equal(there[key], here[key]) for key in there)

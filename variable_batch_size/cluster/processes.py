@@ -1,0 +1,170 @@
+"""Processes: those of a job on one node, as torchrun would start them; and a pool of this machine's cores."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from variable_batch_size.checks import check_positive
+
+# a process that outlives the one that has started it would go on to write checkpoints; exec keeps the setting
+_WRAPPER = """
+import ctypes, os, signal, sys
+try:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+except AttributeError:
+    pass
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+class Command(NamedTuple):
+    """What each core of a job runs: a Python script with arguments."""
+
+    arguments: Sequence[str]  # the script first
+    directory: str  # in which it runs
+    environment: Mapping[str, str] = {}
+
+
+class Polled(NamedTuple):
+    """The state of a job's processes."""
+
+    codes: tuple[int, ...] | None  # exit codes, negative for signals; None while all run
+    output: bytes = b""  # new since the last poll
+    is_lost: bool = False  # whether their node or worker has gone
+
+
+class Processes:
+    """The processes of a job on one node. When one ends with an error, the others are killed."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        self._read = 0
+
+    def address(self) -> tuple[str, int]:
+        """Of this node, with a free port."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return socket.gethostbyname(socket.gethostname()), free.getsockname()[1]
+
+    def start(self, command: Command, *, cores: int, first_rank: int, world_size: int, master: tuple[str, int]) -> None:
+        """Start a process for each core of this node; ``vbs.launch`` in the script then joins them."""
+        for local_rank in range(cores):
+            variables = {
+                "RANK": str(first_rank + local_rank),
+                "LOCAL_RANK": str(local_rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(cores),
+                "MASTER_ADDR": master[0],
+                "MASTER_PORT": str(master[1]),
+                "TORCHELASTIC_RUN_ID": "vbs-cluster",
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            }
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", _WRAPPER, str(os.getpid()), *command.arguments],
+                    cwd=command.directory,
+                    env={**os.environ, **variables, **command.environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+
+    def poll(self) -> Polled:
+        codes = [process.poll() for process in self._processes]
+        if any(code not in (None, 0) for code in codes):
+            # a core that was stopped waits for the others, which end too; after an error they would wait for ever
+            is_stopped = all(code in (None, 0, 75) for code in codes)
+            if not is_stopped:
+                self._end_all()
+            codes = [process.poll() for process in self._processes]
+        self._output.seek(self._read)
+        output = self._output.read()
+        self._read += len(output)
+        return Polled(None if None in codes else tuple(code for code in codes if code is not None), output)
+
+    def stop(self) -> None:
+        """Ask all processes to save and exit."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End all processes; there is no poll after it."""
+        self._end_all()
+        self._output.close()
+
+    def _end_all(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.poll() is None]
+
+
+class Group(Protocol):
+    """A job that runs."""
+
+    def poll(self) -> Polled: ...
+
+    def stop(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Pool(Protocol):
+    """Cores on nodes."""
+
+    def nodes(self) -> list[int]:
+        """The cores of each node, of those that are there now."""
+        ...
+
+    def start(self, command: Command, *, cores: int, num_nodes: int) -> Group | None:
+        """Start a job on so many cores of so many nodes; None if these are not free yet."""
+        ...
+
+    def request(self, num_nodes: int, node_cores: int) -> None:
+        """Ask for so many nodes in all."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalPool:
+    """Cores of this machine, without Ray."""
+
+    def __init__(self, cores: int) -> None:
+        check_positive(cores=cores)
+        self._cores = cores
+
+    def nodes(self) -> list[int]:
+        return [self._cores]
+
+    def start(self, command: Command, *, cores: int, num_nodes: int) -> Group | None:
+        processes = Processes()
+        options: dict[str, Any] = {"cores": cores, "first_rank": 0, "world_size": cores}
+        processes.start(command, master=("127.0.0.1", processes.address()[1]), **options)
+        return processes
+
+    def request(self, num_nodes: int, node_cores: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def kill_quietly(group: Group) -> None:
+    """Kill what may have gone already."""
+    with contextlib.suppress(Exception):
+        group.kill()

@@ -1,0 +1,136 @@
+"""``vbs cluster``: simulate several jobs on one pool of cores, run them, and see how they are."""
+
+import argparse
+import logging
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from variable_batch_size.cluster.processes import LocalPool, Pool
+from variable_batch_size.cluster.run import ClusterRun, read_state
+from variable_batch_size.command.options import positive, print_text
+from variable_batch_size.files import write_text
+from variable_batch_size.planning import cluster, cluster_report, reports
+
+_NODES = re.compile(r"(\d+)x(\d+)")
+
+
+def nodes(text: str) -> list[int]:
+    """The type of an option such as 16x4: 16 nodes of 4 cores."""
+    found = _NODES.fullmatch(text)
+    if not found or not int(found[1]) or not int(found[2]):
+        raise argparse.ArgumentTypeError(f"expected nodes x cores, as in 16x4, got {text!r}")
+    return [int(found[2])] * int(found[1])
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True, dest="action")
+    help = "simulate jobs that arrive, over recorded times and noise"
+    simulate = actions.add_parser("simulate", help=help, description=f"{help[0].upper()}{help[1:]}.")
+    add = simulate.add_argument
+    add("jobs", metavar="JOBS", nargs="+", help="CSV files: name, time, application, num_replicas, batch_size")
+    add("--nodes", type=nodes, required=True, metavar="NxC", help="nodes and the cores of each, as in 16x4")
+    help = (
+        "a folder with a folder for each application: files of the Pollux artifact, or a hints.json (default: of JOBS)"
+    )
+    add("--profiles", metavar="DIR", help=help)
+    help = f"one of {', '.join(cluster.POLICIES)}; may be repeated (default: goodput, fifo, equal, shortest)"
+    add("--policy", action="append", choices=list(cluster.POLICIES), metavar="POLICY", help=help)
+    add("--interval-seconds", type=float, default=60.0, metavar="T", help="between decisions (default: 60)")
+    add("--restart-seconds", type=float, default=30.0, metavar="T", help="of a job that is resized (default: 30)")
+    add("--power", type=float, default=-1.0, metavar="P", help="of the speed-ups; smaller is fairer (default: -1)")
+    add("--out", metavar="DIR", help="for a page, the table and all jobs (default: none)")
+
+    help = "run the jobs of a TOML file on Ray, and resize them"
+    run = actions.add_parser("run", help=help, description=f"{help[0].upper()}{help[1:]}.")
+    add = run.add_argument
+    add("jobs", metavar="JOBS.toml", help="the jobs; those that are added later arrive when the file is saved")
+    where = run.add_mutually_exclusive_group()
+    where.add_argument("--address", metavar="ADDRESS", help="of a Ray cluster (default: a local one)")
+    where.add_argument("--local", type=positive, metavar="C", help="use C cores of this machine without Ray")
+    add("--cores", type=positive, metavar="C", help="of a local Ray cluster (default: all of this machine)")
+    add("--out", default="cluster", metavar="DIR", help="for logs, the state and a page (default: cluster)")
+
+    help = "show the jobs of such a pool"
+    status = actions.add_parser("status", help=help, description=f"{help[0].upper()}{help[1:]}.")
+    status.add_argument(
+        "out", nargs="?", default="cluster", metavar="DIR", help="of vbs cluster run (default: cluster)"
+    )
+
+
+def run_cluster(options: argparse.Namespace) -> None:
+    {"simulate": _simulate, "run": _run, "status": _status}[options.action](options)
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    policies = dict.fromkeys(options.policy or ["goodput", "fifo", "equal", "shortest"])
+    given = {name: getattr(options, name) for name in ("interval_seconds", "restart_seconds", "power")}
+    means: dict[str, list[float]] = {policy: [] for policy in policies}
+    for path in options.jobs:
+        jobs = cluster.read_jobs(path)
+        folder = options.profiles or Path(path).parent
+        applications = cluster.read_applications(folder, [job.application for job in jobs])
+        outcomes = [
+            cluster.simulate_cluster(jobs, applications, options.nodes, policy=policy, **given) for policy in policies
+        ]
+        for outcome in outcomes:
+            means[outcome.policy].append(outcome.mean)
+        title = (
+            f"{path}: {reports.counted(len(jobs), 'job')} on {options.nodes[0]} cores of each of {len(options.nodes)}"
+        )
+        print_text(f"{title}\n{reports.as_text(cluster_report.outcomes_table(outcomes))}")
+        if options.out is not None:
+            _write_outcomes(
+                Path(options.out) / Path(path).stem if len(options.jobs) > 1 else Path(options.out), outcomes, options
+            )
+    if len(options.jobs) > 1:
+        shown = ", ".join(f"{policy} {sum(found) / len(found) / 3600:.3f} h" for policy, found in means.items())
+        print_text(f"mean over {len(options.jobs)} files: {shown}")
+
+
+def _write_outcomes(directory: Path, outcomes: Any, options: argparse.Namespace) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "nodes": f"{len(options.nodes)} with {options.nodes[0]} cores each",
+        "seconds between decisions": f"{options.interval_seconds:g}",
+        "seconds of a restart": f"{options.restart_seconds:g}",
+    }
+    write_text(directory / "table.csv", reports.csv_text(cluster_report.outcomes_table(outcomes)))
+    write_text(directory / "jobs.csv", reports.csv_text(cluster_report.jobs_table(outcomes)))
+    page = cluster_report.outcomes_page(outcomes, facts=facts, command=options.command)
+    write_text(directory / "index.html", page)
+    print_text(f"wrote {directory / 'index.html'}")
+
+
+def _run(options: argparse.Namespace) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    pool: Pool
+    if options.local is not None:
+        pool = LocalPool(options.local)
+    else:
+        from variable_batch_size.integrations.ray import RayPool
+
+        pool = RayPool(options.address, cores=options.cores)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # jobs save and exit, like after Ctrl-C
+    try:
+        run = ClusterRun(Path(options.jobs), pool, Path(options.out), command=options.command)
+        has_completed = run.run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        pool.close()
+    _show(run.state())
+    if not has_completed:
+        failed = ", ".join(job.spec.name for job in run.jobs if job.state == "failed")
+        raise ValueError(f"jobs were given up: {failed}; see {options.out}/logs")
+
+
+def _status(options: argparse.Namespace) -> None:
+    _show(read_state(Path(options.out)))
+
+
+def _show(state: Any) -> None:
+    print_text(cluster_report.state_lead(state))
+    print_text(reports.as_text(cluster_report.state_table(state)))
