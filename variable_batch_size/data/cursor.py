@@ -170,7 +170,8 @@ class Cursor:
             return self._last._replace(is_padding=self.is_done) if self._num_left else self._next_open()
         if self._num_left:
             return self._accumulating if self._num_left > 1 else self._last
-        self.look_ahead()
+        if self._next is None:
+            self.look_ahead()
         return None if self._next is None else self._next[0]
 
     @property

@@ -5,7 +5,6 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, TypedDict, TypeVar, overload
 
@@ -684,15 +683,20 @@ class CustomOptimizer(OptimizerProxy):
 
     def _complete_step(self, plan: StepPlan) -> bool | torch.Tensor:
         """Reduce and update, or skip the update; returns whether the weights changed, maybe on the device."""
-        counts = Counts(self.num_own * self.num_parts, plan.num_minibatches)
-        self._accumulator.counts = counts if self._open is None else self._open.counts()
+        if self._open is not None:
+            self._accumulator.counts = self._open.counts()
+        elif self._communicator.num_replicas > 1:
+            self._accumulator.counts = Counts(self.num_own * self.num_parts, plan.num_minibatches)
         if self._driver is not None:
             self._driver.before_update()
         try:
-            with nullcontext() if self._open is None else self._open.waiting():
+            if self._open is None:
                 gradient = self._accumulator.reduce(plan)
-            if self._open is not None and not self._close_step():
-                return False
+            else:
+                with self._open.waiting():
+                    gradient = self._accumulator.reduce(plan)
+                if not self._close_step():
+                    return False
             step, weight = self._rule_step(), gradient.weight
             if not self.steps_made:
                 self._warn_without_gradients()

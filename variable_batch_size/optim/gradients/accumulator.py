@@ -245,14 +245,12 @@ class GradientAccumulator(ABC):
             self._fixed_point.load_state_dict(state)
 
     def _step_gradient(self, plan: StepPlan) -> StepGradient:
-        plan = self._closed(plan)
+        plan = self._closed(plan) if plan.is_open else plan
         has_weights = self._is_weighted and not (plan.is_open and not self.totals.weighted)  # type: ignore[union-attr]
         return StepGradient(self, plan, self._weight if has_weights else None)
 
     def _closed(self, plan: StepPlan) -> StepPlan:
-        """The plan with the number of minibatches, which is known once an open step is reduced."""
-        if not plan.is_open:
-            return plan
+        """The plan of an open step with the number of minibatches, which is known once it is reduced."""
         if self.communicator.num_replicas == 1:
             self.totals = self.counts
         totals: Any = self.totals
