@@ -95,6 +95,7 @@ soak: export PYTHONPATH := $(CURDIR):$(CURDIR)/test/support
 soak: $(FOR_ALL)
 	$(BIN)/python tools/soak.py --directory .soak
 	$(BIN)/python tools/elastic.py --directory .soak
+	$(BIN)/python tools/live_soak.py
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m long
 	$(MAKE) tpu torchtpu
 

@@ -53,6 +53,7 @@ class Cursor:
     def __init__(self, schedule: BaseSchedule, rank: int) -> None:
         self.schedule = schedule  # may be replaced before move()
         self._rank = rank
+        self._places: list[int] | None = None  # of the current step's minibatches, where cores have left in it
         self.move(0)
 
     def move(self, epoch: int, first_step: int = 0) -> None:
@@ -64,6 +65,7 @@ class Cursor:
         step = steps[min(int(first_step), len(steps) - 1)]
         self._offset = self.schedule.samples_before(step) - self.schedule.samples_before(steps.start)
         self._next: tuple[StepPlan, StepPlan] | None = None
+        self._places = None
         self._accumulating, self._last = self._plans(step)
         self._num_left = self._last.num_rounds if first_step < len(steps) else 0
         self.plan = self._accumulating if self._num_left > 1 else self._last
@@ -83,7 +85,7 @@ class Cursor:
                 advice = "call set_epoch() before the next pass over the loader"
                 raise RuntimeError(f"epoch {self.epoch} has {len(self._steps)} steps and all are done: {advice}")
             self._offset += self._last.batch_size
-            (self._accumulating, self._last), self._next = self._next, None
+            (self._accumulating, self._last), self._next, self._places = self._next, None, None
             self._num_left = self._last.num_rounds
         self._num_left -= 1
         self.plan = self._accumulating if self._num_left else self._last
@@ -109,6 +111,35 @@ class Cursor:
         last = StepPlan(number, True, rank >= number, is_padding, *of_step)
         return (last if rounds == 1 else StepPlan(number, False, False, False, *of_step)), last
 
+    def reassign(self, rank: int, step: int, places: list[int], *, is_idle: bool = False) -> None:
+        """From now on this is another rank. First it runs more minibatches of the latest step, or those of the next.
+
+        Args:
+            rank: its number among the ranks of the schedule.
+            step: of these minibatches, by its number in the run.
+            places: of these minibatches in the step; none to begin with the next step.
+            is_idle: whether these are padding.
+        """
+        is_begun = self._num_left < self._last.num_rounds
+        self._rank, self._next = rank, None
+        if not places and is_begun:
+            return
+        if not places:  # the first step of a pass
+            self._accumulating, self._last = self._plans(step)
+            self._num_left, self._places = self._last.num_rounds, None
+            return
+        done: list[int] = []
+        if step != self._last.step:
+            self._offset += self._last.batch_size
+        elif is_begun:
+            done = self._places or [rank] * self._last.num_rounds  # of these only the number matters
+        batch_size = self.schedule.batch_size(step)
+        number = batch_size // self.schedule.minibatch_size_of(batch_size)
+        of_step = (self.epoch, step, batch_size, len(done) + len(places))
+        self._last = StepPlan(number, True, is_idle, is_idle, *of_step)
+        self._accumulating = StepPlan(number, False, False, False, *of_step)
+        self._places, self._num_left = [*done, *places], len(places)
+
     def refresh(self) -> None:
         """After a policy's decision: look up again where the epoch ends and what the next step is."""
         self._steps = self.schedule.steps(self.epoch)
@@ -130,7 +161,8 @@ class Cursor:
         """
         plan, offset, place = self.next, self._offset, self._rank
         if self._num_left:
-            place += (self._last.num_rounds - self._num_left) * self.schedule.num_replicas
+            done = self._last.num_rounds - self._num_left
+            place = self._places[done] if self._places else place + done * self.schedule.num_replicas
         else:
             offset += self._last.batch_size
         within = 0 if plan is None else place % plan.num_minibatches * (plan.batch_size // plan.num_minibatches)

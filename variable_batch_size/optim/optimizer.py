@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from variable_batch_size.checks import check_not_negative, check_one_of, check_positive, copy_for_run
 from variable_batch_size.cores.detect import communicator_for, everyone_for
+from variable_batch_size.cores.live import LiveCores
 from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import Cursor, StepPlan
 from variable_batch_size.data.sampler import CustomSampler, Description, MinibatchSource, source_of
@@ -23,7 +24,9 @@ from variable_batch_size.optim.buffers import Buffers
 from variable_batch_size.optim.flow import Flow, Outcome, step_unless
 from variable_batch_size.optim.gradients import make_accumulator
 from variable_batch_size.optim.gradients.accumulator import StepGradient
+from variable_batch_size.optim.gradients.buckets import BucketAccumulator
 from variable_batch_size.optim.hyperparameters import Preconditioner, StepHyperparameters
+from variable_batch_size.optim.live_steps import LiveSteps, refuse_unsupported
 from variable_batch_size.optim.loss_scale import LossScale
 from variable_batch_size.optim.norm_layers import EVERY, MEASURES, NormLayers
 from variable_batch_size.optim.policy_driver import PolicyDriver, Record
@@ -169,9 +172,7 @@ class CustomOptimizer(OptimizerProxy):
         self._lr_scaler = LRScaler(self._rule, smooth_steps=smooth_steps, max_factor=max_factor)
         self._own_meter = self._make_meter(smoothing, measure_noise=bool(measure_noise))
         self._init_counters()
-        self._wrappers = Wrappers(self.parameters(), model)
-        if self._wrappers.fsdp:
-            sampler.run_in_lockstep()
+        self._init_wrappers(model)
         self._fingerprint = consistency.fingerprint_of(sampler, self._rule, self.inner, self.ref_batchsize)
         self._communicator = communicator_for(self.parameters(), sampler.process_group)
         parts, is_read = (self._rule, self._lr_scaler, self._own_meter), skip_nonfinite is True
@@ -241,6 +242,13 @@ class CustomOptimizer(OptimizerProxy):
         self.limit: Limit | None = None  # within epochs() that have one
         self._precedes = self._has_warned = False  # whether other optimizers of the sampler had no gradient at step()
 
+    def _init_wrappers(self, model: torch.nn.Module | None) -> None:
+        self._wrappers = Wrappers(self.parameters(), model)
+        if self.sampler.is_elastic:
+            refuse_unsupported(self)
+        if self._wrappers.fsdp:
+            self.sampler.run_in_lockstep()
+
     def _init_minibatches(self, model: torch.nn.Module | None) -> None:
         """What happens before and after each minibatch."""
         sampler, parameters = self.sampler, self.parameters
@@ -250,6 +258,9 @@ class CustomOptimizer(OptimizerProxy):
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
         self._seeder = MinibatchSeeder(self.seeds_minibatches, sampler, self._cursor, next(parameters()), model)
         self._hyperparameters = StepHyperparameters(self.inner, self._communicator)
+        self._live: LiveSteps | None = None
+        if isinstance(self._communicator, LiveCores) and isinstance(self._accumulator, BucketAccumulator):
+            self._live = LiveSteps(self, self._communicator, self._cursor, self._accumulator, self._buffers)
         self._watch(not isinstance(sampler, CustomSampler))  # a stream may be read in another process
         for one in optimizers_of(self.inner):
             if hasattr(one, "_optimizer_step_pre_hooks"):  # a wrapper of another library may lack them
@@ -302,6 +313,8 @@ class CustomOptimizer(OptimizerProxy):
             self._drop_minibatch()
             return False if closure is None else result
         plan = self._plan_minibatch(is_closure=closure is not None)
+        if self._live is not None:
+            self._live.begin(plan)
         self._factors = []
         was_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # a function, where the public one is an object
@@ -311,6 +324,8 @@ class CustomOptimizer(OptimizerProxy):
             self._accumulator.accumulate(plan, weight)
             if plan.is_padding and not plan.is_idle:
                 self._buffers.restore_before_padding()
+            if plan.is_last and self._live is not None:
+                plan = self._live.reduce(plan)
             if plan.is_last:
                 self._updated = self._complete_step(plan)
         finally:
@@ -400,6 +415,8 @@ class CustomOptimizer(OptimizerProxy):
             raise ValueError(f"`minibatch_size` must be even for halves(), got {self.sampler.minibatch_size}")
         if self._rule.sums_gradients:
             raise ValueError(f"halves() needs a rule of mean gradients, but {type(self._rule).__name__} sums them")
+        if self._live is not None:
+            raise ValueError("halves() must not be used with `elastic`: pass measure_noise='norm layers' instead")
         if self.sampler.is_shared:
             raise ValueError("halves() needs a sampler of one optimizer, but several are attached to this one")
         return plan is not None and plan.num_minibatches == 1 and plan.step % every == 0
@@ -492,7 +509,7 @@ class CustomOptimizer(OptimizerProxy):
         """Reduce and update, or skip the update; returns whether the weights changed, maybe on the device."""
         step = self._rule_step()
         try:
-            gradient = self._accumulator.reduce(plan)
+            gradient = self._accumulator.reduce(plan) if self._live is None else self._live.take()
             weight = gradient.weight
             if not self.steps_made:
                 self._warn_without_gradients()
@@ -604,6 +621,18 @@ class CustomOptimizer(OptimizerProxy):
         self._begin_epoch()
         self._watch(True)
 
+    def _follow_reassigned(self) -> None:
+        """Go on with the minibatches of another rank, after cores have joined or left."""
+        self._runs = self.sampler.new_count()
+        self._buffers.expect_skips(self.skip_nonfinite or self._is_scaled)
+        upcoming = self._cursor.next
+        self._buffers.snapshot(upcoming is not None and upcoming.is_idle)
+        self._prepare_next()
+
+    def _settle(self) -> None:
+        if self._live is not None:
+            self._live.settle()
+
     def _watch(self, is_on: bool) -> None:
         """Have hooks on the model, which are needed in a pass only, or none."""
         self._buffers.watch(is_on)
@@ -683,6 +712,8 @@ class CustomOptimizer(OptimizerProxy):
         Raises:
             ValueError: at the start, if the trace holds fewer epochs.
         """
+        if self._live is not None:
+            self._live.join()
         return self._attachments.epochs(self, num_epochs, Limit(progress, samples, tokens))
 
     def set_schedule(self, schedule: BaseSchedule) -> None:

@@ -124,7 +124,7 @@ class Log(AbstractContextManager["Log"]):
         self._optimizer, self._schedule, self._sinks = optimizer, optimizer.sampler.schedule, sinks
         parameters = list(optimizer.parameters())
         self._communicator = communicator_for(parameters, optimizer.sampler.process_group)
-        self._is_first = everyone_for(parameters, optimizer.sampler.process_group).rank == 0
+        self._everyone = everyone_for(parameters, optimizer.sampler.process_group)
         self._device = parameters[0].device
         self._steps_seen = optimizer.steps_made
         # made on the host: on an XLA device they would be a graph, as would one that is used twice
@@ -139,7 +139,7 @@ class Log(AbstractContextManager["Log"]):
         """Reset what is summed over the completed steps since the last record."""
         self._losses: list[torch.Tensor] = []  # of single minibatches
         self._loss = self._zeros[-1]  # the sum of those before
-        self._num_samples = self._num_steps = self._num_idle = 0
+        self._num_samples = self._num_idle = self._num_core_steps = self._num_own = 0
         self._started_at = time.monotonic()
 
     def step(self, loss: torch.Tensor | float) -> None:
@@ -204,6 +204,8 @@ class Log(AbstractContextManager["Log"]):
         factor = 1 if is_weighted else size // self._schedule.minibatch_size
         own = len(range(self._communicator.rank, num_minibatches, cores)) * optimizer.num_parts
         given = len(self._losses_of_step)
+        if optimizer.sampler.is_elastic:  # it may have run those of a core that has left
+            own = given
         if given < own:
             raise RuntimeError(
                 f"log.step() was called for {given} of this core's {own} minibatches in a step of batch size "
@@ -215,7 +217,8 @@ class Log(AbstractContextManager["Log"]):
         while len(self._losses) >= _LOSSES_AT_ONCE:
             self._add_losses()
         self._num_samples += optimizer.batch_size
-        self._num_steps += 1
+        self._num_own += own // optimizer.num_parts
+        self._num_core_steps += cores
         self._num_idle += max(0, cores - num_minibatches)
 
     @torch.no_grad()
@@ -231,11 +234,11 @@ class Log(AbstractContextManager["Log"]):
         self._communicator.flush()
 
     def _write_step(self) -> None:
-        optimizer, cores = self._optimizer, self._schedule.num_replicas
+        optimizer = self._optimizer
         norm_here = torch.tensor(math.nan) if optimizer.gradient_norm is None else optimizer.gradient_norm
         self._add_losses()
         # the norm is the same on all cores: summed with the loss, it needs no collective of its own
-        loss, norm, weight = self._total(torch.stack([self._loss, norm_here.float().to(self._device)]))
+        loss, norm, weight, cores = self._totals(self._loss, norm_here.float().to(self._device))
         seconds = time.monotonic() - self._started_at
         record = {
             **self._position(optimizer.minibatch_weights.before + weight),
@@ -245,7 +248,7 @@ class Log(AbstractContextManager["Log"]):
             "factor": optimizer.factor(),
             "gradient_norm": norm / cores,
             "samples_per_second": self._num_samples / seconds,
-            "idle_share": self._num_idle / (cores * self._num_steps),
+            "idle_share": self._num_idle / self._num_core_steps,
         }
         record |= optimizer.report()
         optimizer.note_loss(record["loss"])
@@ -255,13 +258,22 @@ class Log(AbstractContextManager["Log"]):
         self._send(record)
         self._restart()
 
-    def _total(self, numbers: torch.Tensor) -> list[float]:
-        """The sums of numbers over all cores, followed by the weight since the start, with one wait."""
-        weights = self._optimizer.minibatch_weights
-        if weights.unread is None:
-            return [*self._communicator.total(numbers).tolist(), weights.known]
-        *sums, unread = self._communicator.total(torch.cat([numbers.to(weights.unread), weights.unread])).tolist()
-        return [*sums, weights.known + unread / self._schedule.num_replicas]
+    def _totals(self, loss: torch.Tensor, norm: torch.Tensor) -> tuple[float, float, float, float]:
+        """The sums of a loss and a norm over all cores, the weight since the start, and the cores, with one wait."""
+        weights, is_elastic = self._optimizer.minibatch_weights, self._optimizer.sampler.is_elastic
+        numbers = [loss, norm]
+        if is_elastic:  # cores may leave before, or in the sum
+            numbers += [torch.tensor(float(number)).to(self._device) for number in (1, self._num_own)]
+        summed = torch.stack(numbers)
+        if weights.unread is not None:
+            summed = torch.cat([summed.to(weights.unread), weights.unread])
+        total_loss, total_norm, *rest = self._communicator.total(summed).tolist()
+        cores: float = self._schedule.num_replicas
+        if is_elastic:
+            cores, num_minibatches, *rest = rest
+            total_loss *= self._num_samples / self._schedule.minibatch_size / max(1, num_minibatches)
+        unread = rest[0] / cores if rest else 0.0
+        return total_loss, total_norm, weights.known + unread, cores
 
     def _mean_loss(self, loss: float, weight: float) -> float:
         if not self._optimizer.minibatch_weights.is_weighted:
@@ -276,5 +288,5 @@ class Log(AbstractContextManager["Log"]):
         return {"epoch": optimizer.epoch, **done, **weighted}
 
     def _send(self, record: Record) -> None:
-        for sink in self._sinks if self._is_first else ():
+        for sink in self._sinks if self._everyone.rank == 0 else ():
             sink(record)
