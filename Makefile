@@ -99,6 +99,7 @@ soak: $(FOR_ALL)
 	$(BIN)/python tools/soak.py --directory .soak
 	$(BIN)/python tools/elastic.py --directory .soak
 	$(BIN)/python tools/open_steps.py
+	$(BIN)/python tools/live_soak.py
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m long
 	$(MAKE) tpu torchtpu
 
