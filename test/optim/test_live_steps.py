@@ -50,7 +50,7 @@ def optimizer_of(model, loader):
     [
         ({"lockstep": True}, "`lockstep` of the sampler must be False with `elastic`"),
         ({"max_minibatch_size": 8}, "`max_minibatch_size` of the sampler must be None with `elastic`"),
-        ({"trace": lambda situation: 4}, "`elastic` needs a trace, not a policy"),
+        ({"trace": lambda situation: 4}, "`elastic` needs a trace that is known, not a policy"),
     ],
 )
 def test_what_depends_on_the_number_of_cores_is_refused(how, message):
