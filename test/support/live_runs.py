@@ -317,7 +317,7 @@ def disturbed(settings, *, cores, seed, most=4, wait=(0.02, 0.4), events=None, t
                     left.pop(0)
                 elif not left and run.num_joins == len(run.joined()) + len(run.killed) + len(run.removed) - cores:
                     (run.directory / "fast").touch()
-            assert not left, f"the run has ended before {left}"
+            assert not left, f"the run has ended before {left}\n{run.outputs()}"
             check(run, settings, expected)
             done = {"kills": len(run.killed), "joins": run.num_joins, "removed": len(run.removed)}
             return {**done, "seconds": recovery_times(run)}

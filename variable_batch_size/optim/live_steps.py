@@ -53,6 +53,8 @@ class LiveSteps:
     ) -> None:
         if accumulator.is_view:
             raise ValueError("`gradient_as_bucket_view` must be False with `elastic`, which keeps sums of its own")
+        if accumulator.own_norms is not None:
+            raise ValueError("`measure_noise` must not be 'own norm' with `elastic`: its sums are lost with a core")
         self._optimizer, self._communicator = optimizer, communicator
         self._cursor, self._accumulator, self._buffers = cursor, accumulator, buffers
         self._membership: Membership = communicator.membership
@@ -207,8 +209,6 @@ def refuse_unsupported(optimizer: Any) -> None:
         raise ValueError("`elastic` needs a trace that is known, not a policy or a watched trace")
     if sampler.schedule.is_open or sampler.shares is not None:
         raise ValueError('`elastic` needs a trace and assign="round robin", not OpenSteps or other shares')
-    if optimizer._accumulator.own_norms is not None:
-        raise ValueError("`measure_noise` must not be 'own norm' with `elastic`: its sums are lost with a core")
     if isinstance(sampler, Stream) and not sampler.can_be_reread:
         raise ValueError(
             "`elastic` needs a stream that can be read again, the same on every core: pass an iterable or a function "
