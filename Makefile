@@ -100,6 +100,7 @@ soak: $(FOR_ALL)
 	$(BIN)/python tools/elastic.py --directory .soak
 	$(BIN)/python tools/open_steps.py
 	$(BIN)/python tools/cluster_soak.py --kills 50
+	$(BIN)/python tools/live_soak.py
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m long
 	$(MAKE) tpu torchtpu
 

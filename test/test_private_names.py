@@ -24,7 +24,8 @@ OVERRIDDEN = {  # attributes that frameworks look up on our objects: defined by 
     *("_batches_that_stepped", "_initial_epoch", "_is_accelerate_prepared", "_should_accumulate"),
     *("_step_supports_amp_scaling", "_symbolic_build"),
 }
-OWN = {"_follow", "_on_first_read", "_on_request", "_runs", "_wrappers"}  # ours, used outside of the file of its class
+# ours, used outside of the file of its class
+OWN = {"_follow", "_follow_reassigned", "_on_first_read", "_on_request", "_reassign", "_runs", "_settle", "_wrappers"}
 
 # five files are for private names; the files below them are exceptions, each with its reason
 TABLE = {

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import variable_batch_size as vbs
+from variable_batch_size.cores import live
 
 XLA = pytest.param("xla", marks=pytest.mark.xla)
 
@@ -253,3 +255,54 @@ def test_processes_exit_when_their_parent_is_killed(tmp_path):
         parent.kill()
         parent.wait()
         assert file.read() == ""  # end of file: no process holds the other end
+
+
+def train_until_another_core_has_joined(dataset_size):
+    """The second core kills itself; the first one trains slowly until another has taken its place."""
+    torch.manual_seed(os.getpid())
+    model = torch.nn.Linear(1, 1)
+    loader = vbs.DataLoader(torch.ones(dataset_size, 1), trace=[4] * (dataset_size // 4), minibatch_size=2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.001)
+    optimizer = vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=4, model=model)
+    records, sizes = [], []
+    with vbs.Log(optimizer, every=1, to=[records.append]) as log:
+        for _ in optimizer.epochs():
+            for data in loader:
+                loss = model(data).sum()
+                loss.backward()
+                if optimizer.step() and optimizer.steps_done == 3 and live.current().core == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                log.step(loss)
+                sizes.append(optimizer.sampler.num_replicas)
+                time.sleep(0 if sizes[-1] == 2 and live.current().core + max(live.current().members) > 3 else 0.02)
+    steps = [record["step"] for record in records]
+    return model.weight.item(), {*sizes}, steps, optimizer.steps_done
+
+
+def test_elastic_run_replaces_a_core_that_dies_and_ends_as_if_it_had_not(forks):
+    (weight, sizes, steps, num_steps), (other, _, none, _) = vbs.launch(
+        train_until_another_core_has_joined, (1200,), elastic=(1, 2)
+    )
+    assert weight == other
+    assert num_steps == 300
+    assert sizes == {1, 2}
+    assert steps == list(range(1, 301))  # written by the first core
+    assert none == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"elastic": 2}, r"`elastic` must be the least and the largest number of cores, as \(1, 4\), got 2"),
+        ({"elastic": (3, 2)}, r"the smaller one first, got \(3, 2\)"),
+        ({"elastic": (0, 2)}, "`elastic` must be a positive integer, got 0"),
+        ({"elastic": (1, 2), "cores": 3}, "`cores` must be at most 2, the largest number of `elastic`, got 3"),
+        ({"elastic": (1, 2), "backend": "nccl"}, '`backend` must be None or "gloo" with `elastic`'),
+        ({"elastic": (1, 2), "timeout": 0}, "`timeout` must be a positive number, got 0"),
+        ({"elastic": (1, 2), "store": "here"}, "`store` must be an address such as"),
+        ({"store": "127.0.0.1:1"}, "`store` must be None without `elastic`"),
+    ],
+)
+def test_arguments_of_elastic_runs_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        vbs.launch(rank_and_size, **options)

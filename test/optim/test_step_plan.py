@@ -189,3 +189,38 @@ def test_another_schedule_starts_at_its_beginning():
     position.schedule = Schedule(Trace.of([32, 64]), dataset_size=1000, minibatch_size=32)
     position.move(0)
     assert (position.plan.step, position.plan.batch_size, position.next_minibatch) == (0, 32, 0)
+
+
+def test_after_a_core_has_left_its_minibatches_follow_in_the_same_step_and_then_those_of_the_new_rank():
+    position = position_of(2, trace=(96, 128), num_replicas=3)  # of ranks 0, 1 and 2, the first one leaves
+    assert position.advance().is_last
+    position.schedule.num_replicas = 2
+    position.reassign(1, 0, [0])
+    assert (position.next_minibatch, position.is_accumulating, position.epoch_step) == (0, True, 0)
+    assert position.advance()[:4] == (3, True, False, False)
+    assert position.epoch_step == 1
+    places = []
+    for _ in range(2):
+        places.append(position.next_minibatch - 3)
+        position.advance()
+    assert places == [1, 3]
+    assert position.plan.is_last
+    assert position.next is None
+
+
+def test_minibatches_of_a_step_that_others_have_begun_are_those_of_the_ranks_before():
+    position = position_of(0, trace=(32, 128), num_replicas=2)
+    position.advance()
+    position.reassign(0, 1, [0, 2, 3])
+    assert [position.next_minibatch - 1] + [
+        position.advance().is_last or position.next_minibatch - 1 for _ in range(3)
+    ] == [0, 2, 3, True]
+
+
+def test_before_the_first_step_of_a_pass_a_rank_changes_without_a_trace_of_the_old_one():
+    position = position_of(3, trace=(96, 128), num_replicas=4)
+    assert position.next.is_idle
+    position.schedule.num_replicas = 3
+    position.reassign(2, 0, [])
+    assert not position.next.is_padding
+    assert position.next_minibatch == 2

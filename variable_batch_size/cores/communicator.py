@@ -11,6 +11,8 @@ import torch.distributed as dist
 Group = Any  # a process group of torch.distributed, whose class some builds of torch lack; None for the default one
 Ranks = tuple[int, ...]
 
+_LARGE = 2**22  # elements from which on a second call costs less than it gains; equal at 1 M
+
 
 class Communicator(ABC):
     """The collectives of the ranks of a run, and how their device executes operations."""
@@ -59,6 +61,12 @@ def each_element_once(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a tensor without the repetitions of ``expand()``, which cannot be written to."""
     repeated = [stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor[tuple(0 if is_repeated else slice(None) for is_repeated in repeated)] if any(repeated) else tensor
+
+
+def parts_to_sum(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Large tensors on a CPU in two parts: gloo has two threads, and an all-reduce uses one of them."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.view(-1).chunk(2) if tensor.device.type == "cpu" and tensor.numel() >= _LARGE else [tensor]
 
 
 @final

@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from variable_batch_size.cores import dtensor, xla
+from variable_batch_size.cores import dtensor, live, xla
 from variable_batch_size.cores.communicator import (
     Communicator,
     Group,
@@ -15,10 +15,9 @@ from variable_batch_size.cores.communicator import (
     each_element_once,
     group_of,
     is_running,
+    parts_to_sum,
     ranks_of,
 )
-
-_LARGE = 2**22  # elements from which on a second call costs less than it gains; equal at 1 M
 
 
 @final
@@ -35,7 +34,7 @@ class ProcessGroups(Communicator):
         self.num_replicas = math.prod(sizes)
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
-        parts = [part for tensor in tensors for part in _parts_to_sum(tensor)]
+        parts = [part for tensor in tensors for part in parts_to_sum(tensor)]
         for group in self._groups:
             for work in [dist.all_reduce(part, group=group, async_op=True) for part in parts]:
                 if work is not None:
@@ -56,12 +55,6 @@ class ProcessGroups(Communicator):
         own = set().union(*map(ranks_of, self._groups))
         among_cores = [dimension for dimension in dtensor.dimensions_of(tensor) if own.issuperset(dimension.ranks)]
         return [dimension.group for dimension in among_cores if dimension.is_copied] if among_cores else self._groups
-
-
-def _parts_to_sum(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Large tensors on a CPU in two parts: gloo has two threads, and an all-reduce uses one of them."""
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return tensor.view(-1).chunk(2) if tensor.device.type == "cpu" and tensor.numel() >= _LARGE else [tensor]
 
 
 @final
@@ -107,6 +100,9 @@ def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None)
     if "xla" in types or xla.is_spmd():
         _check_no_group(process_group)
         return xla.XlaDevices() if "xla" in types else SingleProcess()
+    if (membership := live.current()) is not None:
+        _check_no_group(process_group, "with `elastic`, where all cores that take part")
+        return live.LiveCores(membership)
     group = group_of(process_group)
     if not is_running():
         return SingleProcess()
@@ -116,6 +112,8 @@ def communicator_for(tensors: Iterable[torch.Tensor], process_group: Any = None)
 def everyone_for(tensors: Iterable[torch.Tensor], process_group: Any = None) -> Communicator:
     """All ranks of a run: those with different samples, and those with other shards of the parameters."""
     tensors = list(tensors)
+    if live.current() is not None:
+        return communicator_for(tensors, process_group)
     if xla.is_spmd() and xla.num_hosts() > 1:
         return SpmdHosts(communicator_for(tensors, process_group), xla.num_hosts())
     if not any(map(dtensor.is_dtensor, tensors)):
@@ -129,6 +127,8 @@ def running_cores(process_group: Any = None) -> tuple[int, int]:
     if xla.is_spmd():  # even if its hosts have a process group
         _check_no_group(process_group)
         return 0, 1
+    if (membership := live.current()) is not None:
+        return membership.rank, len(membership.members)
     group = group_of(process_group)
     if is_running():
         communicator = ProcessGroups(group)
@@ -141,11 +141,16 @@ def shared_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def is_elastic() -> bool:
+    """Whether cores may join and leave while the run goes on."""
+    return live.current() is not None
+
+
 def device_for_sums(device: torch.device) -> torch.device:
     """The device on which values of a device are summed over all cores: an XLA device if the cores are XLA's."""
     return xla.device() if not is_running() and running_cores()[1] > 1 else device
 
 
-def _check_no_group(process_group: Any) -> None:
+def _check_no_group(process_group: Any, where: str = "on XLA, where all devices") -> None:
     if process_group is not None:
-        raise ValueError("`process_group` must be None on XLA, where all devices are cores")
+        raise ValueError(f"`process_group` must be None {where} are cores")

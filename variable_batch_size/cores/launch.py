@@ -1,5 +1,6 @@
 """launch: runs a function on every core: TPU cores, virtual XLA cores, or torch.distributed processes."""
 
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -10,17 +11,20 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, Final, NamedTuple
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from variable_batch_size.checks import check_positive, install
-from variable_batch_size.cores import devices, signals, xla
+from variable_batch_size.checks import check_positive, check_positive_number, install, is_integer
+from variable_batch_size.cores import devices, live, signals, xla
+
+logger = logging.getLogger(__name__)
 
 _START_METHOD: Final = "spawn"  # a forked process would inherit locks held by other threads
 _SECONDS_BETWEEN_LOOKS = 0.2
-_RESULT, _FAILURE, _EXIT, _INTERRUPT = "result", "failure", "exit", "interrupt"
+_SECONDS_BETWEEN_LOOKS_AT_CORES = 0.02
+_RESULT, _FAILURE, _EXIT, _INTERRUPT, _LEFT = "result", "failure", "exit", "interrupt", "left"
 _send_one_at_a_time = threading.Lock()
 
 
@@ -30,7 +34,7 @@ class Process(NamedTuple):
     environment: Mapping[str, str]
 
 
-def run_processes(processes: list[Process], work: bytes) -> list[Any]:
+def run_processes(processes: list[Process], work: bytes, elastic: "_Elastic | None" = None) -> list[Any]:
     """Start the processes, receive the results of their cores, and leave no process running.
 
     SIGTERM is forwarded to them, unless the user has set a handler, and ends this process after them unless they exit.
@@ -42,7 +46,10 @@ def run_processes(processes: list[Process], work: bytes) -> list[Any]:
     with signals.listening(on_interrupt=lambda: None) if forwards else nullcontext():
         try:
             _start(processes, work, started)
-            _receive(dict(started), results, forwards)
+            if elastic is None:
+                _receive(dict(started), results, forwards)
+            else:
+                elastic.receive(started, work, results, forwards)
         except SystemExit as ended:
             if forwards:
                 signals.obey(is_exiting=ended.code == signals.EXIT_STOPPED)
@@ -88,19 +95,27 @@ def _receive(running: dict[Any, Any], results: dict[int, Any], forwards: bool) -
                 if child.exitcode == -signal.SIGTERM:
                     _raise_interrupt()
                 if child.exitcode != 0:
-                    guard = ': see its output, and call launch() under `if __name__ == "__main__":` in a script'
-                    hint = guard if child.exitcode == 1 else ""  # a script without it fails when it is imported
-                    raise RuntimeError(f"a process of the launch died with exit code {child.exitcode}{hint}") from None
+                    _raise_died(child.exitcode)
                 continue
-            if outcome == _EXIT:
-                if payload == signals.EXIT_STOPPED:
-                    _raise_interrupt()
-                sys.exit(payload)
-            if outcome == _INTERRUPT:
-                raise KeyboardInterrupt
-            if outcome == _FAILURE:
-                raise RuntimeError(f"core {rank} failed:\n{payload}")
+            _raise_unless_result(rank, outcome, payload)
             results[rank] = payload
+
+
+def _raise_died(exit_code: int) -> NoReturn:
+    guard = ': see its output, and call launch() under `if __name__ == "__main__":` in a script'
+    hint = guard if exit_code == 1 else ""  # a script without it fails when it is imported
+    raise RuntimeError(f"a process of the launch died with exit code {exit_code}{hint}") from None
+
+
+def _raise_unless_result(rank: int, outcome: str, payload: Any) -> None:
+    if outcome == _EXIT:
+        if payload == signals.EXIT_STOPPED:
+            _raise_interrupt()
+        sys.exit(payload)
+    if outcome == _INTERRUPT:
+        raise KeyboardInterrupt
+    if outcome == _FAILURE:
+        raise RuntimeError(f"core {rank} failed:\n{payload}")
 
 
 def _raise_interrupt() -> None:
@@ -127,6 +142,8 @@ def run_and_send(work: bytes, pipe: Any, rank: int) -> None:
     try:
         fn, args = pickle.loads(work)  # a copy for each core, even if cores are threads of one process
         message = pickle.dumps((rank, _RESULT, fn(*args)))
+    except live.LeftRunError as error:
+        message = pickle.dumps((rank, _LEFT, str(error)))
     except SystemExit as exit:
         message = pickle.dumps((rank, _EXIT, exit.code))
     except KeyboardInterrupt:
@@ -154,6 +171,9 @@ def launch(
     cores: int | None = None,
     backend: str | None = None,
     spmd: bool = False,
+    elastic: tuple[int, int] | None = None,
+    store: str | None = None,
+    timeout: float = 10.0,
 ) -> list[Any]:
     """Run ``fn(*args)`` on every core and return the results in the order of their ranks.
 
@@ -173,6 +193,13 @@ def launch(
             the accelerator: nccl for GPUs, and gloo if there is none.
         spmd: on XLA, run `fn` once, in one process that drives all devices of this host as one core (SPMD mode).
             `cores` is then the number of devices, and `fn` shards tensors over them.
+        elastic: the least and the largest number of cores of a run that goes on when cores die, and to which others
+            can be added while it runs, over gloo; see the page on cores that come and go. A process that dies is
+            replaced. The results are those of the cores that are there at the end.
+        store: of an elastic run on several machines, the address of ``deploy/store.py``, such as
+            ``"10.0.0.1:29400"``, with the same value on each; None for a store of its own, on one machine.
+        timeout: of an elastic run: seconds without a sign of life after which a core counts as dead, if its process has
+            not ended: one that hangs, or on a machine that has failed.
     """
     if cores is not None:
         check_positive(cores=cores)
@@ -181,6 +208,10 @@ def launch(
     if not isinstance(args, tuple | list):
         raise ValueError(f"`args` must be a tuple, got {args!r}: write ({args!r},) for one argument")
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if elastic is not None:
+        return _launch_elastic(fn, args, cores, backend, spmd, _Bounds.checked(elastic, timeout), store)
+    if store is not None:
+        raise ValueError(f"`store` must be None without `elastic`, got {store!r}")
     if spmd and (backend not in (None, "xla") or is_under_torchrun):
         where = f'backend="{backend}"' if backend not in (None, "xla") else "torchrun"
         raise ValueError(f'`spmd` must be False with {where}: only backend="xla" has this mode')
@@ -283,3 +314,148 @@ def _process_group(backend: str, local_rank: int, **options: Any) -> Iterator[No
         yield
     finally:
         dist.destroy_process_group()
+
+
+class _Bounds(NamedTuple):
+    """What `elastic` and `timeout` say."""
+
+    least: int
+    most: int
+    timeout: float
+
+    @classmethod
+    def checked(cls, elastic: Any, timeout: float) -> "_Bounds":
+        if not isinstance(elastic, tuple | list) or len(elastic) != 2:
+            raise ValueError(f"`elastic` must be the least and the largest number of cores, as (1, 4), got {elastic!r}")
+        check_positive(elastic=elastic[0])
+        check_positive_number(timeout=timeout)
+        if not is_integer(elastic[1]) or elastic[1] < elastic[0]:
+            raise ValueError(f"`elastic` must be two integers, the smaller one first, got {elastic!r}")
+        return cls(elastic[0], elastic[1], timeout)
+
+
+def _launch_elastic(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    cores: int | None,
+    backend: str | None,
+    spmd: bool,
+    bounds: _Bounds,
+    address: str | None,
+) -> list[Any]:
+    if spmd or backend not in (None, "gloo"):
+        rule = '`backend` must be None or "gloo" with `elastic`: other backends cannot leave a collective'
+        raise ValueError(f"{rule} whose core has died, got {'spmd=True' if spmd else backend!r}")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        if address is None:
+            rule = "`store` must be the address of deploy/store.py under torchrun with `elastic`"
+            raise ValueError(f"{rule}, as the store of torchrun ends with one of its processes, got None")
+        core = live.new_core(live.connect(address))
+        membership = live.Membership(address, core, first=bounds.least, **bounds._asdict())
+        devices.use_device(int(os.environ["LOCAL_RANK"]), "gloo")
+        with live.taking_part(membership):
+            return [fn(*args)]
+    number = bounds.most if cores is None else cores
+    if number > bounds.most:
+        raise ValueError(f"`cores` must be at most {bounds.most}, the largest number of `elastic`, got {number}")
+    work, first = _pickled(fn, args), number if address is None else bounds.least
+    with _store_process() if address is None else nullcontext(address) as address:
+        elastic = _Elastic(address, first, bounds, num_processes=number)
+        return run_processes([elastic.new_process() for _ in range(number)], work, elastic)
+
+
+@contextmanager
+def _store_process() -> Iterator[str]:
+    """A store in a process of its own, which ends with the launch; its address."""
+    context = multiprocessing.get_context(_START_METHOD)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_store_main, args=(sender,), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        yield f"127.0.0.1:{receiver.recv()}"
+    finally:
+        process.kill()
+        process.join()
+
+
+def _store_main(pipe: Any) -> None:
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    pipe.send(server.port)
+    threading.Event().wait()
+
+
+class _Elastic:
+    """Starts the cores of a run on this machine, reports those that die to the others, and replaces them."""
+
+    def __init__(self, address: str, first: int, bounds: _Bounds, *, num_processes: int) -> None:
+        self._address, self._first, self._bounds, self._num_processes = address, first, bounds, num_processes
+        self._store = live.connect(address)
+        self._cores: list[int] = []  # by the place of their process
+
+    def new_process(self) -> Process:
+        """A core with a number of its own."""
+        core = live.new_core(self._store)
+        threads = max(1, (os.cpu_count() or 1) // self._num_processes)
+        variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+        method = multiprocessing.get_start_method(allow_none=True)
+        place = len(self._cores)
+        self._cores.append(core)
+        return Process(_live_main, (core, place, self._address, self._first, self._bounds, method), variables)
+
+    def receive(self, started: list[tuple[Any, Any]], work: bytes, results: dict[int, Any], forwards: bool) -> None:
+        """Receive results until all processes have ended; one that dies is replaced, unless the run has ended."""
+        running = set(range(len(started)))
+        while running:
+            if forwards and signals.was_told():
+                forwards = False
+                for place in running:
+                    started[place][1].terminate()
+            pipes = [started[place][0] for place in running]
+            multiprocessing.connection.wait(pipes, _SECONDS_BETWEEN_LOOKS_AT_CORES)
+            for place in sorted(running):
+                receiver, child = started[place]
+                # not EOF: loader workers of the process that has ended may still hold its pipe
+                has_ended, has_left = not child.is_alive(), False
+                with suppress(EOFError):
+                    while receiver.poll():
+                        core, outcome, payload = pickle.loads(receiver.recv_bytes())
+                        _raise_unless_result(core, outcome, payload)
+                        has_left = outcome == _LEFT
+                        if not has_left:
+                            results[core] = payload
+                if has_ended or has_left:
+                    running.discard(place)
+                    if self._is_to_be_replaced(place, child, results):
+                        running.add(len(started))
+                        _start([self.new_process()], work, started)
+
+    def _is_to_be_replaced(self, place: int, child: Any, results: dict[int, Any]) -> bool:
+        """Report a core that has died or was removed; whether the run needs another one."""
+        core = self._cores[place]
+        if core in results:
+            return False
+        live.report_death(self._store, core)
+        if child.exitcode == -signal.SIGTERM:
+            _raise_interrupt()
+        if not self._store.check(["0/decision"]):
+            _raise_died(child.exitcode)
+        logger.warning("core %d has ended with exit code %s", core, child.exitcode)
+        return not results and bool(self._store.check([f"joined/{core}"]))
+
+
+def _live_main(
+    core: int, place: int, address: str, first: int, bounds: _Bounds, start_method: str | None, work: bytes, pipe: Any
+) -> None:
+    end_with_parent()
+    multiprocessing.set_start_method(start_method, force=True)
+    devices.use_device(place, "gloo")
+    membership = live.Membership(address, core, first=first, **bounds._asdict())
+    with live.taking_part(membership):
+        run_and_send(work, pipe, core)
+    if membership.is_stuck:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

@@ -62,6 +62,7 @@ class Cursor:
         self.schedule = schedule  # may be replaced before move()
         self.shares = shares  # likewise; None for round robin
         self._rank = rank
+        self._places: list[int] | None = None  # of the current step's minibatches, where cores have left in it
         self.move(0)
 
     def move(self, epoch: int, first_step: int = 0) -> None:
@@ -74,6 +75,7 @@ class Cursor:
         step = steps[min(int(first_step), len(steps) - 1)] if steps else steps.start
         self._offset = self.schedule.samples_before(step) - self.schedule.samples_before(steps.start)
         self._next: tuple[StepPlan, StepPlan] | None = None
+        self._places = None
         is_left = first_step < len(steps)
         self._accumulating, self._last = self._plans(step, self.shares if is_left else None)
         self._num_left = self._last.num_rounds if is_left else 0
@@ -120,7 +122,7 @@ class Cursor:
                 advice = "call set_epoch() before the next pass over the loader"
                 raise RuntimeError(f"epoch {self.epoch} has {len(self._steps)} steps and all are done: {advice}")
             self._offset += self._last.batch_size
-            (self._accumulating, self._last), self._next = self._next, None
+            (self._accumulating, self._last), self._next, self._places = self._next, None, None
             self._num_left, self._num_run, self._num_own = self._last.num_rounds, 0, 0
         self._num_run += 1
         if self.shares is None:
@@ -158,6 +160,36 @@ class Cursor:
         last = StepPlan(number, True, rank >= number, is_padding, *of_step)
         return (last if rounds == 1 else StepPlan(number, False, False, False, *of_step)), last
 
+    def reassign(self, rank: int, step: int, places: list[int], *, is_idle: bool = False) -> None:
+        """From now on this is another rank. First it runs more minibatches of the latest step, or those of the next.
+
+        Args:
+            rank: its number among the ranks of the schedule.
+            step: of these minibatches, by its number in the run.
+            places: of these minibatches in the step; none to begin with the next step.
+            is_idle: whether these are padding.
+        """
+        is_begun = self._num_left < self._last.num_rounds
+        self._rank, self._next = rank, None
+        if not places and is_begun:
+            return
+        if not places:  # the first step of a pass
+            self._accumulating, self._last = self._plans(step, None)
+            self._num_left, self._places = self._last.num_rounds, None
+            return
+        done: list[int] = []
+        if step != self._last.step:
+            self._offset += self._last.batch_size
+        elif is_begun:
+            done = self._places or [rank] * self._last.num_rounds  # of these only the number matters
+        batch_size = self.schedule.batch_size(step)
+        number = batch_size // self.schedule.minibatch_size_of(batch_size)
+        self._num_run, self._num_own = len(done), self._num_own if done else 0
+        of_step = (self.epoch, step, batch_size, len(done) + len(places), 0 in places)
+        self._last = StepPlan(number, True, is_idle, is_idle, *of_step)
+        self._accumulating = StepPlan(number, False, False, False, *of_step)
+        self._places, self._num_left = [*done, *places], len(places)
+
     def refresh(self) -> None:
         """After a policy's decision: look up again where the epoch ends and what the next step is."""
         self._steps = self.schedule.steps(self.epoch)
@@ -185,8 +217,9 @@ class Cursor:
         if not self._num_left:
             offset += self._last.batch_size
         own = None if self.shares is None or plan is None else self.shares.place(plan.step, number)
-        place += number * self.schedule.num_replicas
-        place = place if own is None else own
+        if self._num_left and self._places:
+            own = self._places[number]
+        place = place + number * self.schedule.num_replicas if own is None else own
         within = 0 if plan is None else place % plan.num_minibatches * (plan.batch_size // plan.num_minibatches)
         return (offset + within) // self.schedule.minibatch_size
 

@@ -13,7 +13,7 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, Sampler
 
 from variable_batch_size.checks import check_integer, check_one_of, check_positive, check_within, is_integer
-from variable_batch_size.cores.detect import running_cores
+from variable_batch_size.cores.detect import is_elastic, running_cores
 from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import RunCount
 from variable_batch_size.data.shares import ASSIGN, MOST_AHEAD, SHARES, AsFree, Assign, PassCounter, Shares
@@ -104,6 +104,9 @@ class MinibatchSource(ABC):
         self._on_first_read: Callable[[], None] | None = None
         self.may_end_early = False  # whether a limit of the run may be reached within a pass
         self.num_to_run: int | None = None  # how many minibatches of this pass are run, once the limit is reached
+        self.is_elastic = is_elastic()  # whether cores may join and leave
+        self.places: list[int] = []  # of the minibatches of the step before `first_step` that this pass begins with
+        self._pass_reassigned = -1  # the latest pass that _reassign() has begun
 
     @property
     def num_replicas(self) -> int:
@@ -167,13 +170,37 @@ class MinibatchSource(ABC):
         self.epoch, self.first_step = int(epoch), int(first_step)
         self.num_passes += 1
         self.num_read, self._is_read, self._thread, self._on_first_read = 0, False, None, None
-        self.num_to_run = None
+        self.num_to_run, self.places = None, []
         if self.shares is not None:
             self.shares.begin(self.schedule, self.epoch, self.first_step)
         if self.counter is not None:
             self.counter.begin()
         for follower in self.followers():
             follower._follow()
+
+    def _reassign(self, rank: int, num_replicas: int, first_step: int, places: list[int]) -> None:
+        """After cores have joined or left: let the loader read on as another rank, in a pass of its own.
+
+        Args:
+            rank: of this core from now on.
+            num_replicas: likewise, the number of cores.
+            first_step: of the epoch, from which on minibatches are assigned to these cores.
+            places: of the minibatches of the step before it that this core runs first.
+        """
+        self.rank, self.schedule.num_replicas = rank, num_replicas
+        self.first_step, self.places = first_step, places
+        self.num_passes += 1
+        self.num_read, self._is_read, self._thread, self._on_first_read = 0, False, None, None
+        self._pass_reassigned = self.num_passes
+
+    def _settle(self) -> None:
+        """When the loop requests a minibatch: admit cores that wait, and reassign minibatches if others have left."""
+        for follower in self.followers() if self.is_elastic else ():
+            follower._settle()
+
+    def _is_reassigned(self, number: int) -> bool:
+        """Whether :meth:`_reassign` has begun another pass after that of this number."""
+        return self.num_passes != number and self._pass_reassigned == self.num_passes
 
     def attach(self, follower: Any) -> None:
         """Move an optimizer with this source, as long as it exists."""
@@ -435,6 +462,9 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
                 raise ValueError(_OUT_OF_ORDER)
             self.num_prefetched = loader.num_workers * (loader.prefetch_factor or 0)
             self._check_prefetched(loader)
+            if self.is_elastic and self.num_prefetched and not isinstance(loader, DataLoader):
+                rule = "`num_workers` must be 0 with `elastic`, as minibatches that were read ahead may change"
+                raise ValueError(f"{rule}, or use vbs.DataLoader, got {loader.num_workers}")
         return _Requested(self._minibatches(), self._on_request)
 
     def _check_prefetched(self, loader: "torch.utils.data.DataLoader[Any]") -> None:
@@ -450,6 +480,13 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
 
     def _minibatches(self) -> Iterator[list[int]]:
         # a DataLoader may make several iterators and use one: nothing happens before the first request
+        if not self.num_prefetched:
+            self._settle()
+        yield from self._minibatches_of_pass()
+        while self._pass_read != self._pass_reassigned == self.num_passes:  # cores have joined or left
+            yield from self._minibatches_of_pass()
+
+    def _minibatches_of_pass(self) -> Iterator[list[int]]:
         if self.has_been_read:
             self._refuse_second_pass()
         self._pass_read = number = self.num_passes
@@ -464,6 +501,10 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
                 return
             self.num_read += 1
             yield minibatch
+            if self.is_elastic and not self.num_prefetched:
+                self._settle()
+                if self._is_reassigned(number):
+                    return
         self._end_reading()
 
     def _samples(self) -> Iterator[list[int]]:
@@ -487,6 +528,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
                 yield Minibatches(np.array([start]), size)
             return
         if shares is None:
+            yield from self._first_offsets()
             yield from schedule.offsets(self.epoch, self.rank, at_once=self._at_once, first_step=self.first_step)
             return
         begin = schedule.samples_before(schedule.steps(self.epoch).start)
@@ -499,6 +541,13 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
                 yield Minibatches(np.array([start + place * size]), size)
                 number += 1
                 place = shares.place(step, number)
+
+    def _first_offsets(self) -> Iterator[Minibatches]:
+        """Of minibatches of the step before the first one."""
+        if self.places:
+            schedule, steps = self.schedule, self.schedule.steps(self.epoch)
+            before = schedule.samples_before(steps[self.first_step - 1]) - schedule.samples_before(steps.start)
+            yield Minibatches(before + np.array(self.places) * self.minibatch_size, self.minibatch_size)
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -569,8 +618,23 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         sampler._check_prefetched(self)
 
     def __iter__(self) -> Any:
+        if self.sampler.is_elastic:
+            return self._while_cores_change()
         iterator = super().__iter__()
         return self._until_end(iterator) if self.num_workers and self.sampler.may_end_early else iterator
+
+    def _while_cores_change(self) -> Iterator[Any]:
+        """Without those that the workers have read ahead when cores join or leave, or when the run ends."""
+        sampler, is_reassigned = self.sampler, True
+        sampler._settle()
+        while is_reassigned:
+            number, is_reassigned = sampler.num_passes, False
+            for minibatch in super().__iter__():
+                yield minibatch
+                sampler._settle()
+                is_reassigned = sampler._is_reassigned(number)
+                if is_reassigned or sampler.num_to_run is not None:
+                    break
 
     def _until_end(self, minibatches: Iterator[Any]) -> Iterator[Any]:
         """Without those that the workers have read ahead when the run ends."""

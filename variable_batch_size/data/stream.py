@@ -4,7 +4,7 @@ import contextlib
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -125,6 +125,7 @@ class StreamReader:
     worker: int  # of the loader; it reads the core's minibatches with number % num_workers == worker
     num_workers: int  # 1 without workers
     state: dict[str, Any] | None = None  # of an earlier reader, to start from instead of the stream's beginning
+    places: Sequence[int] = ()  # of the minibatches of the step before the first one that this core runs before it
 
     def __post_init__(self) -> None:
         self._first_number = 0
@@ -170,7 +171,8 @@ class StreamReader:
         if self.is_sharded:
             assert isinstance(schedule, Schedule)  # Stream refuses a policy
             return int(schedule.core_minibatches(steps[: self.first_step])[self.rank]) * schedule.minibatch_size
-        return schedule.samples_before(steps.start + self.first_step) - schedule.samples_before(steps.start)
+        first_step = self.first_step - bool(self.places)
+        return schedule.samples_before(steps.start + first_step) - schedule.samples_before(steps.start)
 
     def state_dict(self) -> dict[str, Any]:
         """What a reader of any core needs to begin after a step from here on."""
@@ -201,6 +203,7 @@ class StreamReader:
 
     def _from_full(self) -> Iterator[Any]:
         source, schedule = self.source, self.schedule
+        yield from self._of_step_before()
         for step in schedule.steps_from(self.epoch, self.first_step):
             begin, number = source.num_read, schedule.num_minibatches(step)
             size = schedule.batch_size(step) // number
@@ -218,6 +221,16 @@ class StreamReader:
                     self._log_end(step, source.num_read - begin)
                     return
                 yield minibatch
+
+    def _of_step_before(self) -> Iterator[Any]:
+        """Minibatches of a step that other cores have read already."""
+        source, size, begin = self.source, self.schedule.minibatch_size, self.source.num_read
+        for place in sorted(self.places):
+            source.skip(begin + place * size - source.num_read)
+            yield source.take(size)
+        if self.places:
+            step = self.schedule.steps(self.epoch)[self.first_step - 1]
+            source.skip(begin + self.schedule.batch_size(step) - source.num_read)
 
     def _from_shard(self) -> Iterator[Any]:
         source, schedule = self.source, self.schedule
@@ -346,11 +359,20 @@ class Stream(MinibatchSource, IterableDataset[Any]):
         return depends | {"data": "sharded stream", "cores": self.num_replicas} if self.is_sharded else depends
 
     @property
+    def can_be_reread(self) -> bool:
+        """Whether any core can read any part of the stream, at any time."""
+        return not self.is_sharded and not isinstance(self._samples, Iterator)
+
+    @property
     def has_been_read(self) -> bool:
         return bool(self._shared.numpy()[3] == self.num_passes)  # comparing an element of a tensor is slow
 
     def begin_pass(self, epoch: int, first_step: int) -> None:
         super().begin_pass(epoch, first_step)
+        self._shared[:3] = torch.tensor([self.epoch, self.first_step, self.num_passes])
+
+    def _reassign(self, rank: int, num_replicas: int, first_step: int, places: list[int]) -> None:
+        super()._reassign(rank, num_replicas, first_step, sorted(places))
         self._shared[:3] = torch.tensor([self.epoch, self.first_step, self.num_passes])
 
     def end_run(self, num_to_run: int) -> None:
@@ -374,23 +396,40 @@ class Stream(MinibatchSource, IterableDataset[Any]):
             advice = "pass num_workers=0 to its loader, and let `samples` prefetch if necessary"
             kind = "watched trace" if isinstance(self.schedule, Schedule) else "policy"
             raise ValueError(f"a stream with a {kind} must be read in the main process: {advice}")
+        if info is not None and self.is_elastic:
+            advice = "pass num_workers=0 to its loader"
+            raise ValueError(f"a stream must be read in the main process with `elastic`: {advice}")
+        return self._while_cores_change(info) if self.is_elastic else self._minibatches(*self._new_reader(info))
+
+    def _new_reader(self, info: Any) -> tuple[StreamReader, int]:
+        """A reader of this pass, and the number of the pass."""
         epoch, first_step, number = self._shared[:3].tolist()
         where = (self.rank, epoch, first_step, self.is_sharded)
-        of_loader = (0, 1) if info is None else (info.id, info.num_workers)
+        of_loader: tuple[int, int] = (0, 1) if info is None else (info.id, info.num_workers)
         state, self._loaded = self._loaded, None
-        self._reader = StreamReader(self._source, self.schedule, *where, *of_loader, state)
-        return self._minibatches(self._reader, number)
+        self._reader = StreamReader(self._source, self.schedule, *where, *of_loader, state, places=self.places)
+        return self._reader, number
+
+    def _while_cores_change(self, info: Any) -> Iterator[Any]:
+        """The minibatches of a pass, and of those that follow when cores join or leave."""
+        self._settle()
+        is_reassigned = True
+        while is_reassigned:
+            reader, number = self._new_reader(info)
+            yield from self._minibatches(reader, number)
+            is_reassigned = self._is_reassigned(number)
 
     def _minibatches(self, reader: StreamReader, number: int) -> Iterator[Any]:
         """The minibatches of a pass, by its number. Nothing happens before the first request."""
-        if getattr(sys._getframe(1).f_locals.get("self"), "auto_collation", False):  # a loader that batches
+        caller = sys._getframe(2 if self.is_elastic else 1)
+        if getattr(caller.f_locals.get("self"), "auto_collation", False):  # a loader that batches
             raise ValueError("a stream yields full minibatches: pass batch_size=None to its loader")
         is_main = get_worker_info() is None
         if is_main:
             if self._on_first_read is not None:
                 self._on_first_read()
             self._on_request(True)
-        if reader.first_step >= len(self.schedule.steps(reader.epoch)):
+        if reader.first_step >= len(self.schedule.steps(reader.epoch)) and not reader.places:
             return
         reader.check_state()
         shared = self._shared.numpy()
@@ -407,6 +446,10 @@ class Stream(MinibatchSource, IterableDataset[Any]):
             yield self.collate_fn(minibatch)
             if is_main:
                 self._on_request(False)
+            if self.is_elastic:
+                self._settle()
+                if self._is_reassigned(number):
+                    return
         self._end_reading()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from variable_batch_size.checks import check_not_negative, check_one_of, check_positive, copy_for_run
 from variable_batch_size.cores.detect import communicator_for, everyone_for
+from variable_batch_size.cores.live import LiveCores
 from variable_batch_size.cores.messages import show
 from variable_batch_size.data.cursor import Cursor, StepPlan
 from variable_batch_size.data.sampler import CustomSampler, Description, MinibatchSource, source_of
@@ -24,7 +25,9 @@ from variable_batch_size.optim.buffers import Buffers
 from variable_batch_size.optim.flow import Flow, Outcome, step_unless
 from variable_batch_size.optim.gradients import make_accumulator
 from variable_batch_size.optim.gradients.accumulator import Counts, StepGradient
+from variable_batch_size.optim.gradients.buckets import BucketAccumulator
 from variable_batch_size.optim.hyperparameters import Preconditioner, StepHyperparameters
+from variable_batch_size.optim.live_steps import LiveSteps, refuse_unsupported
 from variable_batch_size.optim.loss_scale import LossScale
 from variable_batch_size.optim.norm_layers import EVERY, MEASURES, NormLayers
 from variable_batch_size.optim.open_step import OpenStep
@@ -177,9 +180,7 @@ class CustomOptimizer(OptimizerProxy):
         self._lr_scaler = LRScaler(self._rule, smooth_steps=smooth_steps, max_factor=max_factor)
         self._own_meter = self._make_meter(smoothing, measure_noise=bool(measure_noise))
         self._init_counters()
-        self._wrappers = Wrappers(self.parameters(), model)
-        if self._wrappers.fsdp:
-            sampler.run_in_lockstep()
+        self._init_wrappers(model)
         self._fingerprint = consistency.fingerprint_of(sampler, self._rule, self.inner, self.ref_batchsize)
         self._communicator = communicator_for(self.parameters(), sampler.process_group)
         parts = (self._rule, self._lr_scaler, self._own_meter)
@@ -306,6 +307,13 @@ class CustomOptimizer(OptimizerProxy):
         self.restart_seconds: float | None = None  # to save and to resume, measured by a checkpoint
         self._precedes = self._has_warned = False  # whether other optimizers of the sampler had no gradient at step()
 
+    def _init_wrappers(self, model: torch.nn.Module | None) -> None:
+        self._wrappers = Wrappers(self.parameters(), model)
+        if self.sampler.is_elastic:
+            refuse_unsupported(self)
+        if self._wrappers.fsdp:
+            self.sampler.run_in_lockstep()
+
     def _init_minibatches(self, model: torch.nn.Module | None) -> None:
         """What happens before and after each minibatch."""
         sampler, parameters = self.sampler, self.parameters
@@ -315,6 +323,9 @@ class CustomOptimizer(OptimizerProxy):
         self._buffers = Buffers(model, self._communicator, may_skip=self.skip_nonfinite)
         self._seeder = MinibatchSeeder(self.seeds_minibatches, sampler, self._cursor, next(parameters()), model)
         self._hyperparameters = StepHyperparameters(self.inner, self._communicator)
+        self._live: LiveSteps | None = None
+        if isinstance(self._communicator, LiveCores) and isinstance(self._accumulator, BucketAccumulator):
+            self._live = LiveSteps(self, self._communicator, self._cursor, self._accumulator, self._buffers)
         self._watch(not isinstance(sampler, CustomSampler))  # a stream may be read in another process
         for one in optimizers_of(self.inner):
             if hasattr(one, "_optimizer_step_pre_hooks"):  # a wrapper of another library may lack them
@@ -387,6 +398,8 @@ class CustomOptimizer(OptimizerProxy):
 
     def _take_minibatch(self, plan: StepPlan, weight: Weight | None, loss: Any) -> bool:
         """Accumulate the gradients of a minibatch, update if it completes the step, and prepare the next one."""
+        if self._live is not None:
+            self._live.begin(plan)
         self._factors = []
         was_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # a function, where the public one is an object
@@ -397,6 +410,10 @@ class CustomOptimizer(OptimizerProxy):
             self._accumulator.accumulate(plan, 1.0 if weight is None and plan.is_open else weight)
             if plan.is_padding and not plan.is_idle:
                 self._buffers.restore_before_padding()
+            if plan.is_last and (self._communicator.num_replicas > 1 or self._open is not None):
+                self._count(plan)
+            if plan.is_last and self._live is not None:
+                plan = self._live.reduce(plan)
             if plan.is_last:
                 self._updated = self._complete_step(plan)
                 plan = self._cursor.plan
@@ -586,6 +603,8 @@ class CustomOptimizer(OptimizerProxy):
             raise ValueError(f"`minibatch_size` must be even for halves(), got {self.sampler.minibatch_size}")
         if self._rule.sums_gradients:
             raise ValueError(f"halves() needs a rule of mean gradients, but {type(self._rule).__name__} sums them")
+        if self._live is not None:
+            raise ValueError("halves() must not be used with `elastic`: pass measure_noise='norm layers' instead")
         if self.sampler.is_shared:
             raise ValueError("halves() needs a sampler of one optimizer, but several are attached to this one")
         if self._shares is not None or self._open is not None:
@@ -681,16 +700,19 @@ class CustomOptimizer(OptimizerProxy):
         scale, found_inf = self.__dict__["grad_scale"], self.__dict__["found_inf"]
         self._accumulator.inverse_scale = self._loss_scale.unscale_(plan, scale, found_inf)
 
+    def _count(self, plan: StepPlan) -> None:
+        """Before the reduction: count the minibatches that this core has run in the step."""
+        counts = Counts(self.num_own * self.num_parts, plan.num_minibatches)
+        self._accumulator.counts = counts if self._open is None else self._open.counts()
+
     def _complete_step(self, plan: StepPlan) -> bool | torch.Tensor:
         """Reduce and update, or skip the update; returns whether the weights changed, maybe on the device."""
-        if self._open is not None:
-            self._accumulator.counts = self._open.counts()
-        elif self._communicator.num_replicas > 1:
-            self._accumulator.counts = Counts(self.num_own * self.num_parts, plan.num_minibatches)
         if self._driver is not None:
             self._driver.before_update()
         try:
-            if self._open is None:
+            if self._live is not None:
+                gradient = self._live.take()
+            elif self._open is None:
                 gradient = self._accumulator.reduce(plan)
             else:
                 with self._open.waiting():
@@ -812,6 +834,18 @@ class CustomOptimizer(OptimizerProxy):
         self._begin_epoch()
         self._watch(True)
 
+    def _follow_reassigned(self) -> None:
+        """Go on with the minibatches of another rank, after cores have joined or left."""
+        self._runs = self.sampler.new_count()
+        self._buffers.expect_skips(self.skip_nonfinite or self._is_scaled)
+        upcoming = self._cursor.next
+        self._buffers.snapshot(upcoming is not None and upcoming.is_idle)
+        self._prepare_next()
+
+    def _settle(self) -> None:
+        if self._live is not None:
+            self._live.settle()
+
     def _watch(self, is_on: bool) -> None:
         """Have hooks on the model, which are needed in a pass only, or none."""
         self._buffers.watch(is_on)
@@ -891,6 +925,8 @@ class CustomOptimizer(OptimizerProxy):
         Raises:
             ValueError: at the start, if the trace holds fewer epochs.
         """
+        if self._live is not None:
+            self._live.join()
         return self._attachments.epochs(self, num_epochs, Limit(progress, samples, tokens))
 
     def set_schedule(self, schedule: BaseSchedule) -> None:

@@ -171,6 +171,9 @@ class Checkpoint:
         if set(model.parameters()).isdisjoint(optimizer.parameters()):
             kind = type(model).__name__
             raise ValueError(f"`model` must be the model that the optimizer trains, got {kind} with other parameters")
+        if optimizer.sampler.is_elastic:
+            advice = "save optimizer.state_dict() and the model where optimizer.sampler.rank is 0"
+            raise ValueError(f"a Checkpoint must not be used with `elastic`, whose core 0 may leave: {advice}")
         check_positive(keep=keep, **({} if every_steps is None else {"every_steps": every_steps}))
         if isinstance(allow_changes, str):
             raise ValueError(f"`allow_changes` must be a set of names, got the str {allow_changes!r}")

@@ -125,7 +125,7 @@ class Log(AbstractContextManager["Log"]):
         self._optimizer, self._schedule, self._sinks = optimizer, optimizer.sampler.schedule, sinks
         parameters = list(optimizer.parameters())
         self._communicator = communicator_for(parameters, optimizer.sampler.process_group)
-        self._is_first = everyone_for(parameters, optimizer.sampler.process_group).rank == 0
+        self._everyone = everyone_for(parameters, optimizer.sampler.process_group)
         self._device = parameters[0].device
         self._steps_seen = optimizer.steps_made
         # made on the host: on an XLA device they would be a graph, as would one that is used twice
@@ -142,7 +142,7 @@ class Log(AbstractContextManager["Log"]):
         """Reset what is summed over the completed steps since the last record."""
         self._losses: list[torch.Tensor] = []  # of single minibatches
         self._loss = self._zeros[-1]  # the sum of those before
-        self._num_samples = self._num_steps = self._num_idle = 0
+        self._num_samples = self._num_idle = self._num_core_steps = self._num_own = 0
         self._shared_before = (0, 0.0) if self._shares is None else (self._shares.num_run, self._shares.seconds)
         self._started_at = time.monotonic()
 
@@ -208,6 +208,8 @@ class Log(AbstractContextManager["Log"]):
         factor = 1 if is_weighted else size // self._schedule.minibatch_size
         own = optimizer.num_own * optimizer.num_parts
         given = len(self._losses_of_step)
+        if optimizer.sampler.is_elastic:  # it may have run those of a core that has left
+            own = given
         if given < own:
             raise RuntimeError(
                 f"log.step() was called for {given} of this core's {own} minibatches in a step of batch size "
@@ -219,7 +221,8 @@ class Log(AbstractContextManager["Log"]):
         while len(self._losses) >= _LOSSES_AT_ONCE:
             self._add_losses()
         self._num_samples += optimizer.batch_size
-        self._num_steps += 1
+        self._num_own += own // optimizer.num_parts
+        self._num_core_steps += cores
         self._num_idle += max(0, cores - num_minibatches) if self._is_known else not own
 
     @torch.no_grad()
@@ -235,14 +238,14 @@ class Log(AbstractContextManager["Log"]):
         self._communicator.flush()
 
     def _write_step(self) -> None:
-        optimizer, cores = self._optimizer, self._schedule.num_replicas
+        optimizer = self._optimizer
         norm_here = torch.tensor(math.nan) if optimizer.gradient_norm is None else optimizer.gradient_norm
         self._add_losses()
         # the norm is the same on all cores: summed with the loss, it needs no collective of its own
-        numbers = torch.stack([self._loss, norm_here.float().to(self._device)])
+        numbers = [torch.stack([self._loss, norm_here.float().to(self._device)])]
         if not self._is_known:
-            numbers = torch.cat([numbers, self._own_share()])
-        loss, norm, *of_cores, weight = self._total(numbers)
+            numbers.append(self._own_share())
+        loss, norm, *of_cores, cores, weight = self._total(numbers)
         seconds = time.monotonic() - self._started_at
         record = {
             **self._position(optimizer.minibatch_weights.before + weight),
@@ -252,7 +255,7 @@ class Log(AbstractContextManager["Log"]):
             "factor": optimizer.factor(),
             "gradient_norm": norm / cores,
             "samples_per_second": self._num_samples / seconds,
-            "idle_share": (sum(of_cores[:cores]) if of_cores else self._num_idle) / (cores * self._num_steps),
+            "idle_share": (sum(of_cores[:cores]) if of_cores else self._num_idle) / self._num_core_steps,
             "cores": cores,
         }
         if self._shares is not None:
@@ -277,13 +280,20 @@ class Log(AbstractContextManager["Log"]):
         table[:, self._communicator.rank] = torch.tensor(own)
         return table.flatten().to(self._device)
 
-    def _total(self, numbers: torch.Tensor) -> list[float]:
-        """The sums of numbers over all cores, followed by the weight since the start, with one wait."""
-        weights = self._optimizer.minibatch_weights
-        if weights.unread is None:
-            return [*self._communicator.total(numbers).tolist(), weights.known]
-        *sums, unread = self._communicator.total(torch.cat([numbers.to(weights.unread), weights.unread])).tolist()
-        return [*sums, weights.known + unread / self._schedule.num_replicas]
+    def _total(self, numbers: list[torch.Tensor]) -> Any:
+        """The sums of the loss and of other numbers over all cores, how many these are, and the weight; one wait."""
+        weights, cores = self._optimizer.minibatch_weights, self._schedule.num_replicas
+        is_elastic = self._optimizer.sampler.is_elastic
+        if is_elastic:  # cores may leave before, or in the sum
+            numbers = [*numbers, torch.tensor([1.0, self._num_own]).to(self._device)]
+        if weights.unread is not None:
+            numbers = [one.to(weights.unread) for one in (*numbers, weights.unread)]
+        loss, *rest = self._communicator.total(torch.cat(numbers) if len(numbers) > 1 else numbers[0]).tolist()
+        unread = rest.pop() if weights.unread is not None else 0.0
+        if is_elastic:
+            num_minibatches, cores = rest.pop(), round(rest.pop())
+            loss *= self._num_samples / self._schedule.minibatch_size / max(1, num_minibatches)
+        return [loss, *rest, cores, weights.known + unread / cores]
 
     def _mean_loss(self, loss: float, weight: float) -> float:
         if not self._optimizer.minibatch_weights.is_weighted:
@@ -298,5 +308,5 @@ class Log(AbstractContextManager["Log"]):
         return {"epoch": optimizer.epoch, **done, **weighted}
 
     def _send(self, record: Record) -> None:
-        for sink in self._sinks if self._is_first else ():
+        for sink in self._sinks if self._everyone.rank == 0 else ():
             sink(record)

@@ -244,6 +244,10 @@ class GradientAccumulator(ABC):
         if self._fixed_point is not None:
             self._fixed_point.load_state_dict(state)
 
+    def compare_again(self) -> None:
+        """Compare weights in the next step, of other ranks. Every rank must call it."""
+        self._checked = self._sampled = None
+
     def _step_gradient(self, plan: StepPlan) -> StepGradient:
         plan = self._closed(plan) if plan.is_open else plan
         has_weights = self._is_weighted and not (plan.is_open and not self.totals.weighted)  # type: ignore[union-attr]
@@ -369,12 +373,12 @@ class GradientAccumulator(ABC):
         """Scale ``p.grad`` so that its norm over all parameters is at most `limit`."""
         torch.nn.utils.clip_grad_norm_([p for p in self._parameters() if p.grad is not None], limit)
 
-    def _check_weights(self, num_weighted: torch.Tensor) -> None:
+    def _check_weights(self, num_weighted: torch.Tensor, ranks: int) -> None:
         """Raise if some ranks pass weights and others do not. In the first step only, as it waits for the device."""
         if self._has_checked_weights:
             return
         self._has_checked_weights = True
-        num_without, ranks = math.ceil(float(num_weighted) / UNWEIGHTED), self.communicator.num_replicas
+        num_without = math.ceil(float(num_weighted) / UNWEIGHTED)
         if num_without not in (0, ranks):
             raise ValueError(
                 f"`weight` must be passed on all ranks or on none, but {num_without} of {ranks} passed none. An idle "

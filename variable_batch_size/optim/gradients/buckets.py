@@ -48,7 +48,7 @@ class BucketAccumulator(GradientAccumulator):
         **common: Any,
     ) -> None:
         super().__init__(inner, communicator, **common)
-        self._is_view = gradient_as_bucket_view
+        self.is_view = gradient_as_bucket_view
         self._model_parallel, self._model_groups = model_parallel, list(model_groups)
         self._fixed_point: FixedPoint64 | None = FixedPoint64(inner) if exact else None
         self._held_minibatches: list[tuple[Any, ...]] = []  # of the first step, in exact mode with several optimizers
@@ -91,7 +91,7 @@ class BucketAccumulator(GradientAccumulator):
             self.zero_grad()
             weight = None if weight is None else 0.0
         parameters, fixed_point = self._parameters(), self._fixed_point
-        if self._is_view:
+        if self.is_view:
             self._ensure_views(parameters)
         elif self._model_parallel is not None:
             for p in parameters:
@@ -112,7 +112,7 @@ class BucketAccumulator(GradientAccumulator):
             fixed_point.add_numbers(squares, weight)
         elif squares is not None or weight is not None:
             self._add_numbers(squares, weight)
-        if self._is_view:
+        if self.is_view:
             self._accumulate_views(is_last=plan.is_last)
         elif (
             not plan.is_last
@@ -182,7 +182,7 @@ class BucketAccumulator(GradientAccumulator):
             self._scale_single(factor * self._inverse_weight())
             return self._step_gradient(plan)
         if plan.is_idle:
-            self._drop_sums()
+            self.drop_sums()
         elif factor != 1 and fixed_point is None:
             buckets.mul_(factor)
         if self.communicator.num_replicas > 1:
@@ -195,7 +195,7 @@ class BucketAccumulator(GradientAccumulator):
         inverse, is_sharded = self._inverse_weight(), self._model_parallel is not None
         if isinstance(inverse, torch.Tensor) or inverse != 1:
             buckets.mul_(inverse)
-        if not self._is_view:
+        if not self.is_view:
             for p, view, is_present in zip(buckets.parameters, buckets.views, self._is_present, strict=True):
                 gradient = view.to(p.dtype)
                 p.grad = None if not is_present else from_local_like(p, gradient) if is_sharded else gradient
@@ -203,7 +203,28 @@ class BucketAccumulator(GradientAccumulator):
             torch._foreach_copy_(self._buckets.views, self._wide.views)
         return self._step_gradient(plan)
 
-    def _drop_sums(self) -> None:
+    def kept_sums(self) -> Any:
+        """A copy of the sums of this rank, which reduce() overwrites even where it fails."""
+        numbers = self._is_present, self._step_squares, self._weight, self._num_weighted
+        of_rungs = None if self._fixed_point is None else self._fixed_point.kept_sums()
+        return [flat.clone() for flat in self._buckets.flats], numbers, of_rungs
+
+    def restore_sums(self, kept: Any) -> None:
+        """Continue from what :meth:`kept_sums` has returned, with further minibatches of the step."""
+        flats, numbers, of_rungs = kept
+        # in other memory: a collective that waits for a core that hangs may write to this one when the core wakes up
+        buckets = GradientBuckets(self._buckets.parameters, num_numbers=self._num_numbers(), dtype=self._sum_dtype)
+        for flat, copy in zip(buckets.flats, flats, strict=True):
+            flat.copy_(copy)
+        self._buckets = buckets
+        for p in self._parameters():
+            p.grad = None  # the gradient of a step that was not complete
+        self._is_present, self._step_squares, self._weight, self._num_weighted = numbers
+        if self._fixed_point is not None:
+            self._fixed_point.restore_sums(of_rungs, buckets)
+
+    def drop_sums(self) -> None:
+        """Let this rank's minibatches of the step not count."""
         (self._wide or self._buckets).zero_()
         self._is_present = [False] * len(self._is_present)
         self._weight = self._num_weighted = 0.0
@@ -217,7 +238,7 @@ class BucketAccumulator(GradientAccumulator):
         if self._layout != self._agreed[0]:
             self._agree_on_layout(buckets)
         numbers, digest = buckets.numbers[:-NUM_DIGEST], buckets.numbers[-NUM_DIGEST:]
-        if not self._is_view:
+        if not self.is_view:
             buckets.mark_present(self._is_present)
         if fixed_point is None:
             self._write_numbers(numbers)
@@ -227,15 +248,16 @@ class BucketAccumulator(GradientAccumulator):
         if not self._is_weighted:
             num_weighted.fill_(UNWEIGHTED)
         self._write_digest(digest)
+        ranks = self.communicator.num_replicas  # which may change in the sum
         self.communicator.sum(buckets.flats)
-        self._check_weights(num_weighted)
-        self._check_digest(digest, self.communicator.num_replicas)
+        self._check_weights(num_weighted, ranks)
+        self._check_digest(digest, ranks)
         if fixed_point is None:
             self._read_numbers(numbers.clone())
         else:
             fixed_point.read(numbers, buckets, self.communicator)
         # if this rank has all gradients, none is missing on all ranks, and there is no wait for the device
-        if not self._is_view and not all(self._is_present):
+        if not self.is_view and not all(self._is_present):
             self._is_present = buckets.present_on_any_rank()
 
     def _agree_on_layout(self, buckets: GradientBuckets) -> None:
@@ -273,7 +295,7 @@ class BucketAccumulator(GradientAccumulator):
             wide = [gradient.float() if _is_narrow(gradient) else gradient for gradient in gradients]
             scaled = [(one * factor.to(one.device)).to(own.dtype) for one, own in zip(wide, gradients, strict=True)]
         for p, gradient in zip(owners, scaled, strict=True):
-            if self._is_view:
+            if self.is_view:
                 p.grad.copy_(gradient)  # type: ignore[union-attr]
             else:
                 p.grad = gradient
@@ -284,7 +306,7 @@ class BucketAccumulator(GradientAccumulator):
         self._reset_numbers()
         if self.own_norms is not None:
             self.own_norms.reset()
-        if self._is_view:
+        if self.is_view:
             self._buckets.zero_()
             self._versions = self._buckets.versions()
             return
@@ -343,7 +365,7 @@ class BucketAccumulator(GradientAccumulator):
             p.grad = view
 
     def begin_epoch(self, epoch: int) -> None:
-        if self._is_view:
+        if self.is_view:
             super().zero_grad()
             self._attach_views()
             self._has_sums = False
@@ -351,10 +373,10 @@ class BucketAccumulator(GradientAccumulator):
         super().begin_epoch(epoch)
 
     def has_gradients(self) -> bool:
-        return self._versions != self._buckets.versions() if self._is_view else super().has_gradients()
+        return self._versions != self._buckets.versions() if self.is_view else super().has_gradients()
 
     def zero_grad(self) -> None:
-        if not self._is_view:
+        if not self.is_view:
             super().zero_grad()
             return
         is_untouched, own = not self.has_gradients(), set(self._buckets.parameters)
@@ -372,7 +394,7 @@ class BucketAccumulator(GradientAccumulator):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self._is_view:
+        if self.is_view:
             self._attach_views()
             if not self._has_sums:
                 self._held = []  # the buckets of a module that was converted since are rebuilt

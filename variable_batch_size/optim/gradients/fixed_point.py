@@ -248,6 +248,18 @@ class FixedPoint64(_FixedPoint):
         if totals:
             self._previous = buckets.parameters, _largest_of_each(totals) / n
 
+    def kept_sums(self) -> Any:
+        """A copy of this rank's sums of the step, those in the accumulator's buckets excepted."""
+        return {rung: [flat.clone() for flat in buckets.flats] for rung, buckets in self._rungs.items()}, self._parts
+
+    def restore_sums(self, kept: Any, buckets: GradientBuckets) -> None:
+        """Continue from what :meth:`kept_sums` has returned, with new buckets."""
+        rungs, self._parts = kept
+        self._rungs = {}
+        for rung, copies in rungs.items():
+            for flat, copy in zip(self._rung(rung, buckets).flats, copies, strict=True):
+                flat.copy_(copy)
+
     def drop_sums(self) -> None:
         """Let this rank's minibatches not count. Its buckets are zeroed by the accumulator."""
         self._rungs, self._parts = {}, None if self._parts is None else torch.zeros_like(self._parts)

@@ -274,7 +274,7 @@ class FSDPAccumulator(GradientAccumulator):
         self._everyone.sum([numbers])
         self._squares = numbers[-NUM_CHECKS - len(squares) : -NUM_CHECKS] if self._measures else None
         digest, numbers = numbers[-NUM_CHECKS:], numbers[: -NUM_CHECKS - len(squares)]
-        self._check_weights(numbers[-1])
+        self._check_weights(numbers[-1], self.communicator.num_replicas)
         self._check_digest(digest, self._everyone.num_replicas)
         self._read_numbers(numbers)
 

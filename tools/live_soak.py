@@ -1,0 +1,53 @@
+"""Kill cores of runs and add others, at random moments: each run must end as if it had not been disturbed.
+
+PYTHONPATH=test/support python tools/live_soak.py --kills 500 --seconds 3600
+
+Runs of 1 to 4 cores, plain models and DDP, samplers, loader workers and streams, AdaScale and AdamW, with and without
+exact mode. Weights must be those of the undisturbed run, within 1e-6, and to the last bit in exact mode; each sample
+must be used once in its step; only minibatches of dead cores may be run again. Cores are forked, which takes a
+twentieth of the time of launch().
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+
+import torch
+from live_runs import Settings, disturbed
+
+SETTINGS = [
+    Settings(),
+    Settings(rule="adamw", exact=True),
+    Settings(ddp=True),
+    Settings(stream=True, exact=True),
+    Settings(num_workers=2),
+    Settings(rule="adamw", ddp=True, bare=True),
+    Settings(exact=True, num_workers=1),
+    Settings(rule="adamw", stream=True),
+    Settings(exact=True, ddp=True, bare=True),
+]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--seconds", type=float, default=7200.0, help="after which no further run begins")
+    parser.add_argument("--steps", type=int, default=300, help="of each run")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    begin, kills, joins, times = time.time(), 0, 0, []
+    for number, settings in enumerate(itertools.cycle(SETTINGS), start=given.seed):
+        if kills >= given.kills or time.time() - begin > given.seconds:
+            break
+        settings = Settings(**{**vars(settings), "steps": given.steps})
+        done = disturbed(settings, cores=1 + number % 4, seed=number)
+        kills, joins, times = kills + done["kills"], joins + done["joins"], times + done["seconds"]
+        line = f"{time.time() - begin:6.0f} s  {kills:4} kills  {joins:4} joins"
+        spread = f"update after {statistics.median(times):.2f} s, at most {max(times):.2f} s" if times else ""
+        print(line, spread, settings, flush=True)
+
+
+if __name__ == "__main__":
+    main()
