@@ -390,8 +390,12 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if isinstance(loader, torch.utils.data.DataLoader):
             if not getattr(loader, "in_order", True):
                 raise ValueError(_OUT_OF_ORDER)
+            self._check_dataset(loader.dataset)
             self._num_prefetched = loader.num_workers * (loader.prefetch_factor or 0)
         return _Requested(self._minibatches(), self._on_request)
+
+    def _check_dataset(self, dataset: Any) -> None:
+        """Raise if a loader has another data set than that of the sampler; a part of one may be its `dataset_size`."""
 
     def _minibatches(self) -> Iterator[list[int]]:
         # a DataLoader may make several iterators and use one: nothing happens before the first request
