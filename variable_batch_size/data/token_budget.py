@@ -8,6 +8,7 @@ from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.schedules.schedule import OnEnd
 from variable_batch_size.schedules.token_plan import Shape, TokenPlan, TooLong
 from variable_batch_size.traces.trace import TraceLike
+from variable_batch_size.traces.watched import WatchedTrace
 
 _MINIBATCHES_AT_ONCE = 64
 
@@ -65,7 +66,7 @@ class TokenBudget(CustomSampler):
     def __init__(
         self,
         lengths: Any,
-        trace: TraceLike | Policy | Callable[[Situation], float] = "",
+        trace: TraceLike | WatchedTrace | Policy | Callable[[Situation], float] = "",
         *,
         tokens: int,
         packed: bool = False,
