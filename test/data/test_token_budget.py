@@ -71,6 +71,13 @@ def test_loader_with_workers_yields_the_same():
     assert found == list(budget_of("0:32 96:64"))
 
 
+@pytest.mark.parametrize("size", [59, 61])
+def test_a_data_set_of_another_length_raises(size):
+    loader = torch.utils.data.DataLoader(range(size), batch_sampler=budget_of(32))
+    with pytest.raises(ValueError, match=f"`lengths` must have one number for each of the {size} samples .* got 60"):
+        next(iter(loader))
+
+
 def test_order_depends_on_the_seed_and_the_epoch():
     one, other, later = budget_of(16), budget_of(16, seed=1), budget_of(16)
     later.set_epoch(1)

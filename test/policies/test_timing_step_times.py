@@ -59,6 +59,16 @@ def test_update_of_a_deeper_step_is_divided_from_all_its_minibatches():
     assert times.seconds(1) == (2.0, 5.0)
 
 
+@pytest.mark.parametrize("update", [-1.0, 4.0, 9.0])
+def test_update_that_is_not_a_part_of_its_step_tells_nothing(update):
+    times = StepTimes()
+    for _ in range(5):
+        times.add(1, 1, 4.0, update)
+    assert times.seconds(1) is None  # not that accumulating takes no time
+    times.load_state_dict({**times.state_dict(), "overheads": [9.0] * 5}, cores=1)
+    assert times.seconds(1) is None
+
+
 def test_clock_that_stands_still_in_updates_tells_nothing_of_them():
     times = StepTimes()
     for _ in range(5):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -100,6 +101,30 @@ def test_lock_that_another_run_has_replaced_raises_at_the_next_save(tmp_path):
     with pytest.raises(RuntimeError, match="belongs to process 1 on here"):
         train(tmp_path, after_step=replace)
     assert (tmp_path / LOCK).read_text() == owned_by()  # it is not ours to remove
+
+
+def test_of_two_runs_that_find_no_lock_in_the_same_moment_one_is_refused(tmp_path, monkeypatch):
+    one, has_read, refused = RunLock(tmp_path, None), threading.Event(), []
+
+    def read(self, read=RunLock._read):
+        found = read(self)
+        has_read.set()
+        return found
+
+    def acquire():
+        with pytest.raises(RuntimeError, match="belongs to process 1 on here") as error:
+            one.acquire()
+        refused.append(error)
+
+    monkeypatch.setattr(RunLock, "_read", read)
+    with lock._alone(tmp_path):  # as another process, between looking and writing
+        thread = threading.Thread(target=acquire)
+        thread.start()
+        has_read.wait()
+        (tmp_path / LOCK).write_text(owned_by())
+    thread.join()
+    assert refused
+    assert (tmp_path / LOCK).read_text() == owned_by()
 
 
 # ---------------------------------------------------------------------------------------------------------- taken over

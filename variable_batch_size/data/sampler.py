@@ -460,6 +460,7 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if isinstance(loader, torch.utils.data.DataLoader):
             if not getattr(loader, "in_order", True):
                 raise ValueError(_OUT_OF_ORDER)
+            self._check_dataset(loader.dataset)
             self.num_prefetched = loader.num_workers * (loader.prefetch_factor or 0)
             self._check_prefetched(loader)
             if self.is_elastic and self.num_prefetched and not isinstance(loader, DataLoader):
@@ -477,6 +478,9 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         if self.schedule.is_open and number:
             rule = "`num_workers` must be 0 with OpenSteps"
             raise ValueError(f"{rule}, got {loader.num_workers}: what is read ahead would belong to no step")
+
+    def _check_dataset(self, dataset: Any) -> None:
+        """Raise if a loader has another data set than that of the sampler; a part of one may be its `dataset_size`."""
 
     def _minibatches(self) -> Iterator[list[int]]:
         # a DataLoader may make several iterators and use one: nothing happens before the first request

@@ -1,6 +1,6 @@
 """TokenBudget: minibatches of as many samples as fit into a number of tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, final
 
 from variable_batch_size.data.sampler import CustomSampler, Description
@@ -115,6 +115,11 @@ class TokenBudget(CustomSampler):
         plan, core = self.plan, f"core {self.rank} of {self.num_replicas}"
         of = f"{plan.num_samples:,} samples in {plan.num_minibatches:,} minibatches of {plan.tokens:,} tokens"
         return f"<TokenBudget of {self.schedule.name}: {of}, {core}, epoch {self.epoch}>"
+
+    def _check_dataset(self, dataset: Any) -> None:
+        if isinstance(dataset, Sized) and len(dataset) != self.num_samples:
+            rule = f"`lengths` must have one number for each of the {len(dataset)} samples of the loader's data set"
+            raise ValueError(f"{rule}, got {self.num_samples}")
 
     def _samples(self) -> Iterator[list[int]]:
         key = (self.seed, self.epoch) if self.shuffle else None

@@ -59,7 +59,7 @@ class StepTimes:
     def add(self, cores: int, depth: int, seconds: float, overhead: float | None = None) -> None:
         """Add the duration of a step in which the busiest of these cores ran `depth` minibatches, and of its update."""
         self._num += 1
-        if overhead:  # a clock that stands still shows none
+        if overhead is not None and 0 < overhead < seconds:  # unless a clock stood still, or was set
             self._overheads.append(overhead)
         depths = self._of.setdefault(cores, {})
         timed = depths.setdefault(depth, _Timed(at=self._num))
@@ -94,7 +94,8 @@ class StepTimes:
         accumulating = _slope(of_cores.values())
         if accumulating is None and 1 in of_cores and len(self._overheads) >= _FEWEST:
             overhead, (point,) = statistics.median(self._overheads), of_cores[1]
-            accumulating = max(point.seconds - overhead, 0.0) / point.depth
+            if overhead < point.seconds:  # else they are of other machines
+                accumulating = (point.seconds - overhead) / point.depth
         if accumulating is None:
             return None
         if own:

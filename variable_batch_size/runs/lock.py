@@ -1,9 +1,12 @@
 """RunLock: a directory or a URL has one run at a time, as two would overwrite each other's checkpoints.
 
 A run holds a file with its host, process and time, and renews it regularly. If the process has ended, which is known on
-its own machine, the next run replaces the file at once; elsewhere, when it has not been renewed for a while.
+its own machine, the next run replaces the file at once; elsewhere, when it has not been renewed for a while. Of runs
+that start in the same moment on one machine, the first one takes it; of those on several machines, the last one, and
+the others raise before they save a checkpoint.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -11,8 +14,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +53,14 @@ class RunLock:
 
     def acquire(self) -> None:
         """Take it, or raise if another run holds it; waits to see whether a run on another machine renews it."""
-        owner, version = self._read()
-        if owner is not None and _may_run(owner):
-            if owner["machine"] == _machine():
+        abandoned, version = self._read()
+        if abandoned is not None and abandoned["machine"] != _machine():
+            self._wait(abandoned, version)
+        with _alone(self._path.parent):
+            owner = self._read()[0]
+            if owner is not None and _may_run(owner) and (owner["machine"] == _machine() or owner != abandoned):
                 raise self._refusal(owner)
-            self._wait(owner, version)
-        self._write(number=0)
+            self._write(number=0)
         self._ended = threading.Event()
         threading.Thread(target=self._renew, args=(self._ended,), daemon=True).start()
 
@@ -145,6 +150,18 @@ def is_alive(lock: str, *, seconds_since_renewal: float, is_remote: bool) -> boo
         )
     except (ValueError, TypeError, KeyError):  # truncated when its machine failed
         return False
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Exclude other processes of this machine, unless the file system has no such locks."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _described(owner: Mapping[str, Any]) -> str:
