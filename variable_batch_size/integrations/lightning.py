@@ -45,9 +45,6 @@ def check_trainer(trainer: Any, module: LightningModule) -> None:
     if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
         strategy = type(trainer.strategy).__name__
         raise ValueError(f"`strategy` must be a single device, DDP or ModelParallelStrategy, got {strategy}")
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        rule = f'`precision` of the Trainer must be "32-true" or "bf16-mixed", got "{trainer.precision}"'
-        raise ValueError(f"{rule}: its GradScaler skips minibatches")
     if is_overridden("configure_gradient_clipping", module):
         wrong = "`configure_gradient_clipping` would clip the gradient of each minibatch"
         raise ValueError(f"{wrong}: set `clip_grad_norm=` of the optimizer")
