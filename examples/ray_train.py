@@ -2,6 +2,7 @@
 
 python examples/ray_train.py
 python examples/ray_train.py --kill-at 12 --stop-at 20    # simulates a lost machine and a preemption notice
+python examples/ray_train.py --address auto --workers 1 4  # as many workers as the cluster has room for at the time
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import os
 import signal
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,9 @@ def train(options: dict[str, Any]) -> dict[str, torch.Tensor]:
     optimizer = vbs.Optimizer(inner, loader, rule="adascale", ref_batchsize=32, model=model)
     # a directory that all workers share
     optimizer.attach(vbs.Checkpoint(options["directory"], model=model, optimizer=optimizer, every_steps=5))
+    if loader.sampler.rank == 0:
+        with (Path(options["directory"]) / "workers.txt").open("a") as file:
+            print(loader.sampler.num_replicas, file=file)
 
     for _ in optimizer.epochs():
         for data, target in loader:
@@ -54,6 +59,8 @@ def disturb(options: dict[str, Any], optimizer: vbs.Optimizer) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if where == (0, options.get("stop_at")) and is_first_time(directory / "stopped"):
         vbs.request_stop()  # saves at the end of a step and exits the worker, and Ray restarts it
+    if where[0] == 0 and where[1] in options.get("wait_at", ()) and is_first_time(directory / f"waiting-{where[1]}"):
+        time.sleep(600)  # Ray kills this worker when it starts another number of them
 
 
 def is_first_time(mark: Path) -> bool:
@@ -63,8 +70,11 @@ def is_first_time(mark: Path) -> bool:
     return True
 
 
-def run(options: dict[str, Any], *, workers: int) -> None:
-    """Train on several workers; if one is lost, Ray restarts all of them, up to three times."""
+def run(options: dict[str, Any], *, workers: list[int], address: str) -> None:
+    """Train on several workers; if one is lost, Ray restarts all of them, up to ten times.
+
+    With a range of workers Ray restarts them also when machines have joined the cluster.
+    """
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -72,13 +82,18 @@ def run(options: dict[str, Any], *, workers: int) -> None:
     def work(options: dict[str, Any]) -> None:
         train(options)  # the weights would have to be transferred
 
-    ray.init("local", num_cpus=workers, include_dashboard=False, log_to_driver=False)
+    local = {"num_cpus": workers[-1], "include_dashboard": False} if address == "local" else {}
+    ray.init(address, log_to_driver=False, **local)
     trainer = TorchTrainer(
         work,
         train_loop_config=options,
         torch_config=TorchConfig(backend="gloo"),  # "nccl" on GPUs
-        scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
-        run_config=RunConfig(storage_path=f"{options['directory']}/ray", failure_config=FailureConfig(max_failures=3)),
+        scaling_config=ScalingConfig(
+            num_workers=(workers[0], workers[-1]) if len(workers) > 1 else workers[0],
+            resources_per_worker={"CPU": 1},
+            elastic_resize_monitor_interval_s=options.get("resize_interval", 60.0),
+        ),
+        run_config=RunConfig(storage_path=f"{options['directory']}/ray", failure_config=FailureConfig(max_failures=10)),
     )
     trainer.fit()
     ray.shutdown()
@@ -86,7 +101,9 @@ def run(options: dict[str, Any], *, workers: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="train on Ray workers that may exit at any time")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2], metavar="N", help="how many, or least and most")
+    parser.add_argument("--address", default="local", help="of a Ray cluster (default: start one on this machine)")
+    parser.add_argument("--resize-interval", type=float, default=60.0, metavar="SECONDS", help="between looks for room")
     parser.add_argument(
         "--kill-at", type=int, metavar="STEP", help="the step after which the second worker is lost, once"
     )
@@ -94,14 +111,19 @@ def main() -> None:
         "--stop-at", type=int, metavar="STEP", help="the step after which the first worker is preempted, once"
     )
     parser.add_argument(
+        "--wait-at", type=int, nargs="+", default=[], metavar="STEP", help="wait after these steps for a resize"
+    )
+    parser.add_argument(
         "--directory", help="of the checkpoints, shared by all workers (default: a temporary directory)"
     )
-    options = parser.parse_args()
+    settings = vars(parser.parse_args())
+    workers, address = settings.pop("workers"), settings.pop("address")
     with tempfile.TemporaryDirectory() as temporary:
-        directory = options.directory or temporary
-        run({"directory": directory, "kill_at": options.kill_at, "stop_at": options.stop_at}, workers=options.workers)
+        settings["directory"] = directory = settings["directory"] or temporary
+        run(settings, workers=workers, address=address)
         executed = (Path(directory) / "executed.csv").read_text().splitlines()
-        print(f"{sum(not line.startswith('#') for line in executed) - 1} updates")
+        groups = (Path(directory) / "workers.txt").read_text().split()
+        print(f"{sum(not line.startswith('#') for line in executed) - 1} updates on {', '.join(groups)} workers")
 
 
 if __name__ == "__main__":

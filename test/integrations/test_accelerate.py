@@ -211,3 +211,12 @@ def test_scheduler_of_one_inner_optimizer_prepared_by_the_accelerator_raises():
 def test_an_optimizer_of_this_library_must_be_there():
     with pytest.raises(ValueError, match="pass exactly one optimizer of this library to prepare\\(\\), got 0"):
         prepare(Accelerator(cpu=True), torch.nn.Linear(2, 2))
+
+
+def test_loss_scales_of_the_accelerator_raise():
+    accelerator, session = Accelerator(cpu=True), Session("linear")
+    accelerator.scaler = torch.amp.GradScaler("cpu")  # as with "fp16", which needs an accelerator
+    with pytest.raises(
+        ValueError, match=r"^`mixed_precision` must be .*, got \"no\": optimizer.step\(\) and accelerator"
+    ):
+        prepare(accelerator, session.model, session.optimizer)

@@ -75,6 +75,62 @@ def test_weights_and_counts_equal_those_of_a_hand_written_loop(expected, kind, r
         assert [float(row["learning_rate"]) for row in rows] == pytest.approx(rates)
 
 
+class Unrounded(MixedPrecision):
+    """A loss scale without autocast, whose rounding a hand-written loop in float32 does not have."""
+
+    def __init__(self, **options):
+        super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", growth_interval=2, **options))
+
+    def autocast_context_manager(self):
+        return torch.autocast("cpu", enabled=False)
+
+
+@pytest.mark.parametrize("kind", [Net, Manual])
+def test_loss_scales_that_change_within_steps_do_not_change_the_result(expected, kind, tmp_path):
+    plugin = Unrounded(init_scale=2.0**10)
+    module, trainer = kind("adascale"), make_trainer(plugins=[plugin])
+    torch.testing.assert_close(fit(module, trainer), weights(expected["adascale"]), rtol=1e-6, atol=1e-6)
+    assert trainer.global_step == len(TRACE)
+    assert plugin.scaler.get_scale() > 2.0**20
+
+
+def test_overflow_of_the_loss_scale_skips_the_whole_step():
+    plugin = Unrounded(init_scale=2.0**127, backoff_factor=2.0**-100)
+    module, trainer = Net(), make_trainer(plugins=[plugin])
+    fit(module, trainer)
+    assert trainer.optimizers[0].steps_skipped == 1
+    assert trainer.global_step == trainer.lr_scheduler_configs[0].scheduler.last_epoch == len(TRACE) - 1
+
+
+def growing():
+    """A policy whose epochs have 9, 10 and 9 minibatches, in 8, 5 and 8 steps."""
+    return vbs.policies.FunctionPolicy(lambda seen: 4 * (1 + seen.steps_done % 4), every=1, lead=2)
+
+
+@pytest.fixture(scope="module")
+def decided():
+    """The weights and the number of steps of a hand-written loop with this policy."""
+    network, num_steps = own_loop("adascale", trace=growing())
+    return weights(network), num_steps
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_policies_decide_as_in_a_hand_written_loop(decided, num_workers):
+    module = Net("adascale", trace=growing(), num_workers=num_workers)
+    trainer = make_trainer(limit_val_batches=1.0, num_sanity_val_steps=0)
+    assert torch.equal(fit(module, trainer), decided[0])
+    assert trainer.global_step == decided[1]
+    assert module.num_validations == trainer.current_epoch == NUM_EPOCHS
+
+
+def test_watched_traces_are_followed_as_in_a_hand_written_loop(expected, tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("step,batchsize\n" + "".join(f"{step},{size}\n" for step, size in enumerate(TRACE)))
+    trainer = make_trainer()
+    assert torch.equal(fit(Net(trace=vbs.traces.WatchedTrace(path)), trainer), weights(expected["linear"]))
+    assert trainer.global_step == len(TRACE)
+
+
 def test_loader_workers_change_nothing(expected):
     assert torch.equal(fit(Net(num_workers=1), make_trainer()), weights(expected["linear"]))
 
@@ -218,6 +274,17 @@ def test_stopped_run_resumes_from_lightnings_checkpoint(expected, num_minibatche
     module, trainer = kind("adascale"), make_trainer()
     assert torch.equal(fit(module, trainer, ckpt_path=path, weights_only=True), weights(expected["adascale"]))
     assert trainer.global_step == len(TRACE)
+    assert trainer.current_epoch == NUM_EPOCHS
+
+
+@pytest.mark.parametrize("num_minibatches", [4, 9, 13, 19, 28])
+def test_run_of_a_policy_resumes_from_lightnings_checkpoint(decided, num_minibatches, tmp_path):
+    path = tmp_path / "stopped.ckpt"
+    with pytest.raises(Stopped):
+        fit(Net("adascale", trace=growing()), make_trainer(callbacks=[StopAfter(path, num_minibatches)]))
+    module, trainer = Net("adascale", trace=growing()), make_trainer()
+    assert torch.equal(fit(module, trainer, ckpt_path=path, weights_only=True), decided[0])
+    assert trainer.global_step == decided[1]
     assert trainer.current_epoch == NUM_EPOCHS
 
 
@@ -446,11 +513,11 @@ def test_stateful_loaders_and_streams_raise():
     refused(Streamed(), "^`sampler` must be a CustomSampler, got Stream: Lightning starts to read")
 
 
-def test_policies_raise():
-    refused(
-        Net(trace=vbs.policies.FunctionPolicy(lambda situation: 8)),
-        "^`trace` must not be a policy: Lightning needs the length of an epoch",
+def test_policies_with_a_validation_interval_that_depends_on_the_length_raise():
+    message = (
+        "^`val_check_interval` of the Trainer must be 1.0 or a number of minibatches, got 0.5: FunctionPolicy decides"
     )
+    refused(Net(trace=growing()), message, val_check_interval=0.5)
 
 
 @pytest.mark.parametrize(
@@ -477,11 +544,6 @@ def test_minibatch_without_a_loss_raises():
 
     with pytest.warns(UserWarning, match="`training_step` returned `None`"):
         refused(Lossless(), "^training_step returned None for minibatch 0, which would count as a gradient of 0")
-
-
-def test_loss_scales_of_lightning_raise():
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-    refused(Net(), '^`precision` of the Trainer must be .*, got "16-mixed": its GradScaler', plugins=[plugin])
 
 
 def test_trainer_without_the_callback_is_unchanged():

@@ -1,15 +1,34 @@
-"""Ray Train: the unchanged example, with a lost and a preempted worker."""
+"""Ray Train: the unchanged example on a number of workers that changes, with a lost and a preempted worker."""
 
 import importlib.util
-import os
 import subprocess
 import sys
+import time
 
+import pytest
 import torch
 from documents import ROOT
 from torch.testing import assert_close
 
 EXAMPLE = ROOT / "examples" / "ray_train.py"
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "PYTHONWARNINGS": "ignore",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+# Ray looks for nodes that have joined or left every 20 s; this makes it look whenever it gets a line
+LOOK_FOR_NODES = """
+import sys, ray
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
+ray.init(sys.argv[1], log_to_driver=False)
+for line in sys.stdin:
+    ray.get(get_or_create_autoscaling_coordinator().get_reserved_resources.remote("", recompute=True))
+"""
 
 
 def example():
@@ -19,16 +38,48 @@ def example():
     return module
 
 
-def test_killed_or_preempted_workers_resume_to_the_weights_of_one_process(tmp_path):
+@pytest.fixture
+def cluster(monkeypatch):
+    """A Ray cluster of one node on this machine, in separate processes."""
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore")  # of Ray and its dependencies
+def test_workers_that_join_leave_are_killed_or_preempted_resume_to_the_weights_of_one_process(tmp_path, cluster):
     directory = tmp_path / "ray"
     directory.mkdir()
-    command = [sys.executable, str(EXAMPLE), "--directory", str(directory), "--kill-at", "12", "--stop-at", "20"]
-    settings = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "RAY_TRAIN_METRICS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
-    settings |= {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "30 updates" in done.stdout
+    options = ["--directory", str(directory), "--address", cluster.address, "--workers", "1", "2"]
+    options += ["--resize-interval", "0", "--wait-at", "5", "25", "--kill-at", "12", "--stop-at", "20"]
+    running = subprocess.Popen([sys.executable, str(EXAMPLE), *options], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", LOOK_FOR_NODES, cluster.address]
+    looking = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+
+    def wait_for(mark):
+        while not (directory / mark).exists() and running.poll() is None:
+            time.sleep(0.1)
+
+    try:
+        wait_for("waiting-5")
+        node = cluster.add_node(num_cpus=1)
+        print(file=looking.stdin, flush=True)
+        wait_for("waiting-25")
+        cluster.remove_node(node, allow_graceful=False)
+        print(file=looking.stdin, flush=True)
+        output, _ = running.communicate()
+    finally:
+        running.kill()
+        looking.kill()
+        looking.communicate()  # closes its pipe
+    assert running.returncode == 0
+    assert "30 updates on 1, 2, 2, 2, 1 workers" in output
     assert (directory / "killed").exists()
     assert (directory / "stopped").exists()
     expected = example().train({"directory": str(tmp_path / "one")})

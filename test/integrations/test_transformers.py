@@ -51,6 +51,21 @@ def test_evaluation_saving_and_the_end_are_counted_in_updates(tmp_path, expected
     assert trainer.lr_scheduler.last_epoch == 7
 
 
+@pytest.mark.parametrize("is_cast", [False, True], ids=["in float32", "in float16"])
+def test_loss_scales_that_change_within_steps_do_not_change_the_result(tmp_path, is_cast, expected):
+    model = trainer_runs.model_of_llama()
+    trainer = trainer_with(arguments(tmp_path), "adascale", model=model.float() if is_cast else model)
+    # Accelerate has float16 on accelerators only
+    trainer.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=6)
+    if is_cast:
+        trainer.accelerator.native_amp, trainer.accelerator.state._mixed_precision = True, "fp16"
+    trainer.train()
+    tolerance = {"rtol": 0, "atol": 1e-2, "check_dtype": False} if is_cast else TOLERANCE
+    assert_close(trainer_runs.weights_of(trainer.model), expected["adascale"]["weights"], **tolerance)
+    assert (trainer.state.global_step, trainer.variable_optimizer.steps_skipped) == (len(TRACE), 0)
+    assert scaler.get_scale() > 2.0**8
+
+
 def test_half_an_epoch_is_half_of_its_steps(tmp_path):
     trainer = trainer_with(arguments(tmp_path, num_train_epochs=1.5, logging_strategy="no"))
     trainer.train()

@@ -90,10 +90,10 @@ def weights(network):
     return torch.cat([value.flatten().double() for value in network.state_dict().values()])
 
 
-def own_loop(rule="linear", *, num_epochs=NUM_EPOCHS, max_steps=-1, model=None):
+def own_loop(rule="linear", *, num_epochs=NUM_EPOCHS, max_steps=-1, model=None, trace=TRACE):
     """The weights and the number of updates of a hand-written loop."""
     model, data = network() if model is None else model, dataset()
-    sampler = vbs.CustomSampler(40, TRACE, minibatch_size=4)
+    sampler = vbs.CustomSampler(40, trace, minibatch_size=4)
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = RULES[rule](inner, sampler, ref_batchsize=8, model=model, clip_grad_norm=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.8)

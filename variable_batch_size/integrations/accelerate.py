@@ -133,8 +133,9 @@ def _check_accelerator(accelerator: Accelerator, optimizer: CustomOptimizer) -> 
     steps = accelerator.gradient_accumulation_steps
     common.check_setting("`gradient_accumulation_steps`", steps, 1, because=common.TRACE_DECIDES)
     if accelerator.scaler is not None:
-        precision = accelerator.mixed_precision
-        raise ValueError(f'`mixed_precision` must be "no" or "bf16", got "{precision}": its scaler skips minibatches')
+        rule = f'`mixed_precision` must be "no" or "bf16", got "{accelerator.mixed_precision}"'
+        reason = "optimizer.step() and accelerator.clip_grad_norm_() would use gradients that are not unscaled"
+        raise ValueError(f"{rule}: {reason}. Use torch.amp.GradScaler in a loop without Accelerate")
     if accelerator.distributed_type not in _TYPES:
         kind = accelerator.distributed_type.value
         raise ValueError(f"{kind} reduces gradients by itself and is not supported with Accelerate")

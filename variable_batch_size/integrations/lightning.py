@@ -45,9 +45,6 @@ def check_trainer(trainer: Any, module: LightningModule) -> None:
     if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
         strategy = type(trainer.strategy).__name__
         raise ValueError(f"`strategy` must be a single device, DDP or ModelParallelStrategy, got {strategy}")
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        rule = f'`precision` of the Trainer must be "32-true" or "bf16-mixed", got "{trainer.precision}"'
-        raise ValueError(f"{rule}: its GradScaler skips minibatches")
     if is_overridden("configure_gradient_clipping", module):
         wrong = "`configure_gradient_clipping` would clip the gradient of each minibatch"
         raise ValueError(f"{wrong}: set `clip_grad_norm=` of the optimizer")
@@ -75,14 +72,15 @@ def check_optimizer(trainer: Trainer) -> CustomOptimizer:
         kind = type(sampler).__name__
         raise ValueError(f"`sampler` must be a CustomSampler, got {kind}: Lightning starts to read before it resumes")
     refuse_open_steps(sampler, "Lightning")
-    if sampler.schedule.is_live:
-        kind = "watched" if sampler.policy is None else "a policy"
-        raise ValueError(f"`trace` must not be {kind}: Lightning needs the length of an epoch before it begins")
+    if sampler.schedule.is_live and trainer.val_check_interval != 1.0 and isinstance(trainer.val_check_interval, float):
+        reason = f"{sampler.schedule.name} decides the length of an epoch during it"
+        rule = "`val_check_interval` of the Trainer must be 1.0 or a number of minibatches"
+        raise ValueError(f"{rule}, got {trainer.val_check_interval}: {reason}")
     if sampler.num_replicas > 1 and not sampler.schedule.lockstep:
         reason = "Lightning synchronizes ranks in every minibatch"
         raise ValueError(f"`lockstep` of the sampler must be True on several ranks, got False: {reason}")
     max_epochs = trainer.fit_loop.max_epochs
-    if max_epochs is not None and max_epochs > 0:
+    if max_epochs is not None and max_epochs > 0 and not sampler.schedule.is_live:
         sampler.schedule.steps(max_epochs - 1)  # raises if the trace has fewer
     return optimizer
 
@@ -101,6 +99,11 @@ def check_loader(trainer: Trainer, optimizer: CustomOptimizer) -> CombinedLoader
         raise ValueError(f"`train_dataloader` must not be stateful, got {kind}: the sampler already resumes by itself")
     check_setting("`accumulate_grad_batches`", trainer.accumulate_grad_batches, 1, because=TRACE_DECIDES)
     return combined
+
+
+def is_at_end_of_epoch(optimizer: CustomOptimizer) -> bool:
+    """Whether no step of the optimizer's epoch is left, which a live schedule knows after the last one only."""
+    return next(optimizer.sampler.schedule.steps_from(optimizer.epoch, optimizer.epoch_step), None) is None
 
 
 @final
@@ -124,6 +127,16 @@ class UpdateLoop(_TrainingEpochLoop):
         self._num_calls += 1
         if not self.optimizer.updated:
             self.trainer.log_every_n_steps = 0  # until the minibatch ends: there is nothing to log
+        if self._is_live and not self.optimizer.is_accumulating:
+            self._set_last(is_at_end_of_epoch(self.optimizer))
+
+    @property
+    def _is_live(self) -> bool:
+        return self.optimizer.sampler.schedule.is_live
+
+    def _set_last(self, is_last: bool) -> None:
+        """Say whether the latest minibatch is the last one of the epoch."""
+        self.batch_progress.is_last_batch = self.trainer.fit_loop._data_fetcher.done = is_last
 
     @property
     def global_step(self) -> int:
@@ -142,23 +155,29 @@ class UpdateLoop(_TrainingEpochLoop):
         sampler.set_epoch(epoch, optimizer.epoch_step if optimizer.epoch == epoch else 0)
         num_minibatches = self.set_length()
         if isinstance(trainer.val_check_interval, float):
-            trainer.val_check_batch = max(1, int(num_minibatches * trainer.val_check_interval))
+            share = num_minibatches * trainer.val_check_interval
+            trainer.val_check_batch = share if self._is_live else max(1, int(share))
         with warnings.catch_warnings():
             # the sampler resumes within the epoch
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
             super().reset()
-        done = num_minibatches - len(sampler)
+        first = sampler.schedule.steps(epoch).start
+        done = sum(sampler.schedule.rounds_for(first + step, sampler.rank) for step in range(sampler.first_step))
         before = sum(map(self._num_minibatches, range(epoch * is_resuming)))
         for count in ("ready", "started", "processed", "completed"):
             setattr(self.batch_progress.current, count, done)
             if is_resuming:  # without those of a step that is repeated
                 setattr(self.batch_progress.total, count, before + done)
         self._batches_that_stepped = self.global_step
+        if self._is_live:
+            self._set_last(is_at_end_of_epoch(optimizer))
         loader.limits = None  # the length of another epoch
 
     def on_run_start(self, data_fetcher: Any) -> None:
         """Restart the loader, which was created before the epoch was set."""
         iter(data_fetcher)  # only once: with workers this alone reads the sampler
+        if self._is_live:
+            data_fetcher.length = None  # an estimate
         data_fetcher._start_profiler = self._on_before_fetch
         data_fetcher._stop_profiler = self._on_after_fetch
 
@@ -173,10 +192,11 @@ class UpdateLoop(_TrainingEpochLoop):
             calls = f"{self._num_calls} calls in minibatch {self.batch_idx}"
             raise RuntimeError(f"optimizer.step() must be called once per minibatch, also to accumulate, got {calls}")
 
-    def set_length(self) -> int:
+    def set_length(self) -> float:
         """Set the number of minibatches in the epoch, which Lightning assumes to be the same in all."""
-        fit_loop = self.trainer.fit_loop
-        number = fit_loop.max_batches = self._num_minibatches(fit_loop.epoch_progress.current.processed)
+        fit_loop, unknown = self.trainer.fit_loop, float("inf")
+        epoch = fit_loop.epoch_progress.current.processed
+        number = fit_loop.max_batches = unknown if self._is_live else self._num_minibatches(epoch)
         return number
 
     def _num_minibatches(self, epoch: int) -> int:
@@ -257,7 +277,7 @@ class VariableBatchSize(Callback):
         # Lightning counts an epoch as done that ended early by `max_steps` or a stop
         progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
         excess = progress["current"]["processed"] - optimizer.epoch
-        if excess > 0 and optimizer.epoch_step < len(optimizer.sampler.schedule.steps(optimizer.epoch)):
+        if excess > 0 and not is_at_end_of_epoch(optimizer):
             for counts in progress.values():
                 counts["processed"] -= excess
                 counts["completed"] = counts["processed"]

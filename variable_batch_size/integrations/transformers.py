@@ -34,7 +34,6 @@ def _check_arguments(args: Any) -> None:
     """Reject training arguments that the trace determines, or that would change the result."""
     for name, allowed, reason in (
         ("gradient_accumulation_steps", (1,), common.TRACE_DECIDES),
-        ("fp16", (False,), "its scaler skips minibatches; use bf16"),
         ("auto_find_batch_size", (False,), "batch sizes of the trace are multiples of the minibatch size"),
         ("include_num_input_tokens_seen", ("no", False), "`variable_optimizer.weight_done` counts tokens"),
         ("deepspeed", (None, "", {}), "it reduces gradients by itself"),
@@ -190,7 +189,12 @@ class VariableBatchMixin:
             self.args.average_tokens_across_devices = averages
         loss: torch.Tensor = found if divisor is None else found * divisor
         self.accelerator.backward(loss)
-        optimizer.step(weight=weight)
+        scaler = self.accelerator.scaler  # of fp16
+        if scaler is None:
+            optimizer.step(weight=weight)
+        else:
+            scaler.step(optimizer, weight=weight)
+            scaler.update()
         self._flos_of_step += float(trainer.floating_point_ops(inputs))
         return loss.detach()
 
