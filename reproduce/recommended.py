@@ -5,8 +5,8 @@ python reproduce/recommended.py --first-seeds 0 10 --workers 16 --datadir DIR --
 The truth is the mean of the final metric over three seeds of every rule for the optimizer. Each of --first-seeds makes
 a truth and a recommendation of its own; the regret is also measured against the truth over all seeds. DIR has the
 files of MNIST and, for the workload on a GPU, the folder cifar-10-batches-py; without it, there are 6 workloads.
---others takes 4 workloads that were added last instead. Finished runs are kept in --directory, and
-the same command makes the missing ones.
+--others takes 4 workloads that were added last instead, --traces some of the traces. Finished runs are kept in
+--directory, and the same command makes the missing ones.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ def recommend(name: str, trace: str, first_seed: int, directory: str) -> dict[st
         "lead": list(found.lead),
         "cost": found.samples / plan.comparison,
         "seconds": found.seconds,
+        "failed_at_start": found.failed_at_start,
         # to try other ways to decide
         "states": [[list(state.segment), state.rungs, state.references] for state in found.states],
         "trunk": found.trunk,
@@ -232,17 +233,17 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def tasks_of(names: list[str], first_seeds: list[int]) -> dict[str, tuple[Any, ...]]:
+def tasks_of(names: list[str], traces: list[str], first_seeds: list[int]) -> dict[str, tuple[Any, ...]]:
     """The work by its name, the longest first."""
     found: dict[str, tuple[Any, ...]] = {
         f"{name}-{trace}-recommend-{first}": (name, trace, first)
         for name in names
         for first in first_seeds
-        for trace in TRACES
+        for trace in traces
     }
     for name in names:
         rules = loaded(name)[1]
-        arms = [("reference", "constant"), *((trace, rule) for trace in TRACES for rule in rules)]
+        arms = [("reference", "constant"), *((trace, rule) for trace in traces for rule in rules)]
         for seed in seeds_of(first_seeds):
             found |= {f"{name}-{trace}-{rule}-{seed}": (name, trace, rule, seed) for trace, rule in arms}
     return found
@@ -302,6 +303,7 @@ def main() -> int:
     parser.add_argument("--datadir", help="the directory of MNIST and cifar-10-batches-py, for three more workloads")
     parser.add_argument("--others", action="store_true", help="other workloads instead")
     parser.add_argument("--only", nargs="+", metavar="WORKLOAD", help="only these workloads")
+    parser.add_argument("--traces", nargs="+", choices=TRACES, default=TRACES, help="only these traces")
     parser.add_argument("--directory", type=Path, default=Path("runs/recommended"), help="for finished runs")
     parser.add_argument("--out", type=Path, help="a CSV file for the pairs; all runs go into NAME_runs.csv beside it")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after that")
@@ -326,7 +328,7 @@ def main() -> int:
         parser.error(f"--only: no workload is named {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     names = [name for name in names if options.only is None or name in options.only]
     options.directory.mkdir(parents=True, exist_ok=True)
-    tasks = tasks_of(names, options.first_seeds)
+    tasks = tasks_of(names, options.traces, options.first_seeds)
     make_all(tasks, options)
     found = {}
     for key in tasks:
@@ -368,7 +370,7 @@ def report(
         kinds = ("workload", "trace", "rule", "seed")
         made = [{**dict(zip(kinds, tasks[key], strict=True)), **found[key]} for key in found if len(tasks[key]) == 4]
         write(made, out.with_name(f"{out.stem}_runs.csv"))
-    num_pairs = len(names) * len(TRACES) * len(first_seeds)
+    num_pairs = sum(len(task) == 3 for task in tasks.values())
     print(f"{len(found)} of {len(tasks)} runs are done, {len(rows)} of {num_pairs} pairs")
     return int(len(rows) < num_pairs)
 

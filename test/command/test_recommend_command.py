@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import variable_batch_size as vbs
 
 
-def made(lr=0.01, factor=1.0, optimizer=torch.optim.SGD):
+def made(lr=0.01, factor=1.0, optimizer=torch.optim.SGD, schedule=None):
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(576, 4, generator=generator)
     targets = inputs.sum(1, keepdim=True) + 0.5 * torch.randn(576, 1, generator=generator)
@@ -31,7 +31,13 @@ def made(lr=0.01, factor=1.0, optimizer=torch.optim.SGD):
         ref_batchsize=8,
         num_samples=2560,
         is_higher_better=False,
+        schedule=schedule,
     )
+
+
+def fragile():
+    # four times the learning rate diverges at the start, and is fine later
+    return made(lr=0.4, schedule=lambda fraction: 1.0 if fraction < 0.1 else 0.01)
 
 
 def diverging():
@@ -79,6 +85,14 @@ def recommend(folder, tmp_path, monkeypatch, capsys):
     return run
 
 
+def test_a_rule_that_fails_at_the_start_of_a_trace_that_starts_large_is_not_recommended(recommend):
+    code, output, errors = recommend("--sizes 8:32", function="fragile")  # samples for two states
+    assert code == 0, errors
+    assert re.findall(r"^([\d,]+) +32 ", output, re.MULTILINE) == ["0", "1,280"]
+    assert re.search(r"^Use (constant|root|adascale)", output, re.MULTILINE)
+    assert re.search(r"A new model fails with (.* and )?linear, unless there is a warm-up", output)
+
+
 def test_the_output_says_what_to_use_how_sure_that_is_and_what_it_cost(recommend, tmp_path):
     code, output, errors = recommend("--sizes 8:32 --tuned-samples 1K")
     assert code == 0, errors
@@ -100,7 +114,7 @@ def test_the_output_says_what_to_use_how_sure_that_is_and_what_it_cost(recommend
     assert f'optimizer = vbs.Optimizer(inner, loader, rule="{rule}", ref_batchsize=8' in output
     share = int(re.search(r"(\d+)% of the 38,400", output)[1])
     assert share <= 20
-    assert "after 256 samples, at batch size 32: " in errors
+    assert "after 0 samples, at batch size 32: " in errors
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert f"Use {rule}" in page
     assert "vbs recommend mine.py:made" in page

@@ -6,13 +6,15 @@ import math
 import pytest
 
 from variable_batch_size.comparison import recommended
-from variable_batch_size.comparison.branching import Source
+from variable_batch_size.comparison.branching import Leg, Ran, Source
 from variable_batch_size.comparison.recommend import (
     REFERENCE,
     Plan,
     Recommendation,
     Segment,
     State,
+    _Branches,
+    _with_a_rule_left,
     best_exponent,
     candidates,
     clearly_behind,
@@ -145,9 +147,56 @@ def test_the_plan_keeps_within_its_budget():
     assert len(plan.sizes) * plan.seeds * plan.samples_of_sizes <= 0.2 * plan.samples
 
 
-def test_the_start_is_left_out_where_its_branches_would_be_too_short():
+def test_the_state_with_the_fewest_varied_samples_is_left_out_where_branches_would_be_too_short():
     # 4 · 768 samples are more than the 2,488 of three states, and less than the 3,733 of two
-    assert [segment.begin for segment in planned([768] * 420).branched] == [32_000, 160_000]
+    assert [segment.begin for segment in planned([32] * 4 + [768] * 420).branched] == [32_000, 160_000]
+    rarely = [*[32] * 4, *[768] * 40, *[32] * 1500, 768, *[32] * 2500, *[768] * 210]  # once from 10 % to 50 %
+    assert [segment.begin for segment in planned(rarely).branched] == [0, 160_000]
+
+
+def test_a_start_at_a_large_batch_size_is_not_left_out():
+    for first in ([], [64], [32] * 3):  # within the first four updates
+        assert [segment.begin for segment in planned([*first, *[768] * 420]).branched] == [0, 160_000]
+    one_other = [*[768] * 20, *[32] * 4520, *[768] * 210]
+    assert [segment.begin for segment in planned(one_other, budget=0.075).branched] == [160_000]  # the main one
+
+
+def made_branches(curves, *, sizes=(256,) * 1250):
+    """Branches from the start with these test losses of two seeds, after 0, 1,152 and 2,304 samples."""
+    plan = planned(sizes, seeds=2)
+    branches = _Branches(plan, plan.segments[0], None, None, None, [(0, 2.0), (32_000, 1.5), (160_000, 1.0)])
+    for arm, losses in curves.items():
+        for seed, (start, middle, end) in enumerate(losses):
+            legs = [Leg(0, arm, 256, seed, 0, 1152), Leg(0, arm, 256, seed, 1152, 2304)]
+            rans = [Ran(((0, start), (1152, middle)), 1.0), Ran(((2304, end),), 1.0)]
+            branches.made[arm, seed] = list(zip(legs, rans, strict=True))
+    return branches
+
+
+def test_a_rule_fails_at_the_start_if_it_is_clearly_behind_the_unscaled_learning_rate_and_the_reference():
+    behind = [(2.0, 2.2, 1.9), (2.0, 2.3, 1.901)]
+    careful = [(2.0, 1.9, 1.8), (2.0, 1.9, 1.801)]
+    ahead = [(2.0, 1.4, 1.2), (2.0, 1.4, 1.2)]
+    arms = {"constant": careful, "root": ahead, "linear": behind, REFERENCE: ahead}
+    branches = made_branches(arms)
+    assert [arm for arm in arms if branches._fails_at_start(arm)] == ["linear"]
+    # not if the trace starts at the reference batch size, or if even that has not lowered the loss yet
+    assert not made_branches(arms, sizes=(32,) * 4 + (256,) * 1250)._fails_at_start("linear")
+    assert not made_branches(arms | {REFERENCE: [(2.0, 9.0, 7.0)] * 2})._fails_at_start("linear")
+
+
+def test_at_the_start_losses_up_to_those_of_the_reference_are_no_divergence():
+    rising = {REFERENCE: [(2.0, 9.0, 7.0), (2.0, 5.0, 3.0)]}
+    assert made_branches(rising)._limit() == 9.0
+    assert made_branches({REFERENCE: [(2.0, 1.8, 1.7)] * 2})._limit() == 3.0  # 2 + (2 − 1)
+
+
+def test_a_rule_that_was_stopped_is_left_if_the_others_diverge_later():
+    first = {"a": [2.0, 2.0], "b": [1.0, 1.0], "c": [1.1, 1.0], REFERENCE: [0.0, 0.0]}
+    rungs = [(10, first), (20, {"b": [INF, 1.0], "c": [INF, INF], REFERENCE: [0.0, 0.0]})]
+    assert _with_a_rule_left(rungs) == [(10, first | {"b": [INF, INF], "c": [INF, INF]})]
+    fine = [rungs[0], (20, {"b": [INF, 1.0], "c": [1.0, 1.0], REFERENCE: [0.0, 0.0]})]
+    assert _with_a_rule_left(fine) == fine
 
 
 def test_a_state_without_another_batch_size_is_not_branched():
@@ -275,6 +324,10 @@ def test_a_start_that_no_branch_has_tried_is_said():
     assert not found.is_start_untried
     later = found._replace(states=found.states[1:])
     assert later.is_start_untried
+    assert later.rule == "constant"  # the most careful of those that are level
+    assert recommended.sentences(later)[0].startswith(
+        "Undecided, as no rule was tried at the start, at batch size 256: warm up, and use constant"
+    )
     calm = tuple(((0, 0.5), (512, 0.45)) for _ in range(3))
     assert "The start has no branches" in recommended._jumps(
         later._replace(states=tuple(state._replace(curves=calm) for state in later.states))

@@ -257,6 +257,7 @@ class Plan:
 
     rules: tuple[str, ...]
     segments: tuple[Segment, ...]
+    first_size: int  # the largest batch size of the first few updates
     largest: int  # batch size of the trace
     ref_batchsize: int
     minibatch_size: int
@@ -298,11 +299,23 @@ class Plan:
         return self.budget * self.comparison - self.trunk
 
     @property
+    def starts_large(self) -> bool:
+        """Whether the first updates have at least twice the reference batch size, where a new model may need less."""
+        return self.first_size >= 2 * self.ref_batchsize
+
+    @property
     def branched(self) -> list[Segment]:
-        """The segments to branch in: where the trace varies, but not at the start if that leaves too few samples."""
+        """The segments to branch in: where the trace varies, or all of these but one if that leaves too few samples.
+
+        That one has the fewest samples at other batch sizes. It is not the start of a trace that starts at a large one,
+        unless only one other is left: a rule that fails there is lost, however good it is later.
+        """
         found = [segment for segment in self.segments if segment.num_varied]
         is_short = [self._first(one, len(found)) < _MIN_UPDATES * self._multiple(one) for one in found]
-        return found[1:] if any(is_short) and len(found) > 1 and not found[0].begin else found
+        if not any(is_short) or len(found) < 2 or found[0].begin:
+            return found
+        least = min(found[1:] if self.starts_large and len(found) > 2 else found, key=lambda one: one.num_varied)
+        return [segment for segment in found if segment is not least]
 
     @property
     def most(self) -> int:
@@ -407,10 +420,16 @@ class Recommendation(NamedTuple):
 
     @property
     def rule(self) -> str:
-        """The best one; or the usual one for the optimizer, if that is not clearly behind."""
+        """The best one; or the usual one for the optimizer, if that is not clearly behind.
+
+        Where a large batch size at the start was not tried, it is the most careful one that is not clearly behind.
+        """
         leads = {rule: self.leads(rule) for rule in self.plan.rules}
+        behind = clearly_behind(leads)
+        if self.is_start_untried and self.plan.starts_large:
+            return next(rule for rule in leads if rule not in behind)
         usual = "linear" if "adascale" in leads else "root"
-        return best_of(leads) if usual not in leads or usual in clearly_behind(leads) else usual
+        return best_of(leads) if usual not in leads or usual in behind else usual
 
     @property
     def level_with(self) -> dict[str, Estimate | None]:
@@ -467,6 +486,13 @@ class Recommendation(NamedTuple):
         return bool(self.plan.segments[0].num_varied) and self.states[0].segment.begin > 0
 
     @property
+    def failed_at_start(self) -> list[str]:
+        """The rules that diverge or fall behind the unscaled learning rate with a new model."""
+        if self.states[0].segment.begin:
+            return []
+        return [rule for rule in self.plan.rules if _num_diverged(self.states[0].leads(rule)) == self.plan.seeds]
+
+    @property
     def more_samples(self) -> dict[str, int | None]:
         """The further samples that would tell each rule in doubt from the best; None if that is out of reach."""
         per_seed = 2 * sum(state.rungs[-1][0] for state in self.states)
@@ -486,7 +512,7 @@ def plan_of(
     segments = segments_of(trace.sizes, ref_batchsize=source.ref_batchsize, num_samples=source.num_samples)
     used = trace.sizes[trace.sizes.cumsum() - trace.sizes < source.num_samples]
     given = (source.ref_batchsize, source.minibatch_size, source.num_samples, seeds, budget, first_seed)
-    return Plan(tuple(rules), tuple(segments), int(used.max()), *given)
+    return Plan(tuple(rules), tuple(segments), int(used[:_MIN_UPDATES].max()), int(used.max()), *given)
 
 
 def recommend_into(
@@ -573,7 +599,9 @@ class _Branches:
     def losses(self, arms: Sequence[str], begin: int, end: int) -> Losses:
         """Continue arms from one number of samples to another, and predict the losses at the end of the training.
 
-        A branch has diverged if its loss is as far above that of the new model as the training has lowered it.
+        A branch has diverged if its loss is as far above that of the new model as the training has lowered it. At the
+        start of a trace that starts large, one also has if it falls behind; there, losses above that of the new model
+        count as that, as the training has shown that they pass.
         """
         half = self._plan.half(self._segment, end)
         if not begin:  # the last leg, along which progress is measured, is to start after a while
@@ -581,9 +609,11 @@ class _Branches:
         self._continue(arms, begin or half, end)
         seeds = self._plan.branch_seeds
 
+        failed, limit = {arm for arm in arms if self._fails_at_start(arm)}, self._limit()
+
         def loss(arm: str, seed: int) -> float:
-            found = self.made[arm, seed][-1][1].loss
-            return found if found < self._highest else math.inf
+            found = self._end(arm, seed)
+            return found if found <= limit and arm not in failed else math.inf
 
         losses = {arm: [loss(arm, seed) for seed in seeds] for arm in arms}
         if _num_diverged(losses[REFERENCE]):
@@ -592,13 +622,48 @@ class _Branches:
             raise ValueError(f"{constant}, {where}: lower the learning rate")
         rates = self._rates(arms, end)
 
-        def prediction(loss: float, reference: float, rate: float) -> float:
+        def prediction(loss: float, reference: float, rate: float, ceiling: float) -> float:
             if not math.isfinite(loss):
                 return math.inf
-            return self._plan.predicted(self._segment, rate=rate, lead=loss - reference, loss_at=self._loss_at)
+            lead = min(loss, ceiling) - min(reference, ceiling)
+            return self._plan.predicted(self._segment, rate=rate, lead=lead, loss_at=self._loss_at)
 
-        columns = {arm: zip(losses[arm], losses[REFERENCE], rates[arm], strict=True) for arm in arms}
+        ceilings = [math.inf if self._segment.begin else self._new(seed) for seed in seeds]
+        columns = {arm: zip(losses[arm], losses[REFERENCE], rates[arm], ceilings, strict=True) for arm in arms}
         return {arm: [prediction(*column) for column in columns[arm]] for arm in arms}
+
+    def _end(self, arm: str, seed: int) -> float:
+        return self.made[arm, seed][-1][1].loss
+
+    def _new(self, seed: int) -> float:
+        """The loss where the branches begin, at the start that of the new model."""
+        return self.made[REFERENCE, seed][0][1].curve[0][1]
+
+    def _limit(self) -> float:
+        """The highest loss of a branch that has not diverged.
+
+        With a new model, the reference may have a higher one for a while, as with batch norm, whose statistics lag.
+        """
+        if self._segment.begin:
+            return self._highest
+        legs = [ran for seed in self._plan.branch_seeds for _, ran in self.made[REFERENCE, seed]]
+        return max(self._highest, *(loss for ran in legs for _, loss in ran.curve if math.isfinite(loss)))
+
+    def _fails_at_start(self, arm: str) -> bool:
+        """Whether an arm trains a new model clearly less far than both the unscaled learning rate and the reference.
+
+        There is no jump whose effect would pass, and a larger learning rate that works is far ahead. If "constant" was
+        stopped before, its loss there counts.
+        """
+        if self._segment.begin or not self._plan.starts_large or arm == REFERENCE:
+            return False
+
+        def gap(seed: int) -> float:
+            new, careful = self._new(seed), max(self._end("constant", seed), self._end(REFERENCE, seed))
+            return min(self._end(arm, seed), new) - min(careful, new)
+
+        found = difference([gap(seed) for seed in self._plan.branch_seeds])
+        return found is not None and found.mean > 0 and found.is_clear
 
     def _continue(self, arms: Sequence[str], begin: int, end: int) -> None:
         plan, segment, parts = self._plan, self._segment, {}
@@ -635,7 +700,7 @@ class _Branches:
 def _state(plan: Plan, segment: Segment, legs: Legs, branches: _Branches) -> State:
     """Branch from a state, and stop what is clearly behind."""
     limits = {"first": plan.first(segment), "seeds": plan.seeds, "most": plan.most}
-    rungs = halving(plan.rules, branches.losses, end=segment.end - segment.begin, **limits)
+    rungs = _with_a_rule_left(halving(plan.rules, branches.losses, end=segment.end - segment.begin, **limits))
     legs.forget(leg for made in branches.made.values() for leg, _ in made)
     best = State(segment, tuple(rungs)).best
     if _num_diverged(rungs[-1][1][best]):
@@ -647,6 +712,14 @@ def _state(plan: Plan, segment: Segment, legs: Legs, branches: _Branches) -> Sta
 
     curves = tuple(curve(best, seed) for seed in plan.branch_seeds)
     return State(segment, tuple(rungs), curves, tuple(curve(REFERENCE, seed)[-1][1] for seed in plan.branch_seeds))
+
+
+def _with_a_rule_left(rungs: list[tuple[int, Losses]]) -> list[tuple[int, Losses]]:
+    """Without the last rungs if every arm diverges there; those arms have diverged before, and others are left."""
+    while len(rungs) > 1 and all(_num_diverged(losses) for arm, losses in rungs[-1][1].items() if arm != REFERENCE):
+        lost = {arm: [math.inf] * len(losses) for arm, losses in rungs[-1][1].items() if arm != REFERENCE}
+        rungs = [*rungs[:-2], (rungs[-2][0], rungs[-2][1] | lost)]
+    return rungs
 
 
 def _check_noise(leg: Leg, ran: Ran) -> None:

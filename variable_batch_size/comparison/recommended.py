@@ -87,6 +87,9 @@ def sentences(found: Recommendation, *, tuned_samples: int | None = None) -> lis
 
 def _choice(found: Recommendation) -> str:
     level, more = found.level_with, found.more_samples
+    if found.is_start_untried and found.plan.starts_large:
+        start = f"no rule was tried at the start, at batch size {found.plan.first_size:,}"
+        return f"Undecided, as {start}: warm up, and use {joined([found.rule, *level])}, or a larger --budget."
     if not level:
         return f"Use {found.rule}: it is clearly ahead of all other rules."
     doubts = []
@@ -103,6 +106,8 @@ def _choice(found: Recommendation) -> str:
 
 def _jumps(found: Recommendation) -> str:
     untried = " The start has no branches, as the samples do not suffice: warm up." if found.is_start_untried else ""
+    if found.failed_at_start:
+        untried = f" A new model fails with {joined(found.failed_at_start)}, unless there is a warm-up."
     steps = found.steps_to_recover
     if not steps:
         needed = "smoothing is not needed" if untried else "neither warm-up nor smoothing is needed"
