@@ -189,7 +189,7 @@ class BucketAccumulator(GradientAccumulator):
             self._all_reduce()
         if fixed_point is not None:
             self._step_squares, self._weight, self._num_weighted = fixed_point.numbers()
-            number = self._closed(plan).num_minibatches
+            number = (self._closed(plan) if plan.is_open else plan).num_minibatches
             fixed_point.decode(buckets, self._is_present, factor * self._inverse_weight(), number)
             return self._step_gradient(plan)
         inverse, is_sharded = self._inverse_weight(), self._model_parallel is not None
