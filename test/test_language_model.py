@@ -94,3 +94,15 @@ def test_documents_are_packed_without_a_trace_of_their_neighbours_on_any_cores()
     assert alone["packed"].split()[1] == alone["one by one"].split()[1]
     assert alone["minibatches"].endswith("shapes: 1")
     assert padded["updates"] != "0"
+
+
+def test_answers_that_are_left_out_leave_steps_of_any_length_on_two_cores():
+    for options in ([], ["--cores", 2]):
+        done = forked.run_script(ROOT / "examples" / "grpo.py", "--prompts", 36, *options, folder=ROOT)
+        assert done.returncode == 0, done.stderr
+        table = dict(re.findall(r"^(\S.*?) {2,}(.+)$", done.stdout, re.MULTILINE))
+        assert table["updates"] == (
+            "5" if options else "9"
+        )  # 9 minibatches of prompts, also an odd number on two cores
+        low, high = re.match(r"(\d+) to (\d+)", table["minibatches"]).groups()
+        assert int(low) < int(high)

@@ -80,6 +80,15 @@ def test_a_core_that_never_ends_its_step_is_named(on_new_cores, lockstep):
     assert "not ended it. On every core" in error
 
 
+@pytest.mark.parametrize(("num_samples", "most_reads"), [(7, 1), (13, 4)])
+def test_cores_that_have_read_all_take_part_in_the_last_steps_of_the_others(on_cores, num_samples, most_reads):
+    results = on_cores(3, open_runs.read_to_the_end, num_samples, most_reads)
+    seen = sorted(pair for result in results for pair in result["seen"])
+    assert seen == [(epoch, sample) for epoch in range(2) for sample in range(num_samples)]
+    assert {result["samples"] for result in results} == {2 * num_samples}
+    assert len({(result["steps"], result["weight"]) for result in results}) == 1
+
+
 def test_weights_must_be_passed_on_all_cores_or_none(on_cores):
     for error in on_cores(2, open_runs.mixed_weights):
         assert "1 of 2 minibatches of the step have one" in error

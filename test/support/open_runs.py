@@ -210,3 +210,27 @@ def begin_another_pass_on_one_core():
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def read_to_the_end(num_samples, most_reads):
+    """Two epochs in which a core reads 1 to `most_reads` minibatches for a step: the samples that it has read."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    samples = torch.arange(float(num_samples))[:, None]
+    loader = vbs.DataLoader(samples, vbs.OpenSteps(timeout=60), minibatch_size=1)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-4)
+    optimizer = vbs.Optimizer(inner, loader, rule="constant", ref_batchsize=1, model=model)
+    seen, rng = [], random.Random(loader.sampler.rank)
+    for epoch in optimizer.epochs(2):
+        iterator = iter(loader)
+        while own := list(islice(iterator, rng.randint(1, most_reads))):
+            seen += [(epoch, int(value)) for value in own]
+            for minibatch in optimizer.minibatches(own):
+                model(minibatch).sum().backward()
+                optimizer.step()
+    return {
+        "seen": seen,
+        "steps": optimizer.steps_done,
+        "samples": optimizer.samples_done,
+        "weight": model.weight.item(),
+    }

@@ -262,6 +262,8 @@ class MinibatchSource(ABC):
 
     def end_epoch(self) -> None:
         """Raise as :meth:`end_pass` does, and if all minibatches were read to train, but no optimizer has run one."""
+        for follower in self.followers():
+            follower._end_open_epoch()
         self.end_pass()
         runs = [follower._runs.number for follower in self.followers()]
         # workers may have read the rest of an epoch that was left early

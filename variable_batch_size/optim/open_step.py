@@ -1,7 +1,7 @@
 """OpenStep: the part of a core in a step whose number of minibatches is not known in advance."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -35,6 +35,8 @@ class OpenStep:
         self._sampler, self._cursor, self._communicator, self._device = sampler, cursor, communicator, device
         self._counter: PassCounter = sampler.counter
         self._timeout = schedule.timeout
+        self._num_reduced = 0  # steps, with those that no core had a minibatch in
+        self.is_epoch_over = True  # False while this core waits for the ends of the others' epochs
         if communicator.num_replicas > 1:
             communicator.timeout = timedelta(seconds=self._timeout)
         self.begin()
@@ -58,6 +60,7 @@ class OpenStep:
 
     def counts(self) -> Counts:
         """What is summed with the gradients."""
+        self._num_reduced += 1
         num_read = self._sampler.num_read - self._num_read_before
         return Counts(self._cursor.num_own, None, num_read, self._num_weighted)
 
@@ -74,6 +77,18 @@ class OpenStep:
             if now - self._waits_since > self._timeout:
                 raise RuntimeError(self._who_is_missing())
         return not more
+
+    def end_epoch(self, end_step: Callable[[], Any]) -> None:
+        """Take part in the steps of cores that still have minibatches of the epoch. Every core must call it.
+
+        It is over with a step before which all cores were here, for which each has left its mark.
+        """
+        store, self.is_epoch_over = self._counter.store, self._counter.store is None
+        while not self.is_epoch_over:
+            mark = f"{self._counter.run}/over/{self._num_reduced}"
+            store.add(mark, 1)
+            end_step()
+            self.is_epoch_over = store.add(mark, 0) == self._communicator.num_replicas
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -452,6 +452,11 @@ class CustomOptimizer(OptimizerProxy):
         plan = self._plan_minibatch(is_closure=False, is_weighted=False, last=True)
         return self._take_minibatch(plan, None, 0.0)
 
+    def _end_open_epoch(self) -> None:
+        """Other cores may have more minibatches; in lockstep they must not."""
+        if self._open is not None and not self._cursor.schedule.lockstep:
+            self._open.end_epoch(self.end_step)
+
     def minibatches(self, own: Iterable[Data], padding: Data | None = None) -> Iterator[Data]:
         """Yield this core's minibatches of an open step, and end the step.
 
@@ -514,7 +519,7 @@ class CustomOptimizer(OptimizerProxy):
         self._open.begin(keeps_reads=not totals.own)
         size = schedule.append(totals.own, totals.read) if totals.own else 0
         self._cursor.close(totals.own, size)
-        if not totals.own and self.sampler.rank == 0:
+        if not totals.own and self._open.is_epoch_over and self.sampler.rank == 0:
             logger.warning("%s: no core has a minibatch, so there is no update", str(self._cursor))
         return totals.own > 0
 
