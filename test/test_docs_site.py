@@ -159,7 +159,12 @@ def test_latex_that_cannot_be_rendered_fails_the_build(tmp_path, latex, is_known
     assert (done.returncode == 0) == is_known, done.stderr
 
 
-WITH_WIDE_TABLES = {"benchmarks", "long-tests"}  # of numbers, on a phone: they scroll by themselves
+WITH_WIDE_TABLES = {
+    "benchmarks",
+    "cluster",
+    "long-tests",
+    "token-budgets",
+}  # of numbers, on a phone: they scroll by themselves
 RIGHT_OF_TABLES = """
     const tables = [...document.querySelectorAll(".md-typeset table:not([class])")];
     return Math.max(0, ...tables.map(table => table.getBoundingClientRect().right));

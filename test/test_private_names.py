@@ -25,7 +25,17 @@ OVERRIDDEN = {  # attributes that frameworks look up on our objects: defined by 
     *("_step_supports_amp_scaling", "_symbolic_build"),
 }
 # ours, used outside of the file of its class
-OWN = {"_follow", "_follow_reassigned", "_on_first_read", "_on_request", "_reassign", "_runs", "_settle", "_wrappers"}
+OWN = {
+    "_end_open_epoch",
+    "_follow",
+    "_follow_reassigned",
+    "_on_first_read",
+    "_on_request",
+    "_reassign",
+    "_runs",
+    "_settle",
+    "_wrappers",
+}
 
 # five files are for private names; the files below them are exceptions, each with its reason
 TABLE = {
@@ -54,7 +64,14 @@ TABLE = {
     },
     "integrations/lightning.py": {
         *("_TrainingEpochLoop", "_accelerator_connector", "_batches_that_stepped", "_checkpoint_connector"),
-        *("_combined_loader", "_loaded_checkpoint", "_on_after_fetch", "_on_before_fetch", "_should_accumulate"),
+        *(
+            "_combined_loader",
+            "_data_fetcher",
+            "_loaded_checkpoint",
+            "_on_after_fetch",
+            "_on_before_fetch",
+            "_should_accumulate",
+        ),
         *("_start_profiler", "_stop_profiler"),
     },
     "integrations/transformers.py": {"_prepare_inputs"},  # documented for subclasses of Trainer

@@ -66,6 +66,11 @@ def test_never_more_cores_than_there_are_never_below_a_minimum_and_always_placea
         assert sum(len(where) > 1 and node in where for where in placed.values()) <= 1
 
 
+def test_a_job_spans_small_nodes_if_others_need_the_large_one():
+    placed = place({"a": 2, "b": 1, "c": 3, "d": 4}, [1, 2, 2, 5])
+    assert placed == {"d": {1: 2, 2: 2}, "c": {3: 3}, "a": {3: 2}, "b": {0: 1}}
+
+
 @settings(max_examples=40, deadline=None)
 @given(jobs=job_lists(most=8), data=st.data(), power=powers)
 def test_a_larger_pool_is_worth_as_much_or_more(jobs, data, power):

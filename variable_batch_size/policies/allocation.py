@@ -17,7 +17,7 @@ unknown length counts as short, and is known soon.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from variable_batch_size.checks import check_not_negative_number, check_positive
 
 Placement = Mapping[int, int]  # the cores of a job on each node
 _MOST_EXACT = 100  # jobs in an integer program
+_MOST_TRIES = 10_000  # to put jobs on nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,27 +377,46 @@ def place(
                 free[node] -= number
         found = dict(kept)
         rest = sorted((name for name in cores if name not in kept), key=lambda name: -cores[name])
-        if min(free, default=0) >= 0 and all(_put(name, cores[name], free, nodes, found) for name in rest):
+        if min(free, default=0) >= 0 and _put(rest, cores, free, nodes, found, [_MOST_TRIES]):
             return found
         if not kept:
             raise ValueError(f"the nodes with {list(nodes)} cores have no room for jobs of {sorted(cores.values())}")
         del kept[min(kept, key=lambda name: cores[name])]
 
 
-def _put(name: str, number: int, free: list[int], nodes: Sequence[int], found: dict[str, dict[int, int]]) -> bool:
-    """Put a job on the fullest node that has room, or on empty nodes of one size."""
-    roomy = [node for node, left in enumerate(free) if left >= number]
-    if roomy:
-        node = min(roomy, key=lambda node: (free[node], node))
-        found[name] = {node: number}
-        free[node] -= number
+def _put(
+    names: Sequence[str],
+    cores: Mapping[str, int],
+    free: list[int],
+    nodes: Sequence[int],
+    found: dict[str, dict[int, int]],
+    left: list[int],
+) -> bool:
+    """Put jobs on nodes, each in the first way with which all others fit, with at most so many tries `left`."""
+    if not names:
         return True
+    for where in _ways(cores[names[0]], free, nodes):
+        left[0] -= 1
+        if left[0] < 0:
+            return False
+        before = list(free)
+        for node, number in where.items():
+            free[node] = 0 if len(where) > 1 else free[node] - number  # a job that spans nodes shares none
+        found[names[0]] = where
+        if _put(names[1:], cores, free, nodes, found, left):
+            return True
+        free[:] = before
+        del found[names[0]]
+    return False
+
+
+def _ways(number: int, free: Sequence[int], nodes: Sequence[int]) -> Iterator[dict[int, int]]:
+    """Where a job may be put: on a node with room, the fullest first, or on empty nodes of one size."""
+    rooms = {(left, nodes[node]): node for node, left in reversed([*enumerate(free)]) if left >= number}
+    for _, node in sorted(rooms.items()):
+        yield {node: number}
     for size in sorted(set(nodes), reverse=True):
         empty = [node for node, left in enumerate(free) if left == nodes[node] == size]
-        if len(empty) * size >= number:
-            found[name] = {}
-            for node in empty[: -(-number // size)]:
-                found[name][node] = min(size, number - sum(found[name].values()))
-                free[node] = 0  # a job that spans nodes shares none
-            return True
-    return False
+        if size < number <= len(empty) * size:
+            own = empty[: -(-number // size)]
+            yield {node: min(size, number - index * size) for index, node in enumerate(own)}
