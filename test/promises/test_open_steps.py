@@ -80,7 +80,7 @@ def test_a_core_that_never_ends_its_step_is_named(on_new_cores, lockstep):
     assert "not ended it. On every core" in error
 
 
-@pytest.mark.parametrize(("num_samples", "most_reads"), [(7, 1), (13, 4)])
+@pytest.mark.parametrize(("num_samples", "most_reads"), [(1, 1), (7, 1), (13, 4)])
 def test_cores_that_have_read_all_take_part_in_the_last_steps_of_the_others(on_cores, num_samples, most_reads):
     results = on_cores(3, open_runs.read_to_the_end, num_samples, most_reads)
     seen = sorted(pair for result in results for pair in result["seen"])

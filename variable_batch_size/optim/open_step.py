@@ -52,6 +52,11 @@ class OpenStep:
         )
         self._waits_since: float | None = None  # in lockstep, since this core has no more minibatches
 
+    def close(self, *, has_minibatches: bool) -> None:
+        """After the reduction of a step."""
+        self._num_reduced += 1
+        self.begin(keeps_reads=not has_minibatches)
+
     def note_minibatch(self, *, is_weighted: bool) -> None:
         """Count a minibatch of this core, and write its position if the step takes long."""
         self._num_weighted += is_weighted
@@ -60,7 +65,6 @@ class OpenStep:
 
     def counts(self) -> Counts:
         """What is summed with the gradients."""
-        self._num_reduced += 1
         num_read = self._sampler.num_read - self._num_read_before
         return Counts(self._cursor.num_own, None, num_read, self._num_weighted)
 

@@ -516,7 +516,7 @@ class CustomOptimizer(OptimizerProxy):
         totals, schedule = self._accumulator.totals, self._cursor.schedule
         assert totals is not None and self._open is not None
         assert isinstance(schedule, OpenSchedule)
-        self._open.begin(keeps_reads=not totals.own)
+        self._open.close(has_minibatches=totals.own > 0)
         size = schedule.append(totals.own, totals.read) if totals.own else 0
         self._cursor.close(totals.own, size)
         if not totals.own and self._open.is_epoch_over and self.sampler.rank == 0:

@@ -4,6 +4,7 @@ import gzip
 import hmac
 import json
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -98,6 +99,11 @@ class Server(ThreadingHTTPServer):
         self.files["plotly.js"] = library.encode()
         self.compressed = gzip.compress(self.files["plotly.js"], 1)
         super().__init__((host, port), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print what has failed, unless it is that a browser has closed its connection."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
