@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch.utils import _python_dispatch as dispatcher
 
 from variable_batch_size.cores.communicator import Communicator
 
@@ -59,5 +60,9 @@ def run_on(num_replicas, function, **options):
             barrier.abort()  # otherwise the others would wait for this core
             raise
 
-    with ThreadPoolExecutor(num_replicas) as pool:
-        return list(pool.map(run, cores))
+    flags = {name: value for name, value in vars(dispatcher).items() if name.startswith("_is_in_")}
+    try:
+        with ThreadPoolExecutor(num_replicas) as pool:
+            return list(pool.map(run, cores))
+    finally:  # torch has one flag "in a mode" for all threads: modes that overlap leave it set, and nothing is compiled
+        vars(dispatcher).update(flags)

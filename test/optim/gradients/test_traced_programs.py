@@ -8,6 +8,7 @@ import torch
 from noted_programs import NotingCore, Programs
 from threaded_cores import run_on
 from torch import nn
+from torch.utils import _python_dispatch as dispatcher
 
 import variable_batch_size as vbs
 from variable_batch_size.optim import flow
@@ -141,3 +142,18 @@ def test_every_core_accumulates_with_the_same_graphs(found_on, name):
     one_minibatch = min(accumulating, key=len)
     for programs in accumulating:
         assert programs == one_minibatch * (len(programs) // len(one_minibatch))
+
+
+def test_modes_of_threads_that_overlap_leave_none_behind():
+    """Otherwise no later test of the process would compile anything."""
+
+    def overlap(core):
+        with Programs():
+            core.sum([torch.ones(1)])
+            if core.rank:
+                core.sum([torch.ones(1)])
+        if not core.rank:
+            core.sum([torch.ones(1)])
+
+    run_on(2, overlap)
+    assert not dispatcher.is_in_torch_dispatch_mode()
