@@ -85,7 +85,8 @@ def optimizer_of(model, loader, settings):
     if settings.rule == "adamw":
         inner = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
         return vbs.Optimizer(inner, loader, rule="adam", **options)
-    return vbs.Optimizer(torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), loader, rule="adascale", **options)
+    lr = 0.02 * min(1, 16 / settings.width)  # at 0.02 a wide network would let rounding errors grow
+    return vbs.Optimizer(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), loader, rule="adascale", **options)
 
 
 def train(settings, diary=None):

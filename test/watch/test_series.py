@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from watched_runs import record
 
-from variable_batch_size.watch.series import MOST_BUCKETS, Series, parsed, sampled
+from variable_batch_size.watch.series import MOST_BUCKETS, Series, parsed
 
 
 def test_few_records_are_kept_as_they_are():
@@ -66,9 +66,3 @@ def test_the_smooth_loss_is_the_mean_of_the_latest_two_percent():
 def test_lines_that_are_no_records_are_left_out():
     assert parsed([b'{"a": 1}', b"{", b"[]", b'"<b>"', b"", b'{"b": 2}', b"\xff"]) == [{"a": 1}, {"b": 2}]
     assert parsed([b'{"a": 1}', b'{"b": 2}']) == [{"a": 1}, {"b": 2}]
-
-
-def test_a_sample_has_the_last_record_of_each_group():
-    series = sampled([[record(1), record(2)], [record(50)], []])
-    assert series.columns()["step"].tolist() == [2, 50]
-    assert series.columns()["seconds"][-1] == pytest.approx(50 * 64 / 1280)

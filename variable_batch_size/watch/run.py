@@ -10,7 +10,7 @@ import numpy as np
 
 from variable_batch_size.runs.lock import LOCK, is_alive
 from variable_batch_size.urls import is_url
-from variable_batch_size.watch.series import POSITIONS, Columns, Series, parsed, sampled
+from variable_batch_size.watch.series import POSITIONS, Columns, Series, parsed
 from variable_batch_size.watch.tail import Tail
 
 LOG, EXECUTED, DECISIONS = "log.jsonl", "executed.csv", "decisions.jsonl"
@@ -82,10 +82,11 @@ class WatchedRun:
 
     def _first_look(self) -> Series:
         """A sample of a long log, which takes a while to read, and from now on what is appended to it."""
-        if not self._log.is_long():
-            return Series()
-        self._end.skip()
-        return sampled([parsed(lines) for lines in self._log.sample(_NUM_SAMPLED)])
+        series = Series()
+        if self._log.is_long():
+            self._end.skip()
+            series.add(parsed(self._log.sample(_NUM_SAMPLED)))
+        return series
 
     def _add_log(self, lines: Sequence[bytes]) -> None:
         self._series.add(parsed(lines))

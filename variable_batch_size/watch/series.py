@@ -105,13 +105,6 @@ class Series:
         return found
 
 
-def sampled(groups: Sequence[Sequence[Mapping[str, Any]]]) -> Series:
-    """The series of consecutive records at some places of a log, as far as these show what is between them."""
-    series = Series()
-    series.add([group[-1] for group in groups if group and "loss" in group[-1]])
-    return series
-
-
 def _empty() -> Columns:
     return {name: np.empty(0) for name in (*POSITIONS, *QUANTITIES, *_ENDS)}
 

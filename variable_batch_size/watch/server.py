@@ -21,6 +21,7 @@ from variable_batch_size.watch.run import WatchedRun
 LOOPBACK = "127.0.0.1"
 _NAMES_OF_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _SECONDS_BETWEEN_LOOKS = 0.1
+_SECONDS_BETWEEN_READS = 0.005  # of a long file, in which requests are answered
 _LONGEST_WAIT = 5.0  # seconds until a request for news is answered that there are none
 _TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript", "css": "text/css", "json": "application/json"}
 _COOKIE = "vbs-token"
@@ -80,8 +81,7 @@ class Watcher:
 
     def _loop(self) -> None:
         while not self._ended.is_set():
-            if not self.poll():
-                self._ended.wait(_SECONDS_BETWEEN_LOOKS)
+            self._ended.wait(_SECONDS_BETWEEN_READS if self.poll() else _SECONDS_BETWEEN_LOOKS)
 
 
 class Server(ThreadingHTTPServer):

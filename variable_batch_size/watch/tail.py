@@ -82,13 +82,13 @@ class Tail:
             return self._found_size() > _MOST_BYTES
         return False
 
-    def sample(self, number: int) -> list[list[bytes]]:
-        """Two or more consecutive lines at each of so many evenly spaced positions; a quick look at a long file."""
+    def sample(self, number: int) -> list[bytes]:
+        """A line at each of so many evenly spaced positions, the last line included; a quick look at a long file."""
         with suppress(OSError):
             size = self._found_size()
             places = [max(0, size - 2 * _LONGEST_LINE) * index // (number - 1) for index in range(number)]
             found = [self._read(place, place + 2 * _LONGEST_LINE).split(b"\n")[1:-1] for place in places]
-            return [lines for lines in found if lines]
+            return [lines[-1] for lines in found if lines]
         return []
 
     def text(self) -> str | None:
