@@ -1,9 +1,9 @@
-"""How long a record takes to the pixels of vbs watch, in Chromium, at 1280 and 400 pixels; and how fast a long log loads.
+"""How long a record takes to the pixels of vbs watch in Chromium, and how fast a long log loads.
 
 PYTHONPATH=test/support python bench/watch.py [--records 20] [--long 1000000]
 
-`vbs watch` runs as a process of its own, on this machine. A record is drawn when Plotly has drawn the line that ends with
-it, as the page itself says when it is asked every 10 ms.
+`vbs watch` runs as a process of its own, on this machine. A record is drawn when Plotly has drawn the line that ends
+with it; the page is asked every 10 ms.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from watched_runs import line, write_log
 SIZES = {"1280 pixels": (1280, 900), "400 pixels": (400, 850)}
 DRAWN = """
 const chart = document.querySelector("#chart"), lines = chart && chart.querySelectorAll(".scatterlayer .js-line");
-return chart && chart.data && lines.length ? Math.max(...chart.data.flatMap(line => line.x || []).filter(x => x !== null)) : null
+const known = chart && chart.data && lines.length ? chart.data.flatMap(line => line.x || []) : [];
+return Math.max(...known.filter(x => x !== null))
 """
 
 
