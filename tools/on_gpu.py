@@ -6,6 +6,7 @@ PYTHONPATH=. python tools/on_gpu.py
 import argparse
 import logging
 import math
+from functools import partial
 
 import torch
 from torch import nn
@@ -72,6 +73,81 @@ def main():
             for form in ({"fused": True}, {}):
                 for smooth_steps in (0, 3):
                     one(rule, inner, form, smooth_steps)
+    print(f"\n{'other runs':40}{'difference':14}noise scale on the GPU, on the CPU")
+    for name, program in OTHERS.items():
+        (found, noise), (expected, truth) = program("cuda"), program("cpu")
+        print(f"{name:40}{apart(found, expected):<14.1e}{noise:.6g}, {truth:.6g}")
+
+
+def text_of(length):
+    return torch.randint(0, 20, (length,), generator=torch.Generator().manual_seed(length))
+
+
+def network(device):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).to(device, torch.float64)
+
+
+def samples(device):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(640, 6, dtype=torch.float64, generator=generator).to(device)
+
+
+def with_open_steps(device, rule="linear", **options):
+    """Steps of one to five minibatches of different lengths."""
+    model, data = network(device), samples(device)
+    sampler = vbs.CustomSampler(dataset_size=len(data), trace=vbs.OpenSteps(), minibatch_size=8)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = vbs.Optimizer(inner, sampler, rule=rule, ref_batchsize=8, model=model, **options)
+    for number, indices in enumerate(sampler):
+        parts = data[indices].split(8 - number % 5)
+        for minibatch in optimizer.minibatches(parts * (1 + number % 3)):
+            model(minibatch).square().sum().backward()
+            optimizer.step(weight=len(minibatch))
+    return model.state_dict(), optimizer.noise_scale
+
+
+def with_noise(device, rule="surge", halves=False, inner=torch.optim.AdamW, **options):
+    """Steps of one and two minibatches, of which noise is measured."""
+    model, data = network(device), samples(device)
+    sampler = vbs.CustomSampler(dataset_size=len(data), trace=[8, 16] * 20, minibatch_size=8)
+    inner = inner(model.parameters(), lr=0.01, **({} if inner is torch.optim.SGD else {"eps": 0.01}))
+    optimizer = vbs.Optimizer(inner, sampler, rule=rule, ref_batchsize=8, model=model, **options)
+    for indices in sampler:
+        for part in optimizer.halves(data[indices], every=3) if halves else [data[indices]]:
+            model(part).square().mean().backward()
+            optimizer.step()
+    return model.state_dict(), optimizer.noise_scale
+
+
+def with_token_budget(device):
+    lengths = [5, 3, 9, 2, 30, 4, 4, 12, 6, 5] * 30
+    budget = vbs.TokenBudget(lengths, trace="0:128 8:256", tokens=64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)).to(device, torch.float64)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = vbs.Optimizer(inner, budget, rule="adascale", ref_batchsize=128, model=model)
+    for indices in budget:
+        texts = [text_of(lengths[index]).to(device) for index in indices]
+        inputs, targets = (torch.cat([text[part] for text in texts]) for part in (slice(-1), slice(1, None)))
+        nn.functional.cross_entropy(model(inputs), targets, reduction="sum").backward()
+        optimizer.step(weight=len(targets))
+    return model.state_dict(), optimizer.noise_scale
+
+
+OTHERS = {
+    "open steps, noise measured": partial(with_open_steps, measure_noise=True),
+    "open steps, exact": partial(with_open_steps, measure_noise=True, exact=True),
+    "open steps, AdaScale one step late": partial(with_open_steps, rule="adascale"),
+    "token budget, AdaScale": with_token_budget,
+    "halves, AdaScale": partial(with_noise, rule="adascale", inner=torch.optim.SGD, halves=True),
+    "noise by norm layers": partial(with_noise, measure_noise="norm layers"),
+    "noise in the norm of AdamW": partial(with_noise, measure_noise="own norm"),
+}
+
+
+def apart(found, expected):
+    return max((found[name].cpu().double() - expected[name].double()).abs().max().item() for name in expected)
 
 
 def one(rule, inner, form, smooth_steps):
@@ -88,9 +164,8 @@ def one(rule, inner, form, smooth_steps):
         print(f"{head}{error}")
         return
     expected = host.run(bad)
-    apart = max((found[name].cpu().double() - expected[name].double()).abs().max().item() for name in expected)
     skipped = f"{training.optimizer.steps_skipped}/{host.optimizer.steps_skipped}"
-    print(f"{head}{apart:<14.1e}{skipped:10}none")
+    print(f"{head}{apart(found, expected):<14.1e}{skipped:10}none")
 
 
 if __name__ == "__main__":
