@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import variable_batch_size as vbs
+from variable_batch_size.traces import watched as watched_file
 
 MINIBATCH, NUM_SAMPLES = 8, 400
 
@@ -133,7 +134,9 @@ def test_rows_added_after_the_end_was_fixed_are_refused(path, caplog):
     assert "trace.csv has 90 rows, but its end after 60 is fixed already" in caplog.text
 
 
-def test_an_edit_of_the_same_length_in_the_same_moment_is_noticed(path):
+def test_an_edit_of_the_same_length_in_the_same_moment_is_noticed(path, monkeypatch):
+    monkeypatch.setattr(watched_file, "_SECONDS", 1000)  # a moment, however slow this machine is
+
     def edit():  # the same size, time and inode
         stamp = path.stat()
         path.write_text(path.read_text().replace("50,16", "50,24"))
