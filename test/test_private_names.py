@@ -26,6 +26,7 @@ OVERRIDDEN = {  # attributes that frameworks look up on our objects: defined by 
 }
 # ours, used outside of the file of its class
 OWN = {
+    "_checks",
     "_end_open_epoch",
     "_follow",
     "_follow_reassigned",

@@ -107,3 +107,14 @@ def check_extra(needs: str, extra: str, *packages: str) -> None:
 def refuse(place: str, rule: str, value: Any) -> NoReturn:
     """Raise for a value at a place in a file: ``spot.csv:17: batchsize must be positive, got 0``."""
     raise ValueError(f"{place}: {rule}, got {value}")
+
+
+def given_ref_batchsize(ref_batchsize: int | None, ref_batch_size: int | None) -> int:
+    """The one that was passed of two spellings."""
+    if ref_batchsize is not None and ref_batch_size is not None:
+        raise ValueError("`ref_batchsize` and `ref_batch_size` are the same: pass one of them")
+    given = ref_batch_size if ref_batchsize is None else ref_batchsize
+    if given is None:
+        raise ValueError("`ref_batchsize` must be given: the batch size at which the settings of `inner` are right")
+    check_positive(**{"ref_batch_size" if ref_batchsize is None else "ref_batchsize": given})
+    return given

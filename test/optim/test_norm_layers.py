@@ -138,7 +138,7 @@ def noise_of(gradients, population):
 
 
 def layers_of(optimizer):
-    return optimizer._meter().of_samples.average.noise
+    return optimizer._flow.noise_meter().of_samples.average.noise
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch.compile
@@ -226,7 +226,7 @@ def test_weights_give_the_noise_per_token():
 
 
 def test_layers_are_measured_without_bias_over_2000_draws(monkeypatch):
-    monkeypatch.setattr("variable_batch_size.optim.optimizer.EVERY", 1)
+    monkeypatch.setattr("variable_batch_size.optim.norm_layers.EVERY", 1)
     model = network()
     gradients = sample_gradients(model, range(NUM_SAMPLES), norm_parameters(model))
     sampler, optimizer = make(model, smoothing=0.99999)
@@ -243,7 +243,7 @@ def test_layers_are_measured_without_bias_over_2000_draws(monkeypatch):
 
 
 def test_slope_is_learned_with_several_minibatches_and_used_with_one(monkeypatch):
-    monkeypatch.setattr("variable_batch_size.optim.optimizer.EVERY", 4)  # so that a short run has enough of them
+    monkeypatch.setattr("variable_batch_size.optim.norm_layers.EVERY", 4)  # so that a short run has enough of them
     model = network()
     every = sample_gradients(model, range(NUM_SAMPLES), list(model.parameters()))
     layers = sample_gradients(model, range(NUM_SAMPLES), norm_parameters(model))
@@ -276,7 +276,7 @@ def test_only_some_steps_are_measured_and_updates_are_the_same():
     )
     train(model, *measured)
     train(other, *plain)
-    assert measured[1]._meter().of_samples.average.count == -(-measured[1].steps_done // EVERY)
+    assert measured[1]._flow.noise_meter().of_samples.average.count == -(-measured[1].steps_done // EVERY)
     for some, same in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(some, same)
     assert plain[1].noise is None
@@ -519,7 +519,7 @@ def numbers_of_a_run(*, fused, is_weighted, num_skipped=0):
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("is_weighted", [False, True], ids=["samples", "weights"])
 def test_numbers_on_the_device_are_those_read_at_once(monkeypatch, is_weighted, every):
-    monkeypatch.setattr("variable_batch_size.optim.optimizer.EVERY", every)
+    monkeypatch.setattr("variable_batch_size.optim.norm_layers.EVERY", every)
     way, expected = numbers_of_a_run(fused=True, is_weighted=is_weighted)
     assert way == "at once"
     monkeypatch.setattr(flow, "_HOSTS", ())

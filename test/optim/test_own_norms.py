@@ -141,7 +141,7 @@ def test_matrices_of_muon_are_measured_in_the_nuclear_norm_and_the_rest_by_sign(
     for group, is_matrix in enumerate((True, False)):
         own = [one for one in gradients if (one.dim() > 2) == is_matrix]
         kind = {"is_matrix": lambda g: g.dim() > 1, "population": NUM_SAMPLES}
-        check(optimizer._meter().noise(group), expected_noise(own, places, **kind), rel=1e-3)
+        check(optimizer._flow.noise_meter().noise(group), expected_noise(own, places, **kind), rel=1e-3)
 
 
 @pytest.mark.parametrize("shape", [(20, 20), (8, 40), (40, 8), (6, 3, 3, 3)])
@@ -171,13 +171,13 @@ def test_noise_scale_is_near_that_of_all_samples_over_a_run():
     train(model, sampler, optimizer, num_epochs=40)
     gradients = torch.cat([one.flatten(1) for one in sample_gradients(network(), range(NUM_SAMPLES))], 1)
     truth = float(gradients.std(0).sum() / gradients.mean(0).abs().sum()) ** 2
-    assert optimizer._meter().averages[0].count == 40 * 16 // EVERY
+    assert optimizer._flow.noise_meter().averages[0].count == 40 * 16 // EVERY
     assert optimizer.noise_scale == pytest.approx(truth, rel=0.35)
 
 
 def steps_measured(optimizer, model, sampler, **options):
     """The numbers of the steps after which the average had one more estimate."""
-    found, meter = [], optimizer._meter()
+    found, meter = [], optimizer._flow.noise_meter()
     add = meter.observe
     meter.observe = lambda step, norms, *more: (found.append(step.steps_done) if any(norms) else None, add(step, norms))
     train(model, sampler, optimizer, **options)
@@ -249,7 +249,7 @@ def test_halves_are_measured():
             for x, y in optimizer.halves(X[indices], Y[indices], every=4):
                 loss_of(model, x, y).backward()
                 optimizer.step()
-    assert optimizer._meter().averages[0].count == 2  # of 32 steps
+    assert optimizer._flow.noise_meter().averages[0].count == 2  # of 32 steps
 
 
 @pytest.mark.parametrize(("is_fused", "way"), [(True, "on the device"), (False, "one step late")])

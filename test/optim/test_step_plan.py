@@ -196,6 +196,7 @@ def test_after_a_core_has_left_its_minibatches_follow_in_the_same_step_and_then_
     assert position.advance().is_last
     position.schedule.num_replicas = 2
     position.reassign(1, 0, [0])
+    assert not position.plan.is_last
     assert (position.next_minibatch, position.is_accumulating, position.epoch_step) == (0, True, 0)
     assert position.advance()[:4] == (3, True, False, False)
     assert position.epoch_step == 1
@@ -215,6 +216,18 @@ def test_minibatches_of_a_step_that_others_have_begun_are_those_of_the_ranks_bef
     assert [position.next_minibatch - 1] + [
         position.advance().is_last or position.next_minibatch - 1 for _ in range(3)
     ] == [0, 2, 3, True]
+
+
+def test_two_halves_have_the_plans_of_two_minibatches_and_the_next_minibatch_its_own():
+    position = position_of(0, trace=(32, 32), num_replicas=1)
+    first, second = position.begin_half(), position.advance()
+    assert [(plan.num_minibatches, plan.is_last) for plan in (first, second)] == [(2, False), (2, True)]
+    assert position.num_parts == 2
+    assert position.advance().num_minibatches == position.num_parts == 1
+    position.move(0)
+    position.begin_half()
+    position.move(0)  # the loop was left between the halves
+    assert position.advance().num_minibatches == 1
 
 
 def test_before_the_first_step_of_a_pass_a_rank_changes_without_a_trace_of_the_old_one():

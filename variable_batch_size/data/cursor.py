@@ -49,6 +49,10 @@ class RunCount:
             self.first_ahead = self.ahead
         self.least_ahead = min(self.least_ahead, self.ahead)
 
+    def has_reached(self, num_to_run: int | None) -> bool:
+        """Whether the run has reached its limit, if there is one, before the latest minibatch that was read."""
+        return num_to_run is not None and self.number >= num_to_run
+
 
 class Cursor:
     """Moves through the minibatches that a rank runs in an epoch; `plan` is that of the latest one, at first the first.
@@ -70,6 +74,7 @@ class Cursor:
         self.schedule.begin_epoch(epoch, first_step)
         steps = self.schedule.steps(epoch)
         self.is_done = False  # whether this rank has ended an open step that others have not
+        self._is_half = False  # whether the next minibatch is the second half of one
         check_within(len(steps), first_step=first_step)
         self.epoch, self._steps = int(epoch), steps
         step = steps[min(int(first_step), len(steps) - 1)] if steps else steps.start
@@ -111,11 +116,14 @@ class Cursor:
         """The plan of the first half of the next minibatch, the only one of its step; advance() follows."""
         upcoming = self.next
         assert upcoming is not None
+        self._is_half = True
         self.plan = upcoming._replace(num_minibatches=2, is_last=False)
         return self.plan
 
-    def advance(self, *, is_half: bool = False) -> StepPlan:
+    def advance(self) -> StepPlan:
         """The plan of the next minibatch, or of its second half, which is then the latest one."""
+        if self.shares is not None:
+            self.shares.await_device()
         if not self._num_left:
             self.look_ahead()
             if self._next is None:
@@ -131,8 +139,10 @@ class Cursor:
             self._num_left = int(self.shares.place(self._last.step, self._num_run) is not None)
         self.plan = self._accumulating if self._num_left else self._last
         self._num_own += not self.plan.is_padding
-        if is_half:
-            self.plan = self.plan._replace(num_minibatches=2)
+        if self.shares is not None:
+            self.shares.end_minibatch(is_padding=self.plan.is_padding)
+        if self._is_half:
+            self._is_half, self.plan = False, self.plan._replace(num_minibatches=2)
         return self.plan
 
     def look_ahead(self) -> None:
@@ -182,6 +192,7 @@ class Cursor:
             self._offset += self._last.batch_size
         elif is_begun:
             done = self._places or [rank] * self._last.num_rounds  # of these only the number matters
+            self.plan = self.plan._replace(is_last=False)
         batch_size = self.schedule.batch_size(step)
         number = batch_size // self.schedule.minibatch_size_of(batch_size)
         self._num_run, self._num_own = len(done), self._num_own if done else 0
@@ -232,6 +243,14 @@ class Cursor:
     def num_own(self) -> int:
         """How many minibatches of the step of the latest one this rank has run, without padding."""
         return self._num_own
+
+    @property
+    def num_parts(self) -> int:
+        """In how many parts the latest minibatch is run: 2 if it has halves, else 1."""
+        if self.plan.is_open:
+            return 1
+        size = self.plan.batch_size
+        return self.plan.num_minibatches * self.schedule.minibatch_size_of(size) // size
 
     @property
     def epoch_step(self) -> int:

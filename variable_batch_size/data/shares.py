@@ -285,3 +285,14 @@ def share_by_speed(number: int, seconds: tuple[float, ...]) -> list[int]:
 
 
 SHARES: dict[Assign, type[Shares]] = {"as free": AsFree, "by speed": BySpeed}
+
+
+def connect_cores(source: Any, communicator: Communicator, device: torch.device) -> None:
+    """Let the cores of a :class:`MinibatchSource` share steps, unless by round robin. Every core must call it."""
+    shares, counter = source.shares, source.counter
+    if shares is not None and not shares.is_connected:
+        shares.connect(communicator, device)
+        shares.begin(source.schedule, source.epoch, source.first_step)
+    if counter is not None and not counter.run:
+        counter.connect(communicator, device, "OpenSteps")
+        counter.begin()

@@ -12,7 +12,8 @@ from variable_batch_size.checks import imported_extra
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.data.token_budget import TokenBudget
 from variable_batch_size.integrations import common
-from variable_batch_size.optim.optimizer import CustomOptimizer, Options, RuleLike
+from variable_batch_size.optim.optimizer import CustomOptimizer, Options
+from variable_batch_size.optim.probe import RuleLike
 from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.schedules.schedule import OnEnd
 from variable_batch_size.traces.trace import TraceLike

@@ -17,8 +17,9 @@ from variable_batch_size.optim.gradients.norms import is_finite
 from variable_batch_size.optim.proxy import optimizers_of
 from variable_batch_size.rules import RULES
 from variable_batch_size.rules.adascale import NoiseRule
-from variable_batch_size.rules.noise import NoiseMeter
+from variable_batch_size.rules.noise import NoiseMeter, Smoothing
 from variable_batch_size.rules.numbers import Number
+from variable_batch_size.rules.per_optimizer import PerOptimizerRule
 from variable_batch_size.rules.rule import Rule, Step
 from variable_batch_size.rules.transition import LRScaler
 
@@ -29,6 +30,23 @@ _MAX_GROUPS = 8  # each takes some small operations on the device
 _NUM_AT_ONCE = 20  # estimates: until then, one step changes the average much, and weights and gradients change fast
 _NONFINITE = "the gradient is not finite"
 _NOTHING = "all minibatches have the weight 0"
+
+
+def make_meter(rule: Rule, smoothing: Smoothing, *, measure_noise: bool) -> NoiseMeter | None:
+    """A meter besides those of the rules, if there is one; all of them average in the same way."""
+    rules = _noise_rules(rule)
+    if smoothing is not None:
+        if not rules and not measure_noise:
+            reason = f"as {type(rule).__name__} measures no noise: pass `measure_noise=True` as well"
+            raise ValueError(f"`smoothing` must be None, {reason}")
+        for one in rules:
+            one.set_smoothing(smoothing)
+    has_own = measure_noise and not isinstance(rule, NoiseRule)
+    return NoiseMeter(smoothing=smoothing) if has_own else None
+
+
+def _noise_rules(rule: Rule) -> list[NoiseRule]:
+    return [one for one in getattr(rule, "rules", [rule]) if isinstance(one, NoiseRule)]
 
 
 class Outcome(NamedTuple):
@@ -151,6 +169,22 @@ class Flow:
             if num_skipped and self._communicator.rank == 0:
                 message = "%d updates were skipped up to step %d: %s, or %s"
                 logger.warning(message, num_skipped, self._twin.latest, _NONFINITE, _NOTHING)
+
+    def noise_meter(self) -> NoiseMeter:
+        """What has measured the noise of the steps so far; waits for the device if its numbers are still there."""
+        self.settle()
+        meter = self.meter or (self.rule.meter if isinstance(self.rule, NoiseRule | PerOptimizerRule) else None)
+        if meter is None:
+            name = type(self.rule).__name__
+            raise RuntimeError(f"{name} measures no noise: use AdaScaleRule, or pass `measure_noise=True`")
+        return meter
+
+    def forget_noise(self) -> None:
+        """After a state with the noise in another norm was loaded: start its averages anew."""
+        for meter in [self.meter, *(rule.meter for rule in _noise_rules(self.rule))]:
+            if meter is not None and meter.averages:
+                meter.load_state_dict(NoiseMeter().state_dict())
+                logger.warning("the noise in this state is that of another norm: its averages start anew")
 
     def release(self) -> None:
         """Let the host know all numbers, and take them from there in the next step: the rule may be changed."""

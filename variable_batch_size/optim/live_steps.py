@@ -7,7 +7,7 @@ the core with the fewest.
 """
 
 import io
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -16,8 +16,9 @@ from variable_batch_size.data.cursor import Cursor, StepPlan
 from variable_batch_size.data.stream import Stream
 from variable_batch_size.optim.buffers import Buffers
 from variable_batch_size.optim.consistency import differences
-from variable_batch_size.optim.gradients.accumulator import StepGradient
+from variable_batch_size.optim.gradients.accumulator import Counts, StepGradient
 from variable_batch_size.optim.gradients.buckets import BucketAccumulator
+from variable_batch_size.optim.steps import Steps
 from variable_batch_size.schedules.schedule import require_equal_minibatches
 
 Shares = dict[int, list[int]]  # of each core, the places of its minibatches in a step
@@ -45,7 +46,8 @@ def shares_after(shares: Shares, members: list[int]) -> Shares:
     return kept
 
 
-class LiveSteps:
+@final
+class LiveSteps(Steps):
     """Reduces the gradients of an optimizer as cores join and leave, and lets the remaining ones redo what is lost."""
 
     def __init__(
@@ -62,7 +64,6 @@ class LiveSteps:
         self._num_applied = 0  # of the changes of the membership
         self._shares: Shares | None = None  # of a step within which cores have left, until it is complete
         self._is_stale = False  # whether the sampler is still that of the cores before
-        self._gradient: StepGradient | None = None
 
     # --------------------------------------------------------------------------------------------- joining the run
 
@@ -102,41 +103,39 @@ class LiveSteps:
 
     # -------------------------------------------------------------------------------------------------- in a step
 
-    def reduce(self, plan: StepPlan) -> StepPlan:
-        """Reduce the gradients of a step; the plan is not the last one if this core has to run further minibatches."""
+    def advance(self) -> StepPlan:
+        """Advance to a minibatch, whose gradient is lost if this core dies before the step is complete."""
+        plan = self._cursor.advance()
+        self._communicator.step = plan.step
+        return plan
+
+    def reduce(self, plan: StepPlan) -> StepGradient | None:
+        """The gradient of a step; None if this core has to run further minibatches first."""
+        if self._communicator.num_replicas > 1:
+            self._accumulator.counts = Counts(self._cursor.num_own, plan.num_minibatches)
         if not self._membership.is_joined:
             raise RuntimeError("with `elastic`, train in a loop `for epoch in optimizer.epochs(…)`")
         if plan.is_idle:
             self._accumulator.drop_sums()
         while not (places := self._lost_places(plan.step)):
-            if self._try_to_reduce(plan):
+            if (gradient := self._try_to_reduce(plan)) is not None:
                 self._shares = self._communicator.step = None
-                return plan
+                return gradient
         if plan.is_idle:
             self._buffers.restore(True)  # its padding minibatch does not count
         self._reassign(plan.step, places)
-        return plan._replace(is_last=False)
+        return None
 
-    def begin(self, plan: StepPlan) -> None:
-        """This core has a gradient of a step, which is lost if it dies."""
-        self._communicator.step = plan.step
-
-    def _try_to_reduce(self, plan: StepPlan) -> bool:
+    def _try_to_reduce(self, plan: StepPlan) -> StepGradient | None:
+        """The gradient; None if cores have joined or left."""
         accumulator = self._accumulator
         kept = accumulator.kept_sums() if len(self._membership.members) > 1 else None
         try:
             with self._communicator.raising():
-                self._gradient = accumulator.reduce(plan)
+                return accumulator.reduce(plan)
         except MembershipChanged:
             accumulator.restore_sums(kept)
-            return False
-        return True
-
-    def take(self) -> StepGradient:
-        """The gradient that was reduced."""
-        gradient, self._gradient = self._gradient, None
-        assert gradient is not None
-        return gradient
+            return None
 
     def _lost_places(self, step: int) -> list[int]:
         """What this core has to run in addition, after cores have left within a step."""

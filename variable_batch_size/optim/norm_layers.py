@@ -20,12 +20,34 @@ from torch import nn
 
 from variable_batch_size.cores.dtensor import is_dtensor
 from variable_batch_size.data.cursor import StepPlan
+from variable_batch_size.data.sampler import MinibatchSource
+from variable_batch_size.rules.rule import Rule
 
 MEASURES = "norm layers"  # the value of `measure_noise`
 EVERY = 16  # steps from one measurement to the next, as it takes time of the host (bench/README.md)
 
 _KNOWN = {kind.forward for kind in (nn.LayerNorm, nn.GroupNorm)} | {getattr(nn, "RMSNorm", nn.LayerNorm).forward}
 _Form = tuple[str, tuple[int, ...], float]  # the kind of a layer, its shape or number of groups, and epsilon
+
+
+def make_norm_layers(
+    model: nn.Module | None,
+    trained: Iterable[nn.Parameter],
+    *,
+    sampler: MinibatchSource,
+    rule: Rule,
+    exact: bool,
+    is_one_program: bool,
+) -> "NormLayers":
+    """Those of an optimizer, unless one of its options excludes them."""
+    if sampler.needs_weights:
+        reason = "its minibatches hold different numbers of samples"
+        raise ValueError(f"`measure_noise` must not be {MEASURES!r} with a TokenBudget: {reason}")
+    if rule.preconditions or exact:
+        what = "exact=True" if exact else type(rule).__name__
+        raise ValueError(f"`measure_noise` must not be {MEASURES!r} with {what}: use optimizer.halves(…) instead")
+    every = 1 if is_one_program else EVERY  # there, it would be another graph
+    return NormLayers(model, trained, num_samples=sampler.minibatch_size, every=every)
 
 
 class NormLayers:
@@ -36,7 +58,9 @@ class NormLayers:
     times positions if there are two dimensions.
     """
 
-    def __init__(self, model: nn.Module | None, trained: Iterable[nn.Parameter], *, num_samples: int) -> None:
+    def __init__(
+        self, model: nn.Module | None, trained: Iterable[nn.Parameter], *, num_samples: int, every: int = 1
+    ) -> None:
         if model is None:
             raise ValueError(f"`measure_noise={MEASURES!r}` needs the model: pass `model=`")
         if num_samples < 2:
@@ -50,6 +74,7 @@ class NormLayers:
                 raise ValueError(f"`measure_noise={MEASURES!r}` cannot tell the samples of this model: {reason}")
         self.parameters: list[nn.Parameter] = []
         self.num_samples = num_samples  # of the next minibatch
+        self.every = every  # steps from one measurement to the next
         self.is_on = True  # whether the next minibatch is measured
         self._num_uses: dict[str, int] = {}  # of each layer, in forward passes since the latest minibatch
         num_owners = Counter(p for module in model.modules() for p in set(module.parameters(recurse=False)))
@@ -64,6 +89,12 @@ class NormLayers:
             problem = f"`measure_noise={MEASURES!r}` needs LayerNorm, RMSNorm or GroupNorm layers with a trained weight"
             raise ValueError(f"{problem} of their own, and the model has none: loop over optimizer.halves(…) instead")
         self.collector = torch.zeros(2).to(self.parameters[0].device).requires_grad_()
+
+    def expect(self, upcoming: StepPlan | None, *, num_parts: int) -> None:
+        """Before each minibatch, or each of its parts; None after the last one of an epoch."""
+        self.is_on = upcoming is not None and upcoming.step % self.every == 0
+        if upcoming is not None:
+            self.num_samples = upcoming.batch_size // upcoming.num_minibatches // num_parts
 
     def note_use(self, name: str) -> None:
         """A forward pass of a layer, unless it is repeated within a backward pass."""

@@ -1,25 +1,55 @@
 """OpenStep: the part of a core in a step whose number of minibatches is not known in advance."""
 
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, final
 
 import torch
 
 from variable_batch_size.cores import devices
 from variable_batch_size.cores.communicator import Communicator
-from variable_batch_size.data.cursor import Cursor
+from variable_batch_size.data.cursor import Cursor, StepPlan
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.data.shares import PassCounter
-from variable_batch_size.optim.gradients.accumulator import Counts
+from variable_batch_size.optim.gradients.accumulator import Counts, GradientAccumulator, StepGradient
+from variable_batch_size.optim.norm_layers import MEASURES
+from variable_batch_size.optim.own_norms import OWN_NORM
+from variable_batch_size.optim.steps import Steps
+from variable_batch_size.optim.token_weights import TokenWeights
+from variable_batch_size.rules.rule import Rule
 from variable_batch_size.schedules.open_steps import OpenSchedule
 
+logger = logging.getLogger(__name__)
+
+Data = TypeVar("Data")
+
 _SECONDS_FOR_OTHERS = 1.0  # in which cores that wait, too, write their positions
+_END: Any = object()  # after the last minibatch
 
 
-class OpenStep:
+def refuse_options(
+    options: Mapping[str, Any], sampler: MinibatchSource, rule: Rule, communicator: Communicator
+) -> None:
+    """Raise in open steps for what needs the number of minibatches before a step is complete."""
+    if not sampler.schedule.is_open:
+        return
+    names = ("gradient_as_bucket_view", "reduce_scatter_once", "seed_minibatches")
+    wrong = {f"`{name}`": "False" for name in names if options[name]}
+    if options["measure_noise"] in (MEASURES, OWN_NORM):
+        wrong["`measure_noise`"] = "True or False"
+    if communicator.is_one_program:
+        wrong["the device"] = "one that is not XLA's, where cores run the same graphs,"
+    if rule.sums_gradients:
+        wrong["`rule`"] = "one of mean gradients"
+    for name, allowed in wrong.items():
+        raise ValueError(f"{name} must be {allowed} with OpenSteps, whose minibatches are not known before")
+
+
+@final
+class OpenStep(Steps):
     """Counts what a core contributes to a step, lets cores in lockstep agree on its end, and names one that has none.
 
     A core that has ended its step waits for the others in the reduction. After `timeout` seconds it reads from the
@@ -27,14 +57,20 @@ class OpenStep:
     """
 
     def __init__(
-        self, sampler: MinibatchSource, cursor: Cursor, communicator: Communicator, device: torch.device
+        self,
+        sampler: MinibatchSource,
+        cursor: Cursor,
+        accumulator: GradientAccumulator,
+        weights: TokenWeights,
+        device: torch.device,
     ) -> None:
-        schedule: Any = sampler.schedule
-        assert isinstance(schedule, OpenSchedule)
         assert sampler.counter is not None
+        communicator = accumulator.communicator
         self._sampler, self._cursor, self._communicator, self._device = sampler, cursor, communicator, device
+        self._accumulator, self._weights = accumulator, weights
         self._counter: PassCounter = sampler.counter
-        self._timeout = schedule.timeout
+        self._timeout = self._schedule.timeout
+        self._is_last = False  # whether the next minibatch is the core's last one in the step
         self._num_reduced = 0  # steps, with those that no core had a minibatch in
         self.is_epoch_over = True  # False while this core waits for the ends of the others' epochs
         if communicator.num_replicas > 1:
@@ -52,28 +88,81 @@ class OpenStep:
         )
         self._waits_since: float | None = None  # in lockstep, since this core has no more minibatches
 
-    def close(self, *, has_minibatches: bool) -> None:
-        """After the reduction of a step."""
-        self._num_reduced += 1
-        self.begin(keeps_reads=not has_minibatches)
+    def follow(self) -> None:
+        self._is_last = False
+        self.begin()
 
-    def note_minibatch(self, *, is_weighted: bool) -> None:
-        """Count a minibatch of this core, and write its position if the step takes long."""
-        self._num_weighted += is_weighted
+    def end_with_next(self, is_last: bool) -> None:
+        self._is_last = is_last
+
+    def end(self) -> None:
+        if self._cursor.schedule.lockstep:
+            rule = "end_step() must not be called in lockstep, as with fully_shard, where cores run padding minibatches"
+            raise RuntimeError(f"{rule}: loop over optimizer.minibatches(…, padding=…)")
+        if self._accumulator.has_gradients():
+            raise RuntimeError("end_step() was called after backward(): pass last=True to step() instead")
+        self._cursor.is_done = True
+
+    def minibatches(
+        self, own: Iterable[Data], padding: Data | None, optimizer: Any, prepare_next: Callable[[], None]
+    ) -> Iterator[Data]:
+        cursor = self._cursor
+        left, is_lockstep = iter(own), cursor.schedule.lockstep
+        data = next(left, _END)
+        if data is _END:
+            if not is_lockstep:
+                optimizer.end_step()
+                return
+            if padding is None:
+                raise ValueError("`padding` must be given in lockstep: what a core without minibatches runs")
+            cursor.is_done, data = True, padding
+            prepare_next()
+        following = data
+        while True:
+            following = following if cursor.is_done else next(left, _END)
+            self._is_last, number = following is _END, optimizer._runs.number
+            yield data
+            if optimizer._runs.number != number + 1:
+                raise RuntimeError("step() must be called once for each minibatch that minibatches() yields")
+            if not cursor.is_accumulating:
+                return
+            data = data if cursor.is_done else following
+
+    def advance(self) -> StepPlan:
+        """Advance to a minibatch, with which all cores may have ended the step."""
+        cursor = self._cursor
+        is_done, self._is_last = cursor.is_done or self._is_last, False
+        if self._sampler.is_shared:
+            raise RuntimeError("open steps need a sampler of one optimizer, but several are attached to this one")
+        is_last = self._agree(is_done) if cursor.schedule.lockstep else is_done
+        plan = cursor.advance_open(is_done=is_done, is_last=is_last)
+        self._num_weighted += bool(self._weights.is_weighted) and not plan.is_padding
         if time.monotonic() - self._published > self._timeout / 4 and self._counter.store is not None:
             self._publish(f"has run {self._cursor.num_own} minibatches of it and has not ended it")
+        return plan
 
-    def counts(self) -> Counts:
-        """What is summed with the gradients."""
+    def reduce(self, plan: StepPlan) -> StepGradient | None:
+        """The gradient of a step, whose number of minibatches is known then; None if no core has had any."""
         num_read = self._sampler.num_read - self._num_read_before
-        return Counts(self._cursor.num_own, None, num_read, self._num_weighted)
+        self._accumulator.counts = Counts(self._cursor.num_own, None, num_read, self._num_weighted)
+        with self._waiting():
+            gradient = self._accumulator.reduce(plan)
+        totals = self._accumulator.totals
+        assert totals is not None
+        self._num_reduced += 1
+        self.begin(keeps_reads=not totals.own)
+        size = self._schedule.append(totals.own, totals.read) if totals.own else 0
+        self._cursor.close(totals.own, size)
+        if not totals.own and self.is_epoch_over and self._sampler.rank == 0:
+            logger.warning("%s: no core has a minibatch, so there is no update", str(self._cursor))
+        return gradient if totals.own else None
 
-    def agree(self, is_done: bool) -> bool:
+    def _agree(self, is_done: bool) -> bool:
         """In lockstep: whether no core has a further minibatch. Every core must call it in each round."""
         self._is_done = is_done
         if self._communicator.num_replicas == 1:
             return is_done
-        with self.waiting(), devices.preserve_rng(self._device):
+        with self._waiting(), devices.preserve_rng(self._device):
             more = int(self._communicator.total(torch.tensor([not is_done], dtype=torch.int64).to(self._device)))
         now = time.monotonic()
         if more and is_done:
@@ -85,8 +174,11 @@ class OpenStep:
     def end_epoch(self, end_step: Callable[[], Any]) -> None:
         """Take part in the steps of cores that still have minibatches of the epoch. Every core must call it.
 
-        It is over with a step before which all cores were here, for which each has left its mark.
+        It is over with a step before which all cores were here, for which each has left its mark. In lockstep, no core
+        may have more than others.
         """
+        if self._cursor.schedule.lockstep:
+            return
         store, self.is_epoch_over = self._counter.store, self._counter.store is None
         while not self.is_epoch_over:
             mark = f"{self._counter.run}/over/{self._num_reduced}"
@@ -95,7 +187,7 @@ class OpenStep:
             self.is_epoch_over = store.add(mark, 0) == self._communicator.num_replicas
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def _waiting(self) -> Iterator[None]:
         """Within, a wait for the other cores that exceeds the time-out raises with their positions."""
         began = time.monotonic()
         try:
@@ -104,6 +196,19 @@ class OpenStep:
             if self._counter.store is None or time.monotonic() - began < self._timeout:
                 raise
             raise RuntimeError(self._who_is_missing()) from error
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"open": self._schedule.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "open" in state:
+            self._schedule.load_state_dict(state["open"])
+
+    @property
+    def _schedule(self) -> OpenSchedule:
+        schedule: Any = self._sampler.schedule  # a checkpoint may replace it
+        assert isinstance(schedule, OpenSchedule)
+        return schedule
 
     def _publish(self, text: str) -> None:
         self._counter.store.set(self._key(self._sampler.rank), f"{self._cursor.plan.step},{text}")

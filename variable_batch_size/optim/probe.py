@@ -1,18 +1,23 @@
-"""Tries an inner optimizer on a small parameter, to find out whether its updates have the form that a rule assumes."""
+"""Finds out whether updates of an inner optimizer have the form that a rule assumes, by trying a small parameter."""
 
 import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from variable_batch_size.optim.proxy import name_of
+from variable_batch_size.checks import copy_for_run
+from variable_batch_size.optim.proxy import name_of, optimizers_of
 from variable_batch_size.optim.wrappers import is_zero
+from variable_batch_size.rules.per_optimizer import PerOptimizerRule
+from variable_batch_size.rules.registry import make_rule
 from variable_batch_size.rules.rule import Rule
+
+RuleLike = Rule | str
 
 _BETAS, _TOLERANCE = (0.5, 0.75), 1e-3
 
@@ -140,6 +145,30 @@ def corrects_bias_as_adam(inner: Optimizer, group: Mapping[str, Any]) -> bool | 
 
 def _is_close(some: torch.Tensor, others: torch.Tensor) -> bool:
     return bool((some - others).norm() <= _TOLERANCE * others.norm())
+
+
+def checked_rule(rule: RuleLike | Sequence[RuleLike], inner: Optimizer, model: torch.nn.Module | None) -> Rule:
+    """A copy of the rule, or one rule that combines copies of several; raises if a rule does not fit.
+
+    A copy refers to the same model, parameters and inner optimizers, if the rule does.
+    """
+    optimizers = optimizers_of(inner)
+    rule = make_rule(rule) if isinstance(rule, str) else rule
+    rules: list[Any] = list(rule) if isinstance(rule, list | tuple) else [rule] * len(optimizers)
+    rules = [make_rule(one) if isinstance(one, str) else one for one in rules]
+    for one in rules:
+        if not isinstance(one, Rule):
+            hint = ": pass an object, not the class" if isinstance(one, type) and issubclass(one, Rule) else ""
+            raise ValueError(f"`rule` must be a Rule or a name such as 'linear', got {one!r}{hint}")
+    for one, optimizer in zip(rules, optimizers, strict=False):
+        one.check(name_of(optimizer), optimizer.param_groups)
+        check_inner(one, optimizer)
+    parameters = [p for group in inner.param_groups for p in group["params"]]
+    shared = [inner, *optimizers, *parameters, *([] if model is None else [model])]
+    if isinstance(rule, Rule):
+        return copy_for_run(rule, *shared)
+    rules = [copy_for_run(one, *shared) for one in rules]
+    return PerOptimizerRule(rules, num_groups=[len(optimizer.param_groups) for optimizer in optimizers])
 
 
 def check_inner(rule: Rule, inner: Optimizer) -> None:

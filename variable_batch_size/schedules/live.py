@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import numpy as np
+from typing_extensions import Unpack
 
 from variable_batch_size.policies.policy import Policy
-from variable_batch_size.schedules.schedule import BaseSchedule, Integers, ScheduleHistory
+from variable_batch_size.schedules.schedule import BaseSchedule, Integers, Layout, ScheduleHistory
 from variable_batch_size.traces.trace import Trace
 
 
@@ -22,18 +23,8 @@ class PolicySchedule(BaseSchedule):
 
     on_end, is_live = "hold", True
 
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        dataset_size: int | None,
-        minibatch_size: int,
-        num_replicas: int = 1,
-        lockstep: bool = False,
-        max_minibatch_size: int | None = None,
-        unit: str = "samples",
-    ) -> None:
-        super().__init__(dataset_size, minibatch_size, num_replicas, lockstep, max_minibatch_size, unit)
+    def __init__(self, policy: Policy, **layout: Unpack[Layout]) -> None:
+        super().__init__(**layout)
         self.policy, self.name = policy, type(policy).__name__
         self.num_done = 0  # executed rows
         self._rows: list[int] = []

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
+from typing_extensions import Unpack
 
 from variable_batch_size.checks import check_positive_number
-from variable_batch_size.schedules.schedule import BaseSchedule, Integers, ScheduleHistory
+from variable_batch_size.schedules.schedule import BaseSchedule, Integers, Layout, ScheduleHistory
 from variable_batch_size.traces.trace import Trace
 
 _ENDLESS = 2**62  # the end of an epoch that nobody knows yet
@@ -52,21 +53,11 @@ class OpenSchedule(BaseSchedule):
     num_epochs = None
     is_endless = True
 
-    def __init__(
-        self,
-        steps: OpenSteps,
-        *,
-        dataset_size: int | None,
-        minibatch_size: int,
-        num_replicas: int = 1,
-        lockstep: bool = False,
-        max_minibatch_size: int | None = None,
-        unit: str = "samples",
-    ) -> None:
-        super().__init__(dataset_size, minibatch_size, num_replicas, lockstep, max_minibatch_size, unit)
+    def __init__(self, steps: OpenSteps, **layout: Unpack[Layout]) -> None:
+        super().__init__(**layout)
         if self.max_minibatch_size > self.minibatch_size:
             rule = "`max_minibatch_size` must be None with OpenSteps"
-            raise ValueError(f"{rule}, whose batch sizes are not known before, got {max_minibatch_size}")
+            raise ValueError(f"{rule}, whose batch sizes are not known before, got {self.max_minibatch_size}")
         self.timeout = steps.timeout
         self._rows: list[int] = []
         self._reads: list[int] = []

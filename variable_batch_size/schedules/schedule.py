@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import NotRequired, TypedDict, Unpack
 
 from variable_batch_size.checks import check_not_negative, check_one_of, check_positive
 from variable_batch_size.traces.trace import Trace, TraceLike
@@ -47,6 +48,17 @@ class Minibatches(NamedTuple):
     size: int  # samples in each
 
 
+class Layout(TypedDict):
+    """The arguments that every schedule takes, as :class:`Schedule` describes them."""
+
+    dataset_size: int | None
+    minibatch_size: int
+    num_replicas: NotRequired[int]
+    lockstep: NotRequired[bool]
+    max_minibatch_size: NotRequired[int | None]
+    unit: NotRequired[str]
+
+
 class BaseSchedule(ABC):
     """Assigns steps to epochs, and the minibatches of a step to cores.
 
@@ -65,12 +77,13 @@ class BaseSchedule(ABC):
 
     def __init__(
         self,
+        *,
         dataset_size: int | None,
         minibatch_size: int,
-        num_replicas: int,
-        lockstep: bool,
-        max_minibatch_size: int | None,
-        unit: str,
+        num_replicas: int = 1,
+        lockstep: bool = False,
+        max_minibatch_size: int | None = None,
+        unit: str = "samples",
     ) -> None:
         room = _ALL if dataset_size is None else dataset_size
         check_positive(dataset_size=room, minibatch_size=minibatch_size, num_replicas=num_replicas)
@@ -251,19 +264,8 @@ class Schedule(BaseSchedule):
     True
     """
 
-    def __init__(
-        self,
-        trace: TraceLike,
-        *,
-        dataset_size: int | None,
-        minibatch_size: int,
-        num_replicas: int = 1,
-        on_end: OnEnd | None = None,
-        lockstep: bool = False,
-        max_minibatch_size: int | None = None,
-        unit: str = "samples",
-    ) -> None:
-        super().__init__(dataset_size, minibatch_size, num_replicas, lockstep, max_minibatch_size, unit)
+    def __init__(self, trace: TraceLike, *, on_end: OnEnd | None = None, **layout: Unpack[Layout]) -> None:
+        super().__init__(**layout)
         trace = Trace.of(trace)
         on_end = ("hold" if trace.is_open else "stop") if on_end is None else on_end
         check_one_of(ON_END, on_end=on_end)

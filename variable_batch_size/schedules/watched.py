@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import numpy as np
+from typing_extensions import Unpack
 
-from variable_batch_size.schedules.schedule import Integers, OnEnd, Schedule, ScheduleHistory
+from variable_batch_size.schedules.schedule import Integers, Layout, OnEnd, Schedule, ScheduleHistory
 from variable_batch_size.traces.trace import Trace
 from variable_batch_size.traces.watched import WatchedFile, WatchedTrace
 
@@ -24,10 +25,10 @@ class WatchedSchedule(Schedule):
 
     is_live = True
 
-    def __init__(self, watched: WatchedTrace, *, on_end: OnEnd | None = None, **how: Any) -> None:
+    def __init__(self, watched: WatchedTrace, *, on_end: OnEnd | None = None, **layout: Unpack[Layout]) -> None:
         if on_end == "cycle":
             raise ValueError("`on_end` must be 'stop' or 'hold' with a watched trace, got 'cycle'")
-        super().__init__(os.fspath(watched.path), on_end=on_end, **how)
+        super().__init__(os.fspath(watched.path), on_end=on_end, **layout)
         self.watched = watched
         self.num_fixed = watched.lead + watched.every
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from variable_batch_size.checks import check_one_of
 from variable_batch_size.cores import dtensor, xla
 from variable_batch_size.cores.communicator import Communicator, SingleProcess, group_of, ranks_of
 from variable_batch_size.cores.detect import ProcessGroups, everyone_for
@@ -12,7 +13,10 @@ from variable_batch_size.optim.gradients.accumulator import GradientAccumulator
 from variable_batch_size.optim.gradients.buckets import BucketAccumulator
 from variable_batch_size.optim.gradients.fsdp import FSDPAccumulator
 from variable_batch_size.optim.gradients.traced import TracedAccumulator
+from variable_batch_size.optim.norm_layers import MEASURES, make_norm_layers
+from variable_batch_size.optim.own_norms import OWN_NORM, make_own_norms
 from variable_batch_size.optim.wrappers import Wrappers
+from variable_batch_size.rules.rule import Rule
 from variable_batch_size.schedules.schedule import require_equal_minibatches
 
 
@@ -22,12 +26,25 @@ def make_accumulator(
     *,
     sampler: MinibatchSource,
     wrappers: Wrappers,
+    rule: Rule,
+    measure_noise: bool | str,
     gradient_as_bucket_view: bool,
     exact: bool,
     reduce_scatter_once: bool,
     **options: Any,
 ) -> GradientAccumulator:
     """The accumulator of an optimizer; further options are those of every :class:`GradientAccumulator`."""
+    options |= _measuring(
+        measure_noise,
+        inner,
+        communicator,
+        sampler=sampler,
+        wrappers=wrappers,
+        rule=rule,
+        exact=exact,
+        is_view=gradient_as_bucket_view,
+    )
+    options["sums_gradients"] = rule.sums_gradients
     if gradient_as_bucket_view and exact:
         raise ValueError("`gradient_as_bucket_view` must be False with `exact`, which rounds each minibatch's gradient")
     for option, is_on in (("`exact`", exact), ("a rule that sums gradients", options["sums_gradients"])):
@@ -59,9 +76,9 @@ def make_accumulator(
     groups = dtensor.model_groups(parameters, group)
     model_parallel = ProcessGroups(*groups.values()) if groups else SingleProcess()
     if groups and (sampler.shares is not None or sampler.counter is not None):
-        rule = "parameters must not be sharded over ranks of one core"
+        problem = "parameters must not be sharded over ranks of one core"
         raise ValueError(
-            f'{rule} with OpenSteps, or unless `assign` is "round robin": these must read the same samples'
+            f'{problem} with OpenSteps, or unless `assign` is "round robin": these must read the same samples'
         )
     options |= {"model_parallel": model_parallel, "model_groups": list(groups)}
     if wrappers.fsdp:
@@ -72,3 +89,29 @@ def make_accumulator(
         advice = 'Pass it the other dimension of the mesh, as process_group=mesh["data"]'
         raise ValueError(f"{problem}. {advice}; or pass `model`, if gc.freeze() hides its fully_shard.")
     return BucketAccumulator(inner, communicator, **options)
+
+
+def _measuring(
+    measure_noise: bool | str,
+    inner: Optimizer,
+    communicator: Communicator,
+    *,
+    sampler: MinibatchSource,
+    wrappers: Wrappers,
+    rule: Rule,
+    exact: bool,
+    is_view: bool,
+) -> dict[str, Any]:
+    """What an accumulator measures."""
+    if not isinstance(measure_noise, bool):
+        check_one_of((MEASURES, OWN_NORM), measure_noise=measure_noise)
+    of_run: Any = {"rule": rule, "exact": exact}
+    if measure_noise == OWN_NORM:
+        of_run |= {"is_view": is_view, "population": sampler.population}
+        return {"own_norms": make_own_norms(inner, communicator, **of_run)}
+    layers = None
+    if measure_noise == MEASURES:
+        parameters = (p for group in inner.param_groups for p in group["params"])
+        of_run |= {"sampler": sampler, "is_one_program": communicator.is_one_program}
+        layers = make_norm_layers(wrappers.model, parameters, **of_run)
+    return {"measures": rule.measures_noise or bool(measure_noise), "norm_layers": layers}
