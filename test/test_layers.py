@@ -26,7 +26,7 @@ LAYERS = {
     "runs": {"cores", "traces", "policies", "schedules", "data", "optim"},
     "comparison": {"cores", "rules", "traces", "policies", "schedules", "planning", "data", "optim", "runs"},
     "cluster": {"policies", "planning"},
-    "integrations": {"cores", "traces", "policies", "schedules", "data", "optim", "cluster"},
+    "integrations": {"cores", "traces", "policies", "schedules", "data", "optim", "runs", "cluster"},
     "deprecated": {"rules", "optim"},
     "watch": {"runs"},
     "command": {"traces", "policies", "schedules", "planning", "comparison", "watch", "cluster", "integrations"},

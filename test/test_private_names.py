@@ -59,7 +59,11 @@ TABLE = {
         *("_internal", "_run_thread_per_device"),  # to run some of the cores of a host
     },
     "planning/tpu_compiler.py": {"_jax", "_src"},  # the versions of jax and libtpu are in that file
-    "integrations/accelerate.py": {"_is_accelerate_prepared"},
+    "integrations/accelerate.py": {
+        "_is_accelerate_prepared",
+        "_optimizers",  # FSDP2 needs an optimizer that is prepared, which this library then takes back
+        "_step_supports_amp_scaling",
+    },
     "integrations/keras.py": {
         *("_call_has_training_arg", "_flatten_layers", "_initial_epoch", "_loss_tracker", "_symbolic_build"),
     },

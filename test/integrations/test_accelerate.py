@@ -1,17 +1,19 @@
 """Accelerate, except for its loader and scheduler: the weights are those of a hand-written loop."""
 
 import gc
+from itertools import chain, repeat
 
 import accelerate_runs
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate_runs import RULES, TRACE, Session, by_accelerate, by_own_loop, prepared, stopped_and_resumed
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
-from variable_batch_size.integrations.accelerate import prepare
+from variable_batch_size.integrations.accelerate import prepare, shard
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 
@@ -213,10 +215,83 @@ def test_an_optimizer_of_this_library_must_be_there():
         prepare(Accelerator(cpu=True), torch.nn.Linear(2, 2))
 
 
-def test_loss_scales_of_the_accelerator_raise():
+# ----------------------------------------------------------------------------------------------------------------- fp16
+
+
+def scaled(rule="adascale", **options):
+    """A session with the scaler of "fp16", which Accelerate has on accelerators only, and without autocast."""
+    accelerator, session = Accelerator(cpu=True), Session(rule)
+    accelerator.scaler = torch.amp.GradScaler("cpu", growth_interval=3, **options)
+    things = prepare(accelerator, session.model, session.optimizer, session.loader, session.scheduler)
+    session.model, session.optimizer, session.loader, session.scheduler = things
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    return accelerator, session
+
+
+def test_loss_scales_of_the_accelerator_do_not_change_the_result(tmp_path):
+    expected = by_own_loop("adascale")
+    accelerator, session = scaled(init_scale=2.0**10)
+    session.train(accelerator.backward, stop_at=4)
+    accelerator.save_state(str(tmp_path))
+    saved = accelerator.scaler.get_scale()
+    assert saved > 2.0**10
+    assert_close(session.train(accelerator.backward).found()["weights"], expected["weights"], **TOLERANCE)
+    accelerator, session = scaled(init_scale=2.0**10)
+    accelerator.load_state(str(tmp_path))
+    assert accelerator.scaler.get_scale() == saved
+    found = session.train(accelerator.backward).found()
+    assert_close(found["weights"], expected["weights"], **TOLERANCE)
+    assert found["steps"] == found["scheduler"] == len(TRACE)
+
+
+def test_overflow_of_the_accelerators_loss_scale_skips_the_step_and_its_scheduler():
+    accelerator, session = scaled()
+    factors = chain([float("inf")], repeat(1.0))
+    found = session.train(lambda loss: accelerator.backward(loss * next(factors))).found()
+    assert session.optimizer.steps_skipped == 1
+    assert (found["steps"], found["scheduler"]) == (len(TRACE), len(TRACE) - 1)
+
+
+def test_clipping_by_the_accelerator_clips_the_unscaled_gradient_of_a_minibatch():
+    accelerator, session = scaled("linear", init_scale=2.0**10)
+
+    def backward(loss):
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(session.model.parameters(), 0.1)
+
+    plain = Session("linear")
+    for _ in plain.optimizer.epochs(2):
+        for data, target in plain.loader:
+            torch.nn.functional.cross_entropy(plain.model(data), target).backward()
+            torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 0.1)
+            if plain.optimizer.step():
+                plain.scheduler.step()
+    assert_close(session.train(backward).found()["weights"], plain.found()["weights"], **TOLERANCE)
+
+
+def test_a_closure_raises_with_a_loss_scale():
+    accelerator, session = scaled()
+    session.optimizer.set_epoch(0)
+    minibatches = iter(session.loader)
+    accelerator.backward(session.model(next(minibatches)[0]).sum())
+    session.optimizer.step()
+    next(minibatches)
+    with pytest.raises(RuntimeError, match=r"^with fp16, accelerator.backward\(\) must precede step\(\): don't pass a"):
+        session.optimizer.step(lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("FSDP", r"^FSDP reduces gradients by itself and is not supported with Accelerate: use FSDP2"),
+        ("DEEPSPEED", r"^DEEPSPEED reduces gradients by itself and is not supported"),
+    ],
+)
+def test_other_ways_to_shard_raise(kind, message):
     accelerator, session = Accelerator(cpu=True), Session("linear")
-    accelerator.scaler = torch.amp.GradScaler("cpu")  # as with "fp16", which needs an accelerator
-    with pytest.raises(
-        ValueError, match=r"^`mixed_precision` must be .*, got \"no\": optimizer.step\(\) and accelerator"
-    ):
+    accelerator.state.distributed_type = DistributedType[kind]
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+    with pytest.raises(ValueError, match=message):
         prepare(accelerator, session.model, session.optimizer)
+    with pytest.raises(ValueError, match=r"^`accelerator` must have FullyShardedDataParallelPlugin\(fsdp_version=2\)"):
+        shard(accelerator, session.model, session.optimizer.inner)

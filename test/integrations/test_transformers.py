@@ -10,7 +10,7 @@ from trainer_runs import TRACE, arguments, by_own_loop, by_trainer, samples, sto
 from transformers import Trainer
 
 import variable_batch_size as vbs
-from variable_batch_size.integrations.transformers import VariableBatchMixin
+from variable_batch_size.integrations.transformers import VariableBatchMixin, check_arguments
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 
@@ -139,6 +139,18 @@ def test_minibatches_without_tokens_have_equal_weights(tmp_path):
 def test_training_arguments_determined_by_the_trace_raise(tmp_path, setting, message):
     with pytest.raises(ValueError, match=message):
         trainer_with(arguments(tmp_path, **setting))
+
+
+def test_fsdp1_and_fsdp_with_float16_raise(tmp_path, monkeypatch):
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # which these arguments set
+    args = arguments(tmp_path, fsdp=True, fsdp_config={"version": 1})
+    with pytest.raises(ValueError, match="`version` of `fsdp_config` must be 2, got 1: others reduce gradients"):
+        check_arguments(args)
+    args = arguments(tmp_path, fsdp=True)
+    check_arguments(args)
+    args.fp16 = True
+    with pytest.raises(ValueError, match="`fp16` with `fsdp` must be False, got True: use `bf16`"):
+        check_arguments(args)
 
 
 def test_an_option_that_the_training_arguments_have_is_refused(tmp_path):

@@ -31,19 +31,29 @@ def test_accelerate_loop_on_two_processes_equals_one_process(found):
     import accelerate_runs
 
     expected = {rule: accelerate_runs.by_own_loop(rule) for rule in accelerate_runs.RULES}
-    for rule, run in (pair for process in found for pair in process["accelerate"]):
+    for rule, run in (pair for process in found for pair in process["accelerate"][0]):
         assert_close(run["weights"], expected[rule]["weights"], **TOLERANCE)
         assert run["steps"] == run["scheduler"] == len(accelerate_runs.TRACE)
+
+
+def test_optimizer_that_was_made_before_accelerate_has_sharded_the_model_raises(found):
+    for process in found:
+        rule = "with FSDP2 the model must be sharded before the optimizer is made"
+        assert process["accelerate"][1] == f"{rule}: model, inner = shard(accelerator, model, inner)"
 
 
 def test_trainer_on_two_processes_equals_one_process(found):
     import trainer_runs
 
     expected = {rule: trainer_runs.by_own_loop(rule) for rule in trainer_runs.RULES}
-    for runs, resumed in (process["trainer"] for process in found):
+    for runs, resumed, in_shards in (process["trainer"] for process in found):
         for rule, run in runs.items():
             assert_close(run["weights"], expected[rule]["weights"], **TOLERANCE)
             assert run["steps"] == len(trainer_runs.TRACE)
         assert_close(resumed["weights"], expected["adascale"]["weights"], **TOLERANCE)
+        for weights, history in in_shards:
+            assert_close(weights, expected["adascale"]["weights"], **TOLERANCE)
+            if history:  # of rank 0
+                trainer_runs.check_history(history, expected["adascale"]["records"])
     for rule, run in found[0]["trainer"][0].items():
         trainer_runs.check_history(run["history"], expected[rule]["records"])

@@ -2,11 +2,13 @@
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
-from variable_batch_size.integrations.accelerate import prepare
+from variable_batch_size.integrations.accelerate import prepare, shard
 
 MINIBATCH = 4
 REF_BATCHSIZE = 16
@@ -23,13 +25,15 @@ def dataset():
 class Session:
     """A model, an optimizer, a loader and a scheduler."""
 
-    def __init__(self, rule, *, device="cpu", dropout=0.0):
+    def __init__(self, rule, *, device="cpu", dropout=0.0, sharded_by=None):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).to(device)
         data = dataset()
         self.sampler = vbs.CustomSampler(data, trace=TRACE, minibatch_size=MINIBATCH)
         self.loader = DataLoader(data, batch_sampler=self.sampler)
         inner = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        if sharded_by is not None:
+            self.model, inner = shard(sharded_by, self.model, inner)
         self.optimizer = RULES[rule](
             inner, self.sampler, ref_batchsize=REF_BATCHSIZE, model=self.model, clip_grad_norm=0.5
         )
@@ -48,7 +52,8 @@ class Session:
 
     def found(self):
         model = getattr(self.model, "module", self.model)
-        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        values = {name: value.detach() for name, value in model.state_dict().items()}
+        weights = {name: getattr(value, "full_tensor", value.clone)() for name, value in values.items()}
         steps = self.optimizer.steps_done
         return {"weights": weights, "steps": steps, "scheduler": self.scheduler.last_epoch}
 
@@ -92,7 +97,55 @@ def stopped_and_resumed(folder, rule, num_steps, **options):
     return session.train(accelerator.backward).found()
 
 
+def use_fsdp2(accelerator, plugin):
+    """What Accelerate does with the plugin on accelerators; on CPUs, it ignores it."""
+    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+
+
+def sharded(rule, state_dict_type="FULL_STATE_DICT"):
+    """A session whose model Accelerate has sharded."""
+    accelerator = Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=30, state_dict_type=state_dict_type
+    )
+    use_fsdp2(accelerator, plugin)
+    session = Session(rule, sharded_by=accelerator)
+    things = prepare(accelerator, session.model, session.optimizer, session.loader, session.scheduler)
+    session.model, session.optimizer, session.loader, session.scheduler = things
+    return accelerator, session
+
+
+def in_shards(folder):
+    """Complete runs in FSDP2, with either format of its checkpoints resumed ones, and the message for a wrong order."""
+    try:
+        found = []
+        for rule in RULES:
+            accelerator, session = sharded(rule)
+            found.append((rule, session.train(accelerator.backward).found()))
+        for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+            accelerator, session = sharded("adascale", kind)
+            session.train(accelerator.backward, stop_at=4)
+            accelerator.save_state(str(folder / kind))
+            accelerator, session = sharded("adascale", kind)
+            accelerator.load_state(str(folder / kind))
+            found.append(("adascale", session.train(accelerator.backward).found()))
+        return found, message_of(lambda: prepare(accelerator, Session("linear").optimizer))
+    finally:
+        AcceleratorState._reset_state(True)
+
+
+def message_of(run):
+    try:
+        run()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def all_runs(folder):
     """The results of one of several processes."""
     runs = [(rule, by_accelerate(rule, model_first=model_first)) for rule in RULES for model_first in (False, True)]
-    return [*runs, ("adascale", stopped_and_resumed(folder, "adascale", 4))]
+    runs.append(("adascale", stopped_and_resumed(folder, "adascale", 4)))
+    runs_in_shards, message = in_shards(folder)
+    return [*runs, *runs_in_shards], message

@@ -1,6 +1,11 @@
 """Runs with Transformers' Trainer, and the same with a hand-written loop; on any number of processes."""
 
+import os
+
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate_runs import use_fsdp2
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, get_scheduler
 
@@ -64,7 +69,8 @@ def trainer_with(args, rule="linear", *, kind=VariableBatchTrainer, model=None, 
 
 
 def weights_of(model):
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    values = {name: value.detach() for name, value in model.state_dict().items()}
+    return {name: getattr(value, "full_tensor", value.clone)() for name, value in values.items()}
 
 
 def by_trainer(folder, rule, **changed):
@@ -167,7 +173,33 @@ def stopped_and_resumed(folder, rule, num_steps, dropout=0.0):
     return {"weights": weights_of(trainer.model), "steps": trainer.state.global_step, "epoch": trainer.state.epoch}
 
 
+def sharded_trainer(folder, state_dict_type, **changed):
+    """A trainer whose model Accelerate shards, as it does on accelerators; on CPUs, it ignores these arguments."""
+    config = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": state_dict_type}
+    args = arguments(folder, save_strategy="steps", save_steps=4, fsdp=True, fsdp_config=config)
+    trainer = trainer_with(args, "adascale", **changed)
+    use_fsdp2(trainer.accelerator, FullyShardedDataParallelPlugin(**args.fsdp_plugin_args))
+    trainer.is_fsdp_enabled = True
+    return trainer
+
+
+def in_shards(folder):
+    """Weights and logs of runs in FSDP2, stopped after four steps and resumed, for both formats of its files."""
+    found = []
+    try:
+        for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+            sharded_trainer(folder / kind, kind, callbacks=[StopAfter(4)]).train()
+            trainer = sharded_trainer(folder / kind, kind)
+            trainer.train(resume_from_checkpoint=True)
+            found.append((weights_of(trainer.model), [logs for logs in trainer.state.log_history if "loss" in logs]))
+    finally:
+        AcceleratorState._reset_state(True)
+        for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+            os.environ.pop(name, None)
+    return found
+
+
 def all_runs(folder):
     """The results of one of several processes."""
     runs = {rule: by_trainer(folder / rule, rule) for rule in RULES}
-    return runs, stopped_and_resumed(folder / "resumed", "adascale", 4)
+    return runs, stopped_and_resumed(folder / "resumed", "adascale", 4), in_shards(folder / "shards")

@@ -1,13 +1,16 @@
-"""prepare: replaces ``accelerator.prepare`` for a variable batch size."""
+"""prepare: replaces ``accelerator.prepare`` for a variable batch size; shard: FSDP2 through Accelerate."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from variable_batch_size.checks import imported_extra
+from variable_batch_size.cores.dtensor import is_dtensor
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.integrations import common
 from variable_batch_size.optim.optimizer import CustomOptimizer
@@ -15,9 +18,10 @@ from variable_batch_size.optim.proxy import OptimizerProxy, optimizers_of
 
 with imported_extra("accelerate", "variable_batch_size.integrations.accelerate needs accelerate", "accelerate"):
     from accelerate import Accelerator
-    from accelerate.utils import DistributedType, send_to_device
+    from accelerate.utils import DistributedType, save_fsdp_model, send_to_device
 
 _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.XLA)
+_SHARD = "model, inner = shard(accelerator, model, inner)"
 
 
 class UpdateCountingOptimizer(OptimizerProxy):
@@ -29,6 +33,7 @@ class UpdateCountingOptimizer(OptimizerProxy):
     def __init__(self, variable: CustomOptimizer) -> None:
         self.inner = self._variable = variable
         self._steps_seen = variable.steps_made
+        self._gathered: dict[str, Any] | None = None
         super(OptimizerProxy, self).__setstate__({})  # hooks and profiling, as Optimizer.__init__ sets them up
 
     @property
@@ -46,10 +51,92 @@ class UpdateCountingOptimizer(OptimizerProxy):
         """Do nothing: there are no gradients after a step."""
 
     def state_dict(self) -> dict[str, Any]:
-        return common.state_of(self._variable)
+        return common.state_of(self._variable) if self._gathered is None else self._gathered
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within, one rank may call :meth:`state_dict` although the state is sharded; all ranks must enter it."""
+        self._gathered = self.state_dict()
+        try:
+            yield
+        finally:
+            self._gathered = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         common.load_state(self._variable, state_dict)
+
+
+class ScaledGradients(OptimizerProxy):
+    """An optimizer for the accelerator's GradScaler, whose ``step()`` passes the scale to that of this library."""
+
+    _is_accelerate_prepared = True
+    _step_supports_amp_scaling = True  # GradScaler then sets `grad_scale` and `found_inf` here
+    grad_scale: torch.Tensor | None
+    found_inf: Any
+
+    def __init__(self, variable: CustomOptimizer) -> None:
+        self.inner = self._variable = variable
+        super(OptimizerProxy, self).__setstate__({})
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return not self._variable.updated
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        if not isinstance(self.found_inf, torch.Tensor):
+            raise RuntimeError("with fp16, accelerator.backward() must precede step(): don't pass a closure")
+        scale: Any = None if self.grad_scale is None else self.grad_scale.clone()  # update() changes it
+        self._variable.__dict__.update(grad_scale=scale, found_inf=self.found_inf)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # Accelerate saves that of the optimizer of this library
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+    @classmethod
+    def let_scale(cls, accelerator: Accelerator, optimizer: CustomOptimizer) -> None:
+        """Let each step of the optimizer begin with the accelerator's scaler, as it would in Accelerate's own one."""
+        scaled = accelerator.prepare_optimizer(cls(optimizer))  # for accelerator.clip_grad_norm_()
+
+        def before_step(*_: Any) -> None:
+            accelerator.scaler.step(scaled)
+            accelerator.scaler.update()
+
+        optimizer.register_step_pre_hook(before_step)
+
+
+def shard(accelerator: Accelerator, model: torch.nn.Module, inner: Optimizer) -> tuple[torch.nn.Module, Optimizer]:
+    """Shard a model with the accelerator's FSDP2, and give an optimizer of torch its sharded parameters.
+
+        model, inner = shard(accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        optimizer = vbs.Optimizer(inner, loader, rule="adam", ref_batchsize=64, model=model)
+        optimizer, loader, scheduler = prepare(accelerator, optimizer, loader, scheduler)
+
+    The optimizer of this library is made after that.
+
+    Args:
+        accelerator: with ``FullyShardedDataParallelPlugin(fsdp_version=2)``.
+        model: not sharded yet.
+        inner: an optimizer of torch with the model's parameters.
+    """
+    if not getattr(accelerator, "is_fsdp2", False):
+        kind = accelerator.distributed_type.value
+        raise ValueError(f"`accelerator` must have FullyShardedDataParallelPlugin(fsdp_version=2), got {kind}")
+    model, prepared = accelerator.prepare(model, inner)
+    return model, taken_back(accelerator, prepared)
+
+
+def taken_back(accelerator: Accelerator, prepared: Any) -> Optimizer:
+    """The optimizer of torch that Accelerate has prepared, which it then neither wraps nor saves."""
+    accelerator._optimizers.remove(prepared)
+    inner: Optimizer = prepared.optimizer
+    return inner
+
+
+def save_sharded_model(accelerator: Accelerator, model: torch.nn.Module, folder: str) -> None:
+    """Save a model in FSDP2 as Accelerate does. Every rank must call it."""
+    save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, folder)
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
@@ -69,17 +156,23 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     Args:
         accelerator: the run's accelerator.
         objects: the optimizer, and any of the others. The model may already be prepared; its parameters must be on the
-            accelerator's device when the optimizer is created.
+            accelerator's device when the optimizer is created, and with FSDP2 sharded (:func:`shard`).
     """
     optimizers = [thing for thing in objects if isinstance(thing, CustomOptimizer)]
     if len(optimizers) != 1:
         raise ValueError(f"pass exactly one optimizer of this library to prepare(), got {len(optimizers)}")
     (optimizer,) = optimizers
     _check_accelerator(accelerator, optimizer)
-    # the model first: the optimizer must find its wrappers
-    ready = [accelerator.prepare(thing) if isinstance(thing, torch.nn.Module) else thing for thing in objects]
+    # the model first: the optimizer must find its wrappers; with FSDP2, shard() has prepared it
+    is_sharded = accelerator.distributed_type == DistributedType.FSDP
+    ready = [
+        accelerator.prepare(thing) if isinstance(thing, torch.nn.Module) and not is_sharded else thing
+        for thing in objects
+    ]
     common.find_wrappers_of_framework(optimizer)
     accelerator.register_for_checkpointing(UpdateCountingOptimizer(optimizer))
+    if accelerator.scaler is not None:
+        ScaledGradients.let_scale(accelerator, optimizer)
     ready = [_prepared(accelerator, optimizer, thing) for thing in ready]
     return ready[0] if len(ready) == 1 else tuple(ready)
 
@@ -132,13 +225,14 @@ def _check_accelerator(accelerator: Accelerator, optimizer: CustomOptimizer) -> 
     """Reject settings that the trace determines, or that would change the result."""
     steps = accelerator.gradient_accumulation_steps
     common.check_setting("`gradient_accumulation_steps`", steps, 1, because=common.TRACE_DECIDES)
-    if accelerator.scaler is not None:
-        rule = f'`mixed_precision` must be "no" or "bf16", got "{accelerator.mixed_precision}"'
-        reason = "optimizer.step() and accelerator.clip_grad_norm_() would use gradients that are not unscaled"
-        raise ValueError(f"{rule}: {reason}. Use torch.amp.GradScaler in a loop without Accelerate")
-    if accelerator.distributed_type not in _TYPES:
+    is_fsdp2 = getattr(accelerator, "is_fsdp2", False)
+    if accelerator.distributed_type not in _TYPES and not is_fsdp2:
         kind = accelerator.distributed_type.value
-        raise ValueError(f"{kind} reduces gradients by itself and is not supported with Accelerate")
+        raise ValueError(f"{kind} reduces gradients by itself and is not supported with Accelerate: use FSDP2")
+    if is_fsdp2 and not any(map(is_dtensor, optimizer.parameters())):
+        raise ValueError(f"with FSDP2 the model must be sharded before the optimizer is made: {_SHARD}")
+    if is_fsdp2 and accelerator.scaler is not None:
+        raise ValueError('`mixed_precision` must be "no" or "bf16" with FSDP2, got "fp16"')
     common.refuse_open_steps(optimizer.sampler, "Accelerate")
     rank, number = accelerator.process_index, accelerator.num_processes
     advice = "create the Accelerator before the sampler"

@@ -11,6 +11,7 @@ from variable_batch_size.cores.detect import communicator_for
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.optim.consistency import differences
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.runs.sharded_state import full_optimizer_state, load_full_optimizer_state
 from variable_batch_size.schedules.schedule import BaseSchedule
 
 logger = logging.getLogger(__name__)
@@ -92,17 +93,21 @@ def find_wrappers_of_framework(optimizer: CustomOptimizer) -> None:
 
 
 def state_of(optimizer: CustomOptimizer) -> dict[str, Any]:
-    """The optimizer's state dict, with the description of its run."""
+    """The optimizer's state dict, with the description of its run.
+
+    If it is sharded, all ranks must call it, and those other than the first get an empty one.
+    """
     if optimizer.is_accumulating:
         problem = "a resumed run repeats it, but random generators and buffers were saved after some of its minibatches"
         logger.warning("the optimizer was saved within a step: %s. Save when `optimizer.updated`", problem)
-    return {**optimizer.state_dict(), _RUN_KEY: dict(optimizer.description)}
+    state = full_optimizer_state(optimizer)
+    return {**state, _RUN_KEY: dict(optimizer.description)} if state else {}
 
 
 def load_state(optimizer: CustomOptimizer, state: Mapping[str, Any]) -> None:
     """Load the result of :func:`state_of`; a state without a description is not compared."""
     check_same_run(optimizer, state.get(_RUN_KEY))
-    optimizer.load_state_dict({name: value for name, value in state.items() if name != _RUN_KEY})
+    load_full_optimizer_state(optimizer, {name: value for name, value in state.items() if name != _RUN_KEY})
 
 
 def check_same_run(optimizer: CustomOptimizer, saved: Mapping[str, object] | None) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from variable_batch_size.traces.trace import TraceLike
 with imported_extra("transformers", "variable_batch_size.integrations.transformers needs transformers", "transformers"):
     from transformers import Trainer, TrainerCallback
 
-    from variable_batch_size.integrations.accelerate import UpdateCountingOptimizer
+    from variable_batch_size.integrations.accelerate import UpdateCountingOptimizer, save_sharded_model, taken_back
 
 _SET_ELSEWHERE = {
     "clip_grad_norm": "set `max_grad_norm` of the training arguments",
@@ -31,17 +32,20 @@ _SET_ELSEWHERE = {
 _OF_LOADER = ("collate_fn", "num_workers", "pin_memory", "worker_init_fn", "persistent_workers", "prefetch_factor")
 
 
-def _check_arguments(args: Any) -> None:
+def check_arguments(args: Any) -> None:
     """Reject training arguments that the trace determines, or that would change the result."""
     for name, allowed, reason in (
         ("gradient_accumulation_steps", (1,), common.TRACE_DECIDES),
         ("auto_find_batch_size", (False,), "batch sizes of the trace are multiples of the minibatch size"),
         ("include_num_input_tokens_seen", ("no", False), "`variable_optimizer.weight_done` counts tokens"),
         ("deepspeed", (None, "", {}), "it reduces gradients by itself"),
-        ("fsdp", ([], None, "", False), "it reduces gradients by itself"),
         ("train_sampling_strategy", ("random",), "the sampler of this library assigns the samples"),
     ):
         common.check_setting(f"`{name}`", getattr(args, name, allowed[0]), *allowed, because=reason)
+    if getattr(args, "fsdp", None):
+        version = (getattr(args, "fsdp_plugin_args", None) or {}).get("fsdp_version")
+        common.check_setting("`version` of `fsdp_config`", version, 2, because="others reduce gradients by themselves")
+        common.check_setting("`fp16` with `fsdp`", args.fp16, False, because="use `bf16`")
     if args.n_gpu > 1:
         raise ValueError(f"each process must have one device, got {args.n_gpu}: launch one per device with torchrun")
 
@@ -58,6 +62,7 @@ class VariableBatchMixin:
 
     args: Any
     accelerator: Any
+    is_fsdp_enabled: bool
     model: torch.nn.Module
     optimizer: Any
     state: Any
@@ -85,7 +90,7 @@ class VariableBatchMixin:
         self.variable_sampler: CustomSampler | None = None
         self._flos_of_step = 0.0
         super().__init__(*args, callbacks=[_Position(self), *(callbacks or [])], **kwargs)  # type: ignore[call-arg]
-        _check_arguments(self.args)
+        check_arguments(self.args)
         self.args.ignore_data_skip = True  # in a resumed run the sampler already skips completed steps
 
     def get_train_dataloader(self) -> Any:
@@ -138,21 +143,52 @@ class VariableBatchMixin:
         return num_epochs, most_steps, len(self.train_dataset), num_samples, self._ref_batchsize, most_steps, num_steps
 
     def create_optimizer(self, *args: Any) -> Optimizer:
-        """The trainer's own optimizer, wrapped so that it follows the trace."""
+        """The trainer's own optimizer, wrapped so that it follows the trace; with FSDP2 in :meth:`create_scheduler`."""
         if not isinstance(self.optimizer, UpdateCountingOptimizer):  # also if `model_init` has created another model
-            assert self.variable_sampler is not None
-            self.variable_optimizer = CustomOptimizer(
-                super().create_optimizer(*args),  # type: ignore[misc]
-                self.variable_sampler,
-                rule=copy.deepcopy(self._rule),  # it stores measurements
-                ref_batchsize=self._ref_batchsize,
-                clip_grad_norm=self.args.max_grad_norm or None,
-                model=self.model,
-                **self._options,
-            )
-            self.variable_optimizer.record_grad_norm(every=1)  # the trainer logs it
-            self.optimizer = UpdateCountingOptimizer(self.variable_optimizer)
+            inner = super().create_optimizer(*args)  # type: ignore[misc]
+            self.optimizer = inner if self.is_fsdp_enabled else self._follow_trace(inner)
         return self.optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own scheduler; Accelerate has prepared the model then, and sharded it with FSDP2."""
+        if self.is_fsdp_enabled and not isinstance(self.optimizer, UpdateCountingOptimizer):
+            self.optimizer = self._follow_trace(taken_back(self.accelerator, self.optimizer))
+        return super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+
+    def _follow_trace(self, inner: Optimizer) -> UpdateCountingOptimizer:
+        assert self.variable_sampler is not None
+        self.variable_optimizer = CustomOptimizer(
+            inner,
+            self.variable_sampler,
+            rule=copy.deepcopy(self._rule),  # it stores measurements
+            ref_batchsize=self._ref_batchsize,
+            clip_grad_norm=self.args.max_grad_norm or None,
+            model=self.model,
+            **self._options,
+        )
+        self.variable_optimizer.record_grad_norm(every=1)  # the trainer logs it
+        return UpdateCountingOptimizer(self.variable_optimizer)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with ExitStack() as stack:
+            if self.is_fsdp_enabled:
+                save_sharded_model(self.accelerator, self.model, output_dir)
+                stack.enter_context(self.optimizer.gathered())
+                stack.enter_context(self._without_fsdp())
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with self._without_fsdp():
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+    @contextmanager
+    def _without_fsdp(self) -> Iterator[None]:
+        """Let the trainer save and load the optimizer's state in full: its way for shards would lose the position."""
+        is_enabled, self.is_fsdp_enabled = self.is_fsdp_enabled, False
+        try:
+            yield
+        finally:
+            self.is_fsdp_enabled = is_enabled
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
         """All minibatches of a step as one; tokens are counted per minibatch."""
@@ -166,9 +202,8 @@ class VariableBatchMixin:
         self._flos_of_step = 0.0
         model.train()
         for minibatch in inputs:
-            losses += self._run_minibatch(model, minibatch, optimizer)
-        if optimizer.is_idle:
-            return torch.zeros_like(losses)
+            loss = self._run_minibatch(model, minibatch, optimizer)
+            losses += 0.0 if optimizer.is_idle else loss  # padding does not count
         share = optimizer.weight_done - weight_before
         if not optimizer.minibatch_weights.is_weighted:
             share = optimizer.batch_size // optimizer.sampler.schedule.minibatch_size_of(optimizer.batch_size)

@@ -33,14 +33,30 @@ def full_state(model: torch.nn.Module, optimizer: CustomOptimizer, *, is_first: 
     if not is_first and not any(map(is_spread, [*model.parameters(), *optimizer.parameters()])):
         _consolidate(optimizer)
         return {}
+    return _gathered(local_state(model, optimizer), is_first=is_first)
 
-    def gathered(part: Any, _: str) -> Any:
+
+def full_optimizer_state(optimizer: CustomOptimizer) -> dict[str, Any]:
+    """The state of an optimizer. If it is sharded, every rank must call it: full on the first, empty on the others."""
+    state = _optimizer_state(optimizer)
+    if not any(map(is_spread, optimizer.parameters())):
+        return state
+    return _gathered(state, is_first=optimizer.sampler.rank == 0)
+
+
+def load_full_optimizer_state(optimizer: CustomOptimizer, state: Mapping[str, Any]) -> None:
+    """Load full tensors into an optimizer whose parameters may be sharded. Every rank must call it."""
+    optimizer.load_state_dict(map_params(optimizer.inner, state, shard))
+
+
+def _gathered(state: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
+    def full(part: Any, _: str) -> Any:
         if not isinstance(part, torch.Tensor) or not is_spread(part):
             return part
-        full = whole(part.detach())
-        return full.cpu() if is_first else None
+        found = whole(part.detach())
+        return found.cpu() if is_first else None
 
-    state = tree_map(local_state(model, optimizer), gathered)
+    state = tree_map(state, full)
     return state if is_first else {}
 
 

@@ -344,8 +344,7 @@ class CheckpointStore:
             raise ValueError(f"{path} does not match the model, use another directory for it: {error}") from error
         optimizer = self._optimizer
         optimizer.set_schedule(schedule)
-        sharded = sharded_state.map_params(optimizer.inner, state["optimizer"], sharded_state.shard)
-        optimizer.load_state_dict({**sharded, STATE_KEY: own})
+        sharded_state.load_full_optimizer_state(optimizer, {**state["optimizer"], STATE_KEY: own})
         for one in (optimizer, optimizer.inner):
             # otherwise torch warns that a scheduler was called first, if the epoch has no steps left
             one._opt_called = optimizer.steps_done > 0  # type: ignore[attr-defined]
