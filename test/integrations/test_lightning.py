@@ -20,7 +20,19 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning_runs import NUM_EPOCHS, RULES, TRACE, Manual, Net, StopAfter, Stopped, make_trainer, own_loop, weights
+from lightning_runs import (
+    NUM_EPOCHS,
+    RULES,
+    TRACE,
+    Manual,
+    Net,
+    StopAfter,
+    Stopped,
+    Streamed,
+    make_trainer,
+    own_loop,
+    weights,
+)
 from torch import multiprocessing, nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader
@@ -32,6 +44,7 @@ from variable_batch_size.integrations.lightning import VariableBatchSize, check_
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),
     pytest.mark.filterwarnings("ignore:GPU available but not used"),
+    pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`"),
     pytest.mark.filterwarnings("ignore:.*pkg_resources is deprecated"),
@@ -358,6 +371,60 @@ def test_second_fit_of_a_trainer_raises_unless_it_resumes(expected, tmp_path):
     assert trainer.global_step == len(TRACE)
 
 
+# ------------------------------------------------------------------------------------------------------------- streams
+
+
+@pytest.fixture(scope="module")
+def in_order():
+    """The network of a hand-written loop over the samples in their order."""
+    return own_loop("adascale", shuffle=False)[0]
+
+
+def test_a_stream_trains_as_a_hand_written_loop_over_its_samples(in_order):
+    module, trainer = Streamed("adascale"), make_trainer(limit_val_batches=1.0, num_sanity_val_steps=0)
+    assert torch.equal(fit(module, trainer), weights(in_order))
+    assert (trainer.global_step, trainer.current_epoch, module.num_validations) == (len(TRACE), NUM_EPOCHS, NUM_EPOCHS)
+
+
+@pytest.mark.parametrize("num_minibatches", [3, 9, 12])
+def test_a_stream_resumes_at_any_minibatch(in_order, tmp_path, num_minibatches):
+    path = tmp_path / "saved.ckpt"
+    with pytest.raises(Stopped):
+        fit(Streamed("adascale"), make_trainer(callbacks=[StopAfter(path, num_minibatches)]))
+    trainer = make_trainer()
+    found = fit(Streamed("adascale"), trainer, ckpt_path=path, weights_only=True)
+    assert torch.equal(found, weights(in_order))
+    assert trainer.global_step == len(TRACE)
+
+
+def test_a_stream_that_ends_early_ends_the_epoch_which_is_validated(caplog):
+    module, trainer = Streamed(num_samples=30), make_trainer(limit_val_batches=1.0, num_sanity_val_steps=0)
+    fit(module, trainer)
+    assert "the stream ended after 30 samples, so epoch 0 ends after 2 steps" in caplog.text
+    assert (trainer.global_step, trainer.current_epoch, module.num_validations) == (5, NUM_EPOCHS, NUM_EPOCHS)
+
+
+def test_an_endless_trace_of_a_stream_ends_with_it_or_with_max_steps():
+    endless = {"dataset_size": None, "on_end": "cycle"}
+    for options, num_steps in (({"max_epochs": 1}, 2), ({"max_epochs": -1, "max_steps": 1}, 1)):
+        trainer = make_trainer(**options)
+        fit(Streamed(num_samples=24, **endless), trainer)
+        assert trainer.global_step == num_steps
+
+
+def test_streams_that_cannot_begin_again_raise():
+    class Once(Streamed):
+        def setup(self, stage):
+            self.sampler = vbs.Stream(iter(range(40)), trace=TRACE, minibatch_size=4, dataset_size=40)
+
+    refused(Once(), "^`samples` of a Stream must not be an iterator with Lightning, which starts to read before it")
+    refused(Streamed(trace=growing()), "^`trace` of a Stream must not be FunctionPolicy with Lightning: use a trace")
+    refused(
+        Streamed(num_workers=1), "^`num_workers` of a stream's loader must be 0, got 1: Lightning starts the workers"
+    )
+    refused(Streamed(), "must be 1.0 or a number of minibatches, got 0.5: a stream may end", val_check_interval=0.5)
+
+
 # ------------------------------------------------------------------------------------------------------- two processes
 
 
@@ -387,6 +454,12 @@ def test_two_processes_equal_one_and_resume_as_one_or_two(expected, tmp_path):
         module = Net("adascale")
         fit(module, make_trainer(**options), ckpt_path=tmp_path / "step=4.ckpt", weights_only=True)
         torch.testing.assert_close(parameters(module.network), parameters(expected["adascale"]), rtol=0, atol=1e-6)
+
+
+def test_a_stream_on_two_processes_equals_one(in_order):
+    module = Streamed("adascale")
+    fit(module, make_trainer(strategy="ddp_fork", devices=2))
+    torch.testing.assert_close(parameters(module.network), parameters(in_order), rtol=0, atol=1e-6)
 
 
 def test_sharded_model_trains_like_an_unsharded_one(tmp_path):
@@ -500,17 +573,12 @@ def test_clipping_of_minibatches_instead_of_steps_raises():
     refused(Clipping(), "`configure_gradient_clipping` would clip the gradient of each minibatch: ")
 
 
-def test_stateful_loaders_and_streams_raise():
+def test_stateful_loaders_raise():
     class Stateful(Net):
         def train_dataloader(self):
             return StatefulDataLoader(runs.dataset(), batch_sampler=self.sampler)
 
-    class Streamed(Net):
-        def setup(self, stage):
-            self.sampler = vbs.Stream(range(40), trace=TRACE, minibatch_size=4, dataset_size=40)
-
     refused(Stateful(), "^`train_dataloader` must not be stateful, got StatefulDataLoader: ")
-    refused(Streamed(), "^`sampler` must be a CustomSampler, got Stream: Lightning starts to read")
 
 
 def test_policies_with_a_validation_interval_that_depends_on_the_length_raise():

@@ -68,6 +68,24 @@ class Net(LightningModule):
         self.log("val_loss", self.loss(batch))
 
 
+class Streamed(Net):
+    """The same samples one after another, the first ones only if there is a number of them."""
+
+    def __init__(self, *args, num_samples=40, **options):
+        super().__init__(*args, **options)
+        self.num_samples = num_samples
+
+    def setup(self, stage):
+        settings = {"dataset_size": 40, "lockstep": True, **self.options}
+        self.sampler = vbs.Stream(self.samples, trace=self.trace, minibatch_size=4, **settings)
+
+    def samples(self):
+        return (sample for _, sample in zip(range(self.num_samples), dataset(), strict=False))
+
+    def train_dataloader(self):
+        return DataLoader(self.sampler, batch_size=None, num_workers=self.num_workers)
+
+
 class Manual(Net):
     """The same with manual optimization."""
 
@@ -90,10 +108,10 @@ def weights(network):
     return torch.cat([value.flatten().double() for value in network.state_dict().values()])
 
 
-def own_loop(rule="linear", *, num_epochs=NUM_EPOCHS, max_steps=-1, model=None, trace=TRACE):
+def own_loop(rule="linear", *, num_epochs=NUM_EPOCHS, max_steps=-1, model=None, trace=TRACE, shuffle=True):
     """The weights and the number of updates of a hand-written loop."""
     model, data = network() if model is None else model, dataset()
-    sampler = vbs.CustomSampler(40, trace, minibatch_size=4)
+    sampler = vbs.CustomSampler(40, trace, minibatch_size=4, shuffle=shuffle)
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = RULES[rule](inner, sampler, ref_batchsize=8, model=model, clip_grad_norm=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.8)

@@ -1,13 +1,15 @@
 """VariableBatchSize: a Lightning callback whose Trainer counts updates, not minibatches, as steps."""
 
 import warnings
+from contextlib import suppress
 from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
 
 from variable_batch_size.checks import imported_extra
-from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.sampler import MinibatchSource
+from variable_batch_size.data.stream import Stream
 from variable_batch_size.integrations.common import TRACE_DECIDES, check_same_run, check_setting, refuse_open_steps
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
@@ -68,12 +70,15 @@ def check_optimizer(trainer: Trainer) -> CustomOptimizer:
             rule = 'a scheduler with interval="step" must have frequency 1 and must not monitor a metric'
             raise ValueError(f"{rule}, got {type(config.scheduler).__name__} with frequency {config.frequency}")
     sampler = optimizer.sampler
-    if not isinstance(sampler, CustomSampler):
-        kind = type(sampler).__name__
-        raise ValueError(f"`sampler` must be a CustomSampler, got {kind}: Lightning starts to read before it resumes")
     refuse_open_steps(sampler, "Lightning")
-    if sampler.schedule.is_live and trainer.val_check_interval != 1.0 and isinstance(trainer.val_check_interval, float):
-        reason = f"{sampler.schedule.name} decides the length of an epoch during it"
+    check_stream(sampler)
+    if (
+        has_unknown_length(sampler)
+        and trainer.val_check_interval != 1.0
+        and isinstance(trainer.val_check_interval, float)
+    ):
+        live = f"{sampler.schedule.name} decides the length of an epoch during it"
+        reason = live if sampler.schedule.is_live else "a stream may end earlier than its trace"
         rule = "`val_check_interval` of the Trainer must be 1.0 or a number of minibatches"
         raise ValueError(f"{rule}, got {trainer.val_check_interval}: {reason}")
     if sampler.num_replicas > 1 and not sampler.schedule.lockstep:
@@ -85,15 +90,36 @@ def check_optimizer(trainer: Trainer) -> CustomOptimizer:
     return optimizer
 
 
+def has_unknown_length(sampler: MinibatchSource) -> bool:
+    """Whether the number of minibatches in an epoch is known after the last one only."""
+    return sampler.schedule.is_live or isinstance(sampler, Stream)
+
+
+def check_stream(sampler: MinibatchSource) -> None:
+    """Reject streams that cannot begin again: Lightning starts to read before it resumes."""
+    if not isinstance(sampler, Stream):
+        return
+    if sampler.schedule.is_live:
+        raise ValueError(f"`trace` of a Stream must not be {sampler.schedule.name} with Lightning: use a trace")
+    if not (sampler.can_be_reread or sampler.is_sharded):
+        rule = "`samples` of a Stream must not be an iterator with Lightning, which starts to read before it resumes"
+        raise ValueError(f"{rule}: pass an iterable, or a function that returns one")
+
+
 def check_loader(trainer: Trainer, optimizer: CustomOptimizer) -> CombinedLoader:
     """Lightning's combined loader, if it contains only the loader of the optimizer's sampler."""
     combined = trainer.fit_loop._combined_loader
     assert combined is not None
-    samplers = [getattr(loader, "batch_sampler", loader) for loader in combined.flattened]
+    samplers = [
+        getattr(loader, "batch_sampler", None) or getattr(loader, "dataset", loader) for loader in combined.flattened
+    ]
     if len(samplers) != 1 or samplers[0] is not optimizer.sampler:
         found = f"{len(samplers)} with {', '.join(type(sampler).__name__ for sampler in samplers)}"
         rule = "`train_dataloader` must be one DataLoader with the optimizer's sampler (`batch_sampler=sampler`)"
         raise ValueError(f"{rule}, got {found}")
+    if isinstance(optimizer.sampler, Stream):
+        because = "Lightning starts the workers before it resumes"
+        check_setting("`num_workers` of a stream's loader", combined.flattened[0].num_workers, 0, because=because)
     if hasattr(combined.flattened[0], "load_state_dict"):
         kind = type(combined.flattened[0]).__name__
         raise ValueError(f"`train_dataloader` must not be stateful, got {kind}: the sampler already resumes by itself")
@@ -134,6 +160,10 @@ class UpdateLoop(_TrainingEpochLoop):
     def _is_live(self) -> bool:
         return self.optimizer.sampler.schedule.is_live
 
+    @property
+    def _is_stream(self) -> bool:
+        return isinstance(self.optimizer.sampler, Stream)
+
     def _set_last(self, is_last: bool) -> None:
         """Say whether the latest minibatch is the last one of the epoch."""
         self.batch_progress.is_last_batch = self.trainer.fit_loop._data_fetcher.done = is_last
@@ -153,10 +183,13 @@ class UpdateLoop(_TrainingEpochLoop):
         self._num_calls, is_resuming, sampler = 0, self.restarting, optimizer.sampler
         epoch = trainer.fit_loop.epoch_progress.current.processed
         sampler.set_epoch(epoch, optimizer.epoch_step if optimizer.epoch == epoch else 0)
+        if self._is_stream:
+            with suppress(TypeError):  # endless
+                len(loader.flattened[0])  # which torch compares with what is read in the epoch
         num_minibatches = self.set_length()
         if isinstance(trainer.val_check_interval, float):
             share = num_minibatches * trainer.val_check_interval
-            trainer.val_check_batch = share if self._is_live else max(1, int(share))
+            trainer.val_check_batch = share if has_unknown_length(sampler) else max(1, int(share))
         with warnings.catch_warnings():
             # the sampler resumes within the epoch
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
@@ -169,15 +202,18 @@ class UpdateLoop(_TrainingEpochLoop):
             if is_resuming:  # without those of a step that is repeated
                 setattr(self.batch_progress.total, count, before + done)
         self._batches_that_stepped = self.global_step
-        if self._is_live:
+        if has_unknown_length(sampler):
             self._set_last(is_at_end_of_epoch(optimizer))
         loader.limits = None  # the length of another epoch
 
     def on_run_start(self, data_fetcher: Any) -> None:
         """Restart the loader, which was created before the epoch was set."""
         iter(data_fetcher)  # only once: with workers this alone reads the sampler
-        if self._is_live:
+        if has_unknown_length(self.optimizer.sampler):
             data_fetcher.length = None  # an estimate
+        if self._is_stream and not (data_fetcher.done or data_fetcher.batches):
+            with suppress(StopIteration):
+                data_fetcher.batches.append(next(data_fetcher))  # reads ahead: the last one is then known as such
         data_fetcher._start_profiler = self._on_before_fetch
         data_fetcher._stop_profiler = self._on_after_fetch
 
@@ -196,7 +232,8 @@ class UpdateLoop(_TrainingEpochLoop):
         """Set the number of minibatches in the epoch, which Lightning assumes to be the same in all."""
         fit_loop, unknown = self.trainer.fit_loop, float("inf")
         epoch = fit_loop.epoch_progress.current.processed
-        number = fit_loop.max_batches = unknown if self._is_live else self._num_minibatches(epoch)
+        is_unknown = has_unknown_length(self.optimizer.sampler)
+        number = fit_loop.max_batches = unknown if is_unknown else self._num_minibatches(epoch)
         return number
 
     def _num_minibatches(self, epoch: int) -> int:
