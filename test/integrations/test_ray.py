@@ -18,7 +18,7 @@ SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 # Ray looks for nodes that have joined or left every 20 s; this makes it look whenever it gets a line
