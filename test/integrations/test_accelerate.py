@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
-from variable_batch_size.integrations.accelerate import prepare, shard
+from variable_batch_size.integrations.accelerate import UpdateCountingOptimizer, prepare, shard
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 
@@ -213,6 +213,13 @@ def test_scheduler_of_one_inner_optimizer_prepared_by_the_accelerator_raises():
 def test_an_optimizer_of_this_library_must_be_there():
     with pytest.raises(ValueError, match="pass exactly one optimizer of this library to prepare\\(\\), got 0"):
         prepare(Accelerator(cpu=True), torch.nn.Linear(2, 2))
+
+
+def test_state_of_another_optimizer_raises():
+    optimizer = UpdateCountingOptimizer(Session("linear").optimizer)
+    for state in ({}, torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).state_dict()):
+        with pytest.raises(ValueError, match=r"^the state has no 'variable_batch_size', so it is not of this library"):
+            optimizer.load_state_dict(state)
 
 
 # ----------------------------------------------------------------------------------------------------------------- fp16

@@ -18,7 +18,7 @@ from variable_batch_size.cores import xla
 from variable_batch_size.cores.communicator import Communicator, Group, group_of, is_running, ranks_of
 from variable_batch_size.cores.dtensor import from_local_like, is_dtensor, is_spread, shard_from_full, to_local, whole
 from variable_batch_size.files import TEMPORARY, sync
-from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.optimizer import STATE_KEY, CustomOptimizer
 from variable_batch_size.optim.proxy import MultiOptimizer, optimizers_of
 from variable_batch_size.optim.wrappers import is_zero
 from variable_batch_size.runs import state_file
@@ -46,7 +46,8 @@ def full_optimizer_state(optimizer: CustomOptimizer) -> dict[str, Any]:
 
 def load_full_optimizer_state(optimizer: CustomOptimizer, state: Mapping[str, Any]) -> None:
     """Load full tensors into an optimizer whose parameters may be sharded. Every rank must call it."""
-    optimizer.load_state_dict(map_params(optimizer.inner, state, shard))
+    is_own = STATE_KEY in state  # else load_state_dict() raises
+    optimizer.load_state_dict(map_params(optimizer.inner, state, shard) if is_own else dict(state))
 
 
 def _gathered(state: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
