@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import NotRequired, TypedDict, Unpack
+from typing_extensions import NotRequired, TypedDict
 
 from variable_batch_size.checks import check_not_negative, check_one_of, check_positive
 from variable_batch_size.traces.trace import Trace, TraceLike
@@ -264,8 +264,26 @@ class Schedule(BaseSchedule):
     True
     """
 
-    def __init__(self, trace: TraceLike, *, on_end: OnEnd | None = None, **layout: Unpack[Layout]) -> None:
-        super().__init__(**layout)
+    def __init__(
+        self,
+        trace: TraceLike,
+        *,
+        on_end: OnEnd | None = None,
+        dataset_size: int | None,
+        minibatch_size: int,
+        num_replicas: int = 1,
+        lockstep: bool = False,
+        max_minibatch_size: int | None = None,
+        unit: str = "samples",
+    ) -> None:
+        super().__init__(
+            dataset_size=dataset_size,
+            minibatch_size=minibatch_size,
+            num_replicas=num_replicas,
+            lockstep=lockstep,
+            max_minibatch_size=max_minibatch_size,
+            unit=unit,
+        )
         trace = Trace.of(trace)
         on_end = ("hold" if trace.is_open else "stop") if on_end is None else on_end
         check_one_of(ON_END, on_end=on_end)
