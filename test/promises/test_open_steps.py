@@ -6,28 +6,14 @@ import torch
 
 import variable_batch_size as vbs
 
-
-def expected_of(seeds, cores, *, is_sharded):
-    for seed in seeds:
-        for is_weighted in (False, True):
-            for how in open_runs.ways(is_sharded):
-                dtype = how.get("dtype", torch.float32)
-                steps = open_runs.program(seed, cores)
-                weights = open_runs.plainly(steps, is_weighted=is_weighted, dtype=dtype)
-                sizes = [4 * sum(map(len, step)) for step in steps]
-                yield weights, sizes, 1e-12 if dtype == torch.float64 else 1e-6
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
-@pytest.mark.parametrize(("cores", "seeds"), [(1, (0, 1, 2)), (2, (3,)), (3, (4,))])
-def test_ragged_programs_equal_one_batch_in_plain_pytorch(on_cores, cores, seeds):
-    is_sharded = cores > 1
-    results = on_cores(cores, open_runs.run_all, seeds) if is_sharded else [open_runs.run_all(seeds, is_sharded=False)]
-    for number, (weights, sizes, tolerance) in enumerate(expected_of(seeds, cores, is_sharded=is_sharded)):
-        for result in results:
-            assert result[number]["sizes"] == sizes
-            assert result[number]["noise"] == pytest.approx(results[0][number]["noise"], rel=1e-5)
-            for found, value in zip(result[number]["weights"], weights, strict=True):
-                torch.testing.assert_close(found, value, rtol=0, atol=tolerance)
+@pytest.mark.parametrize(("cores", "seeds"), [(1, (0, 1, 2)), (2, (15, 16)), (3, (6, 19))])
+def test_ragged_programs_equal_plain_pytorch_in_weights_noise_and_buffers(on_cores, cores, seeds):
+    results = on_cores(cores, open_runs.differences, seeds) if cores > 1 else [open_runs.differences(seeds)]
+    for dtype, difference in (one for result in results for one in result):
+        assert difference < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("cores", [2, 3])
@@ -70,13 +56,13 @@ def test_the_executed_trace_replays_to_the_same_weights(tmp_path):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("lockstep", [False, True])
-def test_a_core_that_never_ends_its_step_is_named(on_new_cores, lockstep):
-    error = on_new_cores(2, open_runs.hang, lockstep)[0]
+@pytest.mark.parametrize("how", ["", "exact", "lockstep", "lockstep, late"])
+def test_a_core_that_never_ends_its_step_is_named(on_new_cores, how):
+    error = on_new_cores(2, open_runs.hang, how)[0]
+    waits = "waits for the others after 0" if how == "lockstep, late" else "has ended it after 1"
     assert (
-        "step 0 of the run, in epoch 0, did not end within 1 seconds: core 0 has ended it after 1 minibatches" in error
+        f"step 0 of the run, in epoch 0, did not end within 1 seconds: core 0 {waits} minibatches; core 1 has" in error
     )
-    assert "core 1 has" in error
     assert "not ended it. On every core" in error
 
 
@@ -87,6 +73,27 @@ def test_cores_that_have_read_all_take_part_in_the_last_steps_of_the_others(on_c
     assert seen == [(epoch, sample) for epoch in range(2) for sample in range(num_samples)]
     assert {result["samples"] for result in results} == {2 * num_samples}
     assert len({(result["steps"], result["weight"]) for result in results}) == 1
+
+
+def test_a_core_that_begins_to_read_later_gets_the_next_samples(on_cores):
+    seen = [sample for result in on_cores(2, open_runs.read_late) for sample in result]
+    assert sorted(seen) == list(range(12))
+
+
+def test_a_core_without_minibatches_learns_from_the_others_that_they_have_weights(on_cores):
+    first, second = on_cores(2, open_runs.log_of_a_core_without_minibatches)
+    assert first == ([2.0, 2.0], True)
+    assert second == ([], True)
+
+
+def test_the_end_of_an_epoch_ends_its_last_step(on_cores):
+    assert open_runs.end_epochs_within_a_step() == (4, 24)
+    assert on_cores(2, open_runs.end_epochs_within_a_step) == [(4, 48)] * 2
+
+
+def test_a_run_ends_at_its_limit_also_on_cores_without_minibatches(on_cores):
+    assert open_runs.reach_a_limit() == 8
+    assert on_cores(2, open_runs.reach_a_limit) == [8, 8]
 
 
 def test_weights_must_be_passed_on_all_cores_or_none(on_cores):
@@ -123,6 +130,91 @@ def test_a_minibatch_without_step_raises():
     optimizer = open_runs.optimizer_of(open_runs.net_of())
     with pytest.raises(RuntimeError, match=r"step\(\) must be called once for each minibatch"):
         list(optimizer.minibatches([1, 2]))
+
+
+def train_on(net, optimizer, number, **how):
+    """As many minibatches in a loop over minibatches()."""
+    for data in optimizer.minibatches([torch.ones(4, 6)] * number):
+        net(data).sum().backward()
+        yield optimizer.step(**how)
+
+
+def test_a_loop_over_minibatches_that_was_left_within_a_step_is_found_out():
+    net = open_runs.net_of()
+    optimizer = open_runs.optimizer_of(net)
+    assert next(train_on(net, optimizer, 3)) is False
+    with pytest.raises(RuntimeError, match=r"minibatches\(\) must begin a step"):
+        next(train_on(net, optimizer, 1))
+    assert optimizer.end_step()
+    assert optimizer.batch_size == 4
+    assert list(train_on(net, optimizer, 2)) == [False, True]
+    for _ in optimizer.minibatches([0]):
+        break
+    net(torch.ones(4, 6)).sum().backward()
+    assert optimizer.step() is False  # not the last one, as in the loop that was left
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_last_is_refused_within_minibatches(last):
+    net = open_runs.net_of()
+    with pytest.raises(ValueError, match=rf"`last` must be None within minibatches\(\), .* got {last}"):
+        next(train_on(net, open_runs.optimizer_of(net), 1, last=last))
+
+
+def test_in_lockstep_steps_must_be_in_a_loop_over_minibatches():
+    net = open_runs.net_of()
+    sampler = vbs.CustomSampler(dataset_size=64, trace=vbs.OpenSteps(), minibatch_size=4, lockstep=True)
+    optimizer = vbs.Optimizer(torch.optim.SGD(net.parameters(), lr=0.1), sampler, rule="linear", ref_batchsize=8)
+    net(torch.ones(4, 6)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"step\(\) must be called within minibatches\(\) in lockstep"):
+        optimizer.step(last=True)
+    with pytest.raises(RuntimeError, match=r"end_step\(\) must not be called in lockstep"):
+        optimizer.end_step()
+
+
+@pytest.mark.parametrize("rule", ["linear", "adascale"])
+def test_within_a_step_settings_are_those_of_the_step_before(rule):
+    net = open_runs.net_of()
+    optimizer = open_runs.optimizer_of(net, rule=rule)
+    assert optimizer.current_lr() == open_runs.LR
+    list(train_on(net, optimizer, 4))
+    lr = optimizer.current_lr()
+    net(torch.ones(4, 6)).sum().backward()
+    optimizer.step()
+    assert optimizer.batch_size == 0
+    assert optimizer.current_lr() == lr
+    assert optimizer.report().get("scale", 2.0) == 2.0
+
+
+def test_steps_end_within_compiled_functions():
+    net = open_runs.net_of()
+    optimizer = open_runs.optimizer_of(net)
+
+    @torch.compile(backend="eager")
+    def train(data, last):
+        net(data).sum().backward()
+        return optimizer.step(last=last)
+
+    end_step = torch.compile(optimizer.end_step, backend="eager")
+    assert [train(torch.ones(4, 6), False), train(torch.ones(4, 6), True), end_step()] == [False, True, False]
+    assert (optimizer.steps_done, optimizer.samples_done) == (1, 8)
+
+
+def test_closures_and_hooks_run_once_for_each_call():
+    net, calls = open_runs.net_of(), []
+    optimizer = open_runs.optimizer_of(net)
+    optimizer.set_epoch(0)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure():
+        loss = net(torch.ones(4, 6)).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).shape == ()
+    assert optimizer.end_step()
+    assert calls == ["before", "after"] * 2
 
 
 def test_last_is_refused_where_the_trace_determines_it():

@@ -1,6 +1,6 @@
 """Random programs of open steps: how many minibatches of which length each core has in each step."""
 
-import contextlib
+import copy
 import random
 import time
 from itertools import islice
@@ -12,38 +12,46 @@ from torch import nn
 import variable_batch_size as vbs
 
 COUNTS = [5, 1, 7, 3, 8]  # minibatches of the steps of an epoch, of all that are read from the loader
-LR, REF_BATCHSIZE, MINIBATCH_SIZE = 0.05, 8, 4
+# so low that rounding does not grow: at 0.05 the weights of most programs diverge, those of plain PyTorch in another
+# order of the minibatches as well
+LR, REF_BATCHSIZE, MINIBATCH_SIZE = 0.001, 8, 4
+DECAY = 0.9  # of the averages of the noise
 
 
 def net_of(dtype=torch.float32):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
 
 
 def loss_of(net, minibatch):
-    data, target = (tensor.to(net[0].weight.dtype) for tensor in minibatch)
+    data, target = (tensor.to(next(net.parameters()).dtype) for tensor in minibatch)
     return (net(data) - target).square().sum()
 
 
-def program(seed, cores, num_steps=5):
-    """For each step, the minibatches of each core; cores may have none, but not all of them."""
+def program(seed, cores, num_steps=5, *, bad_steps=()):
+    """For each step, the minibatches of each core; cores may have none, but not all of them.
+
+    In the bad steps, one minibatch has a value that is not finite.
+    """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     steps = []
-    for _ in range(num_steps):
+    for number in range(num_steps):
         steps.append([[] for _ in range(cores)])
         for _ in range(rng.randint(1, 3 * cores)):
-            length = rng.randint(1, 5)
+            length = rng.randint(2, 5)
             shapes = [(length, 6), (length, 2)]
             minibatch = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
             steps[-1][rng.randrange(cores)].append(minibatch)
+        if number in bad_steps:
+            minibatch[1][0, 0] = torch.inf
     return steps
 
 
-def optimizer_of(net, trace=None, *, timeout=120, parameters_of=None, **options):
+def optimizer_of(net, trace=None, *, timeout=120, **options):
     sampler = vbs.CustomSampler(
         dataset_size=64, trace=trace or vbs.OpenSteps(timeout), minibatch_size=MINIBATCH_SIZE, shuffle=False
     )
-    inner = torch.optim.SGD((parameters_of or net).parameters(), lr=LR, momentum=0.9)
+    inner = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
     options = {"rule": "linear", "ref_batchsize": REF_BATCHSIZE, "model": net, **options}
     return vbs.Optimizer(inner, sampler, **options)
 
@@ -52,24 +60,55 @@ def rank_and_cores():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def plainly(steps, *, is_weighted, dtype=torch.float32):
-    """The weights of plain PyTorch: every step is one batch of all samples, or the mean over its minibatches."""
-    net = net_of(dtype)
+def plainly(steps, *, is_weighted, dtype=torch.float64, rule="linear"):
+    """Plain PyTorch: weights, noise, and the buffers of each core. Steps that are not finite are skipped.
+
+    A step is the mean over all samples, or over its minibatches, of which each has BatchNorm statistics of its own.
+    """
+    net, average = net_of(dtype), torch.zeros(3, dtype=torch.float64)
     inner = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
+    buffers = [copy.deepcopy([*net.buffers()]) for _ in steps[0]]
     for step in steps:
-        minibatches = [minibatch for own in step for minibatch in own]
-        inner.zero_grad()
-        if is_weighted:
-            batch = [torch.cat(parts) for parts in zip(*minibatches, strict=True)]
-            (loss_of(net, batch) / len(batch[0])).backward()
-        else:
-            (sum(loss_of(net, minibatch) for minibatch in minibatches) / len(minibatches)).backward()
-        inner.param_groups[0]["lr"] = LR * len(minibatches) * MINIBATCH_SIZE / REF_BATCHSIZE
+        gradients, weights, before = [], [], copy.deepcopy(buffers)
+        for own, of_core in zip(step, buffers, strict=True):
+            _copy(of_core, net.buffers())
+            for minibatch in own:
+                found = torch.autograd.grad(loss_of(net, minibatch), [*net.parameters()])
+                gradients.append(torch.cat([part.flatten() for part in found]))
+                weights.append(float(len(minibatch[0])) if is_weighted else 1.0)
+            _copy(net.buffers(), of_core)
+        mean, number = sum(gradients) / sum(weights), len(gradients)
+        if not mean.isfinite().all():
+            buffers = before
+            continue
+        batch_size = sum(weights) if is_weighted else number * MINIBATCH_SIZE
+        if number > 1:
+            of_each = sum(float(one.square().sum()) / weight for one, weight in zip(gradients, weights, strict=True))
+            square = float(mean.square().sum())
+            variance = (of_each / sum(weights) - square) * batch_size / (number - 1)
+            latest = torch.tensor([variance, square - variance / batch_size, 1.0], dtype=torch.float64)
+            average = DECAY * average + (1 - DECAY) * latest
+        scale = number * MINIBATCH_SIZE / REF_BATCHSIZE
+        factor = {"linear": scale, "root": scale**0.5, "constant": 1.0}[rule]
+        vector_to_gradients(mean, net.parameters())
+        inner.param_groups[0]["lr"] = LR * factor
         inner.step()
-    return [p.detach() for p in net.parameters()]
+    noise = (average[:2] / average[2]).tolist() if average[2] else None
+    return {"weights": [p.detach() for p in net.parameters()], "noise": noise, "buffers": buffers}
 
 
-def run(steps, *, is_weighted, dtype=torch.float32, wrap=None, by_hand=False, **options):
+def vector_to_gradients(vector, parameters):
+    for p in parameters:
+        part, vector = vector[: p.numel()], vector[p.numel() :]
+        p.grad = part.view_as(p).clone()
+
+
+def _copy(values, targets):
+    for value, target in zip(values, targets, strict=True):
+        target.copy_(value)
+
+
+def run(steps, *, is_weighted, dtype=torch.float64, wrap=None, by_hand=False, scales=False, **options):
     """This core's part of a program, on any number of cores: those without a place in it have no minibatches."""
     (rank, cores), net = rank_and_cores(), net_of(dtype)
     plain = net
@@ -78,49 +117,76 @@ def run(steps, *, is_weighted, dtype=torch.float32, wrap=None, by_hand=False, **
     elif wrap == "fully_shard":
         from torch.distributed.fsdp import fully_shard
 
-        for layer in (net[0], net[2], net):
+        for layer in (net[0], net[3], net):
             fully_shard(layer)
-    optimizer, sizes = optimizer_of(net, measure_noise=True, **options), []
+    # without measurements, only cores with a GradScaler would look for values that are not finite
+    measuring = {} if scales else {"measure_noise": True, "smoothing": DECAY}
+    optimizer, sizes = optimizer_of(net, **measuring, **options), []
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=scales)
     padding = [torch.full((2, 6), torch.nan), torch.zeros(2, 2)]
+
+    def train_on(minibatch, **how):
+        scaler.scale(loss_of(net, minibatch)).backward()
+        scaler.step(optimizer, weight=len(minibatch[0]) if is_weighted else None, **how)
+        scaler.update()
+
     for step in steps:
         own = [
             minibatch for place, minibatches in enumerate(step) if place % cores == rank for minibatch in minibatches
         ]
-        weights = [len(data) if is_weighted else None for data, _ in own]
         if by_hand:
             for number, minibatch in enumerate(own):
-                loss_of(plain, minibatch).backward()
-                optimizer.step(weight=weights[number], last=number + 1 == len(own))
+                train_on(minibatch, last=number + 1 == len(own))
             if not own:
                 optimizer.end_step()
         else:
             for minibatch in optimizer.minibatches(own, padding=padding):
-                loss_of(net if wrap == "fully_shard" else plain, minibatch).backward()
-                optimizer.step(weight=len(minibatch[0]) if is_weighted else None)
+                train_on(minibatch)
         sizes.append(optimizer.batch_size)
     weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in plain.parameters()]
     weights = [p.detach().clone() for p in weights]
+    found = {"weights": weights, "sizes": sizes, "buffers": [buffer.clone() for buffer in plain.buffers()]}
+    if scales:
+        return found
     noise = optimizer.noise
-    return {"weights": weights, "sizes": sizes, "noise": noise and (noise.variance, noise.square_norm)}
+    return {**found, "noise": noise and [noise.variance, noise.square_norm]}
 
 
-def run_all(seeds, *, is_sharded=True):
-    """Programs for as many cores as there are, in all the ways to run them."""
-    cores, found = rank_and_cores()[1], []
+def largest_difference(found, expected, rank):
+    """Of the weights, the buffers and, relative to its value, of the noise."""
+    pairs = [*zip(found["weights"], expected["weights"], strict=True)]
+    pairs += zip(found["buffers"], expected["buffers"][rank], strict=True)
+    differences = [float((one - other).abs().max()) for one, other in pairs]
+    if "noise" in found and expected["noise"] is not None:
+        of_variance = max(1.0, abs(expected["noise"][0]))
+        noises = zip(found["noise"], expected["noise"], strict=True)
+        differences += [abs(one - other) / of_variance for one, other in noises]
+    return float(torch.tensor(differences).max())  # NaN if one is
+
+
+WAYS = [{}, {"dtype": torch.float32}, {"by_hand": True, "scales": True, "rule": "root"}]
+WRAPPED = [{"wrap": "ddp"}, {"wrap": "fully_shard"}, {"wrap": "fully_shard", "scales": True, "rule": "constant"}]
+
+
+def differences(seeds, num_steps=5):
+    """For random programs, in all ways to run them, the dtype and the largest difference from plain PyTorch."""
+    (rank, cores), found = rank_and_cores(), []
     for seed in seeds:
-        for is_weighted in (False, True):
-            for how in ways(is_sharded):
-                found.append(run(program(seed, cores), is_weighted=is_weighted, **how))
+        is_weighted, bad_steps = bool(seed % 2), [seed % num_steps] if seed % 3 == 0 else []
+        steps = program(seed, cores, num_steps, bad_steps=bad_steps)
+        expected = {}
+        for how in WAYS + (WRAPPED if cores > 1 else []):
+            of_way = {name: value for name, value in how.items() if name in ("dtype", "rule")}
+            if (key := str(of_way)) not in expected:
+                expected[key] = plainly(steps, is_weighted=is_weighted, **of_way)
+            result = run(steps, is_weighted=is_weighted, **how)
+            assert result["sizes"] == [MINIBATCH_SIZE * sum(map(len, step)) for step in steps], (seed, how)
+            found.append((how.get("dtype", torch.float64), largest_difference(result, expected[key], rank)))
     return found
 
 
-def ways(is_sharded=True):
-    plain = [{"dtype": torch.float64}, {"by_hand": True}]
-    return [*plain, *([{"wrap": "ddp"}, {"wrap": "fully_shard"}] if is_sharded else [])]
-
-
 def run_exactly(steps):
-    return run(steps, is_weighted=True, exact=True)
+    return run(steps, is_weighted=True, dtype=torch.float32, exact=True)
 
 
 def read_data():
@@ -157,21 +223,31 @@ def stop_at(folder, stop):
     return train(folder, stop=stop)
 
 
-def hang(lockstep):
-    """Core 1 never ends its first step."""
+def hang(how):
+    """Core 1 never ends its first step, or in lockstep never begins it."""
     net, rank = net_of(), dist.get_rank()
+    lockstep = how.startswith("lockstep")
     sampler = vbs.CustomSampler(dataset_size=64, trace=vbs.OpenSteps(1.0), minibatch_size=4, lockstep=lockstep)
     inner = torch.optim.SGD(net.parameters(), lr=LR)
-    optimizer, end = vbs.Optimizer(inner, sampler, rule="linear", ref_batchsize=8), time.monotonic() + 8
-    with contextlib.suppress(ConnectionError):
-        try:
-            while time.monotonic() < end:
-                net(torch.zeros(4, 6)).sum().backward()
-                optimizer.step(last=rank == 0)
-                time.sleep(0.02)
-        except RuntimeError as error:
-            return str(error)
+    optimizer = vbs.Optimizer(inner, sampler, rule="linear", ref_batchsize=8, exact=how == "exact")
+    try:
+        if rank == 1 and how == "lockstep, late":
+            time.sleep(4)
+            return ""
+        own = [torch.zeros(4, 6)] if rank == 0 else _for_seconds(4)
+        for data in optimizer.minibatches(own):
+            net(data).sum().backward()
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error)
     return ""
+
+
+def _for_seconds(number):
+    end = time.monotonic() + number
+    while time.monotonic() < end:
+        time.sleep(0.02)
+        yield torch.zeros(4, 6)
 
 
 def mixed_weights():
@@ -234,3 +310,63 @@ def read_to_the_end(num_samples, most_reads):
         "samples": optimizer.samples_done,
         "weight": model.weight.item(),
     }
+
+
+def read_late():
+    """Core 1 reads its first minibatch after the first step: the samples that each core has read."""
+    model, rank, seen = nn.Linear(1, 1), dist.get_rank(), []
+    loader = vbs.DataLoader(torch.arange(12.0)[:, None], vbs.OpenSteps(timeout=60), minibatch_size=1)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-4)
+    optimizer = vbs.Optimizer(inner, loader, rule="constant", ref_batchsize=1, model=model)
+    for _ in optimizer.epochs(1):
+        iterator, num_reads = iter(loader), 3 if rank == 0 else 0
+        while (own := list(islice(iterator, num_reads))) or not num_reads:
+            seen += map(int, own)
+            for minibatch in optimizer.minibatches(own):
+                model(minibatch).sum().backward()
+                optimizer.step()
+            num_reads = 2
+    return seen
+
+
+def log_of_a_core_without_minibatches():
+    """Core 0 writes the log of weighted steps of which only core 1 has minibatches; the gradients of both."""
+    net, rank, records = net_of(), dist.get_rank(), []
+    optimizer = optimizer_of(net)
+    optimizer.attach(vbs.Log(optimizer, every=1, to=[records.append]))
+    for _ in range(2):
+        for data in optimizer.minibatches([torch.ones(4, 6)] * 3 if rank else []):
+            loss = net(data).sum() * 0 + 8
+            loss.backward()
+            optimizer.step(weight=4, loss=loss)
+    return [record["loss"] for record in records], optimizer.minibatch_weights.is_weighted
+
+
+def end_epochs_within_a_step():
+    """Each core has 3 minibatches in an epoch and ends a step after 2."""
+    net = net_of()
+    optimizer = optimizer_of(net)
+    for _ in optimizer.epochs(2):
+        for number in range(3):
+            net(torch.ones(4, 6)).sum().backward()
+            optimizer.step(last=number == 1)
+    return optimizer.steps_done, optimizer.samples_done
+
+
+def reach_a_limit():
+    """Only core 0 has minibatches, and both have more steps than the limit allows."""
+    net, rank = net_of(), rank_and_cores()[0]
+    optimizer = optimizer_of(net)
+    for _ in optimizer.epochs(samples=8):
+        for number in range(5):
+            own = [torch.ones(4, 6)] if rank == 0 else []
+            if number % 2:
+                for data in optimizer.minibatches(own):
+                    net(data).sum().backward()
+                    optimizer.step()
+            elif own:
+                net(own[0]).sum().backward()
+                optimizer.step(last=True)
+            else:
+                optimizer.end_step()
+    return optimizer.samples_done

@@ -529,7 +529,8 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
         """The minibatches of this pass; several at once unless they are assigned while it runs."""
         schedule, size, shares = self.schedule, self.minibatch_size, self.shares
         if isinstance(schedule, OpenSchedule):
-            first = schedule.samples_read(self.epoch)
+            # those before this pass: a core may read its first minibatch when others have completed steps
+            first = schedule.samples_read(self.epoch, self.first_step)
             while (start := first + self.counter.next() * size) + size <= schedule.capacity:  # type: ignore[union-attr]
                 yield Minibatches(np.array([start]), size)
             return

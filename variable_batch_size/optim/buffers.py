@@ -30,15 +30,16 @@ class Buffers:
         self._before_padding: list[_Saved] = []
         self._is_fresh = False  # whether the model has not run since the latest snapshot
         self._hooks: list[RemovableHandle] = []
-        self._is_watching = False
+        self._is_watching = self.is_on = False
         self.expect_skips(may_skip)
 
     def expect_skips(self, may_skip: bool) -> None:
         """From now on, whether the update of a rank that is not idle may be skipped."""
-        self._is_always_saved = self._is_one_program or may_skip
+        self._is_always_saved, was_on = self._is_one_program or may_skip, self.is_on
         # whether there may be anything to restore
         self.is_on = self._model is not None and (self._communicator.num_replicas > 1 or may_skip)
-        self.watch(self._is_watching)
+        if self.is_on != was_on:
+            self.watch(self._is_watching)
 
     def watch(self, is_on: bool) -> None:
         """Notice from now on when the model, or a part of it with buffers, runs; or no longer."""

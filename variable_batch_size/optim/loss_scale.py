@@ -25,6 +25,7 @@ class LossScale:
         self._everyone = everyone  # ranks of a model in fully_shard, which reduces before gradients are unscaled
         self._is_summed = is_summed  # whether p.grad is the sum over the step's minibatches so far
         self._of_step: list[tuple[torch.Tensor, torch.Tensor]] = []  # scale and found_inf of its minibatches
+        self.is_used = False  # whether a GradScaler has called step() in this pass
 
     def unscale_(self, plan: StepPlan, scale: torch.Tensor | None, found_inf: Any) -> torch.Tensor | None:
         """Divide ``p.grad`` by the scale; returns what it was multiplied by, None if the user has done so before."""

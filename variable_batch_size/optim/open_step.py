@@ -14,7 +14,9 @@ from variable_batch_size.cores.communicator import Communicator
 from variable_batch_size.data.cursor import Cursor, StepPlan
 from variable_batch_size.data.sampler import MinibatchSource
 from variable_batch_size.data.shares import PassCounter
+from variable_batch_size.optim.buffers import Buffers
 from variable_batch_size.optim.gradients.accumulator import Counts, GradientAccumulator, StepGradient
+from variable_batch_size.optim.loss_scale import LossScale
 from variable_batch_size.optim.norm_layers import MEASURES
 from variable_batch_size.optim.own_norms import OWN_NORM
 from variable_batch_size.optim.steps import Steps
@@ -62,17 +64,22 @@ class OpenStep(Steps):
         cursor: Cursor,
         accumulator: GradientAccumulator,
         weights: TokenWeights,
+        loss_scale: LossScale,
+        buffers: Buffers,
+        *,
+        skips: bool,  # whether updates are skipped without a GradScaler, too
         device: torch.device,
     ) -> None:
         assert sampler.counter is not None
         communicator = accumulator.communicator
         self._sampler, self._cursor, self._communicator, self._device = sampler, cursor, communicator, device
         self._accumulator, self._weights = accumulator, weights
+        self._loss_scale, self._buffers, self._skips = loss_scale, buffers, skips
         self._counter: PassCounter = sampler.counter
         self._timeout = self._schedule.timeout
-        self._is_last = False  # whether the next minibatch is the core's last one in the step
-        self._num_reduced = 0  # steps, with those that no core had a minibatch in
-        self.is_epoch_over = True  # False while this core waits for the ends of the others' epochs
+        self._is_last = False  # whether the user has said that the next minibatch is the core's last one in the step
+        self._is_last_in_loop: bool | None = None  # the same within minibatches(); None outside of it
+        self._is_at_end = False  # whether this core has no more minibatches in the epoch
         if communicator.num_replicas > 1:
             communicator.timeout = timedelta(seconds=self._timeout)
         self.begin()
@@ -83,16 +90,16 @@ class OpenStep(Steps):
         if not keeps_reads:
             self._num_read_before = self._sampler.num_read
         self._published = time.monotonic()
-        self._is_done = (
-            True  # whether this core has no more minibatches; in lockstep it waits for others before that, too
-        )
         self._waits_since: float | None = None  # in lockstep, since this core has no more minibatches
+        self._ends_with_next = False  # in lockstep, whether the step does: the cores agree on it before each minibatch
 
     def follow(self) -> None:
-        self._is_last = False
+        self._is_last, self._is_last_in_loop = False, None
         self.begin()
 
     def end_with_next(self, is_last: bool) -> None:
+        if self._is_last_in_loop is not None:
+            raise ValueError(f"`last` must be None within minibatches(), which determines it, got {is_last}")
         self._is_last = is_last
 
     def end(self) -> None:
@@ -101,13 +108,18 @@ class OpenStep(Steps):
             raise RuntimeError(f"{rule}: loop over optimizer.minibatches(…, padding=…)")
         if self._accumulator.has_gradients():
             raise RuntimeError("end_step() was called after backward(): pass last=True to step() instead")
-        self._cursor.is_done = True
+        self._cursor.is_done, self._is_last_in_loop = True, None
 
     def minibatches(
         self, own: Iterable[Data], padding: Data | None, optimizer: Any, prepare_next: Callable[[], None]
     ) -> Iterator[Data]:
-        cursor = self._cursor
-        left, is_lockstep = iter(own), cursor.schedule.lockstep
+        cursor, is_lockstep = self._cursor, self._cursor.schedule.lockstep
+        if optimizer._runs.has_reached(self._sampler.num_to_run):  # the run has ended, and step() would do nothing
+            return
+        if cursor.is_accumulating:
+            rule = "minibatches() must begin a step, but this core has run minibatches of one that it has not ended"
+            raise RuntimeError(f"{rule}: call end_step() before a loop is left")
+        left = iter(own)
         data = next(left, _END)
         if data is _END:
             if not is_lockstep:
@@ -118,23 +130,32 @@ class OpenStep(Steps):
             cursor.is_done, data = True, padding
             prepare_next()
         following = data
-        while True:
-            following = following if cursor.is_done else next(left, _END)
-            self._is_last, number = following is _END, optimizer._runs.number
-            yield data
-            if optimizer._runs.number != number + 1:
-                raise RuntimeError("step() must be called once for each minibatch that minibatches() yields")
-            if not cursor.is_accumulating:
-                return
-            data = data if cursor.is_done else following
+        try:
+            while True:
+                following = following if cursor.is_done else next(left, _END)
+                self._is_last_in_loop, number = following is _END, optimizer._runs.number
+                if is_lockstep:
+                    self._agree(is_done=cursor.is_done or self._is_last_in_loop)
+                yield data
+                if optimizer._runs.number != number + 1:
+                    raise RuntimeError("step() must be called once for each minibatch that minibatches() yields")
+                if not optimizer.is_accumulating:
+                    return
+                data = data if cursor.is_done else following
+        finally:
+            self._is_last_in_loop = None
 
     def advance(self) -> StepPlan:
         """Advance to a minibatch, with which all cores may have ended the step."""
         cursor = self._cursor
-        is_done, self._is_last = cursor.is_done or self._is_last, False
         if self._sampler.is_shared:
             raise RuntimeError("open steps need a sampler of one optimizer, but several are attached to this one")
-        is_last = self._agree(is_done) if cursor.schedule.lockstep else is_done
+        if cursor.schedule.lockstep and self._is_last_in_loop is None:
+            rule = "step() must be called within minibatches() in lockstep, as with fully_shard"
+            advice = "loop over optimizer.minibatches(…, padding=…)"
+            raise RuntimeError(f"{rule}, where cores that are done run padding minibatches: {advice}")
+        is_done = cursor.is_done or self._is_last or bool(self._is_last_in_loop)
+        is_last, self._is_last = self._ends_with_next if cursor.schedule.lockstep else is_done, False
         plan = cursor.advance_open(is_done=is_done, is_last=is_last)
         self._num_weighted += bool(self._weights.is_weighted) and not plan.is_padding
         if time.monotonic() - self._published > self._timeout / 4 and self._counter.store is not None:
@@ -143,48 +164,56 @@ class OpenStep(Steps):
 
     def reduce(self, plan: StepPlan) -> StepGradient | None:
         """The gradient of a step, whose number of minibatches is known then; None if no core has had any."""
-        num_read = self._sampler.num_read - self._num_read_before
-        self._accumulator.counts = Counts(self._cursor.num_own, None, num_read, self._num_weighted)
+        num_read, is_scaled = self._sampler.num_read - self._num_read_before, self._loss_scale.is_used
+        of_own = num_read, self._num_weighted, int(is_scaled), int(self._is_at_end)
+        self._accumulator.counts = Counts(self._cursor.num_own, None, *of_own)
         with self._waiting():
             gradient = self._accumulator.reduce(plan)
         totals = self._accumulator.totals
         assert totals is not None
-        self._num_reduced += 1
-        self.begin(keeps_reads=not totals.own)
         size = self._schedule.append(totals.own, totals.read) if totals.own else 0
         self._cursor.close(totals.own, size)
-        if not totals.own and self.is_epoch_over and self._sampler.rank == 0:
+        self.begin(keeps_reads=not totals.own)
+        if self._is_at_end:
+            self._is_at_end = totals.at_end < self._communicator.num_replicas
+        elif not totals.own and self._sampler.rank == 0:
             logger.warning("%s: no core has a minibatch, so there is no update", str(self._cursor))
-        return gradient if totals.own else None
+        if not totals.own:
+            return None
+        # a core without minibatches learns from the others
+        self._weights.is_weighted, self._loss_scale.is_used = totals.weighted > 0, totals.scaled > 0
+        self._buffers.expect_skips(self._skips or totals.scaled > 0)
+        return gradient
 
-    def _agree(self, is_done: bool) -> bool:
-        """In lockstep: whether no core has a further minibatch. Every core must call it in each round."""
-        self._is_done = is_done
-        if self._communicator.num_replicas == 1:
-            return is_done
-        with self._waiting(), devices.preserve_rng(self._device):
-            more = int(self._communicator.total(torch.tensor([not is_done], dtype=torch.int64).to(self._device)))
-        now = time.monotonic()
+    def _agree(self, *, is_done: bool) -> None:
+        """In lockstep, before a minibatch: whether it is the last one of all cores. Every core must call it each time.
+
+        Cores wait for each other here, and not in the forward pass, where the time-out is that of the process group.
+        """
+        more = int(not is_done)
+        if self._communicator.num_replicas > 1:
+            with self._waiting(), devices.preserve_rng(self._device):
+                more = int(self._communicator.total(torch.tensor([more], dtype=torch.int64).to(self._device)))
+        self._ends_with_next, now = not more, time.monotonic()
         if more and is_done:
             self._waits_since = now if self._waits_since is None else self._waits_since
             if now - self._waits_since > self._timeout:
                 raise RuntimeError(self._who_is_missing())
-        return not more
 
     def end_epoch(self, end_step: Callable[[], Any]) -> None:
-        """Take part in the steps of cores that still have minibatches of the epoch. Every core must call it.
+        """End the step, and take part in those of cores that have more minibatches of the epoch, until none has.
 
-        It is over with a step before which all cores were here, for which each has left its mark. In lockstep, no core
-        may have more than others.
+        The number of cores that are here is summed with the gradients of each step. In lockstep, no core may have more
+        than others.
         """
         if self._cursor.schedule.lockstep:
             return
-        store, self.is_epoch_over = self._counter.store, self._counter.store is None
-        while not self.is_epoch_over:
-            mark = f"{self._counter.run}/over/{self._num_reduced}"
-            store.add(mark, 1)
-            end_step()
-            self.is_epoch_over = store.add(mark, 0) == self._communicator.num_replicas
+        self._is_at_end = self._communicator.num_replicas > 1 or self._cursor.is_accumulating
+        try:
+            while self._is_at_end:
+                end_step()
+        finally:
+            self._is_at_end = False
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -220,10 +249,9 @@ class OpenStep(Steps):
     def _who_is_missing(self) -> str:
         """The positions of all cores in the step."""
         step, store = self._cursor.plan.step, self._counter.store
-        number = f"{self._cursor.num_own} minibatches"
-        self._publish(
-            f"has ended it after {number}" if self._is_done else f"has run {number} of it and has not ended it"
-        )
+        has_ended = self._cursor.is_done or not self._cursor.schedule.lockstep
+        own = "has ended it" if has_ended else "waits for the others"
+        self._publish(f"{own} after {self._cursor.num_own} minibatches")
         time.sleep(_SECONDS_FOR_OTHERS)
         found = []
         for rank in range(self._sampler.num_replicas):

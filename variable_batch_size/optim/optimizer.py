@@ -208,7 +208,6 @@ class CustomOptimizer(OptimizerProxy):
         self._norm_every: set[int] = set()
         self._factors: list[Number] = []  # of the latest step, once it is complete
         self._lrs: list[Number] = []  # likewise
-        self._is_scaled = False  # whether a GradScaler has called step() in this pass
         self._has_joined = False  # whether set_epoch() was called here in this pass
         self._attachments = Attachments()
         self.limit: Limit | None = None  # within epochs() that have one
@@ -241,7 +240,8 @@ class CustomOptimizer(OptimizerProxy):
         self._steps = self._make_steps()
         self._checks = LoopChecks(parameters, sampler, self._accumulator, self._seeder, exact=self.exact)
         self._halves = Halves(sampler, self._cursor, self._accumulator, self._rule, measures=self._measures)
-        self._watch(not isinstance(sampler, CustomSampler))  # a stream may be read in another process
+        # a stream may be read in another process, and with open steps a loader need not be read
+        self._watch(not isinstance(sampler, CustomSampler) or sampler.schedule.is_open)
         for one in optimizers_of(self.inner):
             if hasattr(one, "_optimizer_step_pre_hooks"):  # a wrapper of another library may lack them
                 one.register_step_pre_hook(partial(refuse_direct_step, weakref.ref(self)))
@@ -249,7 +249,9 @@ class CustomOptimizer(OptimizerProxy):
     def _make_steps(self) -> Steps:
         sampler, cursor, accumulator = self.sampler, self._cursor, self._accumulator
         if sampler.schedule.is_open:
-            return OpenStep(sampler, cursor, accumulator, self.minibatch_weights, next(self.parameters()).device)
+            what = (self.minibatch_weights, self._loss_scale, self._buffers)
+            device = next(self.parameters()).device
+            return OpenStep(sampler, cursor, accumulator, *what, skips=self.skip_nonfinite, device=device)
         if isinstance(self._communicator, LiveCores) and isinstance(accumulator, BucketAccumulator):
             return LiveSteps(self, self._communicator, cursor, accumulator, self._buffers)
         return KnownSteps(cursor, accumulator)
@@ -388,7 +390,7 @@ class CustomOptimizer(OptimizerProxy):
                 self._checks.warn_without_gradients()
             is_recorded = self._norm_every and any((self.steps_done + 1) % every == 0 for every in self._norm_every)
             self.gradient_norm = gradient.norm() if is_recorded else None
-            outcome = self._flow.scale(step, gradient, skips=self.skip_nonfinite or self._is_scaled)
+            outcome = self._flow.scale(step, gradient, skips=self.skip_nonfinite or self._loss_scale.is_used)
             if outcome.reason is None:
                 self._update(step, gradient, outcome)
             else:
@@ -470,15 +472,15 @@ class CustomOptimizer(OptimizerProxy):
         self._accumulator.attached = ", ".join([*self._attachments.names, *norms, *passes])
         self._watch(True)
         self._accumulator.is_one_of_several = self.sampler.is_shared
-        self._is_scaled = False
-        if not self._communicator.is_one_program:
+        self._loss_scale.is_used = False
+        if not self._communicator.is_one_program and not self._cursor.schedule.is_open:  # there, others may scale
             self._buffers.expect_skips(self.skip_nonfinite or "found_inf" in self.__dict__)
 
     def _unscale(self, plan: StepPlan) -> None:
         """Divide the gradients of the minibatch by the scale of the GradScaler that has called :meth:`step`."""
-        if not self._is_scaled and self._communicator.is_one_program and not self.skip_nonfinite:
+        if not self._loss_scale.is_used and self._communicator.is_one_program and not self.skip_nonfinite:
             raise RuntimeError("GradScaler on XLA needs an optimizer with `skip_nonfinite=True`")
-        self._is_scaled = True
+        self._loss_scale.is_used = True
         scale, found_inf = self.__dict__["grad_scale"], self.__dict__["found_inf"]
         self._accumulator.inverse_scale = self._loss_scale.unscale_(plan, scale, found_inf)
 
@@ -500,12 +502,24 @@ class CustomOptimizer(OptimizerProxy):
 
         Returns whether the step is complete: False if no core has had a minibatch, which is not a step.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return bool(self._end_step_eagerly())
+        if self._cursor.schedule.is_open and self._runs.has_reached(self.sampler.num_to_run):  # as step() drops it
+            self.zero_grad()
+            return False
+        return self._end_step()
+
+    _end_step_eagerly: Any = torch._disable_dynamo(end_step)  # type: ignore[attr-defined]
+
+    def _end_step(self) -> bool:
         self._steps.end()
         self._updated = False
+        for hook in self._optimizer_step_pre_hooks.values():
+            hook(self, (), {})
         return self._take_minibatch(self._plan_minibatch(None, is_closure=False), None, 0.0)
 
     def _end_open_epoch(self) -> None:
-        self._steps.end_epoch(self.end_step)
+        self._steps.end_epoch(self._end_step)
 
     def minibatches(self, own: Iterable[Data], padding: Data | None = None) -> Iterator[Data]:
         """Yield this core's minibatches of an open step, and end the step.
@@ -514,8 +528,9 @@ class CustomOptimizer(OptimizerProxy):
                 loss_of(model(minibatch)).backward()
                 optimizer.step(weight=num_tokens(minibatch))
 
-        :meth:`step` follows each of them, and need not be told which one is the last. In lockstep, as with
-        ``fully_shard``, a core that has no more gets padding until all are done: its latest minibatch once more.
+        :meth:`step` follows each of them, and must not be told which one is the last. To leave the loop early, call
+        :meth:`end_step` before. In lockstep, as with ``fully_shard``, a core that has no more gets padding until all
+        are done: its latest minibatch once more.
 
         Args:
             own: the minibatches, of any number, which may be 0.
@@ -584,7 +599,7 @@ class CustomOptimizer(OptimizerProxy):
     def _follow_reassigned(self) -> None:
         """Go on with the minibatches of another rank, after cores have joined or left."""
         self._runs = self.sampler.new_count()
-        self._buffers.expect_skips(self.skip_nonfinite or self._is_scaled)
+        self._buffers.expect_skips(self.skip_nonfinite or self._loss_scale.is_used)
         upcoming = self._cursor.next
         self._buffers.snapshot(upcoming is not None and upcoming.is_idle)
         self._prepare_next()
@@ -739,12 +754,16 @@ class CustomOptimizer(OptimizerProxy):
         return float(self._lr_scaler.preview(self._rule_step(), group))
 
     def _rule_step(self) -> Step:
-        size, number = self._cursor.plan.batch_size, self._cursor.plan.num_minibatches
+        plan, schedule = self._cursor.plan, self._cursor.schedule
+        size, of_one = plan.batch_size, plan.batch_size // plan.num_minibatches
+        if not size:  # in an open step that is not complete, that of the step before
+            size = schedule.batch_size(plan.step - 1) if plan.step else self.ref_batchsize
+            of_one = schedule.minibatch_size
         totals, layers = self._accumulator.totals, self._accumulator.norm_layers
         is_drawn = totals is None or totals.read == totals.own  # whether the samples are those of the loader
         population, samples_every = self._population if is_drawn else None, 1 if layers is None else layers.every
         more: Any = {"population": population, "samples_every": samples_every}
-        return Step(size, size // number, self.ref_batchsize, self.steps_done, **more)
+        return Step(size, of_one, self.ref_batchsize, self.steps_done, **more)
 
     @property
     def rule(self) -> Rule:
@@ -786,7 +805,7 @@ class CustomOptimizer(OptimizerProxy):
             batch_size: of any step; of the step of the latest minibatch if None.
             group: a parameter group; all together if None.
         """
-        size = self.batch_size if batch_size is None else batch_size
+        size = self._rule_step().batch_size if batch_size is None else batch_size
         return float(self._flow.noise_meter().gain(size, self.ref_batchsize, group))
 
     @property

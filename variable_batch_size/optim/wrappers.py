@@ -322,6 +322,7 @@ def _is_frozen() -> bool:
 
 def _disable_before_forward(ddp: DistributedDataParallel, args: Any) -> None:
     ddp.require_backward_grad_sync = False
+    ddp.require_forward_param_sync = False  # its first forward pass would wait for all ranks, to broadcast buffers
     if ddp._join_config.enable:
         raise RuntimeError(
             "DistributedDataParallel.join() waits for all ranks in every forward pass, but ranks run different numbers "

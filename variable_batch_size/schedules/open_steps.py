@@ -73,9 +73,9 @@ class OpenSchedule(BaseSchedule):
         self._reads.append(num_read * self.minibatch_size)
         return self._rows[-1]
 
-    def samples_read(self, epoch: int) -> int:
-        """The samples of an epoch that the completed steps have read."""
-        steps = self.steps(epoch)
+    def samples_read(self, epoch: int, num_steps: int | None = None) -> int:
+        """The samples of an epoch that its completed steps have read, or the first ones of these."""
+        steps = self.steps(epoch)[:num_steps]
         return sum(self._reads[steps.start : steps.stop])
 
     @property

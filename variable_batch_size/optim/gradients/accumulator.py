@@ -29,8 +29,8 @@ Divisors = dict[torch.Tensor, torch.Tensor]
 UNWEIGHTED = -(2.0**20)
 
 _NUM_SAMPLES = 8  # weights that are compared in the first step of an epoch
-_NUM_COUNTS, _NUM_CHECKSUMS = 3, 4
-NUM_CHECKS = _NUM_COUNTS + _NUM_CHECKSUMS
+NUM_COUNTS, _NUM_CHECKSUMS = 5, 4
+NUM_CHECKS = NUM_COUNTS + _NUM_CHECKSUMS
 NUM_DIGEST = _NUM_SAMPLES + NUM_CHECKS
 _MAX_DRIFT = 1e-4  # of weights between ranks; processors of different kinds may round differently
 
@@ -42,8 +42,11 @@ class Counts(NamedTuple):
 
     own: int  # that this rank has run; in totals, that all ranks have run
     of_all: int | None  # that all ranks should have run together; None if that is not known, in open steps
-    read: int = 0  # that were read from the loader; this and the next one in open steps only
+    # in open steps only
+    read: int = 0  # that were read from the loader
     weighted: int = 0  # that have a weight
+    scaled: int = 0  # whose loss a GradScaler has scaled
+    at_end: int = 0  # 1 if this rank has no more in the epoch; in totals, the number of these ranks
 
 
 class Measured(NamedTuple):
@@ -392,7 +395,7 @@ class GradientAccumulator(ABC):
             digest[:-NUM_CHECKS].copy_(self._sampled)
             self._checked = self._epoch
         counts = self.counts or Counts(0, 0)
-        numbers = [counts.own, counts.read, counts.weighted, *self._checksums()]
+        numbers = [counts.own, *counts[2:], *self._checksums()]
         for place, number in enumerate(numbers, start=-NUM_CHECKS):
             digest[place].fill_(number)
 
@@ -422,11 +425,11 @@ class GradientAccumulator(ABC):
         checks, copies = reduced[-NUM_CHECKS:], ranks // self.communicator.num_replicas  # of each count
         counts, sums = self.counts or Counts(0, 0), [number * ranks for number in self._checksums()]
         if counts.of_all is None:  # an open step: waits for the device
-            found = checks[:_NUM_COUNTS].tolist()
+            found = checks[:NUM_COUNTS].tolist()
             own, *others = (round(number / copies) for number in found)
             self.totals, expected = Counts(own, None, *others), [*found, *sums]
         else:
-            expected = [counts.of_all * copies, 0, 0, *sums]
+            expected = [counts.of_all * copies, *[0] * (NUM_COUNTS - 1), *sums]
         own, self._sampled, self._unread = self._sampled, None, None
         if own is None and checks.device.type != "cpu":
             self._unread = checks.clone(), expected
@@ -447,7 +450,7 @@ class GradientAccumulator(ABC):
             )
 
     def _refuse_different(self, reduced: list[float], expected: list[int]) -> None:
-        is_complete, _, _, are_same_attached, are_same_lrs, is_same_epoch, is_same_layout = (
+        is_complete, *_, are_same_attached, are_same_lrs, is_same_epoch, is_same_layout = (
             one == other for one, other in zip(reduced, expected, strict=True)
         )
         if not is_same_layout:

@@ -9,7 +9,13 @@ from torch.optim import Optimizer
 from variable_batch_size.cores.communicator import Communicator, Ranks
 from variable_batch_size.cores.dtensor import from_local_like, redistribute_like, to_local
 from variable_batch_size.data.cursor import StepPlan
-from variable_batch_size.optim.gradients.accumulator import NUM_DIGEST, UNWEIGHTED, GradientAccumulator, StepGradient
+from variable_batch_size.optim.gradients.accumulator import (
+    NUM_COUNTS,
+    NUM_DIGEST,
+    UNWEIGHTED,
+    GradientAccumulator,
+    StepGradient,
+)
 from variable_batch_size.optim.gradients.fixed_point import FixedPoint64
 from variable_batch_size.optim.gradients.gradient_buckets import GradientBuckets
 from variable_batch_size.optim.gradients.norms import sharded_squared_norms, squared_norm
@@ -78,9 +84,12 @@ class BucketAccumulator(GradientAccumulator):
         taken = {p: p.grad.clone() for p in self._parameters() if p.grad is not None}
         self.zero_grad()
         self._held_minibatches.append((plan, weight, taken))
-        if plan.is_open and plan.is_last:  # no minibatch is the first one on any number of ranks
-            fixed_point.agree_on_scale([taken for *_, taken in self._held_minibatches], self.communicator)
-        while plan.is_last and self._held_minibatches:
+        if plan.is_last and not plan.is_open:
+            self._release_minibatches()
+
+    def _release_minibatches(self) -> None:
+        """Accumulate the minibatches of the first step that were held."""
+        while self._held_minibatches:
             *minibatch, gradients = self._held_minibatches.pop(0)
             for p, gradient in gradients.items():
                 p.grad = gradient
@@ -177,6 +186,10 @@ class BucketAccumulator(GradientAccumulator):
                 fixed_point.resize(self._buckets)
 
     def reduce(self, plan: StepPlan) -> StepGradient:
+        if self._held_minibatches and self._fixed_point is not None:  # of an open step, which has no first minibatch
+            taken = [gradients for *_, gradients in self._held_minibatches]
+            self._fixed_point.agree_on_scale(taken, self.communicator)
+            self._release_minibatches()
         factor, fixed_point, buckets = self._factor(plan), self._fixed_point, self._wide or self._buckets
         if not self._has_sums:
             self._scale_single(factor * self._inverse_weight())
@@ -264,7 +277,7 @@ class BucketAccumulator(GradientAccumulator):
         """Compare a new layout in tensors of the previous one, as others may still have that and sizes must match."""
         _, parameters, num_numbers = self._agreed
         sent = GradientBuckets(parameters, num_numbers=num_numbers, dtype=self._sum_dtype)
-        own = [0, 0, 0, *self._checksums()]
+        own = [*[0] * NUM_COUNTS, *self._checksums()]
         sent.numbers[-1:].fill_(own[-1])
         self.communicator.sum(sent.flats)
         total = float(sent.numbers[-1])
