@@ -250,7 +250,7 @@ class OpenStep(Steps):
         """The positions of all cores in the step."""
         step, store = self._cursor.plan.step, self._counter.store
         has_ended = self._cursor.is_done or not self._cursor.schedule.lockstep
-        own = "has ended it" if has_ended else "waits for the others"
+        own = "has ended it" if has_ended else "has not ended it and waits"
         self._publish(f"{own} after {self._cursor.num_own} minibatches")
         time.sleep(_SECONDS_FOR_OTHERS)
         found = []
