@@ -99,7 +99,9 @@ class Cursor:
             self._last = self._next_open()
         self._num_run += 1
         self._num_own += not self.is_done
-        self.plan = self._last = self._last._replace(is_last=is_last, is_padding=self.is_done)
+        if self._last.is_last != is_last or self._last.is_padding != self.is_done:
+            self._last = self._last._replace(is_last=is_last, is_padding=self.is_done)
+        self.plan = self._last
         self._num_left, self.is_done = int(not is_last), is_done and not is_last
         return self.plan
 
@@ -210,7 +212,9 @@ class Cursor:
     def next(self) -> StepPlan | None:
         """The plan of the next minibatch; None if the epoch has no more."""
         if self.schedule.is_open:
-            return self._last._replace(is_padding=self.is_done) if self._num_left else self._next_open()
+            if not self._num_left:
+                return self._next_open()
+            return self._last if self._last.is_padding == self.is_done else self._last._replace(is_padding=self.is_done)
         if self._num_left:
             return self._accumulating if self._num_left > 1 else self._last
         if self._next is None:

@@ -5,7 +5,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, NoReturn
 
 import numpy as np
@@ -515,10 +515,39 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
 
     def _samples(self) -> Iterator[list[int]]:
         """The samples of each minibatch of this core, from its position on."""
+        samples_of = self._order()
+        if isinstance(self.schedule, OpenSchedule):
+            yield from self._claimed_samples(self.schedule, samples_of)
+            return
+        for minibatches in self._offsets():
+            yield from samples_of(minibatches)
+
+    def _order(self) -> Callable[[Minibatches], Sequence[list[int]]]:
+        """What returns the samples of some minibatches of the epoch."""
         order = Permutation(self.dataset_size, key=(self.seed, self.epoch)) if self.shuffle else None
-        for starts, size in self._offsets():
-            positions = starts[:, None] + np.arange(size)
-            yield from (order(positions) if order else positions).tolist()
+
+        def samples_of(minibatches: Minibatches) -> list[list[int]]:
+            positions = minibatches.starts[:, None] + np.arange(minibatches.size)
+            return (order(positions) if order else positions).tolist()  # type: ignore[no-any-return]
+
+        return samples_of
+
+    def _claimed_samples(
+        self, schedule: OpenSchedule, samples_of: Callable[[Minibatches], Sequence[list[int]]]
+    ) -> Iterator[list[int]]:
+        """In open steps: a minibatch belongs to the core that requests it first."""
+        size, counter = self.minibatch_size, self.counter
+        assert counter is not None
+        # from those before this pass on: a core may read its first minibatch when others have completed steps
+        first = schedule.samples_read(self.epoch, self.first_step)
+        number_left, at_once = (schedule.capacity - first) // size, max(1, self._at_once // self.num_replicas)
+        computed = range(0)  # the next minibatches, some of which are other cores'
+        found: list[list[int]] = []  # their samples
+        while (claimed := counter.next()) < number_left:
+            if claimed not in computed:
+                computed = range(claimed, min(claimed + at_once, number_left))
+                found = list(samples_of(Minibatches(first + np.array(computed) * size, size)))
+            yield found[claimed - computed.start]
 
     @property
     def _at_once(self) -> int:
@@ -528,12 +557,6 @@ class CustomSampler(MinibatchSource, Sampler[list[int]]):
     def _offsets(self) -> Iterator[Minibatches]:
         """The minibatches of this pass; several at once unless they are assigned while it runs."""
         schedule, size, shares = self.schedule, self.minibatch_size, self.shares
-        if isinstance(schedule, OpenSchedule):
-            # those before this pass: a core may read its first minibatch when others have completed steps
-            first = schedule.samples_read(self.epoch, self.first_step)
-            while (start := first + self.counter.next() * size) + size <= schedule.capacity:  # type: ignore[union-attr]
-                yield Minibatches(np.array([start]), size)
-            return
         if shares is None:
             yield from self._first_offsets()
             yield from schedule.offsets(self.epoch, self.rank, at_once=self._at_once, first_step=self.first_step)

@@ -1,12 +1,12 @@
 """TokenBudget: minibatches of as many samples as fit into a number of tokens."""
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, final
 
 from variable_batch_size.data.sampler import CustomSampler, Description
 from variable_batch_size.policies.policy import Policy, Situation
 from variable_batch_size.schedules.open_steps import OpenSteps
-from variable_batch_size.schedules.schedule import OnEnd
+from variable_batch_size.schedules.schedule import Minibatches, OnEnd
 from variable_batch_size.schedules.token_plan import Shape, TokenPlan, TooLong
 from variable_batch_size.traces.trace import TraceLike
 from variable_batch_size.traces.watched import WatchedTrace
@@ -121,10 +121,9 @@ class TokenBudget(CustomSampler):
             rule = f"`lengths` must have one number for each of the {len(dataset)} samples of the loader's data set"
             raise ValueError(f"{rule}, got {self.num_samples}")
 
-    def _samples(self) -> Iterator[list[int]]:
+    def _order(self) -> Callable[[Minibatches], Sequence[list[int]]]:
         key = (self.seed, self.epoch) if self.shuffle else None
-        for starts, size in self._offsets():
-            yield from self.plan.samples(starts // size, key)
+        return lambda minibatches: self.plan.samples(minibatches.starts // minibatches.size, key)
 
     def padded_length(self, lengths: Sequence[int]) -> int:
         """How long to make the rows of a minibatch of samples of these lengths, so that it has one of the `shapes`."""
