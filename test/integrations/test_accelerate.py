@@ -1,7 +1,7 @@
 """Accelerate, except for its loader and scheduler: the weights are those of a hand-written loop."""
 
 import gc
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 
 import accelerate_runs
 import pytest
@@ -56,6 +56,37 @@ def test_a_token_budget_is_assigned_once():
         return session.found()["weights"], optimizer.weight_done
 
     assert_close(run(is_prepared=True), run(is_prepared=False), **TOLERANCE)
+
+
+def test_open_steps_resume_within_an_epoch(tmp_path):
+    def train(*, stop_at=None, is_resumed=False, is_prepared=True):
+        torch.manual_seed(0)
+        accelerator, data = Accelerator(cpu=True), accelerate_runs.dataset()
+        model = torch.nn.Linear(6, 3)
+        loader = vbs.DataLoader(data, vbs.OpenSteps(), minibatch_size=4)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = vbs.Optimizer(inner, loader, rule="adascale", ref_batchsize=8, model=model)
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 3, gamma=0.5)
+        if is_prepared:
+            model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
+        if is_resumed:
+            accelerator.load_state(str(tmp_path))
+        for _ in optimizer.epochs(2):
+            read = iter(loader)
+            while own := list(islice(read, 1 + optimizer.steps_done % 3)):
+                for data, target in optimizer.minibatches(own):
+                    accelerator.backward(torch.nn.functional.cross_entropy(model(data), target))
+                    optimizer.step()
+                scheduler.step()
+                if optimizer.steps_done == stop_at:
+                    accelerator.save_state(str(tmp_path))
+                    return None
+        return [p.detach().clone() for p in model.parameters()], optimizer.steps_done, inner.param_groups[0]["lr"]
+
+    train(stop_at=5)
+    expected = train(is_prepared=False)
+    assert_close(train(is_resumed=True), expected, **TOLERANCE)
+    assert_close(train(), expected, **TOLERANCE)
 
 
 def test_different_run_does_not_resume(tmp_path, monkeypatch):
@@ -274,6 +305,16 @@ def test_clipping_by_the_accelerator_clips_the_unscaled_gradient_of_a_minibatch(
             if plain.optimizer.step():
                 plain.scheduler.step()
     assert_close(session.train(backward).found()["weights"], plain.found()["weights"], **TOLERANCE)
+
+
+def test_open_steps_raise_with_a_loss_scale():
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(6, 3)
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    loader = vbs.DataLoader(accelerate_runs.dataset(), vbs.OpenSteps(), minibatch_size=4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=8, model=model)
+    with pytest.raises(ValueError, match='^`mixed_precision` must be "no" or "bf16" with OpenSteps, got "fp16"'):
+        prepare(accelerator, model, optimizer, loader)
 
 
 def test_a_closure_raises_with_a_loss_scale():

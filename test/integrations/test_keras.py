@@ -282,6 +282,11 @@ def test_too_short_trace_raises_before_the_first_step():
         session.model.fit(session.loader, epochs=3, verbose=0)
 
 
+def test_open_steps_raise():
+    with pytest.raises(ValueError, match="`trace` must not be OpenSteps with Keras, which needs the length of steps"):
+        Session(trace=vbs.OpenSteps())
+
+
 def test_keras_optimizers_and_optimizers_of_other_models_raise():
     with pytest.raises(ValueError, match="must be an optimizer of this library, got SGD"):
         model_of(VariableBatchModel).compile(keras.optimizers.SGD())

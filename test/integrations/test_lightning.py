@@ -226,6 +226,11 @@ class Budgeted(Net):
         return self.loss(batch) * len(batch[0])
 
 
+def test_open_steps_raise():
+    with pytest.raises(ValueError, match="`trace` must not be OpenSteps with Lightning, which needs the length of"):
+        fit(Net(trace=vbs.OpenSteps()), make_trainer(max_epochs=1))
+
+
 class Weighted(Budgeted):
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         optimizer.step(closure=optimizer_closure, weight=2.0)

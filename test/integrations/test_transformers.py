@@ -167,6 +167,11 @@ def test_too_short_trace_raises_before_the_first_step(tmp_path):
         trainer_with(arguments(tmp_path, max_steps=12)).train()
 
 
+def test_open_steps_raise(tmp_path):
+    with pytest.raises(ValueError, match="`trace` must not be OpenSteps with the trainer, which needs the length"):
+        trainer_with(arguments(tmp_path), trace=vbs.OpenSteps()).train()
+
+
 def test_minibatch_that_does_not_divide_the_trace_raises(tmp_path):
     with pytest.raises(ValueError, match="batchsize must be a multiple of 8"):
         trainer_with(arguments(tmp_path, per_device_train_batch_size=8)).train()

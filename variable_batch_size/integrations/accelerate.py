@@ -233,7 +233,9 @@ def _check_accelerator(accelerator: Accelerator, optimizer: CustomOptimizer) -> 
         raise ValueError(f"with FSDP2 the model must be sharded before the optimizer is made: {_SHARD}")
     if is_fsdp2 and accelerator.scaler is not None:
         raise ValueError('`mixed_precision` must be "no" or "bf16" with FSDP2, got "fp16"')
-    common.refuse_open_steps(optimizer.sampler, "Accelerate")
+    if optimizer.sampler.schedule.is_open and accelerator.scaler is not None:
+        rule = '`mixed_precision` must be "no" or "bf16" with OpenSteps, got "fp16"'
+        raise ValueError(f"{rule}: use torch.amp.GradScaler in a loop without Accelerate")
     rank, number = accelerator.process_index, accelerator.num_processes
     advice = "create the Accelerator before the sampler"
     common.check_process(optimizer.sampler, rank, number, "the accelerator", advice)
