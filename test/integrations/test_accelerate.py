@@ -313,7 +313,7 @@ def test_open_steps_raise_with_a_loss_scale():
     loader = vbs.DataLoader(accelerate_runs.dataset(), vbs.OpenSteps(), minibatch_size=4)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = vbs.Optimizer(inner, loader, rule="linear", ref_batchsize=8, model=model)
-    with pytest.raises(ValueError, match='^`mixed_precision` must be "no" or "bf16" with OpenSteps, got "fp16"'):
+    with pytest.raises(ValueError, match=r'^`mixed_precision` must be "no" or "bf16" with OpenSteps, got "fp16"'):
         prepare(accelerator, model, optimizer, loader)
 
 
