@@ -19,20 +19,20 @@ from torch import nn
 
 import variable_batch_size as vbs
 
-NUM_MINIBATCHES, SIZE, STEPS, REPEATS, WARMUP = 8, 64, 50, 200, 20
+NUM_MINIBATCHES, SIZE, STEPS, REPEATS, WARMUP = 8, 64, 50, 100, 10
 KNOWN, AGAIN, OPEN = "a trace", "the same trace", "open steps"
 
 
 def main() -> None:
     print_machine()
-    for name, (clock, processor) in (
-        ("one process", time_steps()),
-        ("two gloo processes", vbs.launch(time_steps, cores=2, backend="gloo")[0]),
-    ):
-        print(f"{name}, time on the clock")
-        print_comparison(clock, peer=KNOWN)
-        print(f"{name}, time of the processor")
-        print_comparison(processor, peer=KNOWN)
+    print_times("one process", time_steps())
+    print_times("two gloo processes", vbs.launch(time_steps, cores=2, backend="gloo")[0])
+
+
+def print_times(name: str, times: tuple[dict[str, Numbers], dict[str, Numbers]]) -> None:
+    for kind, seconds in zip(("on the clock", "of the processor"), times, strict=True):
+        print(f"{name}, time {kind}")
+        print_comparison(seconds, peer=KNOWN)
 
 
 def time_steps() -> tuple[dict[str, Numbers], dict[str, Numbers]]:
